@@ -684,6 +684,19 @@ def forms(where: str) -> str:
     return "\n".join(lines)
 
 
+def spared(where: str) -> str:
+    """What one launch in place of several would bring in a pass, by card."""
+    rows: list[dict[str, Any]] = json.loads((ROOT / where).read_text(encoding="utf-8"))["spared"]
+    whats = list(rows[0]["spared_ms"])
+    lines = ["| card | launches a layer | ms a pass | " + " | ".join(whats) + " | over its bytes | with all of it |"]
+    lines += ["|---|" + "---|" * (len(whats) + 4)]
+    for row in rows:
+        each = [row[name] for name in ("card", "launches", "ms")]
+        each += [f"{row['spared_ms'][what]:.2f}" for what in whats]
+        lines.append("| " + " | ".join(map(str, [*each, row["over_bytes"], row["then"]])) + " |")
+    return "\n".join(lines)
+
+
 KINDS: dict[str, Callable[[str], str]] = {
     "flops": flops,
     "run": run,
@@ -708,6 +721,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "example": example,
     "fused": fused,
     "forms": forms,
+    "spared": spared,
 }
 
 if __name__ == "__main__":

@@ -198,6 +198,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
     from kvcli.engine.pass_bytes import pass_bytes
     from kvcli.kv import tiers
 
+    most, rows = chunk(lm, profile), max(profile.spec.rows, profile.steps.rows)
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, NUMBERS[profile.kv.dtype])
     return tiers.Plan(
         lm.shapes,
@@ -207,9 +208,9 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
         profile.memory,
         profile.recall.settings,
         lm.sights,
-        chunk(lm, profile),
+        most,
         held,
-        pass_bytes(lm, max(chunk(lm, profile), profile.spec.rows, profile.steps.rows), dtype) if lm.is_apart else 0,
+        pass_bytes(lm, most, rows, dtype) if lm.is_apart else 0,
     )
 
 

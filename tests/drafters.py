@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from kvcli.drafts.mixer import Mixer
@@ -102,17 +101,11 @@ class Moody(Scripted):
 ADVERSARIES = (Right, Wrong, EndSpam, Bush, Moody)
 
 
-@cache
-def _self_draft(**settings: Any) -> SelfDraft:
-    """Once: what it learns of one text serves the next."""
-    return SelfDraft(adaptive=False, depth=3, copies=False, **settings)
-
-
 class Itself:
     """The model of whichever session it is given to."""
 
     def __init__(self, **settings: Any) -> None:
-        self._config = _self_draft(**settings)
+        self._config = SelfDraft(adaptive=False, depth=3, copies=False, **settings)
         self.view = self._config.glance()
         self._mixer: Mixer | None = None
         self._text: tuple[Sequence[int], Sampler | None] = ((), None)

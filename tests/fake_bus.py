@@ -89,6 +89,7 @@ class FakeBus(TorchDispatchMode):
         self.touched: dict[int, int] = {}  # by buffer: step of the lane that computes
         self.copied = self.hidden = self.products = 0
         self.pinned: dict[int, int] = {}  # bytes by address
+        self.over: list[tuple[int, object]] = []  # what is to be unpinned
         self._refuses = refuses
         self._is_aside = False
 
@@ -103,11 +104,20 @@ class FakeBus(TorchDispatchMode):
         return torch.full((nbytes,), 255, dtype=torch.uint8)
 
     def pin(self, t: Tensor) -> str:
+        self.let_go()
         if not self._refuses:
             self.pinned[t.data_ptr()] = t.nbytes
         return self._refuses
 
-    def unpin(self, address: int) -> None:
+    def unpin(self, address: int, mapping: object) -> None:
+        self.over.append((address, mapping))
+
+    def let_go(self) -> None:
+        over, self.over = self.over, []
+        for address, _ in over:
+            self._unpin(address)
+
+    def _unpin(self, address: int) -> None:
         size = self.pinned.pop(address)
         held = [f for f in self.flights if address <= f.of.data_ptr() < address + size]
         assert not held, "what is unpinned is being copied"

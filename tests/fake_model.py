@@ -7,14 +7,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Turn
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.loops import Loop
 from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow
-from kvcli.kept.shelf import Kept
+
+if TYPE_CHECKING:
+    from kvcli.kept.shelf import Kept
 
 PARAGRAPH = (
     "The service restarted twice because the cache directory was full; both times it recovered without losing a "
@@ -150,6 +152,9 @@ class FakeModel:
         return False
 
     def keep(self, cancel: Cancel) -> Kept:
+        # imports torch, and a program in a terminal of the tests is quicker without
+        from kvcli.kept.shelf import Kept
+
         return Kept()
 
     def idle(self, cancel: Cancel) -> None:

@@ -15,6 +15,7 @@ from kvcli.engine.lm import LM
 from kvcli.engine.session import Session
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig
+from kvcli.kv.checked import Checked
 from kvcli.kv.slots import nbytes
 from kvcli.kv.state import Given
 from kvcli.settings.profile import Profile, load_profile
@@ -144,3 +145,57 @@ def test_what_cannot_be_checked_is_refused_with_what_would_do(changes: dict[str,
     with pytest.raises(BadConfig) as refused:
         load_profile("snap").replace(**changes)
     assert said in str(refused.value) + "".join(refused.value.lines)
+
+
+class Noted:
+    """A store that writes down what it is asked, and answers with its name."""
+
+    dtype, changes, rounds_by_rows = torch.float64, 3, "whole"
+
+    def __init__(self, name: str, calls: list[Any]) -> None:
+        self._name, self._calls = name, calls
+
+    def __getattr__(self, verb: str) -> Any:
+        def asked(*of: Any) -> str:
+            self._calls.append((self._name, verb, *of))
+            return self._name
+
+        return asked
+
+
+class NotedKept(Noted):
+    dtype, changes, rounds_by_rows = torch.bfloat16, 4, "kept"
+
+
+@pytest.mark.parametrize(
+    ("verb", "of", "who"),
+    [
+        ("reaches", (5,), "whole"),
+        ("newest", (1, 9), "kept"),
+        ("slots", (1,), "kept"),
+        ("n_slots", (1,), "kept"),
+        ("keep", (1, "mask"), "kept"),
+        ("append", (1, "k", "v", 7), "both"),
+        ("take", (1, "slots"), "both"),
+        ("crop", (5,), "both"),
+        ("reserve", (5, (0, 1)), "both"),
+    ],
+)
+def test_the_whole_past_says_what_rows_find_and_the_other_what_policies_judge(
+    verb: str, of: tuple[Any, ...], who: str
+) -> None:
+    calls: list[Any] = []
+    both: Any = Checked(Noted("whole", calls), NotedKept("kept", calls))  # type: ignore[arg-type]
+    answer = getattr(both, verb)(*of)
+    asked = ["whole", "kept"] if who == "both" else [who]
+    assert calls == [(name, verb, *of) for name in asked]
+    assert answer == (None if who == "both" else who)
+
+
+def test_boundaries_reach_both_pasts_and_masks_the_one_they_are_of() -> None:
+    calls: list[Any] = []
+    both: Any = Checked(Noted("whole", calls), NotedKept("kept", calls))  # type: ignore[arg-type]
+    assert both.settle(["mask"], 9, iter([0, 2])) == "kept"
+    assert calls == [("whole", "settle", (), 9, [0, 2]), ("kept", "settle", ["mask"], 9, [0, 2])]
+    assert (both.dtype, both.rounds_by_rows, both.changes) == (torch.float64, "whole", 7)
+    assert both.fixed(1)

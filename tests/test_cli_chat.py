@@ -124,6 +124,33 @@ def test_who_names_a_model_that_drafts_names_the_method(machine):
     assert "exclude each other" in machine("chat", "--dry-run", "--draft", "demo", "--spec", "off").err
 
 
+def test_a_model_that_drafts_and_a_method_that_was_typed_exclude_each_other(machine):
+    asked = ("chat", "--dry-run", "--draft", "demo", "--set")
+    for method in ("off", "ngram", "self"):
+        run = machine(*asked, f"spec.method={method}")
+        assert f"--draft and spec.method={method} (--set) exclude each other" in run.err
+        assert run.exit == 2
+    assert machine(*asked, "spec.method=model").exit == 0
+    machine.environ["KVCLI_SPEC__METHOD"] = "off"
+    assert "spec.method=off (env KVCLI_SPEC__METHOD) exclude each other" in machine(*asked, "spec.depth=3").err
+
+
+def test_a_model_that_drafts_where_the_profile_drafts_nothing_is_said(machine):
+    def said(profile):
+        return " ".join(machine("chat", "-p", "How deep?", "-P", profile, "--draft", "demo").err.split())
+
+    assert "exact drafts nothing by itself: --draft has demo draft, the text is the same" in said("exact")
+    assert "drafts nothing by itself" not in said("ngram") + said("draft")
+
+
+def test_a_method_that_is_set_in_a_chat_takes_the_place_of_the_model_that_drafts(tmp_path):
+    flags = {"spec.method": ("model", "--draft"), "spec.model": ("x", "--draft")}
+    setup = Setup(Machine(tmp_path).world(), "demo", flags)
+    assert setup.profile().spec.model == "x"
+    assert setup.resolve("ngram", ["spec.model=y"]).spec.model == "y"
+    assert setup.resolve("ngram", ["spec.method=off"]).spec.method == "off"
+
+
 def test_greedy_is_temperature_zero(machine):
     plan = json.loads(machine("chat", "--dry-run", "--json", "--greedy").out)
     assert (plan["settings"]["sample.temperature"], plan["origins"]["sample.temperature"]) == (0.0, "--greedy")

@@ -113,7 +113,7 @@ def test_a_promised_context_is_reached_because_room_counts_a_pass(counts: bool) 
     lm = LM.of(families.build("llama", torch.float64))
     sizes, bus = (lm.shapes, lm.dtype), FakeBus()
     per_slot = sum(shape.n_kv_heads * (shape.k_dim + shape.v_dim) * 8 + 4 for shape in lm.shapes)
-    free, working, buffers = 600 * per_slot, pass_bytes(lm, 16, lm.dtype), 2 << 20
+    free, working, buffers = 600 * per_slot, pass_bytes(lm, 16, 1, lm.dtype), 2 << 20
     given: dict[str, Any] = {"chunk": 16, "is_cpu": False, "host": GIB, "free": free if counts else free + working}
     found = room(Kv(group=4, sinks=2), HOST, Everything(), lm.sights, lm.shapes, 8, **given)
     host = Host(Mapped(*sizes, bus), "cpu", ByRule, lambda _: bus)
@@ -130,7 +130,7 @@ def test_a_promised_context_is_reached_because_room_counts_a_pass(counts: bool) 
 
 def test_a_pass_takes_more_with_more_rows_and_scores_where_no_kernel_is() -> None:
     lm = LM.of(families.build("llama"))
-    few, many = (pass_bytes(lm, rows, torch.float32) for rows in (1, 64))
+    few, many = (pass_bytes(lm, rows, 1, torch.float32) for rows in (1, 64))
     assert 0 < few < many
     fresh = 64 * 2 * lm.n_layers * lm.n_kv_heads * lm.head_dim * 4
     assert many > fresh

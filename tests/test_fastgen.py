@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.recovery import Sets
 from kvcli.settings.profile import load_profile
 from tests import drafters, families, head_zoo
+from tests.covering import pairs
 from tests.policies import kept, moment
 
 torch.set_num_threads(1)
@@ -104,12 +106,13 @@ def said(name: str, family: str, dtype: torch.dtype, sampler: str, drafter: Draf
     return s.ids
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+MODELS = [("llama", torch.float32, "greedy"), ("llama", torch.float64, "sampled"), ("gemma2", torch.float64, "greedy")]
+
+
 @pytest.mark.parametrize(
-    ("family", "dtype", "sampler"),
-    [("llama", torch.float32, "greedy"), ("llama", torch.float64, "sampled"), ("gemma2", torch.float64, "greedy")],
+    ("name", "family", "dtype", "sampler", "drafter"),
+    pairs((name, *model, drafter) for name, model, drafter in product(SETTINGS, MODELS, DRAFTERS)),
 )
-@pytest.mark.parametrize("name", SETTINGS)
 def test_any_drafter_gives_the_text_of_plain_decoding(
     name: str, family: str, dtype: torch.dtype, drafter: str, sampler: str
 ) -> None:

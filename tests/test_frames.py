@@ -5,21 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from inspect import unwrap
+from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from kvcli.drafts.off import Off
+from kvcli.engine import frame
 from kvcli.engine.engine import drive, together
-from kvcli.engine.frame import Frames
+from kvcli.engine.frame import FixedPass, Frames
 from kvcli.engine.lm import LM
 from kvcli.engine.policy import Policy
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.errors import BadModel
+from kvcli.kernels.append import COLUMNS, addresses
+from kvcli.kernels.attend_rows.tables import Table
 from kvcli.kv.dense import Dense
+from kvcli.kv.fixed import MOST_ROWS, Fixed
+from kvcli.kv.slots import Sight
 from kvcli.kv.windows import windows_of
 from kvcli.policies.random import Random
 from kvcli.policies.snap import Snap
@@ -118,6 +125,48 @@ def test_boundaries_change_a_past_under_a_frame(policy: Policy, drafts: str) -> 
     assert written(text) == want
     assert its.frames is not None
     assert not its.frames.eager
+
+
+def test_a_long_answer_is_recorded_a_few_times_and_a_short_one_takes_little() -> None:
+    """A layer that moves doubles, and never has more room than the answer may still need."""
+    its, graphs = recorded("llama")
+    text = session(its)
+    drive(text.read(PROMPT))
+    began = len(text.ids)
+    for most, times in ((9, 1), (300, 3)):
+        before, end = graphs.recorded, len(text.ids) + most
+        while len(text.ids) < end:
+            drive(text.step((), end - len(text.ids)))
+            for held in text.kv._slabs.values():  # type: ignore[attr-defined]
+                assert held.k.shape[1] < end + MOST_ROWS + 4
+        assert graphs.recorded - before <= 4 * times, "a pass, what stores, draws, and goes on"
+    assert len(text.ids) - began == 309
+
+
+@pytest.mark.parametrize("policy", [Ragged(), Random(budget=17, sinks=2, window=5)])
+def test_boundaries_have_nothing_recorded_again(policy: Policy) -> None:
+    """What a policy leaves is as long as it was before, and lies where that lay."""
+    its, graphs = recorded("llama")
+    text = session(its, policy=policy)
+    drive(text.read(PROMPT))
+    written(text, 15)
+    before = graphs.recorded
+    written(text, 28)
+    assert graphs.recorded - before == 0
+
+
+def test_a_text_that_ends_takes_its_frames_along() -> None:
+    its, _ = recorded("llama")
+    texts = [session(its), session(its)]
+    for text in texts:
+        drive(text.read(PROMPT))
+        written(text, 3)
+    assert its.frames is not None
+    frames = [ref(frame) for frame in its.frames._frames.values()]
+    assert [frame() is None for frame in frames] == [False, False]
+    del text, texts[0]
+    its.frames.release()
+    assert [frame() is None for frame in frames] == [True, False]
 
 
 @pytest.mark.parametrize("side", ["dense, n-gram", "sliding", "dense, sampled"])
@@ -309,11 +358,46 @@ def test_what_is_recorded_later_is_spoilt_by_an_earlier_one_unless_apart() -> No
 
 def test_a_past_that_moved_under_a_frame_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """The frame goes on although its layers lie elsewhere: the text is another."""
+    want = plain("llama", SEEDED)[:5]
     its, _ = recorded("llama")
     text = session(its)
     drive(text.read(PROMPT))
-    assert written(text, 5) == plain("llama", SEEDED)[:5]
+    assert written(text, 5) == want
+    frames = its.frames
     (frame,) = its.frames._frames.values()  # type: ignore[union-attr]
     monkeypatch.setattr(Frames, "_frame", lambda *_: frame)
     text.kv.reserve(400)
-    assert written(text, NEW - 5) != plain("llama", SEEDED)[5:]
+    begins = [*text.ids[:-3], 60, 7, 5]
+    text.resume(begins)
+    drive(text.read(begins[len(text.ids) :]))
+    its.frames = None
+    other = session(its)
+    drive(other.read(begins))
+    want = written(other, 6)
+    its.frames = frames
+    assert written(text, 6) != want
+
+
+@pytest.mark.parametrize(("d", "e"), [(8, 8), (8, 24)])
+def test_keys_and_values_are_copied_only_where_they_lie_otherwise(
+    d: int, e: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As kernels/append asks for: one table has the strides of both, in rows."""
+    its, n_kv, n = lm("llama"), 2, 3
+    shared = SimpleNamespace(shares=None)
+    feed: Any = SimpleNamespace(
+        lm=SimpleNamespace(n_layers=1, shapes=[shared]), past=SimpleNamespace(dtype=its.dtype), hear=()
+    )
+    numbers: Any = SimpleNamespace(ids=range(n), tree=None)
+    lying = SimpleNamespace(table=Table(*(torch.zeros(4, size) for size in (d, e)), *(torch.zeros(4),) * 3), room=4)
+    monkeypatch.setattr(frame, "attend_fixed", lambda q, *_, **__: q)
+    q = torch.zeros(4, n, d, dtype=its.dtype)
+    apart = [torch.randn(n, n_kv, size, dtype=its.dtype).transpose(0, 1) for size in (d, e)]  # as models make them
+    for k, v, is_copied in ((*apart, False), (apart[0], apart[1].contiguous(), True)):
+        way = FixedPass(feed, numbers, Fixed([lying]))  # type: ignore[list-item]
+        way.attend(0, q, k, v, Sight(1.0), None)
+        fresh = way.fresh[0]
+        assert [torch.equal(t, of) for t, of in ((fresh.k, k), (fresh.v, v))] == [True, True]
+        assert (fresh.k.data_ptr() != k.data_ptr()) == is_copied
+        held = Table(torch.zeros(4, d, dtype=its.dtype), torch.zeros(4, e, dtype=its.dtype), *(torch.zeros(4),) * 3)
+        assert addresses([held], [(fresh.k, fresh.v)], its.device).shape == (1, COLUMNS)

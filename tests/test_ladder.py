@@ -31,7 +31,7 @@ from kvcli.kv.rung import Rung
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
 from tests import families
-from tests.covering import covering
+from tests.covering import pairs
 from tests.exact.table import DRAFTERS, DTYPES, MODELS, NEW, SAMPLERS, STOP, prompt
 from tests.fake_device import Rounding
 from tests.policies import KeepAll, Ragged, masks
@@ -80,9 +80,6 @@ def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Callable[[Shape, t
 
 PACKED = {"packed_8": packed(8, 8), "packed_4_2": packed(4, 2, "hadamard"), "packed_16_4": packed(16, 4)}
 POLICIES = {"all": None, "keepall": KeepAll(), "ragged": Ragged()}
-ROWS = list(product(LADDERS | PACKED, POLICIES, DRAFTERS, SAMPLERS, DTYPES))
-SHORT = covering(ROWS)
-TABLE = [pytest.param(*row, marks=[] if row in SHORT else [pytest.mark.slow]) for row in ROWS]
 
 
 def fill(kv: Store, n: int, settle_at: int = 10) -> None:
@@ -407,7 +404,10 @@ def plain(name: str, model: str, policy: str, sampler: str, dtype: str) -> list[
     return decode(name, model, policy, sampler, dtype, Off())
 
 
-@pytest.mark.parametrize(("name", "policy", "drafter", "sampler", "dtype"), TABLE)
+@pytest.mark.parametrize(
+    ("name", "policy", "drafter", "sampler", "dtype"),
+    pairs(product(LADDERS | PACKED, POLICIES, DRAFTERS, SAMPLERS, DTYPES)),
+)
 def test_any_drafter_gives_the_text_of_plain_decoding(
     name: str, policy: str, drafter: str, sampler: str, dtype: str
 ) -> None:
@@ -415,9 +415,9 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
     assert decode(name, "dense", policy, sampler, dtype, DRAFTERS[drafter](want)) == want
 
 
-@pytest.mark.parametrize("name", LADDERS)
-@pytest.mark.parametrize("model", ["sliding", "sinks"])
-@pytest.mark.parametrize("drafter", ["ngram", "fafo", "right"])
+@pytest.mark.parametrize(
+    ("name", "model", "drafter"), pairs(product(LADDERS, ("sliding", "sinks"), ("ngram", "fafo", "right")))
+)
 def test_sliding_layers_and_sinks_too(name: str, model: str, drafter: str) -> None:
     want = plain(name, model, "ragged", "sampled", "fp64")
     assert decode(name, model, "ragged", "sampled", "fp64", DRAFTERS[drafter](want)) == want

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from kvcli.kv.ladder import Ladder
 from kvcli.kv.packed import Packed
 from kvcli.kv.rung import Rung
 from kvcli.kv.slots import Sight, Slots, alike, compact, nbytes, visible
+from tests.covering import pairs
 from tests.exact.table import DRAFTERS, POLICIES, SAMPLERS, lm, prompt
 
 K, G, D, L = 3, 2, 16, 2
@@ -295,12 +297,15 @@ def test_what_the_layouts_cannot_hold_is_refused(head_dim: int, more: dict[str, 
         Packed(1, 1, head_dim, torch.float32, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-@pytest.mark.parametrize(("bits", "rotate"), [((8, 8), "none"), ((4, 2), "none"), ((2, 2), "hadamard")], ids=str)
-@pytest.mark.parametrize("policy", ["all", "ragged"])
+@pytest.mark.parametrize(
+    ("low", "dtype", "policy"),
+    pairs(product((((8, 8), "none"), ((4, 2), "none"), ((2, 2), "hadamard")), ("fp32", "fp64"), ("all", "ragged"))),
+    ids=str,
+)
 def test_any_drafter_gives_the_text_of_plain_decoding(
-    bits: tuple[int, int], rotate: str, dtype: str, policy: str
+    low: tuple[tuple[int, int], str], dtype: str, policy: str
 ) -> None:
+    bits, rotate = low
     model, (keep, every) = lm("dense", dtype), POLICIES[policy]
 
     def text(drafter: Drafter) -> list[int]:

@@ -16,7 +16,7 @@ from kvcli import build
 from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
 from kvcli.engine.commit import commit
-from kvcli.engine.engine import drive, events, run
+from kvcli.engine.engine import drive, events, run, together
 from kvcli.engine.feed import Feed
 from kvcli.engine.lm import LM
 from kvcli.engine.places import Crossing, place_
@@ -61,7 +61,8 @@ def test_a_tied_head_gets_a_weight_of_its_own():
 
 @pytest.mark.parametrize("on_card", [1, 2])
 def test_every_tensor_of_a_pass_is_where_it_is_wanted(on_card):
-    """Fake tensors of two devices: a pass over a chunk, one with a tree, what they store, in layers of both sides."""
+    """Fake tensors of two devices: a pass over a chunk, one with a tree, what they store, in layers of both sides, and
+    one of two texts side by side."""
     lm = LM.of(families.build("llama", torch.float64))  # which no native kernel serves, that would ask for addresses
     first = lm.n_layers - on_card
     twin = families.build("llama", torch.float64)
@@ -88,11 +89,14 @@ def test_every_tensor_of_a_pass_is_where_it_is_wanted(on_card):
         tree = Rows.build(5, 13, Draft([1, 2, 3], [-1, -1, 0]))
         (more,) = run([Feed(split, tree, kv, want=range(4))])
         commit(kv, tree, more, [0, 1])
+        other = Dense(split.shapes, torch.float64, split.device, windows=windows_of(split.shapes, split.sights))
+        both = run([Feed(split, tree, kv, want=range(4)), Feed(split, Rows.chain([7, 8], 0), other, want=[1])])
 
+        assert [made.logits.device for made in both] == [CARD, CARD]
         assert {more.logits.device, made.logits.device} == {CARD}
         assert [held.k.device for held in kv._slabs.values()] == places
         assert {(use.layer < first, use.tier) for use in kv.usage()} == {(True, "cpu"), (False, "meta")}
-        assert crossing(split).count == 2
+        assert crossing(split).count == 3
 
 
 @pytest.mark.parametrize("sampler", ["greedy", "sampled"])
@@ -115,6 +119,32 @@ def test_a_split_changes_no_token_and_is_crossed_once_a_pass(sampler, drafts):
 
     assert ids == written(whole)[0]
     assert crossing(split).count - before == passes + -(-59 // 13)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_two_texts_over_a_split_and_layers_with_windows(family):
+    """Side by side in one pass, drafted and not, their prompts read in turn with the other's answer; each as alone."""
+
+    def session(lm: LM, which: int) -> Session:
+        kv = Dense(lm.shapes, lm.dtype, lm.device, windows=windows_of(lm.shapes, lm.sights))
+        return Session(lm, kv, Ngram(adaptive=False).drafter() if which else Off(), SAMPLERS["sampled"], chunk=13)
+
+    def answered(text: Session, which: int):
+        yield from text.read(families.prompt(60, seed=which))
+        yield from text.stream(30)
+
+    whole, split = (LM.of(families.build(family, torch.float64), layers_on_gpu=n) for n in (None, 2))
+    assert (family == "gemma3") == any(sight.window for sight in split.sights)
+    texts = [session(split, which) for which in (0, 1)]
+    before = crossing(split).count
+    tickets = together(*(answered(text, which) for which, text in enumerate(texts)))
+    assert [ticket.error for ticket in tickets] == [None, None]
+    assert crossing(split).count - before < 2 * (30 + -(-59 // 13)), "a pass of both crosses once"
+    for which, text in enumerate(texts):
+        alone = session(whole, which)
+        for _ in events(answered(alone, which)):
+            pass
+        assert text.ids == alone.ids
 
 
 def test_what_chooses_from_a_past_is_refused_where_layers_lie_apart(monkeypatch):

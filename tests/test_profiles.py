@@ -11,6 +11,7 @@ import pytest
 
 from kvcli.build import REGISTRIES
 from kvcli.drafts.mix import Sources
+from kvcli.errors import BadConfig
 from kvcli.settings.layers import builtin_files
 from kvcli.settings.profile import load_profile
 from kvcli.settings.schema import TABLES, Header, Model, Top
@@ -62,3 +63,43 @@ def test_the_page_has_the_keys_as_they_are() -> None:
 
 def test_a_list_of_words_names_the_words() -> None:
     assert expected(Sources) == 'a list of "suffix", "scouts", "stand" or "recycle"'
+
+
+@pytest.mark.parametrize(
+    ("name", "sets", "key", "other"),
+    [
+        ("fafo", ["view=all", "local=9"], "local", 'view is "all"'),
+        ("fafo", ["page=9"], "page", 'view is "stream"'),
+        ("fafo", ['sources=["stand"]', "window=5"], "window", 'sources is ["stand"]'),
+        ("fafo", ['sources=["scouts"]', "min_match=2"], "min_match", 'sources is ["scouts"]'),
+        ("lookahead", ["sinks=9"], "sinks", 'view is "all"'),
+        ("ngram", ["adaptive=false", "kill_below=0.5"], "kill_below", "adaptive is false"),
+        ("draft", ["chunk=8"], "chunk", 'retrieval is "off"'),
+        ("draft", ["working=0", "sinks=8"], "sinks", "working is 0"),
+        ("draft", ["wide=8"], "wide", 'tree is "chain"'),
+        ("draft", ["risk=0.5"], "risk", 'stop is "marginal"'),
+        ("draft", ["copies=false", "max_match=9"], "max_match", "copies is false"),
+        ("exact", ["method=self", "skipped=0.3"], "skipped", 'skip is "none"'),
+    ],
+)
+def test_a_drafting_key_that_nothing_reads_is_refused(name: str, sets: list[str], key: str, other: str) -> None:
+    typed = [f"spec.{one}" for one in sets]
+    with pytest.raises(BadConfig) as refused:
+        load_profile(name, sets=typed)
+    said = str(refused.value) + "".join(refused.value.lines)
+    assert f"spec.{key}: " in said
+    assert f"changes nothing while spec.{other}" in said
+    load_profile(name, sets=[one for one in typed if not one.startswith(f"spec.{key}=")])
+
+
+def test_what_a_shipped_profile_says_goes_with_what_is_laid_over_it() -> None:
+    assert load_profile("specextend", sets=["spec.retrieval=off"]).spec.looks == 4
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_profile_says_nothing_in_vain(name: str) -> None:
+    profile = load_profile(name)
+    known = keys_of(type(profile.spec.settings))
+    for key, other in profile.spec.unread().items():
+        assert {key, other} <= known.keys()
+        assert getattr(profile.spec, key) == known[key].default

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.merge import merge
+from kvcli.kv import bus as kv_bus
 from kvcli.kv import reach, recall
-from kvcli.kv.bus import Bus, Stream
+from kvcli.kv.bus import Bus, Cuda, Stream
 from kvcli.kv.dense import Dense
 from kvcli.kv.host import Host
 from kvcli.kv.index_sketch import Sketch
@@ -218,10 +220,27 @@ def test_mappings_are_pinned_while_they_live_and_no_larger_than_they_must() -> N
     assert nbytes(far)["host"] >= held >= 46 * L * 2 * K * D * 8
     far.keep(0, far.slots(0).pos < 11)
     gc.collect()
+    assert sum(bus.pinned.values()) == held, "who is collected asks nothing of the device"
+    bus.let_go()
     assert sum(bus.pinned.values()) < held
     del far
     gc.collect()
+    bus.let_go()
     assert not bus.pinned
+
+
+def test_a_card_is_waited_for_once_and_not_where_garbage_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("waited"))
+    monkeypatch.setattr(kv_bus, "_runtime", lambda: SimpleNamespace(cudaHostUnregister=done.append))
+    bus = Cuda.__new__(Cuda)  # without the streams of a card
+    bus.device, bus._over = torch.device("cuda"), []
+    for address in (3, 5):
+        bus.unpin(address, object())
+    assert done == []
+    bus.let_go()
+    bus.let_go()
+    assert done == ["waited", 3, 5]
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ from kvcli.kv.rung import Rung
 from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
+from tests.covering import pairs
 from tests.exact import table as exactness
 from tests.policies import Ragged, masks
 
@@ -532,32 +534,26 @@ def text(
     return session.ids, kv
 
 
-@pytest.mark.parametrize("sampler", ["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", exactness.DRAFTERS)
-@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-@pytest.mark.parametrize("name", INDEXES)
-def test_any_drafter_gives_the_text_of_plain_decoding(name: str, dtype: str, drafter: str, sampler: str) -> None:
-    want, _ = text(name, dtype, sampler, False, "off")
-    assert text(name, dtype, sampler, False, drafter)[0] == want
+PLACES = ("alone", "unequal heads", "below a rung")
 
 
-@pytest.mark.parametrize("drafter", exactness.DRAFTERS)
-@pytest.mark.parametrize("name", INDEXES)
-def test_any_drafter_gives_the_text_of_plain_decoding_with_unequal_heads(name: str, drafter: str) -> None:
-    want, _ = text(name, "fp64", "greedy", True, "off")
-    assert text(name, "fp64", "greedy", True, drafter)[0] == want
-
-
-@pytest.mark.parametrize("drafter", exactness.DRAFTERS)
-@pytest.mark.parametrize("name", INDEXES)
-def test_any_drafter_gives_the_text_of_plain_decoding_below_another_rung(name: str, drafter: str) -> None:
-    want, _ = text(name, "fp64", "greedy", False, "off", on_ladder=True)
-    assert text(name, "fp64", "greedy", False, drafter, on_ladder=True)[0] == want
-    assert want != exactness.plain("dense", "all", "greedy", "fp64")
+@pytest.mark.parametrize(
+    ("name", "where", "dtype", "drafter", "sampler"),
+    pairs(product(INDEXES, PLACES, exactness.DTYPES, exactness.DRAFTERS, ("greedy", "sampled"))),
+)
+def test_any_drafter_gives_the_text_of_plain_decoding(
+    name: str, where: str, dtype: str, drafter: str, sampler: str
+) -> None:
+    asked, below = (name, dtype, sampler, where == "unequal heads"), where == "below a rung"
+    want, _ = text(*asked, "off", on_ladder=below)
+    assert text(*asked, drafter, on_ladder=below)[0] == want
 
 
 @pytest.mark.parametrize("name", INDEXES)
 def test_the_table_reads_a_part_and_changes_the_text(name: str) -> None:
+    assert text(name, "fp64", "greedy", False, "off", on_ladder=True)[0] != exactness.plain(
+        "dense", "all", "greedy", "fp64"
+    )
     ids, kv = text(name, "fp64", "greedy", False, "off")
     assert isinstance(kv, Recall)
     assert kv.tally.pages > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from kvcli.kv.slots import Sight, Slots, alike, nbytes
 from kvcli.settings.profile import Profile, load_profile
 from kvcli.settings.schema import Memory
 from tests import families, small_tokenizers
+from tests.covering import pairs
 from tests.exact import table as exactness
 from tests.policies import KeepAll, Ragged
 
@@ -290,10 +292,10 @@ def plain(rungs: str, policy: str, sampler: str, dtype: str) -> list[int]:
     return decode(rungs, policy, sampler, dtype, Off())[0]
 
 
-@pytest.mark.parametrize("dtype", exactness.DTYPES)
-@pytest.mark.parametrize(("policy", "sampler"), [("all", "greedy"), ("all", "sampled"), ("ragged", "sampled")])
-@pytest.mark.parametrize("drafter", exactness.DRAFTERS)
-@pytest.mark.parametrize("rungs", RUNGS)
+@pytest.mark.parametrize(
+    ("rungs", "policy", "drafter", "sampler", "dtype"),
+    pairs(product(RUNGS, POLICIES, exactness.DRAFTERS, ("greedy", "sampled"), exactness.DTYPES)),
+)
 def test_any_drafter_gives_the_text_of_plain_decoding(
     rungs: str, policy: str, drafter: str, sampler: str, dtype: str
 ) -> None:

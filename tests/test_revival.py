@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvcli.kv.windows import Window
 from kvcli.prune.chunked import Chunked
 from kvcli.prune.lazy import Lazy
 from tests import drafters, families
+from tests.covering import covering, marked
 from tests.test_prune import breaking
 
 torch.set_num_threads(1)
@@ -95,7 +97,7 @@ def agrees(s: Session) -> None:
         assert s.behind.hidden(layer, [p]).shape == (1, s.lm.model.config.hidden_size)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", [*range(60), *(pytest.param(n, marks=pytest.mark.slow) for n in range(60, 200))])
 def test_a_token_has_a_prefix_of_the_layers_and_each_once(seed: int) -> None:
     """Schedules, caps, chunks, turns and completions by lot."""
     dice = Random(seed)
@@ -290,11 +292,15 @@ def plain(dtype: torch.dtype, every: int, sampler: str) -> Session:
     return s
 
 
-@pytest.mark.parametrize("drafter", drafters.ADVERSARIES)
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("every", [2, 4, 16])
+# any three columns meet, but in float64, which the slow form adds
+DRAFTED = [*product((torch.float64, torch.float32, torch.bfloat16), (2, 4, 16), SAMPLERS, drafters.ADVERSARIES)]
+SHORT = covering([row for row in DRAFTED if row[0] != torch.float64])
+
+
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float32, torch.bfloat16], ids=str
+    ("dtype", "every", "sampler", "drafter"),
+    marked(DRAFTED, SHORT),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_drafts_change_nothing(dtype: torch.dtype, every: int, sampler: str, drafter: type) -> None:
     """Of the text, of who waits behind, or a bit of what is stored."""

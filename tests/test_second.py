@@ -171,7 +171,7 @@ def test_its_weights_and_its_store_are_planned_for() -> None:
 @pytest.mark.parametrize("retrieval", ["off", "every:2"])
 def test_it_stores_no_more_than_was_planned_for(retrieval: str) -> None:
     settings = ITSELF | {"spec.working": 128, "spec.prefill": "window:256", "prefill.chunk": 256}
-    settings |= {"spec.retrieval": retrieval, "spec.recent": 16, "spec.chunk": 16}
+    settings |= {"spec.retrieval": retrieval, "spec.recent": 16, "spec.chunk": 16} if retrieval != "off" else {}
     with kvcli.load("demo", "draft", set=settings) as model:
         session = model.new_session()
         most = 0

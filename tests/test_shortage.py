@@ -62,7 +62,7 @@ STORES: dict[str, tuple[Make, Policy | None]] = {
 }
 ROUNDING = ("three", "packed")  # in which the moment of moving down decides what is rounded
 EVERY = 6
-POINTS = [48, pytest.param(math.inf, marks=pytest.mark.slow)]  # at which memory runs out, of all that there are
+POINTS = [16, pytest.param(math.inf, marks=pytest.mark.slow)]  # at which memory runs out, of all that there are
 
 
 @cache

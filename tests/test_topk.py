@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from kvcli.policies.kvzip import KVzip
 from kvcli.policies.snap import Snap
 from kvcli.settings.profile import load_profile
 from tests import drafters, families
+from tests.covering import pairs
 from tests.policies import kept, moment
 
 torch.set_num_threads(1)
@@ -284,9 +286,9 @@ def spoken(name: str, alloc: str, full: bool, drafter: Drafter) -> list[int]:
     return s.ids
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("full", EXACT)
-@pytest.mark.parametrize(("name", "alloc"), ROWS)
+@pytest.mark.parametrize(
+    ("name", "alloc", "full", "drafter"), pairs((*row, *rest) for row, *rest in product(ROWS, EXACT, DRAFTERS))
+)
 def test_any_drafter_gives_the_text_of_plain_decoding(name: str, alloc: str, full: bool, drafter: str) -> None:
     want = plainly(name, alloc, full)
     assert spoken(name, alloc, full, DRAFTERS[drafter](want)) == want

@@ -53,7 +53,10 @@ RESULTS = {
     " --sides plain,ngram,fafo,small,small-full,small+copies,specextend,specextend-every",
     "scouts": "python tests/bench/scouts.py",
     "specextend": "python tests/bench/specextend.py",
-    "specextend-wide": "python tests/bench/specextend.py --model demo-wide --tasks lookup,summary --cost=",
+    "specextend-wide": "python tests/bench/specextend.py --model demo-wide --tasks lookup,summary --cost="
+    " --working 1024 --recent 256",  # as the profile has them
+    "specextend-fixed": "python tests/bench/specextend.py --model demo-wide --tasks lookup,summary --cost= --fixed"
+    " --working 1024 --recent 256",
     "growth": "python tests/bench/growth.py",
     "reading-order": "python tests/bench/reading_order.py --tokens 32768 --chunks 2048 --only memory",
     "row-cost": "python tests/bench/row_cost.py",

@@ -53,6 +53,7 @@ class OpenText:
         """End the answer under way, and free the keys and values."""
         self._end()
         self.session = self.model.new_session(by_steps=True)
+        self.session.lm.release()
 
     def go_under(self, model: Model) -> None:
         """Go on over the same weights under another profile, for which the session was made ready."""

@@ -6,6 +6,7 @@ import platform
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -40,7 +41,11 @@ def doctor(context: typer.Context) -> int:
     else:
         from kvcli.render.terminal import Terminal
 
-        Terminal.of(world, "stdout").write("\n".join(words(document)) + "\n")
+        out = Terminal.of(world, "stdout")
+        lines = words(document)
+        if out.is_tty:  # elsewhere a line is one for what reads it
+            lines = [piece for line in lines for piece in wrapped(line, out.width)]
+        out.write("\n".join(lines) + "\n")
     return ExitStatus.OK
 
 
@@ -108,6 +113,12 @@ def sandbox_words(means: Sequence[str]) -> str:
     if not means:
         return "MISSING: no process for documents could be started"
     return "limits only (no seccomp on this system)" if [*means] == ["limits"] else " + ".join(means)
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """Cut between words; paths stay whole."""
+    cut = TextWrapper(width, subsequent_indent=" " * 14, break_long_words=False, break_on_hyphens=False)
+    return cut.wrap(line) or [""]
 
 
 def words(document: DoctorDocument) -> list[str]:

@@ -11,6 +11,7 @@ import typer
 from kvcli.build import REGISTRIES
 from kvcli.errors import UsageError
 from kvcli.settings.schema import tokens_of
+from kvcli.settings.settings import Settings
 
 
 def option(
@@ -120,6 +121,15 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
     if "--draft" in given:
         found.setdefault("spec.method", ("model", "--draft"))
     return found
+
+
+def refuse_implied(flags: Mapping[str, tuple[object, str]], typed: Settings) -> None:
+    """Raises UsageError where a flag implies another value of a key than was typed elsewhere."""
+    for key, (value, flag) in flags.items():
+        other = typed.get(tuple(key.split(".")))
+        if KEYS[flag] != key and other is not None and other.value != value:
+            said = f"{key}={other.value} ({other.origin.name})"
+            raise UsageError(f"{flag} and {said} exclude each other", try_=["one of the two"])
 
 
 def load_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]:

@@ -12,6 +12,7 @@ from os.path import exists, expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcli.commands.flags import refuse_implied
 from kvcli.commands.interrupt import insisting
 from kvcli.demo import BUNDLED
 from kvcli.errors import BadConfig, BadModel, KvcliError
@@ -19,8 +20,9 @@ from kvcli.models import hub, source
 from kvcli.models.catalog import BY_NAME
 from kvcli.models.fetch import stands_for
 from kvcli.settings.config import Config, load_config
-from kvcli.settings.layers import Sources, set_value
+from kvcli.settings.layers import Sources, from_environ, from_sets, set_value
 from kvcli.settings.profile import Profile, load_profile
+from kvcli.settings.schema import METHODS
 from kvcli.settings.settings import BY, DEFAULT
 
 if TYPE_CHECKING:
@@ -181,6 +183,7 @@ class Setup:
     def _profile(self, name: str | None, sets: Sequence[str], flags: Flags) -> Profile:
         if name in (None, self._named):
             sets = [*(f"{key}={value}" for key, value in self.taken.items()), *sets]
+        refuse_implied(flags, from_environ(self.world.environ) | from_sets(sets)[0])
         profile = load_profile(name, sources=sources(self.world), model=self.model, sets=sets, flags=flags)
         if self.exact:
             refuse_inexact(profile)
@@ -191,6 +194,15 @@ class Setup:
         for key, value in profile.values.items():
             log.debug("%s = %r (%s)", key, value, profile.origins[key])
         return profile
+
+    def overruled(self, profile: Profile) -> list[str]:
+        """What a flag did that the chosen profile does not: it says that nothing drafts."""
+        if profile.origins["spec.method"] != "--draft":
+            return []
+        files = (self.config.profiles[name].get(("spec", "method")) for name in profile.chain)
+        said = next((setting.value for setting in files if setting is not None), "off")
+        about = f"{profile.name} drafts nothing by itself: --draft has {profile.spec.model} draft, the text is the same"
+        return [about] if said == "off" else []
 
     # what the chat asks for when settings change on the way
 
@@ -205,7 +217,9 @@ class Setup:
         typed = self.world.options.set
         new = sets[len(typed) :] if list(sets[: len(typed)]) == typed else sets
         changed = {item.partition("=")[0].strip() for item in new}
-        profile = self._profile(name, sets, {key: flag for key, flag in self.flags.items() if key not in changed})
+        other = {table for table, (key, _) in METHODS.items() if f"{table}.{key}" in changed}  # flags of the old one go
+        flags = {key: flag for key, flag in self.flags.items() if key not in changed and key.split(".")[0] not in other}
+        profile = self._profile(name, sets, flags)
         refuse_beyond(profile, self.most, self.name)
         return self.narrowed(profile)
 

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvcli.drafts")
 
 LOOK = 64  # tokens of a look
+_FIRST = 5  # and of the one that comes before anything is drafted
 _SHARE = 0.005  # of the time of plain decoding, spent on looks
-_FEW = 4  # rows of a pass that counts as one of drafting
+_FEW = 5  # rows of a pass that counts as one of drafting
 _START_MEAN = 0.6  # share of first choices that come true, before any is known
 _PLAN = 32  # drafts after which a fixed shape is made anew
 _COPY = 0.5  # chance of a copied token below which it is not checked beside a guess
@@ -45,7 +46,8 @@ class Chain:
     """A source that asks for passes: `ahead` comes before the tree is grown.
 
     What it would have said of tokens that came without it is found out now and then (a look): one pass over the newest
-    of them, in which every row is a guess. So drafting goes on when it would pay, and is not tried to find that out.
+    of them, in which every row is a guess. So drafting begins and goes on when it would pay, and is not tried to find
+    that out.
     """
 
     def __init__(
@@ -88,7 +90,12 @@ class Chain:
 
     def cost(self, plain: float) -> float:
         """One of its passes in plain ones, which take `plain` seconds."""
-        return median_low(self._seconds) / plain if plain and len(self._seconds) > 1 else self._share
+        return median_low(self._seconds) / plain if plain and self._seconds else self._share
+
+    @property
+    def is_untried(self) -> bool:
+        """Was it asked nothing yet, though tokens of the text can be looked at?"""
+        return not self._seconds and not self._look and len(self.guesser.newest(2)) > 1
 
     # ---- the text ----
 
@@ -133,9 +140,13 @@ class Chain:
     def _draft(self, most: int, pays: Pays) -> Asks[None]:
         growth, newest, promised = self._growth, 0, 0.0
         chances = list[float]()  # that the text gets behind one of the guesses of a level
-        began, rows = perf_counter(), self.guesser.missing
-        (gleaned,) = yield from self.guesser.read()
-        self._time(rows, began)
+        while True:
+            began, rows = perf_counter(), self.guesser.missing
+            (gleaned,) = yield from self.guesser.read()
+            self._time(rows, began)
+            # what a pass takes is weighed from the first draft on, and the first one timed includes its preparation
+            if len(self._seconds) != 1:
+                break
         self._n_rows = 0
         self._add(gleaned, -1, (), 1.0, self._shape)
         while True:
@@ -222,16 +233,19 @@ class Chain:
         self._until_plan = (self._until_plan or _PLAN) - 1
 
     def _take_a_look(self, began: float) -> Asks[None]:
-        newest = self.guesser.newest(LOOK)
+        newest = self.guesser.newest(_FIRST if self.is_untried else LOOK)
         found = yield from self.guesser.read(len(newest), most=len(newest))
         for i, gleaned in enumerate(found[:-1]):
             ids, scores = self._choices(gleaned, (), i + 1 - len(newest))
             for rank, token in enumerate(ids[: self._growth.branches]):
                 self._learn(rank, cell(scores, rank), token == newest[i + 1])
         self._look = perf_counter() - began
+        self._time(len(newest), began)
 
     def _is_due(self, plain: float) -> bool:
         """A look is due when the passes since it was last asked took long enough."""
+        if self.is_untried:
+            return plain > 0 and self.guesser.missing >= _FIRST
         units = self._look / plain if self._look and plain else 4 * self._share
         return plain > 0 and self.guesser.missing >= LOOK and self._waited >= units / _SHARE
 

@@ -35,6 +35,10 @@ class Company(Ngram):
                 'sources = ["stand", "recycle"]'
             )
 
+    def unread(self) -> dict[str, str]:
+        """Keys that nothing reads as the others are: of copies, where none are made."""
+        return super().unread() | ({} if self.copies else dict.fromkeys(("min_match", "max_match"), "copies"))
+
     def tables(self, n: int) -> int:
         """Bytes of what is remembered of n tokens, at most."""
         from kvcli.drafts.successors import learned_bytes

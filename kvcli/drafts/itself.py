@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.drafts.successors import top
 from kvcli.engine.bough import Bough
+from kvcli.kv.fixed import Fixed
 
 if TYPE_CHECKING:
     import torch
@@ -115,9 +116,9 @@ class Cheaper:
     def __init__(self, past: Readable, dtype: torch.dtype) -> None:
         self.dtype, self._past = dtype, past
 
-    def fixed(self, more: int) -> str:
+    def fixed(self, rows: int, more: int = 0) -> Fixed:
         """Why it needs the host."""
-        return "guesses of the model itself read less than the past"
+        return Fixed(why_not="guesses of the model itself read less than the past")
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> parts."""

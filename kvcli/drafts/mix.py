@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.drafts.lookahead import Scouting
+from kvcli.drafts.pacing import Pacing
 from kvcli.settings.schema import Range
+from kvcli.settings.values import keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -34,6 +36,13 @@ class Mix(Scouting):
             raise ValueError(f"max_match = {self.max_match} is less than min_match = {self.min_match}")
         if not self.sources:
             raise ValueError('sources = [] must name one at least; method = "off" drafts from none')
+
+    def unread(self) -> dict[str, str]:
+        """Keys that nothing reads as the others are: of sources that it does not have."""
+        scouting = [key for key in keys_of(Scouting) if key not in keys_of(Pacing)]
+        needs = {"suffix": ["min_match", "max_match"], "scouts": scouting}
+        keys = [key for source, keys in needs.items() if source not in self.sources for key in keys]
+        return super().unread() | dict.fromkeys(keys, "sources")
 
     @property
     def rows(self) -> int:

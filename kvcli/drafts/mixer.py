@@ -67,6 +67,7 @@ class Mixer:
         self._guesses: list[Guess] | None = None  # of the pass under way, verified or not; None = no pass under way
         self._scouts: Scouts | None = None  # of the pass under way
         self._mode = Mode.DRAFT  # of the pass under way
+        self._listens = True  # to its logits, where a source learns from them: not while all rest
         self._accepted_by = dict.fromkeys((source.name for source in sources), 0)
         self._paper: list[int] = []  # tokens still to come true
 
@@ -77,7 +78,7 @@ class Mixer:
     @property
     def glean(self) -> Glean | None:
         """The likeliest tokens of each row, where a source learns from them."""
-        if self._scouts is None and all(source.rests for source in self._successors):
+        if self._scouts is None and not (self._listens and any(not source.rests for source in self._successors)):
             return None
         from kvcli.drafts.successors import top  # late: it needs torch
 
@@ -112,6 +113,7 @@ class Mixer:
         elif self._n < len(ids):
             self._extend(ids[self._n :])
         mode = self._mode = self._pace.mode() if self._config.adaptive else Mode.DRAFT
+        self._listens = mode is not Mode.PLAIN or not self._pace.is_paused
         if self._rest and self._successors and mode is Mode.DRAFT:
             rests = not self._thrift.due(0.0, self._pace.speed)
             for source in self._successors:
@@ -123,7 +125,7 @@ class Mixer:
 
     def _ahead(self, chain: Chain, mode: Mode, room: int) -> Asks[Draft]:
         """The proposal, once the second model has had its passes."""
-        is_asked = mode is Mode.DRAFT and self._pays(())
+        is_asked = mode is Mode.DRAFT and self._pays(()) and not (self._config.adaptive and chain.is_untried)
         if is_asked and self._config.adaptive and len(self._sources) > 1:
             others = [source for source in self._sources if source is not chain]
             named = grow(others, self._config.max, room, self._config.branches)
@@ -166,7 +168,7 @@ class Mixer:
         self._hear_paper(step.new)
         if scouts:
             self._harvest(step)
-        if self._mode is not Mode.PLAIN or not self._pace.is_paused:
+        if self._listens:
             self._hear_logits(step)
         ahead = self._chain.spent if self._chain is not None else 0.0
         if self._chain is not None:

@@ -75,6 +75,16 @@ class Model(Company):
                 f'{self._least}: more of it, or retrieval = "off"'
             )
 
+    def unread(self) -> dict[str, str]:
+        """Keys that nothing reads as the others are."""
+        needs = {
+            "working": (self.working > 0, ("sinks", "positions")),
+            "tree": (self.tree not in ("chain", "cape"), ("wide",)),
+            "stop": (self.stop != "marginal", ("risk",)),
+            "retrieval": (self.retrieval != "off", ("chunk", "recent", "looks", "shelf")),
+        }
+        return super().unread() | {key: why for why, (reads, keys) in needs.items() if not reads for key in keys}
+
     @property
     def _least(self) -> int:
         """Working tokens of which one chunk is chosen."""

@@ -37,6 +37,10 @@ class Off:
         """Bytes of host memory, at most, of what a drafter remembers of n tokens: what memory is planned with."""
         return 0
 
+    def unread(self) -> dict[str, str]:
+        """Keys that nothing reads as the others are: key -> the one in whose way it is."""
+        return {}
+
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Off:
         """The drafter of these settings, as every method's dataclass makes its own. `ends`: tokens that end a text.
         `pair`: of the model that writes and the one that drafts, where `second` names one."""

@@ -36,6 +36,10 @@ class Pacing:
         """The model that drafts, if there is one."""
         return None
 
+    def unread(self) -> dict[str, str]:
+        """Keys that nothing reads as the others are: key -> the one in whose way it is."""
+        return {} if self.adaptive else dict.fromkeys(("kill_below", "probe_every"), "adaptive")
+
     def copied(self, n: int) -> int:
         """How many of n slots a head a view keeps a copy of: none, without scouts."""
         return 0

@@ -55,8 +55,8 @@ class Respelled:
         mine, other = self.ids[at:], self.its[its_at:]
         before, its_before = self.ids[max(0, at - 1) : at], self.its[max(0, its_at - 1) : its_at]
         lengths = {len(to.draft.text(other[: n + 1], its_before)): its_at + n + 1 for n in range(len(other))}
-        found = ((at + n + 1, len(to.target.text(mine[: n + 1], before))) for n in range(len(mine)))
-        return [(n, lengths[length]) for n, length in found if length in lengths]
+        found = ((at + n + 1, to.target.text(mine[: n + 1], before)) for n in range(len(mine)))
+        return [(n, lengths[len(text)]) for n, text in found if len(text) in lengths and not text.endswith(BROKEN)]
 
     def _spell(self) -> None:
         at, its_at = self._cuts[-1]
@@ -97,4 +97,8 @@ class Respelled:
         return whole != text
 
     def _text(self, at: int, end: int) -> str:
-        return self._to.target.text(self.ids[at:end], self.ids[max(0, at - 1) : at])
+        befores = (self.ids[max(0, at - n) : at] for n in range(1, 5))
+        found = (self._to.target.text(self.ids[at:end], before) for before in befores)
+        # the last byte of a character alone spoils all bytes that follow it, the whole character does not
+        text = next(found)
+        return text if BROKEN not in text else max([text, *found], key=lambda text: len(text.rstrip(BROKEN)))

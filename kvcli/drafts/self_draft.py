@@ -7,9 +7,8 @@ Tokens are drawn over the whole past and compared with guesses afterwards, so th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
-from weakref import WeakKeyDictionary
 
 from kvcli.drafts.company import Company
 from kvcli.drafts.viewing import Viewing
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from kvcli.drafts.mixer import Mixer
-    from kvcli.drafts.skipping import Known, Skipping
+    from kvcli.drafts.skipping import Skipping
     from kvcli.engine.drafter import Pair
     from kvcli.engine.lm import LM
 
@@ -35,10 +34,10 @@ class SelfDraft(Company, Viewing):
     depth: Annotated[int, Range(1, 64)] = 4  # tokens that it guesses in a row, at most
     skip: Literal["none", "swift", "clasp", "knn", "early"] = "none"  # how layers are chosen that guesses leave out
     skipped: Annotated[float, Range(0, 1)] = 0.45  # how many, as a share of those between the first and the last
-    # what "knn" found for texts of a model, as long as somebody has both this and the model
-    _known: WeakKeyDictionary[LM, Known] = field(
-        init=False, repr=False, compare=False, default_factory=WeakKeyDictionary
-    )
+
+    def unread(self) -> dict[str, str]:
+        """Keys that nothing reads as the others are."""
+        return super().unread() | ({"skipped": "skip"} if self.skip == "none" else {})
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet."""
@@ -58,6 +57,6 @@ class SelfDraft(Company, Viewing):
         if self.skip == "none":
             return Nothing()
         if self.skip == "knn":
-            return Knn(lm, self.skipped, self._known.setdefault(lm, Known()))
+            return Knn(lm, self.skipped, lm.remembers.setdefault((Known, self.skipped), Known()))
         kinds: dict[str, Callable[[LM, float], Skipping]] = {"swift": Swift, "clasp": Clasp, "early": Early}
         return kinds[self.skip](lm, self.skipped)

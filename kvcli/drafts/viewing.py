@@ -23,6 +23,11 @@ class Viewing(Pacing):
     pages: Annotated[int, Range(1, 4096)] = 32  # of "quest": pages read by a KV head
     refresh: Annotated[int, Range(1, 4096)] = 32  # of a view: tokens after which it is chosen anew
 
+    def unread(self) -> dict[str, str]:
+        """Keys that nothing reads as the others are: of a view, where there is none of that kind."""
+        of = {"all": ("sinks", "local", "refresh", "page", "pages"), "stream": ("page", "pages"), "quest": ()}
+        return super().unread() | dict.fromkeys(of[self.view], "view")
+
     def copied(self, n: int) -> int:
         """How many of n slots a head the view keeps a copy of."""
         pages = self.page * self.pages if self.view == "quest" else 0

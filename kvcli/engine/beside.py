@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
+from kvcli.kv.fixed import Fixed
 from kvcli.kv.slots import LayerShape, Sight, Usage, alone
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ class Beside:
         self._store, self._shapes, self._held, self._pos = store, shapes, held, list(pos)
         self.dtype = store.dtype
 
-    def fixed(self, more: int) -> str:
+    def fixed(self, rows: int, more: int = 0) -> Fixed:
         """Why it needs the host."""
-        return "rows read beside the store what was taken over"
+        return Fixed(why_not="rows read beside the store what was taken over")
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> parts over the store, and over these and their pass."""

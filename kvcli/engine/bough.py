@@ -18,6 +18,7 @@ from kvcli.engine.feed import Asks, Feed, Glean, Made
 from kvcli.engine.rows import Rows
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
+from kvcli.kv.fixed import Fixed
 
 if TYPE_CHECKING:
     from kvcli.engine.lm import LM
@@ -82,9 +83,9 @@ class Bough:
         self._above, self._held = above, self._grown
         return made
 
-    def fixed(self, more: int) -> str:
+    def fixed(self, rows: int, more: int = 0) -> Fixed:
         """Why it needs the host."""
-        return "guesses of a draft lie beside the store"
+        return Fixed(why_not="guesses of a draft lie beside the store")
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, n, D] of the pass under way, at positions pos [n] -> parts over all that they see."""

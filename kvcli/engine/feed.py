@@ -37,6 +37,7 @@ class Feed:
     draw: Draw | None = None  # how the tokens behind the tree's rows are drawn; None = none is
     glean: Glean | None = None  # what else the host is to learn of each wanted row's logits
     hear: Sequence[int] = ()  # rows whose queries are handed back
+    grows: int = 0  # tokens that may be stored before a policy lets some go, or the answer ends
     is_prompt: bool = False  # the rows are of a text being read: no tier leaves anything out for them
     layers: range | None = None  # that it goes through; none behind the last = norm and head alone; None = all
     hidden: Tensor | None = None  # [N, E]: what goes into the first of these; None = the embeddings

@@ -10,81 +10,91 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from kvcli.engine.drawing import Drawings, UnderWay, first, goes_on
 from kvcli.engine.engine import call
 from kvcli.engine.feed import Feed, Fresh, Made
 from kvcli.engine.forward import SideBySide
+from kvcli.engine.graphs import Unrecorded, recorded
+from kvcli.engine.pass_bytes import FRAMES
 from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.stated import fixed_ropes
-from kvcli.kernels.attend_fixed import Storing, attend_fixed, storing
+from kvcli.kernels.attend_fixed import attend_fixed, storing
 from kvcli.kernels.attend_rows.tables import Tree
 from kvcli.kernels.gumbel.reference import signed
 from kvcli.kv.fixed import Fixed
 
 if TYPE_CHECKING:
-    from kvcli.engine.feed import Glean
+    from kvcli.engine.drawing import Drawing
     from kvcli.engine.graphs import Graphs
     from kvcli.engine.lm import LM
-    from kvcli.engine.sample import Sampler
     from kvcli.kv.slots import Sight
 
-SIZES = (1, 8, 16, 32, 64)  # rows
 MOST = 12  # frames of a model that are kept
 NONE = -1  # in place of a row or a path
 
-T = TypeVar("T")
 log = logging.getLogger("kvcli.engine")
 
 
 class Frames:
     """Of one model. What they cannot serve runs one operation at a time; `eager` counts such passes, by why."""
 
-    def __init__(self, graphs: Graphs, sizes: Sequence[int] = SIZES) -> None:
+    def __init__(self, graphs: Graphs, sizes: Sequence[int] = FRAMES) -> None:
         """`sizes`: rows of a frame, rising."""
         self.graphs, self._sizes = graphs, sizes
         self._frames: dict[tuple[object, ...], Frame] = {}  # the latest last
+        self._is_stale = False  # the past of some of them ended, or lies elsewhere
         self.eager: Counter[str] = Counter()
         self.why = ""  # nothing of this model can be recorded
 
     def run(self, feeds: Sequence[Feed]) -> list[Made] | None:
         """One pass, the rows of all feeds side by side; None where it has to run otherwise."""
+        self.release()
         if any(feed.is_prompt or feed.layers is not None or feed.only_kv for feed in feeds):
             return None  # meant to run otherwise
-        made = self.why or next(filter(None, map(self._why_not, feeds)), "") or self._try(feeds)
-        if not isinstance(made, str):
-            return made
-        if not self.eager[made]:
-            log.info("passes run one operation at a time: %s", made)
-        self.eager[made] += 1
-        return None
-
-    def _try(self, feeds: Sequence[Feed]) -> list[Made] | str:
-        sizes, pasts = [self._size(feed) for feed in feeds], list[Fixed]()
-        most = feeds[0].lm.most_rows
-        if most is not None and sum(rows for rows, _ in sizes) > most:
-            return f"with the unused ones more than {most} rows, beyond which they would lose their bits"
         try:
-            for feed, (rows, _) in zip(feeds, sizes, strict=True):
-                if isinstance(past := feed.past.fixed(rows), str):
-                    return past
-                pasts.append(past)
-            return self._frame(feeds, sizes, pasts).run(feeds, pasts)
+            return self._run(feeds)
         except torch.OutOfMemoryError:
-            return "no memory to record them"
+            why = "no memory to record them"
+        except Eager as no:
+            why = str(no)
         except Unrecorded as no:
             lm = feeds[0].lm
-            self.why = f"{lm.info.family} cannot be recorded: {no}"
-            lm.info = replace(lm.info, notes=(*lm.info.notes, f"passes run one operation at a time: {self.why}"))
-            return self.why
+            self.why = why = f"{lm.info.family} cannot be recorded: {no}"
+            lm.info = replace(lm.info, notes=(*lm.info.notes, f"passes run one operation at a time: {why}"))
+        if not self.eager[why]:
+            log.info("passes run one operation at a time: %s", why)
+        self.eager[why] += 1
+        return None
+
+    def release(self) -> None:
+        """Let go of what was recorded over pasts that are no more, and of its memory.
+
+        Not where such a past goes: that may be while another frame is recorded, when no memory may be given back.
+        """
+        if self._is_stale:
+            self._is_stale = False
+            self._frames = {key: frame for key, frame in self._frames.items() if frame.is_alive}
+
+    def _run(self, feeds: Sequence[Feed]) -> list[Made]:
+        if why := self.why or next(filter(None, map(self._why_not, feeds)), ""):
+            raise Eager(why)
+        sizes, most = [self._size(feed) for feed in feeds], feeds[0].lm.most_rows
+        if most is not None and sum(rows for rows, _ in sizes) > most:
+            raise Eager(f"with the unused ones more than {most} rows, beyond which they would lose their bits")
+        pasts = [feed.past.fixed(rows, feed.grows) for feed, (rows, _) in zip(feeds, sizes, strict=True)]
+        if why := next(filter(None, (past.why_not for past in pasts)), ""):
+            raise Eager(why)
+        return self._frame(feeds, sizes, pasts).run(feeds, pasts)
 
     def _why_not(self, feed: Feed) -> str:
         rows, hear = feed.rows, feed.hear
@@ -102,19 +112,22 @@ class Frames:
         return rows, 1 if feed.rows.sees is None else rows
 
     def _frame(self, feeds: Sequence[Feed], sizes: Sequence[tuple[int, int]], pasts: Sequence[Fixed]) -> Frame:
+        self.release()  # what `pasts` moved away from
         key = (*sizes, *(bool(feed.hear) for feed in feeds), *(id(lying) for its in pasts for lying in its.layers))
         frame = self._frames.pop(key, None)
-        if frame is None or not frame.is_alive:
-            self._frames = {k: f for k, f in self._frames.items() if f.is_alive}
+        if frame is None:
             while len(self._frames) >= MOST:
                 del self._frames[next(iter(self._frames))]
-            frame = Frame(feeds[0].lm, self.graphs, sizes, feeds, pasts)
+            frame = Frame(feeds[0].lm, self.graphs, sizes, feeds, pasts, self._over)
         self._frames[key] = frame
         return frame
 
+    def _over(self, lying: object) -> None:
+        self._is_stale = True
 
-class Unrecorded(Exception):
-    """A model asks for the host where nobody may: in words, for what."""
+
+class Eager(Exception):
+    """This pass runs one operation at a time: why, in words."""
 
 
 class Numbers:
@@ -176,7 +189,7 @@ class FixedPass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         """As a pass does (forward.py)."""
         q, k, v = q.to(self._dtype), k.to(self._dtype), v.to(self._dtype)
-        if k.stride()[:2] != v.stride()[:2]:  # one table says where both lie
+        if _in_rows(k) != _in_rows(v):  # one table says where both lie
             k, v = (t.contiguous().flatten().view(t.shape) for t in (k, v))  # a row alone may have any stride
         if (source := self._shapes[layer].shares) is not None:
             k, v = self.fresh[source].k, self.fresh[source].v
@@ -189,41 +202,21 @@ class FixedPass:
         return attend_fixed(*of, capacity=lying.room, softcap=bent, window=window, sink=sink)
 
 
-@dataclass(slots=True)
-class Drawing:
-    """What the host reads of a pass, and how the device goes on by itself."""
-
-    numbers: Tensor  # float64, which holds ids exactly: of each text the drawn ids, then what is gleaned
-    start: Callable[[], None]
-    here: list[Tensor]  # on the host, in turn: one is read while the other is written
-    wide: Sequence[int]  # by text: numbers that are gleaned of a row
-    go_on: Callable[[], None] | None = None  # stores the row that was run, and makes what was drawn the next one
-
-
-@dataclass(frozen=True, slots=True)
-class UnderWay:
-    """A pass that nobody has asked for yet."""
-
-    drawing: Drawing
-    here: Tensor
-    wait: Callable[[], None]
-    rows: Sequence[tuple[int, int, int]]  # of each text: id, position, seed
-    told: Sequence[int]  # as it was when this began
-
-    def serves(self, feeds: Sequence[Feed], drawing: Drawing | None, told: Sequence[int]) -> bool:
-        """Whether it is the pass of these feeds, over pasts of which nobody but the device has changed anything."""
-        return drawing is self.drawing and [_row(feed) for feed in feeds] == self.rows and told == self.told
-
-
 class Frame:
     """Some texts' rows over where their pasts lie, of which it holds nothing itself."""
 
     def __init__(
-        self, lm: LM, graphs: Graphs, sizes: Sequence[tuple[int, int]], feeds: Sequence[Feed], pasts: Sequence[Fixed]
+        self,
+        lm: LM,
+        graphs: Graphs,
+        sizes: Sequence[tuple[int, int]],
+        feeds: Sequence[Feed],
+        pasts: Sequence[Fixed],
+        over: Callable[[object], None],
     ) -> None:
-        """`sizes`: rows and paths of each text. Raises Unrecorded."""
+        """`sizes`: rows and paths of each text. `over` is told once a layer lies elsewhere. Raises Unrecorded."""
         self._graphs = graphs = graphs.apart()  # other frames run between this one's pass and what is stored of it
-        self._over = [ref(lying) for its in pasts for lying in its.layers]
+        self._over = [ref(lying, over) for its in pasts for lying in its.layers]
         ends = [0, *accumulate(_starts(*size)[-1] for size in sizes)]
         self._here = graphs.host(ends[-1], torch.int32)
         self._there = torch.zeros(ends[-1], dtype=torch.int32, device=lm.device)
@@ -234,11 +227,6 @@ class Frame:
         for rows in self._of_host:  # of which `count` are stored while it is recorded: none
             rows.path_of.fill_(NONE)
         graphs.send(self._here, self._there)
-        # the first row and its number, which is none while that is recorded
-        self._first, self._one = (torch.zeros(1, dtype=torch.int32, device=lm.device) for _ in range(2))
-        self._alive: list[Tensor] = []  # what is read by what was recorded
-        self._drawings: dict[tuple[Hashable, ...], Drawing] = {}
-        self._keep: list[Callable[[], None]] = []  # by text: stores the accepted rows
         self._under_way: UnderWay | None = None
         self._none = torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)  # logits
 
@@ -247,12 +235,19 @@ class Frame:
             return self._through(lm, passes), passes
 
         with fixed_ropes(lm.model):
-            (logits, passes), self._pass = self._recorded(work)
-        self._logits = torch.split(logits, [rows for rows, _ in sizes])
-        self._fresh, self._queries = [p.fresh for p in passes], [p.queries for p in passes]
-        for i, (past, rows) in enumerate(zip(pasts, self._rows, strict=True)):
-            store = self._storing(i, past)
-            self._keep.append(self._recorded(partial(store, rows.kept, rows.count, rows.pos))[1])
+            (logits, passes), self._pass = recorded(graphs, work)
+        self._logits, self._queries = torch.split(logits, [rows for rows, _ in sizes]), [p.queries for p in passes]
+        stores, self._alive = [], list[Tensor]()  # what is read by what was recorded
+        for past, made in zip(pasts, passes, strict=True):
+            fresh = [(made.fresh[layer].k, made.fresh[layer].v) for layer in past.owners]
+            store, alive = storing([past.layers[layer].table for layer in past.owners], fresh)
+            stores.append(store)
+            self._alive += alive
+        self._keep = [  # by text: stores the accepted rows
+            recorded(graphs, partial(store, rows.kept, rows.count, rows.pos))[1]
+            for store, rows in zip(stores, self._rows, strict=True)
+        ]
+        self._drawings = Drawings(graphs, self._rows, self._logits, stores)
 
     @property
     def is_alive(self) -> bool:
@@ -261,7 +256,7 @@ class Frame:
 
     def run(self, feeds: Sequence[Feed], pasts: Sequence[Fixed]) -> list[Made]:
         """One pass of feeds of these sizes. Raises Unrecorded."""
-        drawing, told = self._drawing(feeds, pasts), [lying.told for its in pasts for lying in its.layers]
+        drawing, told = self._drawings.of(feeds), [lying.told for its in pasts for lying in its.layers]
         under_way, self._under_way = self._under_way, None
         if under_way is None or not under_way.serves(feeds, drawing, told):
             under_way = None
@@ -271,26 +266,20 @@ class Frame:
             self._pass()
         if drawing is None:
             return self._drawn_apart(feeds, pasts)
-        here, wait = self._read(drawing) if under_way is None else (under_way.here, under_way.wait)
-        if drawing.go_on is None or not all(map(_goes_on, feeds)):
+        here, wait = drawing.read(self._graphs) if under_way is None else (under_way.here, under_way.wait)
+        if drawing.go_on is None or not all(map(goes_on, feeds)):
             wait()
             return self._made(feeds, pasts, self._backs(feeds, drawing, here))
         drawing.go_on()
         for its in pasts:
             its.ran(1)
         self._pass()
-        ahead = self._read(drawing)
+        ahead = drawing.read(self._graphs)
         wait()
         backs = self._backs(feeds, drawing, here)
-        next_rows = [(back.ids[0], at + 1, seed) for back, (_, at, seed) in zip(backs, map(_row, feeds), strict=True)]
+        next_rows = [(back.ids[0], at + 1, seed) for back, (_, at, seed) in zip(backs, map(first, feeds), strict=True)]
         self._under_way = UnderWay(drawing, *ahead, next_rows, told)
         return self._made(feeds, pasts, backs, is_stored=True)
-
-    def _read(self, drawing: Drawing) -> tuple[Tensor, Callable[[], None]]:
-        """What is drawn on its way to the host."""
-        drawing.start()
-        drawing.here.reverse()
-        return drawing.here[0], self._graphs.fetch(drawing.numbers, drawing.here[0])
 
     def _drawn_apart(self, feeds: Sequence[Feed], pasts: Sequence[Fixed]) -> list[Made]:
         """By operations that run one at a time."""
@@ -300,15 +289,7 @@ class Frame:
         return self._made(feeds, pasts, backs)
 
     def _backs(self, feeds: Sequence[Feed], drawing: Drawing, here: Tensor) -> list[Readback]:
-        """What the host reads of each text, from the numbers of all."""
-        numbers: list[float] = here.tolist()
-        backs = []
-        for feed, rows, logits, wide in zip(feeds, self._rows, self._logits, drawing.wide, strict=True):
-            size, n, back = len(rows.ids), feed.rows.n_rows, Readback(feed, logits)
-            back.fill([*numbers[:n], *numbers[size : size + n * wide]])
-            numbers = numbers[size * (1 + wide) :]
-            backs.append(back)
-        return backs
+        return drawing.backs(feeds, [len(rows.ids) for rows in self._rows], self._logits, here)
 
     def _made(
         self, feeds: Sequence[Feed], pasts: Sequence[Fixed], backs: Sequence[Readback], is_stored: bool = False
@@ -331,74 +312,13 @@ class Frame:
             self._keep[i]()
         past.grew(len(path), feed.rows.pos[path[0]])
 
-    # ---- what is recorded ----
-
     def _through(self, lm: LM, passes: Sequence[FixedPass]) -> Tensor:
         """Logits [N, V] of all rows."""
         ids, pos = (torch.cat(of).long() for of in zip(*((rows.ids, rows.pos) for rows in self._rows), strict=True))
         way = passes[0] if len(passes) == 1 else SideBySide(passes)
         return call(lm.model, ids, pos, device=lm.device, kvcli_pass=way)
 
-    def _storing(self, i: int, past: Fixed) -> Storing:
-        """What makes rows of a text slots."""
-        fresh = [(self._fresh[i][layer].k, self._fresh[i][layer].v) for layer in past.owners]
-        store, alive = storing([past.layers[layer].table for layer in past.owners], fresh)
-        self._alive += alive
-        return store
 
-    def _drawing(self, feeds: Sequence[Feed], pasts: Sequence[Fixed]) -> Drawing | None:
-        """How their tokens are drawn; None where more than the pass decides."""
-        draws = [feed.draw for feed in feeds if feed.draw is not None]
-        if any(draw.constraint is not None or draw.sampler.needs_text for draw in draws):
-            return None
-        how = [(replace(draw.sampler, seed=0), feed.glean) for draw, feed in zip(draws, feeds, strict=True)]
-        if (drawing := self._drawings.get(tuple(how))) is None:
-            (numbers, wide), start = self._recorded(partial(self._draw, how))
-            here = [self._graphs.host(len(numbers), numbers.dtype) for _ in range(2)]
-            drawing = Drawing(numbers, start, here, wide)
-            self._drawings[tuple(how)] = drawing
-        if drawing.go_on is None and all(map(_goes_on, feeds)):
-            self._one.zero_()
-            stores = [self._storing(i, past) for i, past in enumerate(pasts)]
-            drawing.go_on = self._recorded(partial(self._feed_back, drawing.numbers, stores))[1]
-            self._one.fill_(1)
-        return drawing
-
-    def _draw(self, how: Sequence[tuple[Sampler, Glean | None]]) -> tuple[Tensor, list[int]]:
-        """The numbers of a drawing, and how many are gleaned of each row of a text."""
-        parts, wide = [], []
-        for rows, logits, (sampler, glean) in zip(self._rows, self._logits, how, strict=True):
-            parts.append(sampler.on_device(logits, rows.pos.long(), seed=rows.seed).double())
-            wide.append(0)
-            if glean is not None:
-                parts.append(glean(logits).double().flatten())
-                wide[-1] = len(parts[-1]) // len(logits)
-        return torch.cat(parts), wide
-
-    def _feed_back(self, numbers: Tensor, stores: Sequence[Storing]) -> None:
-        at = 0
-        for rows, store in zip(self._rows, stores, strict=True):
-            store(self._first, self._one, rows.pos)
-            rows.ids.copy_(numbers[at : at + 1].clamp(min=0).expand_as(rows.ids))  # where nothing could be drawn: any
-            rows.pos.add_(1)
-            at += len(rows.ids)
-
-    def _recorded(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        try:
-            with torch.inference_mode():
-                return self._graphs.record(work)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise Unrecorded(str(error).partition("\n")[0]) from error
-
-
-def _goes_on(feed: Feed) -> bool:
-    """Whether the row that it draws is the next pass, of which nothing else is wanted."""
-    return bool(feed.rows.ahead) and not feed.hear and feed.glean is None
-
-
-def _row(feed: Feed) -> tuple[int, int, int]:
-    """The first one."""
-    assert feed.draw is not None
-    return feed.rows.ids[0], feed.rows.pos[0], feed.draw.sampler.seed
+def _in_rows(t: Tensor) -> list[float]:
+    """How far heads, and rows, of t [K, N, D] lie apart, in rows: keys and values may differ in their size."""
+    return [stride / t.shape[2] for stride in t.stride()[:2]]

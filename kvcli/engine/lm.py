@@ -37,6 +37,7 @@ from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.kernels.products import multiplies
 from kvcli.kernels.rotate import Rotary
+from kvcli.kv.bus import bus_of
 from kvcli.kv.slots import LayerShape
 from kvcli.models.family import read_config
 from kvcli.models.gguf import quantizer
@@ -77,6 +78,7 @@ class LM:
         self.straight: Straight | None = None  # a way through it that leaves transformers' loop out, once laid out
         self.frames: Frames | None = None  # passes that its device records, where it does
         self.turns: tuple[Rotary | None, ...] | None = None  # of keys, by layer, once somebody asked (rope.py)
+        self.remembers: dict[object, Any] = {}  # what its texts taught drafters for those to come, by what it is
         self._layers = _decoder_layers(model, shape)
         self._has_gates = False  # and is known to take them
 
@@ -245,6 +247,12 @@ class LM:
             self.frames = Frames(CudaGraphs(self.device))
         how = f"passes not recorded: {why}" if why else "passes recorded"
         self.info = replace(self.info, backend=f"{self.info.backend}, {how}")
+
+    def release(self) -> None:
+        """A text has ended: give back what its device held for it, passes recorded over its past and pinned memory."""
+        if self.frames is not None:
+            self.frames.release()
+        bus_of(self.device).let_go()
 
 
 # ---- what is packed ----

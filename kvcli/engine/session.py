@@ -64,7 +64,9 @@ class Session(Text):
         assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than there is room"
         how = Draw(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
         hear = range(rows.tree) if draft.hears else self.heard.of_tree(rows.tree)
-        made = yield Feed(self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear)
+        made = yield Feed(
+            self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear, self._grows(most)
+        )
         path, new = walk(rows, made.drawn, stop)
         self._commit(rows, hear, made, path)
         self.ids += new
@@ -74,6 +76,11 @@ class Session(Text):
         if self.committed == self.boundary:
             yield from self.settle()
         return done(seconds=time.perf_counter() - began)
+
+    def _grows(self, most: float) -> int:
+        """Of so many tokens of an answer, those that come before the past may get smaller."""
+        end = min(self.committed + most, self.lm.limit)
+        return int(end if self.policy is None else min(end, self.boundary)) - self.committed
 
     def chunk(self, ids: Sequence[int]) -> Asks[bool]:
         """Take in the next chunk of `ids`, of which the text is the beginning; False once all of them are read.

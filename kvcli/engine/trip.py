@@ -17,6 +17,7 @@ from kvcli.engine.feed import Asks, Feed, Made
 from kvcli.engine.pruner import Live
 from kvcli.engine.rows import Rows
 from kvcli.kernels.attend import attend
+from kvcli.kv.fixed import Fixed
 from kvcli.kv.slots import Sight, Usage, alone, spans
 
 if TYPE_CHECKING:
@@ -90,9 +91,9 @@ class Older:
     def __init__(self, store: Store) -> None:
         self._store, self.dtype = store, store.dtype
 
-    def fixed(self, more: int) -> str:
+    def fixed(self, rows: int, more: int = 0) -> Fixed:
         """Why it needs the host."""
-        return "tokens that come back are older than what is stored"
+        return Fixed(why_not="tokens that come back are older than what is stored")
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> a part over what is stored, and those over their pass."""

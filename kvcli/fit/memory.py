@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvcli.engine.pass_bytes import fresh_bytes, recorded_bytes, working_bytes
+from kvcli.fit import card
 from kvcli.fit.places import Held
-from kvcli.fit.working import check_bytes, fresh_bytes, product_bytes, recorded_bytes, working_bytes
+from kvcli.fit.working import check_bytes, product_bytes
+from kvcli.kv.fixed import MOST_ROWS
 from kvcli.kv.footprint import STEP
 from kvcli.kv.room import EVERY
 from kvcli.kv.windows import Window
@@ -151,9 +154,11 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     on_cpu = run.device == "cpu"
     draft = view + (run.tables(context) if on_cpu else 0) + (run.second.stored(context) if run.second else 0)
 
+    spare = MOST_ROWS if run.records else 0  # a layer never has more room than an answer may need, and these
+
     def top(windows: Sequence[int | None], here: int) -> int:
         each = ((n, window and Window(window).most(max(chunk, run.answer))) for window, n in Counter(windows).items())
-        return sum(n * run.layer(min(here, most or here), fresh) for n, most in each)
+        return sum(n * run.layer(min(here, most or here) + spare, fresh) for n, most in each)
 
     def nbytes(here: int) -> int:
         lower = (moved + 2 * STEP) * (run.lower or 0)  # with spare room, in which the top grew as well
@@ -166,7 +171,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     base = run.base
     if run.records:
         number, kv_number = run.number, run.kv_number
-        base += recorded_bytes(
+        base += card.captured(shape.layers) + recorded_bytes(
             shape, rows=run.rows, slots=held + moved, number=number, kv_number=kv_number, draws=run.draws
         )
     places = run.caps.spread(spread, chunk, base + on_card + draft + working + behind)

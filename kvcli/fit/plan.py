@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvcli.engine.pass_bytes import working_bytes
 from kvcli.errors import BadInput
 from kvcli.fit import card, memory, weights
 from kvcli.fit.places import Caps
 from kvcli.fit.program import BASE
 from kvcli.fit.runs import NOTHING, Beyond
-from kvcli.fit.working import is_fused, is_native, working_bytes
+from kvcli.fit.working import is_fused, is_native
 from kvcli.kv import room as kv_room
-from kvcli.kv.footprint import POSITION, index_bytes, layer_bytes, lower_bytes, narrow, packs_by_age, wide
+from kvcli.kv.footprint import POSITION, index_bytes, is_one_tier, layer_bytes, lower_bytes, narrow, packs_by_age, wide
 from kvcli.kv.room import EVERY
 from kvcli.kv.slots import LayerShape, Sight
 from kvcli.models.packing import Packing
@@ -151,12 +152,12 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         tables=profile.spec.tables,
         copied=profile.spec.copied,
         second=_second(subject, profile, room, facts) or _kept(profile, shape, kv_number),
-        base=max(0, _base(shape, room, facts) + facts.beyond.middle),
+        base=max(0, _base(room, facts) + facts.beyond.middle),
         is_uneven=whole.policy.is_uneven and not packs_by_age(whole.kv, whole.memory),
         is_packed=load.quant != "none",
         is_native=is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind),
         is_fused=is_fused(shape, number, room),
-        records=is_fused(shape, number, room) and load.graphs == "auto" and load.layers_on_gpu == "auto",
+        records=is_fused(shape, number, room) and _is_recorded(profile),
         draws=profile.sample.temperature == 0,  # what the model's own settings ask for is not known here
         of_layers=shape.layers,
         on_card=None if load.layers_on_gpu == "auto" else min(load.layers_on_gpu, shape.layers),
@@ -185,11 +186,18 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     )
 
 
-def _base(shape: Shape, room: Room, facts: Facts) -> int:
+def _base(room: Room, facts: Facts) -> int:
     """Of the program: on a CPU itself, on a GPU what its libraries take there."""
     if room.kind != "cuda":
         return facts.base if room.kind == "cpu" else 0
-    return card.libraries(room.capability, room.total) + (0 if room.unserved else card.captured(shape.layers))
+    return card.libraries(room.capability, room.total)
+
+
+def _is_recorded(profile: Profile) -> bool:
+    """Whether passes are recorded where kernels serve them: a device finds all of the past by itself."""
+    load, is_one = profile.load, is_one_tier(profile.kv, profile.memory)
+    is_whole = is_one and not profile.recall.reads and not profile.is_checked
+    return is_whole and load.graphs == "auto" and load.layers_on_gpu == "auto"
 
 
 def _by_room(

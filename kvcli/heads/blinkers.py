@@ -15,6 +15,7 @@ from torch import Tensor
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
+from kvcli.kv.fixed import Fixed
 from kvcli.kv.slots import Sight, Slots, Store, alone, compact, opens
 
 
@@ -38,9 +39,9 @@ class Blinkers:
         self.dtype = store.dtype
         self._store, self._blind, self._reach = store, blind, reach
 
-    def fixed(self, more: int) -> str:
+    def fixed(self, rows: int, more: int = 0) -> Fixed:
         """Why it needs the host."""
-        return "heads are blinkered"
+        return Fixed(why_not="heads are blinkered")
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> the store's parts without these heads, theirs, and their pass."""

@@ -52,10 +52,14 @@ class Bus(Protocol):
         """uint8 in host memory, over which copies are fast: pinned where that can be."""
 
     def pin(self, t: Tensor) -> str:
-        """Have the device reach these bytes of a mapping of ours: "", or why it cannot."""
+        """Have the device reach these bytes of a mapping of ours: "", or why it cannot. Lets go of others first."""
 
-    def unpin(self, address: int) -> None:
-        """Before the mapping goes."""
+    def unpin(self, address: int, mapping: object) -> None:
+        """Nobody refers to these bytes any more. The mapping is held until the device is asked: for what is pinned
+        next, or by `let_go`. Called where garbage is collected, at any moment, it may not wait itself."""
+
+    def let_go(self) -> None:
+        """Of all that is no longer referred to."""
 
 
 class Idle:
@@ -89,7 +93,9 @@ class Plain:
     def pin(self, t: Tensor) -> str:
         return f"{self.device.type} reads its own memory alone"
 
-    def unpin(self, address: int) -> None: ...
+    def unpin(self, address: int, mapping: object) -> None: ...
+
+    def let_go(self) -> None: ...
 
 
 class Stream:
@@ -125,6 +131,7 @@ class Cuda(Plain):
         super().__init__(device)
         self.work = Stream(device)
         self.copies = Stream(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        self._over: list[tuple[int, object]] = []  # addresses that nobody refers to, and their mappings
 
     def staging(self, nbytes: int) -> Tensor:
         try:
@@ -133,6 +140,7 @@ class Cuda(Plain):
             return super().staging(nbytes)
 
     def pin(self, t: Tensor) -> str:
+        self.let_go()
         try:
             torch.cuda.check_error(_runtime().cudaHostRegister(t.data_ptr(), t.nbytes, 0))
         except RuntimeError as error:
@@ -142,9 +150,15 @@ class Cuda(Plain):
             return f"host memory cannot be pinned ({str(error).strip().splitlines()[0]})"
         return ""
 
-    def unpin(self, address: int) -> None:
-        torch.cuda.synchronize(self.device)  # a kernel of a pass that was given up may still read there
-        _runtime().cudaHostUnregister(address)
+    def unpin(self, address: int, mapping: object) -> None:
+        self._over.append((address, mapping))
+
+    def let_go(self) -> None:
+        over, self._over = self._over, []
+        if over:
+            torch.cuda.synchronize(self.device)  # a kernel of a pass that was given up may still read there
+        for address, _ in over:
+            _runtime().cudaHostUnregister(address)
 
 
 def _runtime() -> Any:

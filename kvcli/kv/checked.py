@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcli.kv.fixed import Fixed
 from kvcli.kv.slots import Masks, Sight, Slots, Usage
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ class Checked:
         """What the whole past says: the other one makes guesses."""
         return self._whole.rounds_by_rows
 
-    def fixed(self, more: int) -> str:
+    def fixed(self, rows: int, more: int = 0) -> Fixed:
         """Why it needs the host."""
-        return "two stores hold one text"
+        return Fixed(why_not="two stores hold one text")
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> parts over one of the two."""

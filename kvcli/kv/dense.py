@@ -49,11 +49,15 @@ class Held(Protocol):
     def run(self) -> Run:
         """The slots where they lie."""
 
-    def fixed(self, more: int) -> Lying:
-        """Where a device finds the slots, and room for `more` behind those of each head."""
+    def fixed(self, rows: int, more: int = 0) -> Lying:
+        """Where a device finds the slots, and room for `rows` behind those of each head, as `ahead` makes it."""
 
     def grew(self, n: int, start: int) -> None:
         """A device stored n slots more in all heads, at positions from `start` on."""
+
+    def refill(self, slots: Slots) -> bool:
+        """Hold these, a copy, in place of all, where passes were recorded over it; False, and nothing done, elsewhere
+        or where they do not suit it."""
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
         """Store the same rows in all heads, at positions from `start` on."""
@@ -146,11 +150,11 @@ class Dense:
         """q [H, N, D] of rows at positions pos [N] -> in one part what is held and their pass, where that can be."""
         return self._read(layer).attend(q, sight, pos, self._rope[layer], own)
 
-    def fixed(self, more: int) -> Fixed | str:
-        """All of it, with room for `more` slots a head; or why keys have to be looked at."""
+    def fixed(self, rows: int, more: int = 0) -> Fixed:
+        """All of it, with room for `rows` slots a head; or why keys have to be looked at."""
         if any(rotary is not None for rotary in self._rope):
-            return "keys are turned when they are read"
-        lying = {layer: held.fixed(more) for layer, held in self._slabs.items()}
+            return Fixed(why_not="keys are turned when they are read")
+        lying = {layer: held.fixed(rows, more) for layer, held in self._slabs.items()}
         return Fixed([lying[holder] for holder in self._holder], list(lying), self._grew)
 
     def _grew(self, n: int, start: int) -> None:
@@ -251,7 +255,10 @@ class Dense:
         for layer, pos in on_host(kept).items():
             if np.count_nonzero(pos.numpy() >= 0) < self._slabs[layer].total:
                 slots = self._slabs[layer].slots()
-                self._hold(layer, compact(Slots(slots.k, slots.v, pos), pos >= 0))
+                kept_ones = compact(Slots(slots.k, slots.v, pos), pos >= 0)
+                if not self._slabs[layer].refill(kept_ones):
+                    self._hold(layer, kept_ones)
+                self.changes += 1
                 has_lost = True
         for layer in self._owners(layers):
             self.give_back(layer, end)

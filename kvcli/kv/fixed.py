@@ -13,7 +13,21 @@ from torch import Tensor
 
 from kvcli.kernels.attend_rows.tables import Table, uploaded
 
-AHEAD = 4  # steps that a layer grows by for recorded passes: each time that it moves they are recorded again
+AHEAD = 4  # steps by which a layer grows at least for recorded passes, if so much is to come
+MOST_ROWS = 64  # of a recorded pass, for which there is room behind what is stored
+
+
+def ahead(length: int, rows: int, more: int, step: int) -> int:
+    """Slots for which a layer that holds `length` makes room where it has none for `rows`.
+
+    Each time that it moves passes are recorded again, so it doubles; but never beyond the `more` that may still come.
+    """
+    return max(rows, min(more + MOST_ROWS, max(AHEAD * step, length)))
+
+
+def stays(length: int, cap: int, step: int) -> bool:
+    """Whether so many slots may stay in a place for `cap`, where passes were recorded, and give no memory back."""
+    return 0 < length <= cap <= length + MOST_ROWS + step + max(AHEAD * step, length)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -41,11 +55,12 @@ class Lying:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A store, of use until it is asked for the next time."""
+    """A store, of use until it is asked for the next time; or, where it needs the host, why."""
 
-    layers: Sequence[Lying]  # by layer; one that shares the slots of another has the other's
-    owners: Sequence[int]  # layers that store
-    grew: Callable[[int, int], None]  # so many slots more, at positions from there on, were stored by the device
+    layers: Sequence[Lying] = ()  # by layer; one that shares the slots of another has the other's
+    owners: Sequence[int] = ()  # layers that store
+    grew: Callable[[int, int], None] = lambda n, start: None  # n slots from there on were stored by the device
+    why_not: str = ""  # a device cannot find it by itself
 
     def ran(self, n: int) -> None:
         """The device is about to store n slots."""

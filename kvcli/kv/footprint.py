@@ -25,8 +25,13 @@ def packs_by_age(kv: Kv, memory: Memory) -> bool:
 
 def is_ladder(kv: Kv, memory: Memory) -> bool:
     """Whether these keys ask for more than one dense tier that grows as it likes."""
-    is_plain = kv.k_bits == kv.v_bits == 16 and memory.device == "auto" and not memory.demotes
-    return not is_plain or memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
+    return memory.device != "auto" or not is_one_tier(kv, memory)
+
+
+def is_one_tier(kv: Kv, memory: Memory) -> bool:
+    """Whether all of a past lies in one dense tier, at every moment."""
+    has_lower = memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
+    return not is_packed(kv) and not has_lower and not memory.demotes
 
 
 def layer_bytes(kv: Kv, memory: Memory, shape: LayerShape, number: int, slots: int, fresh: int) -> int:

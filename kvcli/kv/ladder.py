@@ -81,9 +81,12 @@ class Ladder:
         below = [part for answer in asked for part in answer()]
         return self._top.attend(layer, q, sight, pos, replace(own, before=below))
 
-    def fixed(self, more: int) -> Fixed | str:
+    def fixed(self, rows: int, more: int = 0) -> Fixed:
         """The top, where there is nothing below it."""
-        return self._top.fixed(more) if len(self._rungs) == 1 else "slots lie in several tiers (kv.k_bits, memory.host)"
+        if len(self._rungs) > 1:
+            return Fixed(why_not="slots lie in several tiers (kv.k_bits, memory.host)")
+        most = self._rungs[0].holds  # which the host looks at where it is due
+        return self._top.fixed(rows, more if most is None else min(more, max(0, most - self._top.n_slots(0))))
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on in the top."""

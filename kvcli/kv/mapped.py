@@ -64,8 +64,8 @@ class Mappings:
         # one refusal is enough: what cannot be pinned once cannot be again, and trying costs a launch
         self._unreached = self._unreached or self._bus.pin(whole)
         if not self._unreached:
-            # holds the mapping until it is unpinned; at exit the driver does both
-            weakref.finalize(whole.untyped_storage(), _unpin, self._bus, whole.data_ptr(), mapped).atexit = False
+            # at exit the driver does it
+            weakref.finalize(whole.untyped_storage(), self._bus.unpin, whole.data_ptr(), mapped).atexit = False
         both = whole[: cap * per_slot].view(self._dtype)
         k, v = both[: heads * cap * dims[0]], both[heads * cap * dims[0] :]
         pos = torch.full((heads, cap), -1, dtype=torch.int32)
@@ -95,7 +95,3 @@ class Mappings:
         s.v.copy_(moved.v)
         s.pos.copy_(moved.pos)
         extent.length = int((~hole).sum(1).max())
-
-
-def _unpin(bus: Bus, address: int, mapped: mmap.mmap) -> None:
-    bus.unpin(address)

@@ -18,7 +18,7 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import Own, Run, read, serves
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate
-from kvcli.kv.fixed import AHEAD, Lying
+from kvcli.kv.fixed import Lying, ahead, stays
 from kvcli.kv.slab import rises, seen
 from kvcli.kv.slots import LayerShape, Sight, Slots, alone, last, run_of
 from kvcli.kv.state import Given, State
@@ -144,11 +144,11 @@ class Ragged:
         self._put(at, k.flatten(0, 1), v.flatten(0, 1), run_of(start, m, len(self._lengths), k.device).flatten())
         self.grew(m, start)
 
-    def fixed(self, more: int) -> Lying:
-        """Where a device finds the slots, and room for `more` behind those of each head."""
-        if any(n + more > room for n, room in zip(self._lengths, self._extents.room, strict=True)):
-            more = max(more, AHEAD * self._step)
-            self._lay(Extents.of([n + more for n in self._lengths], self._step))
+    def fixed(self, rows: int, more: int = 0) -> Lying:
+        """Where a device finds the slots, and room for `rows` behind those of each head, as `ahead` makes it."""
+        wants = [ahead(n, rows, more, self._step) if self._lying is None else rows for n in self._lengths]
+        if any(n + m > room for n, m, room in zip(self._lengths, wants, self._extents.room, strict=True)):
+            self._lay(Extents.of([n + ahead(n, rows, more, self._step) for n in self._lengths], self._step))
         if self._lying is None:
             start = self._extents.start
             self._lying = Lying.of(self.k, self.v, self.pos, start, start, max(self._extents.room))
@@ -165,21 +165,37 @@ class Ragged:
     def take(self, slots: Slots) -> bool:
         """Store these as well, whichever each head brings; always True."""
         pos = slots.pos.cpu()
-        held = pos >= 0
-        count = held.sum(1).tolist()
-        if not any(count):
-            return True
-        lengths, device = [n + m for n, m in zip(self._lengths, count, strict=True)], self.pos.device
-        self._make_room(lengths)
-        ends = [start + n for start, n in zip(self._extents.start, self._lengths, strict=True)]
-        at = torch.tensor(ends).unsqueeze(1) + held.cumsum(1) - 1
-        self._put(at[held].to(device), slots.k[held], slots.v[held], pos[held].to(device))
-        self._ends += torch.tensor(count, device=device)
-        self._lengths = lengths
+        count = (pos >= 0).sum(1).tolist()
+        if any(count):
+            self._make_room([n + m for n, m in zip(self._lengths, count, strict=True)])
+            self._add(slots, pos, self._lengths)
+        return True
+
+    def refill(self, slots: Slots) -> bool:
+        """Hold these, a copy, in place of all, where passes were recorded over it; False, and nothing done, elsewhere
+        or where they do not suit it."""
+        pos = slots.pos.cpu()
+        count, room = (pos >= 0).sum(1).tolist(), self._extents.room
+        if self._lying is None or not all(stays(n, most, self._step) for n, most in zip(count, room, strict=True)):
+            return False
+        self._highest, self._ordered = -1, True
+        self._add(slots, pos, [0] * len(count))
+        return True
+
+    def _add(self, slots: Slots, pos: Tensor, lengths: list[int]) -> None:
+        """These behind the first so many of each head, for which there is room; `pos` on the host."""
+        held, device = pos >= 0, self.pos.device
+        count = held.sum(1)
+        ends = torch.tensor([start + n for start, n in zip(self._extents.start, lengths, strict=True)])
+        at = (ends.unsqueeze(1) + held.cumsum(1) - 1)[held].to(device)
+        moved = slots.k[held], slots.v[held], pos[held].to(device)
+        behind = (ends + count).to(device)  # together: memory may run out before anything has changed
+        self._put(at, *moved)
+        self._ends = behind
+        self._lengths = [n + m for n, m in zip(lengths, count.tolist(), strict=True)]
         self._ordered &= int(pos[held].min()) > self._highest
         self._ordered &= all(rises(one[mask]) for one, mask in zip(pos, held, strict=True))
         self._highest = max(self._highest, int(pos.max()))
-        return True
 
     def slots(self) -> Slots:
         """What is held: a copy, padded to the longest head."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kvcli.kv.fixed import Fixed
 from kvcli.kv.index import Index
 from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget
@@ -36,9 +37,9 @@ class RecallStore(Recall):
         """The store's."""
         return self._store.forgets
 
-    def fixed(self, more: int) -> str:
+    def fixed(self, rows: int, more: int = 0) -> Fixed:
         """Why it needs the host."""
-        return "rows choose which pages they read (recall.method)"
+        return Fixed(why_not="rows choose which pages they read (recall.method)")
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Room for n slots a head."""

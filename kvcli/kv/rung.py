@@ -34,7 +34,7 @@ class Top(Floor, Protocol):
     @property
     def windows(self) -> Windows: ...
 
-    def fixed(self, more: int) -> Fixed | str:
+    def fixed(self, rows: int, more: int = 0) -> Fixed:
         """As of a store."""
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:

@@ -13,7 +13,7 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import BLOCK, Own, Run, read, serves
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate
-from kvcli.kv.fixed import AHEAD, Lying
+from kvcli.kv.fixed import Lying, ahead, stays
 from kvcli.kv.slots import LayerShape, Sight, Slots, alone, opens, picked
 from kvcli.kv.state import Given, State
 
@@ -182,16 +182,15 @@ class Slab:
         self.k[:, first:end] = k
         self.v[:, first:end] = v
 
-    def fixed(self, more: int) -> Lying:
-        """Where a device finds the slots, and room for `more` behind them."""
-        n_kv, cap, _ = self.k.shape
-        if self.length + more > cap:
-            self.reserve(self.length + max(more, AHEAD * self.step))
-            cap = self.k.shape[1]
+    def fixed(self, rows: int, more: int = 0) -> Lying:
+        """Where a device finds the slots, and room for `rows` behind them, as `ahead` makes it."""
+        if self.lying is None or self.length + rows > self.k.shape[1]:
+            self.reserve(self.length + ahead(self.length, rows, more, self.step))
         if self.lying is None:
+            n_kv, cap, _ = self.k.shape
             starts = range(0, n_kv * cap, cap)
             self.lying = Lying.of(self.k.flatten(0, 1), self.v.flatten(0, 1), self.beside(), starts, [0] * n_kv, cap)
-        self.lying.tell([self.length] * n_kv, self.sent < self.length)
+        self.lying.tell([self.length] * len(self.k), self.sent < self.length)
         self.beside()
         return self.lying
 
@@ -199,6 +198,20 @@ class Slab:
         """A device stored n slots more at positions from `start` on, as `fixed` told it where."""
         self._longer(n, start)
         self.sent = self.length
+
+    def refill(self, slots: Slots) -> bool:
+        """Hold these, a copy, in place of all, where passes were recorded over it; False, and nothing done, elsewhere
+        or where they do not suit it."""
+        was, n = self.length, slots.n_slots
+        if self.lying is None or not stays(n, self.k.shape[1], self.step) or not agree(slots):
+            return False
+        pos = slots.pos[0].cpu()
+        self.k[:, :n], self.v[:, :n] = slots.k, slots.v
+        self.v[:, n:was] = 0  # as in `crop`
+        self.length, self.ordered, self.highest, self.gone, self.sent = n, True, -1, 0, 0
+        self._place(pos.numpy())
+        self.ordered = rises(pos)
+        return True
 
     def take(self, slots: Slots) -> bool:
         """Store these as well, unless heads bring different ones: then nothing is stored, and the answer is False."""

@@ -111,10 +111,11 @@ class Reader(Readable, Protocol):
     def dtype(self) -> torch.dtype:
         """Numbers that a pass reads its own fresh rows in, as it does those stored."""
 
-    def fixed(self, more: int) -> Fixed | str:
-        """Where a device finds all of it by itself, with room for `more` slots a head; or why it cannot, in words.
+    def fixed(self, rows: int, more: int = 0) -> Fixed:
+        """Where a device finds all of it by itself, with room for `rows` slots a head; or why it cannot.
 
         Asked before a pass that is recorded once (engine/frame.py); what is stored or forgotten in between it tells.
+        `more`: slots that may come before anything of it moves or the text ends, for which room is made in large steps.
         """
 
 

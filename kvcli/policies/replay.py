@@ -14,6 +14,7 @@ from kvcli.engine.rows import Rows
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
+from kvcli.kv.fixed import Fixed
 from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, visible
 
 if TYPE_CHECKING:
@@ -57,9 +58,9 @@ class _Before:
         self.dtype = at.kv.dtype
         self._at, self._end, self._pick = at, end, pick
 
-    def fixed(self, more: int) -> str:
+    def fixed(self, rows: int, more: int = 0) -> Fixed:
         """Why it needs the host."""
-        return "a text is read again by what a policy picks"
+        return Fixed(why_not="a text is read again by what a policy picks")
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         s, at = self._at.layer(layer)

@@ -23,6 +23,7 @@ def clashes(profile: Profile) -> list[Clash]:
     found += memory_clashes(profile)
     found += demotion_clashes(profile)
     found += idle_keys(profile)
+    found += unread_keys(profile)
     if profile.exactness != "approx" and profile.policy.every is not None and not profile.is_checked:
         because = "which forgets part of the text" + _could_check(profile)
         found.append(Clash("exactness", "policy.name", f'"{profile.exactness}" cannot be kept', because))
@@ -237,6 +238,19 @@ def idle_keys(profile: Profile) -> list[Clash]:
         for key, (does, other, vain, because) in acts.items()
         if not does and getattr(kv, key) != getattr(plain, key)
     ]
+
+
+def unread_keys(profile: Profile) -> list[Clash]:
+    """Keys of `[spec]` that its method does not read as the others are, where somebody asked for another value. Those
+    of a shipped profile go with what is laid over it."""
+    spec = profile.spec
+    found = []
+    for key, other in spec.unread().items():
+        setting, value = profile.settings.get(("spec", key)), getattr(spec, key)
+        if setting is not None and not setting.is_shipped and value != getattr(type(spec.settings), key):
+            why = f"{json.dumps(value)} changes nothing while spec.{other} is {json.dumps(getattr(spec, other))}"
+            found.append(Clash(f"spec.{key}", f"spec.{other}", why, "so nothing reads it: leave it out"))
+    return found
 
 
 def _is_there(size: str) -> bool:

@@ -89,6 +89,11 @@ class Setting:
         return Problem(place, message, self.origin.dotted(keys), hint)
 
     @property
+    def is_shipped(self) -> bool:
+        """Whether a profile of this program says it."""
+        return isinstance(self.origin, InFile) and self.origin.document.level == "built-in"
+
+    @property
     def by_project(self) -> bool:
         """Whether the project file wrote it: that may be somebody else's repository."""
         return isinstance(self.origin, InFile) and self.origin.document.level == "project"

@@ -9,7 +9,8 @@
 
 `demo` is the bundled model, `demo-wide` the same function at the cost of 150M parameters (tests/bench/widened.py); both
 are drafted for by `demo-small`. The prompt is read once and taken over by every session, each of which drafts knowing
-nothing. All sides write as many tokens as plain decoding does until it stops, and the same tokens, or the run fails.
+nothing, but for self-knn, which remembers texts. All sides write as many tokens as plain decoding does until it stops,
+and the same tokens (over codes of 8 bits those of plain decoding over them), or the run fails.
 Draft time is what a drafter takes before and after a pass, its own passes included, verify time the rest of a step.
 Times are from the first token to the last. Prints a table, then JSON on the last line.
 """
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import kvcli  # noqa: E402
+from kvcli.build import keeps_all  # noqa: E402
 from kvcli.engine.engine import drive, events  # noqa: E402
 from kvcli.engine.feed import asked  # noqa: E402
 from kvcli.engine.stats import Stats  # noqa: E402
@@ -44,6 +46,8 @@ PLAIN = "plain"
 SMALL = "demo-small"
 ALL = {"working": 0, "prefill": "full"}
 ALWAYS = {"adaptive": False, "depth": 4, "branches": 1}
+ITSELF = {"method": "self", "copies": False}
+EIGHT = "plain-halves"  # plain decoding over codes of 8 bits
 # a profile and what is changed of it: a further drafter is a further line
 SIDES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     PLAIN: ("exact", {}),
@@ -63,7 +67,23 @@ SIDES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "small-always": ("draft", {"spec": {"model": SMALL, "copies": False, **ALWAYS}}),
     "specextend-always": ("specextend", {"spec": {"model": SMALL, "copies": False, **ALWAYS}}),
     "small-full-always": ("draft", {"spec": {"model": SMALL, "copies": False, **ALWAYS, **ALL}}),
+    # the model itself, over less of the past, by fewer layers, and over the upper half of codes of 8 bits
+    "self": ("exact", {"spec": {**ITSELF, "view": "stream"}}),
+    "self-view-always": ("exact", {"spec": {**ITSELF, **ALWAYS, "view": "stream"}}),
+    **{
+        f"self-{skip}-always": ("exact", {"spec": {**ITSELF, **ALWAYS, "skip": skip}})
+        for skip in ("swift", "clasp", "knn", "early")
+    },
+    EIGHT: ("balanced", {"spec": {"method": "off"}, "kv": {"halves": True}}),
+    "self-halves-always": ("balanced", {"spec": {**ITSELF, **ALWAYS}, "kv": {"halves": True}}),
+    # what a lossy profile keeps guesses, a whole past checks it
+    "snap-checked": ("snap", {"exactness": "exact", "spec": ITSELF}),
+    **{
+        f"{name}-checked-always": (name, {"exactness": "exact", "spec": {**ITSELF, **ALWAYS}})
+        for name in ("snap", "lean", "streaming")
+    },
 }
+TEXT_OF = {EIGHT: EIGHT, "self-halves-always": EIGHT}  # side -> the one whose text it has, where that is not `plain`
 READ = 4_000  # tokens of the prompt, about
 NEW = {"demo": {"free": 160, "": 400}, "demo-wide": {"free": 48, "": 72}}  # tokens written at most
 ASKED = {"demo": 4, "demo-wide": 2}  # lookups and notes
@@ -117,7 +137,8 @@ class Run:
 
     def write(self, model: kvcli.Model, prompt: Sequence[int], new: int, shelf: Shelf) -> None:
         session = model.new_session()
-        shelf.fetch(session, prompt)
+        if keeps_all(model.profile):  # else it is read as that profile reads it
+            shelf.fetch(session, prompt)
         drive(session.read(prompt[len(session.ids) :]))
         timed = session.drafter = Timed(session.drafter)
         began = None
@@ -175,11 +196,13 @@ def measure(model: kvcli.Model, of: str, task: Task, temperature: float, sides: 
                 run.write(models[side], prompt, n if rep else 9, args.shelf)
             if rep:
                 runs[side].append(run)
-    plain = runs[PLAIN]
-    return [row(of, task, temperature, side, runs[side], plain) for side in sides]
+    plain, own = runs[PLAIN], {side: runs[TEXT_OF.get(side, PLAIN)] for side in sides}
+    return [row(of, task, temperature, side, runs[side], plain, own[side][0].texts) for side in sides]
 
 
-def row(of: str, task: Task, temperature: float, side: str, runs: list[Run], plain: list[Run]) -> dict[str, Any]:
+def row(
+    of: str, task: Task, temperature: float, side: str, runs: list[Run], plain: list[Run], texts: list[list[int]]
+) -> dict[str, Any]:
     per = [run.seconds / run.timed for run in runs]
     base = [run.seconds / run.timed for run in plain]
     stats = runs[0].stats
@@ -201,7 +224,7 @@ def row(of: str, task: Task, temperature: float, side: str, runs: list[Run], pla
             1000 * median((run.stats.decode - run.drafting) / run.stats.passes for run in runs), 3
         ),
         "kib": round((runs[0].nbytes - plain[0].nbytes) / 1024),
-        "same": all(run.texts == plain[0].texts for run in runs),
+        "same": all(run.texts == texts for run in runs),
     }
 
 
@@ -228,7 +251,10 @@ def main() -> int:
     parser.add_argument("--sides", default=",".join(SIDES))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    sides = args.sides.split(",")
+    asked = args.sides.split(",")
+    if unknown := [side for side in asked if side not in SIDES]:
+        parser.error(f"there is no side {unknown[0]}: take {', '.join(SIDES)}")
+    sides = [side for side in SIDES if side in {*asked, *(TEXT_OF.get(side, PLAIN) for side in asked)}]
     before, rows = machine(), []
     with tempfile.TemporaryDirectory() as folder:
         if "demo-wide" in args.models:

@@ -4,8 +4,9 @@
 
 The longest of three decides what a kernel takes: bytes over 0.85 of the card's bandwidth, operations over 0.6 of its
 matrix units, instructions over 0.6 of what its processors issue. Instructions are counted in the machine code that
-Triton makes here for the card's architecture, the rest is arithmetic; a launch in a graph adds 1.2 microseconds.
-Cards by their makers' data sheets. Prints tables, then JSON on the last line.
+Triton makes here for the card's architecture, the rest is arithmetic; a launch in a graph adds 1.2 microseconds, and a
+layer has as many as it is made of (`launches`). Cards by their makers' data sheets. Prints tables, among them what one
+launch in place of several would bring, then JSON on the last line.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,16 @@ from tests.kernels.compiled import Compiled, compiled, variants  # noqa: E402
 from tests.kernels.variants import Variant  # noqa: E402
 
 BANDWIDTH, MATRIX, ISSUE = 0.85, 0.6, 0.6  # of what a card has that kernels get
-LAUNCH, LAUNCHES, AROUND = 1.2e-6, 9, 20e-6  # seconds of one, how many a layer, seconds of a pass beside its layers
+LAUNCH, AROUND = 1.2e-6, 20e-6  # seconds of one, and of a pass beside its layers
 LAYERS, HIDDEN, INNER, HEADS, KV, D, VOCAB = 32, 4096, 14_336, 32, 8, 128, 128_256
 IN_LAYERS = LAYERS * (HIDDEN * (HIDDEN + 2 * KV * D) + HIDDEN * HIDDEN + 3 * HIDDEN * INNER)  # weights
 OF_HEAD = VOCAB * HIDDEN
+# outputs and inputs of a layer's products
+QKV, GATE_UP = ((HIDDEN, HIDDEN), *[(KV * D, HIDDEN)] * 2), ((INNER, HIDDEN),) * 2
+PRODUCTS = (*QKV, (HIDDEN, HIDDEN), *GATE_UP, (HIDDEN, INNER))
+# launches of a layer beside them; of torch's operations those of a recorded pass, counted
+ROTARY, RESIDUALS, ACTIVATION = 10, 2, 2
+BESIDE = 2 + 2 + ROTARY + RESIDUALS + ACTIVATION  # norms, attention with its merge
 ROWS = (1, 8, 16, 32)
 TAKEN = 1.2  # GiB of a card that are neither weights nor keys and values
 
@@ -118,12 +126,40 @@ def seconds(card: Card, forms: Forms, numbers: int, size: float, rows: int, kern
     )
 
 
+def of_product(n: int, k: int, weights: str, card: Card) -> int:
+    """Launches: sums of inputs, which int4 has for its zeros, the product, and the sum of its stretches if several."""
+    from kvcli.kernels.linear_skinny.fused import stretches
+
+    return 1 + (weights == "int4") + (stretches(n, k, 128, card.processors) > 1)
+
+
+def launches(weights: str, card: Card) -> int:
+    """Of a layer."""
+    return BESIDE + sum(of_product(n, k, weights, card) for n, k in PRODUCTS)
+
+
+def merged(weights: str, card: Card) -> dict[str, int]:
+    """Launches of a layer that one in place of several would spare."""
+
+    def spared(products: Sequence[tuple[int, int]]) -> int:
+        one = sum(n for n, _ in products), products[0][1]
+        return sum(of_product(*each, weights, card) for each in products) - of_product(*one, weights, card)
+
+    return {
+        "rotary embedding of q and k": ROTARY - 1,
+        "q + k + v": spared(QKV),
+        "gate + up": spared(GATE_UP),
+        "norm with the residual before it": RESIDUALS,
+        "activation in gate + up": ACTIVATION,
+    }
+
+
 def ms_of_pass(card: Card, weights: str, stored: str, context: int, rows: int, kernels: Kernels) -> float:
     slots = LAYERS * KV * context * 2 * D  # numbers of keys and values
     took = seconds(card, WEIGHTS[weights][0], IN_LAYERS, WEIGHTS[weights][1], rows, kernels)
     took += seconds(card, WEIGHTS["bf16"][0], OF_HEAD, 2.0, rows, kernels)
     took += seconds(card, STORED[stored][0], slots, STORED[stored][1], rows * HEADS // KV, kernels)
-    return 1e3 * (took + LAYERS * LAUNCHES * LAUNCH + AROUND)
+    return 1e3 * (took + LAYERS * launches(weights, card) * LAUNCH + AROUND)
 
 
 def gib_of(weights: str, stored: str, context: int) -> float:
@@ -162,6 +198,20 @@ def forms(kernels: Kernels) -> list[dict[str, Any]]:
     return [{**row, "headroom": {card: row["headroom"][card] for card in CARDS}} for row in rows.values()]
 
 
+def spared(kernels: Kernels) -> list[dict[str, Any]]:
+    """By card: launches of a layer in int4, a plain pass at 4,096 tokens, and what fewer launches would spare of it."""
+    rows = []
+    nbytes = IN_LAYERS * WEIGHTS["int4"][1] + OF_HEAD * 2.0 + LAYERS * KV * 4096 * 2 * D * 2.0
+    for name, card in CARDS.items():
+        ms, bound = ms_of_pass(card, "int4", "bf16", 4096, 1, kernels), nbytes / card.gb_s / 1e6
+        found = {what: 1e3 * LAYERS * n * LAUNCH for what, n in merged("int4", card).items()}
+        row: dict[str, Any] = {"card": name, "launches": launches("int4", card), "ms": round(ms, 2)}
+        row["spared_ms"] = {what: round(each, 3) for what, each in found.items()}
+        row["over_bytes"], row["then"] = (round(each / bound, 2) for each in (ms, ms - sum(found.values())))
+        rows.append(row)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -178,8 +228,9 @@ def main() -> None:
         "note": "No times where weights, keys and values do not leave 1.2 GiB of the card's memory.",
         "rows": passes(kernels),
         "kernels": forms(kernels),
+        "spared": spared(kernels),
     }
-    for table in ("kernels", "rows"):
+    for table in ("kernels", "spared", "rows"):
         for row in result[table]:  # type: ignore[attr-defined]
             print("  ".join(f"{key} {value}" for key, value in row.items()))
     text = json.dumps(result)

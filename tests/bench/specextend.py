@@ -1,7 +1,7 @@
 """A draft model that keeps what the model that writes looks at (SpecExtend), beside one with a window and none at all.
 
     python tests/bench/specextend.py [--model demo] [--draft demo-small] [--ctx 4096,8000] [--working 512] [--reps 3]
-        [--tasks lookup,summary,needle] [--cost 1024,16384] [--out FILE]
+        [--tasks lookup,summary,needle] [--cost 1024,16384] [--fixed] [--out FILE]
 
   lookup   questions about facts of a report that fills the context, answered in a sentence
   summary  that report's findings are listed
@@ -10,8 +10,9 @@
 Its sibling costs the demo model too much to gain speed; this shows what a small cache loses and retrieval brings back.
 `--model demo-wide` is the same function at the cost of 150M parameters (tests/bench/widened.py). Nobody copies. All
 sides of a repetition run one after the other, each prompt knowing nothing; times are from the first token to the last,
-ratios of plain decoding. `--cost`: time of a drafted token of a random 152M Llama behind so many tokens, its looks at
-the text included. Prints tables, then JSON on the last line.
+ratios of plain decoding. `--fixed`: four guesses in a row in each pass, whatever the clock says, so that caches are
+compared and not what the clock makes of answers of a dozen tokens. `--cost`: time of a drafted token of a random 152M
+Llama behind so many tokens, its looks at the text included. Prints tables, then JSON on the last line.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
 from tests.bench.widened import write  # noqa: E402
 
 SIDES = {"plain": None, "window": "off", "every:8": "every:8", "adaptive": "adaptive"}
+FOUR = {"adaptive": False, "depth": 4, "max": 4, "branches": 1}  # guesses in a row
 ONE = {"adaptive": False, "depth": 1, "max": 1, "branches": 1}  # guess a pass
 ASKED = 6  # facts of a report
 MOST = 200  # tokens of an answer
@@ -100,22 +102,26 @@ class Side:
 
 
 def sides(args: argparse.Namespace, model: Any, **more: Any) -> dict[str, Side]:
-    usual = {"method": "model", "model": args.draft, "working": args.working, "recent": args.recent, "copies": False}
-    usual |= {"looks": args.looks, "prefill": args.prefill, "positions": args.positions, **more}
-    return {
-        name: Side(model, {**usual, "retrieval": retrieval} if retrieval else {"method": "off"})
-        for name, retrieval in SIDES.items()
-    }
+    usual = {"method": "model", "model": args.draft, "working": args.working, "copies": False, **more}
+    usual |= {"prefill": args.prefill, "positions": args.positions}
+    chosen = {"recent": args.recent, "looks": args.looks}
+
+    def spec(retrieval: str | None) -> dict[str, Any]:
+        if not retrieval:
+            return {"method": "off"}
+        return {**usual, **(chosen if retrieval != "off" else {}), "retrieval": retrieval}
+
+    return {name: Side(model, spec(retrieval)) for name, retrieval in SIDES.items()}
 
 
 def speed(args: argparse.Namespace, model: Any, task: str, ctx: int) -> dict[str, Any]:
-    asked, made = prompts(model, task, ctx, seed=1), sides(args, model)
+    asked, made = prompts(model, task, ctx, seed=1), sides(args, model, **(FOUR if args.fixed else {}))
     seconds: dict[str, list[float]] = {name: [] for name in made}
     accepted, passes, texts = dict.fromkeys(made, 0), dict.fromkeys(made, 0), {}
     for rep in range(args.reps + 1):  # the first warms up
         order = [*made][rep % len(made) :] + [*made][: rep % len(made)]
         for name in order:
-            found = [made[name].answer(one.ids) for one in asked[:3]]
+            found = [made[name].answer(one.ids) for one in asked]
             texts[name] = [ids for ids, _, _ in found]
             if rep:
                 seconds[name].append(sum(spent for _, _, spent in found) / sum(len(ids) - 1 for ids, _, _ in found))
@@ -235,6 +241,7 @@ def main() -> None:
     parser.add_argument("--reports", type=int, default=2)
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--cost", default="1024,16384", help="contexts; empty = none")
+    parser.add_argument("--fixed", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     before, found = machine(), []

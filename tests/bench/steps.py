@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 from kvcli import build, load  # noqa: E402
 from kvcli.bench.workloads import prompt_of  # noqa: E402
 from kvcli.drafts.off import Off  # noqa: E402
+from kvcli.engine.drafter import Pair  # noqa: E402
 from kvcli.engine.engine import drive  # noqa: E402
 from kvcli.engine.sample import Sampler  # noqa: E402
 from kvcli.engine.session import Session  # noqa: E402
@@ -54,7 +55,8 @@ def timed(model: Any, ids: list[int], new: int, draft: LM | None, writer: Writer
     """The answer, and seconds of writing it; what both models read before is not in them."""
     spec = {"method": "model", "model": "draft", "working": 0, "prefill": "full", "copies": False}
     tokens = model.profile.replace(spec=spec)
-    session = build.session(model.lm, tokens if draft is not None else model.profile, draft=draft)
+    pair = Pair(model.lm, draft) if draft is not None else None
+    session = build.session(model.lm, tokens if pair is not None else model.profile, pair=pair)
     session.begin(ids, Sampler())
     while drive(session.chunk(ids)):
         pass

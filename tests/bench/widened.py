@@ -6,11 +6,13 @@ The bundled demo model is so small that a pass of it is all overhead, and a seco
 Here it stands in the corner of a larger one. Its stream is four times as wide, with zeros; a norm over it takes four
 times as small a mean, which weights of half the size make up for to the bit. Further heads, feed-forward numbers and
 layers are random, computed like any others, and leave by weights of zero. So its texts are the demo's, what the small
-sibling of the demo guesses is as often right, and times are those of a model of this size.
+sibling of the demo guesses is as often right, and times are those of a model of this size. Further layers come first:
+the last ones look at the text, as those of a model do that was trained.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -42,11 +44,16 @@ def widened(demo: Any) -> Any:
         for name, weight in model.named_parameters():
             if name.endswith(OUT) or "embed" in name:
                 weight.zero_()
-            if (corner := small.get(name)) is None:
+            if (corner := small.get(_of_demo(name, LAYERS - demo.config.num_hidden_layers))) is None:
                 continue
             corner = corner * WIDER**-0.5 if corner.ndim == 1 else corner
             weight[tuple(slice(n) for n in corner.shape)] = corner
     return model
+
+
+def _of_demo(name: str, before: int) -> str:
+    """The name in the demo, whose layers have so many others before them."""
+    return re.sub(r"(?<=layers\.)\d+", lambda at: str(int(at[0]) - before), name)
 
 
 def write(folder: Path) -> None:

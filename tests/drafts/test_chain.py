@@ -169,8 +169,26 @@ def test_it_comes_back_when_the_text_turns_easy(each: float, monkeypatch: pytest
     before = len(run.rows)
     while run.at < 1500:
         run.step()
+    run.run(400)  # a look comes each 250 passes at most
+    assert sum(rows > 1 for rows in run.rows[before + 250 :]) > 60
+
+
+@pytest.mark.parametrize("cost", ["cheap", "cliff"])
+@pytest.mark.parametrize("each", [0.2, 0.5])
+def test_a_short_answer_loses_one_look_where_nothing_comes_true(
+    each: float, cost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(monkeypatch, each, lambda at: 0.0, COSTS[cost]).run(16)
+    assert sum(run.passes) <= 3
+    assert run.gain >= 0.95
+
+
+def test_what_a_pass_takes_is_known_before_a_dear_one_is_drafted_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, 1.2, lambda at: 0.9)
+    run.drafter._chain._share = 0.1  # type: ignore[union-attr]  # by its weights it would pay
     run.run(300)
-    assert sum(rows > 1 for rows in run.rows[before + 200 :]) > 60
+    assert max(run.rows) == 1
+    assert sum(run.passes) <= 3
 
 
 def test_a_pass_that_costs_more_than_it_can_bring_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +200,7 @@ def test_a_pass_that_costs_more_than_it_can_bring_is_never_made(monkeypatch: pyt
 def test_without_adapting_it_guesses_as_deep_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, 2.0, lambda at: 0.5, COSTS["steep"], {"adaptive": False, "depth": 3, "branches": 1})
     run.run(50)
-    assert run.passes == [3] * 50
+    assert run.passes == [4] + [3] * 49  # the very first one is timed twice
     assert run.rows == [4] * 50
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvcli.drafts import foreign
 from kvcli.drafts.foreign import Foreign
 from kvcli.drafts.respelled import Respelled
 from kvcli.engine.engine import drive
@@ -138,7 +139,7 @@ def test_who_knows_the_text_guesses_it_in_the_other_vocabulary(target: str, draf
 
 
 def test_a_look_is_about_places_where_tokens_of_both_end() -> None:
-    words, _, spelling = pair("byte-level", "byte fallback")
+    words, its, spelling = pair("byte-level", "byte fallback")
     ids = ids_of(words)
     whole = Respelled(spelling)
     whole.start(ids)
@@ -150,3 +151,142 @@ def test_a_look_is_about_places_where_tokens_of_both_end() -> None:
     assert len(found) == len(newest)
     assert len(said) > 4
     assert any(guess == token for guess, token in said)
+    ends = guesser._text.ends()
+    assert len(ends) > 4
+    for end, its_end in ends:
+        assert decode(words, ids[:end]).strip() == decode(its, whole.its[:its_end]).strip()
+
+
+class Says(Oracle):
+    """Says one thing behind the text and another behind guesses, whatever these are."""
+
+    def __init__(self, first: Sequence[int], then: Sequence[int] = (), room: int = 1 << 20) -> None:
+        super().__init__([])
+        self.first, self.then, self.room = first, then or first, room
+
+    def said(self, at: int) -> list[float]:
+        ids = self.first if self.n == len(self.text) else self.then[min(self.n - len(self.text), len(self.then)) - 1 :]
+        return [*map(float, ids), *(9.0 - rank for rank in range(len(ids)))]
+
+
+def named(says: Says, text: str = "Hello", kind: str = "byte-level") -> tuple[list[float], Foreign, Spelling]:
+    """What it names behind a text."""
+    words, _, spelling = pair(kind, "byte fallback")
+    guesser = Foreign(says, spelling)  # type: ignore[arg-type]
+    guesser.start(ids_of(words, text))
+    (row,) = drive(guesser.read())
+    return row, guesser, spelling
+
+
+ITS = small_tokenizers.byte_fallback().convert_tokens_to_ids
+FACE = [ITS(f"<0x{byte:02X}>") for byte in "😀".encode()]
+
+
+def test_a_few_candidates_are_spelled_the_best_of_several_that_are_one_guess() -> None:
+    letters = [ITS(letter) for letter in "ABCDEFGHIJ"]
+    row, _, spelling = named(Says(letters))
+    assert row == [*(float(spelling.target.ids(letter)[0]) for letter in "ABCDEFGH"), *range(9, 1, -1)]
+    row, _, _ = named(Says([ITS("A"), ITS("B"), ITS("<0x41>")]))
+    assert row[2:] == [9.0, 8.0]
+
+
+def test_a_character_is_named_once_it_is_whole() -> None:
+    says = Says(FACE[:1], FACE[1:])
+    row, _, spelling = named(says)
+    assert int(row[0]) == spelling.target.ids("😀")[0]
+    assert says.passes == 3
+
+
+@pytest.mark.parametrize(("room", "passes"), [(1 << 20, 4), (2, 2), (0, 0)])
+def test_what_never_becomes_one_is_given_up_and_so_is_what_has_no_room(room: int, passes: int) -> None:
+    says = Says(FACE[:1], room=room)
+    row, _, _ = named(says)
+    assert (row, says.passes) == ([], passes)
+
+
+def test_behind_half_a_character_and_behind_nothing_it_says_nothing() -> None:
+    words, _, spelling = pair("byte fallback", "byte-level")
+    guesser = Foreign(Says([20]), spelling)  # type: ignore[arg-type]
+    guesser.start(ids_of(words, "a 😀")[:-1])
+    assert drive(guesser.read()) == [[]]
+    guesser.start([words.unk_token_id])
+    assert drive(guesser.read()) == [[]]
+    assert drive(guesser.read(3, most=3)) == [[], [], []]
+
+
+def test_a_mark_of_its_own_is_the_other_ones() -> None:
+    end = ITS("<|end|>")
+    row, guesser, spelling = named(Says([end]))
+    assert int(row[0]) == spelling.marks_back[end]
+    assert guesser._spelled((ITS("A"), end)) == (*guesser._spelled((ITS("A"),)), spelling.marks_back[end])
+
+
+def test_a_part_of_a_word_is_not_named_again_until_the_word_is_whole() -> None:
+    _, _, spelling = pair("byte-level", "byte fallback")
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    a, b = next((a, b) for a in letters for b in letters if len(spelling.target.ids(a + b)) == 1)
+    says = Says([ITS(a)], [ITS(b)])
+    row, guesser, _ = named(says)
+    assert int(row[0]) == spelling.target.ids(a)[0]
+    assert drive(guesser.go_on([int(row[0])], [-1])) == [[]], "both together are another token"
+    (row,) = drive(guesser.read())
+    assert int(row[0]) == spelling.target.ids(a + b)[0]
+
+
+def test_spelled_candidates_are_remembered_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "KEPT", 3)
+    _, guesser, _ = named(Says([ITS(letter) for letter in "ABCDEFGH"]))
+    assert 0 < len(guesser._known) <= 3
+
+
+def test_of_what_stands_before_a_cut_nothing_is_asked() -> None:
+    words, _, spelling = pair("byte-level", "byte fallback")
+    guesser = Foreign(Oracle([]), spelling)  # type: ignore[arg-type]
+    guesser.start(ids := ids_of(words, 9 * TEXT))
+    assert guesser._text.at[0] > 0
+    assert guesser.newest(1 << 20) == ids[guesser._text.at[0] :]
+    assert guesser.newest(3) == ids[-3:]
+
+
+def test_where_its_past_is_spelled_otherwise_it_hears_so() -> None:
+    words, its, spelling = pair("byte fallback", "byte-level")
+    says = Says([20])
+    guesser, ids = Foreign(says, spelling), ids_of(words, "Hello world, the harbour was closed.")  # type: ignore[arg-type]
+    guesser.start(ids[:4])
+    for at in range(4, len(ids)):
+        guesser.extend(ids[at : at + 1])
+        assert says.text == guesser._text.its
+    assert says.text == its.encode("Hello world, the harbour was closed.", add_special_tokens=False)
+
+
+def respelled(words: Any, spelling: Spelling, text: str) -> list[int]:
+    found = Respelled(spelling)
+    found.start(ids_of(words, text))
+    return found.its
+
+
+def test_the_first_word_and_a_text_without_words_are_spelled_as_they_are_alone() -> None:
+    words, its, spelling = pair("byte-level", "byte fallback")
+    assert respelled(words, spelling, "Hello world") == its.encode("Hello world", add_special_tokens=False)
+    words, its, spelling = pair("byte fallback", "byte-level")
+    faces = "a" + 40 * "😀"  # no cut stands within one
+    assert respelled(words, spelling, faces) == its.encode(faces, add_special_tokens=False)
+
+
+def test_two_marks_that_are_one_to_it_are_one() -> None:
+    words, _, spelling = pair("byte fallback", "byte-level")
+    text, (end, eos) = Respelled(spelling), words.convert_tokens_to_ids(["<|end|>", "</s>"])
+    text.start([*ids_of(words, "Hello"), end, eos])
+    assert text.its.count(spelling.marks[end]) == 1  # type: ignore[arg-type]
+
+
+def test_an_undo_takes_back_the_cuts_that_were_made_with_an_eye_on_what_is_gone() -> None:
+    words, _, spelling = pair("byte-level", "byte fallback")
+    ids = ids_of(words, 6 * TEXT)
+    text = Respelled(spelling)
+    for at in (50, 60, 71, 72, 100, 119, 121):
+        text.start(ids)
+        text.start(ids[:at])
+        fresh = Respelled(spelling)
+        fresh.start(ids[:at])
+        assert (text.its, text._cuts) == (fresh.its, fresh._cuts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 from typing import Any
 
@@ -27,6 +27,7 @@ from kvcli.errors import BadConfig
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots
 from tests import families
+from tests.covering import marked
 
 NEW = 48
 SAMPLERS = {
@@ -181,8 +182,12 @@ def test_positions_of_the_text_end_where_the_model_does() -> None:
         drafter(short, working=100, positions="contiguous")
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("tree", ["opt", "best", "sequoia", "cape"])
+TREES = ("opt", "best", "sequoia", "cape")
+# with tokens that are drawn tests/exact has trees of every kind; the best one takes 10 s to grow through a text
+SHORT = [*product(TREES, ["greedy"]), ("opt", "drawn"), ("sequoia", "penalty"), ("cape", "drawn")]
+
+
+@pytest.mark.parametrize(("tree", "sampler"), marked([*product(TREES, SAMPLERS)], SHORT))
 def test_trees_hold_more_of_the_text_than_a_chain_and_change_nothing_of_it(tree: str, sampler: str) -> None:
     """The model drafts for itself over a part of the past, so that its first choice is often not the right one."""
     settings = {"working": 9, "sinks": 1, "max": 40, "branches": 4}

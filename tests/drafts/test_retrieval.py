@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,6 +284,132 @@ def test_looks_come_by_the_number_of_rounds() -> None:
     assert due == [True, False, False, False] * 2 + [True, False]
 
 
+def test_what_is_asked_for_is_what_is_set() -> None:
+    assert rounds(trigger("every:5"), [True] * 11) == [0, 5, 10]
+    assert [*guesser(drafter(looks=2))._sights] == [lm().n_layers - 2, lm().n_layers - 1]
+    near, far = (guesser(drafter(shelf=shelf)) for shelf in ("device", "host"))
+    assert (near._is_far, far._is_far) == (False, True)
+
+
+def test_attention_counts_of_the_last_layers_that_see_a_whole_text() -> None:
+    sliding = lm("gemma3")
+    whole = [layer for layer, window in enumerate(sliding.windows) if window is None]
+    assert 0 < len(whole) < sliding.n_layers
+    assert [*looks(sliding, sliding.n_layers)] == whole
+    assert [*looks(lm(), 1)] == [lm().n_layers - 1]
+
+
+class Ear:
+    """A trigger that keeps what it is told and has looks when it is told to."""
+
+    is_near = is_due = False
+
+    def __init__(self) -> None:
+        self.heard, self.sure = list[bool | None](), list[float]()
+
+    def think(self, sure: float) -> None:
+        self.sure.append(sure)
+
+    def hear(self, was_right: bool | None) -> None:
+        self.heard.append(was_right)
+
+    def looked(self) -> None:
+        self.is_due = False
+
+
+def test_a_trigger_hears_whether_the_first_guess_came_true_and_how_sure_the_next_is() -> None:
+    at, ear = Told(), Ear()
+    at.it._trigger = ear
+    for drafted, accepted in ((0, 0), (3, 0), (3, 2)):
+        at.it.hear(SimpleNamespace(path=[0], queries=None, n_drafted=drafted, n_accepted=accepted))  # type: ignore[arg-type]
+    assert ear.heard == [None, False, True]
+    (row,) = drive(at.it.read())
+    scores = torch.tensor(row[len(row) // 2 :])
+    assert ear.sure == [pytest.approx(float(scores.softmax(0)[0]))]
+    assert not at.it.wants_queries
+    ear.is_near = True
+    assert at.it.wants_queries
+    at.it.start(at.ids[:40])
+    at.it._trigger = ear
+    assert not at.it.wants_queries, "all of such a text is kept"
+
+
+def test_only_the_last_accepted_token_is_looked_with() -> None:
+    made = drafter(retrieval="every:1", working=120)
+    session, it, accepted = opened(made), guesser(made), 0
+    drive(session.read(families.prompt(130)))
+    for _ in range(6):
+        accepted += drive(session.step()).n_accepted
+        assert it._query is not None
+        assert it._query.at == len(session.ids) - 2
+    assert accepted > 0
+    query = it._query
+    it._trigger, it._past = Every(1), session
+    it._query = replace(query, at=query.at - 1)
+    assert not it._looks()
+    it._query = query
+    assert it._looks()
+    assert not it._looks(), "once"
+
+
+def test_where_it_is_at_a_loss_it_looks_before_it_guesses() -> None:
+    at, due = Told(), [False, True]
+    drive(at.it.study())
+    drive(at.it.read())
+    at.add([7])
+    at.look_at(5, 6, 11)
+    at.it._looks = lambda: due.pop(0)  # type: ignore[method-assign]
+    drive(at.it.read())
+    assert {5, 6, 11} <= {*at.it._held}
+
+
+def test_of_chunks_the_newest_tokens_leave_room_for_so_many_stay() -> None:
+    at = Told()
+    drive(at.it.study())
+    drive(at.it.read())
+    at.add([7])
+    at.look_at(*range(1, 20))
+    drive(at.it.read())
+    assert len(at.it._held) == at.it._most == 4
+    assert at.it._n - at.it._solid >= 6
+
+
+def test_a_chunk_that_was_never_read_is_read_behind_what_stands_before_it() -> None:
+    """A few at once; as near the beginning as here, behind all of it."""
+    at = Told(sees=None, working=83)
+    drive(at.it.study())
+    drive(at.it.read())
+    at.add([7])
+    at.look_at(1, 3, 5, 7, 9, 11)
+    drive(at.it.read())
+    ready = [chunk for chunk in range(10) if chunk in at.it._chunks]  # what stands behind them was read at first
+    assert ready == [3, 5, 7, 9]
+    fresh = Sibling(lm(), 0, 0, sees=0)
+    fresh.start([*at.ids, 0])
+    drive(fresh.study())
+    where = slice(3 + 4 * ready[-1], 7 + 4 * ready[-1])
+    for layer, (k, v) in enumerate(at.it._chunks.of(ready[-1:], lm().device)):
+        want = fresh._kv.slots(layer)
+        assert torch.allclose(k, want.k[:, where], atol=1e-12)
+        assert torch.allclose(v, want.v[:, where], atol=1e-12)
+
+
+def test_an_undone_text_goes_on_from_the_chunks_before_its_end() -> None:
+    at = Told()
+    drive(at.it.study())
+    drive(at.it.read())
+    at.add([7])
+    at.look_at(1, 2)
+    drive(at.it.read())
+    at.ids = at.ids[:61]
+    at.it.start(at.ids)
+    assert at.it._solid == at.it._n == 3 + 4 * 14, "nothing is read again but what is less than a chunk"
+    assert at.it._score == ()
+    assert at.it._query is None
+    assert at.slots(0).pos[0].tolist() == at.places
+    assert {12, 13} <= {*at.it._held}
+
+
 def rounds(of: Trigger, right: Sequence[bool], sure: float = 0.9) -> list[int]:
     """Behind which rounds it looked."""
     found = []
@@ -292,6 +420,46 @@ def rounds(of: Trigger, right: Sequence[bool], sure: float = 0.9) -> list[int]:
         of.think(sure)
         of.hear(was_right)
     return found
+
+
+def test_two_failures_in_a_row_are_enough_where_guesses_rarely_come_true() -> None:
+    of = Adaptive()
+    of.hear(False)
+    of.looked()
+    due = []
+    for was_right in (True, False, False):
+        of.hear(was_right)
+        due.append(of.is_due)
+    assert due == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("after", "helps"),
+    [("100", True), ("000", False), (7 * "0" + "100", True), (8 * "0" + "100", False), (32 * "0", True)],
+)
+def test_a_look_is_vain_where_no_more_guesses_come_true_soon_after(after: str, helps: bool) -> None:
+    """Within eight rounds. One that nobody asked for, after 32, is never vain; three vain ones are enough."""
+    of = Adaptive()
+    of.hear(False)
+    for _ in range(4):
+        of.looked()
+        for at in after:
+            of.hear(at == "1")
+    of.looked()
+    of.hear(False)
+    of.hear(False)
+    assert of.is_due == helps
+
+
+def test_whoever_may_look_behind_the_coming_round_has_its_queries() -> None:
+    random, of = Random(3), Adaptive()
+    for _ in range(400):
+        near = of.is_near
+        of.think(random.random())
+        of.hear(random.choice([True, True, False, None]))
+        assert near or not of.is_due
+        if of.is_due:
+            of.looked()
 
 
 def test_looks_come_where_guesses_begin_to_fail() -> None:

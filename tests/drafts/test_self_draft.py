@@ -27,6 +27,7 @@ from kvcli.engine.stats import Stats
 from kvcli.kernels.native import native
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Store
+from kvcli.settings.values import keys_of
 from tests import families
 
 NEW = 36
@@ -221,8 +222,9 @@ def test_of_texts_those_asked_for_last_are_remembered() -> None:
     assert known.near(texts[-1].like) == (texts[-1], 1.0)
 
 
-def test_what_one_text_taught_belongs_to_its_settings_and_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_text_taught_belongs_to_its_model_and_the_share_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     factory = SelfDraft(adaptive=False, copies=False, skip="knn", skipped=4 / 6)
+    monkeypatch.setattr(idle(), "remembers", {})
 
     def name(of: SelfDraft, model: LM) -> str:
         drafting = of.drafter(pair=Pair(model, model))
@@ -237,5 +239,6 @@ def test_what_one_text_taught_belongs_to_its_settings_and_its_model(monkeypatch:
     assert name(factory, idle()) == first
     assert name(factory, idle()) == again
     assert name(factory, lm("llama", num_hidden_layers=6)) == first
-    assert name(SelfDraft(adaptive=False, copies=False, skip="knn", skipped=4 / 6), idle()) == first
-    assert "known" not in repr(factory)
+    assert name(SelfDraft(adaptive=False, copies=False, skip="knn", skipped=3 / 6), idle()) == first
+    assert name(SelfDraft(adaptive=False, copies=False, skip="knn", skipped=4 / 6, depth=3), idle()) == again
+    assert vars(factory).keys() == keys_of(SelfDraft).keys(), "settings are settings, and shared"

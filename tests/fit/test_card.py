@@ -10,6 +10,7 @@ import pytest
 
 from kvcli.commands.outlook import Wanted, prepare
 from kvcli.commands.setup import Setup
+from kvcli.engine.pass_bytes import DRAWN, recorded_bytes, working_bytes
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.fit import card, program
 from kvcli.fit.before import Outlook
@@ -21,7 +22,7 @@ from kvcli.fit.report import document
 from kvcli.fit.room import Room
 from kvcli.fit.speed import split
 from kvcli.fit.weights import of_shape
-from kvcli.fit.working import recorded_bytes, working_bytes
+from kvcli.kv.footprint import POSITION
 from kvcli.models import machine as this_machine
 from kvcli.models.machine import Found
 from kvcli.models.packing import Packing
@@ -89,7 +90,7 @@ def test_libraries_take_what_their_builds_ask_for_and_a_described_card_the_most(
 def test_a_draw_on_the_card_has_no_logits_in_float32():
     sizes = {"chunk": 1, "rows": 17, "slots": 512, "number": 2, "kv_number": 2, "device": "cuda", "is_fused": True}
     less, more = (working_bytes(LLAMA_8B, **sizes, draws=draws) for draws in (True, False))
-    assert more - less == 32 * 128256 * (3 * 4 - 2), "17 rows are a pass of 32"
+    assert more - less == 32 * 128256 * (4 + DRAWN - 2), "17 rows are a pass of 32"
     greedy = NGRAM.replace(sample={"temperature": 0.0})
     assert [planned(profile, 12).run.draws for profile in (greedy, NGRAM)] == [True, False]
 
@@ -98,9 +99,14 @@ def test_captured_passes_keep_what_they_compute_with_while_a_prompt_is_read():
     quiet = NGRAM.replace(load={"graphs": "off"})
     kept = planned(NGRAM, 24).need.base - planned(quiet, 24).need.base
     one = partial(recorded_bytes, LLAMA_8B, slots=32768, number=2, kv_number=2, draws=False)
-    assert one(rows=NGRAM.spec.rows) == kept
-    assert 3 * MIB < one(rows=65) < one(rows=1) < kept < 400 * MIB, "wider ones are not captured"
-    assert planned(NGRAM, 24, unserved="no Triton").need.base < planned(quiet, 24).need.base
+    assert one(rows=NGRAM.spec.rows) + card.captured(32) == kept
+    assert 3 * MIB < one(rows=1) < kept < 400 * MIB
+    assert one(rows=64) == one(rows=65), "wider ones are not captured"
+    assert planned(NGRAM, 24, unserved="no Triton").need.base == planned(quiet, 24).need.base
+    away = NGRAM.replace(memory={"host": "4GiB"})
+    assert planned(away, 24).need.base == planned(quiet, 24).need.base, "nor where slots lie in two places"
+    more = planned(NGRAM, 24).need.kv - planned(quiet, 24).need.kv
+    assert more == 256 * 32 * (LLAMA_8B.kv_per_token // 32 * 2 + POSITION), "a step of a layer, for a pass's rows"
 
 
 @pytest.mark.parametrize(("gib", "chunk"), [(8, 1024), (80, 2048)])
@@ -233,7 +239,7 @@ def test_fit_says_what_gave_way_and_what_it_costs(typed):
     assert "all: weights in int4" in said
     assert "balanced at 32,768: 1.0 GiB of embeddings are in host memory" in said
     said = " ".join(machine(*args, "-P", "exact", "--quant", "none").out.split())
-    assert "10 of 32 layers on cuda:0, the first 22 on the CPU" in said
+    assert "11 of 32 layers on cuda:0, the first 21 on the CPU" in said
     assert "more a token at 37.3 GiB/s, as is assumed" in said
 
 

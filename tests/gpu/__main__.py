@@ -20,8 +20,9 @@ That is 190 MiB, nearly all of it libraries of bitsandbytes for other versions o
 
     find .gpu-wheels/bitsandbytes -name 'libbitsandbytes_cuda*' ! -name '*130*' -delete
 
-Without any of it `kernels`, `bits`, `bandwidth`, `whole` and `steps` run, bitsandbytes beside them left out; `exact`,
-`quantized` and `offload` in part: n-gram drafting (`waits`) needs pydantic, profiles (`chat`, `memory`) tree-sitter.
+`sanitizer` wants compute-sanitizer of the CUDA toolkit, and says so where there is none. Without any of it `compiling`,
+`kernels`, `bits`, `bandwidth`, `whole` and `steps` run, bitsandbytes beside them left out; `exact`, `quantized` and
+`offload` in part: n-gram drafting (`waits`) needs pydantic, profiles (`chat`, `memory`) tree-sitter.
 """
 
 from __future__ import annotations
@@ -42,17 +43,19 @@ ROOT = Path(__file__).resolve().parents[2]
 # in their order, with the seconds of 520 that each has
 SHARES = {
     "environment": 25,
-    "kernels": 50,
-    "bits": 55,
+    "compiling": 25,
+    "kernels": 45,
+    "bits": 50,
     "waits": 20,
-    "whole": 100,
-    "steps": 95,
+    "whole": 80,
+    "steps": 85,
     "bandwidth": 35,
-    "exact": 45,
+    "exact": 35,
     "chat": 20,
     "quantized": 20,
     "memory": 30,
     "offload": 25,
+    "sanitizer": 25,
 }
 STAGES = tuple(SHARES)
 WHEELS = ROOT / ".gpu-wheels"

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.gpu.ops import OURS, SEEDED, THEIRS, TINY, Op, Size, layer
+from tests.gpu.ops import OURS, SEEDED, THEIRS, TINY, Make, Op, Size, layer, of_op
 from tests.gpu.stage import On, Row, interpret_on_a_cpu, why
+from tests.kernels.row_dependent import looking_at_rows
 
+LOOKING = ("rms_norm", "linear_skinny", "attend_rows")  # ops whose kernels are spoiled, to be caught
 TOGETHER = (2, 3, 8, 16, 17, 32)
 SCALE = 0.1
 # round tiles of 32 and 64 slots, and round the ends of spans: of 256 each at first, then 512, from 32,768 on 2,048
@@ -89,14 +91,18 @@ def run(on: On) -> Iterator[Row]:
     size, together, places = (TINY, (3,), 1) if on.is_tiny else (Size(slots=8192), TOGETHER, 32)
     g = torch.Generator(on.device).manual_seed(0)
     ours = bad = faults = 0
-    for kind, ops in (("ours", OURS), ("libraries", THEIRS), ("seeded", SEEDED)):
+
+    def tried(name: str, kind: str, make: Make) -> Row:
+        return _counted(name, kind, lambda: differing(make(size, g), together, places))
+
+    for kind, ops in (("ours", OURS), ("libraries", THEIRS)):
         for name, make in ops.items():
-            row = _counted(name, kind, lambda make=make: differing(make(size, g), together, places))  # type: ignore[misc]
-            yield row
+            yield (row := tried(name, kind, make))
             if kind == "ours":
                 ours, bad, faults = ours + row.get("tried", 0), bad + row.get("differ", 0), faults + ("fault" in row)
-            if kind == "seeded":
-                assert row.get("differ"), "an op that adds up by the number of rows was not caught"
+    for row in _seeded(tried, LOOKING[: 1 if on.is_tiny else None]):
+        yield row
+        assert row.get("differ"), f"{row['op']} was not caught"
     small = TINY if on.is_tiny else Size()
     for slots in (62,) if on.is_tiny else AT:
         for mode, more in _sinks(small, g).items():
@@ -110,6 +116,15 @@ def run(on: On) -> Iterator[Row]:
                 yield {**row, "slots": slots}
                 ours, bad, faults = ours + row.get("tried", 0), bad + row.get("differ", 0), faults + ("fault" in row)
     yield {"differ": bad, "tried": ours, "faults": faults, "says": f"{bad} of {ours} rows differ, {faults} faults"}
+
+
+def _seeded(tried: Callable[[str, str, Make], Row], ops: Sequence[str]) -> Iterator[Row]:
+    """What has to be caught: an op of torch's, and kernels of ours with a line exchanged."""
+    for name, make in SEEDED.items():
+        yield tried(name, "seeded", make)
+    for op in ops:
+        with looking_at_rows(op):
+            yield tried(f"{op}, looking at the rows", "seeded", of_op(op))
 
 
 def _counted(name: str, kind: str, count: Callable[[], tuple[int, int]]) -> Row:

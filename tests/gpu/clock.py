@@ -8,10 +8,15 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import Tensor
+
+from kvcli.engine.graphs import Graphs
 
 ROOT = Path(__file__).resolve().parents[2]
+T = TypeVar("T")
 # of the CUDA runtime: calls at which the host waits, and copies, which wait where host memory is not pinned
 CALLS = ("Synchronize", "Memcpy")
 
@@ -87,3 +92,42 @@ def runtime_calls(do: Callable[[], object]) -> dict[str, int]:
         elif "LaunchKernel" in event.key:
             counts["launches"] += event.count
     return dict(counts)
+
+
+class Watched:
+    """A device that records, and how long the host waited for it: `waited`, seconds, one for each time."""
+
+    def __init__(self, graphs: Graphs, waited: list[float] | None = None) -> None:
+        self._graphs, self.waited = graphs, [] if waited is None else waited
+
+    def apart(self) -> Watched:
+        return Watched(self._graphs.apart(), self.waited)
+
+    def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        return self._graphs.record(work)
+
+    def host(self, n: int, dtype: torch.dtype) -> Tensor:
+        return self._graphs.host(n, dtype)
+
+    def send(self, here: Tensor, there: Tensor) -> None:
+        self._graphs.send(here, there)
+
+    def fetch(self, there: Tensor, here: Tensor) -> Callable[[], None]:
+        wait = self._graphs.fetch(there, here)
+
+        def timed() -> None:
+            began = time.perf_counter()
+            wait()
+            self.waited.append(time.perf_counter() - began)
+
+        return timed
+
+
+def host_seconds(do: Callable[[], object], waited: list[float], reps: int) -> list[float]:
+    """Of each of `reps` calls, less what is added to `waited` meanwhile: what the host does itself."""
+    found = []
+    for _ in range(reps):
+        before, began = sum(waited), time.perf_counter()
+        do()
+        found.append(time.perf_counter() - began - (sum(waited) - before))
+    return found

@@ -6,7 +6,7 @@ On a CPU they run in Triton's interpreter: import `tests.kernels.interpreted` be
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -132,11 +132,50 @@ def _packed_attention(bits: int, size: Size, g: Generator) -> Op:
     return Op(of, sum(t.nbytes for t in held if t is not None))
 
 
-def _norm(size: Size, g: Generator) -> Op:
+def _limited(size: Size, g: Generator) -> Op:
+    """Slots alone, of which each row sees a number of its own."""
+    from kvcli.kernels.attend import fused
+
+    q, k, v = noise(g, size.heads, MOST, size.d), *(noise(g, size.kv, size.slots, size.d) for _ in "kv")
+    upto = torch.linspace(1, size.slots, MOST, device=g.device).int()
+
+    def of(rows: Rows) -> Callable[[], Tensor]:
+        x, limit = q[:, list(rows)].contiguous(), upto[list(rows)]
+        given = x, k, v, size.d**-0.5, 0.0, None, size.slots, limit
+        return lambda: fused.attend(*given)[0].transpose(0, 1)
+
+    return Op(of, k.nbytes + v.nbytes)
+
+
+def _stored(size: Size, g: Generator) -> Op:
+    """Rows of a pass become slots: their keys, values and positions there."""
+    from kvcli.kernels.append import addresses, fused
+
+    _, table, k, v = layer(replace(size, slots=0), g, room=MOST)
+    assert table.pos is not None
+    layers, pos = addresses([table], [(k, v)], k.device), torch.arange(MOST, device=g.device, dtype=torch.int32) * 3
+    lying = [t.view(size.kv, MOST, -1) for t in (table.k, table.v, table.pos)]
+
+    def of(rows: Rows) -> Callable[[], Tensor]:
+        n = len(rows)
+        path, count = (torch.tensor(each, device=g.device, dtype=torch.int32) for each in (list(rows), [n]))
+
+        def run() -> Tensor:
+            table.length.zero_()
+            fused.append(layers, path, count, pos, heads=size.kv, d=k.shape[2], e=v.shape[2], like=k)
+            return torch.cat([t[:, :n].transpose(0, 1).flatten(1).float() for t in lying], 1)
+
+        return run
+
+    return Op(of, 0)
+
+
+def _norm(size: Size, g: Generator, *, in_full: bool) -> Op:
+    """`in_full`: in float32, where another order of a sum shows; of 16 bits most are the same."""
     from kvcli.kernels.rms_norm import fused
 
-    w = noise(g, size.inputs)
-    return by_rows(lambda some: fused.rms_norm(some, w, 1e-6, "round first"), noise(g, MOST, size.inputs))
+    w, x = noise(g, size.inputs), noise(g, MOST, size.inputs)
+    return by_rows(lambda some: fused.rms_norm(some, w, 1e-6, "round first"), x.float() if in_full else x)
 
 
 def _drawn(size: Size, g: Generator) -> Op:
@@ -174,6 +213,36 @@ def _turned(size: Size, g: Generator) -> Op:
     return by_rows(fused.turned, noise(g, MOST, size.heads, size.d))
 
 
+def _rotated(size: Size, g: Generator) -> Op:
+    from kvcli.kernels.rotate import fused
+
+    k, freq = noise(g, size.kv, MOST, size.d), 1e4 ** (-torch.arange(0, size.d, 2, device=g.device) / size.d)
+    at = torch.randint(0, 131_072, (MOST,), generator=g, device=g.device)
+
+    def of(rows: Rows) -> Callable[[], Tensor]:
+        given = k[:, list(rows)], at[list(rows)], freq, 1.0, False
+        return lambda: fused.turned(*given, back=False).transpose(0, 1)
+
+    return Op(of, 0)
+
+
+def _masses(size: Size, g: Generator) -> Op:
+    """What each row gives to each slot."""
+    from kvcli.kernels.column_mass import fused
+
+    q, k = noise(g, size.heads, MOST, size.d), noise(g, size.kv, size.slots, size.d)
+    pos, at = (
+        torch.arange(size.slots, device=g.device).expand(size.kv, -1),
+        size.slots - torch.arange(MOST).to(g.device),
+    )
+
+    def of(rows: Rows) -> Callable[[], Tensor]:
+        given = q[:, list(rows)], at[list(rows)], k, pos, size.d**-0.5, 0.0, None, "none"
+        return lambda: fused.column_mass(*given).permute(2, 0, 1, 3)
+
+    return Op(of, k.nbytes)
+
+
 def _scored(size: Size, g: Generator, *, by_codes: bool) -> Op:
     """Pages by their bounds, or slots by their codes, as recall has them in a pass."""
     from kvcli.kernels.code_scores import fused as scores
@@ -188,14 +257,21 @@ def _scored(size: Size, g: Generator, *, by_codes: bool) -> Op:
         found = scores.code_scores(x, codes, scale) if by_codes else bounds.page_bounds(x, low, high)
         return found.transpose(0, 1)
 
-    return by_rows(run, noise(g, MOST, size.kv, size.d).float(), codes.nbytes if by_codes else low.nbytes + high.nbytes)
+    x = torch.randn(MOST, size.kv, size.d, generator=g, device=g.device)
+    return by_rows(run, x, codes.nbytes if by_codes else low.nbytes + high.nbytes)
 
 
 OURS: dict[str, Make] = {f"linear_skinny, {kind}": partial(_product, kind) for kind in ("plain", "int8", "int4", "nf4")}
-OURS |= {"attend_rows": _attention, "rms_norm": _norm, "argmax, drawn": _drawn}
+OURS |= {"attend_rows": _attention, "attend, limits": _limited, "append": _stored, "argmax, drawn": _drawn}
+OURS |= {"rms_norm, in float32": partial(_norm, in_full=True), "rms_norm": partial(_norm, in_full=False)}
 OURS |= {f"attend_packed, {bits} bits": partial(_packed_attention, bits) for bits in (8, 4, 2)}
-OURS |= {"merge": _merged, "pack, turned": _turned}
+OURS |= {"merge": _merged, "pack, turned": _turned, "rotate": _rotated, "column_mass": _masses}
 OURS |= {"page_bounds": partial(_scored, by_codes=False), "code_scores": partial(_scored, by_codes=True)}
+
+
+def of_op(op: str) -> Make:
+    """The first of an op."""
+    return next(make for name, make in OURS.items() if name.partition(",")[0] == op)
 
 
 # ---- what libraries have ----

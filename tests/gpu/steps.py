@@ -1,9 +1,9 @@
 """What a step takes by rows and context, recorded and not; how fast a prompt is read, and transformers beside it.
 
 Random models, keys and values random too: 1.2 billion weights in bfloat16, and the shape of an 8B Llama in int4. Least,
-median and most of several steps in milliseconds, by events of the device, waits of the host included. `floor`: the time
-that the device's own copies take for as many bytes as weights and stored keys and values have, which a pass must read
-once.
+median and most of several steps in milliseconds, by events of the device, waits of the host included. `host_ms`: of
+recorded ones, what the host does beside waiting. `floor`: the time that the device's own copies take for as many bytes
+as weights and stored keys and values have, which a pass must read once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from kvcli.kv.dense import Dense
 from tests import families
 from tests.bench.decode import theirs
 from tests.drafters import Scripted
-from tests.gpu.clock import copy_rate, spread, times, wait
+from tests.gpu.clock import Watched, copy_rate, host_seconds, spread, times, wait
 from tests.gpu.models import eight, llama
 from tests.gpu.stage import On, Row, why
 
@@ -58,13 +58,16 @@ def _filled(lm: LM, n: int) -> Dense:
     return kv
 
 
-def _steps(lm: LM, kv: Dense, n: int, n_rows: int, reps: int) -> list[float]:
-    """Milliseconds of steps behind n tokens."""
+def _steps(lm: LM, kv: Dense, n: int, n_rows: int, reps: int) -> Row:
+    """Milliseconds of steps behind n tokens, and of the host's part of them."""
     session = Session(lm, kv, Off() if n_rows == 1 else Guesses(n_rows - 1), Sampler())
     session.ids, session.committed = families.prompt(n + 1, vocab=lm.vocab), n
-    ms = spread(times(lambda: drive(session.step()), str(lm.device), reps))
+    row: Row = {"ms": spread(times(lambda: drive(session.step()), str(lm.device), reps))}
+    if lm.frames is not None:
+        waited = cast(Watched, lm.frames.graphs).waited
+        row["host_ms"] = spread(host_seconds(lambda: drive(session.step()), waited, reps))
     kv.crop(n)
-    return ms
+    return row
 
 
 def _ours(lm: LM, n: int, new: int) -> tuple[float, float]:
@@ -91,14 +94,16 @@ def _of_model(name: str, lm: LM, rate: float, on: On) -> Iterator[Row]:
         for graphs in ("auto", "off"):
             lm.frames = None
             lm.record(graphs)
+            if lm.frames is not None:
+                lm.frames.graphs = Watched(lm.frames.graphs)
             for n_rows in ROWS[:2] if on.is_tiny else ROWS:
                 if on.left < 0:
                     return
                 row: Row = {"what": "step", "model": name, "context": n, "rows": n_rows, "graphs": graphs}
                 row["records"] = lm.frames is not None
                 try:
-                    ms = _steps(lm, kv, n, n_rows, 2 if on.is_tiny else 12)
-                    row |= {"ms": ms, "floor_ms": floor, "over": ms[1] / floor}
+                    row |= _steps(lm, kv, n, n_rows, 2 if on.is_tiny else 12)
+                    row |= {"floor_ms": floor, "over": row["ms"][1] / floor}
                     row["eager"] = dict(lm.frames.eager) if lm.frames is not None else {}
                 except Exception as error:
                     row["fault"] = why(error)

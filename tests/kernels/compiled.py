@@ -94,11 +94,11 @@ def faults(variant: Variant, found: Compiled) -> list[str]:
     """What is wrong with a form on an architecture, a sentence each."""
     if found.fault:
         return [f"does not compile: {found.fault}"]
+    if isinstance(found.arch, str):
+        return [f"spills {found.stack} registers ({found.registers} taken)"] if found.stack else []
     said = []
     if found.stack or found.spills:
         said.append(f"spills: {found.stack} bytes of stack, {found.spills} accesses ({found.registers} registers)")
-    if isinstance(found.arch, str):
-        return said
     most = CARDS[found.arch][0] * KIB
     if found.shared > most:
         said.append(f"takes {found.shared:,} bytes of shared memory, a program has {most:,}")

@@ -32,10 +32,21 @@ def _made(request: pytest.FixtureRequest, jobs: list[tuple[Variant, int | str]])
 
 
 def _often(of: list[Variant]) -> list[tuple[Variant, int | str]]:
-    """What each run compiles, as far as a minute or so goes: all on 86, for which budgets are, and the first two forms,
-    for 16 and 32 rows where there are products, on 90 and 120. What 80 and 89 have more or less of is for `slow`."""
-    jobs = [(one, arch) for at, one in enumerate(of) for arch in ((86, 90, 120) if at < 2 else (86,))]
+    """What each run compiles, as far as a minute or two go: on 86, for which budgets are, and the first two forms that
+    have products, for 16 and 32 rows, on 90 and 120. Of forms that are held to neither budget, layout nor width, one of
+    each code: the sizes of others, and what 80 and 89 have more or less of, are for `slow`."""
+    codes = {_code(one): one for one in reversed(of)}.values()  # the first of each
+    jobs: list[tuple[Variant, int | str]] = [
+        (one, 86) for one in of if one.budget or one.products or one.streams or one in codes
+    ]
+    jobs += [(one, arch) for one in [one for one in of if one.products][:2] for arch in (90, 120)]
     return [(one, arch) for one, arch in jobs if arch in one.archs]
+
+
+def _code(one: Variant) -> str:
+    """What decides which lines of a kernel are compiled: switches and types, and no size."""
+    switches = {name: value for name, value in one.consts.items() if not isinstance(value, int) or value <= 2}
+    return f"{one.kernel} {one.types} {switches}"
 
 
 @pytest.fixture(scope="module")

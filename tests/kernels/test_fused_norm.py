@@ -46,20 +46,11 @@ def differing(norm: Callable[[Tensor], Tensor], x: Tensor) -> list[int]:
     return [n for n in (1, 5, 16) if not torch.equal(norm(x[-n:]), together[-n:])]
 
 
-def test_a_row_has_the_bits_that_it_has_alone():
-    x, weight = rows(33, 131, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_has_the_bits_that_it_has_alone(dtype: torch.dtype):
+    """In float32 too, where another order of a sum shows: of what is rounded to 16 bits most is the same."""
+    x, weight = (t.to(dtype) for t in rows(33, 131, torch.bfloat16))
     assert differing(lambda some: fused.rms_norm(some, weight, 1e-6, "round first"), x) == []
-
-
-def test_sums_in_another_order_are_caught():
-    """The test of the test: a row is added up in as many pieces as there are rows, up to eight."""
-
-    def norm(x: Tensor) -> Tensor:
-        squares = x.float().pow(2)
-        total = torch.stack([part.sum(-1, keepdim=True) for part in squares.chunk(min(8, len(x)), -1)]).sum(0)
-        return x.float() * torch.rsqrt(total / x.shape[-1] + 1e-6)
-
-    assert differing(norm, rows(33, 768, torch.bfloat16)[0]) != []
 
 
 class Centred(LlamaRMSNorm):

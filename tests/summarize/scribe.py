@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Turn
 from kvcli.documents import Document, Section
@@ -14,8 +14,10 @@ from kvcli.documents.document import marked
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.loops import Loop, Loops
 from kvcli.engine.stats import Stats
-from kvcli.kept.shelf import Kept
 from tests.fake_model import FakeTokenizer, fake_info
+
+if TYPE_CHECKING:
+    from kvcli.kept.shelf import Kept
 
 
 class WordTokenizer(FakeTokenizer):
@@ -60,6 +62,9 @@ class Scribe:
     stop_loops: int = 0
 
     def keep(self, cancel: Cancel) -> Kept:
+        # imports torch, and a program in a terminal of the tests is quicker without
+        from kvcli.kept.shelf import Kept
+
         return Kept()
 
     @property
