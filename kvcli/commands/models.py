@@ -19,6 +19,7 @@ from kvcli.commands.siblings import drafted
 from kvcli.demo import BUNDLED
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.models.catalog import BY_NAME
+from kvcli.models.packing import Packing
 from kvcli.models.source import Source
 
 if TYPE_CHECKING:
@@ -165,8 +166,8 @@ def look_at(
             "family": found.family,
             "dtype": found.dtype.lower() or None,
             "context": context_of(found),
-            "supported": found.has_words,
-            "reason": None if found.has_words else f"{found.id} has no tokenizer that can be read",
+            "supported": not (why := _lacks(found)),
+            "reason": why or None,
             "heads": found_in(found),
         }
         if drafts:
@@ -176,6 +177,15 @@ def look_at(
             raise
         facts |= {"supported": False, "reason": error.message}
     return ModelEntry.model_validate({"name": name, "kind": kind, "profile": profile, **facts})
+
+
+def _lacks(found: Source) -> str:
+    """What it cannot be loaded without; "" = nothing that its files tell."""
+    if not found.has_words:
+        return f"{found.id} has no tokenizer that can be read"
+    packing = Packing.of(found.config)
+    missing = packing.missing("cpu")
+    return f"{found.id} comes packed as {packing.method}, which needs {' and '.join(missing)}" if missing else ""
 
 
 def context_of(found: Source) -> int | None:
