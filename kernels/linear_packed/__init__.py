@@ -49,11 +49,9 @@ class Packed:
 
     def native(self) -> Packed:
         """As the CPU kernel for its scales wants it."""
-        return (
-            self
-            if self.is_native
-            else replace(self, data=arrange(self.codes, self.bits, self.scale.dtype), is_native=True)
-        )
+        if self.is_native:
+            return self
+        return replace(self, data=arrange(self.codes, self.bits, self.scale.dtype), is_native=True)
 
 
 def why_not(shape: tuple[int, int], bits: Bits) -> str:

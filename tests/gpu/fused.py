@@ -6,6 +6,7 @@ On a CPU Triton's interpreter runs it. Its inputs are of 16 bits, as it serves n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,23 @@ def product_reference(x: Inputs) -> Sequence[Tensor]:
     return [x["x"] @ reference.weight(x["weight"]).double().T]
 
 
+def sent(x: Inputs) -> Sequence[Tensor]:
+    """A third of the rows to an expert that has the first half of the outputs, the rest to one with the others."""
+    from kvcli.kernels.experts import Stack, experts
+    from kvcli.kernels.linear_skinny.experts import SkinnyCodes
+
+    w, n, m = x["weight"], x["weight"].shape[0] // 2, len(x["x"])
+    scales = w.scale.split(n, dim=0 if w.kind == "int8" else 1)
+    stack = Stack.of(zip(w.data.split(n), scales, strict=True), 2)
+    return [experts(x["x"], SkinnyCodes(stack, replace(w, shape=(n, w.shape[1]))), n, [m // 3, m])]
+
+
+def sent_reference(x: Inputs) -> Sequence[Tensor]:
+    y = product_reference(x)[0]
+    n, m = y.shape[1] // 2, len(y) // 3
+    return [torch.cat([y[:m, :n], y[m:, n:]])]
+
+
 def weight_of(x: Inputs, kind: str) -> Inputs:
     """Packed where it is right, so that both sides read the same codes."""
     from kvcli.kernels.linear_packed import reference as rounding
@@ -165,6 +183,7 @@ def cases() -> dict[str, list[tuple[Any, ...]]]:
             (kind, linear, product, product_reference, partial(weight_of, kind=kind))
             for kind in ("plain", "int8", "int4", "nf4")
         ],
+        "experts": [(kind, linear, sent, sent_reference, partial(weight_of, kind=kind)) for kind in ("int8", "int4")],
         "rms_norm": [
             (form, linear, partial(norm, form=form), partial(norm_reference, form=form), dict)
             for form in ("round first", "one more", "round last")
