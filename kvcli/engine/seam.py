@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NoReturn
 
 import torch
@@ -103,8 +104,8 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
 
 def _owner(at: Layer, layers: Sequence[Layer]) -> int | None:
     """The first layer before this one that handed over the same keys and values; None = these are its own."""
-    same = (of.index for of in layers[: at.index] if all(a is b for a, b in zip(of.kv, at.kv, strict=True)))
-    return next(same, None)
+    earlier = takewhile(lambda of: of is not at, layers)
+    return next((of.index for of in earlier if all(a is b for a, b in zip(of.kv, at.kv, strict=True))), None)
 
 
 def _check_layer(at: Layer, probe: Probe, limit: int, kind: str) -> None:
