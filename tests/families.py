@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 WINDOW = 11  # tokens, of every sliding layer
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
     "intermediate_size": 56,
@@ -194,7 +194,7 @@ def config_of(name: str, **changes: Any) -> Any:
     """The tiny config of a family, with `changes` applied."""
     family = FAMILIES[name]
     kind = family.model_type or name
-    return AutoConfig.for_model(kind, **{**_COMMON, **family.config, **changes})
+    return AutoConfig.for_model(kind, **{**COMMON, **family.config, **changes})
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:

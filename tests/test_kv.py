@@ -403,21 +403,41 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("key", [None, *MORE])
-def test_what_takes_layers_alike_refuses_others_by_name(key: str | None) -> None:
-    """And gives the key that turns it off; all of it takes layers that are alike."""
-    profile = load_profile("exact").replace(exactness="approx", **MORE.get(key, {}))
+SIZES = (LayerShape(2, 16, 16), LayerShape(1, 32, 16), LayerShape(2, 16, 16, shares=0), LayerShape(4, 16, 32))
+
+
+@pytest.mark.parametrize("key", MORE)
+def test_what_packs_moves_away_or_recalls_takes_layers_of_any_size(key: str) -> None:
+    """And gives what a dense tier gives, to what is rounded."""
+    profile = load_profile("exact").replace(exactness="approx", **MORE[key])
     plan = build.plan(LM.of(families.build("llama", num_hidden_layers=4)), profile)
-    plan.store()
-    for shapes in (UNEVEN, (LayerShape(2, 16, 8),) * 4):
-        uneven_plan = replace(plan, shapes=shapes)
-        if key is None:
-            assert uneven_plan.store().slots(1).v.shape[2] == shapes[1].v_dim
-            continue
-        with pytest.raises(BadConfig, match=key) as caught:
-            uneven_plan.store()
-        assert caught.value.code == "uneven_layers"
-        assert caught.value.try_[0].startswith(f"--set {key}=")
+    kv, plain = replace(plan, shapes=SIZES).store(), Dense(SIZES, plan.dtype)
+    for layer, of in enumerate(SIZES):
+        if of.shares is None:
+            k, v = (torch.randn(of.n_kv_heads, 600, size) for size in (of.k_dim, of.v_dim))
+            for store in (kv, plain):
+                store.append(layer, k, v, 0)
+    kv.settle((), 600)
+    assert {use.layer for use in kv.usage() if use.nbytes} == {0, 1, 3}
+    for layer, of in enumerate(SIZES):
+        if of.shares is None:
+            q = torch.randn(4, 3, of.k_dim)
+            ours, theirs = (
+                merge(store.attend(layer, q, Sight(0.3, is_prompt=True), range(600, 603))) for store in (kv, plain)
+            )
+            within = {"kv.k_bits": 0.02, "kv.v_bits": 0.2}.get(key, 1e-5)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=within)
+            one = merge(kv.attend(layer, q, Sight(0.3), range(600, 603)))  # where recall reads a part
+            assert one.shape == ours.shape
+
+
+def test_what_a_layout_cannot_hold_is_refused_by_the_key_that_asks_for_it() -> None:
+    profile = load_profile("exact").replace(exactness="approx", kv={"v_bits": 4})
+    plan = build.plan(LM.of(families.build("llama", num_hidden_layers=4)), profile)
+    with pytest.raises(BadConfig, match=r"kv\.v_bits = 4 does not fit") as caught:
+        replace(plan, shapes=UNEVEN).store()
+    assert caught.value.code == "kv_bits"
+    assert caught.value.try_[0].startswith("--set kv.v_bits=")
 
 
 def test_room_is_counted_layer_by_layer() -> None:

@@ -220,6 +220,14 @@ def test_a_config_says_what_a_loaded_model_does(kind: str) -> None:
     assert shape.windows == model.windows
 
 
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_shared", "gemma3n", "deepseek_v3"])
+def test_a_config_as_people_write_it_says_the_same(name: str) -> None:
+    """`global_head_dim` and its like, of which transformers writes other words."""
+    family = families.FAMILIES[name]
+    written = {**families.COMMON, **family.config, "model_type": family.model_type or name}
+    assert [of for of, _ in stored(shape_of(written))] == list(lm(name).shapes)
+
+
 def gemma_4b() -> Subject:
     """Gemma 3 4B by its sizes."""
     shape = shape_of(

@@ -94,6 +94,22 @@ def test_what_goes_depends_on_the_text_and_not_on_its_chunks(model: LM, chunk: i
     assert [first(one.kv, layer) for layer in (0, 2)] == [first(other.kv, layer) for layer in (0, 2)]
 
 
+def test_what_a_chunk_hides_makes_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So sliding layers never hold a window and a chunk at once."""
+    most, append = dict[int, int](), Dense.append
+
+    def noted(kv: Dense, layer: int, *stored: Any) -> None:
+        append(kv, layer, *stored)
+        most[layer] = max(most.get(layer, 0), kv.n_slots(layer))
+
+    monkeypatch.setattr(Dense, "append", noted)
+    for by_layers in (False, True):
+        most.clear()
+        drive(opened(MODEL, dense(MODEL), chunk=128, by_layers=by_layers).read(families.prompt(512)))
+        assert max(most[0], most[2]) < 128 + 64, "the chunk, and what is left of a block"
+        assert most[1] == 511
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_stays_in_few_bits_is_not_rounded_again(bits: int) -> None:
     kept, whole = opened(MODEL, ladder(MODEL, bits=bits)), opened(MODEL, ladder(MODEL, None, bits))
@@ -175,4 +191,4 @@ def test_shared_slots_stay_as_long_as_any_layer_sees_them() -> None:
     for layer in (0, 1):
         kv.append(layer, torch.randn(1, 900, 4), torch.randn(1, 900, 4), 0)
     kv.settle((), 900)
-    assert [kv.n_slots(layer) for layer in range(4)] == [900 - 512, 900, 900 - 512, 900]
+    assert [kv.n_slots(layer) for layer in range(4)] == [900 - 640, 900, 900 - 640, 900]

@@ -98,8 +98,10 @@ class ByLayers:
         hear = [i for i, row in enumerate(live) if row in self._hear] if self._hear else []
         given = self._hidden[mine] if self._hidden is not None and layers.start else None
         made = yield Feed(self._lm, rows, self._kv, hear=hear, is_prompt=True, layers=layers, hidden=given)
+        end = 0 if self._comes_back else rows.pos[-1] + 1  # what windows hide behind it makes room, and then goes
+        self._kv.settle((), end, [layer for layer in self._lm.sliding if layer in layers])
         commit(self._kv, rows, made, range(rows.n_rows))
-        self._kv.settle((), 0 if self._comes_back else rows.pos[-1] + 1, layers)
+        self._kv.settle((), end, layers)
         if hear:
             self._heard.append(made.queries)
         if made.hidden is not None:

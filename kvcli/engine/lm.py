@@ -27,7 +27,7 @@ from kvcli.engine.places import place_
 from kvcli.engine.straight import Straight, straight_through
 from kvcli.engine.threads import use_device, use_threads
 from kvcli.errors import BadModel
-from kvcli.kernels import gpu
+from kvcli.kernels import attend_rows, gpu
 from kvcli.kernels.linear.experts import lay_out_experts_
 from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
@@ -70,6 +70,7 @@ class LM:
         self.sights = shape.sights  # per layer
         self.sinks = shape.sinks  # per layer, [H] learned logits of attention; None = it has none
         self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
+        self.sliding = [layer for layer, window in enumerate(self.windows) if window is not None]
         self.n_heads, self.n_kv_heads, self.head_dim = info.heads, info.kv_heads, info.head_dim  # the most of any layer
         self.limit = info.limit  # tokens
         self.stop_ids = stated.stop_ids(model, info.id)
@@ -247,6 +248,8 @@ class LM:
             why = why or "its layers are on two devices"
         if self.mixers:
             why = why or "some of its layers keep a state"
+        sizes = ((of.k_dim, of.v_dim) for of in self.shapes)
+        why = why or next(filter(None, (attend_rows.why_not(self.dtype, self.device, *each) for each in sizes)), "")
         if not why:
             self.frames = Frames(CudaGraphs(self.device))
         how = f"passes not recorded: {why}" if why else "passes recorded"

@@ -124,7 +124,8 @@ class Session(Text):
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
         hear = self.heard.of_chunk(self.committed, rows.n_rows)
         made = yield Feed(self.lm, rows, self.kv, self.view, hear=hear, is_prompt=True, states=self.states)
-        self.boundary = end  # a chunk's end is a boundary
+        self.boundary = end  # a chunk's end is a boundary: what windows hide behind it makes room for the chunk
+        self.kv.settle((), self._seen_from(end), self.lm.sliding)
         self._commit(rows, hear, made, range(rows.n_rows))
 
     def _layer_by_layer(self, whole: int) -> Asks[ByLayers]:
@@ -194,11 +195,14 @@ class Session(Text):
         if phase == "answering":
             yield from self.behind.come_back(self.kv, self.ids, self.committed - self._n_prompt)
         was_whole, self._is_whole = self._is_whole, False  # should it fail half way
-        end = min(self._n_prompt, self.committed, *self.behind.positions[:1])  # where a row may still stand
-        self._is_whole = not self.kv.settle(masks, end) and was_whole
+        self._is_whole = not self.kv.settle(masks, self._seen_from(min(self._n_prompt, self.committed))) and was_whole
         self.boundary = self._next_boundary()
         if phase == "read" and not self._wants.lasting:
             self.heard.forget()
+
+    def _seen_from(self, end: int) -> int:
+        """The first position where a row may still stand, beside those from `end` on."""
+        return min([end, *self.behind.positions[:1]])
 
     def _at(self, phase: Phase) -> Boundary:
         """What the policy is shown."""

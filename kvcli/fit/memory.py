@@ -163,7 +163,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
 
     def top(layers: Sequence[tuple[LayerShape, int | None]], here: int) -> int:
         alike = Counter(layers).items()
-        each = ((n, of, window and Window(window).most(max(chunk, run.answer))) for (of, window), n in alike)
+        each = ((n, of, window and Window(window).most(run.answer, chunk)) for (of, window), n in alike)
         return sum(n * run.layer(of, min(here, most or here), fresh) for n, of, most in each)
 
     def nbytes(here: int) -> int:

@@ -163,6 +163,7 @@ class Dense:
             if self._rope[layer] is not None:
                 k = self._lying(layer, k, torch.arange(start, start + m, device=k.device))
             self._slabs[layer].append(k, v, start)
+            self.windows.came(layer, start)
 
     def take(self, layer: int, slots: Slots) -> None:
         """Store slots that another tier let go."""
@@ -173,6 +174,7 @@ class Dense:
             held = Ragged(held.slots(), self._step)
             held.take(raw)
             self._slabs[layer] = held
+        self.windows.came(layer, 0)
         self.changes += 1
 
     def n_slots(self, layer: int) -> int:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcli.kernels.attend_rows import BLOCK
+
 if TYPE_CHECKING:
     from kvcli.kv.slots import LayerShape, Sight
 
@@ -22,15 +24,20 @@ class Window:
     """What rows of a layer see, and what is kept behind it."""
 
     size: int  # tokens: a row at position p sees positions > p - size
-    back: int = 256  # tokens that may be undone all the same; slots go in steps of so many
+    back: int = 192  # tokens that may be undone all the same
 
     def opens(self, end: int) -> int:
         """The position below which slots may go when no row stands before `end`."""
-        return max(0, (end - self.size - self.back) // self.back * self.back)
+        return max(0, (end - self.size - self.back) // self.step * self.step)
 
-    def most(self, fresh: int) -> int:
-        """Slots a head at most, `fresh` of them since the last boundary."""
-        return self.size + 2 * self.back + fresh
+    def most(self, answer: int, chunk: int) -> int:
+        """Slots a head at most, behind a prompt that is read in chunks of so many and an answer of so many tokens."""
+        return max(self.size + self.back + self.step + answer, chunk + BLOCK)
+
+    @property
+    def step(self) -> int:
+        """Slots that go together, at most a block, as rows read them."""
+        return min(self.back, BLOCK)
 
 
 class Windows:
@@ -50,6 +57,11 @@ class Windows:
             return 0
         self._opened[layer] = low
         return low
+
+    def came(self, layer: int, start: int) -> None:
+        """Slots at positions from `start` on were stored: of a long chunk the first may be hidden already."""
+        if start < self._opened.get(layer, 0):
+            del self._opened[layer]
 
     def reaches(self, n: int, stored: Callable[[int], Iterable[Tensor]]) -> bool:
         """Whether a row at position n finds all that it sees; `stored`: of a layer, positions [K, S] by tier."""

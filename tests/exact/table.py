@@ -50,7 +50,7 @@ from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget
 from kvcli.kv.recall_store import RecallStore
 from kvcli.kv.rung import Floor, Rung
-from kvcli.kv.slots import Store, alike
+from kvcli.kv.slots import Store
 from kvcli.kv.windows import Window, windows_of
 from kvcli.models.spelling import Spelling
 from kvcli.policies.random import Random
@@ -66,6 +66,7 @@ NEW = 40
 STOP = 96  # drawn now and then by the sampled rows; greedy rows end by length
 
 MODELS = {"dense": "llama", "sliding": "gemma3", "sinks": "gpt_oss", "rounded": "llama", "blocks": "llama"}
+MODELS |= {"uneven": "gemma4_shared"}  # layers of two sizes, of which two read the keys of others
 # what a policy lets go lies below: in full, in pages of which rows read a part, in 8 bits
 LOWER = {"demoted": "llama", "recalled": "llama", "lowered": "llama"}
 MODELS |= LOWER | {"given": "gemma3"}  # whose sliding layers give back what they hide
@@ -77,10 +78,10 @@ STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (n
 # stores whose rows read a part of the past, or some of it in other numbers or another place
 INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
 # or two pasts, of which a smaller one guesses
-PARTS = (*INDEXES, "turned", "disk", "halves", "checked")
-NATIVE = ("dense", "sliding", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
+PARTS = (*INDEXES, "turned", "disk", "halves", "checked", "uneven turned")
+NATIVE = ("dense", "sliding", "uneven", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
 STORAGES += [(name, "bf16") for name in NATIVE]
-MODELS |= dict.fromkeys(PARTS, "llama")
+MODELS |= dict.fromkeys(PARTS, "llama") | {"uneven turned": "gemma4_shared"}
 # old slots lie in host memory: each way to them gives the text of slots that never moved; packed ones are rounded
 FAR = {"by kernel": ("dense", "fp64"), "by stream": ("sliding", "fp64"), "by rule": ("sliding", "fp32")}
 STORAGES += [("by query", "fp32"), *((name, dtype) for name, (_, dtype) in FAR.items())]
@@ -245,7 +246,6 @@ def prompt(storage: str = "") -> list[int]:
 
 def past(storage: str, model: LM) -> Store:
     """Empty."""
-    shape = (model.n_layers, model.n_kv_heads, model.head_dim)
     stored = torch.float32 if storage == "rounded" else model.dtype  # kv.dtype below that of the model
     windows = {at: Window(of.size, back=1) for at, of in windows_of(model.shapes, model.sights).items()}
     top = Dense(model.shapes, stored, model.device, windows=windows if storage == "given" else None)
@@ -257,15 +257,15 @@ def past(storage: str, model: LM) -> Store:
         bus = FakeBus() if model.device.type == "cpu" else bus_of(model.device)
         far: Any = Mapped(model.shapes, stored, bus)
         if storage == "by query":
-            far = Packed(alike(*shape), stored, k_bits=8, v_bits=8, group=5)
+            far = Packed(model.shapes, stored, k_bits=8, v_bits=8, group=5)
         host = Host(far, model.device, WAYS[storage], lambda _: bus)
         return Ladder(top, [Rung(host, later=host.ask)], holds=7, group=5, sinks=2)
     if storage in PARTS:
-        below: Floor = Disk(alike(*shape), stored, 1 << 26, 1 << 30)
+        below: Floor = Disk(model.shapes, stored, 1 << 26, 1 << 30)
         if storage == "halves":
-            below = Packed(alike(*shape), stored, model.device, k_bits=8, v_bits=8, group=4, halves=True)
-        if storage in ("turned", "checked"):
-            below = Packed(alike(*shape), stored, model.device, k_bits=4, v_bits=8, group=5, rotate="hadamard")
+            below = Packed(model.shapes, stored, model.device, k_bits=8, v_bits=8, group=4, halves=True)
+        if storage in ("turned", "checked", "uneven turned"):
+            below = Packed(model.shapes, stored, model.device, k_bits=4, v_bits=8, group=5, rotate="hadamard")
         found = Ladder(top, [Rung(below)], holds=7, group=5, sinks=2)
         return Checked(Dense(model.shapes, stored, model.device), found) if storage == "checked" else found
     if storage not in LOWER:
@@ -274,7 +274,7 @@ def past(storage: str, model: LM) -> Store:
     tiers: dict[str, Floor] = {
         "demoted": lower,
         "recalled": Recall(lower, Sketch(3), Budget(0.1, 4, 2, 3), range(1, model.n_layers), source=lower),
-        "lowered": Packed(alike(*shape), stored, model.device, k_bits=8, v_bits=8, group=4),
+        "lowered": Packed(model.shapes, stored, model.device, k_bits=8, v_bits=8, group=4),
     }
     return Ladder(top, [Rung(tiers[storage])], demotes=True)
 
