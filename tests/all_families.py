@@ -89,7 +89,7 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12}
 _OF_ALL = {"num_key_value_heads": HEADS}  # heads of queries have keys of their own
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OWN: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA,
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 97},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
@@ -121,8 +121,10 @@ OWN: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 8,
     },
     "gptj": {"rotary_dim": 8},
-    "granitemoehybrid": _MAMBA,
+    "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_chunk_size": 8},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
     "helium": {"head_dim": 12},
+    "kimi_linear": {"num_key_value_heads": HEADS, "linear_head_dim": 8, "linear_num_heads": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},  # by its defaults all its layers attend
     "mimo_v2_flash": {"v_head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 12},
