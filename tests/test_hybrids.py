@@ -261,6 +261,29 @@ def _off(name: str) -> float:
     return apart_by(text.states.now, right)
 
 
+@pytest.mark.parametrize(("name", "what"), [("kimi_linear", "conv_state"), ("granitemoehybrid", "recurrent_state")])
+@pytest.mark.parametrize("copies", [True, False])
+def test_states_are_handed_out_as_copies(name: str, what: str, copies: bool, monkeypatch: pytest.MonkeyPatch):
+    """Some layers write a lone row into what they are given: a checkpoint would change with it."""
+    text = session(name)
+    drive(text.read(prompt(PROMPT)))
+    held = [t for _, t in text.states.now.tensors]
+    was = [t.clone() for t in held]
+    if not copies:
+        of = {"conv_state": "conv", "recurrent_state": "rec"}[what]
+
+        def itself(folding: Folding, key: Any) -> Any:
+            given = getattr(folding.before, of).get(key)
+            if given is not None:
+                folding._width[key] = given.shape[-1]
+                (folding._conv if of == "conv" else folding.rec)[key] = given
+            return given
+
+        monkeypatch.setattr(Folding, what, itself)
+    written(text, 3)
+    assert all(map(torch.equal, held, was)) is copies
+
+
 def test_a_pass_that_ends_before_a_mixer_is_noticed(monkeypatch: pytest.MonkeyPatch):
     assert model("nemotron_h").mixers.are_last
     monkeypatch.setattr(model("nemotron_h").mixers, "are_last", False)

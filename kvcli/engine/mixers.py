@@ -123,11 +123,11 @@ class Mixer:
             return self._forward()(*args, **told)
         if len(trial.parts) == 1:
             return self.run(trial.parts[0], (args, told))
-        n, gave = trial.parts[-1].rows.stop, list[Tensor]()
+        n, gave = trial.parts[-1].rows.stop, list[Any]()
         for part in trial.parts:
             trial.now = part
             gave.append(self.run(part, _picked((args, told), n, part.rows)))
-        return torch.cat(gave, dim=1)
+        return tree_map(lambda *each: torch.cat(each, dim=1) if isinstance(each[0], Tensor) else each[0], *gave)
 
     def run(self, part: Part, call: Call) -> Any:
         """Over the rows of one text."""
@@ -242,7 +242,9 @@ class Finder(Stated):
     def mixers(self) -> Mixers:
         """What was found, each in the place of its module's forward from now on."""
         folding = self.now.folding
-        return Mixers([*map(_mixer, self._found)], folding.known(1, folding.rec), are_last=self._are_last)
+        within = {inner for module in self._found for inner in module.modules() if inner is not module}
+        outer = [module for module in self._found if module not in within]
+        return Mixers([*map(_mixer, outer)], folding.known(1, folding.rec), are_last=self._are_last)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:

@@ -95,6 +95,8 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
     with blamed(lambda said: refusal(kind, "a row does not get through it", [said])), finder.watching(model):
         call(model, [0], [0], [0], its_pass=probe, trial=finder)
     layers, mixers = probe.layers, finder.mixers()
+    if not layers and mixers:
+        _refuse(kind, "none of its layers attends", ["kvcli stores keys and values, and states beside them"])
     if not layers:
         _refuse(kind, "its attention does not go through transformers' attention interface", [type(model).__name__])
     seen = [at.index for at in layers]
