@@ -136,11 +136,8 @@ class Swift(_Chosen):
 
     def _score(self, runs: Sequence[range], kv: Store, ids: Sequence[int], at: int) -> Asks[float]:
         """Of tokens `ids`, the first at position `at`, the share that the one before it would have led to."""
-        before, rows, hidden = (
-            newest_before(self._lm, kv, at, chain.from_iterable(runs)),
-            Rows.chain(ids[:-1], at),
-            None,
-        )
+        before = newest_before(self._lm, kv, at, chain.from_iterable(runs))
+        rows, hidden = Rows.chain(ids[:-1], at), None
         for run in runs[:-1]:
             hidden = (yield Feed(self._lm, rows, before, layers=run, hidden=hidden)).hidden
         made = yield Feed(self._lm, rows, before, want=range(SEEN), glean=top, layers=runs[-1], hidden=hidden)

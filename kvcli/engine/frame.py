@@ -113,11 +113,8 @@ class Frames:
 
     def _frame(self, feeds: Sequence[Feed], sizes: Sequence[tuple[int, int]], pasts: Sequence[Fixed]) -> Frame:
         self.release()  # what `pasts` moved away from
-        key = (
-            *sizes,
-            *((bool(feed.hear), feed.shows) for feed in feeds),
-            *(id(lying) for its in pasts for lying in its.layers),
-        )
+        told = ((bool(feed.hear), feed.shows) for feed in feeds)
+        key = (*sizes, *told, *(id(lying) for its in pasts for lying in its.layers))
         frame = self._frames.pop(key, None)
         if frame is None:
             while len(self._frames) >= MOST:

@@ -21,7 +21,7 @@ from kvcli.errors import BadModel
 from kvcli.models.foreign import blamed
 
 
-class Mtp(PreTrainedModel):
+class Mtp(PreTrainedModel):  # type: ignore[misc]
     """The first of the layers, alone: further ones would each need the one before it to have seen the same rows."""
 
     _supports_sdpa = True
