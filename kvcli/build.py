@@ -79,6 +79,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "mix": "kvcli.drafts.mix:Mix",
         "model": "kvcli.drafts.model:Model",
         "self": "kvcli.drafts.self_draft:SelfDraft",
+        "mtp": "kvcli.drafts.mtp:MtpDraft",
     },
     "steps": {
         "none": "kvcli.steps.alone:Alone",

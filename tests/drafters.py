@@ -6,10 +6,15 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from transformers.modeling_layers import MtpModel
+
 from kvcli.drafts.mixer import Mixer
+from kvcli.drafts.mtp import MtpDraft
 from kvcli.drafts.self_draft import SelfDraft
 from kvcli.engine.drafter import Costs, Pair
 from kvcli.engine.feed import Asks, Glean, asked
+from kvcli.engine.lm import LM
+from kvcli.engine.mtp import Mtp, wrapped
 from kvcli.engine.policy import Policy
 from kvcli.engine.report import Report
 from kvcli.engine.rows import Draft
@@ -17,6 +22,7 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.engine.stats import Step
 from kvcli.kv.slots import Usage
+from tests import families
 
 
 class Scripted:
@@ -105,8 +111,10 @@ class Itself:
     """The model of whichever session it is given to."""
 
     def __init__(self, **settings: Any) -> None:
-        self._config = SelfDraft(adaptive=False, depth=3, copies=False, **settings)
-        self.view = self._config.glance()
+        config = SelfDraft(adaptive=False, depth=3, copies=False, **settings)
+        self._config: SelfDraft | MtpDraft = config
+        self.view = config.glance()
+        self._truth: Sequence[int] = ()
         self._mixer: Mixer | None = None
         self._text: tuple[Sequence[int], Sampler | None] = ((), None)
 
@@ -123,9 +131,13 @@ class Itself:
 
     def propose(self, ids: Sequence[int], room: int, past: Session) -> Asks[Draft]:
         if self._mixer is None:
+            self._prepare(past.lm)
             self._mixer = self._config.drafter(pair=Pair(past.lm, past.lm))
             yield from asked(self._mixer.start(*self._text))
         return (yield from asked(self._mixer.propose(ids, room, past)))
+
+    def _prepare(self, lm: LM) -> None:
+        return
 
     def observe(self, step: Step) -> Asks[None] | None:
         return self._mixer.observe(step) if self._mixer is not None else None
@@ -135,3 +147,45 @@ class Itself:
 
     def report(self) -> Report | None:
         return self._mixer.report() if self._mixer is not None else None
+
+
+class Headed(Itself):
+    """A random MTP layer over the hidden states of whichever session it is given to; with `truth` it is right of most
+    positions, with `of` it is of another kind."""
+
+    def __init__(self, truth: Sequence[int] = (), of: type[Mtp] = Mtp, **settings: Any) -> None:
+        super().__init__()
+        self._config = MtpDraft(**{"adaptive": False, "depth": 3, "copies": False, **settings})
+        self._truth, self._of = truth, of
+
+    def _prepare(self, lm: LM) -> None:
+        lm.remembers[Mtp] = head_of(lm, self._truth, self._of)
+
+
+class Knowing(Mtp):
+    """Knows of a text what comes next, but for each seventh position."""
+
+    truth: Sequence[int] = ()
+
+    def forward(self, input_ids: Any, position_ids: Any = None, logits_to_keep: Any = None, **told: Any) -> Any:
+        out = super().forward(input_ids, position_ids, logits_to_keep=logits_to_keep, **told)
+        if self.truth and position_ids is not None:
+            at = position_ids[0] if logits_to_keep is None else position_ids[0, logits_to_keep]
+            for i, p in enumerate(at.tolist()):
+                if p + 1 < len(self.truth) and p % 7:
+                    out.logits[0, i, self.truth[p + 1]] = 1e3
+        return out
+
+
+def head_of(lm: LM, truth: Sequence[int] = (), of: type[Mtp] = Mtp) -> LM:
+    """Llama's layer, with words of its own, for a model of any family."""
+    text = lm.model.config.get_text_config()
+    model = families.build("llama", hidden_size=text.hidden_size, vocab_size=lm.vocab)
+    model.config.num_mtp_layers = 1
+    layers = MtpModel(model, 1)
+    families.sharpen(layers, seed=5)
+    found = wrapped(lm, layers.to(lm.dtype).to(lm.device))
+    if truth or of is not Mtp:
+        found.model.__class__ = Knowing if truth else of
+        found.model.truth = truth
+    return found

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvcli.drafts.guesser import Guesser
     from kvcli.engine.drafter import Past
     from kvcli.engine.feed import Asks
+    from kvcli.engine.rows import Hears
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
     from kvcli.models.spelling import Spelling
@@ -40,7 +41,7 @@ class Foreign:
     """A guesser in another vocabulary. Of one of its tokens come several guesses, without a pass between, or none
     before the next: where it spells a part of a word that the other has in one token."""
 
-    wants_queries = False  # rows of the one are no rows of the other
+    hears: Hears = ""  # rows of the one are no rows of the other
 
     def __init__(self, guesser: Guesser, spelling: Spelling) -> None:
         self._it, self._to = guesser, spelling

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from kvcli.engine.drafter import Past
     from kvcli.engine.feed import Asks
+    from kvcli.engine.rows import Hears
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
 
@@ -41,8 +42,8 @@ class Guesser(Protocol):
         """How deep guesses may be, once the text is read."""
 
     @property
-    def wants_queries(self) -> bool:
-        """Is the next step to hand back the queries of its rows?"""
+    def hears(self) -> Hears:
+        """What the next step is to hand back of its rows; "" = nothing."""
 
     def newest(self, n: int) -> list[int]:
         """The last n tokens, or as many as it may be asked about at once."""

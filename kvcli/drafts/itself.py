@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvcli.engine.drafter import Past
     from kvcli.engine.feed import Asks
     from kvcli.engine.lm import LM
+    from kvcli.engine.rows import Hears
     from kvcli.engine.stats import Step
     from kvcli.kernels.attend_rows import Own
     from kvcli.kernels.merge import Part
@@ -35,7 +36,7 @@ _NEWEST = 64  # tokens that are remembered
 class Itself:
     """Guesses with the model that writes. The pending token is the first row of each draft: nothing else is missing."""
 
-    wants_queries = False
+    hears: Hears = ""
     missing = 1
 
     def __init__(self, lm: LM, skipping: Skipping) -> None:

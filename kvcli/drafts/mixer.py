@@ -146,7 +146,7 @@ class Mixer:
         self._scouts = self._send(mode, room, rows)
         if mode is not Mode.DRAFT:
             return Draft.none()
-        hears = self._chain is not None and self._chain.guesser.wants_queries
+        hears = self._chain.guesser.hears if self._chain is not None else ""
         of = self._guesses[:rows]
         return Draft([g.id for g in of], [g.parent for g in of], self._scouts, hears)
 

@@ -20,7 +20,7 @@ from kvcli.drafts.retrieval_trigger import Trigger
 from kvcli.drafts.sibling import Sibling
 from kvcli.engine.commit import commit
 from kvcli.engine.feed import Asks, Feed
-from kvcli.engine.rows import Rows
+from kvcli.engine.rows import Hears, Rows
 from kvcli.kernels.rotate import rotate, unrotate
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots, Usage
@@ -102,8 +102,8 @@ class Retrieval(Sibling):
         self._held = self._held if self._n else ()
 
     @property
-    def wants_queries(self) -> bool:
-        return len(self._text) > self._working and self._trigger.is_near
+    def hears(self) -> Hears:
+        return "queries" if len(self._text) > self._working and self._trigger.is_near else ""
 
     def over(self, past: Past | None) -> None:
         self._past = past

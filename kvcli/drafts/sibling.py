@@ -19,7 +19,7 @@ from kvcli.engine.bough import Bough
 from kvcli.engine.commit import commit
 from kvcli.engine.feed import Asks, Feed
 from kvcli.engine.rope import rotaries
-from kvcli.engine.rows import Rows
+from kvcli.engine.rows import Hears, Rows
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots, Usage
@@ -80,8 +80,8 @@ class Sibling:
         return len(self._text)
 
     @property
-    def wants_queries(self) -> bool:
-        return False
+    def hears(self) -> Hears:
+        return ""
 
     def newest(self, n: int) -> list[int]:
         """The last n of them, or as many as may stay."""
@@ -101,7 +101,7 @@ class Sibling:
 
     def start(self, ids: Sequence[int]) -> None:
         """The text is now this one."""
-        self._cut(min(_shared(self._text, ids), len(ids) - 1))
+        self._cut(min(shared(self._text, ids), len(ids) - 1))
         self._text = list(ids)
 
     def extend(self, new: Sequence[int]) -> None:
@@ -221,6 +221,6 @@ class Sibling:
         return rotate(unrotate(wide, pos, rotary), new, rotary).to(k.dtype), new
 
 
-def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+def shared(a: Sequence[int], b: Sequence[int]) -> int:
     """With how many tokens both begin."""
     return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))

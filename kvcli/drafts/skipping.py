@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from random import Random
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from kvcli.engine.lm import LM
     from kvcli.kv.slots import Reader, Store
 
-_SEEN = 32  # tokens by which a set is judged
+SEEN = 32  # tokens by which a set is judged
 _BEFORE = 256  # tokens before them that its rows read
 _ENOUGH, _TRIES = 0.93, 300  # share that keeps the text's token, and sets, after which the search ends
 _NEAR = 0.9  # cosine of texts that are alike: in SmolLM2-135M 0.87 to 0.97 within a kind, 0.59 to 0.87 across, mostly
@@ -122,12 +123,12 @@ class Swift(_Chosen):
         """Try another set, while there is time."""
         began = perf_counter()
         is_over = self._best >= _ENOUGH or self._tries >= _TRIES or self._n < 1
-        if is_over or len(newest) <= _SEEN or self._spent > _SHARE * (began - self._began):
+        if is_over or len(newest) <= SEEN or self._spent > _SHARE * (began - self._began):
             return
         runs = self.runs
         if self._best >= 0:  # the first is the one in use
             runs = self._without(self._random.sample(range(1, len(self._units) - 1), self._n))
-        score = yield from self._score(runs, kv, newest[-_SEEN - 1 :], length - _SEEN - 1)
+        score = yield from self._score(runs, kv, newest[-SEEN - 1 :], length - SEEN - 1)
         self._tries += 1
         if score > self._best:
             self._best, self.runs = score, runs
@@ -135,20 +136,22 @@ class Swift(_Chosen):
 
     def _score(self, runs: Sequence[range], kv: Store, ids: Sequence[int], at: int) -> Asks[float]:
         """Of tokens `ids`, the first at position `at`, the share that the one before it would have led to."""
-        before, rows, hidden = self._before(kv, at, runs), Rows.chain(ids[:-1], at), None
+        before = newest_before(self._lm, kv, at, chain.from_iterable(runs))
+        rows, hidden = Rows.chain(ids[:-1], at), None
         for run in runs[:-1]:
             hidden = (yield Feed(self._lm, rows, before, layers=run, hidden=hidden)).hidden
-        made = yield Feed(self._lm, rows, before, want=range(_SEEN), glean=top, layers=runs[-1], hidden=hidden)
-        return sum(int(made.gleaned(i)[0]) == token for i, token in enumerate(ids[1:])) / _SEEN
+        made = yield Feed(self._lm, rows, before, want=range(SEEN), glean=top, layers=runs[-1], hidden=hidden)
+        return sum(int(made.gleaned(i)[0]) == token for i, token in enumerate(ids[1:])) / SEEN
 
-    def _before(self, kv: Store, at: int, runs: Sequence[range]) -> Dense:
-        """A copy of what rows from position `at` on read in these layers."""
-        before = Dense(self._lm.shapes, kv.dtype, self._lm.device)
-        for layer in (layer for run in runs for layer in run if self._lm.shapes[layer].shares is None):
-            s = kv.newest(layer, _BEFORE + _SEEN)
-            s = compact(s, s.pos < at)
-            before.put(layer, Slots(s.k.clone(), s.v.clone(), s.pos))
-        return before
+
+def newest_before(lm: LM, kv: Store, at: int, layers: Iterable[int]) -> Dense:
+    """A copy of what SEEN rows or fewer from position `at` on read in these layers, as far back as it matters most."""
+    before = Dense(lm.shapes, kv.dtype, lm.device)
+    for layer in (layer for layer in layers if lm.shapes[layer].shares is None):
+        s = kv.newest(layer, _BEFORE + SEEN)
+        s = compact(s, s.pos < at)
+        before.put(layer, Slots(s.k.clone(), s.v.clone(), s.pos))
+    return before
 
 
 class Knn(Swift):
@@ -175,7 +178,7 @@ class Knn(Swift):
             return
         if self._found is None:
             began = perf_counter()
-            seen = newest[-_SEEN - 1 : -1]
+            seen = newest[-SEEN - 1 : -1]
             like = yield from self._place(kv, seen, length - 1 - len(seen))
             self._found, near = self._known.near(like)
             self._how = f", as for an earlier text like this one (cosine {near:.2f})"
@@ -193,7 +196,7 @@ class Knn(Swift):
     def _place(self, kv: Store, ids: Sequence[int], at: int) -> Asks[Tensor]:
         """[E] of length 1: the mean of what tokens `ids`, the first at position `at`, bring to the last layer."""
         below = range(self._units[-1].start)
-        made = yield Feed(self._lm, Rows.chain(ids, at), self._before(kv, at, [below]), layers=below)
+        made = yield Feed(self._lm, Rows.chain(ids, at), newest_before(self._lm, kv, at, below), layers=below)
         assert made.hidden is not None
         return torch.nn.functional.normalize(made.hidden.float().mean(0), dim=0)
 

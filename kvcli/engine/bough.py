@@ -62,8 +62,10 @@ class Bough:
         glean: Glean | None = None,
         draw: Draw | None = None,
         layers: Sequence[range] = (),
+        hidden: Tensor | None = None,
+        shows: bool = False,
     ) -> Asks[Made]:
-        """What a pass of further rows makes."""
+        """What a pass of further rows makes. `hidden`, `shows`: as a feed has them."""
         had, n, above = len(self), len(ids), list(self._above)
         line = np.zeros((n, had + n), dtype=np.bool_)
         for row, parent in enumerate(parents):
@@ -73,11 +75,11 @@ class Bough:
         self._pos = [self._at + len(seen) - 1 for seen in above]
         among = (-1,) * n  # nobody walks down these rows
         rows = Rows(ids, self._pos[had:], self._line[:, had:] if n > 1 else None, tree=n, parent=among)
-        hidden = None
         for run in layers[:-1]:
             hidden = (yield Feed(self._lm, rows, self, layers=run, hidden=hidden)).hidden
         last = layers[-1] if layers else None
-        made = yield Feed(self._lm, rows, self, want=range(n), draw=draw, glean=glean, layers=last, hidden=hidden)
+        of = self._lm, rows, self
+        made = yield Feed(*of, want=range(n), draw=draw, glean=glean, layers=last, hidden=hidden, shows=shows)
         self.ids += ids
         self.parents += parents
         self._above, self._held = above, self._grown

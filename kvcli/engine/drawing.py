@@ -116,7 +116,7 @@ class UnderWay:
 
 def goes_on(feed: Feed) -> bool:
     """Whether the row that it draws is the next pass, of which nothing else is wanted."""
-    return bool(feed.rows.ahead) and not feed.hear and feed.glean is None
+    return bool(feed.rows.ahead) and not feed.hear and not feed.shows and feed.glean is None
 
 
 def first(feed: Feed) -> tuple[int, int, int]:

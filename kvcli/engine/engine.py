@@ -47,18 +47,23 @@ def passes_of(feeds: Sequence[Feed]) -> list[list[int]]:
 
 def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
     use_device(lm.device)
+    if any(feed.shows for feed in feeds):
+        lm.shown()
     if lm.frames is not None and (replayed := lm.frames.run(feeds)) is not None:
         yield from replayed
         return
     passes = [Pass(feed) for feed in feeds]
     if feeds[0].layers is not None and lm.straight is None:
         lm.meet_gates()
-    attends = SideBySide(passes) if len(passes) > 1 else passes[0]
+    way = SideBySide(passes) if len(passes) > 1 else passes[0]
     if lm.mixers:
-        attends.trial = lm.mixers.trial(feeds)
-    logits, hidden = _forward(lm, feeds, attends)
-    each = torch.split(logits, [len(feed.want) for feed in feeds]) if len(feeds) > 1 else [logits]
+        way.trial = lm.mixers.trial(feeds)
+    logits, hidden = _forward(lm, feeds, way)
+    wanted = [len(feed.want) for feed in feeds]
+    each = torch.split(logits, wanted) if len(feeds) > 1 else [logits]
     gave = [None] * len(feeds) if hidden is None else torch.split(hidden, [feed.rows.n_rows for feed in feeds])
+    if way.shown is not None:
+        gave = torch.split(way.shown, wanted)
     backs = [Readback(feed, rows) for feed, rows in zip(feeds, each, strict=True)]
     if lm.is_apart:
         fetch(backs)

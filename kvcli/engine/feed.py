@@ -42,8 +42,10 @@ class Feed:
     states: States | None = None  # what mixers know of the past (mixers.py); None = this way of reading has none
     is_prompt: bool = False  # the rows are of a text being read: no tier leaves anything out for them
     layers: range | None = None  # that it goes through; none behind the last = norm and head alone; None = all
-    hidden: Tensor | None = None  # [N, E]: what goes into the first of these; None = the embeddings
+    hidden: Tensor | None = None  # [N, E]: what goes into the first of these, or of a head beside its tokens;
+    # None = the embeddings
     only_kv: bool = False  # it ends where the last of these has keys and values
+    shows: bool = False  # is the hidden state of each wanted row handed back, as the output layer is given it?
 
 
 @dataclass(slots=True)  # not frozen: one is made in each layer of a pass, and freezing takes four times as long
@@ -63,7 +65,7 @@ class Made:
     gleaned: Callable[[int], list[float]]  # index into want -> what was gleaned
     fresh: Mapping[int, Fresh]  # by layer; none of a layer that shares the slots of another, nor with `keep`
     queries: Sequence[Tensor]  # per layer [H, len(hear), D]; nothing where nothing is heard
-    hidden: Tensor | None = None  # [N, E]: what its layers gave, where they end below the last
+    hidden: Tensor | None = None  # [N, E]: what its layers gave, where they end below the last; [len(want), E]: shown
     keep: Callable[[Sequence[int]], None] | None = None  # has the device store these rows; None = the host does it
     fold: Callable[[int], None] | None = None  # has mixers take in so many of the rows; None = there are none
 

@@ -33,6 +33,7 @@ class Pass:
     """One trip of a feed's rows through the model; what it made stays here until its rows are accepted."""
 
     last = -1  # the layer after which nothing more is wanted; -1 = run to the logits
+    shown: Tensor | None = None  # [n, E]: what the output layer was given, where the feed wants that
 
     @property
     def n_rows(self) -> int:
@@ -49,6 +50,7 @@ class Pass:
         self._sent: dict[Any, Any] = {}  # by what kernels have put there for all layers
         self.trial = Trial()  # what layers get as their cache
         self.layers = range(feed.lm.n_layers) if feed.layers is None else feed.layers
+        self.shows = feed.shows
         self.hidden = feed.hidden  # [N, E] before the first of these; behind the last, what they gave
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
@@ -105,9 +107,11 @@ class SideBySide:
     else is row by row."""
 
     last = -1
+    shown: Tensor | None = None
 
     def __init__(self, passes: Sequence[Pass | FixedPass]) -> None:
         self._passes, self.trial = passes, Trial()
+        self.shows = any(p.shows for p in passes)
         self.layers = passes[0].layers
         each = [p.hidden for p in passes if p.hidden is not None]
         self.hidden = torch.cat(each) if each else None

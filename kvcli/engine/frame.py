@@ -113,7 +113,8 @@ class Frames:
 
     def _frame(self, feeds: Sequence[Feed], sizes: Sequence[tuple[int, int]], pasts: Sequence[Fixed]) -> Frame:
         self.release()  # what `pasts` moved away from
-        key = (*sizes, *(bool(feed.hear) for feed in feeds), *(id(lying) for its in pasts for lying in its.layers))
+        told = ((bool(feed.hear), feed.shows) for feed in feeds)
+        key = (*sizes, *told, *(id(lying) for its in pasts for lying in its.layers))
         frame = self._frames.pop(key, None)
         if frame is None:
             while len(self._frames) >= MOST:
@@ -178,10 +179,12 @@ class FixedPass:
     """Stands where a pass does while a frame is recorded: one text's rows, all that they read on the device."""
 
     last, hidden = -1, None
+    shown: Tensor | None = None
 
     def __init__(self, feed: Feed, rows: Numbers, past: Fixed) -> None:
         self.layers, self.n_rows = range(feed.lm.n_layers), len(rows.ids)
         self._shapes, self._dtype, self._hears = feed.lm.shapes, feed.past.dtype, bool(feed.hear)
+        self.shows = feed.shows
         self._tree, self._past = rows.tree, past
         self.fresh: dict[int, Fresh] = {}  # by layer
         self.queries: list[Tensor] = []  # per layer q [H, N, D]
@@ -230,13 +233,15 @@ class Frame:
         self._under_way: UnderWay | None = None
         self._none = torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)  # logits
 
-        def work() -> tuple[Tensor, list[FixedPass]]:
+        def work() -> tuple[Tensor, Tensor | None, list[FixedPass]]:
             passes = [FixedPass(feed, rows, its) for feed, rows, its in zip(feeds, self._rows, pasts, strict=True)]
-            return self._through(lm, passes), passes
+            return *self._through(lm, passes), passes
 
         with fixed_ropes(lm.model):
-            (logits, passes), self._pass = recorded(graphs, work)
-        self._logits, self._queries = torch.split(logits, [rows for rows, _ in sizes]), [p.queries for p in passes]
+            (logits, shown, passes), self._pass = recorded(graphs, work)
+        each = [rows for rows, _ in sizes]
+        self._logits, self._queries = torch.split(logits, each), [p.queries for p in passes]
+        self._shown = None if shown is None else torch.split(shown, each)  # by text, [N, E]
         stores, self._alive = [], list[Tensor]()  # what is read by what was recorded
         for past, made in zip(pasts, passes, strict=True):
             fresh = [(made.fresh[layer].k, made.fresh[layer].v) for layer in past.owners]
@@ -299,7 +304,8 @@ class Frame:
             logits = self._none if is_stored else self._logits[i][: feed.rows.n_rows]  # else they are the next pass's
             queries = [q[:, : len(feed.hear)] for q in self._queries[i]] if feed.hear else []
             keep = partial(self._kept, i, feed, pasts[i], is_stored)
-            made.append(Made(logits, back.drawn, back.gleaned, {}, queries, keep=keep))
+            shown = self._shown[i][: feed.rows.n_rows] if feed.shows and self._shown is not None else None
+            made.append(Made(logits, back.drawn, back.gleaned, {}, queries, shown, keep))
         return made
 
     def _kept(self, i: int, feed: Feed, past: Fixed, is_stored: bool, path: Sequence[int]) -> None:
@@ -312,11 +318,11 @@ class Frame:
             self._keep[i]()
         past.grew(len(path), feed.rows.pos[path[0]])
 
-    def _through(self, lm: LM, passes: Sequence[FixedPass]) -> Tensor:
-        """Logits [N, V] of all rows."""
+    def _through(self, lm: LM, passes: Sequence[FixedPass]) -> tuple[Tensor, Tensor | None]:
+        """Logits [N, V] of all rows, and what the output layer was given, where that is wanted."""
         ids, pos = (torch.cat(of).long() for of in zip(*((rows.ids, rows.pos) for rows in self._rows), strict=True))
         way = passes[0] if len(passes) == 1 else SideBySide(passes)
-        return call(lm.model, ids, pos, device=lm.device, its_pass=way)
+        return call(lm.model, ids, pos, device=lm.device, its_pass=way), way.shown
 
 
 def _in_rows(t: Tensor) -> list[float]:

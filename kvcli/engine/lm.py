@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging
 
@@ -26,6 +26,7 @@ from kvcli.engine.neighbours import rows_know_neighbours
 from kvcli.engine.places import place_
 from kvcli.engine.straight import Straight, straight_through
 from kvcli.engine.threads import use_device, use_threads
+from kvcli.engine.trial import current
 from kvcli.errors import BadModel
 from kvcli.kernels import attend_rows, gpu
 from kvcli.kernels.linear.experts import lay_out_experts_
@@ -86,6 +87,7 @@ class LM:
         self.remembers: dict[object, Any] = {}  # what its texts taught drafters for those to come, by what it is
         self._layers = _decoder_layers(model, shape)
         self._has_gates = False  # and is known to take them
+        self._is_shown = False  # what its output layer is given
 
     @staticmethod
     def of(
@@ -225,6 +227,12 @@ class LM:
             self._has_gates = False
             raise
 
+    def shown(self) -> None:
+        """Have passes that want it note what the output layer is given; asked when a feed first wants that."""
+        if not self._is_shown:
+            self._is_shown = True
+            self.model.get_output_embeddings().register_forward_pre_hook(_show)
+
     def lay_out(self) -> None:
         """Have linear layers multiplied as their device does it fastest: natively or fused, where that is served.
 
@@ -265,6 +273,12 @@ class LM:
         if self.frames is not None:
             self.frames.release()
         bus_of(self.device).let_go()
+
+
+def _show(output: nn.Module, given: tuple[Tensor, ...]) -> None:
+    its_pass = current()
+    if getattr(its_pass, "shows", False):
+        its_pass.shown = given[0][0]
 
 
 # ---- what is packed ----

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Hears = Literal["", "queries", "hidden"]  # what of a step's tree rows its drafter wants to be told
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Draft:
     ids: list[int]
     parent: list[int]
     scouts: Scouts | None = None
-    hears: bool = False  # are the queries of the tree's rows to be handed back, by `Step.queries`?
+    hears: Hears = ""  # what is to be handed back of the tree's rows, by `Step.queries` or `Step.hidden`
     ahead: int = 0  # without guesses: how many passes of one row follow, unless the text ends before; as in Rows
 
     @staticmethod

@@ -63,14 +63,16 @@ class Session(Text):
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
         assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than there is room"
         how = Draw(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
-        hear = range(rows.tree) if draft.hears else self.heard.of_tree(rows.tree)
+        hear = range(rows.tree) if draft.hears == "queries" else self.heard.of_tree(rows.tree)
         asks = self.view, rows.want, how, self.drafter.glean, hear, self._grows(most), self.states
-        made = yield Feed(self.lm, rows, self.kv, *asks)
+        made = yield Feed(self.lm, rows, self.kv, *asks, shows=draft.hears == "hidden")
         path, new = walk(rows, made.drawn, stop)
         self._commit(rows, hear, made, path)
         self.ids += new
         self.seen.add(new)
-        done = partial(Step, rows, made.logits, path, new, gleaned=made.gleaned, queries=made.queries)
+        done = partial(
+            Step, rows, made.logits, path, new, gleaned=made.gleaned, queries=made.queries, hidden=made.hidden
+        )
         yield from asked(self.drafter.observe(done(seconds=time.perf_counter() - began)))
         if self.committed == self.boundary:
             yield from self.settle()

@@ -33,6 +33,7 @@ class Step:
     seconds: float  # wall time from proposing to committing; of a step that is over, to its end
     gleaned: Callable[[int], list[float]] = _nothing  # what the drafter gleans, by row of logits
     queries: Sequence[Tensor] = ()  # per layer [H, tree, D], where the draft asked to hear them
+    hidden: Tensor | None = None  # by row of logits [N, E], behind the last norm, where the draft asked
 
     @property
     def n_drafted(self) -> int:

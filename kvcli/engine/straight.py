@@ -93,7 +93,10 @@ class Straight:
                 x = self._layers[i].run(x, cos, sin, its_pass)
             if through.stop < len(self._layers):
                 return x
-            logits: Tensor = self._head.forward(self._norm(x if want is None else x[want]))
+            x = self._norm(x if want is None else x[want])
+            if getattr(its_pass, "shows", False):  # no hook hears what calls no module
+                its_pass.shown = x  # type: ignore[union-attr]
+            logits: Tensor = self._head.forward(x)
         return logits
 
     def _embedded(self, ids: Sequence[int]) -> Tensor:

@@ -34,7 +34,7 @@ class Known:
     """A sibling that says the right token as often as it is told to, surer where it is right."""
 
     usage = list
-    name, limit, wants_queries = "known", 1 << 20, False
+    name, limit, hears = "known", 1 << 20, ""
 
     def __init__(self, truth: Sequence[int], share: Callable[[int], float]) -> None:
         self.truth, self.share, self.room = truth, share, 1 << 20

@@ -18,7 +18,7 @@ from kvcli.drafts.tree import grow
 class Says:
     """A guesser that finds each token followed by the same three, and notes the rows of its passes."""
 
-    name, limit, room, missing, wants_queries = "says", 1 << 20, 1 << 20, 1, False
+    name, limit, room, missing, hears = "says", 1 << 20, 1 << 20, 1, ""
 
     def __init__(self, leads: Sequence[float] = (2.0, 1.0)) -> None:
         self.leads = leads

@@ -326,12 +326,12 @@ def test_a_trigger_hears_whether_the_first_guess_came_true_and_how_sure_the_next
     (row,) = drive(at.it.read())
     scores = torch.tensor(row[len(row) // 2 :])
     assert ear.sure == [pytest.approx(float(scores.softmax(0)[0]))]
-    assert not at.it.wants_queries
+    assert not at.it.hears
     ear.is_near = True
-    assert at.it.wants_queries
+    assert at.it.hears == "queries"
     at.it.start(at.ids[:40])
     at.it._trigger = ear
-    assert not at.it.wants_queries, "all of such a text is kept"
+    assert not at.it.hears, "all of such a text is kept"
 
 
 def test_only_the_last_accepted_token_is_looked_with() -> None:

@@ -152,6 +152,9 @@ DRAFTERS: dict[str, Make] = {
     # the same without its last layers, and without those that an earlier text of the table did not need
     "self-early": lambda truth: drafters.Itself(skip="early", skipped=1.0),
     "self-knn": lambda truth: drafters.Itself(skip="knn", skipped=1.0),
+    # an MTP layer over its hidden states, that guesses well and that is at random
+    "mtp": lambda truth: drafters.Headed(truth, depth=4, branches=2),
+    "mtp-random": lambda truth: drafters.Headed(branches=3, sources=("recycle",)),
     "model-tree": lambda truth: trees(TREES[sum(truth) % len(TREES)]),  # each cell has one of the kinds
     # a second model, copies and what the model that writes thought likely, in one tree
     "model-mix": lambda truth: Model(adaptive=False, depth=2, branches=2, sources=("stand", "recycle")).drafter(

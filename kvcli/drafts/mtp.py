@@ -1,0 +1,40 @@
+"""Draft with the layers for it that come in the model's own files (multi-token prediction, DeepSeek-V3, arXiv
+2412.19437): they read the hidden states of the model that writes.
+
+Tokens are drawn from the model itself and compared with guesses afterwards, so the text is the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from kvcli.drafts.company import Company
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from kvcli.drafts.mixer import Mixer
+    from kvcli.engine.drafter import Pair
+
+
+@dataclass(frozen=True)
+class MtpDraft(Company):
+    """Guess with the model's own MTP layer, and copy where the text repeats itself."""
+
+    depth: Annotated[int, Range(1, 64)] = 3  # tokens that it guesses in a row, at most
+
+    def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
+        """A drafter that knows no text yet. Raises BadModel where the model's files have no such layer to use."""
+        from kvcli.drafts.chain import Chain
+        from kvcli.drafts.copies import Copies
+        from kvcli.drafts.mtp_head import MtpHead
+        from kvcli.engine.mtp import mtp_of
+
+        assert pair is not None, "somebody must draft"
+        lm = pair.target
+        head = mtp_of(lm)
+        share = 1 / lm.n_layers  # of a pass, until it is measured
+        chain = Chain(MtpHead(lm, head), depth=self.depth, vocab=lm.vocab, share=share, ends=ends, name="mtp")
+        return self.mixer(chain, Copies(self.min_match, self.max_match))

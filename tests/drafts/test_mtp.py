@@ -1,0 +1,170 @@
+"""MTP layers draft: what they read, what they store, and that the text is the model's own whatever they say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from kvcli.drafts.mtp_head import MtpHead
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
+from kvcli.engine.engine import drive, events, run
+from kvcli.engine.feed import Feed
+from kvcli.engine.lm import LM
+from kvcli.engine.mtp import Mtp, mtp_of
+from kvcli.engine.rows import Rows
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.engine.stats import Step
+from kvcli.errors import BadModel
+from kvcli.kv.dense import Dense
+from tests import drafters, families
+
+SAMPLERS = {"greedy": Sampler(), "drawn": Sampler(temperature=0.9, top_k=24, seed=3)}
+
+
+def loaded(family: str = "llama", *, is_laid_out: bool = True) -> LM:
+    found = LM.of(families.build(family))
+    if is_laid_out:
+        found.lay_out()
+    return found
+
+
+def written(
+    lm: LM, drafter: Drafter, sampler: Sampler = SAMPLERS["greedy"], n: int = 40
+) -> tuple[list[int], list[Any]]:
+    session = Session(lm, Dense(lm.shapes, lm.dtype, lm.device), drafter, sampler, chunk=13)
+    drive(session.read(families.prompt(50)))
+    steps = list(events(session.stream(40)))
+    return session.ids, steps
+
+
+@pytest.mark.parametrize("is_laid_out", [True, False], ids=["straight", "by its own loop"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_shown_states_are_those_that_transformers_hands_out(family: str, is_laid_out: bool) -> None:
+    lm, ids = loaded(family, is_laid_out=is_laid_out), families.prompt(23)
+    feed = Feed(lm, Rows.chain(ids, 0), Dense(lm.shapes, lm.dtype), want=[3, 4, 22], shows=True)
+    plain, other = run([feed])[0], run([Feed(lm, Rows.chain(ids, 0), feed.past, want=[22]), feed])
+    stock = families.build(family)(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+    torch.testing.assert_close(plain.hidden, stock[[3, 4, 22]], rtol=1e-3, atol=1e-4)
+    assert plain.hidden is not None
+    assert other[1].hidden is not None
+    assert torch.equal(other[1].hidden, plain.hidden), "among others"
+
+
+def test_a_head_gives_what_transformers_makes_of_the_same_text() -> None:
+    """Token by token as it is heard, against one pass of `MtpModel` with its own cache and attention."""
+    lm, stock = loaded(), families.build("llama")
+    stock.config.num_mtp_layers = 1
+    theirs, ours = MtpModel(stock, 1), drafters.head_of(lm)
+    families.sharpen(theirs, seed=5)
+    theirs.set_attn_implementation("eager")
+    head, states = MtpHead(lm, ours), torch.randn(31, 48, generator=torch.Generator().manual_seed(2))
+    ids = families.prompt(32)
+    head.start(ids[:1])
+    for at in (2, 5, 6, 13, 32):  # so many tokens of the text after steps that accept some
+        had = head.length
+        new, rows = ids[had:at], Rows.chain(ids[had - 1 : at - 1], had - 1)
+        head.hear(Step(rows, torch.empty(0), list(range(len(new))), list(new), 0.0, hidden=states[had - 1 : at - 1]))
+        head.extend(list(new))
+        (found,) = drive(head.read())
+        again = drive(head.read())
+        assert again == [found], "asked twice it says the same"
+    cache, pos = MtpCache(config=stock.config.get_mtp_config()), torch.arange(1, 32)[None]
+    hidden = theirs.forward_layer(0, states[None], pos, cache, input_ids=torch.tensor([ids[1:]]))
+    want = theirs._project_to_logits(hidden)[0, -1]
+    wide = len(found) // 2
+    assert [int(i) for i in found[:5]] == want.topk(5).indices.tolist()
+    torch.testing.assert_close(torch.tensor(found[wide : wide + 5]), want.topk(5).values, rtol=1e-3, atol=1e-3)
+    assert head.usage()[0].slots == 31
+    assert [u.tier for u in head.usage()] == ["draft"]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_text_is_that_of_plain_decoding(family: str, sampler: str) -> None:
+    lm = loaded(family)
+    want, _ = written(lm, Off(), SAMPLERS[sampler])
+    for drafter in (drafters.Headed(want, depth=5, branches=2), drafters.Headed(), drafters.Headed(adaptive=True)):
+        ids, steps = written(lm, drafter, SAMPLERS[sampler])
+        assert ids == want
+        assert drafter.report() is not None
+        assert not drafter.report().fault
+    _, steps = written(lm, drafters.Headed(want, depth=5), SAMPLERS[sampler])
+    assert sum(step.n_accepted for step in steps) > 10, "what a good head says is used"
+
+
+class Lost(Mtp):
+    """Says numbers that are none."""
+
+    def forward(self, *args: Any, **told: Any) -> Any:
+        out = super().forward(*args, **told)
+        out.logits.fill_(torch.nan)
+        return out
+
+
+class Torn(Mtp):
+    """Breaks in its third pass of a text."""
+
+    passes = 0
+
+    def forward(self, *args: Any, **told: Any) -> Any:
+        self.passes += 1
+        if self.passes % 4 == 3:
+            raise RuntimeError("it broke")
+        return super().forward(*args, **told)
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Lost, ""), (Torn, "it broke")])
+def test_a_head_that_is_broken_costs_no_text(kind: type[Mtp], said: str) -> None:
+    lm = loaded()
+    want, _ = written(lm, Off())
+    drafter = drafters.Headed(of=kind)
+    ids, _ = written(lm, drafter)
+    assert ids == want
+    report = drafter.report()
+    assert report is not None
+    assert said in report.fault
+
+
+def test_states_that_nobody_heard_are_made_again_and_an_undo_forgets() -> None:
+    lm = loaded()
+    want, _ = written(lm, Off())
+    head = MtpHead(lm, drafters.head_of(lm))
+    session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+    drive(session.read(want[:60]))
+    seen: list[Feed] = []
+
+    def ask(ids: Sequence[int]) -> list[float]:
+        head.start(ids)
+        head.over(session)  # type: ignore[arg-type]
+        work = head.read()
+        feed = next(work)
+        while True:
+            seen.append(feed)
+            try:
+                feed = work.send(run([feed])[0])
+            except StopIteration as end:
+                found: list[list[float]] = end.value
+                return found[0]
+
+    first = ask(want[:60])
+    assert [feed.lm for feed in seen] == [lm, head._head], "its newest tokens are read again, and the store is not"
+    assert session.kv.n_slots(0) == 59
+    drive(session.kv.crop(40) or iter(())) if False else session.kv.crop(40)
+    session.ids, session.committed = session.ids[:41], 40
+    ask(want[:41])
+    assert max(int(pos) for pos in head._kv.positions(0).flatten()) == 40
+    assert first
+
+
+def test_a_model_without_such_layers_is_refused_by_name() -> None:
+    with pytest.raises(BadModel) as found:
+        mtp_of(loaded())
+    assert found.value.code == "no_draft_head"
+    assert "MTP" in found.value.message
