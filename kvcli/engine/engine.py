@@ -68,7 +68,7 @@ def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
     if lm.is_apart:
         fetch(backs)
     for i, (p, rows, back, left) in enumerate(zip(passes, each, backs, gave, strict=True)):
-        yield Made(rows, back.drawn, back.gleaned, p.fresh, p.queries, left, fold=attends.trial.fold(i))
+        yield Made(rows, back.drawn, back.gleaned, p.fresh, p.queries, left, fold=way.trial.fold(i))
 
 
 def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple[Tensor, Tensor | None]:
