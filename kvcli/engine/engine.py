@@ -100,7 +100,7 @@ def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple
 
 def _last(lm: LM, feeds: Sequence[Feed], layers: range) -> int:
     """Behind which of these layers nothing is wanted."""
-    storing = () if any(feed.hear for feed in feeds) else (i for i in layers if lm.shapes[i].shares is None)
+    storing = () if any(feed.hear for feed in feeds) else (i for i in lm.storing if i in layers)
     return max(storing, default=layers.stop - 1)
 
 
