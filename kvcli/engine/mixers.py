@@ -197,7 +197,9 @@ def _part(feed: Feed, rows: slice) -> Part:
         why = "what is asked for reads the past by a way of its own, which knows keys and values alone"
         raise refused(name, why, ["--set policy.name=window", "--set spec.method=ngram"])
     if feed.rows.sees is not None:
-        raise refused(name, "its guesses are one chain, without scouts", ["--set spec.method=ngram --set spec.branches=1"])
+        raise refused(
+            name, "its guesses are one chain, without scouts", ["--set spec.method=ngram --set spec.branches=1"]
+        )
     is_sure = feed.is_prompt or feed.rows.n_rows == 1
     folding = Folding(feed.states.now, feed.rows.n_rows, is_sure=is_sure)
     return Part(feed.states, folding, rows, tape=None if is_sure else {})
