@@ -200,6 +200,7 @@ def _part(feed: Feed, rows: slice) -> Part:
         raise refused(
             name, "its guesses are one chain, without scouts", ["--set spec.method=ngram --set spec.branches=1"]
         )
+    assert feed.states.now.at in (0, feed.rows.pos[0]), "rows do not stand behind what is known"
     is_sure = feed.is_prompt or feed.rows.n_rows == 1
     folding = Folding(feed.states.now, feed.rows.n_rows, is_sure=is_sure)
     return Part(feed.states, folding, rows, tape=None if is_sure else {})
