@@ -218,7 +218,7 @@ class LM:
         """
         if self._has_gates:
             return
-        try_ = ["--set prefill.order=chunks --set prune.method=none", "--set reuse.method=none"]
+        try_ = ["--set prefill.order=chunks", "--set prune.method=none", "--set reuse.method=none"]
         self.mixers.refuse(self.info.id, "rows cannot be stopped between them", try_)
         self._has_gates = True  # for the passes of the check
         try:

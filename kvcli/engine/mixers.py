@@ -197,7 +197,10 @@ def _part(feed: Feed, rows: slice) -> Part:
         why = "what is asked for reads the past by a way of its own, which knows keys and values alone"
         raise refused(name, why, ["--set policy.name=window", "--set spec.method=ngram"])
     if feed.rows.sees is not None:
-        raise refused(name, "its guesses are one chain, without scouts", ["--set spec.method=ngram spec.branches=1"])
+        raise refused(
+            name, "its guesses are one chain, without scouts", ["--set spec.method=ngram --set spec.branches=1"]
+        )
+    assert feed.states.now.at in (0, feed.rows.pos[0]), "rows do not stand behind what is known"
     is_sure = feed.is_prompt or feed.rows.n_rows == 1
     folding = Folding(feed.states.now, feed.rows.n_rows, is_sure=is_sure)
     return Part(feed.states, folding, rows, tape=None if is_sure else {})
