@@ -181,12 +181,8 @@ SMALL = {"vocab_size": 97, "hidden_size": 48, "num_attention_heads": 4, "num_key
 SMALL |= {"intermediate_size": 56, "moe_intermediate_size": 24, "max_position_embeddings": 512}
 QWEN = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2}
 QWEN |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "mtp_num_hidden_layers": 1}
-MELLUM = {
-    "layer_types": ["sliding_attention", "full_attention"],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 9,
-}
+MELLUM = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+MELLUM |= {"num_experts": 4, "num_experts_per_tok": 2}
 GLM = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 OUTER = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "post_norm"}
 LAYOUTS: dict[str, tuple[dict[str, Any], str, dict[str, str]]] = {
