@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvcli.commands.flags import profile_flags
 from kvcli.commands.setup import Setup
 from kvcli.demo import weights_dir
 from kvcli.errors import BadModel
 from kvcli.models import source
-from kvcli.models.companions import found_in
+from kvcli.models.companions import found_in, has_mtp
 from kvcli.models.vocabulary import alike, sample
 from tests import small_tokenizers
 from tests.fakes import Machine
@@ -100,15 +101,41 @@ def test_a_head_of_another_model_is_refused_by_name(kind: str, machine: Machine)
 
 
 @pytest.mark.parametrize("name", ["mtp.fc.weight", "model.layers.3.eh_proj.weight"])
-def test_layers_that_draft_are_named_and_said_not_to_be_used(name: str, machine: Machine) -> None:
+def test_layers_that_draft_are_named_and_by_whom_they_are_used(name: str, machine: Machine) -> None:
     folder = machine.folder / "tiny"
     assert found_in(source.find(str(folder))) == []
     file = folder / "model.safetensors"
     save_file(load_file(file) | {name: torch.zeros(3, 3)}, file, {"format": "pt"})
     edit(folder, num_nextn_predict_layers=1)
     (said,) = found_in(source.find(str(folder)))
-    assert said.startswith(f"1 MTP layer (1 tensors, {name}, ...): not used, ")
+    assert said == f"1 MTP layer (1 tensors, {name}, ...): not used, transformers builds none for llama"
     assert "1 MTP layer" in machine("models", "show", "tiny").out
+    edit(folder, model_type="deepseek_v3")
+    found = source.find(str(folder))
+    assert found_in(found) == [f"1 MTP layer (1 tensors, {name}, ...): --spec mtp"]
+    assert has_mtp(found)
+    edit(folder, num_nextn_predict_layers=0)
+    (said,) = found_in(source.find(str(folder)))
+    assert said.endswith("not used, its config.json does not say how many")
+
+
+def test_layers_that_were_left_out_are_missed(machine: Machine) -> None:
+    edit(machine.folder / "tiny", num_nextn_predict_layers=1, model_type="glm4_moe")
+    found = source.find(str(machine.folder / "tiny"))
+    assert found_in(found) == [
+        "1 MTP layer by its config.json: its files hold nothing of it: who made them smaller left it out"
+    ]
+    assert not has_mtp(found)
+
+
+def test_auto_is_the_models_own_layer_where_there_is_one(machine: Machine) -> None:
+    folder = machine.folder / "tiny"
+    setup = Setup(machine.world(), "tiny", profile_flags({"draft": "auto"}))
+    assert setup.profile().spec.method == "model"
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.zeros(3, 3)}, file, {"format": "pt"})
+    edit(folder, num_nextn_predict_layers=1, model_type="deepseek_v3")
+    assert setup.profile().spec.method == "mtp"
 
 
 @pytest.mark.parametrize(("stated", "is_said"), [(2, True), (1, False), (3, False), (True, False), ("2", False)])

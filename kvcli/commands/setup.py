@@ -190,9 +190,25 @@ class Setup:
             profile = profile.replace(load={"quant": "none"})  # said, so that nothing else is chosen
             if profile.spec.method != "off":
                 profile = profile.replace(spec={"strict": True})
+        profile = self._by_its_own(profile)
         log.info("profile %s, hash %s", profile.name, profile.hash)
         for key, value in profile.values.items():
             log.debug("%s = %r (%s)", key, value, profile.origins[key])
+        return profile
+
+    def _by_its_own(self, profile: Profile) -> Profile:
+        """The same, where "auto" is to draft and the model's files bring a layer for it: nothing else is as cheap.
+
+        Not where more is said of the model that drafts than its name."""
+        is_auto = profile.spec.method == "model" and profile.spec.model == "auto" and "auto" not in self.config.models
+        said = {key for key, at in profile.origins.items() if key.startswith("spec.") and at != "default"}
+        if not is_auto or said - {"spec.method", "spec.model", "spec.strict"}:
+            return profile
+        from kvcli.models.companions import has_mtp
+
+        with suppress(KvcliError):  # said where the model is wanted
+            if has_mtp(self.found or find(self.world, self.model, profile.load.allow_pickle)):
+                return profile.replace(spec={"method": "mtp"})
         return profile
 
     def overruled(self, profile: Profile) -> list[str]:

@@ -36,6 +36,10 @@ class Mtp(PreTrainedModel):  # type: ignore[misc]
     def _can_set_attn_implementation(cls) -> bool:
         return True
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
+
     def get_output_embeddings(self) -> Any:
         return self.mtp.shared_head
 

@@ -1,7 +1,7 @@
 """What comes with a model to draft for it: layers in its files, or a head in files of its own. Standard library only.
 
-Layers and heads read the hidden states of the model that writes, which kvcli keeps of no row once its pass is over; an
-early exit has no weights of its own.
+MTP layers draft (engine/mtp.py). Heads in files of their own read several layers' hidden states, or the past of the
+model that writes, which is handed to no drafter; an early exit has no weights of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _SIGNS = {  # in the names of architectures, types and algorithms, small letters
     "_assistant": "an assistant that shares the past of the model it was made for",
     "mlp_speculator": "an MLP speculator",
 }
-WHY = "it reads the hidden states of the model that writes, which kvcli hands to no drafter"
+# families of which transformers builds the layers, by the type of their text; of others it drops them
+_BUILT = ("bailing_hybrid", "deepseek_v3", "glm4_moe", "mellum", "step3p7")
+_BUILT += ("qwen3_5_text", "qwen3_5_moe_text")  # told to by `_name_layers`
+WHY = "it reads hidden states of several layers, or the past, of the model that writes: kvcli hands those to no drafter"
 
 
 def found_in(source: Source) -> list[str]:
@@ -43,17 +46,41 @@ def _early_exit(source: Source) -> list[str]:
     return [f"an early exit behind {stop} of {layers} layers, by its generation_config.json: {use}"]
 
 
+def has_mtp(source: Source) -> bool:
+    """Whether `spec.method = "mtp"` finds in its files what it needs, as far as their names say."""
+    return bool(_said(source) and _held(source) and _is_built(source))
+
+
 def _mtp(source: Source) -> list[str]:
-    text = source.text_config
-    said = next((n for key in _MTP if isinstance(n := text.get(key), int) and n > 0), 0)
-    layers = text.get("num_hidden_layers")
+    said, held = _said(source), _held(source)
+    kinds = f"{said} MTP layer{'s' if said > 1 else ''}" if said else "MTP layers"
+    if not held:
+        gone = "its files hold nothing of it: who made them smaller left it out"
+        return [f"{kinds} by its config.json: {gone}"] if said and _is_built(source) else []
+    about = f"{kinds} ({len(held)} tensors, {held[0]}, ...)"
+    if has_mtp(source):
+        return [f"{about}: --spec mtp{', which uses the first' if said > 1 else ''}"]
+    kind = source.text_config.get("model_type", source.family)
+    why = "its config.json does not say how many" if not said else f"transformers builds none for {str(kind)[:64]}"
+    return [f"{about}: not used, {why}"]
+
+
+def _said(source: Source) -> int:
+    """How many its config states."""
+    return next((n for key in _MTP if type(n := source.text_config.get(key)) is int and n > 0), 0)
+
+
+def _held(source: Source) -> list[str]:
+    """Names of their tensors."""
+    layers = source.text_config.get("num_hidden_layers")
     beyond = f"layers.{layers}." if isinstance(layers, int) else "mtp."
     names = [name for file in source.files for name in file.tensors]
-    held = [name for name in names if name.startswith("mtp.") or ".mtp." in name or beyond in name]
-    if not held:
-        return []
-    kinds = f"{said} MTP layer{'s' if said > 1 else ''}" if said else "MTP layers"
-    return [f"{kinds} ({len(held)} tensors, {held[0]}, ...): not used, {WHY}"]
+    return [name for name in names if name.startswith("mtp.") or ".mtp." in name or beyond in name]
+
+
+def _is_built(source: Source) -> bool:
+    kind = source.text_config.get("model_type", source.config.get("model_type"))
+    return kind in _BUILT or f"{kind}_text" in _BUILT
 
 
 def refuse_head(config: Mapping[str, Any], name: str) -> None:
