@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcli.engine.feed import Fresh
 from kvcli.engine.gate import Enough
 from kvcli.engine.rows import Rows
-from kvcli.engine.trial import Trial, current
+from kvcli.engine.trial import Trial, current, noted
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import merge
 from kvcli.kv.slots import Sight
@@ -45,7 +45,7 @@ class Pass:
         self._hear: Tensor | None = None  # on the device
         self._seen: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window, on the layer's device
         self._sent: dict[Any, Any] = {}  # by what kernels have put there for all layers
-        self.trial = Trial()  # what layers get as their cache
+        self.trial = Trial(feed.lm.latents)  # what layers get as their cache
         self.layers = range(feed.lm.n_layers) if feed.layers is None else feed.layers
         self.hidden = feed.hidden  # [N, E] before the first of these; behind the last, what they gave
 
@@ -57,7 +57,8 @@ class Pass:
         """
         feed, rows = self._feed, self.rows
         if q.dtype is not self._dtype:  # asking for it costs as much as a small product, in every layer
-            q, k, v = q.to(self._dtype), k.to(self._dtype), v.to(self._dtype)
+            q, own = q.to(self._dtype), k.to(self._dtype)
+            k, v = own, own if v is k else v.to(self._dtype)
         assert layer not in self.fresh, "a layer runs once"
         source, is_last = feed.lm.shapes[layer].shares, layer == self.last
         if source is not None:
@@ -105,7 +106,7 @@ class SideBySide:
     last = -1
 
     def __init__(self, passes: Sequence[Pass | FixedPass]) -> None:
-        self._passes, self.trial = passes, Trial()
+        self._passes, self.trial = passes, Trial(passes[0].trial.latents)
         self.layers = passes[0].layers
         each = [p.hidden for p in passes if p.hidden is not None]
         self.hidden = torch.cat(each) if each else None
@@ -137,7 +138,11 @@ def attention(
     sight = sight_of(query, scaling, softcap, sliding_window)
     layer: int = module.layer_idx  # type: ignore[assignment]
     its_pass: Pass | SideBySide = current()
-    out = its_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
+    if (held := noted(layer)) is None:
+        out = its_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
+    else:
+        latent, k = held
+        out = latent.values(its_pass.attend(layer, latent.queries(query[0]), k, k, sight, s_aux))
     out = out.unsqueeze(0).transpose(1, 2)
     return (out if out.dtype is query.dtype else out.to(query.dtype)).contiguous(), None
 

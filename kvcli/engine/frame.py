@@ -25,6 +25,7 @@ from kvcli.engine.feed import Feed, Fresh, Made
 from kvcli.engine.forward import SideBySide
 from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.stated import fixed_ropes
+from kvcli.engine.trial import Trial
 from kvcli.kernels.attend_fixed import Storing, attend_fixed, storing
 from kvcli.kernels.attend_rows.tables import Tree
 from kvcli.kernels.gumbel.reference import signed
@@ -168,6 +169,7 @@ class FixedPass:
 
     def __init__(self, feed: Feed, rows: Numbers, past: Fixed) -> None:
         self.layers, self.n_rows = range(feed.lm.n_layers), len(rows.ids)
+        self.trial = Trial(feed.lm.latents)
         self._shapes, self._dtype, self._hears = feed.lm.shapes, feed.past.dtype, bool(feed.hear)
         self._tree, self._past = rows.tree, past
         self.fresh: dict[int, Fresh] = {}  # by layer
@@ -337,7 +339,7 @@ class Frame:
         """Logits [N, V] of all rows."""
         ids, pos = (torch.cat(of).long() for of in zip(*((rows.ids, rows.pos) for rows in self._rows), strict=True))
         way = passes[0] if len(passes) == 1 else SideBySide(passes)
-        return call(lm.model, ids, pos, device=lm.device, its_pass=way)
+        return call(lm.model, ids, pos, device=lm.device, its_pass=way, trial=way.trial)
 
     def _storing(self, i: int, past: Fixed) -> Storing:
         """What makes rows of a text slots."""

@@ -65,6 +65,7 @@ class LM:
         self.is_split = places is not None
         self.is_apart = self.device.type != "cpu"  # each time that the host asks for a result empties a queue
         self.shapes = _placed(shape.stored, places, self.device)  # per layer
+        self.latents = shape.latents  # by layer, of those that store latents
         self.sights = shape.sights  # per layer
         self.sinks = shape.sinks  # per layer, [H] learned logits of attention; None = it has none
         self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
@@ -93,7 +94,8 @@ class LM:
         verify: bool = False,
         notes: tuple[str, ...] = (),
     ) -> LM:
-        """Wrap a transformers causal LM that is already built; its layers are left as they are.
+        """Wrap a transformers causal LM that is already built; its layers are left as they are, but for what expands
+        latents, which is wrapped.
 
         With `quant` the decoder's linear layers are packed here, by what serves `device` (None: where the model is).
         With `layers_on_gpu` so many of the last ones and the head go to `device`, the rest stays where it is.
@@ -107,6 +109,8 @@ class LM:
         limit, of_limit = stated.limit(text, id)
         of_rope = stated.settle_rope(model, text, id)
         shape = _probe(model, n_layers, limit, id)
+        for layer, latent in shape.latents.items():
+            shape.attentions[layer].kv_b_proj = latent
         parameters = sum(p.numel() for p in model.parameters()) + packed_weights(model)
         places = None
         if layers_on_gpu is not None:
@@ -132,7 +136,7 @@ class LM:
             weight_bytes=_weight_bytes(model),
             load_seconds=time.perf_counter() - began,
             revision=revision,
-            notes=(*notes, *of_limit, *of_rope, *of_layers),
+            notes=(*notes, *of_limit, *of_rope, *shape.notes, *of_layers),
         )
         lm = LM(model, shape, info, places)
         if verify:
@@ -226,6 +230,8 @@ class LM:
         for swap, how in ((lay_out_, native), (lay_out_experts_, experts), skinny, blocked):
             if done := swap(self.model, give_back):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
+        for latent in self.latents.values():
+            latent.lay_out()
         if self.is_split:  # what is fused takes all layers for one device's
             return
         layers = list(self._layers or ())

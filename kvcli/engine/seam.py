@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from kvcli.engine.engine import call, run
 from kvcli.engine.feed import Feed
 from kvcli.engine.forward import sight_of
+from kvcli.engine.latent import Latent, latent_of
 from kvcli.engine.rows import Rows
+from kvcli.engine.trial import Trial
 from kvcli.errors import BadModel
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import LayerShape, Sight
@@ -81,13 +84,27 @@ class Shape:
     sinks: tuple[Tensor | None, ...]
     attentions: tuple[nn.Module, ...]
     stored: tuple[LayerShape, ...]
+    latents: Mapping[int, Latent]  # by layer, of those that store latents
+    notes: tuple[str, ...]
+
+
+class _Noting(Trial):
+    """Notes what each layer would store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.given[layer_idx] = k, v
+        return k, v
 
 
 def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> Shape:
     """Send one row through the model with `probe` in place; raises BadModel if any layer asks for what we lack."""
     kind = f"{name} ({model.config.model_type})"
     with blamed(lambda said: refusal(kind, "a row does not get through it", [said])):
-        call(model, [0], [0], [0], its_pass=probe)
+        call(model, [0], [0], [0], its_pass=probe, trial=(noting := _Noting()))
     layers = probe.layers
     if not layers:
         _refuse(kind, "its attention does not go through transformers' attention interface", [type(model).__name__])
@@ -98,7 +115,20 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
     for at in layers:
         _check_layer(at, probe, limit, kind)
     heads, sights, sinks, modules = zip(*((at.heads[0], at.sight, at.sink, at.module) for at in layers), strict=True)
-    return Shape(heads, sights, sinks, modules, tuple(LayerShape(*at.heads[1:], _owner(at, layers)) for at in layers))
+    with torch.inference_mode():
+        found = {at.index: latent_of(at.module, noting.given.get(at.index), *at.kv) for at in layers}
+    latents = {layer: latent for layer, latent in found.items() if not isinstance(latent, str)}
+    why = Counter(latent for latent in found.values() if isinstance(latent, str) and latent)
+    notes = tuple(f"{n} layers store the keys and values of all heads and no latents: {of}" for of, n in why.items())
+    stored = tuple(_stored(at, latents.get(at.index), layers) for at in layers)
+    return Shape(heads, sights, sinks, modules, stored, latents, notes)
+
+
+def _stored(at: Layer, latent: Latent | None, layers: Sequence[Layer]) -> LayerShape:
+    if latent is None:
+        return LayerShape(*at.heads[1:], _owner(at, layers))
+    size = latent.rank + at.heads[2] - latent.plain
+    return LayerShape(1, size, size, rank=latent.rank)
 
 
 def _owner(at: Layer, layers: Sequence[Layer]) -> int | None:
