@@ -31,6 +31,11 @@ class LayerShape:
         """Of keys and values that it stores of a token: none where they are another layer's."""
         return 0 if self.shares is not None else self.n_kv_heads * (self.k_dim + (0 if self.rank else self.v_dim))
 
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Numbers that are rounded as a key and as a value: of a latent its turned part, and the others."""
+        return (self.k_dim - self.rank, self.rank) if self.rank else (self.k_dim, self.v_dim)
+
 
 def alike(n_layers: int, n_kv_heads: int, head_dim: int) -> tuple[LayerShape, ...]:
     """Layers that all store the same."""
@@ -258,6 +263,17 @@ def picked(s: Slots, index: Tensor) -> Slots:
         return out
 
     return Slots(*s.each(of), s.pos.gather(1, at).masked_fill(index < 0, -1))
+
+
+def beside(found: Sequence[Slots]) -> Slots:
+    """Slots side by side, in the numbers and on the device of the last ones."""
+    held = [s for s in found[:-1] if s.n_slots]
+    end = found[-1]
+    if not held:
+        return end
+    k = torch.cat([*(s.k.to(end.k) for s in held), end.k], 1)
+    v = k if end.v is end.k else torch.cat([*(s.v.to(end.v) for s in held), end.v], 1)
+    return Slots(k, v, torch.cat([*(s.pos.to(end.pos) for s in held), end.pos], 1))
 
 
 def compact(s: Slots, mask: Tensor) -> Slots:

@@ -17,11 +17,12 @@ class Stores:
     key: int  # numbers
     value: int
     shares: int | None = None  # an earlier layer, whose keys and values this one reads: it stores none of its own
+    rank: int = 0  # > 0: keys are latents, whose first numbers these are, and values the same
 
     @property
     def numbers(self) -> int:
         """Of a token."""
-        return 0 if self.shares is not None else self.kv_heads * (self.key + self.value)
+        return 0 if self.shares is not None else self.kv_heads * (self.key + (0 if self.rank else self.value))
 
 
 def stores_of(config: Mapping[str, Any], plain: Stores, layers: int, heads: int, name: str) -> tuple[Stores, ...]:
@@ -31,9 +32,10 @@ def stores_of(config: Mapping[str, Any], plain: Stores, layers: int, heads: int,
     def size(of: Mapping[str, Any], key: str, other: int) -> int:
         return count(of[key], key, name) if of.get(key) else other
 
-    if config.get("kv_lora_rank"):  # heads as latent attention expands them: each has a part that is turned
-        parts = [size(config, key, 0) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
-        plain = Stores(heads, sum(parts), plain.value)
+    if config.get("kv_lora_rank"):  # one for all heads, with a part behind it that is turned
+        rank = size(config, "kv_lora_rank", 0)
+        wide = rank + size(config, "qk_rope_head_dim", 0)
+        return (Stores(1, wide, wide, rank=rank),) * layers
     plain = Stores(plain.kv_heads, plain.key, size(config, "v_head_dim", plain.value))
     kinds = kinds_of(config, layers)
     found = []
