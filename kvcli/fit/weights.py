@@ -115,14 +115,13 @@ def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tupl
         return Held((rows, cols), int(rows * cols * each), is_linear and packs)
 
     def layer(of: Stores) -> Iterator[Held]:
-        d, kv = shape.hidden, 0 if of.shares is not None else of.kv_heads
-        for rows, cols in (
-            (shape.heads * of.key, d),
-            (kv * of.key, d),
-            (kv * of.value, d),
-            (d, shape.heads * of.value),
-        ):
+        d, kv, (key, value) = shape.hidden, 0 if of.shares is not None else of.kv_heads, of.head
+        for rows, cols in ((shape.heads * key, d), (kv * of.key, d), (d, shape.heads * value)):
             yield held(rows, cols, True)
+        if of.rank:  # which stays in plain numbers: its parts are multiplied by head
+            yield held(shape.heads * (key - of.key + of.rank + value), of.rank, True, packs=False)
+        else:
+            yield held(kv * of.value, d, True)
         for _ in range(max(1, shape.experts)):
             for rows, cols in ((shape.inner, d), (shape.inner, d), (d, shape.inner)):
                 yield held(rows, cols, True, packs=not shape.experts)

@@ -59,7 +59,11 @@ class Shape:
 
     @property
     def _attention(self) -> int:
-        return self.hidden * sum(self.heads * (of.key + of.value) + of.numbers for of in self.stores)
+        return sum(
+            self.hidden * (self.heads * sum(of.head) + of.numbers)
+            + of.rank * self.heads * (sum(of.head) - (of.key - of.rank if of.rank else 0))
+            for of in self.stores
+        )
 
     def visible(self, n: int) -> list[int]:
         """Slots that the last of n tokens attends to, by layer."""
@@ -92,7 +96,7 @@ def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
     hidden, heads, layers = found["hidden"], found["heads"], found["layers"]
     kv_heads, dim = 1 if _is_multi_query(config) else found["kv_heads"] or heads, found["head_dim"] or hidden // heads
     stores = stores_of(config, Stores(kv_heads, dim, dim), layers, heads, name)
-    is_even = len(set(stores)) == 1 and stores[0].key == stores[0].value
+    is_even = len(set(stores)) == 1 and stores[0].key == stores[0].value and not stores[0].rank
     return Shape(
         layers=layers,
         hidden=hidden,
