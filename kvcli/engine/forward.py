@@ -57,8 +57,8 @@ class Pass:
         """
         feed, rows = self._feed, self.rows
         if q.dtype is not self._dtype:  # asking for it costs as much as a small product, in every layer
-            q, own = q.to(self._dtype), k.to(self._dtype)
-            k, v = own, own if v is k else v.to(self._dtype)
+            cast = k.to(self._dtype)
+            q, k, v = q.to(self._dtype), cast, cast if v is k else v.to(self._dtype)
         assert layer not in self.fresh, "a layer runs once"
         source, is_last = feed.lm.shapes[layer].shares, layer == self.last
         if source is not None:

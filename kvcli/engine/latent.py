@@ -19,7 +19,9 @@ class Latent(nn.Linear):
     """Stands where a layer expands latents [.., R] to its heads' keys and values [.., H * (P + E)], and has both parts of
     that product by head. It stays in plain numbers where other linear layers are packed."""
 
-    panels: tuple[Tensor, Tensor] | None = None  # of W_k and of W_v [H, panels, S, 64], where native products serve them
+    panels: tuple[Tensor, Tensor] | None = (
+        None  # of W_k and of W_v [H, panels, S, 64], where native products serve them
+    )
 
     def __init__(self, expands: nn.Linear, heads: int, plain: int) -> None:
         """`plain`: P, the numbers of a key that are not turned."""
@@ -34,7 +36,7 @@ class Latent(nn.Linear):
 
     def queries(self, q: Tensor) -> Tensor:
         """q [H, N, P + T] as they score latents: [H, N, R + T]."""
-        plain, turned = q.split([self.plain, q.shape[2] - self.plain], 2)
+        plain, turned = q[..., : self.plain], q[..., self.plain :]
         if self.panels is None:
             return torch.cat((torch.bmm(plain, self._by_head[:, : self.plain]), turned), 2)
         return torch.cat((_each(plain, self.panels[0], self.rank), turned), 2)
@@ -65,9 +67,8 @@ class Latent(nn.Linear):
     def expands(self, latent: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether keys k [H, N, P + T] and values v [H, N, E] are what it makes of latents [N, R], and these turned
         parts [N, T]."""
-        made = torch.einsum("nr,hdr->hnd", latent, self._by_head)
-        pairs = ((k[..., : self.plain], made[..., : self.plain]), (k[..., self.plain :], turned.expand_as(k[..., self.plain :])))
-        pairs = (*pairs, (v, made[..., self.plain :]))
+        made, at = torch.einsum("nr,hdr->hnd", latent, self._by_head), self.plain
+        pairs = [(k[..., :at], made[..., :at]), (k[..., at:], turned.expand_as(k[..., at:])), (v, made[..., at:])]
         within = WITHIN.get(k.dtype, 0.04)
         return all(float((a - b).double().norm()) <= within * float(b.double().norm()) for a, b in pairs)
 
@@ -77,9 +78,7 @@ class Latent(nn.Linear):
         return self.weight.view(self.heads, -1, self.rank)
 
 
-def latent_of(
-    module: nn.Module, noted: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor
-) -> Latent | str:
+def latent_of(module: nn.Module, noted: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor) -> Latent | str:
     """What a layer stores in place of keys k and values v [1, H, N, ..], found by what it `noted` in its cache before it
     expanded that; "" where it expands nothing, else why latents are not known to do."""
     if noted is None or noted[0].shape[1:] == k.shape[1:]:

@@ -118,8 +118,8 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
     with torch.inference_mode():
         found = {at.index: latent_of(at.module, noting.given.get(at.index), *at.kv) for at in layers}
     latents = {layer: latent for layer, latent in found.items() if not isinstance(latent, str)}
-    why = Counter(latent for latent in found.values() if isinstance(latent, str) and latent)
-    notes = tuple(f"{n} layers store the keys and values of all heads and no latents: {of}" for of, n in why.items())
+    lacks = Counter(latent for latent in found.values() if isinstance(latent, str) and latent)
+    notes = tuple(f"{n} layers store keys and values of all heads, and no latents: {why}" for why, n in lacks.items())
     stored = tuple(_stored(at, latents.get(at.index), layers) for at in layers)
     return Shape(heads, sights, sinks, modules, stored, latents, notes)
 

@@ -18,7 +18,16 @@ from kvcli.errors import BadConfig
 from kvcli.kernels import gpu, linear
 from kvcli.kernels.attend_packed import PackedHead, Table, attend_packed, attend_table, table_of, why_not
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import WIDEST, Own, PackedRun, Run, attend_packed_part, attend_part, serves, serves_packed
+from kvcli.kernels.attend_rows import (
+    WIDEST,
+    Own,
+    PackedRun,
+    Run,
+    attend_packed_part,
+    attend_part,
+    serves,
+    serves_packed,
+)
 from kvcli.kernels.merge import Part
 from kvcli.kernels.pack import hadamard, turned
 from kvcli.kv.packed_head import Form, Head
@@ -105,7 +114,9 @@ class Packed:
         """Over latents, which no kernel reads as they lie: all of the layer in full numbers while it is read."""
         s = self._numbers(layer, coarse=sight.is_guess)
         if serves(q, s.k):
-            window = WIDEST if sight.window is None and any(head.has_holes for head in self._layers[layer]) else sight.window
+            window = (
+                WIDEST if sight.window is None and any(head.has_holes for head in self._layers[layer]) else sight.window
+            )
             k, n = s.k.flatten(0, 1), s.n_slots
             starts = range(0, len(s.k) * n, n)
             run = Run(k, k, s.pos.flatten(), starts, [n] * len(s.k), starts)
@@ -283,7 +294,7 @@ class Packed:
                 head.pos = first.pos
 
     def _split(self, layer: int, s: Slots) -> tuple[Tensor, Tensor]:
-        """What lies as keys and as values: of latents the turned part and the others, which have scales of their own."""
+        """What lies as keys and as values: of latents the turned part and the others, each with scales of its own."""
         rank = self._ranks[layer]
         return (s.k[..., rank:], s.k[..., :rank]) if rank else (s.k, s.v)
 
