@@ -1,7 +1,7 @@
 """Attention over latents: of a token one vector is stored, which is key and value of all heads (arXiv 2405.04434).
 
-A head's key is [W_k c, r] and its value W_v c, of the token's latent c [R] and a turned part r [T] that all heads share.
-So a query [q, q_r] scores as [q W_k, q_r] does with [c, r] for a key, and W_v comes behind the weighted sum: one KV head
+A head's key is [W_k c, r] and its value W_v c, of the token's latent c [R] and a turned part r [T] that heads share. So
+a query [q, q_r] scores as [q W_k, q_r] does with [c, r] for a key, and W_v comes behind the weighted sum: one KV head
 whose value is its key, of which the first R numbers count.
 """
 
@@ -16,8 +16,8 @@ WITHIN = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.01, torch.b
 
 
 class Latent(nn.Linear):
-    """Stands where a layer expands latents [.., R] to its heads' keys and values [.., H * (P + E)], and has both parts of
-    that product by head. It stays in plain numbers where other linear layers are packed."""
+    """Stands where a layer expands latents [.., R] to its heads' keys and values [.., H * (P + E)], and has both parts
+    of that product by head. It stays in plain numbers where other linear layers are packed."""
 
     panels: tuple[Tensor, Tensor] | None = (
         None  # of W_k and of W_v [H, panels, S, 64], where native products serve them
@@ -79,8 +79,8 @@ class Latent(nn.Linear):
 
 
 def latent_of(module: nn.Module, noted: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor) -> Latent | str:
-    """What a layer stores in place of keys k and values v [1, H, N, ..], found by what it `noted` in its cache before it
-    expanded that; "" where it expands nothing, else why latents are not known to do."""
+    """What makes keys k and values v [1, H, N, ..] of a layer from what it `noted` in its cache; "" where it stores them
+    as they are, else why what is noted is not known to be a latent."""
     if noted is None or noted[0].shape[1:] == k.shape[1:]:
         return ""
     latent, turned = noted

@@ -76,8 +76,8 @@ _stack = _Stack()  # a registered function is all that a model calls: what it fi
 
 @contextmanager
 def under_way(its_pass: object, trial: Trial | None = None) -> Iterator[None]:
-    """For the length of a call it is of this pass, or of what travels in its place; None = of none. `trial`: what layers
-    get as their cache meanwhile."""
+    """For the length of a call it is of this pass, or of what travels in its place; None = of none. `trial`: what
+    layers get as their cache."""
     _stack.passes.append((its_pass, trial or Trial()))
     try:
         yield

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvcli.errors import BadConfig
 from kvcli.kernels import gpu, linear
-from kvcli.kernels.attend_packed import PackedHead, Table, attend_packed, attend_table, table_of, why_not
 from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_packed import PackedHead, Table, attend_packed, attend_table, table_of, why_not
 from kvcli.kernels.attend_rows import (
     WIDEST,
     Own,
