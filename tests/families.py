@@ -191,7 +191,9 @@ _list = [
     Family("deepseek_v2", {**_LATENT, "q_lora_rank": None, "rope_parameters": _SHARP}, has_tables=False),
     Family("deepseek_v3", {**_LATENT, "head_dim": 8}, has_tables=False),
     Family("glm4_moe_lite", {**_LATENT, "head_dim": 8}, has_tables=False),
-    Family("minicpm3", _LATENT, has_tables=False),
+    Family(
+        "minicpm3", {**_LATENT, "scale_emb": 1, "dim_model_base": 48, "tie_word_embeddings": False}, has_tables=False
+    ),
     Family("youtu", _LATENT, has_tables=False),
     Family("longcat_flash", {**_LATENT, **_LONGCAT}, (None,) * 4, has_tables=False),
 ]

@@ -79,8 +79,8 @@ class Latent(nn.Linear):
 
 
 def latent_of(module: nn.Module, noted: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor) -> Latent | str:
-    """What makes keys k and values v [1, H, N, ..] of a layer from what it `noted` in its cache; "" where it stores them
-    as they are, else why what is noted is not known to be a latent."""
+    """What makes keys k and values v [1, H, N, ..] of a layer from what it `noted` in its cache; "" where it stores
+    them as they are, else why what is noted is not known to be a latent."""
     if noted is None or noted[0].shape[1:] == k.shape[1:]:
         return ""
     latent, turned = noted
