@@ -30,6 +30,11 @@ from kvcli.kv.rung import Rung
 from kvcli.kv.slots import LayerShape, Slots, Store, nbytes, run_of
 from kvcli.kv.state import Given
 from kvcli.models.shape import shape_of
+from kvcli.policies.expected import Expected
+from kvcli.policies.fastgen import FastGen
+from kvcli.policies.keydiff import KeyDiff
+from kvcli.policies.snap import Snap
+from kvcli.policies.vatp import Vatp
 from kvcli.policies.window import Window
 from tests import drafters
 from tests.families import LATENT, build, config_of, prompt
@@ -278,3 +283,49 @@ def test_a_past_of_latents_is_made_again_from_what_it_gave(kind: str) -> None:
     assert a.v is a.k
     assert b.v is b.k
     assert sum(nbytes(again).values()) <= sum(nbytes(tier).values())
+
+
+@pytest.mark.parametrize("policy", [FastGen(), Snap(alloc="headmap", headmap="map.tsv"), Expected()])
+def test_what_tells_heads_apart_or_turns_keys_is_refused_by_name(policy: Any) -> None:
+    with pytest.raises(BadModel, match=r"share what is stored|rotary") as caught:
+        policy.wants(lm("youtu"))
+    assert caught.value.try_
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Snap(budget=20, sinks=2, guard=6), KeyDiff(budget=20, sinks=2, guard=6), Vatp(budget=20, sinks=2, guard=6)],
+)
+def test_scores_see_one_head_and_values_without_the_turned_part(policy: Any) -> None:
+    model = lm("youtu")
+    session = opened(model, policy=policy, every=16)
+    plain = answered(session)
+    assert max(session.kv.n_slots(layer) for layer in range(3)) < len(plain) - 16
+    assert answered(opened(model, drafters.Moody(plain, 97, STOP), policy=policy, every=16)) == plain
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_long_chunks_of_a_prompt_read_each_other_expanded_where_that_is_less_work(name: str) -> None:
+    """Over what is stored already, and where nothing is; those that are short enough, and all others, do not."""
+    model, ids = lm(name), prompt(161)
+    latent, made = model.latents[0], list[int]()
+    assert latent.pays_from == 2 * R * 28 / (2 * R + T - 28) == 48
+
+    class Counting(Latent):
+        def values(self, out: Tensor) -> Tensor:
+            made.append(out.shape[1])
+            return super().values(out)
+
+    latent.__class__ = Counting
+    try:
+        kv, short = (Dense(model.shapes, model.dtype) for _ in range(2))
+        drive(opened(model, kv=short, chunk=32).read(ids))
+        assert made == [32] * 5
+        made.clear()
+        session = opened(model, kv=kv, chunk=64)
+        drive(session.read(ids))
+        assert made == [64, 32]  # of the past of the second; the first has none
+    finally:
+        latent.__class__ = Latent
+    for layer in range(len(model.shapes)):
+        torch.testing.assert_close(kv.slots(layer).k, short.slots(layer).k, rtol=1e-3, atol=1e-3)

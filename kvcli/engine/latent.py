@@ -23,16 +23,23 @@ class Latent(nn.Linear):
         None  # of W_k and of W_v [H, panels, S, 64], where native products serve them
     )
 
-    def __init__(self, expands: nn.Linear, heads: int, plain: int) -> None:
-        """`plain`: P, the numbers of a key that are not turned."""
+    def __init__(self, expands: nn.Linear, heads: int, plain: int, turned: int) -> None:
+        """`plain`: P, the numbers of a key that are not turned; `turned`: T."""
         super().__init__(expands.in_features, expands.out_features, bias=False, device="meta")
-        self.weight, self.heads, self.plain = expands.weight, heads, plain
+        self.weight, self.heads, self.plain, self.turned = expands.weight, heads, plain, turned
         self.train(expands.training)
 
     @property
     def rank(self) -> int:
         """R."""
         return self.in_features
+
+    @property
+    def pays_from(self) -> float:
+        """Rows of a prompt from which on it is less work to expand latents than to attend to them as they are."""
+        a_head = self.out_features / self.heads  # P + E
+        saved = 2 * self.rank + self.turned - a_head  # products a row and pair
+        return 2 * self.rank * a_head / saved if saved > 0 else torch.inf
 
     def queries(self, q: Tensor) -> Tensor:
         """q [H, N, P + T] as they score latents: [H, N, R + T]."""
@@ -92,7 +99,7 @@ def latent_of(module: nn.Module, noted: tuple[Tensor, Tensor] | None, k: Tensor,
     heads, plain = k.shape[1], k.shape[3] - turned.shape[3]
     if expands.bias is not None or expands.weight.shape != (heads * (plain + v.shape[3]), latent.shape[3]):
         return "the weights that expand it have another shape"
-    made = Latent(expands, heads, plain)
+    made = Latent(expands, heads, plain, turned.shape[3])
     same = v.shape[1] == heads and made.expands(latent[0, 0], turned[0, 0], k[0], v[0])
     return made if same else "its keys and values are not what these weights make"
 

@@ -50,6 +50,8 @@ def rotaries(lm: LM) -> tuple[Rotary | None, ...]:
 
 
 def _found(lm: LM) -> tuple[Rotary | None, ...]:
+    if any(of.rank for of in lm.shapes):
+        _refuse(lm, "it stores latents, of which only a part is turned")
     tables = list(_tables(lm))
     far = (0, 131, lm.limit // 2, lm.limit - 1)
     passes = [torch.tensor(sorted({p for p in at if p < lm.limit}), device=lm.device) for at in (NEAR, far)]

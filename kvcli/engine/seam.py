@@ -127,7 +127,7 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
 def _stored(at: Layer, latent: Latent | None, layers: Sequence[Layer]) -> LayerShape:
     if latent is None:
         return LayerShape(*at.heads[1:], _owner(at, layers))
-    size = latent.rank + at.heads[2] - latent.plain
+    size = latent.rank + latent.turned
     return LayerShape(1, size, size, rank=latent.rank)
 
 

@@ -28,17 +28,20 @@ class Trial:
     is_sliding: tuple[bool, ...] = ()  # by layer, of which it has none
     layers: tuple[object, ...] = ()
 
-    def __init__(self, latents: Mapping[int, Latent] = MappingProxyType({})) -> None:
-        """`latents`: by layer, of those that expand what they store."""
-        self.latents = latents
+    def __init__(self, latents: Mapping[int, Latent] = MappingProxyType({}), *, may_expand: bool = False) -> None:
+        """`latents`: by layer, of those that expand what they store; `may_expand`: where that pays they do."""
+        self.latents, self._may_expand = latents, may_expand
         self.noted: dict[int, Tensor] = {}  # by layer: keys [1, N, R + T] over latents
+        self.expanded: dict[int, tuple[Latent, Tensor, Tensor, Tensor]] = {}  # and q, k, v [H, N, ..] made of them
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keys and values [1, K, N, D] of the rows of the call, as they came; or latents and turned parts [1, 1, N, ..]
-        for which one row of nothing is given back."""
+        for which one row of nothing is given back where they are not to be expanded."""
         if (latent := self.latents.get(layer_idx)) is None:
             return k, v
         self.noted[layer_idx] = torch.cat((k, v), -1)[0]
+        if self._may_expand and k.shape[2] >= latent.pays_from:
+            return k, v
         return latent.nothing(k), v[:, :, :1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -94,6 +94,8 @@ def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
             try_=["download config.json again"],
         )
     hidden, heads, layers = found["hidden"], found["heads"], found["layers"]
+    if config.get("model_type") == "longcat_flash" and not config.get("num_hidden_layers"):
+        layers *= 2  # each has two attentions
     kv_heads, dim = 1 if _is_multi_query(config) else found["kv_heads"] or heads, found["head_dim"] or hidden // heads
     stores = stores_of(config, Stores(kv_heads, dim, dim), layers, heads, name)
     is_even = len(set(stores)) == 1 and stores[0].key == stores[0].value and not stores[0].rank
