@@ -31,6 +31,11 @@ _LATENT = {
     "v_head_dim": 12, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
     "moe_intermediate_size": 24, "first_k_dense_replace": 1,
 }  # fmt: skip
+_SHARP = {"rope_type": "default", "rope_theta": 50.0}
+_LONGCAT = {
+    "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 56, "expert_ffn_hidden_size": 24, "moe_topk": 2,
+    "zero_expert_num": 2, "head_dim": 8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -184,9 +189,16 @@ _list = [
         zeroed=("sinks",),
         model_type="mimo_v2_flash",
     ),
+    Family("deepseek_v2", {**_LATENT, "q_lora_rank": None, "rope_parameters": _SHARP}, has_tables=False),
     Family("deepseek_v3", {**_LATENT, "head_dim": 8}, has_tables=False),
     Family("glm4_moe_lite", {**_LATENT, "head_dim": 8}, has_tables=False),
+    Family(
+        "minicpm3", {**_LATENT, "scale_emb": 1, "dim_model_base": 48, "tie_word_embeddings": False}, has_tables=False
+    ),
+    Family("youtu", _LATENT, has_tables=False),
+    Family("longcat_flash", {**_LATENT, **_LONGCAT}, (None,) * 4, has_tables=False),
 ]
+LATENT = [f.name for f in _list if f.config.get("kv_lora_rank")]
 FAMILIES = {f.name: f for f in _list}
 
 

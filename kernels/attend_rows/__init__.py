@@ -38,7 +38,7 @@ from kvcli.kernels.attend_rows.tables import fits
 from kvcli.kernels.merge import Part
 
 BLOCK = 64  # slots
-LARGEST = 512  # numbers of a key or a value
+LARGEST = 576  # numbers of a key or a value: those of a latent, which is both (DeepSeek, GLM-4.7-Flash)
 WIDEST = 1 << 30  # a window that hides holes and nothing else
 
 

@@ -26,17 +26,18 @@ class Chunks:
 
     def put(self, first: int, layers: Sequence[KV]) -> None:
         """Hold those from number `first` on; every layer brings the same tokens, whole chunks of them."""
-        rows = [t.view(len(t), -1, self._size, t.shape[2]).movedim(1, 0).flatten(1) for kv in layers for t in kv]
+        held = [t for of, kv in zip(self._shapes, layers, strict=True) for t in kv[: _tensors(of)]]
+        rows = [t.view(len(t), -1, self._size, t.shape[2]).movedim(1, 0).flatten(1) for t in held]
         for chunk, one in enumerate(torch.cat(rows, 1).to(self._device), first):
             self._held[chunk], self._end = one, max(self._end, chunk)
 
     def of(self, chunks: Sequence[int], device: torch.device) -> list[KV]:
         """These side by side in each layer; at least one."""
         held = torch.stack([self._held[chunk] for chunk in chunks]).to(device)  # [M, F]
-        each = [(s.n_kv_heads, self._size, dim) for s in self._shapes for dim in (s.k_dim, s.v_dim)]
+        each = [(s.n_kv_heads, self._size, dim) for s in self._shapes for dim in (s.k_dim, s.v_dim)[: _tensors(s)]]
         parts = torch.split(held, [a * b * c for a, b, c in each], 1)
-        flat = [part.view(-1, *of).movedim(0, 1).flatten(1, 2) for part, of in zip(parts, each, strict=True)]
-        return list(zip(flat[::2], flat[1::2], strict=True))
+        flat = iter([part.view(-1, *of).movedim(0, 1).flatten(1, 2) for part, of in zip(parts, each, strict=True)])
+        return [(k := next(flat), k if of.rank else next(flat)) for of in self._shapes]
 
     def crop(self, n: int) -> None:
         """Forget number n and those behind it."""
@@ -49,3 +50,8 @@ class Chunks:
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in self._held.values()}
         size = sum(storage.nbytes() for storage in storages.values())
         return [Usage(0, "draft chunks", len(self._held) * self._size, size)] if size else []
+
+
+def _tensors(of: LayerShape) -> int:
+    """Keys and values, or the one that is both."""
+    return 1 if of.rank else 2

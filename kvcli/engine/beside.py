@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_rows import Own
+from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_rows import WIDEST, Own
 from kvcli.kernels.merge import Part
 from kvcli.kv.fixed import Fixed
 from kvcli.kv.slots import LayerShape, Sight, Usage, alone
@@ -34,9 +35,13 @@ class Beside:
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> parts over the store, and over these and their pass."""
-        assert own is not None, "rows see themselves"
         shares = self._shapes[layer].shares
         k, v = self._held[layer if shares is None else shares]
+        if own is None:
+            at, rows = torch.tensor(self._pos).view(1, -1), torch.tensor(pos).view(-1, 1)
+            line = (at <= rows) & (at > rows - (sight.window or WIDEST))
+            held = attend(q, k, v, sight.scale, softcap=sight.softcap, mask=line.to(q.device))
+            return [*self._store.attend(layer, q, sight, pos), held]
         every = [*self._pos, *own.pos]
         at, rows = torch.tensor(every).view(1, -1), torch.tensor(own.pos).view(-1, 1)
         line = at <= rows  # [N, M + N]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -46,6 +46,8 @@ class Boundary:
     def layer(self, i: int) -> tuple[Slots, Moment]:
         """What one layer holds, perhaps as a copy: look at one after the other."""
         slots = self.kv.slots(i)
+        if rank := self.lm.shapes[i].rank:
+            slots = replace(slots, v=slots.k[..., :rank])
         self._protected[i] = protected = self.guard.covers(slots.pos, self.kinds)
         heard = self.heard.of(i, slots.k)
         of_text = self.phase, len(self.ids), self.n_prompt, heard, self.kinds, protected, self.memory

@@ -32,7 +32,8 @@ def commit(kv: Store, rows: Rows, made: Made, path: Sequence[int]) -> None:
     has_gaps = pos[-1] - pos[0] != len(pos) - 1
     at = {d: torch.tensor(pos, dtype=torch.int32, device=d) for d in devices} if has_gaps else None
     for layer, fresh in made.fresh.items():
-        k, v = (fresh.k, fresh.v) if is_all else (_picked(fresh.k, taken), _picked(fresh.v, taken))
+        k = fresh.k if is_all else _picked(fresh.k, taken)
+        v = k if fresh.v is fresh.k else fresh.v if is_all else _picked(fresh.v, taken)
         if at is None:
             kv.append(layer, k, v, pos[0])
         else:

@@ -131,13 +131,14 @@ def call(
         return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64, device=where)
 
     more: dict[str, object] = {}
+    trial = trial or Trial()
     if its_pass is not None and (name := cache_name(model.__class__)) is not None:
-        more[name] = Trial() if trial is None else trial
+        more[name] = trial
     if pos is not None:
         more["position_ids"] = tensor(pos).unsqueeze(0)
     if want is not None:
         more["logits_to_keep"] = tensor(want)
-    with torch.inference_mode(), under_way(its_pass):
+    with torch.inference_mode(), under_way(its_pass, trial):
         logits: Tensor = model(input_ids=tensor(ids).unsqueeze(0), use_cache=False, **more).logits[0]
     return logits
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from kvcli.engine.feed import Fresh
 from kvcli.engine.gate import Enough
 from kvcli.engine.rows import Rows
-from kvcli.engine.trial import Trial, current
+from kvcli.engine.trial import Trial, current, noted
 from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import merge
+from kvcli.kernels.merge import Part, merge
 from kvcli.kv.slots import Sight
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ class Pass:
         self._hear: Tensor | None = None  # on the device
         self._seen: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window, on the layer's device
         self._sent: dict[Any, Any] = {}  # by what kernels have put there for all layers
-        self.trial = Trial()  # what layers get as their cache
+        # what layers get as their cache; a row that has its bits in any company is read in one way, whatever that costs
+        may_expand = feed.is_prompt and feed.rows.sees is None and not feed.lm.is_row_invariant
+        self.trial = Trial(feed.lm.latents, may_expand=may_expand and self._dtype is feed.lm.dtype)
         self.layers = range(feed.lm.n_layers) if feed.layers is None else feed.layers
         self.shows = feed.shows
         self.hidden = feed.hidden  # [N, E] before the first of these; behind the last, what they gave
@@ -57,11 +59,13 @@ class Pass:
         """One layer: q [H, N, D], k, v [K, N, D] after rotary embedding -> [H, N, D].
 
         No mask over the past exists: every stored slot is older than every row, so the only mask is N x N. All is
-        read in the store's numbers: a guess must see its ancestors as it will once they are stored.
+        read in the store's numbers: a guess must see its ancestors as it will once they are stored. Where latents are
+        expanded, rows read each other so, and what is given is values of heads.
         """
         feed, rows = self._feed, self.rows
         if q.dtype is not self._dtype:  # asking for it costs as much as a small product, in every layer
-            q, k, v = q.to(self._dtype), k.to(self._dtype), v.to(self._dtype)
+            cast = k.to(self._dtype)
+            q, k, v = q.to(self._dtype), cast, cast if v is k else v.to(self._dtype)
         assert layer not in self.fresh, "a layer runs once"
         source, is_last = feed.lm.shapes[layer].shares, layer == self.last
         if source is not None:
@@ -75,6 +79,12 @@ class Pass:
         if feed.is_prompt:
             sight = replace(sight, is_prompt=True)
         line, sees = rows.sees, self._sees(sight.window, q)
+        if (expanded := self.trial.expanded.get(layer)) is not None:
+            latent, wide, its_k, its_v = expanded
+            past = [Part(latent.values(p.out), p.lse) for p in feed.past.attend(layer, q, sight, rows.pos)]
+            return merge(
+                [*past, *Own(its_k, its_v, rows.pos, line, sees, sink).parts(wide, sight.scale, sight.softcap)]
+            )
         if (tree := rows.tree) == len(rows.ids):
             own = Own(k, v, rows.pos, line, sees, sink, sent=self._sent)
             return merge(feed.past.attend(layer, q, sight, rows.pos, own))
@@ -110,7 +120,7 @@ class SideBySide:
     shown: Tensor | None = None
 
     def __init__(self, passes: Sequence[Pass | FixedPass]) -> None:
-        self._passes, self.trial = passes, Trial()
+        self._passes, self.trial = passes, Trial(passes[0].trial.latents)
         self.shows = any(p.shows for p in passes)
         self.layers = passes[0].layers
         each = [p.hidden for p in passes if p.hidden is not None]
@@ -141,16 +151,31 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers: [1, H, N, D], [1, K, N, D] -> [1, N, H, D]."""
     sight = sight_of(query, scaling, softcap, sliding_window)
-    layer = place_of(module)
-    its_pass: Pass | SideBySide = current()
-    out = its_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
+    layer, own = place_of(module), own_number(module)
+    its_pass: Any = current()  # a pass, or several side by side
+    if (held := noted(own)) is None:
+        out = its_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
+    else:
+        latent, k = held
+        q = latent.queries(query[0])
+        is_expanded = key.shape[2] == k.shape[1] >= latent.pays_from
+        if is_expanded:
+            its_pass.trial.expanded[layer] = latent, query[0], key[0], value[0]
+        out = its_pass.attend(layer, q, k, k, sight, s_aux)
+        out = out if is_expanded else latent.values(out)
     out = out.unsqueeze(0).transpose(1, 2)
     return (out if out.dtype is query.dtype else out.to(query.dtype)).contiguous(), None
 
 
+def own_number(module: torch.nn.Module) -> int:
+    """Of the layer among all, as it names itself to its cache."""
+    number: int = module.layer_idx  # type: ignore[assignment]
+    return number
+
+
 def place_of(module: torch.nn.Module) -> int:
     """Which of the layers that attend this is: where others do not, its own number is another (seam.py)."""
-    place: int = vars(module).get(PLACE, module.layer_idx)
+    place: int = vars(module).get(PLACE, own_number(module))
     return place
 
 

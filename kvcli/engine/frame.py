@@ -28,6 +28,7 @@ from kvcli.engine.graphs import Unrecorded, recorded
 from kvcli.engine.pass_bytes import FRAMES
 from kvcli.engine.readback import Readback, fetch
 from kvcli.engine.stated import fixed_ropes
+from kvcli.engine.trial import Trial
 from kvcli.kernels.attend_fixed import attend_fixed, storing
 from kvcli.kernels.attend_rows.tables import Tree
 from kvcli.kernels.gumbel.reference import signed
@@ -183,6 +184,7 @@ class FixedPass:
 
     def __init__(self, feed: Feed, rows: Numbers, past: Fixed) -> None:
         self.layers, self.n_rows = range(feed.lm.n_layers), len(rows.ids)
+        self.trial = Trial(feed.lm.latents)
         self._shapes, self._dtype, self._hears = feed.lm.shapes, feed.past.dtype, bool(feed.hear)
         self.shows = feed.shows
         self._tree, self._past = rows.tree, past
@@ -322,7 +324,7 @@ class Frame:
         """Logits [N, V] of all rows, and what the output layer was given, where that is wanted."""
         ids, pos = (torch.cat(of).long() for of in zip(*((rows.ids, rows.pos) for rows in self._rows), strict=True))
         way = passes[0] if len(passes) == 1 else SideBySide(passes)
-        return call(lm.model, ids, pos, device=lm.device, its_pass=way), way.shown
+        return call(lm.model, ids, pos, device=lm.device, its_pass=way, trial=way.trial), way.shown
 
 
 def _in_rows(t: Tensor) -> list[float]:

@@ -72,6 +72,7 @@ class LM:
         self.is_apart = self.device.type != "cpu"  # each time that the host asks for a result empties a queue
         self.shapes = _placed(shape.stored, places, self.device)  # per layer
         self.storing = [layer for layer, of in enumerate(self.shapes) if of.shares is None]  # others read theirs
+        self.latents = shape.latents  # by layer, of those that store latents
         self.sights = shape.sights  # per layer
         self.sinks = shape.sinks  # per layer, [H] learned logits of attention; None = it has none
         self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
@@ -103,7 +104,8 @@ class LM:
         verify: bool = False,
         notes: tuple[str, ...] = (),
     ) -> LM:
-        """Wrap a transformers causal LM that is already built; its layers are left as they are.
+        """Wrap a transformers causal LM that is already built; its layers are left as they are, but for what expands
+        latents, which is wrapped.
 
         With `quant` the decoder's linear layers are packed here, by what serves `device` (None: where the model is).
         With `layers_on_gpu` so many of the last ones and the head go to `device`, the rest stays where it is.
@@ -117,6 +119,9 @@ class LM:
         limit, of_limit = stated.limit(text, id)
         of_rope = stated.settle_rope(model, text, id)
         shape = probed(model, n_layers, limit, id)
+        for attends in shape.attentions:
+            if (latent := shape.latents.get(forward.own_number(attends))) is not None:
+                attends.kv_b_proj = latent
         parameters = sum(p.numel() for p in model.parameters()) + packed_weights(model)
         places = None
         if layers_on_gpu is not None:
@@ -142,7 +147,7 @@ class LM:
             weight_bytes=_weight_bytes(model),
             load_seconds=time.perf_counter() - began,
             revision=revision,
-            notes=(*notes, *of_limit, *of_rope, *of_layers),
+            notes=(*notes, *of_limit, *of_rope, *shape.notes, *of_layers),
         )
         lm = LM(model, shape, info, places)
         if verify:
@@ -245,6 +250,8 @@ class LM:
         for swap, how in ((lay_out_, native), (lay_out_experts_, experts), skinny, blocked):
             if done := swap(self.model, give_back):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
+        for latent in self.latents.values():
+            latent.lay_out()
         self.mixers.tape()
         if self.is_split:  # what is fused takes all layers for one device's
             return

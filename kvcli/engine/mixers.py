@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from inspect import ismethod
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod, ref
 
@@ -27,6 +28,7 @@ from kvcli.kv.states import NOTHING, Folding, Key, Known, States
 
 if TYPE_CHECKING:
     from kvcli.engine.feed import Feed
+    from kvcli.engine.latent import Latent
 
 # Rows up to which a pass is gone over again row by row: kernels for several take 64 at a time where there is nothing
 # but PyTorch, which on a CPU takes as long as four of those for one (a gated delta net of 12 heads)
@@ -49,7 +51,10 @@ class Part:
 class Stated(Trial):
     """What layers get as their cache in a pass over a model with mixers: each is given the state of its text."""
 
-    def __init__(self, parts: Sequence[Part], n_mixers: int) -> None:
+    def __init__(
+        self, parts: Sequence[Part], n_mixers: int, latents: Mapping[int, Latent] = MappingProxyType({})
+    ) -> None:
+        super().__init__(latents)
         self.parts, self._n_mixers = parts, n_mixers
         self.now = parts[0]  # whose rows a mixer is given
         self.answers: dict[Taped, Iterator[Tensor]] | None = None  # of linear layers, where a pass is gone over again
@@ -188,7 +193,7 @@ class Mixers:
         for feed in feeds:
             ends.append(ends[-1] + feed.rows.n_rows)
         parts = [_part(feed, slice(*of)) for feed, of in zip(feeds, pairwise(ends), strict=True)]
-        return Stated(parts, len(self._found))
+        return Stated(parts, len(self._found), feeds[0].lm.latents)
 
 
 def _part(feed: Feed, rows: slice) -> Part:
@@ -221,11 +226,12 @@ class Finder(Stated):
         super().__init__([Part(States(), Folding(NOTHING, 1), slice(0, 1))], 0)
         self._running: list[nn.Module] = []
         self._found: dict[nn.Module, None] = {}  # in order
+        self.given: dict[int, tuple[Tensor, Tensor]] = {}  # by what a layer calls itself: what it would store
         self._are_last = False
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **told: Any) -> tuple[Tensor, Tensor]:
         """A layer attends."""
-        self._are_last = False
+        self._are_last, self.given[layer_idx] = False, (k, v)
         return super().update(k, v, layer_idx, *args, **told)
 
     def update_conv_state(self, *args: Any, **told: Any) -> Tensor:

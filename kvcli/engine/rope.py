@@ -52,6 +52,8 @@ def rotaries(lm: LM) -> tuple[Rotary | None, ...]:
 def _found(lm: LM) -> tuple[Rotary | None, ...]:
     try_ = ["--set reuse.method=none", "--set context.on_overflow=error"]
     lm.mixers.refuse(lm.info.id, "keys moved to other positions are not all that it knows of a text", try_)
+    if any(of.rank for of in lm.shapes):
+        _refuse(lm, "it stores latents, of which only a part is turned")
     tables = list(_tables(lm))
     far = (0, 131, lm.limit // 2, lm.limit - 1)
     passes = [torch.tensor(sorted({p for p in at if p < lm.limit}), device=lm.device) for at in (NEAR, far)]

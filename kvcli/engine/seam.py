@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from kvcli.engine.commit import commit
 from kvcli.engine.engine import call, run
 from kvcli.engine.feed import Feed
 from kvcli.engine.forward import PLACE, sight_of
+from kvcli.engine.latent import Latent, latent_of
 from kvcli.engine.mixers import Finder, Mixers
 from kvcli.engine.rows import Rows
 from kvcli.errors import BadModel
@@ -86,6 +88,8 @@ class Shape:
     attentions: tuple[nn.Module, ...]
     stored: tuple[LayerShape, ...]
     mixers: Mixers
+    latents: Mapping[int, Latent]  # by what a layer calls itself, of those that store latents
+    notes: tuple[str, ...]
 
 
 def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> Shape:
@@ -109,8 +113,20 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
     for at in layers:
         _check_layer(at, probe, limit, kind)
     heads, sights, sinks, modules = zip(*((at.heads[0], at.sight, at.sink, at.module) for at in layers), strict=True)
-    stored = tuple(LayerShape(*at.heads[1:], _owner(at, layers[:place])) for place, at in enumerate(layers))
-    return Shape(heads, sights, sinks, modules, stored, mixers)
+    with torch.inference_mode():
+        found = {at.index: latent_of(at.module, finder.given.get(at.index), *at.kv) for at in layers}
+    latents = {layer: latent for layer, latent in found.items() if not isinstance(latent, str)}
+    lacks = Counter(latent for latent in found.values() if isinstance(latent, str) and latent)
+    notes = tuple(f"{n} layers store keys and values of all heads, and no latents: {why}" for why, n in lacks.items())
+    stored = tuple(_stored(at, latents.get(at.index), layers[:place]) for place, at in enumerate(layers))
+    return Shape(heads, sights, sinks, modules, stored, mixers, latents, notes)
+
+
+def _stored(at: Layer, latent: Latent | None, before: Sequence[Layer]) -> LayerShape:
+    if latent is None:
+        return LayerShape(*at.heads[1:], _owner(at, before))
+    size = latent.rank + latent.turned
+    return LayerShape(1, size, size, rank=latent.rank)
 
 
 def _owner(at: Layer, before: Sequence[Layer]) -> int | None:

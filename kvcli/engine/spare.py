@@ -99,7 +99,7 @@ def left(lm: LM, kv: Store, had: Sequence[int], ids: Sequence[int], start: int, 
                 if (at := _at(s.pos[0], order, run)) is None:
                     del kept[run]
                 else:
-                    kept[run][layer] = s.k[:, at], s.v[:, at]  # copies: what lies there is overwritten
+                    kept[run][layer] = s.each(lambda t: t[:, at])  # copies: what lies there is overwritten
     for run, held in kept.items():
         yield run, Copied(had, run.old, held)
 

@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from inspect import signature
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvcli.engine.latent import Latent
 
 
 class Trial:
     """What layers get as their cache in one call of a model: only what they ask of one, and no transformers Cache.
 
-    It stores nothing: keys and values are handed on to attention, whose pass knows the past.
+    It stores nothing: keys and values are handed on to attention, whose pass knows the past. Of layers that expand
+    what they store it notes that, and leaves them nothing to expand.
     """
 
     is_compileable = False
     is_sliding: tuple[bool, ...] = ()  # by layer, of which it has none
     layers: tuple[object, ...] = ()
 
+    def __init__(self, latents: Mapping[int, Latent] = MappingProxyType({}), *, may_expand: bool = False) -> None:
+        """`latents`: by layer, of those that expand what they store; `may_expand`: where that pays they do."""
+        self.latents, self._may_expand = latents, may_expand
+        self.noted: dict[int, Tensor] = {}  # by layer: keys [1, N, R + T] over latents
+        self.expanded: dict[int, tuple[Latent, Tensor, Tensor, Tensor]] = {}  # and q, k, v [H, N, ..] made of them
+
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, K, N, D] of the rows of the call, as they came."""
-        return k, v
+        """Keys and values [1, K, N, D] of the rows of the call, as they came; or latents and turned parts [1, 1, N, ..]
+        for which one row of nothing is given back where they are not to be expanded."""
+        if (latent := self.latents.get(layer_idx)) is None:
+            return k, v
+        self.noted[layer_idx] = torch.cat((k, v), -1)[0]
+        if self._may_expand and k.shape[2] >= latent.pays_from:
+            return k, v
+        return latent.nothing(k), v[:, :, :1]
 
     def fold(self, i: int) -> Callable[[int], None] | None:
         """What has the states of its i-th text take in so many of its rows (mixers.py); None = there are none."""
@@ -57,16 +75,17 @@ class _Stack(threading.local):
     """Of each thread its own: engines in two threads know nothing of each other, over one model or several."""
 
     def __init__(self) -> None:
-        self.passes: list[object] = []
+        self.passes: list[tuple[object, Trial]] = []
 
 
 _stack = _Stack()  # a registered function is all that a model calls: what it finds its pass by is a process's, too
 
 
 @contextmanager
-def under_way(its_pass: object) -> Iterator[None]:
-    """For the length of a call it is of this pass, or of what travels in its place; None = of none."""
-    _stack.passes.append(its_pass)
+def under_way(its_pass: object, trial: Trial | None = None) -> Iterator[None]:
+    """For the length of a call it is of this pass, or of what travels in its place; None = of none. `trial`: what
+    layers get as their cache."""
+    _stack.passes.append((its_pass, trial or Trial()))
     try:
         yield
     finally:
@@ -75,4 +94,11 @@ def under_way(its_pass: object) -> Iterator[None]:
 
 def current() -> Any:
     """Of which pass the innermost call of this thread is; None = of none."""
-    return _stack.passes[-1] if _stack.passes else None
+    return _stack.passes[-1][0] if _stack.passes else None
+
+
+def noted(layer: int) -> tuple[Latent, Tensor] | None:
+    """What the innermost call of this thread noted of a layer that stores latents: what expands them, and the keys of
+    its rows [1, N, R + T]; None = the layer stores what it hands to attention."""
+    trial = _stack.passes[-1][1]
+    return (trial.latents[layer], trial.noted[layer]) if layer in trial.noted else None

@@ -123,7 +123,7 @@ def kv_bytes(shape: Shape, slots: int, number: float, *, windows: bool = False) 
 @lru_cache
 def stored(shape: Shape) -> tuple[tuple[LayerShape, int | None], ...]:
     """What each layer stores as a store is told of it, and the window of the rows that look furthest back in it."""
-    shapes = [LayerShape(of.kv_heads, of.key, of.value, of.shares) for of in shape.stores]
+    shapes = [LayerShape(of.kv_heads, of.key, of.value, of.shares, rank=of.rank) for of in shape.stores]
     windows = windows_of(shapes, [Sight(1.0, window=window) for window in shape.windows])
     return tuple((of, windows[i].size if i in windows else None) for i, of in enumerate(shapes))
 

@@ -139,19 +139,18 @@ def packed_bytes(quantized: Mapping[str, Any]) -> float | None:
 def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tuple[Held, ...]:
     """The tensors such a model has, where no file says; `number` bytes each, `packed` those of linear layers."""
 
-    def held(rows: int, cols: int, is_linear: bool, of_experts: bool = False) -> Held:
-        each = packed if packed is not None and is_linear else number
-        return Held((rows, cols), int(rows * cols * each), is_linear, of_experts=of_experts)
+    def held(rows: int, cols: int, packs: bool, of_experts: bool = False) -> Held:
+        each = packed if packed is not None and packs else number
+        return Held((rows, cols), int(rows * cols * each), packs, of_experts=of_experts)
 
     def layer(of: Stores) -> Iterator[Held]:
-        d, kv = shape.hidden, 0 if of.shares is not None else of.kv_heads
-        for rows, cols in (
-            (shape.heads * of.key, d),
-            (kv * of.key, d),
-            (kv * of.value, d),
-            (d, shape.heads * of.value),
-        ):
+        d, kv, (key, value) = shape.hidden, 0 if of.shares is not None else of.kv_heads, of.head
+        for rows, cols in ((shape.heads * key, d), (kv * of.key, d), (d, shape.heads * value)):
             yield held(rows, cols, True)
+        if of.rank:  # which stays in plain numbers: its parts are multiplied by head
+            yield held(shape.heads * (key - of.key + of.rank + value), of.rank, False)
+        else:
+            yield held(kv * of.value, d, True)
         for _ in range(max(1, shape.experts)):
             for rows, cols in ((shape.inner, d), (shape.inner, d), (d, shape.inner)):
                 yield held(rows, cols, True, of_experts=bool(shape.experts))

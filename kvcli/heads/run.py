@@ -23,7 +23,7 @@ from kvcli.heads.prompt import Reading, read_prompt, scalar
 from kvcli.heads.repeat import repeat
 from kvcli.heads.retrieval import Fetched, check, fetch, full_sight
 from kvcli.heads.sample import Sample, samples
-from kvcli.policies.headmap import head_rows
+from kvcli.policies.headmap import head_rows, refuse_latents
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
@@ -69,6 +69,7 @@ def probe(model: Model, ask: Ask, tell: Tell = lambda done, total, label: None) 
     Raises ContextOverflow, BadInput or UsageError before anything is read, and BadModel for a model without heads that
     see the whole text.
     """
+    refuse_latents(model.lm, "a profile of heads")
     found = Findings(_layers(model, ask), Reach(ask.settings.sinks, ask.recent))
     _check(model, ask, found)
     ids = prompt_ids(model, ask) if "prompt" in ask.probes else []

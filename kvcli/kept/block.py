@@ -47,7 +47,9 @@ class Block:
         """As a private file, in one step; returns its bytes. Not waited for: what a power cut damages is read again."""
         tensors = {"ids": torch.tensor(self.ids, dtype=torch.int32)}
         for layer, (k, v) in self.kv.items():
-            tensors |= {f"k.{layer}": coded(k, codec), f"v.{layer}": coded(v, codec)}
+            tensors[f"k.{layer}"] = coded(k, codec)
+            if v is not k:
+                tensors[f"v.{layer}"] = coded(v, codec)
         data = save(tensors, {SUM: _sum(tensors)})
         write_private(path, data, is_lasting=False)
         return len(data)
@@ -56,7 +58,7 @@ class Block:
 def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
     """The block of a model with layers of these shapes, stored in numbers of this type. Raises Damaged, OSError."""
     own = [(i, shape) for i, shape in enumerate(shapes) if shape.shares is None]
-    most = LENGTH * sum(s.n_kv_heads * (s.k_dim + s.v_dim) for _, s in own) * dtype.itemsize + 4 * LENGTH + HEADER
+    most = LENGTH * sum(s.numbers for _, s in own) * dtype.itemsize + 4 * LENGTH + HEADER
     try:
         data = read_small(path, most)
         tensors, said = load(data), _said(data)
@@ -67,12 +69,14 @@ def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
         raise Damaged("its numbers are not those that were written")
     kv = {}
     for layer, shape in own:
-        k, v = tensors.get(f"k.{layer}"), tensors.get(f"v.{layer}")
+        k = tensors.get(f"k.{layer}")
+        v = k if shape.rank else tensors.get(f"v.{layer}")
         if k is None or v is None:
             continue
         heads, n = shape.n_kv_heads, len(ids)
         try:
-            kv[layer] = decoded(k, (heads, n, shape.k_dim), dtype), decoded(v, (heads, n, shape.v_dim), dtype)
+            keys = decoded(k, (heads, n, shape.k_dim), dtype)
+            kv[layer] = keys, keys if shape.rank else decoded(v, (heads, n, shape.v_dim), dtype)
         except ValueError as error:
             raise Damaged(str(error)) from None
     return Block(ids.tolist(), kv)

@@ -295,4 +295,5 @@ def _cut(held: Held, mine: slice) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]
     for layer, (first, k, v) in held.items():
         if first <= mine.start:
             at = slice(mine.start - first, mine.stop - first)
-            yield layer, (k[:, at], v[:, at])
+            cut = k[:, at]
+            yield layer, (cut, cut if v is k else v[:, at])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.fixed import Fixed, Lying
 from kvcli.kv.ragged import Ragged
 from kvcli.kv.slab import Slab, agree
-from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, compact, empty_like, holders, on_host
+from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, compact, empty, empty_like, holders, on_host
 from kvcli.kv.state import Given, State
 from kvcli.kv.windows import Window, Windows
 
@@ -129,10 +130,7 @@ class Dense:
         self._rope = [rope[holder] if rope is not None else None for holder in self._holder]
         self._slabs: dict[int, Held] = {
             layer: Slab(
-                k=torch.empty(shape.n_kv_heads, 0, shape.k_dim, dtype=dtype, device=shape.device or device),
-                v=torch.empty(shape.n_kv_heads, 0, shape.v_dim, dtype=dtype, device=shape.device or device),
-                pos=torch.empty(1, 0, dtype=torch.int32),
-                step=step,
+                *empty(shape, dtype, shape.device or device), pos=torch.empty(1, 0, dtype=torch.int32), step=step
             )
             for layer, shape in enumerate(shapes)
             if shape.shares is None
@@ -173,7 +171,7 @@ class Dense:
         """Store slots that another tier let go."""
         if not bool((slots.pos >= 0).any()):
             return
-        raw, held = Slots(self._lying(layer, slots.k, slots.pos), slots.v, slots.pos), self._slabs[layer]
+        raw, held = self._raw(layer, slots), self._slabs[layer]
         if not held.take(raw):
             held = Ragged(held.slots(), self._step)
             held.take(raw)
@@ -225,7 +223,7 @@ class Dense:
 
     def put(self, layer: int, slots: Slots) -> None:
         """Hold these slots instead; their tensors become the tier's own."""
-        self._hold(layer, Slots(self._lying(layer, slots.k, slots.pos), slots.v, slots.pos))
+        self._hold(layer, self._raw(layer, slots))
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later, keeping the memory for what follows: an undo, not an eviction."""
@@ -256,8 +254,7 @@ class Dense:
         has_lost = False
         for layer, pos in on_host(kept).items():
             if np.count_nonzero(pos.numpy() >= 0) < self._slabs[layer].total:
-                slots = self._slabs[layer].slots()
-                kept_ones = compact(Slots(slots.k, slots.v, pos), pos >= 0)
+                kept_ones = compact(replace(self._slabs[layer].slots(), pos=pos), pos >= 0)
                 if not self._slabs[layer].refill(kept_ones):
                     self._hold(layer, kept_ones)
                 self.changes += 1
@@ -312,6 +309,11 @@ class Dense:
         assert layer in self._slabs, "this layer reads another's slots"
         self._slabs[layer] = Slab.of(raw, self._step) if agree(raw) else Ragged(raw, self._step)
         self.changes += 1
+
+    def _raw(self, layer: int, slots: Slots) -> Slots:
+        """Slots from anywhere as they are to lie."""
+        k = self._lying(layer, slots.k, slots.pos)
+        return Slots(k, k if self._shapes[layer].rank else slots.v, slots.pos)
 
     def _turned(self, layer: int, raw: Slots) -> Slots:
         rotary = self._rope[layer]

@@ -38,7 +38,7 @@ class Extent:
     offset: int  # bytes, in the file
     nbytes: int
     k: Tensor  # [K, cap, D], mapped
-    v: Tensor  # [K, cap, E], mapped
+    v: Tensor  # [K, cap, E], mapped; where keys are values, `k` itself
     pos: Tensor  # [K, cap] int32, in memory; -1 = empty
     unreached: str = ""  # why a device cannot read it where it lies; "" = it can
     length: int = 0  # slots of the longest head
@@ -52,7 +52,7 @@ class Extent:
     @property
     def slots(self) -> Slots:
         n = self.length
-        return Slots(self.k[:, :n], self.v[:, :n], self.pos[:, :n])
+        return Slots(*Slots(self.k, self.v, self.pos).each(lambda t: t[:, :n]), self.pos[:, :n])
 
     def note(self) -> None:
         """Positions have changed."""
@@ -79,7 +79,7 @@ class Extent:
     def state(self) -> State:
         """As mapped."""
         s = self.slots
-        return {"k": s.k, "v": s.v, "pos": s.pos}
+        return {"k": s.k, **({} if s.v is s.k else {"v": s.v}), "pos": s.pos}
 
 
 class Place(Protocol):
@@ -153,9 +153,7 @@ class SlotFile:
         except OSError:
             self._free.append((offset, size))
             raise
-        sizes = [of.n_kv_heads * cap * dim for dim in (of.k_dim, of.v_dim)]
-        k, v = torch.frombuffer(mapped, dtype=self._dtype, count=sum(sizes)).split_with_sizes(sizes)
-        k, v = k.view(of.n_kv_heads, cap, of.k_dim), v.view(of.n_kv_heads, cap, of.v_dim)
+        k, v = laid(torch.frombuffer(mapped, dtype=self._dtype), of, cap)
         pos = torch.full((of.n_kv_heads, cap), -1, dtype=torch.int32)
         return Extent(offset, size, k, v, pos, "it lies on the disk")
 
@@ -171,7 +169,7 @@ class SlotFile:
     def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
         """k, v [K, m, ..] behind what the extent holds; a write says when the disk is full, a map would crash."""
         (heads, cap, _), number = extent.k.shape, self._dtype.itemsize
-        for t, first in ((k, 0), (v, extent.k.nbytes)):
+        for t, first in ((k, 0), (v, extent.k.nbytes))[: 1 if extent.v is extent.k else 2]:
             for j in range(heads):
                 data = t[j].to(self._dtype).contiguous().view(torch.uint8).numpy().data.cast("B")
                 at = extent.offset + first + (j * cap + extent.length) * t.shape[2] * number
@@ -198,6 +196,13 @@ class SlotFile:
         else:
             os.ftruncate(fd, end)
         self._end = end
+
+
+def laid(numbers: Tensor, of: LayerShape, cap: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [K, cap, ..] of a layer as they lie in these numbers, one behind the other."""
+    sizes = [of.n_kv_heads * cap * dim for dim in (of.k_dim, of.v_dim)]
+    k = numbers[: sizes[0]].view(of.n_kv_heads, cap, of.k_dim)
+    return k, k if of.rank else numbers[sizes[0] : sum(sizes)].view(of.n_kv_heads, cap, of.v_dim)
 
 
 def parts_of(most: int, per_slot: Sequence[int]) -> list[int]:

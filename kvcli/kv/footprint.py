@@ -75,6 +75,7 @@ def narrow(kv: Kv, shape: LayerShape, number: int) -> int:
     if not is_packed(kv) or not shape.numbers:
         return wide(shape, number)
     bits = 0.0  # of all numbers of a key and a value
-    for b, dim, group in ((kv.k_bits, shape.k_dim, kv.group), (kv.v_bits, shape.v_dim, min(kv.group, shape.v_dim))):
+    k_dim, v_dim = shape.parts
+    for b, dim, group in ((kv.k_bits, k_dim, kv.group), (kv.v_bits, v_dim, min(kv.group, v_dim))):
         bits += 8 * dim * number if b == 16 else 8 * dim + 16 if b == 8 and not kv.halves else dim * (b + 32 / group)
     return int(shape.n_kv_heads * bits / 8) + POSITION

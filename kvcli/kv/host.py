@@ -123,7 +123,7 @@ class Host:
         """Slots of the device come down."""
         down = self.staging.down
         self._reach.still()
-        self._tier.take(layer, Slots(down(slots.k), down(slots.v), slots.pos.cpu()))
+        self._tier.take(layer, Slots(*slots.each(down), slots.pos.cpu()))
 
     def n_slots(self, layer: int) -> int:
         return self._tier.n_slots(layer)
@@ -153,9 +153,12 @@ class Host:
         """The same beside what the device computes."""
         bus = self._bus(self._device)
         s = self._tier.gather(layer, index.cpu())
-        there = Slots(*(torch.empty_like(t, device=self._device) for t in (s.k, s.v, s.pos)))
+        there = Slots(
+            *s.each(lambda t: torch.empty_like(t, device=self._device)), torch.empty_like(s.pos, device=self._device)
+        )
+        pairs = [(there.k, s.k), *([] if s.v is s.k else [(there.v, s.v)]), (there.pos, s.pos)]
         bus.copies.wait(bus.work.record())  # which may have used that room before
-        landed = self._stairs.up(bus.copies, [(there.k, s.k), (there.v, s.v), (there.pos, s.pos)])
+        landed = self._stairs.up(bus.copies, pairs)
 
         def arrival() -> Slots:
             bus.work.wait(landed)
@@ -190,4 +193,4 @@ class Host:
         return [*found, Usage(0, self._device.type, 0, near)] if near else found
 
     def _up(self, s: Slots) -> Slots:
-        return Slots(s.k.to(self._device), s.v.to(self._device), s.pos.to(self._device))
+        return Slots(*s.each(lambda t: t.to(self._device)), s.pos.to(self._device))

@@ -23,7 +23,7 @@ from kvcli.kernels.merge import Part
 from kvcli.kv.fixed import Fixed
 from kvcli.kv.rung import Rung, Top
 from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import Masks, Sight, Slots, Usage, compact, empty_like
+from kvcli.kv.slots import Masks, Sight, Slots, Usage, beside, compact, empty_like
 from kvcli.kv.state import Given, State
 
 
@@ -248,17 +248,6 @@ class Ladder:
         there = [torch.isin(a, b.to(a.device)) for a, b in zip(pos, lower.pos, strict=True)]
         upper.keep(layer, ~torch.stack(there))
         self._twice.discard((at, layer))
-
-
-def beside(found: Sequence[Slots]) -> Slots:
-    """Slots side by side, in the numbers and on the device of the last ones."""
-    held = [s for s in found[:-1] if s.n_slots]
-    end = found[-1]
-    if not held:
-        return end
-    k = torch.cat([*(s.k.to(end.k) for s in held), end.k], 1)
-    v = torch.cat([*(s.v.to(end.v) for s in held), end.v], 1)
-    return Slots(k, v, torch.cat([*(s.pos.to(end.pos) for s in held), end.pos], 1))
 
 
 def oldest(pos: Tensor, sinks: int, holds: int, group: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kv.bus import Bus
-from kvcli.kv.extents import FIRST, LARGEST, Extent
+from kvcli.kv.extents import FIRST, LARGEST, Extent, laid
 from kvcli.kv.shelved import Shelved
 from kvcli.kv.slots import LayerShape, Usage, picked
 from kvcli.kv.state import Given
@@ -55,8 +55,7 @@ class Mappings:
     def claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
         """A layer's extents grow with what it holds, by doubling: kernels are compiled for a distance between heads."""
         shape = self._shapes[layer]
-        heads, dims = shape.n_kv_heads, (shape.k_dim, shape.v_dim)
-        per_slot = heads * sum(dims) * self._dtype.itemsize
+        per_slot = shape.numbers * self._dtype.itemsize
         ahead = min(LARGEST, max(need, FIRST, sum(e.length for e in held)))
         cap = max(1, min(1 << (ahead - 1).bit_length(), PIECE // per_slot))
         mapped = mmap.mmap(-1, -(-cap * per_slot // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY)
@@ -66,10 +65,8 @@ class Mappings:
         if not self._unreached:
             # at exit the driver does it
             weakref.finalize(whole.untyped_storage(), self._bus.unpin, whole.data_ptr(), mapped).atexit = False
-        both = whole[: cap * per_slot].view(self._dtype)
-        k, v = both[: heads * cap * dims[0]], both[heads * cap * dims[0] :]
-        pos = torch.full((heads, cap), -1, dtype=torch.int32)
-        k, v = k.view(heads, cap, dims[0]), v.view(heads, cap, dims[1])
+        k, v = laid(whole[: cap * per_slot].view(self._dtype), shape, cap)
+        pos = torch.full((shape.n_kv_heads, cap), -1, dtype=torch.int32)
         return Extent(0, len(mapped), k, v, pos, self._unreached)
 
     def give_back(self, extents: Iterable[Extent]) -> None:
@@ -81,7 +78,9 @@ class Mappings:
     def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
         """Copied."""
         at = slice(extent.length, extent.length + k.shape[1])
-        extent.k[:, at], extent.v[:, at] = k, v
+        extent.k[:, at] = k
+        if extent.v is not extent.k:
+            extent.v[:, at] = v
 
     def tidy(self, extent: Extent) -> None:
         """Holes go behind each head's slots, whose order stays."""
@@ -92,6 +91,7 @@ class Mappings:
         order = hole.to(torch.uint8).argsort(dim=1, stable=True)  # [K, S]
         moved = picked(s, order)
         s.k.copy_(moved.k)
-        s.v.copy_(moved.v)
+        if s.v is not s.k:
+            s.v.copy_(moved.v)
         s.pos.copy_(moved.pos)
         extent.length = int((~hole).sum(1).max())

@@ -16,12 +16,35 @@ from torch import Tensor
 
 from kvcli.errors import BadConfig
 from kvcli.kernels import gpu, linear
+from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_packed import PackedHead, Table, attend_packed, attend_table, table_of, why_not
-from kvcli.kernels.attend_rows import WIDEST, Own, PackedRun, Run, attend_packed_part, serves_packed
+from kvcli.kernels.attend_rows import (
+    WIDEST,
+    Own,
+    PackedRun,
+    Run,
+    attend_packed_part,
+    attend_part,
+    serves,
+    serves_packed,
+)
 from kvcli.kernels.merge import Part
 from kvcli.kernels.pack import hadamard, turned
 from kvcli.kv.packed_head import Form, Head
-from kvcli.kv.slots import LayerShape, Sight, Slots, Usage, alone, compact, empty_like, holders, opens, picked, run_of
+from kvcli.kv.slots import (
+    LayerShape,
+    Sight,
+    Slots,
+    Usage,
+    alone,
+    compact,
+    empty_like,
+    holders,
+    opens,
+    picked,
+    run_of,
+    visible,
+)
 from kvcli.kv.state import Given, State
 
 
@@ -57,34 +80,37 @@ class Packed:
         self.changes = 0
         self._name = "packed" if torch.device(device).type == "cpu" else f"packed {torch.device(device).type}"
         self._form = Form(dtype, k_bits, v_bits, group, halves)
+        self._ranks = {layer: of.rank for layer, of in own.items()}
         self._empty = {
-            layer: tuple(torch.empty(of.n_kv_heads, 0, d, dtype=dtype, device=device) for d in (of.k_dim, of.v_dim))
+            layer: tuple(torch.empty(of.n_kv_heads, 0, d, dtype=dtype, device=device) for d in of.parts)
             for layer, of in enumerate(shapes)
         }
         self._own = {
-            layer: [Head(self._form, of.k_dim, of.v_dim, device) for _ in range(of.n_kv_heads)]
-            for layer, of in own.items()
+            layer: [Head(self._form, *of.parts, device) for _ in range(of.n_kv_heads)] for layer, of in own.items()
         }
         self._holder = holders(shapes)
         self._layers = {layer: self._own[holder] for layer, holder in enumerate(self._holder)}
         self._tables: dict[tuple[int, bool], Table | None] = {}  # by layer, and whether coarse
         wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        sizes = {d for of in own.values() for d in (of.k_dim, of.v_dim)} if rotate == "hadamard" else set()
+        sizes = {d for of in own.values() for d in of.parts} if rotate == "hadamard" else set()
         self._turns = {d: hadamard(d, wide) for d in sizes}
         self._panels = {d: linear.pack(turn) for d, turn in self._turns.items() if not linear.why_not(turn)}
 
     @property
     def rounds_by_rows(self) -> str:
         """Where native kernels do not serve its numbers, or the size of its heads."""
-        if all(serves_packed(k, v) for k, v in self._empty.values()):
+        each = self._empty.items()
+        if all(serves(torch.cat((k, v), 2), v) if self._ranks[i] else serves_packed(k, v) for i, (k, v) in each):
             return ""
-        return "kv.k_bits" if any(t.shape[2] % 16 for like in self._empty.values() for t in like) else "kv.dtype"
+        return "kv.k_bits" if any(t.shape[2] % 16 for _, like in each for t in like) else "kv.dtype"
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part."""
         layer = self._holder[layer]
         if not self.n_slots(layer):
             return alone(q, sight, own)
+        if self._ranks[layer]:
+            return [self._unpacked(layer, q, sight, pos), *alone(q, sight, own)]
         if serves_packed(q, self._empty[layer][1]):
             run, window = self._run(layer, sight.window, coarse=sight.is_guess)
             turned = self._turned(q).to(q.dtype)
@@ -99,6 +125,19 @@ class Packed:
             self._turned(q), [head for head, _ in seen], sight.scale, self.dtype, softcap=sight.softcap, masks=masks
         )
         return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
+
+    def _unpacked(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Part:
+        """Over latents, which no kernel reads as they lie: all of the layer in full numbers while it is read."""
+        s = self._numbers(layer, coarse=sight.is_guess)
+        if serves(q, s.k):
+            window = (
+                WIDEST if sight.window is None and any(head.has_holes for head in self._layers[layer]) else sight.window
+            )
+            k, n = s.k.flatten(0, 1), s.n_slots
+            starts = range(0, len(s.k) * n, n)
+            run = Run(k, k, s.pos.flatten(), starts, [n] * len(s.k), starts)
+            return attend_part(q, run, pos, sight.scale, window=window, softcap=sight.softcap)
+        return attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, sight.window))
 
     def _table(self, layer: int, *, coarse: bool) -> Table | None:
         """Where the heads lie, made once they have changed; None where no kernel reads them so."""
@@ -135,7 +174,7 @@ class Packed:
             return
         assert layer in self._own, "this layer reads another's slots"
         self._forget_table(layer)
-        k, v = self._turned(slots.k), self._turned(slots.v)
+        k, v = map(self._turned, self._split(layer, slots))
         held = slots.pos >= 0
         whole = bool(held.all())
         for j, head in enumerate(self._layers[layer]):
@@ -151,11 +190,14 @@ class Packed:
 
     def slots(self, layer: int) -> Slots:
         """What this layer holds, unpacked: a copy, padded to the longest head; holes have position -1."""
+        return self._numbers(layer)
+
+    def _numbers(self, layer: int, *, coarse: bool = False) -> Slots:
         pos = self.positions(layer)
         k, v = (like.new_zeros(*pos.shape, like.shape[2]) for like in self._empty[layer])
         for j, head in enumerate(self._layers[layer]):
-            k[j, : head.length], v[j, : head.length] = (self._turned(t) for t in head.numbers())
-        return Slots(k, v, pos)
+            k[j, : head.length], v[j, : head.length] = (self._turned(t) for t in head.numbers(coarse=coarse))
+        return self._joined(layer, k, v, pos)
 
     def newest(self, layer: int, n: int) -> Slots:
         """The n slots that each head stored last, which are those of the highest positions, in their order."""
@@ -190,13 +232,13 @@ class Packed:
             at = index[j, held]
             k[j, held], v[j, held] = (self._turned(t).to(t.dtype) for t in head.numbers_at(at))
             pos[j, held] = head.pos[at]
-        return Slots(k, v, pos)
+        return self._joined(layer, k, v, pos)
 
     def head(self, layer: int, head: int, n: int) -> Slots:
         """The first n slots of one head, unpacked."""
         of = self._layers[layer][head]
         k, v = (self._turned(t).to(t.dtype)[:n].unsqueeze(0) for t in of.numbers())
-        return Slots(k, v, of.pos[:n].unsqueeze(0))
+        return self._joined(layer, k, v, of.pos[:n].unsqueeze(0))
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots whose mask [K, S] is False; returns what fell out, unpacked.
@@ -268,6 +310,18 @@ class Packed:
             for head in others:
                 head.pos = first.pos
 
+    def _split(self, layer: int, s: Slots) -> tuple[Tensor, Tensor]:
+        """What lies as keys and as values: of latents the turned part and the others, each with scales of its own."""
+        rank = self._ranks[layer]
+        return (s.k[..., rank:], s.k[..., :rank]) if rank else (s.k, s.v)
+
+    def _joined(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> Slots:
+        """The inverse."""
+        if not self._ranks[layer]:
+            return Slots(k, v, pos)
+        both = torch.cat((v, k), 2)
+        return Slots(both, both, pos)
+
     def _turned(self, t: Tensor) -> Tensor:
         """t [.., D] by the Hadamard matrix, which is its own inverse; by native products, if any: row by row."""
         if not self._turns:
@@ -292,13 +346,13 @@ def _seen(head: Head, window: int | None, rows: Sequence[int], *, coarse: bool) 
 
 
 def _check(of: LayerShape, k_bits: int, v_bits: int, rotate: str) -> None:
-    for name, bits, dim in (("kv.k_bits", k_bits, of.k_dim), ("kv.v_bits", v_bits, of.v_dim)):
+    for name, bits, dim in zip(("kv.k_bits", "kv.v_bits"), (k_bits, v_bits), of.parts, strict=True):
         if dim * bits % 8:
             why = f"its heads have {dim} numbers, and a byte holds {8 // bits}"
             raise BadConfig(
                 f"{name} = {bits} does not fit this model: {why}", code="kv_bits", try_=[f"--set {name}=16"]
             )
-    odd = [dim for dim in (of.k_dim, of.v_dim) if dim & (dim - 1)]
+    odd = [dim for dim in of.parts if dim & (dim - 1)]
     if rotate == "hadamard" and odd:
         raise BadConfig(
             f'kv.rotate = "hadamard" needs heads of a power of two, and those of this model have {odd[0]} numbers',

@@ -110,11 +110,11 @@ class Head:
         self.keys, self.rest, self.values, self.pos = keys, rest, values, pos
         self.has_holes = not bool((pos >= 0).all())
 
-    def numbers(self) -> tuple[Tensor, Tensor]:
-        """k, v [S, D] as the codes say, holes included."""
-        like = self.rest
-        k = torch.cat([unpack_keys(self.keys, like), self.rest]) if self.rest.shape[0] else unpack_keys(self.keys, like)
-        return k, unpack_values(self.values, like, self.length)
+    def numbers(self, *, coarse: bool = False) -> tuple[Tensor, Tensor]:
+        """k, v [S, D] as the codes say, holes included; `coarse`: without their lower halves."""
+        like, held = self.rest, self.since(0, coarse=coarse)
+        k = torch.cat([unpack_keys(held.keys, like), like]) if like.shape[0] else unpack_keys(held.keys, like)
+        return k, unpack_values(held.values, like, self.length)
 
     def numbers_at(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """k, v [m, D] of slots `at` [m]; no others are unpacked."""

@@ -58,7 +58,7 @@ class Ragged:
         """Copies `slots`, which may have empty ones anywhere. `step`: what a head's room is a multiple of, at most."""
         n_kv, device = slots.pos.shape[0], slots.k.device
         self._step = step
-        self.k, self.v = slots.k.new_zeros(0, slots.k.shape[2]), slots.v.new_zeros(0, slots.v.shape[2])
+        self.k, self.v = slots.each(lambda t: t.new_zeros(0, t.shape[2]))
         self.pos = torch.zeros(0, dtype=torch.int32, device=device)
         self._lengths = [0] * n_kv
         self._extents = Extents.of(self._lengths, step)
@@ -72,20 +72,23 @@ class Ragged:
         """From what `state` gave; `like`: numbers of the type and on the device."""
         n_kv = shape.n_kv_heads
         found = [given.part(str(head)) for head in range(n_kv)]
-        k, v = (like.new_empty(n_kv, 0, dim) for dim in (shape.k_dim, shape.v_dim))
+        k = like.new_empty(n_kv, 0, shape.k_dim)
+        v = k if shape.rank else like.new_empty(n_kv, 0, shape.v_dim)
         new = Ragged(Slots(k, v, torch.empty(n_kv, 0, dtype=torch.int32, device=like.device)), step)
         new._make_room([len(one.positions("pos", None)) for one in found])
         for head, one in enumerate(found):
             pos = one.positions("pos", None)
             k = one.tensor("k", like.dtype, len(pos), shape.k_dim)
-            v = one.tensor("v", like.dtype, len(pos), shape.v_dim)
+            v = k if shape.rank else one.tensor("v", like.dtype, len(pos), shape.v_dim)
             new._put_head(head, k, v, pos)
         return new
 
     def state(self) -> State:
         """What each head holds."""
         held = (self.head(head, n) for head, n in enumerate(self._lengths))
-        return {str(i): {"k": s.k[0], "v": s.v[0], "pos": s.pos[0]} for i, s in enumerate(held)}
+        return {
+            str(i): {"k": s.k[0], **({} if s.v is s.k else {"v": s.v[0]}), "pos": s.pos[0]} for i, s in enumerate(held)
+        }
 
     @property
     def length(self) -> int:
@@ -100,7 +103,8 @@ class Ragged:
     @property
     def tensors(self) -> list[Tensor]:
         """All that takes memory."""
-        return [self.k, self.v, self.pos, self._ends, self._order, self._back]
+        both = [self.k] if self.v is self.k else [self.k, self.v]
+        return [*both, self.pos, self._ends, self._order, self._back]
 
     def attend(
         self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None, own: Own | None
@@ -199,8 +203,7 @@ class Ragged:
 
     def slots(self) -> Slots:
         """What is held: a copy, padded to the longest head."""
-        at, full = self._places(self._all())
-        return Slots(self.k[at], self.v[at], self.pos[at].masked_fill(~full, -1))
+        return self.gather(self._all())
 
     def positions(self) -> Tensor:
         """The same, positions alone."""
@@ -210,19 +213,19 @@ class Ragged:
     def gather(self, index: Tensor) -> Slots:
         """A copy of slots index [K, M]."""
         at, full = self._places(index)
-        return Slots(self.k[at], self.v[at], self.pos[at].masked_fill(~full, -1))
+        return Slots(*self._held.each(lambda t: t[at]), self.pos[at].masked_fill(~full, -1))
 
     def head(self, head: int, n: int) -> Slots:
         """As views."""
         piece = slice(self._extents.start[head], self._extents.start[head] + min(n, self._lengths[head]))
-        return Slots(*(t[piece].unsqueeze(0) for t in (self.k, self.v, self.pos)))
+        return Slots(*self._held.each(lambda t: t[piece].unsqueeze(0)), self.pos[piece].unsqueeze(0))
 
     def newest(self, n: int) -> Slots:
         """The last n of each head, as a copy."""
         if n > min(self._lengths):
             return last(self.slots(), n)
         at = self._ends.unsqueeze(1) - n + torch.arange(n, device=self.pos.device)
-        return Slots(self.k[at], self.v[at], self.pos[at])
+        return Slots(*self._held.each(lambda t: t[at]), self.pos[at])
 
     def crop(self, n: int) -> bool:
         """Never in place: heads may agree once the newest are gone."""
@@ -263,9 +266,15 @@ class Ragged:
             return t
         return t.view(len(self._lengths), -1, *t.shape[1:])[order].flatten(0, 1)
 
+    @property
+    def _held(self) -> Slots:
+        """Where they lie: k, v [T, ..], pos [T]."""
+        return Slots(self.k, self.v, self.pos)
+
     def _put(self, at: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
         self.k.index_copy_(0, at, k.to(self.k.dtype))
-        self.v.index_copy_(0, at, v.to(self.v.dtype))
+        if self.v is not self.k:
+            self.v.index_copy_(0, at, v.to(self.v.dtype))
         self.pos.index_copy_(0, at, pos.to(torch.int32))
 
     def _put_head(self, head: int, k: Tensor, v: Tensor, pos: Tensor) -> None:
@@ -293,7 +302,7 @@ class Ragged:
 
     def _lay(self, extents: Extents) -> None:
         """Move what is held to where `extents` says."""
-        k, v = (t.new_zeros(extents.total, t.shape[1]) for t in (self.k, self.v))
+        k, v = self._held.each(lambda t: t.new_zeros(extents.total, t.shape[1]))
         pos = self.pos.new_full((extents.total,), -1)
         for head, n in enumerate(self._lengths):
             if n:

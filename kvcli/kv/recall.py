@@ -283,7 +283,8 @@ def _among(chosen: Tensor, union: Tensor) -> Tensor:
 def _run_of(s: Slots) -> Run:
     """Slots of one device, for rows that read them."""
     n_kv, n = s.pos.shape
-    k, v, pos = (t.contiguous().flatten(0, 1) for t in (s.k, s.v, s.pos))
+    k, v = s.each(lambda t: t.contiguous().flatten(0, 1))
+    pos = s.pos.contiguous().flatten()
     starts = range(0, n_kv * n, n) if n else [0] * n_kv
     return Run(k, v, pos.to(torch.int32), starts, [n] * n_kv, starts)
 
@@ -298,7 +299,7 @@ def _refused(missed: Tensor, lse: Tensor, epsilon: float) -> Tensor:
 
 def _here(s: Slots, like: Tensor) -> Slots:
     """On the device that computes."""
-    return Slots(*(t.to(like.device) for t in (s.k, s.v, s.pos)))
+    return Slots(*s.each(lambda t: t.to(like.device)), s.pos.to(like.device))
 
 
 def _nbytes(tensors: Collection[Tensor]) -> int:

@@ -74,7 +74,8 @@ class Near:
         """What is kept of this layer."""
         if (held := self._held.get(layer)) is None:
             return 0
-        return sum(t.nbytes for t in (held.index, held.slots.k, held.slots.v, held.slots.pos))
+        s = held.slots
+        return sum(t.nbytes for t in (held.index, s.k, *([] if s.v is s.k else [s.v]), s.pos))
 
     def _arrived(self, layer: int, index: Tensor) -> _Held | None:
         """What is here, with what came since the last pass."""
@@ -92,7 +93,7 @@ class Near:
         new = self._far.gather(layer, packed)
         heads, to = lacks.nonzero(as_tuple=True)
         rank = (lacks.cumsum(1) - 1)[heads, to]
-        for t, fresh in ((got.k, new.k), (got.v, new.v), (got.pos, new.pos)):
+        for t, fresh in {id(t): (t, of) for t, of in ((got.k, new.k), (got.v, new.v), (got.pos, new.pos))}.values():
             t[heads, to] = fresh[heads, rank].to(t)
 
     def _hold(self, layer: int, index: Tensor, got: Slots, held: _Held | None, ahead: Tensor | None) -> None:
@@ -114,7 +115,8 @@ def _sorted(index: Tensor, s: Slots) -> _Held:
 
 
 def _beside(a: Slots, b: Slots) -> Slots:
-    return Slots(torch.cat([a.k, b.k], 1), torch.cat([a.v, b.v], 1), torch.cat([a.pos, b.pos.to(a.pos)], 1))
+    k = torch.cat([a.k, b.k], 1)
+    return Slots(k, k if a.v is a.k else torch.cat([a.v, b.v], 1), torch.cat([a.pos, b.pos.to(a.pos)], 1))
 
 
 def _packed(index: Tensor) -> Tensor | None:

@@ -152,7 +152,7 @@ def room(
     read = [shapes[layer] for layer in recall.layers(storing(sights, shapes))]
     each = [wide(shape, number) for shape in shapes]
     index = sum(shape.n_kv_heads * recall.per_slot(shape.k_dim, number) for shape in read)
-    near = sum(shape.n_kv_heads * recall.near(shape.k_dim, number) for shape in read)
+    near = sum(recall.near(shape.numbers // 2, number) for shape in read)
     newest, packs = max(chunk, EVERY), packs_by_age(kv, memory)
     always = kv.sinks + (kv.residual if packs else 0)
     return Room(

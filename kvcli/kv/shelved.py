@@ -5,7 +5,9 @@ Rows read extent by extent, as parts that are merged. A layer grows by further e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from kvcli.kernels.attend_rows import Own, Run, why_not
 from kvcli.kernels.merge import Part
 from kvcli.kv.extents import Extent, Place
 from kvcli.kv.reach import Piece
-from kvcli.kv.slots import LayerShape, Sight, Slots, alone, compact, holders, last, run_of
+from kvcli.kv.slots import LayerShape, Sight, Slots, alone, beside, compact, empty, holders, last, run_of
 from kvcli.kv.state import Given, State
 
 
@@ -46,7 +48,12 @@ class Shelved:
         """What `attend` reads, to be read elsewhere: an extent each. Those of a pass, as it asks in each layer."""
         if layer not in self._pieces:
             held = [(e, e.slots) for e in self._layers[layer] if e.length]
-            self._pieces[layer] = [Piece((s.k, s.v), e.read, e.unreached) for e, s in held]
+            self._pieces[layer] = [
+                Piece((s.k,), partial(_of_keys, e.read), e.unreached)
+                if s.v is s.k
+                else Piece((s.k, s.v), e.read, e.unreached)
+                for e, s in held
+            ]
         return self._pieces[layer]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
@@ -90,8 +97,7 @@ class Shelved:
         found = [extent.slots for extent in self._layers[self._holder[layer]]]
         if len(found) == 1:
             return found[0]
-        none = self._none(layer)
-        return Slots(*(torch.cat([getattr(s, t) for s in (none, *found)], 1) for t in ("k", "v", "pos")))
+        return beside([self._none(layer), *found])
 
     def newest(self, layer: int, n: int) -> Slots:
         """The n slots that each head stored last."""
@@ -113,20 +119,22 @@ class Shelved:
 
     def gather(self, layer: int, index: Tensor) -> Slots:
         """Slots index [K, M] of each head, -1 = none: no other part of the file is read, whole pages aside."""
-        k, v = (t.new_zeros(*index.shape, t.shape[2]) for t in (self._none(layer).k, self._none(layer).v))
+        k, v = self._none(layer).each(lambda t: t.new_zeros(*index.shape, t.shape[2]))
         pos, first = torch.full_like(index, -1, dtype=torch.int32), 0
         for s in (extent.slots for extent in self._layers[self._holder[layer]]):
             heads, to = ((index >= first) & (index < first + s.n_slots)).nonzero(as_tuple=True)
             at = index[heads, to] - first
-            k[heads, to], v[heads, to], pos[heads, to] = s.k[heads, at], s.v[heads, at], s.pos[heads, at]
+            k[heads, to], pos[heads, to] = s.k[heads, at], s.pos[heads, at]
+            if v is not k:
+                v[heads, to] = s.v[heads, at]
             first += s.n_slots
         return Slots(k, v, pos)
 
     def head(self, layer: int, head: int, n: int) -> Slots:
         """The first n slots of one head, as a copy in memory."""
-        found = [extent.slots for extent in self._layers[self._holder[layer]]]
-        mine = [[t[head : head + 1] for t in (s.k, s.v, s.pos)] for s in found]
-        return Slots(*(torch.cat(ts, 1)[:, :n] for ts in zip(*mine, strict=True)))
+        at, found = slice(head, head + 1), [extent.slots for extent in self._layers[self._holder[layer]]]
+        s = beside([Slots(*s.each(lambda t: t[at]), s.pos[at]) for s in found])
+        return Slots(*s.each(lambda t: t[:, :n]), s.pos[:, :n])
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots whose mask [K, S] is False. Their place is used again once an extent is empty."""
@@ -160,7 +168,8 @@ class Shelved:
             for one in given.part(str(layer)).parts(given.n):
                 none = self._none(layer)
                 pos = one.positions("pos", none.pos.shape[0], None, least=-1)
-                k, v = (one.tensor(name, self.dtype, *pos.shape, getattr(none, name).shape[2]) for name in "kv")
+                k = one.tensor("k", self.dtype, *pos.shape, none.k.shape[2])
+                v = k if none.v is none.k else one.tensor("v", self.dtype, *pos.shape, none.v.shape[2])
                 self._layers[layer].append(self._place.claim(layer, max(1, pos.shape[1]), self._layers[layer]))
                 self._store(layer, Slots(k, v, pos))
 
@@ -177,5 +186,9 @@ class Shelved:
 
     def _none(self, layer: int) -> Slots:
         shape = self._shapes[layer]
-        k, v = (torch.empty(shape.n_kv_heads, 0, dim, dtype=self.dtype) for dim in (shape.k_dim, shape.v_dim))
-        return Slots(k, v, torch.empty(shape.n_kv_heads, 0, dtype=torch.int32))
+        return Slots(*empty(shape, self.dtype), torch.empty(shape.n_kv_heads, 0, dtype=torch.int32))
+
+
+def _of_keys(read: Callable[..., Part], k: Tensor, *asked: Any) -> Part:
+    """Where values are keys."""
+    return read(k, k, *asked)

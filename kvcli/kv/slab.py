@@ -27,7 +27,7 @@ class Slab:
     """
 
     k: Tensor  # [K, cap, D]
-    v: Tensor  # [K, cap, D]
+    v: Tensor  # [K, cap, D]; where keys are values, `k` itself
     pos: Tensor  # [1, cap] int32 on the CPU, -1 = empty
     step: int  # slots
     length: int = 0  # slots of each head
@@ -44,9 +44,10 @@ class Slab:
     def of(slots: Slots, step: int) -> Slab:
         """Slots that are the same in all heads; their keys and values become the slab's own."""
         pos = slots.pos[:1].to("cpu", torch.int32, copy=True)
+        k, v = slots.each(Tensor.contiguous)
         return Slab(
-            k=slots.k.contiguous(),
-            v=slots.v.contiguous(),
+            k=k,
+            v=v,
             pos=pos,
             step=step,
             length=slots.n_slots,
@@ -59,16 +60,16 @@ class Slab:
     def made(given: Given, shape: LayerShape, like: Tensor, step: int) -> Slab:
         """From what `state` gave; `like`: numbers of the type and on the device."""
         pos, heads = given.positions("pos", None), shape.n_kv_heads
-        k = given.tensor("k", like.dtype, heads, len(pos), shape.k_dim)
-        v = given.tensor("v", like.dtype, heads, len(pos), shape.v_dim)
-        slab = Slab.of(Slots(k.to(like.device), v.to(like.device), pos.expand(heads, -1)), step)
+        k = given.tensor("k", like.dtype, heads, len(pos), shape.k_dim).to(like.device)
+        v = k if shape.rank else given.tensor("v", like.dtype, heads, len(pos), shape.v_dim).to(like.device)
+        slab = Slab.of(Slots(k, v, pos.expand(heads, -1)), step)
         slab.gone = given.number("gone", given.n) // BLOCK * BLOCK
         return slab
 
     def state(self) -> State:
         """What is held."""
         s = self.slots()
-        return {"k": s.k, "v": s.v, "pos": s.pos[0], "gone": self.gone}
+        return {"k": s.k, **({} if s.v is s.k else {"v": s.v}), "pos": s.pos[0], "gone": self.gone}
 
     @property
     def total(self) -> int:
@@ -78,7 +79,8 @@ class Slab:
     @property
     def tensors(self) -> list[Tensor]:
         """All that takes memory."""
-        return [self.k, self.v, self.pos, *([] if self.there is None else [self.there])]
+        both = [self.k] if self.v is self.k else [self.k, self.v]
+        return [*both, self.pos, *([] if self.there is None else [self.there])]
 
     @property
     def at(self) -> np.ndarray:
@@ -180,7 +182,8 @@ class Slab:
         first, end = self.length, self.length + k.shape[1]
         self.reserve(end)
         self.k[:, first:end] = k
-        self.v[:, first:end] = v
+        if self.v is not self.k:
+            self.v[:, first:end] = v
 
     def fixed(self, rows: int, more: int = 0) -> Lying:
         """Where a device finds the slots, and room for `rows` behind them, as `ahead` makes it."""
@@ -228,12 +231,12 @@ class Slab:
     def slots(self) -> Slots:
         """What is held, as views."""
         pos = self._pos[:, : self.length].to(self.k.device).expand(self.k.shape[0], -1)
-        return Slots(self.k[:, : self.length], self.v[:, : self.length], pos)
+        return Slots(*Slots(self.k, self.v, pos).each(lambda t: t[:, : self.length]), pos)
 
     def newest(self, n: int) -> Slots:
         """The last n, as views."""
         s, first = self.slots(), max(0, self.length - n)
-        return Slots(s.k[:, first:], s.v[:, first:], s.pos[:, first:])
+        return Slots(*s.each(lambda t: t[:, first:]), s.pos[:, first:])
 
     def positions(self) -> Tensor:
         """As a view."""
@@ -245,7 +248,8 @@ class Slab:
 
     def head(self, head: int, n: int) -> Slots:
         """As views."""
-        return Slots(*(t[head : head + 1, :n] for t in (self.k, self.v, self.slots().pos)))
+        s = self.slots()
+        return Slots(*s.each(lambda t: t[head : head + 1, :n]), s.pos[head : head + 1, :n])
 
     def crop(self, n: int) -> bool:
         """Forget positions n and later in place, if slots lie in order; else nothing, and the answer is False."""
@@ -280,7 +284,7 @@ class Slab:
             new[:, :n] = t[:, first : self.length]
             return new
 
-        k, v = moved(self.k), moved(self.v)
+        k, v = Slots(self.k, self.v, self.pos).each(moved)
         pos = self.pos.new_full((1, cap), -1)
         pos[:, :n] = self._pos[:, first : self.length]
         # together: memory may have run out between them

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -24,11 +24,17 @@ class LayerShape:
     v_dim: int  # of a value
     shares: int | None = None  # an earlier layer, whose slots this one reads: it stores none of its own
     device: torch.device | None = None  # where it computes; None = where the model does
+    rank: int = 0  # > 0: a key is a latent with a turned part behind it, and the value too, of which so many count
 
     @property
     def numbers(self) -> int:
         """Of keys and values that it stores of a token: none where they are another layer's."""
-        return 0 if self.shares is not None else self.n_kv_heads * (self.k_dim + self.v_dim)
+        return 0 if self.shares is not None else self.n_kv_heads * (self.k_dim + (0 if self.rank else self.v_dim))
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Numbers that are rounded as a key and as a value: of a latent its turned part, and the others."""
+        return (self.k_dim - self.rank, self.rank) if self.rank else (self.k_dim, self.v_dim)
 
 
 def alike(n_layers: int, n_kv_heads: int, head_dim: int) -> tuple[LayerShape, ...]:
@@ -60,13 +66,18 @@ class Slots:
     """What one layer of a tier holds. Slot order means nothing; position means everything."""
 
     k: Tensor  # [K, S, D]
-    v: Tensor  # [K, S, D], of a size of their own where a layer's values have one
+    v: Tensor  # [K, S, D], of a size of their own where a layer's values have one; where keys are values, `k` itself
     pos: Tensor  # [K, S] int, -1 = empty (heads may hold different numbers of slots)
 
     @property
     def n_slots(self) -> int:
         """Slots of the longest head."""
         return self.pos.shape[1]
+
+    def each(self, to: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """What `to` makes of keys and of values: once where they are the same."""
+        k = to(self.k)
+        return k, k if self.v is self.k else to(self.v)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +238,15 @@ def hit_rate(held: Iterable[Holder | None]) -> float | None:
     return sum(use.found for use in uses) / asked if asked else None
 
 
+def empty(of: LayerShape, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Keys and values [K, 0, ..] of no slots."""
+    k, v = (torch.empty(of.n_kv_heads, 0, dim, dtype=dtype, device=device) for dim in (of.k_dim, of.v_dim))
+    return k, k if of.rank else v
+
+
 def empty_like(s: Slots) -> Slots:
     """No slots, in the types of `s`."""
-    return Slots(s.k[:, :0], s.v[:, :0], s.pos[:, :0])
+    return Slots(*s.each(lambda t: t[:, :0]), s.pos[:, :0])
 
 
 def last(s: Slots, n: int) -> Slots:
@@ -238,17 +255,31 @@ def last(s: Slots, n: int) -> Slots:
     if bool((s.pos[:, first:] < 0).any()):  # shorter heads end earlier
         held = s.pos >= 0
         return compact(s, held.sum(1, keepdim=True) - held.cumsum(1) < n)
-    return Slots(s.k[:, first:], s.v[:, first:], s.pos[:, first:])
+    return Slots(*s.each(lambda t: t[:, first:]), s.pos[:, first:])
 
 
 def picked(s: Slots, index: Tensor) -> Slots:
     """Slots index [K, M] of each head, -1 = none (its numbers are any slot's): copied head by head, rows as a whole."""
     at = index.clamp(min=0)
-    k, v = (t.new_empty(*index.shape, t.shape[2]) for t in (s.k, s.v))
-    for t, out in ((s.k, k), (s.v, v)):
+
+    def of(t: Tensor) -> Tensor:
+        out = t.new_empty(*index.shape, t.shape[2])
         for j in range(index.shape[0]):
             torch.index_select(t[j], 0, at[j], out=out[j])
-    return Slots(k, v, s.pos.gather(1, at).masked_fill(index < 0, -1))
+        return out
+
+    return Slots(*s.each(of), s.pos.gather(1, at).masked_fill(index < 0, -1))
+
+
+def beside(found: Sequence[Slots]) -> Slots:
+    """Slots side by side, in the numbers and on the device of the last ones."""
+    held = [s for s in found[:-1] if s.n_slots]
+    end = found[-1]
+    if not held:
+        return end
+    k = torch.cat([*(s.k.to(end.k) for s in held), end.k], 1)
+    v = k if end.v is end.k else torch.cat([*(s.v.to(end.v) for s in held), end.v], 1)
+    return Slots(k, v, torch.cat([*(s.pos.to(end.pos) for s in held), end.pos], 1))
 
 
 def compact(s: Slots, mask: Tensor) -> Slots:
@@ -261,10 +292,8 @@ def compact(s: Slots, mask: Tensor) -> Slots:
     longest = int(count.max()) if count.numel() else 0
     order = torch.argsort(~mask, dim=1, stable=True)[:, :longest]  # [K, longest], kept ones first
     pick = order.to(s.k.device).unsqueeze(-1)
-    k = s.k.gather(1, pick.expand(-1, -1, s.k.shape[2]))
-    v = s.v.gather(1, pick.expand(-1, -1, s.v.shape[2]))
     pos = s.pos.gather(1, order).masked_fill(~mask.gather(1, order), -1)
-    return Slots(k, v, pos)
+    return Slots(*s.each(lambda t: t.gather(1, pick.expand(-1, -1, t.shape[2]))), pos)
 
 
 def on_host(of: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -61,7 +61,11 @@ class Shape:
 
     @property
     def _attention(self) -> int:
-        return self.hidden * sum(self.heads * (of.key + of.value) + of.numbers for of in self.stores)
+        return sum(
+            self.hidden * (self.heads * sum(of.head) + of.numbers)
+            + of.rank * self.heads * (sum(of.head) - (of.key - of.rank if of.rank else 0))
+            for of in self.stores
+        )
 
     def visible(self, n: int) -> list[int]:
         """Slots that the last of n tokens attends to, by layer."""
@@ -92,9 +96,11 @@ def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
             try_=["download config.json again"],
         )
     hidden, heads, layers = found["hidden"], found["heads"], found["layers"]
+    if config.get("model_type") == "longcat_flash" and not config.get("num_hidden_layers"):
+        layers *= 2  # each has two attentions
     kv_heads, dim = 1 if _is_multi_query(config) else found["kv_heads"] or heads, found["head_dim"] or hidden // heads
     stores = stores_of(config, Stores(kv_heads, dim, dim), layers, heads, name)
-    is_even = len(set(stores)) == 1 and stores[0].key == stores[0].value
+    is_even = len(set(stores)) == 1 and stores[0].key == stores[0].value and not stores[0].rank
     return Shape(
         layers=layers,
         hidden=hidden,

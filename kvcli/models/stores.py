@@ -18,11 +18,18 @@ class Stores:
     key: int  # numbers
     value: int
     shares: int | None = None  # an earlier layer, whose keys and values this one reads: it stores none of its own
+    rank: int = 0  # > 0: a latent of so many numbers with a turned part behind it is key and value of all heads
+    expanded: tuple[int, int] = (0, 0)  # numbers of a head's key and value that are made of it
 
     @property
     def numbers(self) -> int:
         """Of a token."""
-        return 0 if self.shares is not None else self.kv_heads * (self.key + self.value)
+        return 0 if self.shares is not None else self.kv_heads * (self.key + (0 if self.rank else self.value))
+
+    @property
+    def head(self) -> tuple[int, int]:
+        """Numbers of a head's key and value, as the weights make them."""
+        return self.expanded if self.rank else (self.key, self.value)
 
 
 def stores_of(config: Mapping[str, Any], plain: Stores, layers: int, heads: int, name: str) -> tuple[Stores, ...]:
@@ -32,9 +39,11 @@ def stores_of(config: Mapping[str, Any], plain: Stores, layers: int, heads: int,
     def size(of: Mapping[str, Any], key: str, other: int) -> int:
         return count(of[key], key, name) if of.get(key) else other
 
-    if config.get("kv_lora_rank"):  # heads as latent attention expands them: each has a part that is turned
-        parts = [size(config, key, 0) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
-        plain = Stores(heads, sum(parts), plain.value)
+    if config.get("kv_lora_rank"):  # one for all heads, with a part behind it that is turned
+        rank = size(config, "kv_lora_rank", 0)
+        wide = rank + size(config, "qk_rope_head_dim", 0)
+        key = size(config, "qk_nope_head_dim", 0) + wide - rank
+        return (Stores(1, wide, wide, rank=rank, expanded=(key, size(config, "v_head_dim", plain.value))),) * layers
     plain = Stores(plain.kv_heads, plain.key, size(config, "v_head_dim", plain.value))
     kinds, does = kinds_of(config, layers), layer_kinds(config, layers)
     found = []

@@ -132,11 +132,13 @@ class FastGen(Usual):
         return replace(self, probe_rows=ROWS_ON_CPU) if is_auto else self
 
     def wants(self, lm: LM) -> Wants:
-        """Raises BadInput for a head map that cannot be read, or is of another model."""
+        """Raises BadInput for a head map that cannot be read, or is of another model, and BadModel where heads store
+        nothing of their own."""
         from kvcli.engine.kinds import SYSTEM
         from kvcli.policies.fastgen_heads import Heads
-        from kvcli.policies.headmap import head_rows
+        from kvcli.policies.headmap import head_rows, refuse_latents
 
+        refuse_latents(lm, 'policy.name = "fastgen"')
         own = self.of(lm)
         if self.recovery == "auto" and self.replay and not self.keep:
             try_ = ["--set policy.recovery=0.95"]

@@ -12,7 +12,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.errors import BadInput
+from kvcli.errors import BadInput, BadModel
 
 if TYPE_CHECKING:
     from kvcli.engine.lm import LM
@@ -35,7 +35,8 @@ def read_headmap(path: str | Path) -> list[list[float]]:
 
 
 def head_rows(path: str, lm: LM) -> list[list[float]]:
-    """The same, of this model. Raises BadInput where it has another shape."""
+    """The same, of this model. Raises BadInput where it has another shape, and BadModel where heads store nothing."""
+    refuse_latents(lm, f"the head map {path}")
     rows = read_headmap(path)
     if len({(of.n_kv_heads, of.shares) for of in lm.shapes}) > 1:
         raise BadInput(
@@ -52,6 +53,17 @@ def head_rows(path: str, lm: LM) -> list[list[float]]:
             try_=["kvcli profile-heads writes one of this model"],
         )
     return rows
+
+
+def refuse_latents(lm: LM, what: str) -> None:
+    """Raises BadModel for a model whose heads have no keys of their own: what one forgets all would miss."""
+    if any(of.rank for of in lm.shapes):
+        raise BadModel(
+            f"{what} tells heads apart, and those of {lm.info.id} ({lm.info.family}) share what is stored",
+            code="policy_unsupported",
+            lines=["latent attention stores one vector a token and layer, which all heads read"],
+            try_=["--set policy.name=snap", "--set policy.name=keydiff"],
+        )
 
 
 def _of_json(path: Path, text: str) -> list[list[float]]:

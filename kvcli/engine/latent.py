@@ -1,0 +1,109 @@
+"""Attention over latents: of a token one vector is stored, which is key and value of all heads (arXiv 2405.04434).
+
+A head's key is [W_k c, r] and its value W_v c, of the token's latent c [R] and a turned part r [T] that heads share. So
+a query [q, q_r] scores as [q W_k, q_r] does with [c, r] for a key, and W_v comes behind the weighted sum: one KV head
+whose value is its key, of which the first R numbers count.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.kernels.linear import linear, pack, why_not
+
+WITHIN = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.04}  # of keys and values
+
+
+class Latent(nn.Linear):
+    """Stands where a layer expands latents [.., R] to its heads' keys and values [.., H * (P + E)], and has both parts
+    of that product by head. It stays in plain numbers where other linear layers are packed."""
+
+    panels: tuple[Tensor, Tensor] | None = (
+        None  # of W_k and of W_v [H, panels, S, 64], where native products serve them
+    )
+
+    def __init__(self, expands: nn.Linear, heads: int, plain: int, turned: int) -> None:
+        """`plain`: P, the numbers of a key that are not turned; `turned`: T."""
+        super().__init__(expands.in_features, expands.out_features, bias=False, device="meta")
+        self.weight, self.heads, self.plain, self.turned = expands.weight, heads, plain, turned
+        self.train(expands.training)
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.in_features
+
+    @property
+    def pays_from(self) -> float:
+        """Rows of a prompt from which on it is less work to expand latents than to attend to them as they are."""
+        a_head = self.out_features / self.heads  # P + E
+        saved = 2 * self.rank + self.turned - a_head  # products a row and pair
+        return 2 * self.rank * a_head / saved if saved > 0 else torch.inf
+
+    def queries(self, q: Tensor) -> Tensor:
+        """q [H, N, P + T] as they score latents: [H, N, R + T]."""
+        plain, turned = q[..., : self.plain], q[..., self.plain :]
+        if self.panels is None:
+            return torch.cat((torch.bmm(plain, self._by_head[:, : self.plain]), turned), 2)
+        return torch.cat((_each(plain, self.panels[0], self.rank), turned), 2)
+
+    def values(self, out: Tensor) -> Tensor:
+        """Weighted sums of latents [H, N, R + T] -> those of values [H, N, E]."""
+        out, n = out[..., : self.rank].to(self.weight.dtype), self.out_features // self.heads - self.plain
+        if self.panels is None:
+            return torch.bmm(out, self._by_head[:, self.plain :].transpose(1, 2))
+        return _each(out, self.panels[1], n)
+
+    def nothing(self, latent: Tensor) -> Tensor:
+        """A row in the place of latents [.., N, R] that are not to be expanded: `forward` gives another such row."""
+        return latent.new_zeros(()).expand(*latent.shape[:-2], 1, self.rank)
+
+    def forward(self, latent: Tensor) -> Tensor:
+        """As the layer it stands for."""
+        if not latent.stride(-1):
+            return latent[..., :1].expand(*latent.shape[:-1], self.out_features)
+        return super().forward(latent)
+
+    def lay_out(self) -> None:
+        """Have its parts multiplied natively, row by row, where that is served."""
+        parts = self._by_head[:, : self.plain].transpose(1, 2), self._by_head[:, self.plain :]
+        if not any(why_not(part[0]) for part in parts):
+            self.panels = tuple(torch.stack([pack(one) for one in part]) for part in parts)  # type: ignore[assignment]
+
+    def expands(self, latent: Tensor, turned: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether keys k [H, N, P + T] and values v [H, N, E] are what it makes of latents [N, R], and these turned
+        parts [N, T]."""
+        made, at = torch.einsum("nr,hdr->hnd", latent, self._by_head), self.plain
+        pairs = [(k[..., :at], made[..., :at]), (k[..., at:], turned.expand_as(k[..., at:])), (v, made[..., at:])]
+        within = WITHIN.get(k.dtype, 0.04)
+        return all(float((a - b).double().norm()) <= within * float(b.double().norm()) for a, b in pairs)
+
+    @property
+    def _by_head(self) -> Tensor:
+        """[H, P + E, R]."""
+        return self.weight.view(self.heads, -1, self.rank)
+
+
+def latent_of(module: nn.Module, noted: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor) -> Latent | str:
+    """What makes keys k and values v [1, H, N, ..] of a layer from what it `noted` in its cache; "" where it stores
+    them as they are, else why what is noted is not known to be a latent."""
+    if noted is None or noted[0].shape[1:] == k.shape[1:]:
+        return ""
+    latent, turned = noted
+    expands = getattr(module, "kv_b_proj", None)
+    if latent.shape[1] != 1 or turned.shape[1] != 1 or expands is None:
+        return "what it stores is expanded in no way that is known"
+    if type(expands) not in (nn.Linear, Latent):
+        return f"the weights that expand it are packed ({type(expands).__name__})"
+    heads, plain = k.shape[1], k.shape[3] - turned.shape[3]
+    if expands.bias is not None or expands.weight.shape != (heads * (plain + v.shape[3]), latent.shape[3]):
+        return "the weights that expand it have another shape"
+    made = Latent(expands, heads, plain, turned.shape[3])
+    same = v.shape[1] == heads and made.expands(latent[0, 0], turned[0, 0], k[0], v[0])
+    return made if same else "its keys and values are not what these weights make"
+
+
+def _each(x: Tensor, panels: Tensor, n: int) -> Tensor:
+    """x [H, N, K] -> [H, N, n], each head by its own weight."""
+    return torch.stack([linear(one, weight, None, n) for one, weight in zip(x, panels, strict=True)])

@@ -1,0 +1,331 @@
+"""Latent attention: one key a token in place of keys and values of all heads, which changes no text and a tenth of the
+bytes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvcli.drafts.off import Off
+from kvcli.engine.drafter import Drafter
+from kvcli.engine.engine import drive, events, together
+from kvcli.engine.latent import Latent
+from kvcli.engine.lm import LM
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
+from kvcli.engine.trial import Trial
+from kvcli.errors import BadModel
+from kvcli.kernels.native import native
+from kvcli.kv.dense import Dense
+from kvcli.kv.disk import Disk
+from kvcli.kv.ladder import Ladder
+from kvcli.kv.packed import Packed
+from kvcli.kv.rung import Rung
+from kvcli.kv.slots import LayerShape, Slots, Store, nbytes, run_of
+from kvcli.kv.state import Given
+from kvcli.models.shape import shape_of
+from kvcli.policies.expected import Expected
+from kvcli.policies.fastgen import FastGen
+from kvcli.policies.keydiff import KeyDiff
+from kvcli.policies.snap import Snap
+from kvcli.policies.vatp import Vatp
+from kvcli.policies.window import Window
+from tests import drafters
+from tests.families import LATENT, build, config_of, prompt
+
+NEW, STOP = 40, 96
+R, T = 24, 8  # numbers of a latent, and of the part behind it that is turned
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def lm(name: str, dtype: torch.dtype = torch.float32) -> LM:
+    return LM.of(build(name, dtype), verify=True)
+
+
+@cache
+def theirs(name: str) -> list[int]:
+    """What the model's own `generate` writes behind the prompt, which is in it."""
+    model, ids = build(name), text()
+    model.generation_config.eos_token_id = None
+    found: list[int] = model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0].tolist()
+    assert len(set(found[len(ids) :])) > 2  # not one token over and over
+    return found
+
+
+def text() -> list[int]:
+    phrase = prompt(9)
+    return prompt(17, seed=2) + phrase + prompt(5, seed=3) + phrase[:6]
+
+
+def packed(model: LM, k_bits: int = 8, v_bits: int = 8, **how: Any) -> Store:
+    below = Packed(model.shapes, model.dtype, k_bits=k_bits, v_bits=v_bits, group=4, **how)
+    return Ladder(Dense(model.shapes, model.dtype), [Rung(below)], holds=7, group=4, sinks=2)
+
+
+def opened(model: LM, drafter: Drafter | None = None, kv: Store | None = None, chunk: int = 13, **more: Any) -> Session:
+    store = kv or Dense(model.shapes, model.dtype)
+    return Session(model, store, drafter or Off(), Sampler(), chunk=chunk, **more)
+
+
+def answered(session: Session, ids: list[int] | None = None, n: int = NEW) -> list[int]:
+    drive(session.read((ids or text())[len(session.ids) :]))
+    for _ in events(session.stream(n)):
+        pass
+    return session.ids
+
+
+@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize("chunk", [64, 7, 1])
+def test_the_text_is_that_of_generate_in_any_chunks(name: str, chunk: int) -> None:
+    model = lm(name)
+    assert all(of.rank == R for of in model.shapes)
+    assert answered(opened(model, chunk=chunk)) == theirs(name)
+
+
+@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize("kind", drafters.ADVERSARIES)
+def test_drafts_and_trees_that_are_taken_in_part_change_nothing(name: str, kind: Any) -> None:
+    truth = theirs(name)
+    assert answered(opened(lm(name), kind(truth, 97, STOP))) == truth
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_double_precision_writes_the_same(name: str) -> None:
+    assert answered(opened(lm(name, torch.float64))) == theirs(name)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_a_text_that_was_rewound_or_forked_goes_on_as_if_it_had_not(name: str) -> None:
+    truth, session = theirs(name), opened(lm(name))
+    answered(session)
+    for at in (70, 50, 38, 20, 1):
+        fork = copy.deepcopy(session)
+        session.rewind(at)
+        answered(session, truth[: max(at, len(text()))], len(truth) - max(at, len(text())))
+        assert session.ids == truth
+        assert fork.ids == truth
+        fork.rewind(60)
+        assert answered(fork, truth[:60], len(truth) - 60) == truth
+
+
+@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize("store", ["window", "int8", "int4", "disk"])
+def test_drafts_over_less_of_the_past_write_what_plain_decoding_does(name: str, store: str) -> None:
+    model = lm(name)
+
+    def of(drafter: Drafter | None = None) -> list[int]:
+        if store == "window":
+            return answered(opened(model, drafter, policy=Window(sinks=2, window=13), every=11))
+        bits = {"int8": (8, 8), "int4": (4, 4)}.get(store)
+        below = Disk(model.shapes, model.dtype, 1 << 26, 1 << 30)
+        disk = Ladder(Dense(model.shapes, model.dtype), [Rung(below)], holds=7, group=5, sinks=2)
+        return answered(opened(model, drafter, disk if bits is None else packed(model, *bits), every=16))
+
+    plain = of()
+    if store == "disk":
+        assert plain == theirs(name)
+    for kind in (drafters.Moody, drafters.Bush):
+        assert of(kind(plain, 97, STOP)) == plain
+
+
+@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.skipif(native() is None, reason="no native kernels")
+def test_a_row_has_the_same_bits_alone_in_a_draft_and_beside_others(name: str) -> None:
+    model = LM.of(build(name, torch.bfloat16))
+    model.lay_out()
+    assert model.is_row_invariant
+    assert all(latent.panels is not None for latent in model.latents.values())
+    plain = answered(opened(model))
+    assert answered(opened(model, drafters.Bush(plain, 97, STOP), chunk=7)) == plain
+
+    def work(session: Session) -> Any:
+        yield from session.read(text())
+        yield from session.stream(NEW)
+        return session.ids
+
+    for ticket in together(*(work(opened(model, chunk=chunk)) for chunk in (5, 11, 64))):
+        assert ticket.result() == plain
+
+
+def test_a_latent_without_its_turn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As would be one whose turned part came before it was turned."""
+    update = Trial.update
+
+    def unturned(self: Trial, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return update(self, k, v[:, :, :1].expand_as(v), layer_idx)
+
+    model = lm("youtu")
+    monkeypatch.setattr(Trial, "update", unturned)
+    assert answered(opened(model)) != theirs("youtu")
+    with pytest.raises(BadModel, match="does not give the logits"):
+        LM.of(build("youtu"), verify=True)
+
+
+@pytest.mark.parametrize("part", ["key", "value", "turned"])
+def test_what_is_not_made_of_latents_as_known_is_stored_as_it_is_and_said(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("youtu")
+    attention = type(model.model.layers[0].self_attn)
+    expand = attention.expand_kv
+
+    def other(self: nn.Module, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = expand(self, c, 2 * r if part == "turned" else r)
+        k[..., :16] *= 2 if part == "key" else 1
+        return k, 2 * v if part == "value" else v
+
+    monkeypatch.setattr(attention, "expand_kv", other)
+    model.generation_config.eos_token_id = None
+    want = model.generate(torch.tensor([text()]), max_new_tokens=NEW, do_sample=False)[0].tolist()
+    found = LM.of(model, verify=True)
+    assert {(of.n_kv_heads, of.k_dim, of.v_dim, of.rank) for of in found.shapes} == {(4, 24, 12, 0)}
+    (note,) = found.info.notes
+    assert note.startswith("3 layers store keys and values of all heads, and no latents: ")
+    assert answered(opened(found)) == want
+
+
+def test_what_expands_latents_stays_in_plain_numbers_where_others_are_packed() -> None:
+    model = LM.of(build("youtu", hidden_size=64, intermediate_size=64, q_lora_rank=32), quant="int8")
+    attention = model.model.model.layers[0].self_attn
+    assert type(attention.kv_b_proj) is Latent
+    assert type(attention.o_proj) is not nn.Linear
+    plain = answered(opened(model))
+    assert answered(opened(model, drafters.Moody(plain, 97, STOP))) == plain
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_bytes_are_those_of_one_key_and_what_the_config_says(name: str) -> None:
+    model, n = lm(name), 200  # of which 256 have room
+    kv = Dense(model.shapes, model.dtype)
+    drive(opened(model, kv=kv).read(prompt(n + 1)))
+    assert sum(nbytes(kv).values()) == len(model.shapes) * 256 * ((R + T) * 4 + 4)
+    for layer in range(len(model.shapes)):
+        s = kv.slots(layer)
+        assert s.v is s.k
+    said = shape_of(config_of(name).to_dict(), name)
+    stored = [(of.kv_heads, of.key, of.value, of.shares, of.rank, of.numbers) for of in said.stores]
+    assert stored == [(s.n_kv_heads, s.k_dim, s.v_dim, s.shares, s.rank, s.numbers) for s in model.shapes]
+
+
+def test_a_token_of_glm_4_7_flash_takes_54_kilobytes() -> None:
+    """By its published config: 962 with the keys and values of all heads."""
+    config = {
+        "model_type": "glm4_moe_lite", "num_hidden_layers": 47, "hidden_size": 2048, "num_attention_heads": 20,
+        "num_key_value_heads": 20, "kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64, "v_head_dim": 256, "intermediate_size": 10240, "moe_intermediate_size": 1536,
+        "n_routed_experts": 64, "num_experts_per_tok": 4, "vocab_size": 154880, "max_position_embeddings": 202752,
+    }  # fmt: skip
+    assert shape_of(config).kv_per_token * 2 == 47 * 576 * 2 < 60_000
+
+
+LAYER = LayerShape(1, R + T, R + T, rank=R)
+
+
+def noise(n: int, seed: int = 0) -> Slots:
+    k = torch.randn(1, n, R + T, generator=torch.Generator().manual_seed(seed))
+    k[..., R:] *= 50  # which one scale for all would drown the others in
+    return Slots(k, k, run_of(0, n, 1, k.device))
+
+
+def test_in_few_bits_what_is_turned_has_scales_of_its_own() -> None:
+    tier, s = Packed([LAYER], torch.float32, k_bits=8, v_bits=8, group=8), noise(40)
+    tier.take(0, s)
+    got = tier.slots(0)
+    assert got.v is got.k
+    for part in (slice(R), slice(R, None)):
+        want = s.k[..., part]
+        assert float((got.k[..., part] - want).abs().max() / want.abs().max()) < 0.01
+
+
+@pytest.mark.parametrize("bits", [(8, 8), (4, 2), (16, 8)])
+def test_a_packed_latent_is_read_as_it_unpacks(bits: tuple[int, int]) -> None:
+    from kvcli.kernels.attend import attend
+    from kvcli.kv.slots import Sight
+
+    tier = Packed([LAYER], torch.float32, k_bits=bits[0], v_bits=bits[1], group=8)
+    tier.take(0, noise(43))
+    tier.keep(0, torch.arange(43).view(1, -1) % 5 > 0)
+    q, s = torch.randn(4, 3, R + T), tier.slots(0)
+    (part,) = tier.attend(0, q, Sight(0.1), [50, 51, 52])
+    want = attend(q, s.k, s.v, 0.1, mask=(s.pos >= 0).unsqueeze(1).expand(-1, 3, -1))
+    torch.testing.assert_close(part.out.float(), want.out.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dense", "ragged", "packed", "disk"])
+def test_a_past_of_latents_is_made_again_from_what_it_gave(kind: str) -> None:
+    def empty() -> Any:
+        if kind == "packed":
+            return Packed([LAYER], torch.float32, group=8)
+        return Disk([LAYER], torch.float32, 1 << 26, 1 << 30) if kind == "disk" else Dense([LAYER], torch.float32)
+
+    tier, again, s = empty(), empty(), noise(43)
+    if kind == "ragged":
+        s = Slots(s.k, s.v, s.pos.masked_fill(torch.arange(43).view(1, -1) % 5 == 0, -1))
+    tier.take(0, s)
+    again.restore(Given(tier.state(), 43))
+    a, b = tier.slots(0), again.slots(0)
+    assert torch.equal(a.k, b.k)
+    assert torch.equal(a.pos, b.pos)
+    assert a.v is a.k
+    assert b.v is b.k
+    assert sum(nbytes(again).values()) <= sum(nbytes(tier).values())
+
+
+@pytest.mark.parametrize("policy", [FastGen(), Snap(alloc="headmap", headmap="map.tsv"), Expected()])
+def test_what_tells_heads_apart_or_turns_keys_is_refused_by_name(policy: Any) -> None:
+    with pytest.raises(BadModel, match=r"share what is stored|rotary") as caught:
+        policy.wants(lm("youtu"))
+    assert caught.value.try_
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Snap(budget=20, sinks=2, guard=6), KeyDiff(budget=20, sinks=2, guard=6), Vatp(budget=20, sinks=2, guard=6)],
+)
+def test_scores_see_one_head_and_values_without_the_turned_part(policy: Any) -> None:
+    model = lm("youtu")
+    session = opened(model, policy=policy, every=16)
+    plain = answered(session)
+    assert max(session.kv.n_slots(layer) for layer in range(3)) < len(plain) - 16
+    assert answered(opened(model, drafters.Moody(plain, 97, STOP), policy=policy, every=16)) == plain
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_long_chunks_of_a_prompt_read_each_other_expanded_where_that_is_less_work(name: str) -> None:
+    """Over what is stored already, and where nothing is; those that are short enough, and all others, do not."""
+    model, ids = lm(name), prompt(161)
+    latent, made = model.latents[0], list[int]()
+    assert latent.pays_from == 2 * R * 28 / (2 * R + T - 28) == 48
+
+    class Counting(Latent):
+        def values(self, out: Tensor) -> Tensor:
+            made.append(out.shape[1])
+            return super().values(out)
+
+    latent.__class__ = Counting
+    try:
+        kv, short = (Dense(model.shapes, model.dtype) for _ in range(2))
+        drive(opened(model, kv=short, chunk=32).read(ids))
+        assert made == [32] * 5
+        made.clear()
+        session = opened(model, kv=kv, chunk=64)
+        drive(session.read(ids))
+        assert made == [64, 32]  # of the past of the second; the first has none
+    finally:
+        latent.__class__ = Latent
+    for layer in range(len(model.shapes)):
+        torch.testing.assert_close(kv.slots(layer).k, short.slots(layer).k, rtol=1e-3, atol=1e-3)
