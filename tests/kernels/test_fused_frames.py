@@ -62,7 +62,7 @@ class Forgetful(FakeGraphs):
 
 
 def test_what_becomes_slots_is_held_by_its_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels know rows by their addresses alone. Let go, what draws would be recorded over them, and replayed first."""
+    """Kernels know rows by address alone: of those let go the memory would be that of what draws, which runs first."""
     lm, made, own = LM.of(families.build("llama", torch.float16, **SINGLE)), list[Any](), frame.storing
     lm.frames = Frames(Forgetful())
 
