@@ -256,9 +256,10 @@ class Dense:
             if np.count_nonzero(pos.numpy() >= 0) < self._slabs[layer].total:
                 slots = self._slabs[layer].slots()
                 kept_ones = compact(Slots(slots.k, slots.v, pos), pos >= 0)
-                if not self._slabs[layer].refill(kept_ones):
+                if self._slabs[layer].refill(kept_ones):
+                    self.changes += 1
+                else:
                     self._hold(layer, kept_ones)
-                self.changes += 1
                 has_lost = True
         for layer in self._owners(layers):
             self.give_back(layer, end)
