@@ -210,6 +210,27 @@ def test_numbers_that_are_not_finite_go_with_their_text(n: int) -> None:
 
 
 @pytest.mark.parametrize("ragged", [False, True])
+def test_what_is_evicted_under_recorded_passes_leaves_nothing_where_it_lay(ragged: bool) -> None:
+    """Numbers that are not finite go with their slots, and a past of the same length is told from the one before."""
+    kv = Dense(alike(1, K, D), torch.float64)
+    ones = torch.ones(K, 40, D, dtype=torch.float64)
+    kv.append(0, ones, ones, 0)
+    if ragged:
+        kv.keep(0, uneven(kv.slots(0)))
+    odd = kv.slots(0).pos
+    kv.append(0, ones[:, :3], ones[:, :3] * torch.nan, 40)
+    (lying,) = kv.fixed(1, 100).layers
+    told = lying.told
+    kv.settle([kv.slots(0).pos.lt(40) & kv.slots(0).pos.ge(0)])
+    kv.append(0, ones[:, :3], ones[:, :3], 43)
+    assert kv.fixed(1, 100).layers == [lying], "in place"
+    assert lying.told > told
+    assert torch.equal(kv.slots(0).pos[:, : odd.shape[1]].where(odd >= 0, -1), odd)
+    q, pos = rows(1, 46)
+    assert all(bool(t.isfinite().all()) for t in (kv._slabs[0].v, read(kv, q, pos, layer=0)))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
 def test_a_store_emptied_after_an_eviction_is_as_good_as_new(ragged: bool) -> None:
     kv = filled(37)
     kv.settle(masks(kv, lambda layer, s: uneven(s) if ragged else s.pos % 3 > 0))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
 
+from kvcli.bench.drafting import candidates, laid_over
+from kvcli.commands.spec_profile import profile_text
 from kvcli.schemas.documents import DOCUMENTS
-from kvcli.settings.profile import Profile
+from kvcli.settings.profile import Profile, load_profile
 from tests.fakes import Machine
 
 SHORT = ("--ctx", "256", "-n", "16", "-r", "1")
@@ -65,6 +68,20 @@ def test_tune_keeps_what_the_command_line_set(machine, tmp_path):
     text = file.read_text()
     assert "reserve = 7" in text
     assert ("branches = 5" in text) is ('method = "ngram"' in text)
+
+
+def test_what_is_tried_need_not_read_all_that_was_set(machine, tmp_path):
+    file, base = tmp_path / "tuned.toml", load_profile("fafo", sets=["spec.window=5", "spec.branches=2"])
+    assert base.spec.method == "mix"
+    found = SimpleNamespace(model="demo", workloads=["copy"], context=256, profile="fafo")
+    for rival in candidates(base):
+        tried = base.replace(spec=laid_over(base, rival))
+        assert {key: getattr(tried.spec, key) for key in rival.spec} == rival.spec
+        assert tried.spec.method != "mix" or tried.spec.branches == 2
+        rival.ratios = {"copy": [1.0]}
+        file.write_text(profile_text(base, rival, found))
+        checked = machine("profiles", "check", str(file))
+        assert (checked.exit, checked.err) == (0, "")
 
 
 def test_tune_saves_under_a_name(machine):

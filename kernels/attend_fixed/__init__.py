@@ -53,10 +53,11 @@ def attend_fixed(
 
 
 def storing(tables: Sequence[Table], fresh: Fresh) -> tuple[Storing, list[Tensor]]:
-    """What has rows of these layers stored there, and what has to stay alive for it once it is recorded."""
-    k = fresh[0][0]
+    """What has rows of these layers stored there, and what has to stay alive for it once it is recorded: `fresh`, too,
+    of which a device knows addresses alone, or what is recorded later lies there."""
+    k, alive = fresh[0][0], [t for pair in fresh for t in pair]
     if gpu.why_not(k.device, k.dtype):
-        return partial(reference.store, tables, fresh), []
+        return partial(reference.store, tables, fresh), alive
     from kvcli.kernels.append import fused
 
     alike = groupby(sorted(zip(tables, fresh, strict=True), key=_sizes), key=_sizes)
@@ -71,7 +72,7 @@ def storing(tables: Sequence[Table], fresh: Fresh) -> tuple[Storing, list[Tensor
         for (heads, d, e), layers in groups:
             fused.append(layers, path, count, pos, heads=heads, d=d, e=e, like=like)
 
-    return store, [layers for _, layers in groups]
+    return store, [*alive, *(layers for _, layers in groups)]
 
 
 def _sizes(layer: tuple[Table, tuple[Tensor, Tensor]]) -> tuple[int, int, int]:

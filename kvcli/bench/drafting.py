@@ -112,10 +112,20 @@ def candidates(profile: Profile) -> list[Rival]:
     return found
 
 
+def laid_over(profile: Profile, rival: Rival) -> dict[str, Any]:
+    """The rival's keys, and those of the profile that it does not read as if nobody had written them."""
+    own = dict(rival.spec)
+    alone = profile.replace(spec={"method": "off"}).replace(spec=own).spec
+    if profile.spec.method != alone.method:
+        return own
+    unread = {key: getattr(alone, key) for key in alone.unread()}
+    return {key: value for key, value in unread.items() if getattr(profile.spec, key) != value} | own
+
+
 def tune(model: Model, prompts: Mapping[str, Sequence[int]], new: int, reps: int, tell: Tell) -> list[Rival]:
     """All candidates on all texts, in turns on each of them; the best first."""
     rivals = candidates(model.profile)
-    profiles = [model.profile.replace(spec=dict(rival.spec), name=rival.name) for rival in rivals]
+    profiles = [model.profile.replace(spec=laid_over(model.profile, rival), name=rival.name) for rival in rivals]
     for workload, prompt in prompts.items():
         tell(0, 0, f"reading {workload}")
         turns = in_turns(model, profiles, read_once(model, prompt), new, reps, tell, workload)

@@ -49,6 +49,8 @@ def place(setup: Setup, save: str | None, output: Path | None) -> Place:
 
 def profile_text(base: Profile, best: Rival, found: SpecTuneDocument) -> str:
     """A profile that extends the one it was tuned under, with what the command line and the environment had set."""
+    from kvcli.bench.drafting import laid_over
+
     about = f"tuned for {found.model}: {best.score:.2f} times plain decoding"
     lines = [
         f"# Written by kvcli spec tune: {best.name}, measured on {', '.join(found.workloads)} with "
@@ -57,7 +59,7 @@ def profile_text(base: Profile, best: Rival, found: SpecTuneDocument) -> str:
         f"extends = {toml_value(found.profile)}",
         f"description = {toml_value(about)}",
     ]
-    tables = {"spec": dict(best.spec)}
+    tables = {"spec": laid_over(base, best)}
     for dotted, origin in base.origins.items():
         table, _, key = dotted.partition(".")
         is_kept = table not in ("spec", "sample") or (table == "spec" and base.spec.method == best.spec["method"])

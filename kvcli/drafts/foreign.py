@@ -150,14 +150,17 @@ class Foreign:
         return [(yield from self._named(row))]
 
     def _look(self, want: int) -> Asks[list[list[float]]]:
-        """What it would have said behind the last `want` tokens, where one of its own ends there as well."""
-        newest = max(1, len(self._text.its) - self._text.at[1])
-        n = len(self._it.newest(newest))
+        """What it would have said behind the last `want` tokens, where one of its own ends there as well: as far as
+        that is behind the newest cut, and was not read before."""
+        n_its = len(self._text.its)
+        most = len(self._it.newest(max(1, min(self._it.missing, n_its - self._text.at[1]))))
+        ends = self._text.ends(want, most)
+        n = n_its - min((its for _, its in ends), default=n_its) + 1
         rows = yield from self._it.read(n, most=n)
-        at = {end: n - len(self._text.its) + its - 1 for end, its in self._text.ends()}  # a token's end -> its row
+        at = {end: n - n_its + its - 1 for end, its in ends}  # a token's end -> its row
         found: list[list[float]] = []
         for end in range(len(self._text.ids) - want + 1, len(self._text.ids) + 1):
-            self._row = self._candidates(rows[at[end]]) if at.get(end, -1) >= 0 else []
+            self._row = self._candidates(rows[at[end]]) if end in at else []
             found.append(self._gleaned())
         self._row = []
         return found

@@ -49,14 +49,17 @@ class Respelled:
         """Tokens of either before the newest cut: what stands behind it may still be spelled otherwise."""
         return self._cuts[-1]
 
-    def ends(self) -> list[tuple[int, int]]:
-        """Behind the newest cut: tokens of either up to where a token of both ends."""
+    def ends(self, n: int, n_its: int) -> list[tuple[int, int]]:
+        """Behind the newest cut, of the last n tokens and the last `n_its` of its: how many of either there are up to
+        where a token of both ends."""
         (at, its_at), to = self._cuts[-1], self._to
         mine, other = self.ids[at:], self.its[its_at:]
         before, its_before = self.ids[max(0, at - 1) : at], self.its[max(0, its_at - 1) : its_at]
-        lengths = {len(to.draft.text(other[: n + 1], its_before)): its_at + n + 1 for n in range(len(other))}
-        found = ((at + n + 1, to.target.text(mine[: n + 1], before)) for n in range(len(mine)))
-        return [(n, lengths[len(text)]) for n, text in found if len(text) in lengths and not text.endswith(BROKEN)]
+        newest = range(max(0, len(mine) - n) + 1, len(mine) + 1)
+        its_newest = range(max(0, len(other) - n_its) + 1, len(other) + 1)
+        lengths = {len(to.draft.text(other[:end], its_before)): its_at + end for end in its_newest}
+        found = ((at + end, to.target.text(mine[:end], before)) for end in newest)
+        return [(end, lengths[len(text)]) for end, text in found if len(text) in lengths and not text.endswith(BROKEN)]
 
     def _spell(self) -> None:
         at, its_at = self._cuts[-1]

@@ -53,7 +53,7 @@ class Frames:
         """`sizes`: rows of a frame, rising."""
         self.graphs, self._sizes = graphs, sizes
         self._frames: dict[tuple[object, ...], Frame] = {}  # the latest last
-        self._is_stale = False  # the past of some of them ended, or lies elsewhere
+        self._over: list[object] = []  # layers of some of them that ended, or lie elsewhere
         self.eager: Counter[str] = Counter()
         self.why = ""  # nothing of this model can be recorded
 
@@ -82,8 +82,8 @@ class Frames:
 
         Not where such a past goes: that may be while another frame is recorded, when no memory may be given back.
         """
-        if self._is_stale:
-            self._is_stale = False
+        if self._over:
+            self._over.clear()
             self._frames = {key: frame for key, frame in self._frames.items() if frame.is_alive}
 
     def _run(self, feeds: Sequence[Feed]) -> list[Made]:
@@ -120,12 +120,9 @@ class Frames:
         if frame is None:
             while len(self._frames) >= MOST:
                 del self._frames[next(iter(self._frames))]
-            frame = Frame(feeds[0].lm, self.graphs, sizes, feeds, pasts, self._over)
+            frame = Frame(feeds[0].lm, self.graphs, sizes, feeds, pasts, self._over.append)
         self._frames[key] = frame
         return frame
-
-    def _over(self, lying: object) -> None:
-        self._is_stale = True
 
 
 class Eager(Exception):

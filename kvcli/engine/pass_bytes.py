@@ -93,8 +93,13 @@ def recorded_bytes(shape: Shape, *, rows: int, slots: int, number: int, kv_numbe
         drawn = (number if draws else number + DRAWN) * n * shape.vocab
         return fresh_bytes(shape, n, kv_number) + max(layer, drawn)
 
-    most = next((frame for frame in FRAMES if frame >= rows), FRAMES[-1])  # wider passes are not captured
-    return sum(map(one, FRAMES[: FRAMES.index(most) + 1]))
+    return sum(map(one, frames(rows)))
+
+
+def frames(rows: int) -> tuple[int, ...]:
+    """Rows of captured passes where a draft has so many: wider ones are not captured."""
+    most = next((frame for frame in FRAMES if frame >= rows), FRAMES[-1])
+    return FRAMES[: FRAMES.index(most) + 1]
 
 
 def logits_bytes(shape: Shape, rows: int, device: str) -> int:

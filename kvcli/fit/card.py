@@ -17,8 +17,7 @@ LT, LT_LARGE, LT_HOPPER = 1 << 20, 4 << 20, 32 << 20
 LARGE = 20 << 30
 
 NODE = 64 << 10  # the driver's, of a launch in a captured pass: a guess, which python -m tests.gpu can settle
-LAUNCHES = 12  # of a layer
-GRAPHS = 3  # captured passes alive at once: of one row, of a draft, and those that take over behind a boundary
+LAUNCHES = 39  # of a layer, at most (docs/gpu.md)
 
 
 def libraries(capability: tuple[int, int] | None, total: int) -> int:
@@ -28,9 +27,9 @@ def libraries(capability: tuple[int, int] | None, total: int) -> int:
     return product + (LT_HOPPER if major >= 9 else LT_LARGE if major == 8 and total >= LARGE else LT)
 
 
-def captured(layers: int) -> int:
-    """Bytes of the driver for captured passes of so many layers, beside what these compute with."""
-    return GRAPHS * LAUNCHES * layers * NODE
+def captured(layers: int, passes: int) -> int:
+    """Bytes of the driver for so many captured passes of so many layers, beside what these compute with."""
+    return passes * LAUNCHES * layers * NODE
 
 
 def working_most(available: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from kvcli.engine.pass_bytes import fresh_bytes, recorded_bytes, working_bytes
+from kvcli.engine.pass_bytes import frames, fresh_bytes, recorded_bytes, working_bytes
 from kvcli.fit import card
 from kvcli.fit.places import Held
 from kvcli.fit.working import check_bytes, product_bytes
@@ -184,7 +184,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     base = run.base
     if run.records:
         number, kv_number = run.number, run.kv_number
-        base += card.captured(shape.layers) + recorded_bytes(
+        base += card.captured(shape.layers, len(frames(run.rows))) + recorded_bytes(
             shape, rows=run.rows, slots=held + moved, number=number, kv_number=kv_number, draws=run.draws
         )
     places = run.caps.spread(spread, chunk, base + on_card + draft + working + behind)

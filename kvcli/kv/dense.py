@@ -255,9 +255,10 @@ class Dense:
         for layer, pos in on_host(kept).items():
             if np.count_nonzero(pos.numpy() >= 0) < self._slabs[layer].total:
                 kept_ones = compact(replace(self._slabs[layer].slots(), pos=pos), pos >= 0)
-                if not self._slabs[layer].refill(kept_ones):
+                if self._slabs[layer].refill(kept_ones):
+                    self.changes += 1
+                else:
                     self._hold(layer, kept_ones)
-                self.changes += 1
                 has_lost = True
         for layer in self._owners(layers):
             self.give_back(layer, end)

@@ -182,8 +182,11 @@ class Ragged:
         count, room = (pos >= 0).sum(1).tolist(), self._extents.room
         if self._lying is None or not all(stays(n, most, self._step) for n, most in zip(count, room, strict=True)):
             return False
-        self._highest, self._ordered = -1, True
+        was = self._lengths
         self._add(slots, pos, [0] * len(count))
+        for start, n, end in zip(self._extents.start, count, was, strict=True):
+            self.v[start + n : start + end] = 0  # spare room is read, and NaN or infinity would outlive its slot
+        self._lying.told += 1  # what lies there is another past, though it were as long
         return True
 
     def _add(self, slots: Slots, pos: Tensor, lengths: list[int]) -> None:
@@ -195,6 +198,8 @@ class Ragged:
         moved = slots.k[held], slots.v[held], pos[held].to(device)
         behind = (ends + count).to(device)  # together: memory may run out before anything has changed
         self._put(at, *moved)
+        if not any(lengths):
+            self._highest, self._ordered = -1, True
         self._ends = behind
         self._lengths = [n + m for n, m in zip(lengths, count.tolist(), strict=True)]
         self._ordered &= int(pos[held].min()) > self._highest

@@ -254,7 +254,7 @@ def main() -> int:
     asked = args.sides.split(",")
     if unknown := [side for side in asked if side not in SIDES]:
         parser.error(f"there is no side {unknown[0]}: take {', '.join(SIDES)}")
-    sides = [side for side in SIDES if side in {*asked, *(TEXT_OF.get(side, PLAIN) for side in asked)}]
+    sides = [side for side in SIDES if side in {PLAIN, *asked, *(TEXT_OF.get(side, PLAIN) for side in asked)}]
     before, rows = machine(), []
     with tempfile.TemporaryDirectory() as folder:
         if "demo-wide" in args.models:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 from kvcli.drafts import foreign
 from kvcli.drafts.foreign import Foreign
 from kvcli.drafts.respelled import Respelled
+from kvcli.drafts.sibling import Sibling
 from kvcli.engine.engine import drive
+from kvcli.engine.lm import LM
 from kvcli.models.spelling import Spelling
 from kvcli.models.text import decode
-from tests import small_tokenizers
+from tests import families, small_tokenizers
 
 NAMES = ["byte-level", "byte fallback", "metaspace"]
 PAIRS = [(a, b) for a in NAMES for b in NAMES if a != b]
@@ -86,6 +89,7 @@ class Oracle:
     """Says what comes next in a text of its own ids, and what it was told of it."""
 
     usage = list
+    missing = 1 << 20
     name, limit, room = "oracle", 1 << 20, 1 << 20
 
     def __init__(self, truth: Sequence[int]) -> None:
@@ -151,10 +155,41 @@ def test_a_look_is_about_places_where_tokens_of_both_end() -> None:
     assert len(found) == len(newest)
     assert len(said) > 4
     assert any(guess == token for guess, token in said)
-    ends = guesser._text.ends()
+    text = guesser._text
+    ends = text.ends(len(newest), n_its := len(text.its))
     assert len(ends) > 4
+    assert text.ends(3, n_its) == [at for at in ends if at[0] > guesser.length - 3] != []
+    assert text.ends(len(newest), 9) == [at for at in ends if at[1] > n_its - 9] != []
     for end, its_end in ends:
         assert decode(words, ids[:end]).strip() == decode(its, whole.its[:its_end]).strip()
+
+
+@pytest.mark.parametrize("known", ["the prompt", "nothing"])
+def test_a_look_takes_no_more_rows_than_it_is_about_nor_any_that_were_read(known: str) -> None:
+    """Both spell alike, so what it says of the text is what who drafts would say of it alone."""
+    model, words, its = LM.of(families.build("llama")), small_tokenizers.letters(97, 1), small_tokenizers.letters(97, 1)
+    spelling = Spelling(words, its)
+    ids = spelling.target.ids(decode(words, families.prompt(150)))[:56]
+    alone, beside = Sibling(model), Sibling(model)
+    guesser = Foreign(beside, spelling)
+    for each in (alone, guesser):
+        each.start(ids[:50])
+        if known == "the prompt":
+            drive(each.study())
+        for at in range(50, 56):
+            each.extend(ids[at : at + 1])
+    assert beside._text == alone._text == ids
+    for each in (alone, beside):
+        each.fed, each._feed = [], partial(counted, each, each._feed)  # type: ignore[attr-defined, method-assign]
+    want, found = (drive(each.read(5, most=5)) for each in (alone, guesser))
+    assert alone.fed == beside.fed == [5]  # type: ignore[attr-defined]
+    for row, named in zip(want, found, strict=True):
+        assert int(named[0]) == int(row[0])
+
+
+def counted(of: Any, feed: Any, ids: Sequence[int], want: int = 0) -> Any:
+    of.fed.append(len(ids))
+    return feed(ids, want)
 
 
 class Says(Oracle):

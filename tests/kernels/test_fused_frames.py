@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kvcli.drafts.off import Off
+from kvcli.engine import frame
 from kvcli.engine.engine import drive
 from kvcli.engine.frame import Frames
 from kvcli.engine.lm import LM
@@ -50,6 +52,34 @@ def test_fused_kernels_drop_in(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert written(lm, Bush([*families.prompt(30, vocab=61), *want], 61, 60), 6) == want
     assert all(calls() for calls in asked)
     assert (dict(lm.frames.eager), lm.frames.why) == ({}, "")
+
+
+class Forgetful(FakeGraphs):
+    """Holds nothing of what it recorded, as a device does not; nothing is done again."""
+
+    def record(self, work: Callable[[], Any], pool: Any = None) -> tuple[Any, Callable[[], None]]:
+        return work(), lambda: None
+
+
+def test_what_becomes_slots_is_held_by_its_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels know rows by address alone: of those let go the memory would be that of what draws, which runs first."""
+    lm, made, own = LM.of(families.build("llama", torch.float16, **SINGLE)), list[Any](), frame.storing
+    lm.frames = Frames(Forgetful())
+
+    def storing(tables: Any, fresh: Any) -> Any:
+        made.extend(ref(t) for pair in fresh for t in pair)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpu, "why_not", lambda device, dtype: "")
+            _, alive = own(tables, fresh)
+        return lambda *_: None, alive
+
+    monkeypatch.setattr(frame, "storing", storing)
+    session = Session(lm, Dense(lm.shapes, lm.dtype, lm.device, step=16), Off(), Sampler())
+    drive(session.read(families.prompt(9, vocab=61)))
+    drive(session.step((), 1))
+    assert not lm.frames.eager
+    assert len(made) == 2
+    assert all(t() is not None for t in made)
 
 
 def opaque(monkeypatch: pytest.MonkeyPatch, graphs: FakeGraphs, module: Any, name: str) -> Callable[[], int]:
