@@ -485,7 +485,6 @@ def test_a_demo_that_is_not_installed(tmp_path: Path):
 # ---- designs that cannot run ----
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "MLA": ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "q_lora_rank": 1536}, "multi-head latent attention"),
     "mamba": ({"layer_types": None, "model_type": "mamba", "state_size": 16}, "it has recurrent layers"),
     "rwkv": ({"layer_types": None, "model_type": "rwkv"}, "it has recurrent layers"),
     "jamba": ({"layer_types": None, "model_type": "jamba", "mamba_d_state": 16}, "it has recurrent layers"),
@@ -496,7 +495,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "mpt": ({"model_type": "mpt", "attn_config": {"alibi": True}}, "it uses ALiBi"),
     "classifier": ({"architectures": ["BertForSequenceClassification"]}, "does not write text"),
     "vision": ({"architectures": ["ViTModel"], "vision_config": {}}, "no text decoder"),
-    "nested": ({"text_config": {"model_type": "x", "kv_lora_rank": 8}}, "multi-head latent attention"),
+    "nested": ({"text_config": {"model_type": "x", "attention_chunk_size": 8}}, "it uses chunked attention"),
 }
 
 
@@ -523,14 +522,6 @@ STRANGE = {
     "falcon": ({"alibi": False, "ffn_hidden_size": 64}, "does not go through transformers' attention interface"),
     "diffllama": ({}, "its layers attend more than once"),
     "doge": ({}, "layer 0 makes a mask of its own"),
-    "deepseek_v3": (
-        {
-            "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-            "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4,
-        },
-        "keys of 16, values of 8",
-    ),
     "llama4_text": (
         {"num_local_experts": 2, "head_dim": 12, "intermediate_size_mlp": 32, "attention_chunk_size": 8},
         "the mask of layer 0 is not causal",

@@ -169,6 +169,21 @@ def test_layers_that_share_keys_store_none() -> None:
         assert {use.layer for use in session.kv.usage()} == {0, 1}
 
 
+def test_reading_ends_where_the_last_keys_are_made() -> None:
+    """Half of the layers of such a model read what others stored, and give a prompt nothing."""
+    session, ran = opened("gemma4_shared"), list[int]()
+    layers = session.lm.model.model.layers
+    hooks = [layer.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, layer in enumerate(layers)]
+    try:
+        drive(session.read(ids()))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert set(ran) == {0}, "the second is left before it is over"
+    list(events(session.stream(NEW)))
+    assert session.ids == theirs("gemma4_shared")
+
+
 def test_keys_of_a_wrong_owner_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def build() -> Any:
         return families.build("gemma4_shared", num_hidden_layers=6, layer_types=families.PAIRS * 3)

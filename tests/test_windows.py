@@ -177,7 +177,7 @@ def test_a_past_that_moves_to_another_store_knows_what_it_lacks() -> None:
     session = opened(MODEL, dense(MODEL))
     written(session)
     new = ladder(MODEL)
-    move(session.kv, new, MODEL.n_layers)
+    move(session.kv, new, MODEL.storing)
     session.put(new)
     assert not new.reaches(100)
     assert session.rewind(101) == 0

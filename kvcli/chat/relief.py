@@ -7,6 +7,7 @@ saved are computed again from them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcli import build
@@ -80,7 +81,7 @@ def _apply(session: Session, old: Profile, new: Profile) -> bool:
             return False
         session.every = build.every(new)
         with lacking() as lacks:
-            move(session.kv, store, session.lm.n_layers)
+            move(session.kv, store, session.lm.storing)
             session.put(store)
             session.rewind(session.committed + 1)  # the next boundary may be another
         if lacks:
@@ -89,9 +90,9 @@ def _apply(session: Session, old: Profile, new: Profile) -> bool:
     return True
 
 
-def move(old: Store, new: Store, n_layers: int) -> None:
-    """What `old` holds goes to `new`, a layer at a time, so that no more than one lies in both."""
-    for layer in range(n_layers):
+def move(old: Store, new: Store, layers: Sequence[int]) -> None:
+    """What `old` holds in these goes to `new`, a layer at a time, so that no more than one lies in both."""
+    for layer in layers:
         slots = old.slots(layer)
         new.take(layer, slots)
         old.keep(layer, slots.pos < 0)

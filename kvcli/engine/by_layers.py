@@ -126,4 +126,5 @@ class ByLayers:
                     self.stopped[layers.start] = [self.rows.pos[self._live[i]] for i in stay], self._hidden[stay]
                 self._hidden = self._hidden[go]
             self._live = [self._live[i] for i in go]
-        self._kv.reserve(max(map(self._kv.n_slots, layers)) + len(self._live), layers)
+        here = [layer for layer in self._lm.storing if layer in layers]
+        self._kv.reserve(max(map(self._kv.n_slots, here)) + len(self._live), here)

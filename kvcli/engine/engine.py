@@ -69,15 +69,16 @@ def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
 def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple[Tensor, Tensor | None]:
     """Logits of all wanted rows, and the hidden states of all where their layers end below the last.
 
-    With none wanted, as in reading, a pass ends where the last layer has its keys and values: the rest of that layer
-    and the head would be thrown away.
+    With none wanted, as in reading, a pass ends where the last layer that stores has its keys and values: what comes
+    behind would be thrown away, unless somebody hears queries there.
     """
     starts = [0]
     for feed in feeds:
         starts.append(starts[-1] + feed.rows.n_rows)
     want: list[int] | None = [start + row for start, feed in zip(starts, feeds, strict=False) for row in feed.want]
     is_below = attends.layers.stop < lm.n_layers and not feeds[0].only_kv
-    attends.last = -1 if want or is_below or lm.mixers.are_last else attends.layers.stop - 1
+    at_end = want or is_below or lm.mixers.are_last
+    attends.last = -1 if at_end else _last(lm, feeds, attends.layers)
     if want == list(range(starts[-1])):
         want = None  # all: nothing to pick
     ids, pos = feeds[0].rows.ids, feeds[0].rows.pos
@@ -90,6 +91,12 @@ def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple
         return call(lm.model, ids, pos, want, device=lm.entry, its_pass=attends, trial=attends.trial), None
     except Enough:
         return _no_logits(lm), attends.hidden if is_below else None
+
+
+def _last(lm: LM, feeds: Sequence[Feed], layers: range) -> int:
+    """Behind which of these layers nothing is wanted."""
+    storing = () if any(feed.hear for feed in feeds) else (i for i in lm.storing if i in layers)
+    return max(storing, default=layers.stop - 1)
 
 
 def _no_logits(lm: LM) -> Tensor:
@@ -120,7 +127,7 @@ def call(
 
     more: dict[str, object] = {}
     if its_pass is not None and (name := cache_name(model.__class__)) is not None:
-        more[name] = trial or Trial()
+        more[name] = Trial() if trial is None else trial
     if pos is not None:
         more["position_ids"] = tensor(pos).unsqueeze(0)
     if want is not None:

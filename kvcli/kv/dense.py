@@ -15,7 +15,7 @@ from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.fixed import Fixed, Lying
 from kvcli.kv.ragged import Ragged
 from kvcli.kv.slab import Slab, agree
-from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, compact, empty_like, on_host
+from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, compact, empty_like, holders, on_host
 from kvcli.kv.state import Given, State
 from kvcli.kv.windows import Window, Windows
 
@@ -121,7 +121,7 @@ class Dense:
         self.changes = 0
         self._step, self._shapes = step, shapes
         self.windows = Windows(windows or {})
-        self._holder = [layer if shape.shares is None else shape.shares for layer, shape in enumerate(shapes)]
+        self._holder = holders(shapes)
         self._rope = [rope[holder] if rope is not None else None for holder in self._holder]
         self._slabs: dict[int, Held] = {
             layer: Slab(

@@ -21,7 +21,7 @@ from kvcli.kernels.attend_rows import WIDEST, Own, PackedRun, Run, attend_packed
 from kvcli.kernels.merge import Part
 from kvcli.kernels.pack import hadamard, turned
 from kvcli.kv.packed_head import Form, Head
-from kvcli.kv.slots import LayerShape, Sight, Slots, Usage, alone, compact, empty_like, opens, picked, run_of
+from kvcli.kv.slots import LayerShape, Sight, Slots, Usage, alone, compact, empty_like, holders, opens, picked, run_of
 from kvcli.kv.state import Given, State
 
 
@@ -59,12 +59,14 @@ class Packed:
         self._form = Form(dtype, k_bits, v_bits, group, halves)
         self._empty = {
             layer: tuple(torch.empty(of.n_kv_heads, 0, d, dtype=dtype, device=device) for d in (of.k_dim, of.v_dim))
-            for layer, of in own.items()
+            for layer, of in enumerate(shapes)
         }
-        self._layers = {
+        self._own = {
             layer: [Head(self._form, of.k_dim, of.v_dim, device) for _ in range(of.n_kv_heads)]
             for layer, of in own.items()
         }
+        self._holder = holders(shapes)
+        self._layers = {layer: self._own[holder] for layer, holder in enumerate(self._holder)}
         self._tables: dict[tuple[int, bool], Table | None] = {}  # by layer, and whether coarse
         wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
         sizes = {d for of in own.values() for d in (of.k_dim, of.v_dim)} if rotate == "hadamard" else set()
@@ -80,6 +82,7 @@ class Packed:
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part."""
+        layer = self._holder[layer]
         if not self.n_slots(layer):
             return alone(q, sight, own)
         if serves_packed(q, self._empty[layer][1]):
@@ -130,6 +133,7 @@ class Packed:
         """Round and store these slots, after rotary embedding; each head those whose position is not -1."""
         if not slots.n_slots:
             return
+        assert layer in self._own, "this layer reads another's slots"
         self._forget_table(layer)
         k, v = self._turned(slots.k), self._turned(slots.v)
         held = slots.pos >= 0
@@ -211,7 +215,7 @@ class Packed:
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later."""
-        for layer, heads in self._layers.items():
+        for layer, heads in self._own.items():
             late = [(head.pos >= n).any() for head in heads]
             if bool(torch.stack(late).any()):
                 mask = torch.zeros(len(heads), self.n_slots(layer), dtype=torch.bool, device=heads[0].pos.device)
@@ -222,13 +226,13 @@ class Packed:
     def state(self) -> State:
         """By layer and head."""
         return {
-            str(layer): {str(j): head.state() for j, head in enumerate(heads)} for layer, heads in self._layers.items()
+            str(layer): {str(j): head.state() for j, head in enumerate(heads)} for layer, heads in self._own.items()
         }
 
     def restore(self, given: Given) -> None:
         """The same codes: nothing is rounded again."""
         self._tables.clear()
-        for layer, heads in self._layers.items():
+        for layer, heads in self._own.items():
             for j, head in enumerate(heads):
                 head.restore(given.part(str(layer)).part(str(j)))
             self._share(layer)
@@ -237,7 +241,7 @@ class Packed:
     def usage(self) -> list[Usage]:
         """Slots and bytes of each layer: codes, scales, positions, and keys that wait for a full group."""
         found = []
-        for layer, heads in self._layers.items():
+        for layer, heads in self._own.items():
             held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in heads for t in h.tensors}
             slots = max(int((head.pos >= 0).sum()) for head in heads)
             found.append(Usage(layer, self._name, slots, sum(held.values()), "rounded" if slots else None))

@@ -14,7 +14,7 @@ from kvcli.kernels.attend_rows import Own, Run, why_not
 from kvcli.kernels.merge import Part
 from kvcli.kv.extents import Extent, Place
 from kvcli.kv.reach import Piece
-from kvcli.kv.slots import LayerShape, Sight, Slots, alone, compact, last, run_of
+from kvcli.kv.slots import LayerShape, Sight, Slots, alone, compact, holders, last, run_of
 from kvcli.kv.state import Given, State
 
 
@@ -26,7 +26,7 @@ class Shelved:
     def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, place: Place) -> None:
         """`shapes`: by layer; one that shares another's slots has none here."""
         self.dtype = dtype
-        self._shapes, self._place = shapes, place
+        self._shapes, self._place, self._holder = shapes, place, holders(shapes)
         self._layers: list[list[Extent]] = [[] for _ in shapes]
         self._pieces: dict[int, list[Piece]] = {}  # by layer, until it changes
 
@@ -39,7 +39,7 @@ class Shelved:
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> one part for each extent."""
-        parts = [e.read(e.k, e.v, q, sight, pos) for e in self._layers[layer] if e.length]
+        parts = [e.read(e.k, e.v, q, sight, pos) for e in self._layers[self._holder[layer]] if e.length]
         return [*parts, *alone(q, sight, own)]
 
     def pieces(self, layer: int) -> list[Piece]:
@@ -60,6 +60,7 @@ class Shelved:
     def _store(self, layer: int, s: Slots) -> None:
         """As they are."""
         n, held = s.n_slots, self._layers[layer]
+        assert self._holder[layer] == layer, "this layer reads another's slots"
         self._place.may_write(layer, n)
         at = min(n, held[-1].room) if held else 0
         places, fresh = [(held[-1], 0, at)] if at else [], list[Extent]()
@@ -82,11 +83,11 @@ class Shelved:
 
     def n_slots(self, layer: int) -> int:
         """Slots of the longest head, forgotten ones included where others share their extent."""
-        return sum(extent.length for extent in self._layers[layer])
+        return sum(extent.length for extent in self._layers[self._holder[layer]])
 
     def slots(self, layer: int) -> Slots:
         """A copy in memory of what this layer holds; as mapped where one extent holds it all."""
-        found = [extent.slots for extent in self._layers[layer]]
+        found = [extent.slots for extent in self._layers[self._holder[layer]]]
         if len(found) == 1:
             return found[0]
         none = self._none(layer)
@@ -98,7 +99,9 @@ class Shelved:
 
     def positions(self, layer: int) -> Tensor:
         """pos [K, S] of all slots, -1 = forgotten."""
-        return torch.cat([self._none(layer).pos, *(extent.slots.pos for extent in self._layers[layer])], 1)
+        return torch.cat(
+            [self._none(layer).pos, *(extent.slots.pos for extent in self._layers[self._holder[layer]])], 1
+        )
 
     def run(self, layer: int) -> Run | None:
         """Slots lie in several extents."""
@@ -112,7 +115,7 @@ class Shelved:
         """Slots index [K, M] of each head, -1 = none: no other part of the file is read, whole pages aside."""
         k, v = (t.new_zeros(*index.shape, t.shape[2]) for t in (self._none(layer).k, self._none(layer).v))
         pos, first = torch.full_like(index, -1, dtype=torch.int32), 0
-        for s in (extent.slots for extent in self._layers[layer]):
+        for s in (extent.slots for extent in self._layers[self._holder[layer]]):
             heads, to = ((index >= first) & (index < first + s.n_slots)).nonzero(as_tuple=True)
             at = index[heads, to] - first
             k[heads, to], v[heads, to], pos[heads, to] = s.k[heads, at], s.v[heads, at], s.pos[heads, at]
@@ -121,7 +124,7 @@ class Shelved:
 
     def head(self, layer: int, head: int, n: int) -> Slots:
         """The first n slots of one head, as a copy in memory."""
-        found = [extent.slots for extent in self._layers[layer]]
+        found = [extent.slots for extent in self._layers[self._holder[layer]]]
         mine = [[t[head : head + 1] for t in (s.k, s.v, s.pos)] for s in found]
         return Slots(*(torch.cat(ts, 1)[:, :n] for ts in zip(*mine, strict=True)))
 

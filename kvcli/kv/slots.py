@@ -45,6 +45,11 @@ def spans(shapes: Sequence[LayerShape]) -> list[range]:
     return [range(a, b) for a, b in zip(ends, [*ends[1:], len(shapes)], strict=True)]
 
 
+def holders(shapes: Sequence[LayerShape]) -> list[int]:
+    """By layer: which one stores the slots that it reads."""
+    return [layer if of.shares is None else of.shares for layer, of in enumerate(shapes)]
+
+
 def storing(sights: Sequence[Sight], shapes: Sequence[LayerShape]) -> list[Sight | None]:
     """How each layer looks at slots of its own; None where it reads another's."""
     return [sight if of.shares is None else None for sight, of in zip(sights, shapes, strict=True)]

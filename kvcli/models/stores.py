@@ -66,7 +66,7 @@ def _own(config: Mapping[str, Any], kinds: Sequence[str], layer: int) -> Mapping
         return {"num_key_value_heads": config.get("swa_num_key_value_heads") or twice}
     if not kinds or kinds[layer] != "full_attention":
         return {}
-    heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v", True) else None
+    heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
     return {"head_dim": config.get("global_head_dim"), "num_key_value_heads": heads}
 
 

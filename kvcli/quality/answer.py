@@ -46,9 +46,9 @@ def open_session(model: Model) -> Session:
 
 def kept(session: Session) -> float:
     """Slots held over tokens read, averaged over layers and heads; those that a policy moved down do not count."""
-    n_layers = session.lm.n_layers
-    held = sum(float((session.kv.slots(layer).pos >= 0).sum(1).float().mean()) for layer in range(n_layers))
-    return held / (n_layers * max(1, session.committed))
+    layers = session.lm.storing
+    held = sum(float((session.kv.slots(layer).pos >= 0).sum(1).float().mean()) for layer in layers)
+    return held / (len(layers) * max(1, session.committed))
 
 
 def _hidden(model: Model, job: Job) -> tuple[list[Answer], float]:
