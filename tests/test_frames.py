@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from inspect import unwrap
 from types import SimpleNamespace
@@ -19,8 +20,10 @@ from kvcli.engine.engine import drive, together
 from kvcli.engine.frame import FixedPass, Frames
 from kvcli.engine.lm import LM
 from kvcli.engine.policy import Policy
+from kvcli.engine.rows import Draft
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
+from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
 from kvcli.kernels.append import COLUMNS, addresses
 from kvcli.kernels.attend_rows.tables import Table
@@ -110,6 +113,33 @@ def test_a_frame_gives_the_text_of_single_operations(family: str, drafts: str) -
     assert its.frames is not None
     assert (dict(its.frames.eager), its.frames.why) == ({}, "")
     assert graphs.waits <= NEW if drafts == "off" else graphs.waits < NEW
+
+
+class Hearing(Bush):
+    """Is handed the hidden states of its rows."""
+
+    def propose(self, ids: Sequence[int], room: int, past: object) -> Draft:
+        return replace(super().propose(ids, room, past), hears="hidden")
+
+    def observe(self, step: Step) -> None:
+        assert step.hidden is not None
+        assert step.hidden.shape[0] == step.rows.tree
+        super().observe(replace(step, hidden=step.hidden.clone()))  # they are the next pass's as well
+
+
+def test_a_frame_shows_the_states_of_single_operations() -> None:
+    truth, each = [*PROMPT, *plain("gemma2", SEEDED)], []
+    for is_recorded in (False, True):
+        its, _ = recorded("gemma2")
+        its.frames = its.frames if is_recorded else None
+        drafter = Hearing(truth, 97, 96)
+        text = session(its, drafter)
+        drive(text.read(PROMPT))
+        assert written(text) == truth[len(PROMPT) :]
+        assert its.frames is None or not its.frames.eager
+        each.append([step.hidden for step in drafter.steps])
+    for alone, framed in zip(*each, strict=True):
+        torch.testing.assert_close(alone, framed)
 
 
 @pytest.mark.parametrize("drafts", ["off", "tree"])

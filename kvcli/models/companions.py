@@ -25,8 +25,8 @@ _SIGNS = {  # in the names of architectures, types and algorithms, small letters
     "mlp_speculator": "an MLP speculator",
 }
 # families of which transformers builds the layers, by the type of their text; of others it drops them
-_BUILT: tuple[str, ...] = ("bailing_hybrid", "deepseek_v3", "glm4_moe", "mellum", "step3p7")
-_BUILT += ("qwen3_5_text", "qwen3_5_moe_text")  # told to by `_name_layers`
+_BUILT = {"bailing_hybrid", "deepseek_v3", "glm4_moe", "mellum", "step3p7"}
+_BUILT |= {"qwen3_5_text", "qwen3_5_moe_text"}  # told to by `_name_layers`
 WHY = "it reads hidden states of several layers, or the past, of the model that writes: kvcli hands those to no drafter"
 
 

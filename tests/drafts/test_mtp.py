@@ -84,11 +84,22 @@ def test_a_head_gives_what_transformers_makes_of_the_same_text() -> None:
     cache, pos = MtpCache(config=stock.config.get_mtp_config()), torch.arange(1, 32)[None]
     hidden = theirs.forward_layer(0, states[None], pos, cache, input_ids=torch.tensor([ids[1:]]))
     want = theirs._project_to_logits(hidden)[0, -1]
-    wide = len(found) // 2
-    assert [int(i) for i in found[:5]] == want.topk(5).indices.tolist()
-    torch.testing.assert_close(torch.tensor(found[wide : wide + 5]), want.topk(5).values, rtol=1e-3, atol=1e-3)
+    _alike(found, want)
     assert head.usage()[0].slots == 31
     assert [u.tier for u in head.usage()] == ["draft"]
+    drive(head.go_on([5, 6], [-1, -1]))
+    (deeper,) = drive(head.go_on([7], [1]))  # behind the second of them
+    for token, at in ((6, 32), (7, 33)):
+        of = {"position_ids": torch.tensor([[at]]), "mtp_cache": cache, "input_ids": torch.tensor([[token]])}
+        hidden = theirs.forward_layer(0, hidden[:, -1:], **of)
+    _alike(deeper, theirs._project_to_logits(hidden)[0, -1])
+    assert head.usage()[0].slots == 31, "guesses are not stored"
+
+
+def _alike(gleaned: Sequence[float], logits: Tensor) -> None:
+    wide = len(gleaned) // 2
+    assert [int(i) for i in gleaned[:5]] == logits.topk(5).indices.tolist()
+    torch.testing.assert_close(torch.tensor(gleaned[wide : wide + 5]), logits.topk(5).values, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
