@@ -25,6 +25,7 @@ _IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDS = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight$")
 _NOT_TEXT = re.compile(r"(^|\.)(vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\.")
 _EXPERT = re.compile(r"expert")
+_EXPANDS = ".kv_b_proj.weight"  # of latents: its parts are multiplied by head, in plain numbers
 _ROUNDING = 8  # bytes of each number of a weight that is being packed: itself and what it is rounded to, in float32
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale per 64, a float per 256 of those
 
@@ -88,7 +89,7 @@ def of_files(source: Source) -> tuple[Held, ...]:
             packs = len(tensor.shape) == 2 and inside is not None and not _EXPERT.search(name)
             is_float = tensor.dtype in ("F64", "F32", "F16", "BF16") or source.is_gguf
             stays = source.is_gguf and stays_packed(name, tensor.dtype, tensor.shape)
-            packs = packs and source.family != "gpt2"
+            packs = packs and source.family != "gpt2" and not name.endswith(_EXPANDS)
             layer = int(inside[1]) if inside is not None else None
             held.append(Held(tensor.shape, tensor.nbytes, packs, is_float, source.is_gguf, stays, layer, embeds))
     return tuple(held)
