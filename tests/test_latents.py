@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.engine.trial import Trial
 from kvcli.errors import BadModel
+from kvcli.kept.block import LENGTH, Block, read
+from kvcli.kept.codec import AsIs
 from kvcli.kernels.native import native
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
@@ -230,6 +233,15 @@ def test_a_token_of_glm_4_7_flash_takes_54_kilobytes() -> None:
         "n_routed_experts": 64, "num_experts_per_tok": 4, "vocab_size": 154880, "max_position_embeddings": 202752,
     }  # fmt: skip
     assert shape_of(config).kv_per_token * 2 == 47 * 576 * 2 < 60_000
+
+
+def test_a_block_on_disk_holds_one_tensor(tmp_path: Path) -> None:
+    k = noise(LENGTH).k
+    small = Block(range(LENGTH), {0: (k, k)}).write(tmp_path / "one", AsIs())
+    assert k.nbytes < small < 1.2 * k.nbytes
+    got_k, got_v = read(tmp_path / "one", [LAYER], torch.float32).kv[0]
+    assert torch.equal(got_k, k)
+    assert got_v is got_k
 
 
 LAYER = LayerShape(1, R + T, R + T, rank=R)

@@ -31,6 +31,7 @@ _NOT_TEXT = re.compile(  # what `models.family` leaves out
 )
 _EXPERT = re.compile(r"(^|\.)experts\.")
 _ROUTER = re.compile(r"(gate|router)(\.\w+)?\.weight$")
+_EXPANDS = ".kv_b_proj.weight"  # of latents: its parts are multiplied by head, in plain numbers
 _ROUNDING = 8  # bytes of each number of a matrix that is being packed: itself and what it is rounded to, in float32
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale per 64, a float per 256 of those
 
@@ -107,7 +108,7 @@ def of_files(source: Source) -> tuple[Held, ...]:
             packs, of_experts = (inside is not None and is_it for is_it in _packs(name, shape, n_experts))
             is_float = tensor.dtype in ("F64", "F32", "F16", "BF16") or source.is_gguf or unpacked is not None
             stays = source.is_gguf and stays_packed(name, tensor.dtype, tensor.shape)
-            packs = packs and source.family != "gpt2"
+            packs = packs and source.family != "gpt2" and not name.endswith(_EXPANDS)
             layer = int(inside[1]) if inside is not None else None
             of = (source.is_gguf, stays, layer, embeds, of_experts)
             held.append(Held(shape, tensor.nbytes, packs, is_float, *of))
