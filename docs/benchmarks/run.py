@@ -47,8 +47,7 @@ RESULTS = {
     "start": "python tests/bench/start.py --reps 7",
     "reliability": "python tests/bench/reliability.py",
     "fafo": "python tests/bench/fafo.py --reps 4",
-    "fafo-mix": "python tests/bench/fafo.py --reps 4 --sides exact,suffix,recycle,stand,ngram,fafo",
-    "fafo-paper": "python tests/bench/fafo.py --reps 2 --sides exact,fafo,fafo-paper --tasks copy,lookup,summary,free",
+    "fafo-mix": "python tests/bench/fafo.py --reps 4 --sides exact,suffix,recycle,stand,ngram,fafo,fafo-paper",
     "drafters": "python tests/bench/drafters.py --models demo",
     "drafters-wide": "python tests/bench/drafters.py --models demo-wide --tasks lookup,summary,free"
     " --sides plain,ngram,fafo,small,small-full,small+copies,specextend,specextend-every",
