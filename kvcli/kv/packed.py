@@ -80,7 +80,6 @@ class Packed:
         self.changes = 0
         self._name = "packed" if torch.device(device).type == "cpu" else f"packed {torch.device(device).type}"
         self._form = Form(dtype, k_bits, v_bits, group, halves)
-        self._ranks = {layer: of.rank for layer, of in own.items()}
         self._empty = {
             layer: tuple(torch.empty(of.n_kv_heads, 0, d, dtype=dtype, device=device) for d in of.parts)
             for layer, of in enumerate(shapes)
@@ -89,6 +88,7 @@ class Packed:
             layer: [Head(self._form, *of.parts, device) for _ in range(of.n_kv_heads)] for layer, of in own.items()
         }
         self._holder = holders(shapes)
+        self._ranks = [shapes[holder].rank for holder in self._holder]
         self._layers = {layer: self._own[holder] for layer, holder in enumerate(self._holder)}
         self._tables: dict[tuple[int, bool], Table | None] = {}  # by layer, and whether coarse
         wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
