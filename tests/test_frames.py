@@ -95,7 +95,7 @@ def plain(family: str, sampler: Sampler, policy: Policy | None = None) -> list[i
     return written(text)
 
 
-DENSE = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss-dense", "phi3", "gemma4_shared")
+DENSE = ("llama", "qwen3", "gemma2", "gemma3", "gpt_oss-dense", "phi3", "gemma4_shared", "youtu")
 
 
 @pytest.mark.parametrize("drafts", ["off", "chain", "tree"])

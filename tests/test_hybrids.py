@@ -22,6 +22,7 @@ from kvcli.engine import mixers
 from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import Engine, drive, run
 from kvcli.engine.feed import Feed
+from kvcli.engine.latent import Latent
 from kvcli.engine.lm import LM, quiet
 from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sample import Sampler
@@ -149,6 +150,27 @@ def test_copies_as_a_chain(name: str):
     assert is_right(text)
 
 
+def test_long_chunks_read_each_other_expanded_beside_states(monkeypatch: pytest.MonkeyPatch):
+    """As without mixers, where that is less work; the past is read as latents, whatever reads it."""
+    (pays_from,) = {latent.pays_from for latent in model("kimi_linear").latents.values()}
+    assert 32 < pays_from < 64
+    made, values = list[int](), Latent.values
+
+    def noted(latent: Latent, out: torch.Tensor) -> torch.Tensor:
+        made.append(out.shape[1])
+        return values(latent, out)
+
+    monkeypatch.setattr(Latent, "values", noted)
+    texts = [session("kimi_linear", chunk=chunk) for chunk in (32, 64)]
+    for text, want in zip(texts, ([32] * 5, [64, 32]), strict=True):
+        made.clear()
+        drive(text.read(prompt(161)))
+        assert made == want  # by the first of two layers that attend: the last ends where it has its keys
+        written(text, NEW)
+        assert is_right(text)
+    assert texts[0].ids == texts[1].ids
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_back_to_any_point(name: str):
     ids = list(truth(name))
@@ -211,7 +233,7 @@ def packed(lm: LM) -> Store:
     return Ladder(Dense(lm.shapes, lm.dtype), [Rung(below, group=8)], holds=16, group=8)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1", "kimi_linear"])
 @pytest.mark.parametrize("how", ["window", "int8"])
 def test_what_is_stored_otherwise_is_so_with_guesses(name: str, how: str):
     """A policy, or fewer bits, act on keys and values alone: the text is that of the same profile without guesses."""

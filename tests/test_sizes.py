@@ -31,6 +31,7 @@ from kvcli.kv.packed import Packed
 from kvcli.kv.rung import Floor, Rung
 from kvcli.kv.slots import nbytes
 from kvcli.kv.windows import windows_of
+from kvcli.models.packing import Packing
 from kvcli.models.shape import shape_of
 from kvcli.policies.window import Window
 from kvcli.settings.profile import Profile
@@ -253,7 +254,7 @@ def gemma_4b() -> Subject:
         }
     )  # fmt: skip
     held = weights.of_shape(shape, 2)
-    return Subject("gemma", shape, held, "bf16", False, True, False, sum(h.nbytes for h in held))
+    return Subject("gemma", shape, held, "bfloat16", Packing(), True, False, sum(h.nbytes for h in held))
 
 
 def test_gemma_3_4b_at_32k_takes_little_more_than_its_full_layers_and_windows() -> None:

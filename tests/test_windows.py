@@ -110,6 +110,30 @@ def test_what_a_chunk_hides_makes_room_for_it(monkeypatch: pytest.MonkeyPatch) -
         assert most[1] == 511
 
 
+def test_a_chunk_that_finds_no_room_leaves_no_past_with_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would have made room for it is what its rows see once it is read again."""
+    want, session, append = opened(MODEL, dense(MODEL), chunk=128), opened(MODEL, dense(MODEL), chunk=128), Dense.append
+    ids = families.prompt(384)
+    drive(want.read(ids))
+    drive(session.chunk(ids))
+    drive(session.chunk(ids))
+
+    def breaks(kv: Dense, layer: int, *stored: Any) -> None:
+        if layer == 1:
+            raise MemoryError("as an allocator says it")
+        append(kv, layer, *stored)
+
+    monkeypatch.setattr(Dense, "append", breaks)
+    with pytest.raises(MemoryError):
+        drive(session.chunk(ids))
+    monkeypatch.undo()
+    session.rewind(session.committed + 1)
+    while drive(session.chunk(ids)):
+        pass
+    for layer in range(MODEL.n_layers):
+        assert torch.equal(session.kv.slots(layer).k, want.kv.slots(layer).k)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_stays_in_few_bits_is_not_rounded_again(bits: int) -> None:
     kept, whole = opened(MODEL, ladder(MODEL, bits=bits)), opened(MODEL, ladder(MODEL, None, bits))

@@ -142,13 +142,15 @@ class Chain:
         chances = list[float]()  # that the text gets behind one of the guesses of a level
         while True:
             began, rows = perf_counter(), self.guesser.missing
-            (gleaned,) = yield from self.guesser.read()
+            found = yield from self.guesser.read()
+            if not found:
+                return
             self._time(rows, began)
             # what a pass takes is weighed from the first draft on, and the first one timed includes its preparation
             if len(self._seconds) != 1:
                 break
         self._n_rows = 0
-        self._add(gleaned, -1, (), 1.0, self._shape)
+        self._add(found[0], -1, (), 1.0, self._shape)
         while True:
             tips = [tip for tip in growth.tips(self._places, newest, most) if self._token(tip) not in self._ends]
             if not tips:

@@ -70,7 +70,8 @@ class Guesser(Protocol):
         """Read a prompt but for its last token."""
 
     def read(self, want: int = 1, most: float = math.inf) -> Asks[list[list[float]]]:
-        """Cover the text to its end, by reading `most` of its newest tokens -> what is gleaned of the last `want`."""
+        """Cover the text to its end, by reading `most` of its newest tokens -> what is gleaned of the last `want`;
+        nothing where the next step has to be heard first."""
 
     def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Asks[list[list[float]]]:
         """What is gleaned of the rows of further guesses. `parents`: which guess each follows, counted from the first

@@ -2,7 +2,8 @@
 
 Of each accepted token it is handed the state that led to it (`Step.hidden`), and stores one layer's keys and values of
 it. Guesses go on from its own states, as in EAGLE (arXiv 2401.15077). States that nobody heard, of a prompt or of
-passes without drafts, leave holes; those of the newest tokens are made again, beside the store.
+passes without drafts, leave holes; those of the newest tokens are made again, beside the store. Where layers keep a
+state of the text they cannot be, and the head says nothing until it has heard one more step.
 """
 
 from __future__ import annotations
@@ -130,13 +131,15 @@ class MtpHead:
         yield from ()
 
     def read(self, want: int = 1, most: float = math.inf) -> Asks[list[list[float]]]:
-        """What is gleaned of the pending token's row."""
+        """What is gleaned of the pending token's row; nothing where what led to it is not known."""
         assert want == 1, "nothing else is passed over"
         self._drop()
         if self._end == self.length:  # it may be asked again, where the pass that was to check its guesses broke
             self._kv.crop(self.length - 1)
             self._end, self._at, self._states = self.length - 1, [self.length - 1], self._last
         elif not self._at or self._at[-1] < self.length - 1:
+            if self._lm.mixers:
+                return []
             yield from self._hear_again()
         at, states = self._at, self._states
         rows = Rows([self._text[p] for p in at], at, sees=None, tree=len(at), parent=())

@@ -57,7 +57,7 @@ def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
         lm.meet_gates()
     way = SideBySide(passes) if len(passes) > 1 else passes[0]
     if lm.mixers:
-        way.trial = lm.mixers.trial(feeds)
+        way.trial = lm.mixers.trial(feeds, way.trial)
     logits, hidden = _forward(lm, feeds, way)
     wanted = [len(feed.want) for feed in feeds]
     each = torch.split(logits, wanted) if len(feeds) > 1 else [logits]

@@ -129,8 +129,10 @@ class SideBySide:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         """As of one pass, their rows one text behind the other."""
         counts = [p.n_rows for p in self._passes]
-        each = zip(self._passes, *(torch.split(t, counts, dim=1) for t in (q, k, v)), strict=True)
-        outs = [p.attend(layer, *own, sight, sink) for p, *own in each]
+        keys = torch.split(k, counts, dim=1)
+        values = keys if v is k else torch.split(v, counts, dim=1)
+        each = zip(self._passes, torch.split(q, counts, dim=1), keys, values, strict=True)
+        outs = [p.attend(layer, its_q, its_k, its_v, sight, sink) for p, its_q, its_k, its_v in each]
         if layer == self.last:
             raise Enough
         return torch.cat([out.to(q.dtype) for out in outs], dim=1)

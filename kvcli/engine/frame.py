@@ -190,7 +190,8 @@ class FixedPass:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
         """As a pass does (forward.py)."""
-        q, k, v = q.to(self._dtype), k.to(self._dtype), v.to(self._dtype)
+        cast = k.to(self._dtype)
+        q, k, v = q.to(self._dtype), cast, cast if v is k else v.to(self._dtype)
         if _in_rows(k) != _in_rows(v):  # one table says where both lie
             k, v = (t.contiguous().flatten().view(t.shape) for t in (k, v))  # a row alone may have any stride
         if (source := self._shapes[layer].shares) is not None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from inspect import ismethod
 from itertools import pairwise
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod, ref
 
@@ -28,7 +27,6 @@ from kvcli.kv.states import NOTHING, Folding, Key, Known, States
 
 if TYPE_CHECKING:
     from kvcli.engine.feed import Feed
-    from kvcli.engine.latent import Latent
 
 # Rows up to which a pass is gone over again row by row: kernels for several take 64 at a time where there is nothing
 # but PyTorch, which on a CPU takes as long as four of those for one (a gated delta net of 12 heads)
@@ -51,10 +49,9 @@ class Part:
 class Stated(Trial):
     """What layers get as their cache in a pass over a model with mixers: each is given the state of its text."""
 
-    def __init__(
-        self, parts: Sequence[Part], n_mixers: int, latents: Mapping[int, Latent] = MappingProxyType({})
-    ) -> None:
-        super().__init__(latents)
+    def __init__(self, parts: Sequence[Part], n_mixers: int, of: Trial | None = None) -> None:
+        """`of`: as it would be without mixers."""
+        super().__init__(of.latents, may_expand=of.may_expand) if of is not None else super().__init__()
         self.parts, self._n_mixers = parts, n_mixers
         self.now = parts[0]  # whose rows a mixer is given
         self.answers: dict[Taped, Iterator[Tensor]] | None = None  # of linear layers, where a pass is gone over again
@@ -187,13 +184,14 @@ class Mixers:
         for mixer in self._found:
             mixer.tape()
 
-    def trial(self, feeds: Sequence[Feed]) -> Stated:
-        """For a pass of these texts side by side. Raises BadModel for rows that are no chain, or know no state."""
+    def trial(self, feeds: Sequence[Feed], plain: Trial) -> Stated:
+        """For a pass of these texts side by side, in place of `plain`. Raises BadModel for rows that are no chain, or
+        know no state."""
         ends = [0]
         for feed in feeds:
             ends.append(ends[-1] + feed.rows.n_rows)
         parts = [_part(feed, slice(*of)) for feed, of in zip(feeds, pairwise(ends), strict=True)]
-        return Stated(parts, len(self._found), feeds[0].lm.latents)
+        return Stated(parts, len(self._found), plain)
 
 
 def _part(feed: Feed, rows: slice) -> Part:

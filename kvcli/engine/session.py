@@ -133,8 +133,13 @@ class Session(Text):
         hear = self.heard.of_chunk(self.committed, rows.n_rows)
         made = yield Feed(self.lm, rows, self.kv, self.view, hear=hear, is_prompt=True, states=self.states)
         self.boundary = end  # a chunk's end is a boundary: what windows hide behind it makes room for the chunk
-        self.kv.settle((), self._seen_from(end), self.lm.sliding)
-        self._commit(rows, hear, made, range(rows.n_rows))
+        try:
+            self.kv.settle((), self._seen_from(end), self.lm.sliding)
+            self._commit(rows, hear, made, range(rows.n_rows))
+        except BaseException:
+            if not self.kv.reaches(self.committed):  # what made room is what the chunk would see, read again
+                self.rewind(0)
+            raise
 
     def _layer_by_layer(self, whole: int) -> Asks[ByLayers]:
         """What is left of the prompt, or of it what is judged together where some may stay behind."""

@@ -30,7 +30,7 @@ class Trial:
 
     def __init__(self, latents: Mapping[int, Latent] = MappingProxyType({}), *, may_expand: bool = False) -> None:
         """`latents`: by layer, of those that expand what they store; `may_expand`: where that pays they do."""
-        self.latents, self._may_expand = latents, may_expand
+        self.latents, self.may_expand = latents, may_expand
         self.noted: dict[int, Tensor] = {}  # by layer: keys [1, N, R + T] over latents
         self.expanded: dict[int, tuple[Latent, Tensor, Tensor, Tensor]] = {}  # and q, k, v [H, N, ..] made of them
 
@@ -40,7 +40,7 @@ class Trial:
         if (latent := self.latents.get(layer_idx)) is None:
             return k, v
         self.noted[layer_idx] = torch.cat((k, v), -1)[0]
-        if self._may_expand and k.shape[2] >= latent.pays_from:
+        if self.may_expand and k.shape[2] >= latent.pays_from:
             return k, v
         return latent.nothing(k), v[:, :, :1]
 

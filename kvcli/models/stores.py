@@ -39,13 +39,15 @@ def stores_of(config: Mapping[str, Any], plain: Stores, layers: int, heads: int,
     def size(of: Mapping[str, Any], key: str, other: int) -> int:
         return count(of[key], key, name) if of.get(key) else other
 
+    kinds, does = kinds_of(config, layers), layer_kinds(config, layers)
     if config.get("kv_lora_rank"):  # one for all heads, with a part behind it that is turned
         rank = size(config, "kv_lora_rank", 0)
         wide = rank + size(config, "qk_rope_head_dim", 0)
         key = size(config, "qk_nope_head_dim", 0) + wide - rank
-        return (Stores(1, wide, wide, rank=rank, expanded=(key, size(config, "v_head_dim", plain.value))),) * layers
+        value = size(config, "v_head_dim", plain.value)
+        latent, none = Stores(1, wide, wide, rank=rank, expanded=(key, value)), Stores(0, key, value)
+        return tuple(latent if attends(does, layer) else none for layer in range(layers))
     plain = Stores(plain.kv_heads, plain.key, size(config, "v_head_dim", plain.value))
-    kinds, does = kinds_of(config, layers), layer_kinds(config, layers)
     found = []
     for layer in range(layers):
         if not attends(does, layer):

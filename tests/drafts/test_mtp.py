@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from kvcli.engine.session import Session
 from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
 from kvcli.kv.dense import Dense
-from tests import drafters, families
+from tests import drafters, families, hybrids
 
 SAMPLERS = {"greedy": Sampler(), "drawn": Sampler(temperature=0.9, top_k=24, seed=3)}
 
@@ -251,18 +250,12 @@ def test_layers_of_a_checkpoint_are_those_in_its_files(
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     if kind == "glm4_moe":  # transformers knows its layers by the numbers that the published sizes have
         monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\..*"])
-    head = mtp_of(LM.of(model) if kind != "qwen3_5_text" else unread(model))
+    head = mtp_of(LM.of(model))
     held = dict(head.model.mtp.named_parameters())
     for name, t in want.items():
         assert torch.equal(held[name], t), name
     assert head.shapes[0].k_dim == 16
     assert head.n_layers == 1
-
-
-def unread(model: Any) -> Any:
-    """As much of an LM as its layers are asked for: whether one runs is not this file's matter."""
-    info = SimpleNamespace(id="tiny", path=model.config.name_or_path, revision="")
-    return SimpleNamespace(model=model, device=model.device, info=info, remembers={})
 
 
 def test_layers_that_were_left_out_are_refused_by_name(tmp_path: Path) -> None:
@@ -273,11 +266,27 @@ def test_layers_that_were_left_out_are_refused_by_name(tmp_path: Path) -> None:
     assert any("leave them out" in line for line in found.value.lines)
 
 
-def test_a_checkpoint_with_layers_drafts_by_them(tmp_path: Path) -> None:
-    saved("mellum", tmp_path)
+@pytest.mark.parametrize("kind", ["mellum", "qwen3_5_text"])
+def test_a_checkpoint_with_layers_drafts_by_them(kind: str, tmp_path: Path) -> None:
+    saved(kind, tmp_path)
     lm = LM.of(AutoModelForCausalLM.from_pretrained(tmp_path))
     lm.lay_out()
     want, _ = written(lm, Off())
-    ids, steps = written(lm, MtpDraft(adaptive=False, copies=False).drafter(pair=Pair(lm, lm)))
+    drafter = MtpDraft(adaptive=False, copies=False, branches=1).drafter(pair=Pair(lm, lm))
+    ids, steps = written(lm, drafter)
     assert ids == want
+    assert not drafter.report().fault
     assert sum(step.n_drafted for step in steps) > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear", "lfm2"])
+def test_beside_layers_that_keep_a_state_a_head_drafts_once_it_has_heard_a_step(name: str) -> None:
+    """What led to the prompt's last token is not made again there: a first step says it."""
+    lm = LM.of(hybrids.build(name), id=name)
+    want, _ = written(lm, Off())
+    drafter = drafters.Headed(want, depth=5, branches=1)
+    ids, steps = written(lm, drafter)
+    assert ids == want
+    assert not drafter.report().fault
+    assert steps[0].n_drafted == 0
+    assert sum(step.n_accepted for step in steps) > 10
