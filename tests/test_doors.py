@@ -157,9 +157,11 @@ def test_what_nothing_reads_is_no_plain_numbers(folder: Path, method: str):
 
 def test_a_package_of_a_package_is_named_too(folder: Path):
     error = weights._unloadable(source.find(str(folder)), "ModuleNotFoundError: No module named 'loguru'")
-    assert (error.code, error.try_) == ("package_missing", ("pip install -U loguru",))
+    assert (error.code, error.try_) == ("package_missing", ("pip install -U 'loguru'",))
     error = weights._unloadable(source.find(str(folder)), "ImportError: requires x: `pip install 'x>=3'`")
-    assert error.try_ == ("pip install -U x>=3",)
+    assert error.try_ == ("pip install -U 'x>=3'",)  # which no shell takes for a file
+    error = weights._unloadable(source.find(str(folder)), "ImportError: y is old: pip install -U y>=0.46. Then again")
+    assert error.try_ == ("pip install -U 'y>=0.46'",)
 
 
 def test_numbers_that_stay_packed_where_kernels_read_them(monkeypatch: pytest.MonkeyPatch):

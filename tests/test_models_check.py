@@ -133,8 +133,8 @@ def test_the_hub_is_asked_for_headers_alone(tmp_path: Path) -> None:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         environ |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "KVCLI_HOME": str(tmp_path / "home")}
 
-        def check(*more: str) -> Any:
-            words = [sys.executable, "-m", "kvcli", "models", "check", "someone/tiny", "--json", *more]
+        def check(*more: str, name: str = "someone/tiny") -> Any:
+            words = [sys.executable, "-m", "kvcli", "models", "check", name, "--json", *more]
             done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
             return done.returncode, json.loads(done.stdout)
 
@@ -142,10 +142,26 @@ def test_the_hub_is_asked_for_headers_alone(tmp_path: Path) -> None:
         assert (code, said["code"]) == (ExitStatus.BAD_MODEL, "model_not_found")
         assert "--online" in said["try"][0]
         code, said = check("--online")
+        for name, why in (("someone/tiny:x.gguf", "model_not_found"), ("someone/..", "model_name")):
+            assert check("--online", name=name)[1]["code"] == why
     assert (code, said["is_decided"], said["weight_bytes"] > 9 << 20) == (0, True, True)
     fetched = {path.name for path in (tmp_path / "hf").rglob("*")}
     assert "tokenizer.json" in fetched
     assert "model.safetensors" not in fetched
+
+
+def test_a_hub_that_hangs_up_is_no_fault_of_kvclis(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    def hang_up(*_: Any, **__: Any) -> Any:
+        raise HfHubHTTPError.__mro__[1]("")  # of its client
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "get_safetensors_metadata", hang_up)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(BadModel) as caught:
+        source.look_up("someone/tiny")
+    assert (caught.value.code, bool(caught.value.try_)) == ("no_network", True)
 
 
 def test_a_folder_without_words_is_refused(machine: Machine, tmp_path: Path) -> None:

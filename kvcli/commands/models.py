@@ -184,6 +184,8 @@ def _lacks(found: Source) -> str:
     if not found.has_words:
         return f"{found.id} has no tokenizer that can be read"
     packing = Packing.of(found.config)
+    if packing.is_unserved:
+        return f"{found.id} comes packed as {packing.method}, which does not run"
     missing = packing.missing("cpu")
     return f"{found.id} comes packed as {packing.method}, which needs {' and '.join(missing)}" if missing else ""
 

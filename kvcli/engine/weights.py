@@ -90,12 +90,12 @@ def _unloadable(source: Source, said: str) -> BadModel:
     """`said`: what transformers raised over its files; where that is about a package, nothing is wrong with them."""
     if not said.startswith(("ImportError", "ModuleNotFoundError")):
         return unreadable(source, "transformers could not load it", said)
-    named = re.search(r"pip install ['\"]?([^`'\"]+)|No module named '([\w-]+)", said)
+    named = re.search(r"pip install (?:-U |--upgrade )?['\"]?([\w.\[\]<>=!~,-]+)|No module named '([\w-]+)", said)
     return BadModel(
         f"{source.id} ({source.family}) needs a package that is not here, or too old",
         code="package_missing",
         lines=[said],
-        try_=[f"pip install -U {(named[1] or named[2]).strip()}"] if named else [INSTEAD],
+        try_=[f"pip install -U '{(named[1] or named[2]).rstrip('.,')}'"] if named else [INSTEAD],
     )
 
 

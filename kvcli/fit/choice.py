@@ -87,6 +87,8 @@ def _split(subject: Subject, profile: Profile, room: Room, context: int | None, 
 
     if profile.prune.reads or profile.prefill.order == "layers":  # rows of a split model are not stopped on the way
         return None
+    if subject.shape.folds.layers:  # states are on one device
+        return None
     if window != "auto":
         context = context or window
     for asked in [context] if context else [min(limit, WINDOW), min(limit, profile.context.reserve + 1)]:

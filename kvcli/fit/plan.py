@@ -159,7 +159,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         is_packed=load.quant != "none",
         is_native=is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind),
         is_fused=is_fused(shape, number, room),
-        records=is_fused(shape, number, room) and _is_recorded(profile),
+        records=is_fused(shape, number, room) and not shape.folds.layers and _is_recorded(profile),
         draws=profile.sample.temperature == 0,  # what the model's own settings ask for is not known here
         of_layers=shape.layers,
         on_card=None if load.layers_on_gpu == "auto" else min(load.layers_on_gpu, shape.layers),

@@ -179,12 +179,15 @@ def weigh(held: tuple[Held, ...], shape: Shape, *, number: int, quant: str, devi
         if h.layer is not None and h.layer < shape.layers:
             by_layer[h.layer] += size
         parts[h.layer] += math.prod(h.shape) * (h.is_part and not given)
+    # experts of 16 bits and more are packed as they come, linear layers once all are there
+    on_the_way = [is_asked and h.of_experts and h.nbytes >= 2 * math.prod(h.shape) for h in held]
+    loaded = sum(size if early else all_of_it for size, all_of_it, early in zip(sizes, plain, on_the_way, strict=True))
     # two of three projections; and both in one, which is there for good where nothing packs it
     put_together = number * max(parts.values(), default=0) * (4 if is_asked else 2) // 3
     return Weights(
         memory=memory,
         files=files,
-        loaded=sum(plain) if sum(plain) != files or put_together > 0 else 0,
+        loaded=loaded if sum(plain) != files or put_together > 0 else 0,
         read=int(memory * share),
         packing=_ROUNDING * max(packed, default=0) + put_together,
         embeddings=sum(size for h, size in zip(held, sizes, strict=True) if h.embeds),

@@ -55,11 +55,13 @@ class Known:
         return int(2 * (self.parameters - linear) + each * linear)
 
     def needs(self, quant: str = "none", tokens: int = TOKENS) -> int:
-        """Bytes of a run over so many tokens, and of loading: a layer's experts are put together, then packed."""
+        """Bytes of a run over so many tokens, and of loading: a layer's experts are put together, then packed, and what
+        else is packed is once all is there."""
         weights, shape = self.weights(quant), self.shape
-        return max(
-            needs(weights, shape, tokens), PROGRAM + weights + TOGETHER * shape.hidden * shape.inner * shape.experts
-        )
+        of_layer = shape.hidden * shape.inner * shape.experts
+        others = shape.linear - 3 * shape.layers * of_layer if quant != "none" and shape.experts else 0
+        loading = PROGRAM + weights + TOGETHER * of_layer + int((2 - PACKED[quant]) * others)
+        return max(needs(weights, shape, tokens), loading)
 
     def room(self, usable: int, quant: str = "none") -> int:
         """Tokens that fit into so many bytes, at most its window."""

@@ -27,8 +27,7 @@ def cached(name: str, file: str, revision: str | None, at: str, offline: bool) -
     try:
         path = Path(snapshot_download(name, revision=revision, local_files_only=True))
     except HFValidationError as error:
-        why = f"{name} is neither a folder nor a hub id"
-        raise BadModel(why, code="model_name", lines=[str(error)], try_=["kvcli models list"]) from error
+        raise _no_name(name, error) from error
     except LocalEntryNotFoundError as error:
         raise _not_cached(name, at, offline) from error
     if file and not exists(path / file):
@@ -46,6 +45,11 @@ def _not_cached(name: str, at: str, offline: bool) -> BadModel:
     )
 
 
+def _no_name(name: str, error: Exception) -> BadModel:
+    why = f"{name} is neither a folder nor a hub id"
+    return BadModel(why, code="model_name", lines=[str(error)], try_=["kvcli models list"])
+
+
 def download(name: str, file: str, revision: str | None, at: str) -> tuple[Path, str]:
     """The same, fetched. Raises BadModel."""
     path = _fetched(name, revision, at, [file] if file else _DOWNLOAD)
@@ -59,16 +63,20 @@ def download(name: str, file: str, revision: str | None, at: str) -> tuple[Path,
 def headers(name: str, revision: str | None, at: str) -> tuple[Path, str, tuple[WeightFile, ...]]:
     """What `download` would bring but for the weights: of these only what their files announce. Raises BadModel."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
     path = _fetched(name, revision, at, [pattern for pattern in _DOWNLOAD if "safetensors" not in pattern])
     try:
         found = HfApi().get_safetensors_metadata(name, revision=path.name).files_metadata
-    except (NotASafetensorsRepoError, SafetensorsParsingError, OSError) as error:
-        said = str(error).splitlines()[0]
+    except (NotASafetensorsRepoError, SafetensorsParsingError, HfHubHTTPError) as error:
         raise BadModel(
-            f"{at} has no weights whose headers can be read", code="model_incomplete", lines=[said]
+            f"{at} has no weights whose headers can be read",
+            code="model_incomplete",
+            lines=[_first(error)],
+            try_=[f"kvcli models get {name}, then kvcli models check {name}"],
         ) from error
+    except _wire() as error:
+        raise _no_network(f"the headers of {at} are not on this machine", error) from error
     return path, path.name, tuple(_announced(path / file, one.tensors.items()) for file, one in sorted(found.items()))
 
 
@@ -79,10 +87,12 @@ def _announced(file: Path, tensors: Iterable[tuple[str, Any]]) -> WeightFile:
 
 def _fetched(name: str, revision: str | None, at: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except HFValidationError as error:
+        raise _no_name(name, error) from error
     except LocalEntryNotFoundError as error:  # what the hub's library makes of a connection that fails
         raise _no_network(f"{at} is not on this machine", error) from error
     except (HfHubHTTPError, OSError) as error:
@@ -92,7 +102,7 @@ def _fetched(name: str, revision: str | None, at: str, patterns: list[str]) -> P
         raise BadModel(
             f"{at} could not be downloaded",
             code="model_not_found",
-            lines=[str(error).splitlines()[0]],
+            lines=[_first(error)],
             try_=["check the name at huggingface.co", f"hf auth login, then hf download {name}"],
         ) from error
 
@@ -101,9 +111,21 @@ def _no_network(why: str, error: Exception) -> BadModel:
     return BadModel(
         f"no network: {why}, and huggingface.co cannot be reached",
         code="no_network",
-        lines=[str(error.__cause__ or error).splitlines()[0]],
+        lines=[_first(error.__cause__ or error)],
         try_=["kvcli models list shows what is here", "a folder: ./NAME"],
     )
+
+
+def _wire() -> tuple[type[Exception], ...]:
+    """What a connection that fails raises, by whichever client the hub's library is built on."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return tuple(kind for kind in HfHubHTTPError.__mro__[1:] if issubclass(kind, Exception) and kind is not Exception)
+
+
+def _first(error: BaseException) -> str:
+    """The first line of what it says, its name where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def verify(name: str, revision: str) -> None:

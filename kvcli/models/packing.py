@@ -60,6 +60,11 @@ class Packing:
                 return Packing("bitsandbytes" if is_bnb else str(found.get("quant_method") or "unnamed")[:40], found)
         return Packing()
 
+    @property
+    def is_unserved(self) -> bool:
+        """Whether no device runs it."""
+        return self.method in _UNSERVED
+
     def unpacks(self, kind: str) -> bool:
         """Whether loading makes 16-bit numbers of it on such a device, so that the model is then like any other."""
         by_kernels = self.method in _BY_KERNELS and kind == "cuda" and _is_there("kernels")

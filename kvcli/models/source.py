@@ -109,6 +109,12 @@ def find(
 
 def look_up(name: str, revision: str | None = None) -> Source:
     """Of a hub id what its headers say: config and words are fetched, weights stay there."""
+    if ":" in name:
+        raise BadModel(
+            f"{name} is a GGUF file of the hub, whose headers are read here alone",
+            code="model_not_found",
+            try_=[f"kvcli models get {name}, then kvcli models check {name}"],
+        )
     path, commit, files = hub.headers(name, revision, f"{name} at {revision}" if revision else name)
     config = read_config(path, name)
     _refuse(config, name, path)

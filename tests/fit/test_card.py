@@ -25,6 +25,7 @@ from kvcli.fit.weights import of_shape
 from kvcli.kv.footprint import POSITION
 from kvcli.models import machine as this_machine
 from kvcli.models.machine import Found
+from kvcli.models.mixing import Folds
 from kvcli.models.packing import Packing
 from kvcli.models.shape import shape_of
 from kvcli.schemas.fit import CalibrationDocument
@@ -160,6 +161,15 @@ def test_what_reads_parts_of_a_past_keeps_its_layers_together():
         planned(NGRAM.replace(load={"layers_on_gpu": 3}), 8, subject=quantized)
     with pytest.raises(UsageError, match="runs on cpu"):
         plan(SUBJECT, NGRAM.replace(load={"layers_on_gpu": 3}), Room("cpu", 64 * GIB), 4096, Facts())
+
+
+def test_a_model_that_keeps_states_is_not_split_nor_recorded():
+    """Loading refuses the one and does without the other."""
+    hybrid = replace(SUBJECT, shape=replace(LLAMA_8B, folds=Folds(24, 1024, 65536, 8192)))
+    assert planned(NGRAM, 4, subject=SUBJECT).run.on_card is not None
+    found = planned(NGRAM, 4, subject=hybrid)
+    assert (found.fits, found.run.on_card) == (False, None)
+    assert [planned(NGRAM, 24, subject=of).run.records for of in (SUBJECT, hybrid)] == [True, False]
 
 
 def test_layers_on_the_cpu_cost_the_bytes_that_it_reads():

@@ -251,7 +251,7 @@ def test_instructions_for_bytes_give_their_numbers() -> None:
 @pytest.mark.parametrize(
     ("heads", "why"),
     [
-        (heads_of((4, 4), (70,), d=80), "heads of 80"),
+        (heads_of((4, 4), (70,), d=80), "keys of 80"),
         (heads_of((4, 4), (70,), group=8), "groups of 8"),
         ([Head(Form(torch.bfloat16, 4, 4, 64, True), D, D, "cpu")], "halves"),
     ],
