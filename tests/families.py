@@ -200,6 +200,8 @@ _list = [
 ]
 LATENT = [f.name for f in _list if f.config.get("kv_lora_rank")]
 FAMILIES = {f.name: f for f in _list}
+WHOLE = {"longcat_flash"}  # two layers that attend in each of its own: rows cannot be stopped between them
+GATED = sorted(FAMILIES.keys() - WHOLE)
 
 
 def config_of(name: str, **changes: Any) -> Any:

@@ -87,7 +87,7 @@ def by_layers(model: LM, rows: Rows, kv: Store, part: int, hear: Sequence[int] =
 
 @pytest.mark.parametrize("past", [0, 20])
 @pytest.mark.parametrize("part", [1, 7, 44, 100])
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("name", families.GATED)
 def test_layer_by_layer_is_chunk_by_chunk(name: str, part: int, past: int) -> None:
     """To the bit, whatever kernels do with rows of a pass: the passes are the same."""
     model, ids = lm(name), families.prompt(N)
@@ -144,7 +144,8 @@ def test_layers_that_share_slots_are_passed_together_and_see_no_later_part() -> 
     n, kv = 13, Dense(SHARING, torch.float64)
     q = [random(H, n, s.k_dim) for s in SHARING]
     k, v = [random(s.n_kv_heads, n, s.k_dim) for s in SHARING], [random(s.n_kv_heads, n, s.v_dim) for s in SHARING]
-    model: Any = SimpleNamespace(shapes=SHARING, n_layers=len(SHARING))
+    own = [layer for layer, of in enumerate(SHARING) if of.shares is None]
+    model: Any = SimpleNamespace(shapes=SHARING, n_layers=len(SHARING), storing=own, sliding=())
     prompt, outs = ByLayers(model, kv, Rows.chain([0] * n, 0), 5), list[list[torch.Tensor]]([] for _ in SHARING)
     while not prompt.is_over:
         asks = prompt.go_on()

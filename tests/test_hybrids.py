@@ -523,3 +523,13 @@ def test_fit_knows_the_sizes_before_a_weight_is_read(name: str):
     part: mixers.Part = made.fold.args[0]  # type: ignore[union-attr]
     tape = sum(t.nbytes for gave in (part.tape or {}).values() for t in gave)
     assert tape <= 5 * lm.dtype.itemsize * shape.folds.layers * shape.folds.taped <= 2.5 * tape
+
+
+def test_layers_that_a_config_lists_and_does_not_count_are_counted(tmp_path: Path):
+    """As transformers saves Nemotron-H."""
+    from kvcli.models.shape import of_source
+    from kvcli.models.source import find
+
+    build("nemotron_h").save_pretrained(tmp_path)
+    assert "num_hidden_layers" not in (tmp_path / "config.json").read_text()
+    assert of_source(find(str(tmp_path))).layers == model("nemotron_h").info.layers

@@ -210,6 +210,12 @@ def test_what_expands_latents_stays_in_plain_numbers_where_others_are_packed() -
     assert answered(opened(model, drafters.Moody(plain, 97, STOP))) == plain
 
 
+def test_layers_that_attend_twice_are_not_packed_and_say_so() -> None:
+    with pytest.raises(BadModel) as caught:
+        LM.of(build("longcat_flash"), quant="int8")
+    assert caught.value.try_ == ("--quant none",)
+
+
 @pytest.mark.parametrize("name", LATENT)
 def test_bytes_are_those_of_one_key_and_what_the_config_says(name: str) -> None:
     model, n = lm(name), 200  # of which 256 have room

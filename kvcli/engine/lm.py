@@ -303,7 +303,11 @@ def _pack(model: Any, shape: seam.Shape, quant: str, device: torch.device) -> tu
         said = f"{by} packed int4" if method == quantizer.METHOD else getattr(method, "value", method)
         return ("torch" if given is None else f"{said}, as in the checkpoint"), ()
     layers = _decoder_layers(model, shape)
-    assert layers is not None, "attention modules that stand in no list of layers"
+    if layers is None:  # LongCat, of which each layer has two
+        why = "its attention modules stand in no list of layers"
+        raise BadModel(
+            "linear layers of this model cannot be packed", code="model_unsupported", lines=[why], try_=["--quant none"]
+        )
     backend, swap = _packed(layers, quant, device)
     assert swap is not None
     model.to(device)

@@ -116,8 +116,10 @@ def with_defaults(source: Source) -> dict[str, Any]:
     """The text part of config.json with what the family's defaults say besides. Raises BadModel."""
     config = read_config(source, trust_remote_code=False)
     with blamed(partial(unreadable, source, "its config.json does not fit its architecture")):
-        settings: dict[str, Any] = config.get_text_config().to_dict()
-    return settings
+        text = config.get_text_config()
+        settings: dict[str, Any] = text.to_dict()
+        # Nemotron-H's follows from a list of its layers, and is no setting
+        return {"num_hidden_layers": getattr(text, "num_hidden_layers", None)} | settings
 
 
 def unreadable(source: Source, why: str, said: str) -> BadModel:

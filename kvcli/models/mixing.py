@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvcli.models.sizes import count
+
 WIDE = 4  # bytes of a number of a recurrent state
 _FOLDS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"}
 _ATTENDS = {"full_attention", "sliding_attention", "attention", "hybrid", "hybrid_sliding"}
@@ -46,16 +48,16 @@ def attends(kinds: Sequence[str], layer: int) -> bool:
     return not kinds or kinds[layer] in _ATTENDS
 
 
-def folds_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int) -> Folds:
-    """Those of a model; none for families whose sizes are not known here."""
+def folds_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int, name: str) -> Folds:
+    """Those of a model; none for families whose sizes are not known here. Raises BadModel for sizes that are none."""
     n = sum(kind in _FOLDS for kind in kinds)
-    return Folds(n, *_one(config, hidden)) if n else NONE
+    return Folds(n, *_one(config, hidden, name)) if n else NONE
 
 
-def _one(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
-    def of(*names: str) -> int:
+def _one(config: Mapping[str, Any], hidden: int, name: str) -> tuple[int, int, int]:
+    def of(*keys: str) -> int:
         """The number under the first of its names; 0 = it has none."""
-        return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)
+        return next((count(config[key], key, name, 0) for key in keys if config.get(key) is not None), 0)
 
     around = 2 * hidden  # what comes in, and what the last linear layer gives
     if taps := of("conv_L_cache"):  # a short convolution alone

@@ -117,7 +117,7 @@ def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
         is_capped=bool(config.get("attn_logit_softcapping")),
         is_endless=not found["limit"],
         uneven=() if is_even else stores,
-        folds=folds_of(config, layer_kinds(config, layers), hidden),
+        folds=folds_of(config, layer_kinds(config, layers), hidden, name),
     )
 
 

@@ -44,19 +44,20 @@ def stores_of(config: Mapping[str, Any], plain: Stores, layers: int, heads: int,
         rank = size(config, "kv_lora_rank", 0)
         wide = rank + size(config, "qk_rope_head_dim", 0)
         key = size(config, "qk_nope_head_dim", 0) + wide - rank
-        value = size(config, "v_head_dim", plain.value)
-        latent, none = Stores(1, wide, wide, rank=rank, expanded=(key, value)), Stores(0, key, value)
-        return tuple(latent if attends(does, layer) else none for layer in range(layers))
+        latent = Stores(1, wide, wide, rank=rank, expanded=(key, size(config, "v_head_dim", plain.value)))
+        # of Kimi-Linear's layers most keep a state
+        return tuple(latent if attends(does, layer) else Stores(0, wide, wide) for layer in range(layers))
     plain = Stores(plain.kv_heads, plain.key, size(config, "v_head_dim", plain.value))
+    shared = count(config.get("num_kv_shared_layers") or 0, "num_kv_shared_layers", name, 0)
     found = []
     for layer in range(layers):
         if not attends(does, layer):
             found.append(Stores(0, plain.key, plain.value))
             continue
-        own = _own(config, kinds, layer)
+        own = _own(config, kinds, layer, plain)
         key = size(own, "head_dim", plain.key)
         value = key if own.get("head_dim") else plain.value
-        found.append(Stores(size(own, "num_key_value_heads", plain.kv_heads), key, value, _owner(config, kinds, layer)))
+        found.append(Stores(size(own, "num_key_value_heads", plain.kv_heads), key, value, _owner(kinds, layer, shared)))
     return tuple(found)
 
 
@@ -66,14 +67,14 @@ def kinds_of(config: Mapping[str, Any], layers: int) -> Sequence[str]:
     return kinds if isinstance(kinds, list) and len(kinds) == layers else ()
 
 
-def _own(config: Mapping[str, Any], kinds: Sequence[str], layer: int) -> Mapping[str, Any]:
+def _own(config: Mapping[str, Any], kinds: Sequence[str], layer: int, plain: Stores) -> Mapping[str, Any]:
     """What is said of a layer alone: by number, or of all that see the whole text (Gemma 4)."""
     listed = config.get("per_layer_config")
     if isinstance(listed, Mapping):
         said = listed.get(str(layer), listed.get(layer, {}))
         return said if isinstance(said, Mapping) else {}
     if kinds and kinds[layer] == "sliding_attention":  # of which MiMo-V2-Flash's have twice as many, said or not
-        twice = 2 * config["num_key_value_heads"] if config.get("model_type") == "mimo_v2_flash" else None
+        twice = 2 * plain.kv_heads if config.get("model_type") == "mimo_v2_flash" else None
         return {"num_key_value_heads": config.get("swa_num_key_value_heads") or twice}
     if not kinds or kinds[layer] != "full_attention":
         return {}
@@ -81,9 +82,9 @@ def _own(config: Mapping[str, Any], kinds: Sequence[str], layer: int) -> Mapping
     return {"head_dim": config.get("global_head_dim"), "num_key_value_heads": heads}
 
 
-def _owner(config: Mapping[str, Any], kinds: Sequence[str], layer: int) -> int | None:
+def _owner(kinds: Sequence[str], layer: int, shared: int) -> int | None:
     """The last of the layers with keys of their own that is of the kind of one that has none (Gemma 3n)."""
-    first = len(kinds) - int(config.get("num_kv_shared_layers") or 0)
+    first = len(kinds) - shared
     if not kinds or layer < first:
         return None
     return next((i for i in reversed(range(first)) if kinds[i] == kinds[layer]), None)

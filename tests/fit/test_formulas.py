@@ -145,3 +145,17 @@ def test_times_between_and_beyond_what_was_measured():
     assert at(line, 3584) == 3.0
     assert at(line, 0) == 1.0
     assert at([(512, 1.0)], 9999) == 1.0
+
+
+@pytest.mark.parametrize("wrong", [-1, "x", [1, 2], {"0": 3}, float("nan")])
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [
+        ("num_kv_shared_layers", {"layer_types": ["full_attention"] * 32}),
+        ("linear_key_head_dim", {"layer_types": ["linear_attention"] * 32, "linear_num_value_heads": 4}),
+        ("conv_L_cache", {"layer_types": ["conv"] * 32}),
+    ],
+)
+def test_a_size_of_layers_that_is_none_is_named(key, more, wrong):
+    with pytest.raises(BadModel, match=key):
+        shape_of(config(32, 4096, 32, 8, 128, 14336, 128256) | more | {key: wrong})
