@@ -145,7 +145,15 @@ def test_layers_that_share_slots_are_passed_together_and_see_no_later_part() -> 
     q = [random(H, n, s.k_dim) for s in SHARING]
     k, v = [random(s.n_kv_heads, n, s.k_dim) for s in SHARING], [random(s.n_kv_heads, n, s.v_dim) for s in SHARING]
     own = [layer for layer, of in enumerate(SHARING) if of.shares is None]
-    model: Any = SimpleNamespace(shapes=SHARING, n_layers=len(SHARING), storing=own, sliding=())
+    model: Any = SimpleNamespace(
+        shapes=SHARING,
+        n_layers=len(SHARING),
+        storing=own,
+        sliding=(),
+        latents={},
+        dtype=torch.float64,
+        is_row_invariant=True,
+    )
     prompt, outs = ByLayers(model, kv, Rows.chain([0] * n, 0), 5), list[list[torch.Tensor]]([] for _ in SHARING)
     while not prompt.is_over:
         asks = prompt.go_on()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -171,7 +171,7 @@ class Masked:
     def reaches(self, n: int) -> bool:
         return True
 
-    def settle(self, masks: Masks = (), end: int = 0) -> bool:
+    def settle(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
         for layer, (s, mask) in enumerate(zip(self.all, masks, strict=bool(masks))):
             shown = self.slots(layer)
             if mask is None:

@@ -80,8 +80,8 @@ class Hiding(Pass):
         return super().attend(layer, *args)
 
 
-# where rows may stop behind any layer, as layers share no keys, and all is computed in float64
-ANYWHERE = sorted(set(families.GATED) - {"gemma4_shared", "gemma3n", "mimo", "deepseek_v3", "glm4_moe_lite"})
+# where rows may stop behind any layer, as layers share no keys, and all is computed in float64 with a mask of one's own
+ANYWHERE = sorted(set(families.GATED) - {"gemma4_shared", "gemma3n", "mimo", *families.LATENT})
 
 
 @cache
@@ -385,7 +385,9 @@ def test_layers_of_any_shape_attend_and_store_and_share() -> None:
     n, kv = 13, Dense(SHAPES, torch.float64)
     q = [random(H, n, s.k_dim) for s in SHAPES]
     k, v = [random(s.n_kv_heads, n, s.k_dim) for s in SHAPES], [random(s.n_kv_heads, n, s.v_dim) for s in SHAPES]
-    lm: Any = SimpleNamespace(shapes=SHAPES, n_layers=len(SHAPES))
+    lm: Any = SimpleNamespace(
+        shapes=SHAPES, n_layers=len(SHAPES), latents={}, dtype=torch.float64, is_row_invariant=True
+    )
     found = []
     for at in (slice(0, 8), slice(8, n)):
         rows = Rows.chain([0] * n, 0).only(range(n)[at])

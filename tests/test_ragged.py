@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -97,7 +97,7 @@ class Listed:
     def reaches(self, n: int) -> bool:
         return True
 
-    def settle(self, masks: Masks = (), end: int = 0) -> bool:
+    def settle(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
         before = sum(len(held) for heads in self.held for held in heads)
         for layer, mask in enumerate(masks):
             if mask is not None:

@@ -24,7 +24,7 @@ class Window:
     """What rows of a layer see, and what is kept behind it."""
 
     size: int  # tokens: a row at position p sees positions > p - size
-    back: int = 192  # tokens that may be undone all the same
+    back: int = 256  # tokens that may be undone all the same; with fewer a kept block would miss where a window begins
 
     def opens(self, end: int) -> int:
         """The position below which slots may go when no row stands before `end`."""
