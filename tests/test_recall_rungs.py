@@ -395,7 +395,7 @@ def test_max_context_loads_without_a_gpu_and_says_what_it_does_not_do() -> None:
 def room(index: int, **memory: str) -> Room:
     return Room(
         memory=Memory(**memory),  # type: ignore[arg-type]
-        layers=4,
+        layers=[250] * 4,
         wide=1000,
         narrow=250,
         index=index,
