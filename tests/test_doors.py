@@ -91,7 +91,7 @@ def test_a_packed_file_gives_the_bits_of_what_it_unpacks_to(tmp_path: Path, name
     needs(name)
     lm = LM.load(source.find(str(written(tmp_path, name))), device="cpu")
     plain = LM.load(source.find(str(tmp_path / "plain")), device="cpu")
-    assert torch.equal(_ours(lm, range(3, 40)), _ours(plain, range(3, 40)))
+    assert torch.equal(_ours(lm, range(3, 40))[0], _ours(plain, range(3, 40))[0])
     assert held(lm) == held(plain)
     assert "weights are unpacked to bfloat16" in lm.info.notes[-1]
 
@@ -101,7 +101,7 @@ def test_what_is_unpacked_can_be_packed_again(tmp_path: Path, name: str):
     needs(name)
     lm = LM.load(source.find(str(written(tmp_path, name))), device="cpu", quant="int8")
     plain = LM.load(source.find(str(tmp_path / "plain")), device="cpu", quant="int8")
-    assert torch.equal(_ours(lm, range(3, 40)), _ours(plain, range(3, 40)))
+    assert torch.equal(_ours(lm, range(3, 40))[0], _ours(plain, range(3, 40))[0])
 
 
 @pytest.mark.parametrize("quant", ["none", "int8"])
