@@ -6,7 +6,7 @@ A tiny model may write the same tokens from a wrong state, so states are compare
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,6 @@ from tests.hybrids import HYBRIDS, VOCAB, build, prompt
 PROMPT, NEW = 29, 28  # tokens
 RECURRENT = [name for name in HYBRIDS if not name.startswith("lfm2")]
 FAR = 0.05  # relative error of states that a fault must make
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

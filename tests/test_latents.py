@@ -4,7 +4,6 @@ bytes."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,14 +43,6 @@ from tests.families import LATENT, build, config_of, prompt
 
 NEW, STOP = 40, 96
 R, T = 24, 8  # numbers of a latent, and of the part behind it that is turned
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -25,14 +24,6 @@ PROMPT = 37  # tokens: more than three windows, a prime
 NEW = 64  # tokens
 # neither softcap nor sinks have a stock forward in float64, nor have routers that score in float32
 NARROW = ("gemma2", "gpt_oss", "mimo", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

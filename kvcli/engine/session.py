@@ -64,8 +64,10 @@ class Session(Text):
         assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than there is room"
         how = Draw(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
         hear = range(rows.tree) if draft.hears == "queries" else self.heard.of_tree(rows.tree)
-        past, want, grows, shows = (self.kv, self.view), rows.want, self._grows(most), draft.hears == "hidden"
-        made = yield Feed(self.lm, rows, *past, want, how, self.drafter.glean, hear, grows, self.states, shows=shows)
+        made = yield Feed(
+            self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear,
+            grows=self._grows(most), states=self.states, shows=draft.hears == "hidden",
+        )  # fmt: skip
         path, new = walk(rows, made.drawn, stop)
         self._commit(rows, hear, made, path)
         self.ids += new
