@@ -25,6 +25,9 @@ _TAKES = {
     "mlp": (_P, _P, _P, _L),
     "layer_before": (_P, _P, _P, _P, _P, _P, _P, _L, _L),
     "layer_after": (_P, _P, _P, _P, _L),
+    "gated_delta": (_P,),
+    "causal_conv": (_P,),
+    "numbers": (_P, _P, _L, _I, _I),
 }
 
 
@@ -41,6 +44,9 @@ class Native:
     mlp: Callable[..., None]
     layer_before: Callable[..., None]
     layer_after: Callable[..., None]
+    gated_delta: Callable[..., None]
+    causal_conv: Callable[..., None]
+    numbers: Callable[..., None]
 
     def __init__(self, library: ctypes.CDLL, level: str) -> None:
         self.level = level

@@ -2,5 +2,6 @@
 // what that CPU has.
 #include "linear_packed.c"
 #include "layer.c"
+#include "gated_delta.c"
 // A product and a sum, so that a test can see that they are rounded apart
 EXPORT(unfused)(float *x) { return x[3] = x[0] * x[1] + x[2], 1; }

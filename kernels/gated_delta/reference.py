@@ -1,0 +1,35 @@
+"""The gated delta rule row by row in plain PyTorch, and what stands before it: the specification of gated_delta."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+FUNCTIONS = {"silu": functional.silu, "sigmoid": torch.sigmoid, "softplus": functional.softplus}
+
+
+def gated_delta(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, *, is_normed: bool = True
+) -> tuple[Tensor, Tensor]:
+    """q, k [N, K, Dk], v [N, H, Dv], g (the logarithm of the decay), beta [N, H], state [H, Dk, Dv] or None = zeros ->
+    [N, H, Dv], and the state behind the last row, in float32."""
+    group, dtype = v.shape[1] // k.shape[1], v.dtype
+    q, k, v, g, beta = (t.float() for t in (q, k, v, g, beta))
+    if is_normed:
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    q, k = (t.repeat_interleave(group, dim=1) for t in (q / q.shape[-1] ** 0.5, k))
+    s = v.new_zeros(*k.shape[1:], v.shape[2]) if state is None else state.clone()
+    out = torch.empty_like(v)
+    for i in range(len(v)):
+        s *= g[i].exp()[:, None, None]
+        delta = (v[i] - (s * k[i, :, :, None]).sum(1)) * beta[i, :, None]  # [H, Dv]
+        s += k[i, :, :, None] * delta[:, None]
+        out[i] = (s * q[i, :, :, None]).sum(1)
+    return out.to(dtype), s
+
+
+def causal_conv(x: Tensor, w: Tensor, bias: Tensor | None, n: int, has_silu: bool) -> Tensor:
+    """x [C, L], w [C, W], bias [C] or None -> [n, C]: a channel's last n places, each from the W up to it."""
+    found = functional.conv1d(x[None], w[:, None], bias, padding=w.shape[1] - 1, groups=len(w))[0, :, : x.shape[1]]
+    return (functional.silu(found) if has_silu else found)[:, -n:].T
