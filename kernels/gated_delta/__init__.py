@@ -1,6 +1,6 @@
 """The gated delta rule over rows in order on a CPU, and the convolution before it (arXiv 2412.06464).
 
-In float32, whatever the model's numbers are. A row has the same bits however many are in a call. Where it is not as the
+Of numbers in bf16 and float32; a state is in float32. A row has the same bits however many are in a call. Where it is not as the
 reference, sums are added up in another order and e^x is rounded to the other side.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from kvcli.kernels import native as built
 from kvcli.kernels.gated_delta.reference import FUNCTIONS
 
-SERVED = (torch.bfloat16, torch.float32)  # others go through float32
+SERVED = (torch.bfloat16, torch.float32)
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
@@ -50,8 +50,7 @@ def gated_delta(
 ) -> tuple[Tensor, Tensor]:
     """q, k [N, K, Dk], v [N, H, Dv], g (the logarithm of the decay), beta [N, H], state [H, Dk, Dv] or None = zeros ->
     [N, H, Dv], and the state behind the last row, in float32. `level`: another kind of CPU than the best there is."""
-    dtype = v.dtype
-    q, k, v = (_rows(_served(t)) for t in (q, k, v))
+    q, k, v = (_rows(_served(t).to(v.dtype)) for t in (q, k, v))
     g, beta, before = (None if t is None else t.float().contiguous() for t in (g, beta, state))
     assert g is not None and beta is not None
     n, heads, dv = v.shape
@@ -60,14 +59,13 @@ def gated_delta(
     sizes = (n, heads, *k.shape[1:], dv, q.stride(0), k.stride(0), v.stride(0))
     rule = _Rule(*places, *sizes, v.dtype == torch.float32, is_normed)
     _native(level).gated_delta(ctypes.addressof(rule))
-    return out.to(dtype), behind
+    return out, behind
 
 
 def causal_conv(
     x: Tensor, w: Tensor, bias: Tensor | None, n: int, has_silu: bool, *, level: str | None = None
 ) -> Tensor:
     """x [C, L], w [C, W], bias [C] or None -> [n, C]: a channel's last n places, each from the W up to it."""
-    dtype = x.dtype
     x = _served(x).contiguous()
     w, bias = (None if t is None else t.to(x.dtype).contiguous() for t in (w, bias))
     assert w is not None
@@ -75,17 +73,16 @@ def causal_conv(
     places, sizes = [_at(t) for t in (x, w, bias, y)], (*x.shape, n, w.shape[1])
     conv = _Conv(*places, *sizes, has_silu, x.dtype == torch.float32)
     _native(level).causal_conv(ctypes.addressof(conv))
-    return y.to(dtype)
+    return y
 
 
 def numbers(x: Tensor, function: str, *, level: str | None = None) -> Tensor:
     """A function of single numbers, by its name in FUNCTIONS, of x [..]."""
-    dtype = x.dtype
     x = _served(x).contiguous()
     y = torch.empty_like(x)
     which = [*FUNCTIONS].index(function)
     _native(level).numbers(x.data_ptr(), y.data_ptr(), x.numel(), which, x.dtype == torch.float32)
-    return y.to(dtype)
+    return y
 
 
 def _native(level: str | None) -> Any:
@@ -95,7 +92,9 @@ def _native(level: str | None) -> Any:
 
 
 def _served(t: Tensor) -> Tensor:
-    return t if t.dtype in SERVED else t.float()
+    if t.dtype not in SERVED or t.device.type != "cpu":
+        raise ValueError(f"{t.dtype} on {t.device.type}: only bf16 and float32 on a CPU")
+    return t
 
 
 def _rows(t: Tensor) -> Tensor:

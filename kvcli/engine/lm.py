@@ -62,7 +62,7 @@ class LM:
         self.model = model
         self.n_layers = len(shape.attentions)  # that attend
         self.mixers = shape.mixers  # of layers that keep a state; none in most models
-        self.mixers.tape()
+        self.mixers.settle()
         self.heads = shape.heads  # of queries, by layer; what keys and values are is in `shapes`
         self.vocab = info.vocab
         self.dtype: torch.dtype = model.dtype
@@ -252,7 +252,9 @@ class LM:
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
         for latent in self.latents.values():
             latent.lay_out()
-        self.mixers.tape()
+        self.mixers.settle()
+        if self.mixers.are_by_row:
+            self.info = replace(self.info, backend=f"{self.info.backend}, {len(self.mixers)} recurrences row by row")
         if self.is_split:  # what is fused takes all layers for one device's
             return
         layers = list(() if self.mixers else self._layers or ())

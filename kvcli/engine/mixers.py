@@ -2,8 +2,9 @@
 their states.
 
 They are found by what they do: they ask for a state where attention asks for keys. Their arithmetic stays their own.
-Of a pass that was accepted in part, the state is made again by calling each once more over the accepted rows, with its
-linear layers answering from what they gave in the pass: no weight is read twice, and one way serves every recurrence.
+Of a pass that was accepted in part, the state is made again over the accepted rows: by what made it, where that has said
+how (by_row.py); else by calling each mixer once more, with its linear layers answering from what they gave in the pass.
+No weight is read twice, and one way serves every recurrence.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from kvcli.engine.by_row import ByRow, by_row
 from kvcli.engine.trial import Trial, current, under_way
 from kvcli.errors import BadModel
 from kvcli.kv.states import NOTHING, Folding, Key, Known, States
@@ -44,6 +46,18 @@ class Part:
     rows: slice  # of the pass
     tape: dict[Taped, list[Tensor]] | None = None  # what linear layers gave; None = all rows will be accepted
     calls: dict[Mixer, Call | None] = field(default_factory=dict)  # in order; with a tape as they were
+    behind: dict[Key, Callable[[int], Tensor]] = field(default_factory=dict)  # states behind the first rows alone
+    _last: Callable[[int], Tensor] | None = None
+
+    def made_by(self, behind: Callable[[int], Tensor]) -> None:
+        """The state that is stored next can be made again behind fewer rows, by `behind`."""
+        self._last = behind if self.tape is not None else None
+
+    def stored(self, key: Key, state: Tensor) -> None:
+        """The state behind these rows."""
+        self.folding.rec[key] = state
+        if self._last is not None:
+            self.behind[key], self._last = self._last, None
 
 
 class Stated(Trial):
@@ -72,7 +86,7 @@ class Stated(Trial):
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """The state behind these rows."""
-        self.now.folding.rec[layer_idx, state_idx] = recurrent_states
+        self.now.stored((layer_idx, state_idx), recurrent_states)
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -99,6 +113,8 @@ class Stated(Trial):
     def _again(self, part: Part, n: int) -> Mapping[Key, Tensor]:
         """Recurrent states behind the first n rows of a text."""
         assert part.tape is not None, "all rows of a prompt are accepted"
+        if part.behind:
+            return {key: behind(n) for key, behind in part.behind.items()}
         known = part.folding.before
         for rows in [slice(i, i + 1) for i in range(n)] if n <= FEW else [slice(0, n)]:
             self.answers = {layer: (t[..., rows, :] for t in gave) for layer, gave in part.tape.items()}
@@ -116,6 +132,7 @@ class Mixer:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._forward = ref(module), _weak(module.forward)
+        self._by_row: ByRow | None = None
         self._linears = [name for name, inner in module.named_modules() if isinstance(inner, nn.Linear)]
 
     def __call__(self, *args: Any, **told: Any) -> Any:
@@ -133,17 +150,27 @@ class Mixer:
 
     def run(self, part: Part, call: Call) -> Any:
         """Over the rows of one text."""
-        part.calls[self] = call if part.tape is not None else None
-        return self._forward()(*call[0], **call[1])
+        part.calls[self] = call if part.tape is not None and self._by_row is None else None
+        return (self._by_row or self._forward())(*call[0], **call[1])
 
-    def tape(self) -> None:
-        """Have its linear layers, as they are by now, note what they give."""
-        module = self._module()
-        assert module is not None, "it is held by the model"
+    def by_row(self) -> ByRow | None:
+        """What computes it over rows in order, where something does."""
+        return by_row(self._held(), _now)
+
+    def settle(self, by_row: ByRow | None) -> None:
+        """Have it computed so; or else have its linear layers, as they are by now, note what they give."""
+        self._by_row, module = by_row, self._held()
+        if by_row is not None:
+            return
         for name in self._linears:
             inner = module.get_submodule(name)
             if not isinstance(inner.forward, Taped):
                 inner.forward = Taped(inner.forward)
+
+    def _held(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "it is held by the model"
+        return module
 
 
 class Taped:
@@ -169,6 +196,7 @@ class Mixers:
     def __init__(self, found: Sequence[Mixer] = (), like: Known = NOTHING, *, are_last: bool = False) -> None:
         """`like`: what they know of one token. `are_last`: rows go through one behind the last layer that attends."""
         self.like, self.are_last = like, are_last
+        self.are_by_row = False  # a row's state is made in one way, whatever rows are in its pass
         self._found = found
 
     def __len__(self) -> int:
@@ -179,10 +207,12 @@ class Mixers:
         if self._found:
             raise refused(name, why, try_)
 
-    def tape(self) -> None:
-        """To be done whenever linear layers were replaced."""
-        for mixer in self._found:
-            mixer.tape()
+    def settle(self) -> None:
+        """To be done when the model is where it will be, and whenever linear layers were replaced."""
+        found = [mixer.by_row() for mixer in self._found]
+        self.are_by_row = bool(found) and all(found)  # a pass is gone over again in one way
+        for mixer, by_row in zip(self._found, found, strict=True):
+            mixer.settle(by_row if self.are_by_row else None)
 
     def trial(self, feeds: Sequence[Feed], plain: Trial) -> Stated:
         """For a pass of these texts side by side, in place of `plain`. Raises BadModel for rows that are no chain, or
@@ -283,6 +313,13 @@ def _trial() -> Stated | None:
     """Of the pass that is under way, if its model has mixers."""
     found = getattr(current(), "trial", None)
     return found if isinstance(found, Stated) else None
+
+
+def _now() -> Part:
+    """Whose rows a mixer is given."""
+    trial = _trial()
+    assert trial is not None, "only of a pass of ours"
+    return trial.now
 
 
 def _picked(call: Call, n: int, rows: slice) -> Call:

@@ -104,6 +104,10 @@ WIDE = {"hidden_size": 64, "moe_intermediate_size": 32}  # which take a group of
 # layers that store one vector a token, which is key and value of all heads
 MODELS |= {"latents": "youtu"}
 STORAGES += [("latents", dtype) for dtype in ("fp32", "fp64", *(("bf16",) if native() is not None else ()))]
+# layers that fold the text into a state, of which guesses are chains
+MODELS |= {"hybrid": "qwen3_5_text"}
+if native() is not None:
+    STORAGES += [("hybrid", "fp32"), ("hybrid", "bf16")]
 BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear layers in 4-bit groups of 32, as in GGUF
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
