@@ -34,7 +34,9 @@ def rows_know_neighbours(lm: LM) -> bool:
     n = min(STORED, lm.limit - DEPTH)
     if n < 1 or (lm.is_apart and gpu.why_not(lm.device, lm.dtype)):
         return True
-    if lm.mixers.like.rec and not lm.mixers.are_by_row:  # a recurrence adds up a chunk otherwise than a row, which 16 bits hide from a short trial
+    if (
+        lm.mixers.like.rec and not lm.mixers.are_by_row
+    ):  # a recurrence adds up a chunk otherwise than a row, which 16 bits hide from a short trial
         return True
     ids = torch.randint(0, lm.vocab, (n + DEPTH,), generator=torch.Generator().manual_seed(0)).tolist()
     widths = (1,) if lm.mixers else (WIDTH, WIDE) if lm.is_apart else (WIDTH,)  # rows of mixers are a chain

@@ -65,7 +65,7 @@ def is_slow(storage: str, policy: str, sampler: str) -> bool:
 
 
 COLUMNS = product(STORAGES, POLICIES, DRAFTERS, SAMPLERS)
-ROWS = [(*stored, policy, *rest) for stored, policy, *rest in COLUMNS if serves(stored[0], policy)]
+ROWS = [(*stored, policy, *rest) for stored, policy, *rest in COLUMNS if serves(stored[0], policy, rest[0])]
 SHORT = covering([row for row in ROWS if not is_slow(row[0], row[2], row[4])])
 
 

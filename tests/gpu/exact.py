@@ -34,7 +34,7 @@ ALONE = list(product(POLICIES, DRAFTERS, SAMPLERS))
 
 def _alone(storage: str, dtype: str, on: On, seconds: float) -> Row:
     """Texts in a random order, until the time is over."""
-    rows = [row for row in ALONE if serves(storage, row[0])]
+    rows = [row for row in ALONE if serves(storage, *row[:2])]
     found: Row = {"kind": "alone", "storage": storage, "dtype": dtype, "of": len(rows), "tried": 0, "equal": 0}
     found |= {"parted": [], "n_faults": 0, "faults": {}, "seconds": 0.0}
     began = time.monotonic()
