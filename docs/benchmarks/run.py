@@ -40,6 +40,7 @@ RESULTS = {
     "beside-packed": "python tests/bench/beside.py --kinds int8,int4 --prompts 512,4096",
     "beside-packed-2": "python tests/bench/beside.py --kinds int8,int4 --prompts 512,4096 --threads 2",
     "together": "python tests/bench/together.py",
+    "hybrid": "python tests/bench/hybrid.py",
     "ngram": "python tests/bench/ngram.py --reps 9",
     "ngram-replay": f"python tests/bench/ngram_replay.py --model {LISTED}",
     "live-row": "python tests/bench/live_row.py",

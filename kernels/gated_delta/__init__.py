@@ -1,7 +1,7 @@
 """The gated delta rule over rows in order on a CPU, and the convolution before it (arXiv 2412.06464).
 
-Of numbers in bf16 and float32; a state is in float32. A row has the same bits however many are in a call. Where it is not as the
-reference, sums are added up in another order and e^x is rounded to the other side.
+Numbers are bf16 or float32, a state is float32. A row has the same bits however many are in a call. It differs from the
+reference in the order in which sums are added up, and in the last bit of e^x.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def gated_delta(
     """q, k [N, K, Dk], v [N, H, Dv], g (the logarithm of the decay), beta [N, H], state [H, Dk, Dv] or None = zeros ->
     [N, H, Dv], and the state behind the last row, in float32. `level`: another kind of CPU than the best there is."""
     q, k, v = (_rows(_served(t).to(v.dtype)) for t in (q, k, v))
-    g, beta, before = (None if t is None else t.float().contiguous() for t in (g, beta, state))
-    assert g is not None and beta is not None
+    g, beta = (t.float().contiguous() for t in (g, beta))
+    before = None if state is None else state.float().contiguous()
     n, heads, dv = v.shape
     behind, out = torch.empty(heads, k.shape[2], dv), v.new_empty(n, heads, dv)
     places = [_at(t) for t in (q, k, v, g, beta, before, behind, out)]
@@ -67,8 +67,7 @@ def causal_conv(
 ) -> Tensor:
     """x [C, L], w [C, W], bias [C] or None -> [n, C]: a channel's last n places, each from the W up to it."""
     x = _served(x).contiguous()
-    w, bias = (None if t is None else t.to(x.dtype).contiguous() for t in (w, bias))
-    assert w is not None
+    w, bias = w.to(x.dtype).contiguous(), None if bias is None else bias.to(x.dtype).contiguous()
     y = x.new_empty(n, len(x))
     places, sizes = [_at(t) for t in (x, w, bias, y)], (*x.shape, n, w.shape[1])
     conv = _Conv(*places, *sizes, has_silu, x.dtype == torch.float32)

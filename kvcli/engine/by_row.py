@@ -7,7 +7,7 @@ computes beside them, number by number, goes through our kernel as well, as torc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from inspect import unwrap
 from types import FunctionType
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")  # as transformers names them
 CONV = "causal_conv1d_fn"
+Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k [N, K, Dk], v [N, H, Dv], g, beta [N, H]
 _NUMBERS: dict[Any, str] = {
     torch.Tensor.sigmoid: "sigmoid",
     torch.nn.functional.softplus: "softplus",
@@ -63,7 +64,7 @@ class ByRow:
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
         """q, k [1, N, K, Dk], v [1, N, H, Dv], .. -> [1, N, H, Dv], and the state behind them [1, H, Dk, Dv]."""
-        rows = [t[0] for t in (query, key, value, g, beta)]
+        rows = (query[0], key[0], value[0], g[0], beta[0])
         state = None if initial_state is None else initial_state[0]
         out, made = gated_delta(*rows, state, is_normed=use_qk_l2norm_in_kernel)
         self._now().made_by(partial(_behind, rows, state, use_qk_l2norm_in_kernel))
@@ -77,9 +78,10 @@ class ByRow:
         return causal_conv(hidden_states[0], weight, bias, n, activation is not None).T[None]
 
 
-def _behind(rows: Sequence[Tensor], state: Tensor | None, is_normed: bool, n: int) -> Tensor:
+def _behind(rows: Rows, state: Tensor | None, is_normed: bool, n: int) -> Tensor:
     """The state behind the first n rows of a call."""
-    return gated_delta(*(t[:n] for t in rows), state, is_normed=is_normed)[1][None]
+    q, k, v, g, beta = (t[:n] for t in rows)
+    return gated_delta(q, k, v, g, beta, state, is_normed=is_normed)[1][None]
 
 
 class _Numbers(TorchFunctionMode):
@@ -116,7 +118,8 @@ def _are_known(chunk: Callable[..., Any], recurrent: Callable[..., Any], conv: C
     told |= {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     ours = gated_delta(q[0], k[0], v[0], told["g"][0], told["beta"][0], state[0])
     try:
-        pairs = [(theirs[0], mine) for rule in (chunk, recurrent) for theirs, mine in zip(rule(q, k, v, **told), ours)]
+        theirs = [given[0] for rule in (chunk, recurrent) for given in rule(q, k, v, **told)]
+        pairs = [*zip(theirs, ours * 2, strict=True)]
         pairs.append((conv(x, w, None, activation="silu")[0, :, -2:].T, causal_conv(x[0], w, None, 2, True)))
     except REFUSALS:
         return False

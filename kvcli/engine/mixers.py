@@ -2,8 +2,8 @@
 their states.
 
 They are found by what they do: they ask for a state where attention asks for keys. Their arithmetic stays their own.
-Of a pass that was accepted in part, the state is made again over the accepted rows: by what made it, where that has said
-how (by_row.py); else by calling each mixer once more, with its linear layers answering from what they gave in the pass.
+Of a pass that was accepted in part, the state is made again over the accepted rows: by the kernel that made it, if there
+was one (by_row.py); else by calling each mixer once more, with its linear layers answering from what they gave then.
 No weight is read twice, and one way serves every recurrence.
 """
 
@@ -157,10 +157,10 @@ class Mixer:
         """What computes it over rows in order, where something does."""
         return by_row(self._held(), _now)
 
-    def settle(self, by_row: ByRow | None) -> None:
+    def settle(self, its: ByRow | None) -> None:
         """Have it computed so; or else have its linear layers, as they are by now, note what they give."""
-        self._by_row, module = by_row, self._held()
-        if by_row is not None:
+        self._by_row, module = its, self._held()
+        if its is not None:
             return
         for name in self._linears:
             inner = module.get_submodule(name)
@@ -211,8 +211,8 @@ class Mixers:
         """To be done when the model is where it will be, and whenever linear layers were replaced."""
         found = [mixer.by_row() for mixer in self._found]
         self.are_by_row = bool(found) and all(found)  # a pass is gone over again in one way
-        for mixer, by_row in zip(self._found, found, strict=True):
-            mixer.settle(by_row if self.are_by_row else None)
+        for mixer, its in zip(self._found, found, strict=True):
+            mixer.settle(its if self.are_by_row else None)
 
     def trial(self, feeds: Sequence[Feed], plain: Trial) -> Stated:
         """For a pass of these texts side by side, in place of `plain`. Raises BadModel for rows that are no chain, or

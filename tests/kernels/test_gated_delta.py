@@ -1,4 +1,4 @@
-"""The gated delta rule over rows in order: equal to its reference, and a row's bits do not depend on how many there are."""
+"""The gated delta rule over rows in order: equal to its reference, and a row has the bits of a row alone."""
 
 from __future__ import annotations
 

@@ -1,0 +1,167 @@
+"""Guesses on a model whose layers keep a state: passes accepted in part, and drafting beside plain decoding.
+
+    python tests/bench/hybrid.py [--reps 15] [--new 96] [--out FILE]
+
+A random Qwen3.5 of some 150M parameters in bf16, on one thread. *passes*: of 8 rows behind 256 tokens, with what takes
+the accepted ones in, in times of one that is accepted whole. *copy*: chains of 7 that know the text but for each eighth
+token. *wrong*: the adaptive n-gram drafter on a text that repeats itself, to which the model answers otherwise. Sides
+take turns; in brackets least, median and most of all turns. Prints rows, then JSON on the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+
+from kvcli.drafts.ngram import Ngram  # noqa: E402
+from kvcli.drafts.off import Off  # noqa: E402
+from kvcli.engine.drafter import Drafter  # noqa: E402
+from kvcli.engine.engine import drive, run  # noqa: E402
+from kvcli.engine.feed import Feed  # noqa: E402
+from kvcli.engine.lm import LM, quiet  # noqa: E402
+from kvcli.engine.rows import Draft, Rows  # noqa: E402
+from kvcli.engine.sample import Sampler  # noqa: E402
+from kvcli.engine.session import Session  # noqa: E402
+from kvcli.kv.dense import Dense  # noqa: E402
+from tests.bench.decode import machine  # noqa: E402
+from tests.drafters import Scripted  # noqa: E402
+
+VOCAB, CONTEXT, ROWS, ACCEPTED = 8192, 256, 8, (8, 1, 2, 4, 6)
+
+
+class Copy(Scripted):
+    """Knows the text, but for each eighth token."""
+
+    def propose(self, ids: Any, room: int, past: object) -> Draft:
+        first = len(ids)
+        ahead = self.ahead(ids, min(ROWS - 1, room))
+        return Draft.chain([t if (first + i) % 8 else (t + 1) % VOCAB for i, t in enumerate(ahead)])
+
+
+def build() -> LM:
+    config = CONFIG_MAPPING["qwen3_5_text"](
+        vocab_size=VOCAB,
+        hidden_size=768,
+        intermediate_size=1792,
+        num_hidden_layers=24,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=128,
+        linear_num_key_heads=3,
+        linear_num_value_heads=6,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 6,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    with quiet():
+        lm = LM.of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), id="random hybrid")
+        lm.lay_out()
+    return lm
+
+
+def opened(lm: LM, prompt: list[int], drafter: Drafter | None = None) -> Session:
+    text = Session(lm, Dense(lm.shapes, lm.dtype), drafter or Off(), Sampler())
+    drive(text.read(prompt))
+    return text
+
+
+def passes(lm: LM, prompt: list[int], reps: int) -> list[dict[str, Any]]:
+    text = opened(lm, prompt)
+    known, rows = text.states.now, Rows.chain(prompt[:ROWS], text.committed)
+    times: dict[int, list[float]] = {n: [] for n in ACCEPTED}
+    for rep in range(reps + 2):
+        for n in ACCEPTED:
+            text.states.now = known
+            began = time.perf_counter()
+            (made,) = run([Feed(lm, rows, text.kv, want=range(ROWS), states=text.states)])
+            assert made.fold is not None
+            made.fold(n)
+            if rep > 1:
+                times[n].append(time.perf_counter() - began)
+    whole = times[ROWS]
+    return [
+        {
+            "what": f"{n} of {ROWS} accepted",
+            "ms": round(1000 * statistics.median(times[n]), 2),
+            "times": spread([a / b for a, b in zip(times[n], whole, strict=True)]),
+        }
+        for n in ACCEPTED
+    ]
+
+
+def spread(of: list[float]) -> list[float]:
+    return [round(x, 3) for x in (min(of), statistics.median(of), max(of))]
+
+
+def writing(lm: LM, name: str, prompt: list[int], new: int, reps: int) -> dict[str, Any]:
+    """Tokens a second, plain and drafted, of the same text."""
+    truth = opened(lm, prompt)
+    drive(truth.stream(new))
+    seconds: dict[str, list[float]] = {"plain": [], name: []}
+    rows = 0
+    for rep in range(reps + 1):
+        for side in seconds:
+            drafted = Copy(truth.ids, VOCAB, 0) if name == "copy" else Ngram(branches=1).drafter()
+            text = opened(lm, prompt, drafted if side == name else None)
+            began = time.perf_counter()
+            drive(text.stream(new))
+            if rep:
+                seconds[side].append(time.perf_counter() - began)
+            assert text.ids == truth.ids, "guesses changed the text"
+            rows = len(set(text.ids[len(prompt) :]))
+    plain, its = seconds["plain"], seconds[name]
+    return {
+        "what": f"{name} beside plain",
+        "ms": round(1000 * statistics.median(its) / new, 2),
+        "plain ms": round(1000 * statistics.median(plain) / new, 2),
+        "times": spread([a / b for a, b in zip(plain, its, strict=True)]),
+        "different tokens": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reps", type=int, default=15)
+    parser.add_argument("--new", type=int, default=96)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    about, lm = machine(), build()
+    prompt = torch.randint(0, VOCAB, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        rows = passes(lm, prompt, args.reps)
+        rows.append(writing(lm, "copy", prompt, args.new, max(3, args.reps // 3)))
+        rows.append(writing(lm, "wrong", prompt[:32] * 8, args.new, max(3, args.reps // 3)))
+    for row in rows:
+        print(row)
+    found = {
+        "title": f"Guesses on a random hybrid of {lm.info.parameters / 1e6:.0f}M parameters, bf16",
+        "machine": ", ".join(f"{key} {value}" for key, value in about.items()),
+        "command": f"python tests/bench/hybrid.py --reps {args.reps} --new {args.new}",
+        "columns": ["what", "ms", "times"],
+        "rows": rows,
+        "note": "times: of a pass accepted whole, or tokens a second in those of plain decoding. ms: a pass, or a token.",
+        "backend": lm.info.backend,
+    }
+    text = json.dumps(found)
+    if args.out:
+        args.out.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
