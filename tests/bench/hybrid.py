@@ -28,12 +28,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 from kvcli.drafts.ngram import Ngram  # noqa: E402
 from kvcli.drafts.off import Off  # noqa: E402
 from kvcli.engine.drafter import Drafter  # noqa: E402
-from kvcli.engine.engine import drive, run  # noqa: E402
+from kvcli.engine.engine import drive, events, run  # noqa: E402
 from kvcli.engine.feed import Feed  # noqa: E402
 from kvcli.engine.lm import LM, quiet  # noqa: E402
 from kvcli.engine.rows import Draft, Rows  # noqa: E402
 from kvcli.engine.sample import Sampler  # noqa: E402
 from kvcli.engine.session import Session  # noqa: E402
+from kvcli.engine.stats import Step  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 from tests.drafters import Scripted  # noqa: E402
@@ -112,24 +113,27 @@ def writing(lm: LM, name: str, prompt: list[int], new: int, reps: int) -> dict[s
     truth = opened(lm, prompt)
     drive(truth.stream(new))
     seconds: dict[str, list[float]] = {"plain": [], name: []}
-    rows = 0
+    guesses = taken = 0
     for rep in range(reps + 1):
         for side in seconds:
             drafted = Copy(truth.ids, VOCAB, 0) if name == "copy" else Ngram(branches=1).drafter()
             text = opened(lm, prompt, drafted if side == name else None)
             began = time.perf_counter()
-            drive(text.stream(new))
+            steps = [said for said in events(text.stream(new)) if isinstance(said, Step)]
             if rep:
                 seconds[side].append(time.perf_counter() - began)
             assert text.ids == truth.ids, "guesses changed the text"
-            rows = len(set(text.ids[len(prompt) :]))
+            if side == name:
+                guesses, taken = sum(s.rows.n_rows - 1 for s in steps), sum(len(s.path) - 1 for s in steps)
     plain, its = seconds["plain"], seconds[name]
     return {
         "what": f"{name} beside plain",
         "ms": round(1000 * statistics.median(its) / new, 2),
         "plain ms": round(1000 * statistics.median(plain) / new, 2),
         "times": spread([a / b for a, b in zip(plain, its, strict=True)]),
-        "different tokens": rows,
+        "guesses": guesses,
+        "accepted": taken,
+        "different tokens": len({*truth.ids[len(prompt) :]}),
     }
 
 
