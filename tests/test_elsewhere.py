@@ -18,7 +18,7 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.engine.spare import Reusing
 from kvcli.kept import elsewhere as finding
-from kvcli.kept.block import Block
+from kvcli.kept.block import LENGTH, Block
 from kvcli.kept.block import read as read_block
 from kvcli.kept.codec import AsIs
 from kvcli.kept.shelf import WHOLE, Shelf

@@ -306,7 +306,7 @@ def _cut(held: Held, mine: slice) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]
 
 def _first(first: int, mine: slice) -> int:
     """Of these tokens the first to be written, where a layer begins at position `first`: slots go by whole blocks."""
-    return max(mine.start, -(-first // BLOCK) * BLOCK)
+    return int(max(mine.start, -(-first // BLOCK) * BLOCK))
 
 
 def _has_less(path: Path, held: Held, mine: slice) -> bool:
