@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from kvcli.build import shaping
 from kvcli.drafts.off import Off
@@ -30,7 +30,8 @@ from kvcli.engine.session import Session
 from kvcli.files import SPARE
 from kvcli.kept import shelf as shelves
 from kvcli.kept import tree
-from kvcli.kept.block import LENGTH, Damaged, glance, read
+from kvcli.kept.block import LENGTH, SUM, Block, Damaged, _sum, glance, read
+from kvcli.kept.codec import AsIs, Codec, Lossless
 from kvcli.kept.shelf import WHOLE, Kept, Shaping, Shelf
 from kvcli.kept.tree import Tree
 from kvcli.kv.dense import Dense
@@ -48,7 +49,7 @@ def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     """A model whose weights lie in a file, as only such a one is known again."""
     folder = tmp_path_factory.mktemp("model")
     more = {"sliding_window": 200} if request.param == "gemma3" else {}
-    model = families.build(request.param, max_position_embeddings=2048, **more)
+    model = families.build(request.param, max_position_embeddings=8192, **more)
     save_file({n: p.detach().clone() for n, p in model.named_parameters()}, folder / "model.safetensors")
     lm = LM.of(model, path=str(folder))
     lm.lay_out()
@@ -105,6 +106,59 @@ def test_texts_share_what_they_begin_with(lm: LM, tmp_path: Path, shared: int) -
     assert torch.equal(logits, alone)
     assert answer(lm, shelf, IDS)[0] == len(IDS) - 1  # both lie there
     assert answer(lm, shelf, other)[0] == len(other) - 1
+
+
+def test_another_question_about_a_text_finds_all_that_a_window_may_undo(lm: LM, tmp_path: Path) -> None:
+    """Also where the block in which a window begins was cut, and behind the first span of slots."""
+    shelf, text = shelf_in(tmp_path / "kv", lm), families.prompt(4200, seed=3)
+    for n in (700, 777, 4200):
+        answer(lm, shelf, [*text[:n], *IDS[:150]])
+        cached, said, logits = answer(lm, shelf_in(tmp_path / "kv", lm), [*text[:n], *reversed(IDS[:180])])
+        assert cached >= n
+        _, plain, alone = answer(lm, None, [*text[:n], *reversed(IDS[:180])])
+        assert said == plain
+        assert torch.equal(logits, alone)
+
+
+def test_what_was_kept_of_a_longer_text_is_kept_as_a_shorter_one_has_it(lm: LM, tmp_path: Path) -> None:
+    """Or a text of which a window had moved on would be read for every question."""
+    shelf = shelf_in(tmp_path / "kv", lm)
+    shelf.keep(read_all(lm, IDS))
+    short = IDS[:300]
+    shelf.keep(read_all(lm, short))
+    assert shelf.fetch(session(lm), [*short, 5]) >= len(short) - 1
+    assert shelf.fetch(session(lm), IDS) == len(IDS) - 1
+    files = {path: path.stat().st_ino for path in (tmp_path / "kv").glob(f"*/*{tree.ENDS}")}
+    shelf.keep(read_all(lm, IDS))
+    assert {path: path.stat().st_ino for path in (tmp_path / "kv").glob(f"*/*{tree.ENDS}")} == files
+
+
+@pytest.mark.parametrize("codec", [AsIs(), Lossless()])
+def test_a_block_holds_what_a_window_left_of_a_layer(lm: LM, tmp_path: Path, codec: Codec) -> None:
+    path, n, kv = tmp_path / "one.kv", 200, dict[int, tuple[torch.Tensor, torch.Tensor]]()
+    for layer, shape in enumerate(lm.shapes[:3]):  # all of the first, 72 tokens of the next, the last 8
+        m = (n, 72, 8)[layer]
+        k, v = (torch.randn(shape.n_kv_heads, m, size) for size in (shape.k_dim, shape.v_dim))
+        kv[layer] = k, v
+    Block(list(range(n)), kv).write(path, codec)
+    assert glance(path)[1] == {0: 0, 1: 128, 2: 192}
+    block = read(path, lm.shapes, torch.float32)
+    assert all(torch.equal(a, b) for layer in kv for a, b in zip(block.kv[layer], kv[layer], strict=True))
+    assert torch.equal(block.part(1, slice(150, 160))[1], kv[1][1][:, 22:32])
+    for layer, at in ((1, slice(127, 200)), (2, slice(0, 200)), (3, slice(150, 160))):
+        with pytest.raises(Damaged):
+            block.part(layer, at)
+
+
+@pytest.mark.parametrize("name", ["0.63", "0.-64", "0.256", "0.192", "x", "0.1e2", "0.64.64", "-1"])
+def test_a_layer_that_begins_where_none_does_is_refused(lm: LM, tmp_path: Path, name: str) -> None:
+    shape, path = lm.shapes[0], tmp_path / "one.kv"
+    t = torch.zeros(shape.n_kv_heads, 64, shape.k_dim)
+    tensors = {"ids": torch.arange(192, dtype=torch.int32), f"k.{name}": t, f"v.{name}": t.clone()}
+    path.write_bytes(save(tensors, {SUM: _sum(tensors)}))  # well made but for that
+    for look in (glance, lambda path: read(path, lm.shapes, torch.float32)):
+        with pytest.raises(Damaged, match="layer"):
+            look(path)
 
 
 def test_a_longer_text_takes_the_place_of_its_beginning(lm: LM, tmp_path: Path) -> None:

@@ -177,3 +177,20 @@ def test_an_unknown_design_is_refused(machine: Machine, tmp_path: Path) -> None:
     ended = machine("models", "check", str(tmp_path), "--json")
     assert ended.exit == ExitStatus.BAD_MODEL
     assert json.loads(ended.out)["code"] == "model_unsupported"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+def test_a_gguf_file_is_outlined_by_the_config_that_its_metadata_stands_for(
+    machine: Machine, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.gguf_files import write
+
+    write(tmp_path / "tiny.gguf", family)
+    found = source.find(str(tmp_path / "tiny.gguf"))
+    assert examine(found, "cpu", False) == ""
+
+    def refused(*_: Any) -> Any:
+        raise BadModel("its attention is not served", code="model_unsupported")
+
+    monkeypatch.setattr("kvcli.engine.outline.probed", refused)
+    assert "its attention is not served" in machine("models", "check", str(tmp_path / "tiny.gguf")).err

@@ -260,5 +260,5 @@ def gemma_4b() -> Subject:
 def test_gemma_3_4b_at_32k_takes_little_more_than_its_full_layers_and_windows() -> None:
     subject = gemma_4b()
     need = plan(subject, Profile.load("exact"), Room("cpu", 64 * GIB), 32_768, Facts()).need
-    # an answer of 1,024 tokens among it, and what a second question finds its window in
-    assert need.kv <= 1.25 * kv_bytes(subject.shape, 32_768, 2, windows=True)
+    # an answer of 1,024 tokens among it, and what may be undone
+    assert need.kv <= 1.2 * kv_bytes(subject.shape, 32_768, 2, windows=True)

@@ -215,4 +215,4 @@ def test_shared_slots_stay_as_long_as_any_layer_sees_them() -> None:
     for layer in (0, 1):
         kv.append(layer, torch.randn(1, 900, 4), torch.randn(1, 900, 4), 0)
     kv.settle((), 900)
-    assert [kv.n_slots(layer) for layer in range(4)] == [900 - 512, 900, 900 - 512, 900]
+    assert [kv.n_slots(layer) for layer in range(4)] == [900 - 640, 900, 900 - 640, 900]

@@ -65,7 +65,7 @@ def checked(setup: Setup, online: bool) -> CheckDocument:
     refuse_wordless(found)
     outlook = outlook_of(setup, found)
     kind = choose(dict(outlook.found), profile.load.device).kind
-    said = "" if found.is_gguf else examine(found, kind, profile.load.trust_remote_code)
+    said = examine(found, kind, profile.load.trust_remote_code)
     subject = outlook.subject
     limit = subject.shape.limit
     plans = [outlook.plan(profile, n) for n in sorted({min(n, limit) for n in CONTEXTS})]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -29,6 +33,14 @@ def examine(source: Source, kind: str, trust_remote_code: bool) -> str:
 
     The outline answers all but what depends on numbers, such as which experts a row goes to.
     """
+    if not source.is_gguf:
+        return _examine(source, kind, trust_remote_code)
+    with TemporaryDirectory() as folder:  # transformers takes a config from a folder alone
+        (Path(folder) / "config.json").write_text(json.dumps(source.config))
+        return _examine(replace(source, path=Path(folder), is_gguf=False), kind, trust_remote_code)
+
+
+def _examine(source: Source, kind: str, trust_remote_code: bool) -> str:
     with quiet():
         config = read_config(source, trust_remote_code)
         loader = loader_of(source, config, trust_remote_code)

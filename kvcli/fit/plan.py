@@ -43,6 +43,11 @@ class Subject:
     is_guess: bool  # nor is it known how they are packed
     files: int  # bytes
     path: str = ""  # of the files
+    is_expanded: bool = False  # latents are, where its files' weights stay packed: those that expand them are
+
+    def on(self, kind: str) -> Shape:
+        """What it is like on such a device."""
+        return self.shape.expanded if self.is_expanded and self.packing.stays(kind) else self.shape
 
     @property
     def number(self) -> int:
@@ -117,18 +122,21 @@ def subject_of(source: Source) -> Subject:
     assumed = held or weights.of_shape(shape, weights.BYTES[dtype], packed)
     files = source.nbytes or sum(h.nbytes for h in assumed)
     is_guess = not held and packing.stays("cpu") and packed is None
-    return Subject(source.id, shape, assumed, dtype, packing, not held, is_guess, files, str(source.path))
+    is_expanded = weights.expands_packed(source)
+    return Subject(source.id, shape, assumed, dtype, packing, not held, is_guess, files, str(source.path), is_expanded)
 
 
 def plan(subject: Subject, profile: Profile, room: Room, context: int | None, facts: Facts) -> Plan:
     """`context` None: the profile's window, and with that on auto the model's limit or the largest that fits."""
-    load, shape, whole = profile.load, subject.shape, profile.whole
+    load, whole = profile.load, profile.whole
     number = subject.number if load.dtype == "auto" else weights.BYTES[load.dtype]
     kv_number = number if profile.kv.dtype == "auto" else weights.BYTES[profile.kv.dtype]
-    given = subject.packing.stays(room.kind)
+    given, shape = subject.packing.stays(room.kind), subject.on(room.kind)
     refuse_quant(subject.name, load.quant, room.kind, is_quantized=given)
     heavy = weights.weigh(subject.held, shape, number=number, quant=load.quant, device=room.kind, given=given)
-    refuse_split(load.layers_on_gpu, room.kind, is_quantized=given)
+    refuse_split(load.layers_on_gpu, room.kind, is_quantized=given, folds=bool(shape.folds.layers))
+    by_kernels = is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind)
+    heavy = heavy.beside(weights.panels(shape, number)) if by_kernels and room.kind == "cpu" else heavy
     usable = room.usable
     layers = [of for of, _ in memory.stored(shape)]
     of_slot = partial(narrow, whole.kv) if packs_by_age(whole.kv, whole.memory) else wide
@@ -157,7 +165,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         base=max(0, _base(room, facts) + facts.beyond.middle),
         is_uneven=whole.policy.is_uneven and not packs_by_age(whole.kv, whole.memory),
         is_packed=load.quant != "none",
-        is_native=is_native(shape, subject.dtype if load.dtype == "auto" else load.dtype, room.kind),
+        is_native=by_kernels,
         is_fused=is_fused(shape, number, room),
         records=is_fused(shape, number, room) and not shape.folds.layers and _is_recorded(profile),
         draws=profile.sample.temperature == 0,  # what the model's own settings ask for is not known here

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvcli.kernels.linear import PANEL
 from kvcli.kernels.linear_packed import group_of, why_not
 from kvcli.kernels.linear_packed import held as held_outputs
 from kvcli.models.gguf.blocks import stays_packed
@@ -29,6 +30,8 @@ _EMBEDS = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embe
 _NOT_TEXT = re.compile(  # what `models.family` leaves out
     r"(^|\.)((vision|image|audio)_(tower|model|encoder)|visual|speech_encoder)\."
 )
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_OUT_OF_EXPERT = re.compile(r"down_proj|output_linear|\.w2")
 _EXPERT = re.compile(r"(^|\.)experts\.")
 _ROUTER = re.compile(r"(gate|router)(\.\w+)?\.weight$")
 _EXPANDS = ".kv_b_proj.weight"  # of latents: its parts are multiplied by head, in plain numbers
@@ -85,6 +88,12 @@ class Weights:
     layers: tuple[int, ...] = ()  # of `memory`, by layer; none where names do not tell
     largest: int = 0  # a linear layer in the numbers of the run, as reading unpacks it
 
+    def beside(self, more: tuple[int, ...]) -> Weights:
+        """With so many bytes more in each layer, which a pass reads in place of others."""
+        layers = tuple(a + b for a, b in zip(self.layers, more, strict=True)) if self.layers else ()
+        loaded = self.loaded and self.loaded + sum(more)
+        return replace(self, memory=self.memory + sum(more), loaded=loaded, layers=layers)
+
     def split(self, on_card: int, is_tied: bool) -> tuple[int, int]:
         """Bytes on a GPU that holds the last layers and the head, and those on the CPU: embeddings, the other layers.
 
@@ -97,7 +106,8 @@ class Weights:
 def of_files(source: Source) -> tuple[Held, ...]:
     """The text model's tensors by the headers of its files; none for pickles, which say nothing before they run."""
     is_tied = bool(source.text_config.get("tie_word_embeddings", source.config.get("tie_word_embeddings", False)))
-    held, packing, n_experts = [], Packing.of(source.config), sizes_of(source.text_config, source.id)["experts"]
+    held, packing, sizes = [], Packing.of(source.config), sizes_of(source.text_config, source.id)
+    n_experts, hidden = sizes["experts"], sizes["hidden"]
     for file in source.files:
         for name, tensor in file.tensors.items():
             if _NOT_TEXT.search(name) or (is_tied and name.endswith("lm_head.weight")):
@@ -106,7 +116,9 @@ def of_files(source: Source) -> tuple[Held, ...]:
             unpacked = packing.shape(name, tensor.dtype, tensor.shape)
             shape = tensor.shape if unpacked is None else unpacked
             packs, of_experts = (inside is not None and is_it for is_it in _packs(name, shape, n_experts))
-            is_float = tensor.dtype in ("F64", "F32", "F16", "BF16") or source.is_gguf or unpacked is not None
+            if of_experts and len(shape) == 3:
+                shape = _by_outputs(name, shape, hidden)
+            is_float = tensor.dtype in _FLOATS or source.is_gguf or unpacked is not None
             stays = source.is_gguf and stays_packed(name, tensor.dtype, tensor.shape)
             packs = packs and source.family != "gpt2" and not name.endswith(_EXPANDS)
             layer = int(inside[1]) if inside is not None else None
@@ -122,6 +134,32 @@ def _packs(name: str, shape: tuple[int, ...], n_experts: int) -> tuple[bool, boo
     of_experts = shape[:1] == (n_experts,) if len(shape) == 3 else len(shape) == 2 and bool(_EXPERT.search(name))
     routes = shape[:1] == (n_experts,) and bool(_ROUTER.search(name))
     return of_experts or (len(shape) == 2 and not routes), of_experts
+
+
+def _by_outputs(name: str, shape: tuple[int, ...], hidden: int) -> tuple[int, ...]:
+    """Of experts [E, N, K]: those of some families lie as [E, K, N] (gpt-oss, Llama 4), which their sizes tell."""
+    at = 1 if _OUT_OF_EXPERT.search(name) else 2  # where the width of the model is to stand
+    return (shape[0], shape[2], shape[1]) if shape[at] != hidden == shape[3 - at] else shape
+
+
+def expands_packed(source: Source) -> bool:
+    """Whether what makes keys and values of latents is in few bits in its files."""
+    named = {name: t.dtype for file in source.files for name, t in file.tensors.items() if ".kv_b_proj." in name}
+    return bool(named) and not any(name.endswith(_EXPANDS) and dtype in _FLOATS for name, dtype in named.items())
+
+
+def panels(shape: Shape, number: int) -> tuple[int, ...]:
+    """By layer: bytes of both parts of what expands latents, as kernels multiply them by head, beside the weight."""
+
+    def each(of: Stores) -> int:
+        (key, value), turned = of.head, of.key - of.rank
+        return of.rank and number * shape.heads * (_outputs(of.rank) * (key - turned) + _outputs(value) * of.rank)
+
+    return tuple(each(of) for of in shape.stores)
+
+
+def _outputs(n: int) -> int:
+    return -(-n // PANEL) * PANEL
 
 
 def packed_bytes(quantized: Mapping[str, Any]) -> float | None:

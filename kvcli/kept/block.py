@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from kvcli.errors import is_out_of_memory
 from kvcli.files import write_private
 from kvcli.kept.codec import Codec
 from kvcli.kept.coded import coded, decoded
+from kvcli.kernels.attend_rows import BLOCK
 from kvcli.kv.slots import LayerShape
 from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
 
@@ -41,15 +42,25 @@ class Block:
     """Tokens that follow each other, and what layers stored of them."""
 
     ids: Sequence[int]  # n
-    kv: Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [K, n, D], v [K, n, E]; a window may have lost a layer's
+    kv: Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [K, m, D], v [K, m, E] of the last m; a window lost the rest
+
+    def part(self, layer: int, at: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values of these of its tokens, as views. Raises Damaged for what it does not have."""
+        k, v = self.kv.get(layer, (None, None))
+        if k is None or v is None or (first := at.start - len(self.ids) + k.shape[1]) < 0:
+            raise Damaged("it is another one by now")
+        mine = slice(first, first + at.stop - at.start)
+        cut = k[:, mine]
+        return cut, cut if v is k else v[:, mine]
 
     def write(self, path: Path, codec: Codec) -> int:
         """As a private file, in one step; returns its bytes. Not waited for: what a power cut damages is read again."""
         tensors = {"ids": torch.tensor(self.ids, dtype=torch.int32)}
         for layer, (k, v) in self.kv.items():
-            tensors[f"k.{layer}"] = coded(k, codec)
+            place = _place(layer, len(self.ids) - k.shape[1])
+            tensors[f"k.{place}"] = coded(k, codec)
             if v is not k:
-                tensors[f"v.{layer}"] = coded(v, codec)
+                tensors[f"v.{place}"] = coded(v, codec)
         data = save(tensors, {SUM: _sum(tensors)})
         write_private(path, data, is_lasting=False)
         return len(data)
@@ -67,13 +78,14 @@ def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
     ids = tensors.get("ids")
     if ids is None or ids.dtype != torch.int32 or ids.dim() != 1 or not 0 < len(ids) <= LENGTH or _sum(tensors) != said:
         raise Damaged("its numbers are not those that were written")
-    kv = {}
+    kv, firsts = {}, _firsts(tensors, len(ids))
     for layer, shape in own:
-        k = tensors.get(f"k.{layer}")
-        v = k if shape.rank else tensors.get(f"v.{layer}")
+        first = firsts.get(layer, 0)
+        k = tensors.get(f"k.{_place(layer, first)}")
+        v = k if shape.rank else tensors.get(f"v.{_place(layer, first)}")
         if k is None or v is None:
             continue
-        heads, n = shape.n_kv_heads, len(ids)
+        heads, n = shape.n_kv_heads, len(ids) - first
         try:
             keys = decoded(k, (heads, n, shape.k_dim), dtype)
             kv[layer] = keys, keys if shape.rank else decoded(v, (heads, n, shape.v_dim), dtype)
@@ -90,8 +102,8 @@ def blamed(error: Exception) -> Exception:
     return cause if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) else Damaged(str(error))
 
 
-def glance(path: Path) -> tuple[np.ndarray, frozenset[int]]:
-    """The tokens of a block, int32 [n], and the layers that it has, without the rest. Raises Damaged, OSError."""
+def glance(path: Path) -> tuple[np.ndarray, Mapping[int, int]]:
+    """The tokens of a block, int32 [n], and by layer the first that it has, and no numbers. Raises Damaged, OSError."""
     try:
         with open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
@@ -102,12 +114,28 @@ def glance(path: Path) -> tuple[np.ndarray, frozenset[int]]:
                 raise Damaged("these are no tokens")
             file.seek(8 + size + first)
             ids = np.frombuffer(file.read(end - first), "<i4")
-            layers = frozenset(int(name[2:]) for name in header if name.startswith("k."))
     except (OverflowError, *UNREADABLE) as error:
         raise blamed(error) from None
     if 4 * len(ids) != end - first:
         raise Damaged("it was cut short")
-    return ids, layers
+    return ids, _firsts(header, len(ids))
+
+
+def _place(layer: int, first: int) -> str:
+    """What a layer's keys and values are called: "3", or from the 64th token on "3.64"."""
+    return f"{layer}.{first}" if first else f"{layer}"
+
+
+def _firsts(names: Iterable[str], n: int) -> dict[int, int]:
+    """By layer, of n tokens the first that it has. Raises Damaged for one where no layer begins: slots go by blocks."""
+    found = {}
+    for layer, _, first in (name[2:].partition(".") for name in names if name.startswith("k.")):
+        if not layer.isdecimal() or not (first or "0").isdecimal() or len(first) > len(str(LENGTH)):
+            raise Damaged("it has layers of no number")
+        found[int(layer)] = at = int(first or 0)
+        if at % BLOCK or at >= n:
+            raise Damaged("a layer of it begins where none does")
+    return found
 
 
 def _said(data: bytes) -> object:

@@ -33,12 +33,17 @@ TEXTS = 8  # that one prompt is compared with
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A block at a glance. Its file never changes."""
+    """A block at a glance. Its file never has less."""
 
     path: Path
     parent: str
     ids: np.ndarray  # int32 [n]
-    is_whole: bool  # it has all layers: a window lost none
+    first: int  # token that all layers have, with those behind it; n where a window lost all of one
+
+    @property
+    def shown(self) -> np.ndarray:
+        """Its tokens that may be taken, -1 in place of others."""
+        return np.where(np.arange(len(self.ids)) < self.first, -1, self.ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,19 +61,19 @@ class Chain:
         last = -(-(first + n) // LENGTH)
         for i in range(first // LENGTH, last):
             start, seen = i * LENGTH, self.blocks[i]
-            mine = slice(max(0, first - start), first + n - start)
+            mine = slice(max(0, first - start), min(len(seen.ids), first + n - start))
             try:
                 block = read(seen.path, self.lm.shapes, self.dtype)
-                if block.ids != seen.ids.tolist() or not _owners(self.lm) <= block.kv.keys():
+                if block.ids != seen.ids.tolist():
                     raise Damaged("it is another one by now")
+                for layer in _owners(self.lm):
+                    found.setdefault(layer, []).append(block.part(layer, mine))
             except Damaged as error:
                 with suppress(OSError):
                     seen.path.unlink()
                 raise Gone from error
             except OSError as error:  # it stays
                 raise Gone from error
-            for layer, (k, v) in block.kv.items():
-                found.setdefault(layer, []).append((k[:, mine], v[:, mine]))
         mark_used([seen.path for seen in self.blocks[:last]])
         each = {layer: zip(*parts, strict=True) for layer, parts in found.items()}
         device = self.lm.device
@@ -84,9 +89,10 @@ def elsewhere(
     """
     width = min(least, LENGTH)
     blocks = dict(_blocks(folder, lm, known)) if len(ids) - start >= least else {}
-    if not (names := [name for name, block in blocks.items() if block.is_whole and len(block.ids) >= width]):
+    if not (names := [name for name, block in blocks.items() if len(block.ids) - block.first >= width]):
         return
-    edges = np.stack([[blocks[name].ids[:width], blocks[name].ids[-width:]] for name in names]).astype(np.uint64)
+    held = [blocks[name].ids[blocks[name].first :] for name in names]
+    edges = np.stack([[ids[:width], ids[-width:]] for ids in held]).astype(np.uint64)
     here = keys(np.asarray(ids[start:], dtype=np.uint64), width)
     hits = {names[i]: None for i in np.flatnonzero(np.isin(keys(edges, width)[..., 0], here).any(1))}
     for _ in range(TEXTS):
@@ -102,7 +108,7 @@ def elsewhere(
             at = blocks[at].parent
         way.reverse()
         first, last = len(way) - 1 - there[-1], len(way) - there[0]
-        shown = [one.ids if one.is_whole else np.full(len(one.ids), -1) for one in way[first:last]]
+        shown = [one.shown for one in way[first:last]]
         chain = Chain(way, np.concatenate([one.ids for one in way]).tolist(), lm, dtype)
         for run in runs(np.concatenate(shown).astype(np.int64), ids, start, least):
             yield Run(first * LENGTH + run.old, run.new, run.n), chain
@@ -121,7 +127,7 @@ def _blocks(folder: Path, lm: LM, known: dict[str, Seen]) -> Iterator[tuple[str,
                     path = tree.path(parent, name)
                     ids, its = glance(path)
                     if name == name_of(parent, ids) and ids.min() >= 0 and ids.max() < lm.vocab:
-                        known[name] = Seen(path, parent, ids, layers <= its)
+                        known[name] = Seen(path, parent, ids, max(its.get(layer, len(ids)) for layer in layers))
             if name in known:
                 yield name, known[name]
                 if len(known[name].ids) == LENGTH:

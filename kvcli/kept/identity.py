@@ -17,7 +17,7 @@ from kvcli.version import __version__
 if TYPE_CHECKING:
     from kvcli.engine.lm import LM
 
-FORMAT = "kvcli.block/1"
+FORMAT = "kvcli.block/2"
 LOOKS, LOOK = 64, 4096  # places of a file that are looked at, and bytes at each
 NAMES = ("transformers_version", "_name_or_path", "_attn_implementation")  # in a config, and nothing to the numbers
 

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from kvcli.files import SPARE, private_folder, write_private
 from kvcli.kept import past
-from kvcli.kept.block import Block, Damaged, read
+from kvcli.kept.block import Block, Damaged, glance, read
 from kvcli.kept.codec import AsIs, Codec
 from kvcli.kept.coded import coded_state, decoded_state
 from kvcli.kept.elsewhere import Seen, elsewhere
 from kvcli.kept.identity import identity
 from kvcli.kept.room import make_room, mark_used
 from kvcli.kept.tree import Found, Tree
+from kvcli.kernels.attend_rows import BLOCK
 from kvcli.kv.shortage import lacking
 from kvcli.kv.state import Misfit
 from kvcli.kv.windows import windows_of
@@ -94,9 +95,9 @@ class Shelf:
         have, tree = session.committed, Tree(self._folder(session, shaping))
         while self._fields and len(ids) - 1 - have >= FEW:
             found = list(tree.along(ids[:-1]))
-            n = max((one.end for one in found if self._is_whole(found, have, one.end)), default=0)
+            n = next((one.end for one in reversed(found) if self._begins(found, have, one.end)), 0)
             if n - have < FEW:
-                if not have or not any(one.end - have >= FEW and self._is_whole(found, 0, one.end) for one in found):
+                if not have or not any(one.end - have >= FEW and self._begins(found, 0, one.end) for one in found):
                     break
                 have = session.rewind(0)  # what a window has there ends before what lies here of it begins
                 continue
@@ -173,8 +174,8 @@ class Shelf:
         """Bytes of a whole past, where its blocks belong, and those that are not there."""
         n = session.committed
         places = list(tree.places(session.ids[:n]))
-        new = [(path, mine) for path, mine in places if not path.exists()]
-        held = _held(session) if new else {}
+        held = _held(session)
+        new = [(path, mine) for path, mine in places if _has_less(path, held, mine)]
         size = sum(t[:, :n].nbytes for _, k, v in held.values() for t in (k, v))
 
         def writing(path: Path, mine: slice) -> Writing:
@@ -226,25 +227,27 @@ class Shelf:
         name = blake2b(json.dumps(self._of(session, shaping)).encode(), digest_size=12).hexdigest()
         return self.folder / name
 
-    def _is_whole(self, found: Sequence[Found], have: int, n: int) -> bool:
-        """Whether these hold all that rows behind the first n tokens read, of which `have` are there."""
-        return all(
-            layer in one.layers
-            for layer, first in self._firsts(have, n).items()
-            for one in found
-            if first < one.end and one.start < n
-        )
-
-    def _firsts(self, have: int, n: int) -> dict[int, int]:
-        """By layer: the position from which on rows behind n tokens need what is kept. Behind `have` tokens there is no
-        gap, whatever a window hides: a sum over slots that lie otherwise has other bits.
+    def _begins(self, found: Sequence[Found], have: int, n: int) -> dict[int, int]:
+        """By layer: the position from which on rows behind n tokens are given what is kept, as far back as windows keep
+        it; {} where these lack some of what they see. Behind `have` tokens there is no gap, whatever a window hides: a
+        sum over slots that lie otherwise has other bits.
         """
-        windows = windows_of(self._lm.shapes, self._lm.sights)
-        return {
-            layer: have if have or layer not in windows else max(0, n - windows[layer].size + 1)
-            for layer, shape in enumerate(self._lm.shapes)
-            if shape.shares is None
-        }
+        windows, begins = windows_of(self._lm.shapes, self._lm.sights), dict[int, int]()
+        for layer, shape in enumerate(self._lm.shapes):
+            if shape.shares is not None:
+                continue
+            low = seen = have
+            if not have and layer in windows:
+                low, seen = windows[layer].opens(n), max(0, n - windows[layer].size + 1)
+            at = n
+            for one in reversed(found):
+                if at <= low or at > one.end:  # as much as is wanted, or a gap
+                    break
+                at = min(at, one.firsts.get(layer, at))
+            if at > seen:
+                return {}
+            begins[layer] = max(at, low)
+        return begins
 
     def _past(
         self, session: Session, found: Sequence[Found], have: int, n: int, ids: Sequence[int]
@@ -252,22 +255,24 @@ class Shelf:
         """Layers, keys and values of tokens from `have` to n, and where these begin: a block at a time, as all of them
         would take the room of the past once more. Raises Damaged, OSError.
         """
-        firsts = self._firsts(have, n)
+        begins = self._begins(found, have, n)
         for one in found:
-            first, last = max(one.start, have), min(one.end, n)
-            if first >= last:
+            last = min(one.end, n)
+            firsts = {layer: max(first, one.start) for layer, first in begins.items() if first < last}
+            if one.start >= n or not firsts:
                 continue
             try:
                 block = read(one.path, self._lm.shapes, session.kv.dtype)
-                if not one.layers <= block.kv.keys() or list(block.ids[: one.n]) != list(ids[one.start : one.end]):
+                if list(block.ids[: one.n]) != list(ids[one.start : one.end]):
                     raise Damaged("it is another one by now")
+                parts = [
+                    (layer, *block.part(layer, slice(first - one.start, last - one.start)), first)
+                    for layer, first in firsts.items()
+                ]
             except Damaged:
                 one.path.unlink(missing_ok=True)
                 raise
-            mine = slice(first - one.start, last - one.start)
-            for layer, (k, v) in block.kv.items():
-                if one.end > firsts[layer]:
-                    yield layer, k[:, mine], v[:, mine], first
+            yield from parts
 
 
 def fields_of(made_by: Mapping[str, str], session: Session, shaping: Shaping) -> dict[str, str]:
@@ -291,9 +296,25 @@ def _held(session: Session) -> Held:
 
 
 def _cut(held: Held, mine: slice) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """The layers that still have all of these tokens."""
+    """What layers still have of these tokens: the last of them."""
     for layer, (first, k, v) in held.items():
-        if first <= mine.start:
-            at = slice(mine.start - first, mine.stop - first)
+        if (start := _first(first, mine)) < mine.stop:
+            at = slice(start - first, mine.stop - first)
             cut = k[:, at]
             yield layer, (cut, cut if v is k else v[:, at])
+
+
+def _first(first: int, mine: slice) -> int:
+    """Of these tokens the first to be written, where a layer begins at position `first`: slots go by whole blocks."""
+    return int(max(mine.start, -(-first // BLOCK) * BLOCK))
+
+
+def _has_less(path: Path, held: Held, mine: slice) -> bool:
+    """Whether what lies there has less of these tokens than `held`, in some layer, and in none more."""
+    try:
+        its = glance(path)[1]
+    except (Damaged, OSError):
+        return True
+    firsts = [(its.get(layer, mine.stop) + mine.start, _first(first, mine)) for layer, (first, _, _) in held.items()]
+    both = [(min(there, mine.stop), min(here, mine.stop)) for there, here in firsts]
+    return any(there > here for there, here in both) and all(there >= here for there, here in both)

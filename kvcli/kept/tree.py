@@ -1,15 +1,15 @@
 """A tree of blocks in a folder: texts that begin alike share the blocks of their beginning (a radix tree over ids).
 
 A block's file is named after the block before it and after its own tokens with all that came before them, so the
-folder itself says what follows what: there is no index that could disagree with it. Files are written once and never
-changed, so processes need no locks, and a kill at any moment leaves what was there.
+folder itself says what follows what: there is no index that could disagree with it. A file is never changed, and at
+most replaced by one that has more, so processes need no locks, and a kill at any moment leaves what was there.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -31,7 +31,7 @@ class Found:
     path: Path
     start: int  # in the text
     n: int  # tokens that are the text's, of its first
-    layers: frozenset[int]  # whose keys and values it has
+    firsts: Mapping[int, int]  # by layer: the position from which on it has keys and values
 
     @property
     def end(self) -> int:
@@ -89,13 +89,13 @@ class Tree:
         return found
 
     def _longest(self, after: dict[str, None], parent: str, text: np.ndarray, at: int) -> Found | None:
-        """The block behind `parent` that has most of the text's tokens from `at` on, and most layers of them."""
+        """The block behind `parent` that has most of the text's tokens from `at` on, in all layers together."""
         own = name_of(parent, mine := text[at : at + LENGTH])
         best, most = None, (0, 0)
         for name in [own] if own in after else after:
             path = self.path(parent, name)
             try:
-                ids, layers = glance(path)
+                ids, firsts = glance(path)
                 if name != name_of(parent, ids):
                     raise Damaged("it is named after other tokens")
             except Damaged:  # if it stayed, it would be taken for one that need not be written
@@ -104,8 +104,9 @@ class Tree:
                 continue
             except OSError:
                 continue
-            if (n := _alike(ids, mine)) and (n, len(layers)) > most:
-                best, most = Found(path, at, n, layers), (n, len(layers))
+            n = _alike(ids, mine)
+            if n and (its := (sum(max(0, n - first) for first in firsts.values()), n)) > most:
+                best, most = Found(path, at, n, {layer: at + first for layer, first in firsts.items()}), its
         return best
 
 

@@ -130,7 +130,10 @@ class Dense:
         self._rope = [rope[holder] if rope is not None else None for holder in self._holder]
         self._slabs: dict[int, Held] = {
             layer: Slab(
-                *empty(shape, dtype, shape.device or device), pos=torch.empty(1, 0, dtype=torch.int32), step=step
+                *empty(shape, dtype, shape.device or device),
+                pos=torch.empty(1, 0, dtype=torch.int32),
+                step=step,
+                slides=layer in self.windows,
             )
             for layer, shape in enumerate(shapes)
             if shape.shares is None

@@ -34,6 +34,7 @@ class Slab:
     highest: int = -1  # position
     ordered: bool = True  # positions rise with the slot index
     gone: int = 0  # slots given back before the first: with native kernels the places of the others stay as they were
+    slides: bool = False  # the first slots may not be those of the text's first tokens: a window hides what came before
     noted: int = 0  # slots whose positions are in `pos`; those behind rise one by one to `highest`
     lies: Run | None = None  # as `run` gave it last: views of the tensors, made anew once they are others
     lying: Lying | None = None  # the same for `fixed`
@@ -158,6 +159,8 @@ class Slab:
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
         """k, v [K, M, D] at positions from `start` on, M > 0."""
+        if self.slides and not self.length:  # as though all before had been stored, and given back
+            self.gone = start // BLOCK * BLOCK
         self._put(k, v)
         self._longer(k.shape[1], start)
 

@@ -24,16 +24,20 @@ class Window:
     """What rows of a layer see, and what is kept behind it."""
 
     size: int  # tokens: a row at position p sees positions > p - size
-    back: int = 256  # tokens that may be undone all the same; slots go in steps of so many, as blocks are kept on disk:
-    # a second question about a text finds the block in which its window begins
+    back: int = 192  # tokens that may be undone all the same, on disk too: a last question, and another in its place
 
     def opens(self, end: int) -> int:
         """The position below which slots may go when no row stands before `end`."""
-        return max(0, (end - self.size - self.back) // self.back * self.back)
+        return max(0, (end - self.size - self.back) // self.step * self.step)
 
     def most(self, answer: int, chunk: int) -> int:
         """Slots a head at most, behind a prompt that is read in chunks of so many and an answer of so many tokens."""
-        return max(self.size + 2 * self.back + answer, chunk + BLOCK)
+        return max(self.size + self.back + self.step + answer, chunk + BLOCK)
+
+    @property
+    def step(self) -> int:
+        """Slots that go together, at most a block, as rows read them."""
+        return min(self.back, BLOCK)
 
 
 class Windows:

@@ -89,7 +89,7 @@ def refuse_quant(name: str, quant: str, kind: str, *, is_quantized: bool) -> Non
         )
 
 
-def refuse_split(layers: int | str, kind: str, *, is_quantized: bool) -> None:
+def refuse_split(layers: int | str, kind: str, *, is_quantized: bool, folds: bool = False) -> None:
     """Layers that are to lie on a GPU, `auto` = all or what fits, where there is none, or none can be moved."""
     if layers == "auto":
         return
@@ -104,6 +104,12 @@ def refuse_split(layers: int | str, kind: str, *, is_quantized: bool) -> None:
             f"load.layers_on_gpu = {layers}: a model that comes quantized is placed as a whole",
             code="no_split",
             try_=["--set load.layers_on_gpu=auto", "the original, unquantized model with --quant int4"],
+        )
+    if folds:
+        raise UsageError(
+            f"load.layers_on_gpu = {layers}: a model of which some layers keep a state is placed as a whole",
+            code="no_split",
+            try_=["--set load.layers_on_gpu=auto", "--quant int4"],
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadModel
@@ -43,6 +43,12 @@ class Shape:
     def stores(self) -> tuple[Stores, ...]:
         """What each layer stores of a token."""
         return self.uneven or (Stores(self.kv_heads, self.head_dim, self.head_dim),) * self.layers
+
+    @property
+    def expanded(self) -> Shape:
+        """Where latents cannot be stored: every head's keys and values are."""
+        stores = tuple(Stores(self.heads, *of.expanded) if of.rank else of for of in self.stores)
+        return replace(self, kv_heads=self.heads, head_dim=max(of.key for of in stores), uneven=stores)
 
     @property
     def kv_per_token(self) -> int:

@@ -9,15 +9,18 @@ import torch
 
 from kvcli.chat.local import _nested, load
 from kvcli.engine.engine import drive, events
+from kvcli.engine.latent import Latent
+from kvcli.engine.lm import LM
 from kvcli.engine.pass_bytes import DRAWN, working_bytes
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.fit.advice import binding, changes
 from kvcli.fit.before import Outlook
 from kvcli.fit.memory import GIB, largest, need
-from kvcli.fit.plan import Facts, plan, subject_of
+from kvcli.fit.plan import Facts, Subject, plan, subject_of
 from kvcli.fit.room import Room, choose, container_room, size
 from kvcli.fit.runs import Beyond
 from kvcli.fit.speed import at, by_rows, speed
+from kvcli.fit.weights import of_files, of_shape, panels, weigh
 from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS
 from kvcli.kernels.pack import LANES, pack_keys, pack_values
 from kvcli.kv.dense import Dense
@@ -27,8 +30,12 @@ from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import LayerShape, Sight, nbytes
 from kvcli.kv.windows import windows_of
 from kvcli.models import source
+from kvcli.models.headers import TensorHeader, WeightFile
+from kvcli.models.packing import Packing
+from kvcli.models.shape import shape_of
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime
 from kvcli.settings.profile import Profile
+from tests import families, hybrids
 
 MIB = 1 << 20
 PROFILES = {name: Profile.load(name) for name in ("exact", "ngram", "streaming")}
@@ -483,3 +490,64 @@ def test_what_a_policy_moves_down_is_planned_where_it_lies(demo, name, policy):
     if name == "disk":
         assert need.disk < whole
     assert need.over == 0
+
+
+def of_latents(tmp_path, **packed):
+    """A model of DeepSeek-V3's kind; `packed`: by the ends of their names, tensors in place of those that expand."""
+    config = families.config_of("deepseek_v3").to_dict()
+    if packed:
+        config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    tensors = {
+        f"model.layers.{i}.self_attn.kv_b_proj.{end}": TensorHeader(dtype, shape, 4096)
+        for i in range(config["num_hidden_layers"])
+        for end, (dtype, shape) in (packed or {"weight": ("F32", (64, 16))}).items()
+    }
+    file = WeightFile(tmp_path / "model.safetensors", 1 << 20, tensors)
+    return subject_of(source.Source("latents", tmp_path, "", config, (file,), is_pickle=False))
+
+
+def test_what_expands_latents_is_counted_twice_where_kernels_multiply_it_by_head():
+    lm = LM.of(families.build("deepseek_v3"))
+    lm.lay_out()
+    held = [m.panels for m in lm.model.modules() if isinstance(m, Latent)]
+    shape = shape_of(families.config_of("deepseek_v3").to_dict())
+    found = panels(shape, lm.dtype.itemsize)
+    assert list(found) == [sum(t.nbytes for t in of) for of in held if of is not None]
+    assert len(found) == lm.n_layers
+    plain = weigh(of_shape(shape, 4), shape, number=4, quant="none", device="cpu", given=False)
+    whole = Subject("latents", shape, of_shape(shape, 4), "float32", Packing(), True, False, 1 << 20)
+    assert planned(whole, context=64).weights.memory == plain.memory + sum(found)
+
+
+def test_latents_whose_weights_stay_packed_are_planned_as_they_are_stored(tmp_path):
+    plain = of_latents(tmp_path)
+    packed = of_latents(tmp_path, qweight=("I32", (2, 64)), scales=("F16", (1, 64)))
+    heads, (key, value) = plain.shape.heads, plain.shape.stores[0].head
+    assert planned(plain, context=64).run.number == 4
+    each = [sum(of.numbers for of in one.on("cpu").stores) // one.shape.layers for one in (plain, packed)]
+    assert each == [plain.shape.stores[0].key, heads * (key + value)]
+    assert planned(packed, context=512).need.kv > 2 * planned(plain, context=512).need.kv
+
+
+def test_layers_that_keep_a_state_are_not_placed_by_hand():
+    shape = shape_of(hybrids.build(next(iter(hybrids.HYBRIDS))).config.to_dict())
+    subject = Subject("hybrid", shape, of_shape(shape, 2), "bfloat16", Packing(), True, False, 1 << 20)
+    profile = PROFILES["exact"].replace(load={"layers_on_gpu": 1})
+    with pytest.raises(UsageError, match="keep a state"):
+        plan(subject, profile, Room("cuda", 8 * GIB), 64, Facts())
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("lies", ["outputs first", "inputs first"])
+def test_experts_are_packed_over_their_inputs_however_they_lie(name, lies, tmp_path):
+    """gpt-oss has [E, K, N]: groups of int4 run over K, and 100 inputs are in none."""
+    experts, hidden, inner = 4, 128, 96
+    n, k = (2 * inner, hidden) if name == "gate_up_proj" else (hidden, inner)
+    size = (experts, n, k) if lies == "outputs first" else (experts, k, n)
+    config = families.config_of("llama").to_dict() | {
+        "hidden_size": hidden, "num_local_experts": experts, "intermediate_size": inner
+    }  # fmt: skip
+    tensors = {f"model.layers.0.mlp.experts.{name}": TensorHeader("BF16", size, 2 * experts * n * k)}
+    file = WeightFile(tmp_path / "model.safetensors", 1 << 20, tensors)
+    (held,) = of_files(source.Source("experts", tmp_path, "", config, (file,), is_pickle=False))
+    assert held.shape == (experts, n, k)
