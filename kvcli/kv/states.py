@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -120,6 +120,11 @@ class States:
         self.now = known
         if crosses:
             self.mark()
+
+    def pass_over(self, n: int) -> None:
+        """The text has n tokens, of which those from here on are left out."""
+        if self._has_any:
+            self.now = replace(self.now, at=n)
 
     def mark(self) -> None:
         """Somebody may come back to where the text is now."""

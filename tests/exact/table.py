@@ -57,7 +57,7 @@ from kvcli.policies.random import Random
 from kvcli.policies.window import Window as Stream
 from kvcli.prune.lazy import Lazy
 from kvcli.reuse.blend import Blend
-from tests import drafters, families, small_tokenizers
+from tests import drafters, families, hybrids, small_tokenizers
 from tests.exact.half import Half
 from tests.fake_bus import FakeBus
 from tests.policies import KeepAll, Ragged
@@ -163,6 +163,10 @@ DRAFTERS: dict[str, Make] = {
     "model-mix": lambda truth: Model(adaptive=False, depth=2, branches=2, sources=("stand", "recycle")).drafter(
         [STOP], Pair(lm("dense", "fp32"), sibling())
     ),
+    # one some of whose layers keep a state: copies in its passes come true in part
+    "model-states": lambda truth: Model(adaptive=False, depth=4, working=23, sinks=2, cascade=3, min_match=1).drafter(
+        [STOP], Pair(lm("dense", "fp32"), folding())
+    ),
     "eager": lambda truth: Ngram(adaptive=False, max=7).drafter(),  # drafts from the first pass on, whatever it costs
     **{
         kind.__name__.lower(): (lambda truth, kind=kind: kind(truth, 97, STOP))  # type: ignore[misc]
@@ -186,6 +190,13 @@ def sibling(is_constant: bool = False) -> LM:
     if is_constant:
         model.get_output_embeddings().weight.data.zero_()
     found = LM.of(model)
+    found.lay_out()
+    return found
+
+
+@cache
+def folding() -> LM:
+    found = LM.of(hybrids.build("qwen3_5_text"))
     found.lay_out()
     return found
 
