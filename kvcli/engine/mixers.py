@@ -282,7 +282,7 @@ def _mixer(module: nn.Module) -> Mixer:
 def _trial() -> Stated | None:
     """Of the pass that is under way, if its model has mixers."""
     found = getattr(current(), "trial", None)
-    return found if isinstance(found, Stated) else None
+    return found if found is not None and found.parts else None
 
 
 def _picked(call: Call, n: int, rows: slice) -> Call:
