@@ -122,6 +122,17 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
     return Shape(heads, sights, sinks, modules, stored, mixers, latents, notes)
 
 
+def decoder_layers(model: nn.Module, shape: Shape) -> nn.ModuleList | None:
+    """The list of decoder layers, if the model has one: embeddings, head and whatever reads pictures are not in it."""
+    for part in model.modules():
+        if not isinstance(part, nn.ModuleList) or len(part) < len(shape.attentions):
+            continue
+        attend = [layer for layer in part if any(module in shape.attentions for module in layer.modules())]
+        if len(attend) == len(shape.attentions) and (len(attend) == len(part) or shape.mixers):
+            return part
+    return None
+
+
 def _stored(at: Layer, latent: Latent | None, before: Sequence[Layer]) -> LayerShape:
     if latent is None:
         return LayerShape(*at.heads[1:], _owner(at, before))
