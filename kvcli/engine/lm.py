@@ -260,14 +260,13 @@ class LM:
 
     def record(self, graphs: str) -> None:
         """Have its device record passes and replay them (frame.py), where it can; the backend says so, or why not."""
-        why = gpu.why_not(self.device, self.dtype) if graphs == "auto" else f"load.graphs = {graphs}"
-        if self.is_split:
-            why = why or "its layers are on two devices"
-        sizes = ((of.k_dim, of.v_dim) for of in self.shapes)
-        why = why or next(filter(None, (attend_rows.why_not(self.dtype, self.device, *each) for each in sizes)), "")
-        if self.mixers:
-            why = why or "some of its layers keep a state"
-        if not why:
+        whys = (
+            gpu.why_not(self.device, self.dtype) if graphs == "auto" else f"load.graphs = {graphs}",
+            "its layers are on two devices" if self.is_split else "",
+            *(attend_rows.why_not(self.dtype, self.device, of.k_dim, of.v_dim) for of in self.shapes),
+            self.mixers.why_not_recorded,
+        )
+        if not (why := next(filter(None, whys), "")):
             self.frames = Frames(CudaGraphs(self.device))
         how = f"passes not recorded: {why}" if why else "passes recorded"
         self.info = replace(self.info, backend=f"{self.info.backend}, {how}")

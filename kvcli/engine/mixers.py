@@ -179,6 +179,11 @@ class Mixers:
         if self._found:
             raise refused(name, why, try_)
 
+    @property
+    def why_not_recorded(self) -> str:
+        """Why passes through them are no frames; "" where there are none."""
+        return "some of its layers keep a state" if self._found else ""
+
     def tape(self) -> None:
         """To be done whenever linear layers were replaced."""
         for mixer in self._found:
