@@ -114,6 +114,23 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "glm4v_moe": _turned(1, 1, 1),
     "paddleocr_vl": _turned(4, 2, 2),
+    "apertus1p5": {"audio_config": {"hidden_size": 512}},  # as long as its codes
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}},
+    "cosmos3_edge": _turned(4, 2, 2),
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)]}},
+    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [24, 24]}},
+    "emu3": {"text_config": {"pad_token_id": 0}, "vocabulary_map": {"<image>": 5}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": HIDDEN // 4}},
+    "glm5_next": {"text_config": {**_OF_ALL, "qk_rope_head_dim": 0, "head_dim": 0, "qk_head_dim": 16}},
+    "hy_v4_vl": _turned(2, 1, 1),
+    **dict.fromkeys(("inkling2", "inkling2_loop"), {"vision_config": {"text_hidden_size": HIDDEN}}),
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mistral4": {**_OF_ALL, "head_dim": 8},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [3, 2]}},
+    "nemo_speechlm": {"head_config": {"audio_hidden_size": HIDDEN}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "qwen3_asr": {"eos_token_id": [96]},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 97},
     "codegen": {"rotary_dim": 8},
@@ -311,6 +328,7 @@ def opened(model: PreTrainedModel, kind: str) -> LM:
 def _class_name(config: Any) -> str:
     kind = config.model_type
     named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, SEEING.get(kind, "ForCausalLM"))
+    named = SEEING[kind] if kind in ("qwen3_5", "qwen3_5_moe") else named  # the other one is of their text alone
     return str(named[0] if isinstance(named, tuple) else named)
 
 
