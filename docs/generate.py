@@ -563,7 +563,8 @@ def census(where: str) -> str:
         reasons.setdefault(_reason(one["why"]), []).append(one)
     lines += ["| refused, since | classes |", "|---|---|"]
     lines += [f"| {why} | {_kinds(those)} |" for why, those in sorted(reasons.items(), key=lambda item: -len(item[1]))]
-    lines += ["", f"Not built tiny, or their own `generate` fails: {_kinds(by.get('unbuilt', []))}."]
+    lines += ["", "| not built tiny, or its own `generate` fails | since |", "|---|---|"]
+    lines += [f"| `{one['kind']}` | {_cell_text(one['why'])} |" for one in by.get("unbuilt", [])]
     return "\n".join(lines)
 
 

@@ -100,6 +100,9 @@ TINY: dict[str, Any] = {
 # What one class wants besides, or otherwise; None leaves a setting as the class has it.
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12}
 _OF_ALL = {"num_key_value_heads": HEADS}  # heads of queries have keys of their own
+_SPEECH = {"encoder_config": {"hidden_dim": 64, "dim_head": 16}}
+_INKLING = {"vision_config": {"text_hidden_size": HIDDEN}}
+_FEW = {"base_channels": 32, "channel_multiplier": [1, 1], "num_embeddings": 32}  # of what makes pictures
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -114,6 +117,27 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "glm4v_moe": _turned(1, 1, 1),
     "paddleocr_vl": _turned(4, 2, 2),
+    "chameleon": {"vocabulary_map": {"<image>": 5}, "vq_config": {"base_channels": 32}},
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}},
+    "cosmos3_edge": _turned(4, 2, 2),
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)]}},
+    "ernie4_5_vl_moe": {
+        "text_config": {"moe_intermediate_size": [24, 24], "rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2]}}
+    },
+    "florence2": {"vision_config": {"embed_dim": [16] * 4, "num_heads": [4] * 4, "projection_dim": HIDDEN}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": HIDDEN // 4}},
+    "glm5_next": {"text_config": {**_OF_ALL, "qk_rope_head_dim": 0, "head_dim": 0, "index_kpool": 4}},
+    "granite_speech": _SPEECH,
+    "granite_speech_plus": _SPEECH,
+    "hy_v4_vl": _turned(2, 1, 1),
+    "inkling2": _INKLING,
+    "inkling2_loop": _INKLING,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mistral4": {**_OF_ALL, "head_dim": 8},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [3, 2]}},
+    "janus": {"vq_config": _FEW, "vision_config": {"projection_dim": HIDDEN}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "qwen3_asr": {"eos_token_id": [96]},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 97},
     "codegen": {"rotary_dim": 8},
@@ -311,6 +335,7 @@ def opened(model: PreTrainedModel, kind: str) -> LM:
 def _class_name(config: Any) -> str:
     kind = config.model_type
     named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, SEEING.get(kind, "ForCausalLM"))
+    named = SEEING[kind] if kind in ("qwen3_5", "qwen3_5_moe") else named  # the other one is of their text alone
     return str(named[0] if isinstance(named, tuple) else named)
 
 

@@ -18,6 +18,7 @@ from kvcli.fit.plan import Facts, plan, subject_of
 from kvcli.fit.room import Room
 from kvcli.kv.slots import nbytes
 from kvcli.models import source
+from kvcli.models.mixing import Folds
 from kvcli.models.spelling import spelling
 from kvcli.settings.layers import Sources
 from kvcli.settings.profile import Profile
@@ -166,6 +167,21 @@ def test_its_weights_and_its_store_are_planned_for() -> None:
     assert plan(demo, profile, room, 100, Facts(find=lambda name: large)).need.working > 2 * need.working
     with pytest.raises(BadConfig, match="needs a model that drafts"):
         plan(demo, Profile.load("draft"), room, 1000, Facts(find=find))
+
+
+def test_its_states_are_planned_for() -> None:
+    demo, room = subject_of(source.find("demo")), Room("cpu", 64 << 30)
+    shape = replace(demo.shape, folds=Folds(layers=2, history=30, state=700, taped=50))
+    plain, stateful = replace(demo, path="one"), replace(demo, path="other", shape=shape)
+    find = {"plain": plain, "stateful": stateful}.__getitem__
+
+    def needed(name: str, depth: int) -> int:
+        profile = Profile.load("draft").replace(spec={"model": name, "depth": depth}, load={"device": "cpu"})
+        return plan(demo, profile, room, 1000, Facts(find=find)).need.draft
+
+    one = 2 * (30 * demo.number + 700 * 4)
+    assert needed("stateful", 9) - needed("stateful", 5) == 4 * one
+    assert needed("stateful", 5) - needed("plain", 5) == 11 * one + 2 * 50 * 64 * demo.number
 
 
 @pytest.mark.parametrize("retrieval", ["off", "every:2"])

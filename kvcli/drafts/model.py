@@ -123,6 +123,13 @@ class Model(Company):
         ready = n if self.retrieval != "off" and (self.shelf == "device" or device == "cpu") else 0
         return ready + (min(n, max(self.working, self._far) + CHUNK) if self.working and self.prefill != "full" else n)
 
+    @property
+    def states(self) -> int:
+        """Of layers of the model that drafts that keep one, at most: of its text, of guesses, and of a pass."""
+        from kvcli.drafts.sibling import CHECKPOINTS
+
+        return 1 + CHECKPOINTS + self.depth + 1
+
     def tables(self, n: int) -> int:
         """Bytes of what is remembered of n tokens, and of the text, which the model's side keeps as well."""
         return 8 * n + super().tables(n)
@@ -137,8 +144,15 @@ class Model(Company):
 
         assert pair is not None, "somebody must draft"
         draft, target = pair.draft, pair.target
-        draft.mixers.refuse(draft.info.id, "it cannot draft", ["--draft MODEL, one all of whose layers attend"])
         closes = self.positions == "contiguous" and self.working > 0
+        of_keys = {
+            "retrieval=off": (self.retrieval != "off", "chunks that are chosen again have none"),
+            "positions=original": (closes, "keys moved to other positions are not all that it knows of a text"),
+            "wide=1": (self.wide > 1 and "wide" not in self.unread(), "guesses of a pass of its own are one chain"),
+        }
+        for key, (is_asked, why) in of_keys.items():
+            if is_asked:
+                draft.mixers.refuse(draft.info.id, why, [f"--set spec.{key}"])
         if closes and self.working + self.depth > draft.limit:
             raise BadConfig(
                 f"spec.working = {self.working:,} is more than {draft.info.id}, which drafts, was made for",

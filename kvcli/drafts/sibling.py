@@ -23,6 +23,7 @@ from kvcli.engine.rows import Hears, Rows
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots, Usage
+from kvcli.kv.states import States
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,11 +33,14 @@ if TYPE_CHECKING:
     from kvcli.engine.stats import Step
 
 CHUNK = 512  # tokens read in one pass
+CHECKPOINTS = 4  # of states, where some of its layers keep one
 SPARE = 8  # of the newest tokens an eighth goes at once: letting them go copies the others
 
 
 class Sibling:
     """Reads a text in a store of its own. What it made of guesses is stored as far as the text takes them.
+
+    Layers that keep a state know all that was read, tokens that did not stay among it, and none that was passed over.
 
     A token is covered if it is stored or was passed over. Stored positions are those of the text less `_gap`, from
     `_solid` on without holes.
@@ -58,6 +62,7 @@ class Sibling:
     def forget(self) -> None:
         """Nothing is read of the text: what is stored may be torn."""
         self._kv = Dense(self.lm.shapes, self.lm.dtype, self.lm.device)
+        self._states = States(self.lm.mixers.like, CHECKPOINTS)
         self._n = self._solid = self._gap = 0
         self._guessed: Bough | None = None  # behind the text
 
@@ -95,7 +100,7 @@ class Sibling:
 
     def usage(self) -> list[Usage]:
         """What it stores, as a tier of its own."""
-        return [replace(use, tier="draft") for use in self._kv.usage()]
+        return [replace(use, tier="draft") for use in (*self._kv.usage(), *self._states.usage())]
 
     # ---- what the text is ----
 
@@ -116,8 +121,10 @@ class Sibling:
     def _cut(self, n: int) -> None:
         """Cover n tokens and no more; none at all, where what stands before them is gone."""
         if n < self._n:
+            n = self._states.reaches(n)
             self._n = n if n >= self._solid else 0
             self._kv.crop(self._n and self._n - self._gap)
+            self._states.crop(self._n)
             if not self._n:
                 self._solid = self._gap = 0
         self._guessed = None
@@ -152,12 +159,14 @@ class Sibling:
             self._make_room(CHUNK)
             yield from self._feed(self._text[self._n : self._n + CHUNK])
         self._make_room(self.missing)
+        self._states.mark()
         return (yield from self._feed(self._text[self._n :], want))
 
     def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Asks[list[list[float]]]:
         """What is gleaned of the rows of guesses behind the text, which has been read."""
         if self._guessed is None:
-            self._guessed = Bough(self.lm, self._kv, self._n - self._gap)
+            states = self._states if self.lm.mixers else None
+            self._guessed = Bough(self.lm, self._kv, self._n - self._gap, states)
         return (yield from self._guessed.grow(self._known(ids), parents, top))
 
     def _known(self, ids: Sequence[int]) -> list[int]:
@@ -168,7 +177,8 @@ class Sibling:
         n = rows.n_rows
         assert want <= n, "what is asked for was not passed over"
         wanted = range(n - want, n)
-        made = yield Feed(self.lm, rows, self._kv, want=wanted, glean=top if want else None, is_prompt=not want)
+        glean = top if want else None
+        made = yield Feed(self.lm, rows, self._kv, want=wanted, glean=glean, states=self._states, is_prompt=not want)
         commit(self._kv, rows, made, range(n))
         self._n += n
         return [made.gleaned(i) for i in range(want)]
@@ -189,6 +199,7 @@ class Sibling:
             self._n, self._gap = self._sinks, 0
         hole = self.missing - int(most)
         self._n += hole
+        self._states.pass_over(self._n)
         self._solid = self._n
         self._gap += hole if self._turns is not None else 0
 

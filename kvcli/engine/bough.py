@@ -7,7 +7,7 @@ bits are those of a text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from kvcli.engine.rows import Rows
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
 from kvcli.kv.fixed import Fixed
+from kvcli.kv.states import Known, States
 
 if TYPE_CHECKING:
     from kvcli.engine.lm import LM
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
 class Bough:
     """Grows by passes, each of which reads `past` and what grew before. It is what their rows attend to."""
 
-    def __init__(self, lm: LM, past: Reader, at: int) -> None:
-        """`past`: what all rows see, at positions below `at`; it may not change while this grows."""
-        self._lm, self._past, self._at = lm, past, at
+    def __init__(self, lm: LM, past: Reader, at: int, states: States | None = None) -> None:
+        """`past`: what all rows see, at positions below `at`; it may not change while this grows. `states`: what mixers
+        know of it; with them each further row of a pass follows the one before."""
+        self._lm, self._past, self._at, self._states = lm, past, at, states
+        self._folds: list[tuple[Callable[[int], None], States, int]] = []  # by row: of its pass, and how many rows
         self.dtype = past.dtype
         self.ids: list[int] = []
         self.parents: list[int] = []  # which row each follows; -1 = what is stored
@@ -74,12 +77,19 @@ class Bough:
         self._line, self._sees, self._grown, self._sent = torch.from_numpy(line), {}, {}, {}
         self._pos = [self._at + len(seen) - 1 for seen in above]
         among = (-1,) * n  # nobody walks down these rows
-        rows = Rows(ids, self._pos[had:], self._line[:, had:] if n > 1 else None, tree=n, parent=among)
+        states = None if self._states is None else self._behind(parents[0], self._states)
+        assert states is None or [*parents[1:]] == [*range(had, had + n - 1)], "a state is of one line of rows"
+        sees = self._line[:, had:] if n > 1 and states is None else None
+        rows = Rows(ids, self._pos[had:], sees, tree=n, parent=among)
         for run in layers[:-1]:
             hidden = (yield Feed(self._lm, rows, self, layers=run, hidden=hidden)).hidden
         last = layers[-1] if layers else None
         of = self._lm, rows, self
-        made = yield Feed(*of, want=range(n), draw=draw, glean=glean, layers=last, hidden=hidden, shows=shows)
+        made = yield Feed(
+            *of, want=range(n), draw=draw, glean=glean, layers=last, hidden=hidden, shows=shows, states=states
+        )
+        if states is not None and made.fold is not None:
+            self._folds += [(made.fold, states, i + 1) for i in range(n)]
         self.ids += ids
         self.parents += parents
         self._above, self._held = above, self._grown
@@ -122,6 +132,17 @@ class Bough:
             found.append(at)
         return found
 
+    def _behind(self, row: int, states: States) -> States:
+        """Of a text that ends with this row; -1 = with what is stored."""
+        found = States()
+        found.now = states.now if row < 0 else self._known(row)
+        return found
+
+    def _known(self, row: int) -> Known:
+        fold, states, n = self._folds[row]
+        fold(n)
+        return states.now
+
     def above(self, row: int) -> list[int]:
         """A row's ancestors, the first one first, and itself."""
         return self._above[row]
@@ -136,6 +157,8 @@ class Bough:
         """These become slots."""
         for layer, k, v, at in self.held(path):
             kv.append(layer, k, v, at)
+        if self._states is not None and path:
+            self._states.advance(self._known(path[-1]))
 
     def usage(self) -> list[Usage]:
         """Nothing that lasts."""

@@ -7,6 +7,8 @@ whose value is its key, of which the first R numbers count.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -85,23 +87,30 @@ class Latent(nn.Linear):
         return self.weight.view(self.heads, -1, self.rank)
 
 
-def latent_of(module: nn.Module, noted: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor) -> Latent | str:
-    """What makes keys k and values v [1, H, N, ..] of a layer from what it `noted` in its cache; "" where it stores
-    them as they are, else why what is noted is not known to be a latent."""
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """What makes a layer's keys and values of what it stores; neither of both where it stores them as they are."""
+
+    latent: Latent | None = None
+    why_not: str = ""  # what it stores is not known to be a latent
+
+
+def latent_of(module: nn.Module, noted: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor) -> Expanded:
+    """Of a layer that made keys k and values v [1, H, N, ..] of what it `noted` in its cache."""
     if noted is None or noted[0].shape[1:] == k.shape[1:]:
-        return ""
+        return Expanded()
     latent, turned = noted
     expands = getattr(module, "kv_b_proj", None)
     if latent.shape[1] != 1 or turned.shape[1] != 1 or expands is None:
-        return "what it stores is expanded in no way that is known"
+        return Expanded(why_not="what it stores is expanded in no way that is known")
     if type(expands) not in (nn.Linear, Latent):
-        return f"the weights that expand it are packed ({type(expands).__name__})"
+        return Expanded(why_not=f"the weights that expand it are packed ({type(expands).__name__})")
     heads, plain = k.shape[1], k.shape[3] - turned.shape[3]
     if expands.bias is not None or expands.weight.shape != (heads * (plain + v.shape[3]), latent.shape[3]):
-        return "the weights that expand it have another shape"
+        return Expanded(why_not="the weights that expand it have another shape")
     made = Latent(expands, heads, plain, turned.shape[3])
     same = v.shape[1] == heads and made.expands(latent[0, 0], turned[0, 0], k[0], v[0])
-    return made if same else "its keys and values are not what these weights make"
+    return Expanded(made) if same else Expanded(why_not="its keys and values are not what these weights make")
 
 
 def _each(x: Tensor, panels: Tensor, n: int) -> Tensor:

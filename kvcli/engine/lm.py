@@ -23,7 +23,7 @@ from kvcli.engine.graphs import CudaGraphs
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.memory import give_back
 from kvcli.engine.neighbours import rows_know_neighbours
-from kvcli.engine.places import place_
+from kvcli.engine.pack import pack, placed, split
 from kvcli.engine.straight import Straight, straight_through
 from kvcli.engine.threads import use_device, use_threads
 from kvcli.engine.trial import current
@@ -32,17 +32,13 @@ from kvcli.kernels import attend_rows, gpu
 from kvcli.kernels.linear.experts import lay_out_experts_
 from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
-from kvcli.kernels.linear_packed import Bits, panels
-from kvcli.kernels.linear_packed.experts import quantize_experts_
-from kvcli.kernels.linear_packed.module import Swap, packed_weights, quantize_
+from kvcli.kernels.linear_packed.module import packed_weights
 from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.kernels.products import multiplies
 from kvcli.kernels.rotate import Rotary
 from kvcli.kv.bus import bus_of
-from kvcli.kv.slots import LayerShape
 from kvcli.models.family import read_config
-from kvcli.models.gguf import quantizer
 from kvcli.models.packing import Packing
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.sizes import count
@@ -70,7 +66,7 @@ class LM:
         self.device = places[-1] if places is not None else self.entry  # where logits come out
         self.is_split = places is not None
         self.is_apart = self.device.type != "cpu"  # each time that the host asks for a result empties a queue
-        self.shapes = _placed(shape.stored, places, self.device)  # per layer
+        self.shapes = placed(shape.stored, places, self.device)  # per layer
         self.storing = [layer for layer, of in enumerate(self.shapes) if of.shares is None]  # others read theirs
         self.latents = shape.latents  # by layer, of those that store latents
         self.sights = shape.sights  # per layer
@@ -87,7 +83,7 @@ class LM:
         self.frames: Frames | None = None  # passes that its device records, where it does
         self.turns: tuple[Rotary | None, ...] | None = None  # of keys, by layer, once somebody asked (rope.py)
         self.remembers: dict[object, Any] = {}  # what its texts taught drafters for those to come, by what it is
-        self._layers = _decoder_layers(model, shape)
+        self._layers = seam.decoder_layers(model, shape)
         self._has_gates = False  # and is known to take them
         self._is_shown = False  # what its output layer is given
 
@@ -125,9 +121,9 @@ class LM:
         parameters = sum(p.numel() for p in model.parameters()) + packed_weights(model)
         places = None
         if layers_on_gpu is not None:
-            backend, of_layers, places = _split(model, shape, quant, device or model.device, layers_on_gpu)
+            backend, of_layers, places = split(model, shape, quant, device or model.device, layers_on_gpu)
         else:
-            backend, of_layers = _pack(model, shape, quant, device or model.device)
+            backend, of_layers = pack(model, shape, quant, device or model.device)
         model.set_attn_implementation(_ATTENTION)
         info = ModelInfo(
             id=id,
@@ -266,14 +262,13 @@ class LM:
 
     def record(self, graphs: str) -> None:
         """Have its device record passes and replay them (frame.py), where it can; the backend says so, or why not."""
-        why = gpu.why_not(self.device, self.dtype) if graphs == "auto" else f"load.graphs = {graphs}"
-        if self.is_split:
-            why = why or "its layers are on two devices"
-        sizes = ((of.k_dim, of.v_dim) for of in self.shapes)
-        why = why or next(filter(None, (attend_rows.why_not(self.dtype, self.device, *each) for each in sizes)), "")
-        if self.mixers:
-            why = why or "some of its layers keep a state"
-        if not why:
+        whys = (
+            gpu.why_not(self.device, self.dtype) if graphs == "auto" else f"load.graphs = {graphs}",
+            "its layers are on two devices" if self.is_split else "",
+            *(attend_rows.why_not(self.dtype, self.device, of.k_dim, of.v_dim) for of in self.shapes),
+            self.mixers.why_not_recorded,
+        )
+        if not (why := next(filter(None, whys), "")):
             self.frames = Frames(CudaGraphs(self.device))
         how = f"passes not recorded: {why}" if why else "passes recorded"
         self.info = replace(self.info, backend=f"{self.info.backend}, {how}")
@@ -289,91 +284,6 @@ def _show(output: nn.Module, given: tuple[Tensor, ...]) -> None:
     its_pass = current()
     if getattr(its_pass, "shows", False):
         its_pass.shown = given[0][0]
-
-
-# ---- what is packed ----
-
-
-def _pack(model: Any, shape: seam.Shape, quant: str, device: torch.device) -> tuple[str, tuple[str, ...]]:
-    """Bring the model to `device`, packed as asked: what runs its linear layers, and notes on what stays unpacked."""
-    by = "native" if panels.serves(model.dtype) else "torch"
-    if quant == "none":
-        if model.device.type != device.type:
-            model.to(device)
-        given = getattr(model.config, "quantization_config", None)
-        method = getattr(given, "quant_method", "quantized")
-        said = f"{by} packed int4" if method == quantizer.METHOD else getattr(method, "value", method)
-        return ("torch" if given is None else f"{said}, as in the checkpoint"), ()
-    layers = _decoder_layers(model, shape)
-    if layers is None:  # LongCat, of which each layer has two
-        why = "its attention modules stand in no list of layers"
-        raise BadModel(
-            "linear layers of this model cannot be packed", code="model_unsupported", lines=[why], try_=["--quant none"]
-        )
-    backend, swap = _packed(layers, quant, device)
-    assert swap is not None
-    model.to(device)
-    return backend, _swap_notes(swap, quant)
-
-
-def _packed(layers: nn.Module, quant: str, device: torch.device) -> tuple[str, Swap | None]:
-    """Pack the linear layers below as asked, by what serves `device`; what runs them then."""
-    if quant == "none":
-        return "torch", None
-    if device.type == "cpu":
-        by = "native" if panels.serves(next(layers.parameters()).dtype) else "torch"
-        bits: Bits = 8 if quant == "int8" else 4
-        swap = quantize_(layers, bits, give_back) + quantize_experts_(layers, bits, give_back)
-        return f"{by} packed {quant}", swap
-    swap, backend = weights.quantize_for_gpu(layers, quant, device)
-    return backend, swap
-
-
-def _split(
-    model: Any, shape: seam.Shape, quant: str, device: torch.device, on_gpu: int
-) -> tuple[str, tuple[str, ...], list[torch.device]]:
-    """The same with the last layers on `device`, and where each layer is then."""
-    layers = None if shape.mixers else _decoder_layers(model, shape)
-    if layers is None:
-        why = "some keep a state" if shape.mixers else "its attention modules stand in no list of layers"
-        raise BadModel("layers of this model cannot be placed one by one", code="no_split", lines=[why])
-    n, notes = min(on_gpu, len(layers)), list[str]()
-    backends = dict[str, None]()
-    for part, where in ((layers[: len(layers) - n], model.device), (layers[len(layers) - n :], device)):
-        if len(part):
-            backend, swap = _packed(part, quant, where)
-            backends[backend] = None
-            notes += _swap_notes(swap, quant) if swap is not None else ()
-    places = place_(model, list(layers), n, device)
-    said = f"{n} of {len(layers)} layers on {device}" if n < len(layers) else f"embeddings on {model.device}"
-    return f"{' and '.join(backends)}, {said}", tuple(notes), places
-
-
-def _placed(
-    stored: Sequence[LayerShape], places: Sequence[torch.device] | None, device: torch.device
-) -> tuple[LayerShape, ...]:
-    """What layers store, with where it lies for those that are elsewhere."""
-    elsewhere = [None if place == device else place for place in places or [device] * len(stored)]
-    return tuple(replace(of, device=place) if place else of for of, place in zip(stored, elsewhere, strict=True))
-
-
-def _decoder_layers(model: nn.Module, shape: seam.Shape) -> nn.ModuleList | None:
-    """The list of decoder layers, if the model has one: embeddings, head and whatever reads pictures are not in it."""
-    for part in model.modules():
-        if not isinstance(part, nn.ModuleList) or len(part) < len(shape.attentions):
-            continue
-        attend = [layer for layer in part if any(module in shape.attentions for module in layer.modules())]
-        if len(attend) == len(shape.attentions) and (len(attend) == len(part) or shape.mixers):
-            return part
-    return None
-
-
-def _swap_notes(swap: Swap, quant: str) -> tuple[str, ...]:
-    """What stayed in full precision, one line each."""
-    notes = [f"{count} linear layers stay unpacked: {why}" for why, count in swap.kept.items()]
-    if not swap.packed:
-        notes.append(f"load.quant = {quant} changed nothing")
-    return tuple(notes)
 
 
 def _weight_bytes(model: nn.Module) -> int:

@@ -214,6 +214,11 @@ class Mixers:
         for mixer, its in zip(self._found, found, strict=True):
             mixer.settle(its if self.are_by_row else None)
 
+    @property
+    def why_not_recorded(self) -> str:
+        """Why passes through them are no frames; "" where there are none."""
+        return "some of its layers keep a state" if self._found else ""
+
     def trial(self, feeds: Sequence[Feed], plain: Trial) -> Stated:
         """For a pass of these texts side by side, in place of `plain`. Raises BadModel for rows that are no chain, or
         know no state."""
@@ -312,7 +317,7 @@ def _mixer(module: nn.Module) -> Mixer:
 def _trial() -> Stated | None:
     """Of the pass that is under way, if its model has mixers."""
     found = getattr(current(), "trial", None)
-    return found if isinstance(found, Stated) else None
+    return found if found is not None and found.parts else None
 
 
 def _now() -> Part:

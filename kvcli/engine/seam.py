@@ -115,11 +115,22 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
     heads, sights, sinks, modules = zip(*((at.heads[0], at.sight, at.sink, at.module) for at in layers), strict=True)
     with torch.inference_mode():
         found = {at.index: latent_of(at.module, finder.given.get(at.index), *at.kv) for at in layers}
-    latents = {layer: latent for layer, latent in found.items() if not isinstance(latent, str)}
-    lacks = Counter(latent for latent in found.values() if isinstance(latent, str) and latent)
+    latents = {layer: of.latent for layer, of in found.items() if of.latent is not None}
+    lacks = Counter(of.why_not for of in found.values() if of.why_not)
     notes = tuple(f"{n} layers store keys and values of all heads, and no latents: {why}" for why, n in lacks.items())
     stored = tuple(_stored(at, latents.get(at.index), layers[:place]) for place, at in enumerate(layers))
     return Shape(heads, sights, sinks, modules, stored, mixers, latents, notes)
+
+
+def decoder_layers(model: nn.Module, shape: Shape) -> nn.ModuleList | None:
+    """The list of decoder layers, if the model has one: embeddings, head and whatever reads pictures are not in it."""
+    for part in model.modules():
+        if not isinstance(part, nn.ModuleList) or len(part) < len(shape.attentions):
+            continue
+        attend = [layer for layer in part if any(module in shape.attentions for module in layer.modules())]
+        if len(attend) == len(shape.attentions) and (len(attend) == len(part) or shape.mixers):
+            return part
+    return None
 
 
 def _stored(at: Layer, latent: Latent | None, before: Sequence[Layer]) -> LayerShape:

@@ -126,9 +126,7 @@ class Session(Text):
 
     def _end(self, most: int) -> int:
         """Where the next chunk ends: with states, where somebody may come back to, as a checkpoint will stand there."""
-        at = self.committed
-        stops = [stop for stop in turns(self.spans) if stop > at] if self.lm.mixers else []
-        return min(at + self.chunk_rows, most, *stops)
+        return min(self.committed + self.chunk_rows, most, *self.states.stops(turns(self.spans)))
 
     def _read_chunk(self, end: int) -> Asks[None]:
         rows = Rows.chain(self.ids[self.committed : end], self.committed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from inspect import signature
@@ -15,6 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from kvcli.engine.latent import Latent
+    from kvcli.engine.mixers import Part
 
 
 class Trial:
@@ -27,6 +28,7 @@ class Trial:
     is_compileable = False
     is_sliding: tuple[bool, ...] = ()  # by layer, of which it has none
     layers: tuple[object, ...] = ()
+    parts: Sequence[Part] = ()  # of its texts, where mixers ask for their states (mixers.py)
 
     def __init__(self, latents: Mapping[int, Latent] = MappingProxyType({}), *, may_expand: bool = False) -> None:
         """`latents`: by layer, of those that expand what they store; `may_expand`: where that pays they do."""

@@ -266,9 +266,12 @@ def _second(target: Subject, profile: Profile, room: Room, facts: Facts) -> memo
         is_fused=is_fused(shape, number, room),
     )
 
+    folds = shape.folds
+    states: int = drafts.states * folds.nbytes(number) + folds.layers * folds.taped * rows * number
+
     def stored(n: int) -> int:
         weight = 0 if is_shared else heavy.memory
-        return weight + memory.kv_bytes(shape, drafts.kept(n, room.kind), number)
+        return weight + states + memory.kv_bytes(shape, drafts.kept(n, room.kind), number)
 
     return memory.Beside(
         stored,

@@ -7,8 +7,8 @@ another, so checkpoints and copies of a text share what they have in common.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -120,6 +120,15 @@ class States:
         self.now = known
         if crosses:
             self.mark()
+
+    def pass_over(self, n: int) -> None:
+        """The text has n tokens, of which those from here on are left out."""
+        if self._has_any:
+            self.now = replace(self.now, at=n)
+
+    def stops(self, turns: Iterable[int]) -> list[int]:
+        """Those ahead of these lengths of the text, where reading has to stop for a checkpoint to come back to."""
+        return [turn for turn in turns if turn > self.now.at] if self._has_any else []
 
     def mark(self) -> None:
         """Somebody may come back to where the text is now."""

@@ -64,6 +64,11 @@ class Lookahead:
         """Rows of the smaller model's passes, at most: of one that reads, and of one all of whose rows have logits."""
         return 2048, 1
 
+    @property
+    def states(self) -> int:
+        """Of layers of the smaller model that keep one, at most: of its text, and of a pass."""
+        return 1 + 8 + 1  # checkpoints as a session has them
+
     def kept(self, n: int, device: str = "cpu") -> int:
         """Of n tokens, those whose keys and values the smaller model has there."""
         return n

@@ -23,10 +23,11 @@ from kvcli.engine.lm import LM
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.engine.stats import Stats
-from kvcli.errors import BadConfig
+from kvcli.errors import BadConfig, BadModel
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots
-from tests import families
+from kvcli.kv.states import apart_by
+from tests import families, hybrids
 from tests.covering import marked
 
 NEW = 48
@@ -65,6 +66,99 @@ def test_a_model_that_drafts_for_itself_is_always_right(prefill: str, sampler: s
     assert got == text(Off(), SAMPLERS[sampler])[0]
     assert stats.accepted_tokens == stats.draft_tokens > 0
     assert stats.passes == math.ceil(NEW / 6)
+
+
+# ---- a model some of whose layers keep a state ----
+
+# gated delta nets, convolutions alone, a mixer behind the last attention, both in each layer, latents beside states
+STATEFUL = ("qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1", "kimi_linear")
+
+
+@cache
+def hybrid(family: str, dtype: torch.dtype = torch.float32) -> LM:
+    found = LM.of(hybrids.build(family, dtype), id=family)
+    found.lay_out()
+    return found
+
+
+@pytest.mark.parametrize("settings", [{"working": 0}, {"cascade": 3, "copies": True, "min_match": 1}])
+@pytest.mark.parametrize("family", STATEFUL)
+def test_with_states_it_guesses_what_it_would_write_alone(family: str, settings: dict[str, Any]) -> None:
+    both, stats = hybrid(family), Stats()
+    config = Model(adaptive=False, depth=5, branches=1, **{"copies": False, **settings})
+    texts = []
+    for made in (config.drafter(pair=Pair(both, both)), Off()):
+        session = Session(both, Dense(both.shapes, both.dtype), made, SAMPLERS["drawn"], chunk=13)
+        drive(session.read(hybrids.prompt(43)))
+        for step in events(session.stream(NEW)):
+            stats.fold(step) if not isinstance(made, Off) else None
+        texts.append(session.ids)
+    assert texts[0] == texts[1]
+    assert stats.accepted_tokens == stats.draft_tokens > 0 or "cascade" in settings  # which copies may be wrong
+
+
+@pytest.mark.parametrize("working", [0, 19])
+@pytest.mark.parametrize("family", STATEFUL)
+def test_states_go_back_to_what_was_accepted(family: str, working: int) -> None:
+    """Rounds of guesses in passes of one row and of several, of which any beginning comes true; and texts cut."""
+    random, its = Random(3), hybrid(family)
+    at = Sibling(its, working, 3 if working else 0, sees=0)
+    ids = hybrids.prompt(60)
+    at.start(ids)
+    drive(at.study())
+    for n in range(60):
+        drive(at.read())
+        guesses = [random.randrange(hybrids.VOCAB) for _ in range(random.randrange(6))]
+        cuts = sorted({0, *random.choices(range(len(guesses) + 1), k=2), len(guesses)})
+        for a, b in pairwise(cuts):
+            drive(at.go_on(guesses[a:b], range(a - 1, b - 1)))
+        if n % 3 and len(guesses) > 2:  # a further pass stands behind any of them
+            drive(at.go_on([5], [random.randrange(len(guesses))]))
+        right = random.randint(0, len(guesses))
+        ids = [*ids, *guesses[:right], random.randrange(hybrids.VOCAB)]
+        if n % 20 == 19:
+            ids = [*ids[: random.randrange(40, 90)], 7]
+            at.start(ids)
+        else:
+            at.extend(ids[-right - 1 :])
+        assert at.missing >= 1
+        if n % 5 == 0:
+            (got,) = drive(at.read())
+            fresh = Sibling(its, working, 3 if working else 0, sees=0)
+            fresh.start(ids)
+            (want,) = drive(fresh.read())
+            assert apart_by(at._states.now, fresh._states.now) < 1e-3 or working
+            assert got == pytest.approx(want, abs=1e-3) or working  # keys that stay are others
+
+
+def test_what_is_passed_over_is_not_in_its_states() -> None:
+    its, ids = hybrid("qwen3_5_text"), hybrids.prompt(70)
+    at, fresh = Sibling(its, 23, 3, sees=None), Sibling(its, 0, 0, sees=0)
+    at.start(ids)
+    drive(at.study())
+    fresh.start([*ids[:3], *ids[50:]])
+    drive(fresh.study())
+    rec = {key for key in its.mixers.like.rec if key[0] == 0}  # of the first layer, which knows no position
+    assert all(torch.allclose(at._states.now.rec[key], fresh._states.now.rec[key], atol=1e-5) for key in rec)
+    assert at._states.now.at == 69
+
+
+@pytest.mark.parametrize(
+    ("settings", "try_"),
+    [
+        ({"retrieval": "every:2"}, "retrieval=off"),
+        ({"positions": "contiguous"}, "positions=original"),
+        ({"tree": "opt"}, "wide=1"),
+    ],
+)
+def test_what_states_cannot_do_is_refused_by_name(settings: dict[str, Any], try_: str) -> None:
+    its = hybrid("lfm2")
+    with pytest.raises(BadModel, match="lfm2 has layers that fold the text into a state") as told:
+        Model(**settings).drafter(pair=Pair(its, its))
+    assert told.value.try_ == (f"--set spec.{try_}",)
+    Model(**{**settings, try_.split("=")[0]: 1 if try_ == "wide=1" else try_.split("=")[1]}).drafter(
+        pair=Pair(its, its)
+    )
 
 
 @pytest.mark.parametrize("positions", ["original", "contiguous"])

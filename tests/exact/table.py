@@ -169,6 +169,10 @@ DRAFTERS: dict[str, Make] = {
         [STOP], Pair(lm("dense", "fp32"), sibling())
     ),
     "chain": lambda truth: Ngram(adaptive=False, branches=1, min_match=1).drafter(),
+    # one some of whose layers keep a state: copies in its passes come true in part
+    "model-states": lambda truth: Model(adaptive=False, depth=4, working=23, sinks=2, cascade=3, min_match=1).drafter(
+        [STOP], Pair(lm("dense", "fp32"), folding())
+    ),
     "eager": lambda truth: Ngram(adaptive=False, max=7).drafter(),  # drafts from the first pass on, whatever it costs
     **{
         kind.__name__.lower(): (lambda truth, kind=kind: kind(truth, 97, STOP))  # type: ignore[misc]
@@ -192,6 +196,13 @@ def sibling(is_constant: bool = False) -> LM:
     if is_constant:
         model.get_output_embeddings().weight.data.zero_()
     found = LM.of(model)
+    found.lay_out()
+    return found
+
+
+@cache
+def folding() -> LM:
+    found = LM.of(hybrids.build("qwen3_5_text"))
     found.lay_out()
     return found
 
