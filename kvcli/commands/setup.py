@@ -80,7 +80,12 @@ def entry_of(world: World, config: Config, name: str | None) -> Entry:
 
 
 def find(
-    world: World, name: str | None, allow_pickle: bool, tell: Callable[[str], None] | None = None
+    world: World,
+    name: str | None,
+    allow_pickle: bool,
+    tell: Callable[[str], None] | None = None,
+    *,
+    may_assist: bool = False,
 ) -> source.Source:
     """The checked files of a model by any of its names, downloaded only with a `tell` to say so to. Raises BadModel."""
     config = config_of(world)
@@ -98,7 +103,12 @@ def find(
         disable_progress_bars()
     try:
         return source.find(
-            entry.path, offline=offline, revision=entry.revision or None, allow_pickle=allow_pickle, tell=tell
+            entry.path,
+            offline=offline,
+            revision=entry.revision or None,
+            allow_pickle=allow_pickle,
+            tell=tell,
+            may_assist=may_assist,
         )
     except BadModel as error:
         if error.code == "model_not_found":
@@ -269,7 +279,7 @@ class Setup:
             from kvcli.commands.siblings import choose
 
             name = choose(self.fetch(self.profile(), tell), self.name, at_hand(self.world))
-        return replace(find(self.world, name, allow_pickle=False, tell=tell), id=name)
+        return replace(find(self.world, name, allow_pickle=False, tell=tell, may_assist=True), id=name)
 
     def sizes(self, tell: Callable[[str], None] | None = None) -> Callable[[str], Subject]:
         """The same as a plan has it, by name."""
