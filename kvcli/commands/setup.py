@@ -119,14 +119,14 @@ def find(
         raise
 
 
-def at_hand(world: World) -> dict[str, source.Source]:
+def at_hand(world: World, *, may_assist: bool = False) -> dict[str, source.Source]:
     """The checked files of all models that have a name here, by that; not of those with which something is wrong."""
     from kvcli.commands.known import known
 
     found = dict[str, source.Source]()
     for name, _ in known(config_of(world), world.paths.data):
         with suppress(KvcliError):  # `kvcli models list` says what
-            found[name] = find(world, name, allow_pickle=False)
+            found[name] = find(world, name, allow_pickle=False, may_assist=may_assist)
     return found
 
 
@@ -207,18 +207,25 @@ class Setup:
         return profile
 
     def _by_its_own(self, profile: Profile) -> Profile:
-        """The same, where "auto" is to draft and the model's files bring a layer for it: nothing else is as cheap.
+        """The same, where "auto" is to draft and the model's files bring a layer for it: nothing else is as cheap. Or
+        where what is to draft is an assistant, or one that was made for the model is at hand.
 
         Not where more is said of the model that drafts than its name."""
-        is_auto = profile.spec.method == "model" and profile.spec.model == "auto" and "auto" not in self.config.models
         said = {key for key, at in profile.origins.items() if key.startswith("spec.") and at != "default"}
-        if not is_auto or said - {"spec.method", "spec.model", "spec.strict"}:
+        if profile.spec.method != "model" or said - {"spec.method", "spec.model", "spec.strict", "spec.quant"}:
             return profile
-        from kvcli.models.companions import has_mtp
+        from kvcli.models.companions import assistant_for, has_mtp, is_assistant
 
+        wanted = {"method": "assistant", "model": profile.spec.model, "quant": profile.spec.quant}
         with suppress(KvcliError):  # said where the model is wanted
-            if has_mtp(self.found or find(self.world, self.model, profile.load.allow_pickle)):
+            if profile.spec.model != "auto" or "auto" in self.config.models:
+                found = find(self.world, profile.spec.model, allow_pickle=False, may_assist=True)
+                return profile.replace(spec=wanted) if is_assistant(found.config) else profile
+            found = self.found or find(self.world, self.model, profile.load.allow_pickle)
+            if has_mtp(found) and "spec.quant" not in said:
                 return profile.replace(spec={"method": "mtp"})
+            if name := assistant_for(found, at_hand(self.world, may_assist=True)):
+                return profile.replace(spec=wanted | {"model": name})
         return profile
 
     def overruled(self, profile: Profile) -> list[str]:

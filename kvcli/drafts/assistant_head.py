@@ -1,4 +1,4 @@
-"""An assistant that reads what the model that writes has stored, and says by it what comes behind its next token.
+"""An assistant of Gemma 4 that reads what the model that writes has stored, and says by it what comes behind its next token.
 
 It stores nothing, so nothing of a text has to be read for it: packed, windowed, evicted, in host memory or not, what its
 rows find is what the store has. All of them stand where the newest token does, whose own slot is not stored yet, and
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from kvcli.kernels.merge import Part
     from kvcli.kv.slots import Sight, Store, Usage
 
-# A window is inclusive there and counted from the newest slot, which is one before the rows: two more than here.
-_WIDER = 2
+_WIDER = 2  # tokens: a window is inclusive there, and counted from the newest slot, which is one before the rows
 
 
 class Lent:

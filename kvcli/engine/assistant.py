@@ -1,5 +1,5 @@
-"""Small models that come beside Gemma 4 to say more than its next token, as a model whose layers store nothing: a row is
-a token, embedded by the model that writes, and the hidden state of the one before it.
+"""Small models that come beside Gemma 4 to say more than its next token, as a model whose layers store nothing: a row
+is a token, embedded by the model that writes, and the hidden state of the one before it.
 
 Their layers hand over queries alone, and read what the last layer of the same kind of that model stored.
 """
@@ -93,7 +93,7 @@ def _kinds(text: Any) -> dict[str, tuple[int, int]]:
 
 
 def lenders(target: LM, head: LM) -> list[int]:
-    """By layer of `head`: the layer of `target` whose slots it reads, which is the last of the same kind that stores."""
+    """By layer of `head`: the layer of `target` whose slots it reads, the last of the same kind that stores."""
     last = {target.windows[layer] is not None: layer for layer in target.storing}
     return [last[window is not None] for window in head.windows]
 
@@ -125,9 +125,9 @@ def _misfits(target: LM, config: Any) -> list[str]:
         "vocab_size": (text.vocab_size, target.vocab),
         "sliding_window": (text.sliding_window, getattr(its, "sliding_window", None)),
     }
-    stored = {its.layer_types[layer]: target.shapes[layer] for layer in target.storing} if its.model_type else {}
+    stored = {target.windows[layer] is not None: target.shapes[layer] for layer in target.storing}
     for kind, (heads, size) in _kinds(text).items():
-        of = stored.get(kind)
+        of = stored.get(kind == "sliding_attention")
         wanted[f"KV heads of {kind}, and numbers of a key"] = ((heads, size), of and (of.n_kv_heads, of.k_dim))
     found = [f"{name}: {a} here, {b} there" for name, (a, b) in wanted.items() if a != b]
     return [*found, *(["its layers are on two devices"] if target.is_split else [])]

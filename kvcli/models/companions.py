@@ -90,6 +90,22 @@ def is_assistant(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in _ASSISTANTS
 
 
+def assistant_for(found: Source, here: Mapping[str, Source]) -> str:
+    """The name of the smallest of these that may be this model's assistant, by their configs; "" = none is."""
+    of = found.text_config
+    sizes = of.get("model_type"), of.get("hidden_size"), of.get("vocab_size")
+
+    def sizes_of(one: Source) -> tuple[object, ...]:
+        return (
+            one.text_config.get("model_type"),
+            one.config.get("backbone_hidden_size"),
+            one.text_config.get("vocab_size"),
+        )
+
+    able = {name: one for name, one in here.items() if is_assistant(one.config) and sizes_of(one) == sizes}
+    return min(able, key=lambda name: able[name].nbytes, default="")
+
+
 def refuse_head(config: Mapping[str, Any], name: str, *, may_assist: bool = False) -> None:
     """Raises BadModel for what drafts for one model and is none by itself. `may_assist`: an assistant is wanted."""
     if may_assist and is_assistant(config):
@@ -104,13 +120,11 @@ def refuse_head(config: Mapping[str, Any], name: str, *, may_assist: bool = Fals
     stated = config.get("speculators_config")
     verifier = stated.get("verifier") if isinstance(stated, dict) else None
     made_for = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    ours, others = (
-        is_assistant(config),
-        ["--draft MODEL, a small model of the same family: kvcli models show MODEL lists them"],
-    )
+    ours = is_assistant(config)
+    instead = "--draft MODEL, a small model of the same family: kvcli models show MODEL lists them"
     raise BadModel(
         f"{name} is {what}, and no model that writes text by itself",
         code="draft_head",
         lines=[*([] if ours else [WHY]), *([f"it was made for {str(made_for)[:80]}"] if made_for else [])],
-        try_=[*([f"-m MODEL --draft {name}"] if ours else others), "--spec ngram"],
+        try_=[f"-m MODEL --draft {name}, with the Gemma 4 that it was made for" if ours else instead, "--spec ngram"],
     )

@@ -1,8 +1,11 @@
-"""Assistants of Gemma 4 draft: they say what transformers has them say, over whatever is stored; the text is the same."""
+"""Assistants of Gemma 4 draft: they say what transformers has them say, and the text is the model's own."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import pytest
@@ -10,19 +13,24 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
-from kvcli.drafts.assistant import AssistantDraft
+from kvcli.commands.flags import profile_flags
+from kvcli.commands.setup import Setup
+from kvcli.demo import weights_dir
 from kvcli.drafts.assistant_head import AssistantHead
 from kvcli.drafts.off import Off
-from kvcli.engine.assistant import wrapped
+from kvcli import build
+from kvcli.engine.assistant import Output, wrapped
 from kvcli.engine.drafter import Drafter, Pair
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import drive, events, together
 from kvcli.engine.feed import Asks
 from kvcli.engine.lm import LM
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.errors import BadModel
 from kvcli.kv.dense import Dense
+from kvcli.settings.profile import Profile
 from tests import drafters, families
+from tests.fakes import Machine
 
 DEPTH, STEPS = 4, 5
 ORDERED = {"use_ordered_embeddings": True, "num_centroids": 16, "centroid_intermediate_top_k": 5}
@@ -119,3 +127,117 @@ def written(lm: LM, drafter: Drafter, n: int = 50, sampler: Sampler | None = Non
     drive(session.read(families.prompt(n, 96)))
     list(events(session.stream(40)))
     return session.ids
+
+
+@pytest.mark.parametrize("fault", ["layer", "position", "state", "window"])
+def test_guesses_are_others_where_one_of_it_is_wrong(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the comparison with transformers would find."""
+    lm = loaded(num_hidden_layers=8, layer_types=families.PAIRS * 4)
+    text = written(lm, Off())
+
+    def said() -> list[list[int]]:
+        follower = Follower(text, AssistantHead(lm, wrapped(lm, drafters.assistant_of(lm))))
+        written(lm, follower)  # type: ignore[arg-type]
+        return follower.said
+
+    want = said()
+    assert said() == want
+    if fault == "layer":
+        monkeypatch.setattr("kvcli.drafts.assistant_head.lenders", lambda lm, head: [0, 1] * 2)
+    elif fault == "position":
+        monkeypatch.setattr(AssistantHead, "length", property(lambda self: len(self._text) + 1))
+    elif fault == "window":
+        monkeypatch.setattr("kvcli.drafts.assistant_head._WIDER", 0)
+    else:
+        monkeypatch.setattr(Output, "forward", lambda self, shown, x: self.table(x + 0 * shown.mul_(0).sum()))
+    assert said() != want
+
+
+def test_another_model_and_another_shape_are_refused_by_what_differs() -> None:
+    lm = loaded()
+    for changes, said in (
+        ({"backbone_hidden_size": 64}, "backbone_hidden_size: 64 here, 48 there"),
+        ({"text_config": {"vocab_size": 98}}, "vocab_size: 98 here, 97 there"),
+        ({"text_config": {"sliding_window": 12}}, "sliding_window: 12 here, 11 there"),
+        ({"text_config": {"global_head_dim": 64}}, "KV heads of full_attention, and numbers of a key"),
+    ):
+        with pytest.raises(BadModel) as found:
+            wrapped(lm, drafters.assistant_of(lm, **changes))
+        assert found.value.code == "draft_head"
+        assert said in " ".join(found.value.lines)
+        assert any("--draft MODEL" in one for one in found.value.try_)
+    llama = loaded("llama")
+    with pytest.raises(BadModel, match="and model is not that") as found:
+        wrapped(llama, drafters.assistant_of(llama))
+    assert any("gemma4_text here, llama there" in line for line in found.value.lines)
+    assert any("KV heads of" not in line for line in found.value.lines)
+
+
+@pytest.mark.parametrize("kv", [{"k_bits": 8, "v_bits": 8}, {}], ids=["int8", "whole"])
+@pytest.mark.parametrize("policy", [{"method": "snap"}, {"method": "window", "sinks": 4, "recent": 60}, {}])
+def test_over_what_a_profile_keeps_the_text_is_the_same(kv: dict[str, Any], policy: dict[str, Any]) -> None:
+    """Beside another text, too."""
+    lm = loaded()
+    base = load(None).replace(kv=kv, policy=policy or {"method": "none"}, exactness="approx")
+    plain = base.replace(spec={"method": "off"})
+    drafting = base.replace(spec={"method": "assistant", "model": "there", "adaptive": False, "copies": False})
+    pair = Pair(lm, wrapped(lm, drafters.assistant_of(lm)))
+
+    def text(profile: Profile, n: int) -> Any:
+        session = build.session(lm, profile, pair=pair)
+        yield from session.read(families.prompt(n))
+        yield from session.stream(30)
+        return session.ids
+
+    want = [drive(text(plain, n)) for n in (90, 131)]
+    assert [drive(text(drafting, n)) for n in (90, 131)] == want
+    assert [ticket.result() for ticket in together(text(drafting, 90), text(drafting, 131))] == want
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A tiny Gemma 4 with the bundled model's tokens, its assistant, and that of another one."""
+    changes = {"vocab_size": 1888, "vocab_size_per_layer_input": 1888}
+    families.build("gemma4_shared", **changes).save_pretrained(tmp_path / "gemma")
+    for file in weights_dir().glob("tokeniz*"):
+        copy(file, tmp_path / "gemma")
+    lm = loaded(**changes)
+    drafters.assistant_of(lm).save_pretrained(tmp_path / "helper")
+    drafters.assistant_of(lm, backbone_hidden_size=64).save_pretrained(tmp_path / "stranger")
+    found = Machine(tmp_path, has_config=True)
+    config = found.world().paths.config / "config.toml"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    names = ("gemma", "helper", "stranger")
+    config.write_text("".join(f'[models.{n}]\npath = "{tmp_path / n}"\n' for n in names))
+    return found
+
+
+def test_it_is_found_by_its_files_and_fit_counts_them(machine: Machine) -> None:
+    for name in ("helper", "auto"):
+        setup = Setup(machine.world(), "gemma", flags=profile_flags({"--draft": name}))
+        profile = setup.profile()
+        assert (profile.spec.method, profile.spec.model) == ("assistant", "helper")
+    assert setup.sizes()("helper").shape.layers == 4
+    plans = [json.loads(machine("fit", "gemma", *more, "--json").out) for more in ((), ("--draft", "helper"))]
+    files = (machine.folder / "helper" / "model.safetensors").stat().st_size
+    assert str(plans[0]) != str(plans[1])
+    assert files > 0
+    one = machine("chat", "-m", "gemma", "--draft", "helper", "-p", "How deep?", "-n", "12", "--temp", "0")
+    two = machine("chat", "-m", "gemma", "--spec", "off", "-p", "How deep?", "-n", "12", "--temp", "0")
+    assert one.out == two.out
+    assert one.code == 0, one.err
+
+
+def test_it_is_refused_alone_and_where_it_does_not_belong(machine: Machine) -> None:
+    with pytest.raises(BadModel, match="shares the past") as found:
+        Setup(machine.world(), "helper").fetch(Setup(machine.world(), "gemma").profile())
+    assert any("--draft helper" in one for one in found.value.try_)
+    setup = Setup(machine.world(), "gemma", flags=profile_flags({"--draft": "stranger"}))
+    with pytest.raises(BadModel, match="stranger drafts for a Gemma 4") as found:
+        setup.load(setup.profile()).drafts_by  # noqa: B018
+    for method, name in (("model", "helper"), ("assistant", "demo")):
+        setup = Setup(machine.world(), "gemma", flags={})
+        profile = setup.profile().replace(spec={"method": method, "model": name})
+        with pytest.raises(BadModel, match=r"is (an assistant|no assistant)") as found:
+            setup.load(profile).drafts_by  # noqa: B018
+        assert any("--set spec.method=" in one for one in found.value.try_)
