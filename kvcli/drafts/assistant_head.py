@@ -1,8 +1,9 @@
-"""An assistant of Gemma 4 that reads what the model that writes has stored, and says by it what comes behind its next token.
+"""An assistant of Gemma 4: it reads what the model that writes has stored, and says by it what comes behind its next
+token.
 
-It stores nothing, so nothing of a text has to be read for it: packed, windowed, evicted, in host memory or not, what its
-rows find is what the store has. All of them stand where the newest token does, whose own slot is not stored yet, and
-none sees another: guesses go on from states alone, as in transformers' `SinglePositionMultiTokenCandidateGenerator`.
+It stores nothing, so nothing of a text has to be read for it: packed, windowed, evicted, in host memory or not, what
+its rows find is what the store has. All of them stand where the newest token does, whose own slot is not stored yet,
+and none sees another: guesses go on from states alone (`SinglePositionMultiTokenCandidateGenerator` in transformers).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _WIDER = 2  # tokens: a window is inclusive there, and counted from the newest s
 
 
 class Lent:
-    """A store as layers of another model read it: each a layer of the model that writes, and its own rows not at all."""
+    """A store as layers of another model read it: each reads one of the model that writes, and its own rows not."""
 
     def __init__(self, kv: Store, layers: Sequence[int]) -> None:
         self._kv, self._layers, self.dtype = kv, layers, kv.dtype

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
@@ -220,9 +221,11 @@ def test_it_is_found_by_its_files_and_fit_counts_them(machine: Machine) -> None:
         profile = setup.profile()
         assert (profile.spec.method, profile.spec.model) == ("assistant", "helper")
     assert setup.sizes()("helper").shape.layers == 4
-    plans = [machine("fit", "gemma", *more, "--json") for more in ((), ("--draft", "helper"))]
-    taken = [json.loads(run.out) for run in plans]
-    print("FIT", json.dumps(taken))
+    by = ("--set", "spec.method=assistant", "--set", "spec.model=helper")
+    runs = [machine("fit", "gemma", *more, "--json") for more in (("--spec", "off"), by)]
+    off, drafting = (json.loads(run.out)["plans"][0] for run in runs)
+    held = sum(t.nbytes for t in load_file(machine.folder / "helper" / "model.safetensors").values())
+    assert held <= drafting["draft"] - off["draft"] < held + 200_000, "its weights, and tables of what copies know"
     asked = ("-p", "How deep?", "-n", "12", "--greedy", "--json")
     runs = [machine("chat", "-m", "gemma", *by, *asked) for by in (("--draft", "helper"), ("--spec", "off"))]
     said, plain = (json.loads(run.out) for run in runs)
