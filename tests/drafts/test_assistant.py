@@ -222,7 +222,8 @@ def test_it_is_found_by_its_files_and_fit_counts_them(machine: Machine) -> None:
         assert (profile.spec.method, profile.spec.model) == ("assistant", "helper")
     assert setup.sizes()("helper").shape.layers == 4
     by = ("--set", "spec.method=assistant", "--set", "spec.model=helper")
-    runs = [machine("fit", "gemma", *more, "--json") for more in (("--spec", "off"), by)]
+    runs = [machine("fit", "gemma", *more, "--json") for more in (("--set", "spec.method=off"), by)]
+    assert not any(run.exit for run in runs), [(run.out, run.err) for run in runs]
     off, drafting = (json.loads(run.out)["plans"][0] for run in runs)
     held = sum(t.nbytes for t in load_file(machine.folder / "helper" / "model.safetensors").values())
     assert held <= drafting["draft"] - off["draft"] < held + 200_000, "its weights, and tables of what copies know"
