@@ -80,6 +80,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "model": "kvcli.drafts.model:Model",
         "self": "kvcli.drafts.self_draft:SelfDraft",
         "mtp": "kvcli.drafts.mtp:MtpDraft",
+        "assistant": "kvcli.drafts.assistant:AssistantDraft",
     },
     "steps": {
         "none": "kvcli.steps.alone:Alone",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from kvcli.drafts.assistant import AssistantDraft
 from kvcli.drafts.mixer import Mixer
 from kvcli.drafts.mtp import MtpDraft
 from kvcli.drafts.self_draft import SelfDraft
+from kvcli.engine.assistant import Assistant
 from kvcli.engine.drafter import Costs, Pair
 from kvcli.engine.feed import Asks, Glean, asked
 from kvcli.engine.lm import LM
@@ -112,7 +116,7 @@ class Itself:
 
     def __init__(self, **settings: Any) -> None:
         config = SelfDraft(adaptive=False, depth=3, copies=False, **settings)
-        self._config: SelfDraft | MtpDraft = config
+        self._config: SelfDraft | MtpDraft | AssistantDraft = config
         self.view = config.glance()
         self._truth: Sequence[int] = ()
         self._mixer: Mixer | None = None
@@ -131,13 +135,12 @@ class Itself:
 
     def propose(self, ids: Sequence[int], room: int, past: Session) -> Asks[Draft]:
         if self._mixer is None:
-            self._prepare(past.lm)
-            self._mixer = self._config.drafter(pair=Pair(past.lm, past.lm))
+            self._mixer = self._config.drafter(pair=Pair(past.lm, self._prepare(past.lm)))
             yield from asked(self._mixer.start(*self._text))
         return (yield from asked(self._mixer.propose(ids, room, past)))
 
-    def _prepare(self, lm: LM) -> None:
-        return
+    def _prepare(self, lm: LM) -> LM:
+        return lm
 
     def observe(self, step: Step) -> Asks[None] | None:
         return self._mixer.observe(step) if self._mixer is not None else None
@@ -158,8 +161,9 @@ class Headed(Itself):
         self._config = MtpDraft(**{"adaptive": False, "depth": 3, "copies": False, **settings})
         self._truth, self._of = truth, of
 
-    def _prepare(self, lm: LM) -> None:
+    def _prepare(self, lm: LM) -> LM:
         lm.remembers[Mtp] = head_of(lm, self._truth, self._of)
+        return lm
 
 
 class Knowing(Mtp):
@@ -189,3 +193,58 @@ def head_of(lm: LM, truth: Sequence[int] = (), of: type[Mtp] = Mtp) -> LM:
         found.model.__class__ = Knowing if truth else of
         found.model.truth = truth
     return found
+
+
+class Assisted(Itself):
+    """A random assistant over the past of whichever session it is given to; with `truth` it is right of most of it."""
+
+    def __init__(self, truth: Sequence[int] = (), **settings: Any) -> None:
+        super().__init__()
+        self._config = AssistantDraft(**{"adaptive": False, "depth": 3, "copies": False, **settings})
+        self._truth = truth
+
+    def _prepare(self, lm: LM) -> LM:
+        found = LM.of(Assistant(assistant_of(lm).to(lm.device), lm.model.get_input_embeddings()), id="assistant")
+        if self._truth:
+            found.model.__class__ = Told
+            found.model.__dict__["truth"] = dict(pairwise(self._truth))
+        return found
+
+
+class Told(Assistant):
+    """Knows which token follows which in a text: its rows all stand in one place."""
+
+    def forward(self, input_ids: Any, position_ids: Any = None, logits_to_keep: Any = None, **told: Any) -> Any:
+        out = super().forward(input_ids, position_ids, logits_to_keep=logits_to_keep, **told)
+        ids = input_ids[0] if logits_to_keep is None else input_ids[0, logits_to_keep]
+        for i, token in enumerate(ids.tolist()):
+            if token in self.truth:
+                out.logits[0, i, self.truth[token]] = 1e3
+        return out
+
+
+def assistant_config(lm: LM, **changes: Any) -> Any:
+    """Of two or four layers that read what layers of this model store, whatever its family."""
+    text = lm.model.config.get_text_config()
+    of = {lm.windows[layer] is not None: lm.shapes[layer] for layer in lm.storing}
+    full, near = of[False], of.get(True, of[False])
+    kinds = ["sliding_attention", "full_attention"] * 2 if True in of else ["full_attention"] * 2
+    inner = {
+        "model_type": text.model_type if text.model_type.startswith("gemma4") else "gemma4_text",
+        **families.COMMON,
+        "vocab_size": lm.vocab, "hidden_size": 40, "num_hidden_layers": len(kinds), "layer_types": kinds,
+        "sliding_window": max((w for w in lm.windows if w), default=11), "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0, "num_attention_heads": 4, "num_key_value_heads": near.n_kv_heads,
+        "head_dim": near.k_dim, "global_head_dim": full.k_dim, "num_global_key_value_heads": full.n_kv_heads,
+        "attention_k_eq_v": True, "num_kv_shared_layers": len(kinds), **changes.pop("text_config", {}),
+    }  # fmt: skip
+    return AutoConfig.for_model(
+        "gemma4_assistant", **{"backbone_hidden_size": text.hidden_size, "text_config": inner, **changes}
+    )
+
+
+def assistant_of(lm: LM, **changes: Any) -> Any:
+    """A random one for this model."""
+    found = AutoModelForCausalLM.from_config(assistant_config(lm, **changes), attn_implementation="eager")
+    families.sharpen(found, seed=5)
+    return found.to(lm.dtype).eval().requires_grad_(False)

@@ -83,7 +83,7 @@ HEADS: dict[str, tuple[dict[str, Any], str]] = {
         "an EAGLE-3 head",
     ),
     "dflash": ({"architectures": ["DFlashDraftModel"], "dflash_config": {"target_layer_ids": [1]}}, "a DFlash head"),
-    "assistant": ({"model_type": "gemma4_assistant"}, "an assistant that shares the past"),
+    "glimmer": ({"model_type": "muse_glimmer_assistant"}, "a DFlash head"),
     "medusa": ({"medusa_num_heads": 5}, "Medusa heads"),
 }
 

@@ -91,7 +91,7 @@ def load(
     lm = LM.load(found, **asdict(wants))  # the table's keys are what a model is loaded by
     notes = unpack.told(given, packs, lm.info.dtype)
     lm.info = replace(lm.info, notes=(*lm.info.notes, *notes))
-    named = find or partial(source.find, offline=offline, tell=tell)
+    named = find or partial(source.find, offline=offline, tell=tell, may_assist=True)
     second = partial(load_second, words=tokenizer, load=wants, find=named, cache=cache, tell=tell)
     return Model(lm, tokenizer, chosen, load_seconds=time.perf_counter() - began, second=second)
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from kvcli.engine.drafter import Pair
+from kvcli.errors import BadModel
+from kvcli.models.companions import is_assistant
 from kvcli.models.spelling import spelling
 from kvcli.models.tokenizer import load_tokenizer
 
@@ -36,6 +38,7 @@ def load_second(
     Raises BadModel where it cannot draft. Neither its code nor its pickle files are trusted, whatever is of the
     other's: a profile may name it, too.
     """
+    from kvcli.engine.assistant import load_assistant
     from kvcli.engine.lm import LM
     from kvcli.engine.weights import keeps_blocks
     from kvcli.models.gguf import unpack
@@ -45,5 +48,19 @@ def load_second(
     found = unpack.ready(find(wanted.model), wants.dtype, cache, packs=keeps_blocks(wants), tell=tell)
     if untrusted == load and (str(found.path), found.revision) == (target.info.path, target.info.revision):
         return Pair(target, target)
+    if is_assistant(found.config) != wanted.is_assistant:
+        raise _of_another_method(wanted)
+    if wanted.is_assistant:
+        return Pair(target, load_assistant(target, found, wants))
     respelled = spelling(words, load_tokenizer(found, wants.trust_remote_code))
     return Pair(target, LM.load(found, **asdict(wants)), respelled)
+
+
+def _of_another_method(wanted: Second) -> BadModel:
+    what, other = ("no assistant of a Gemma 4", "model") if wanted.is_assistant else ("an assistant", "assistant")
+    return BadModel(
+        f"{wanted.model} is {what}",
+        code="draft_head",
+        lines=["a model of its own drafts by spec.method = model, an assistant by spec.method = assistant"],
+        try_=[f"--set spec.method={other} --set spec.model={wanted.model}", "--spec ngram"],
+    )

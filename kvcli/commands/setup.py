@@ -80,7 +80,12 @@ def entry_of(world: World, config: Config, name: str | None) -> Entry:
 
 
 def find(
-    world: World, name: str | None, allow_pickle: bool, tell: Callable[[str], None] | None = None
+    world: World,
+    name: str | None,
+    allow_pickle: bool,
+    tell: Callable[[str], None] | None = None,
+    *,
+    may_assist: bool = False,
 ) -> source.Source:
     """The checked files of a model by any of its names, downloaded only with a `tell` to say so to. Raises BadModel."""
     config = config_of(world)
@@ -98,7 +103,12 @@ def find(
         disable_progress_bars()
     try:
         return source.find(
-            entry.path, offline=offline, revision=entry.revision or None, allow_pickle=allow_pickle, tell=tell
+            entry.path,
+            offline=offline,
+            revision=entry.revision or None,
+            allow_pickle=allow_pickle,
+            tell=tell,
+            may_assist=may_assist,
         )
     except BadModel as error:
         if error.code == "model_not_found":
@@ -109,14 +119,14 @@ def find(
         raise
 
 
-def at_hand(world: World) -> dict[str, source.Source]:
+def at_hand(world: World, *, may_assist: bool = False) -> dict[str, source.Source]:
     """The checked files of all models that have a name here, by that; not of those with which something is wrong."""
     from kvcli.commands.known import known
 
     found = dict[str, source.Source]()
     for name, _ in known(config_of(world), world.paths.data):
         with suppress(KvcliError):  # `kvcli models list` says what
-            found[name] = find(world, name, allow_pickle=False)
+            found[name] = find(world, name, allow_pickle=False, may_assist=may_assist)
     return found
 
 
@@ -197,18 +207,26 @@ class Setup:
         return profile
 
     def _by_its_own(self, profile: Profile) -> Profile:
-        """The same, where "auto" is to draft and the model's files bring a layer for it: nothing else is as cheap.
+        """The same, where "auto" is to draft and the model's files bring a layer for it: nothing else is as cheap. Or
+        where what is to draft is an assistant, or one that was made for the model is at hand.
 
         Not where more is said of the model that drafts than its name."""
-        is_auto = profile.spec.method == "model" and profile.spec.model == "auto" and "auto" not in self.config.models
         said = {key for key, at in profile.origins.items() if key.startswith("spec.") and at != "default"}
-        if not is_auto or said - {"spec.method", "spec.model", "spec.strict"}:
+        if profile.spec.method != "model" or said - {"spec.method", "spec.model", "spec.strict", "spec.quant"}:
             return profile
-        from kvcli.models.companions import has_mtp
+        from kvcli.models.companions import assistant_for, has_mtp, is_assistant
 
+        wanted = {"method": "assistant", "model": profile.spec.model, "quant": profile.spec.quant}
         with suppress(KvcliError):  # said where the model is wanted
-            if has_mtp(self.found or find(self.world, self.model, profile.load.allow_pickle)):
+            if profile.spec.model != "auto" or "auto" in self.config.models:
+                found = find(self.world, profile.spec.model, allow_pickle=False, may_assist=True)
+                by = profile.origins["spec.model"]
+                return profile.changed({"spec": wanted}, by) if is_assistant(found.config) else profile
+            found = self.found or find(self.world, self.model, profile.load.allow_pickle)
+            if has_mtp(found) and "spec.quant" not in said:
                 return profile.replace(spec={"method": "mtp"})
+            if name := assistant_for(found, at_hand(self.world, may_assist=True)):
+                return profile.replace(spec=wanted | {"model": name})
         return profile
 
     def overruled(self, profile: Profile) -> list[str]:
@@ -269,7 +287,7 @@ class Setup:
             from kvcli.commands.siblings import choose
 
             name = choose(self.fetch(self.profile(), tell), self.name, at_hand(self.world))
-        return replace(find(self.world, name, allow_pickle=False, tell=tell), id=name)
+        return replace(find(self.world, name, allow_pickle=False, tell=tell, may_assist=True), id=name)
 
     def sizes(self, tell: Callable[[str], None] | None = None) -> Callable[[str], Subject]:
         """The same as a plan has it, by name."""

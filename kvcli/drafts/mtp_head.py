@@ -152,20 +152,16 @@ class MtpHead:
         return [made.gleaned(0)]
 
     def _hear_again(self) -> Asks[None]:
-        """A pass of the model that writes over its newest tokens, with part of their past."""
+        """Of its newest tokens."""
         assert self._past is not None, "there is no past to read"
         end = self.length - 1
-        first = max(0, end - SEEN)
         if not end:  # before the first token there is none
             self._wait([0], torch.zeros(1, self._lm.model.config.get_text_config().hidden_size, dtype=self._lm.dtype))
             return
-        before = newest_before(self._lm, self._past.kv, first, range(self._lm.n_layers))
-        rows = Rows.chain(self._text[first:end], first)
-        made = yield Feed(self._lm, rows, before, want=range(rows.n_rows), shows=True)
-        assert made.hidden is not None
+        first, states = yield from heard_again(self._lm, self._past, self._text)
         known = max([self._end, *(at + 1 for at in self._at)])
         new = range(max(first + 1, known), end + 1)
-        self._wait(new, made.hidden[-len(new) :].clone())
+        self._wait(new, states[-len(new) :].clone())
 
     def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Asks[list[list[float]]]:
         """What is gleaned of the rows of guesses behind it, each with its parent's state."""
@@ -175,3 +171,15 @@ class MtpHead:
         assert made.hidden is not None
         self._grown = torch.cat([self._grown, made.hidden])
         return [made.gleaned(i) for i in range(len(ids))]
+
+
+def heard_again(lm: LM, past: Past, text: Sequence[int]) -> Asks[tuple[int, Tensor]]:
+    """States [n, E] of the newest tokens but for the pending one, and the position of the first: by a pass of the model
+    that writes, with part of their past."""
+    end = len(text) - 1
+    first = max(0, end - SEEN)
+    before = newest_before(lm, past.kv, first, range(lm.n_layers))
+    rows = Rows.chain(text[first:end], first)
+    made = yield Feed(lm, rows, before, want=range(rows.n_rows), shows=True)
+    assert made.hidden is not None
+    return first, made.hidden

@@ -1,7 +1,7 @@
 """What comes with a model to draft for it: layers in its files, or a head in files of its own. Standard library only.
 
-MTP layers draft (engine/mtp.py). Heads in files of their own read several layers' hidden states, or the past of the
-model that writes, which is handed to no drafter; an early exit has no weights of its own.
+MTP layers draft (engine/mtp.py), and so do Gemma 4's assistants, in files of their own (engine/assistant.py). Other
+heads read several layers' hidden states, which are handed to no drafter; an early exit has no weights of its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ _SIGNS = {  # in the names of architectures, types and algorithms, small letters
     "eagle": "an EAGLE head",
     "dflash": "a DFlash head",
     "medusa": "Medusa heads",
+    "muse_glimmer_assistant": "a DFlash head",
     "_assistant": "an assistant that shares the past of the model it was made for",
     "mlp_speculator": "an MLP speculator",
 }
 # families of which transformers builds the layers, by the type of their text; of others it drops them
 _BUILT = {"bailing_hybrid", "deepseek_v3", "glm4_moe", "mellum", "step3p7"}
 _BUILT |= {"qwen3_5_text", "qwen3_5_moe_text"}  # told to by `_name_layers`
-WHY = "it reads hidden states of several layers, or the past, of the model that writes: kvcli hands those to no drafter"
+WHY = "it reads hidden states of several layers of the model that writes: kvcli hands those to no drafter"
+_ASSISTANTS = {"gemma4_assistant", "gemma4_unified_assistant"}
 
 
 def found_in(source: Source) -> list[str]:
@@ -83,8 +85,31 @@ def _is_built(source: Source) -> bool:
     return kind in _BUILT or f"{kind}_text" in _BUILT
 
 
-def refuse_head(config: Mapping[str, Any], name: str) -> None:
-    """Raises BadModel for what drafts for one model and is none by itself."""
+def is_assistant(config: Mapping[str, Any]) -> bool:
+    """Whether `spec.method = "assistant"` takes it."""
+    return config.get("model_type") in _ASSISTANTS
+
+
+def assistant_for(found: Source, here: Mapping[str, Source]) -> str:
+    """The name of the smallest of these that may be this model's assistant, by their configs; "" = none is."""
+    of = found.text_config
+    sizes = of.get("model_type"), of.get("hidden_size"), of.get("vocab_size")
+
+    def sizes_of(one: Source) -> tuple[object, ...]:
+        return (
+            one.text_config.get("model_type"),
+            one.config.get("backbone_hidden_size"),
+            one.text_config.get("vocab_size"),
+        )
+
+    able = {name: one for name, one in here.items() if is_assistant(one.config) and sizes_of(one) == sizes}
+    return min(able, key=lambda name: able[name].nbytes, default="")
+
+
+def refuse_head(config: Mapping[str, Any], name: str, *, may_assist: bool = False) -> None:
+    """Raises BadModel for what drafts for one model and is none by itself. `may_assist`: an assistant is wanted."""
+    if may_assist and is_assistant(config):
+        return
     kinds = [config.get(key) for key in ("model_type", "speculators_model_type")]
     listed = config.get("architectures")
     signs = " ".join(str(s) for s in [*kinds, *(listed if isinstance(listed, list) else [])]).lower()
@@ -95,9 +120,11 @@ def refuse_head(config: Mapping[str, Any], name: str) -> None:
     stated = config.get("speculators_config")
     verifier = stated.get("verifier") if isinstance(stated, dict) else None
     made_for = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    ours = is_assistant(config)
+    instead = "--draft MODEL, a small model of the same family: kvcli models show MODEL lists them"
     raise BadModel(
         f"{name} is {what}, and no model that writes text by itself",
         code="draft_head",
-        lines=[WHY, *([f"it was made for {str(made_for)[:80]}"] if made_for else [])],
-        try_=["--draft MODEL, a small model of the same family: kvcli models show MODEL lists them", "--spec ngram"],
+        lines=[*([] if ours else [WHY]), *([f"it was made for {str(made_for)[:80]}"] if made_for else [])],
+        try_=[f"-m MODEL --draft {name}, with the Gemma 4 that it was made for" if ours else instead, "--spec ngram"],
     )

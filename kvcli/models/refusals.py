@@ -34,9 +34,9 @@ def no_tokenizer(id: str, said: str, try_: str) -> BadModel:
     return BadModel(f"{id} has no tokenizer that can be read", code="bad_tokenizer", lines=[said], try_=[try_])
 
 
-def refuse(config: Config, name: str) -> None:
-    """Raise BadModel if the design in `config` cannot be served."""
-    refuse_head(config, name)
+def refuse(config: Config, name: str, *, may_assist: bool = False) -> None:
+    """Raise BadModel if the design in `config` cannot be served. `may_assist`: as `refuse_head` has it."""
+    refuse_head(config, name, may_assist=may_assist)
     inner = config.get("text_config")
     text = inner if isinstance(inner, dict) else config
     family = str(text.get("model_type") or config["model_type"])

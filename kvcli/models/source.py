@@ -78,18 +78,20 @@ def find(
     demo_dir: Path | None = None,
     allow_pickle: bool = False,
     tell: Callable[[str], None] | None = None,
+    may_assist: bool = False,
 ) -> Source:
     """A bundled model, a folder, a GGUF file, or a hub id, with every file checked.
 
     A hub id is looked for in the local cache. It is downloaded only when `offline` is false and there is a `tell` to
     say so to: a library that was given nobody to tell stays off the network. A name without an owner is never asked
-    for: it is a typing error far more often than one of the few models that have none.
+    for: it is a typing error far more often than one of the few models that have none. `may_assist`: a model that only
+    drafts for a Gemma 4 is one, too.
     """
     at = f"{name} at {revision}" if revision else name
     if name in BUNDLED:
-        return _checked(name, _bundled(name, demo_dir), "", allow_pickle)
+        return _checked(name, _bundled(name, demo_dir), "", allow_pickle, may_assist)
     if name and exists(expanduser(name)):
-        return _checked(name, Path(expanduser(name)), "", allow_pickle)
+        return _checked(name, Path(expanduser(name)), "", allow_pickle, may_assist)
     if not re.fullmatch(r"[\w-][\w.-]*", name) and not hub.ID.fullmatch(name):
         raise BadModel(
             f"{name[:80] or 'a model without a name'} does not exist",
@@ -98,13 +100,13 @@ def find(
         )
     repo, _, file = name.partition(":")
     try:
-        return _checked(name, *hub.cached(repo, file, revision, at, offline), allow_pickle)
+        return _checked(name, *hub.cached(repo, file, revision, at, offline), allow_pickle, may_assist)
     except BadModel as error:
         if offline or tell is None or not hub.may_fetch(name, error):
             raise
         where = "not in the cache" if error.code == "model_not_found" else "in the cache only in part"
     tell(f"{at} is {where}: downloading it from huggingface.co")
-    return _checked(name, *hub.download(repo, file, revision, at), allow_pickle)
+    return _checked(name, *hub.download(repo, file, revision, at), allow_pickle, may_assist)
 
 
 def look_up(name: str, revision: str | None = None) -> Source:
@@ -122,11 +124,11 @@ def look_up(name: str, revision: str | None = None) -> Source:
     return Source(name, path, commit, config, files, is_pickle=False)
 
 
-def _checked(name: str, path: Path, commit: str, allow_pickle: bool) -> Source:
+def _checked(name: str, path: Path, commit: str, allow_pickle: bool, may_assist: bool) -> Source:
     if file := _only_gguf(path, name) if path.is_dir() else path:
         return _checked_gguf(name, file, commit)
     config = read_config(path, name)
-    _refuse(config, name, path)
+    _refuse(config, name, path, may_assist=may_assist)
     files, is_pickle = weights(path, name, allow_pickle)
     hold(config, text_config(config), files, name)
     if lexists(path / "generation_config.json"):  # transformers goes on without it where it cannot read it
@@ -149,9 +151,9 @@ def _checked_gguf(name: str, path: Path, commit: str) -> Source:
     return Source(name, path, commit, said.config, files, is_pickle=False, is_gguf=True)
 
 
-def _refuse(config: Config, name: str, path: Path) -> None:
+def _refuse(config: Config, name: str, path: Path, *, may_assist: bool = False) -> None:
     try:
-        refuse(config, name)
+        refuse(config, name, may_assist=may_assist)
     except (TypeError, AttributeError, LookupError) as error:
         raise BadModel(
             f"config.json of {name} has a setting of the wrong type",

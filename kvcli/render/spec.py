@@ -56,7 +56,7 @@ def _sources(found: SpecDocument, width: int) -> Iterator[str]:
 
 
 BY = {"suffix": "tokens matched", "scouts": "tokens of the key", "stand": "lead in nats", "recycle": "lead in nats"}
-BY["model"] = BY["self"] = BY["mtp"] = BY["stand"]
+BY["model"] = BY["self"] = BY["mtp"] = BY["assistant"] = BY["stand"]
 
 
 def _words(found: SpecDocument) -> Iterator[str]:

@@ -161,6 +161,7 @@ class Second:
 
     model: str  # as after -m
     quant: Quant  # precision of its weights
+    is_assistant: bool = False  # made for that one, whose past it reads
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,9 @@ DRAFTERS: dict[str, Make] = {
     # an MTP layer over its hidden states, that guesses well and that is at random
     "mtp": lambda truth: drafters.Headed(truth, depth=4, branches=2),
     "mtp-random": lambda truth: drafters.Headed(branches=3, sources=("recycle",)),
+    # an assistant that reads what the model has stored, in whichever way that lies
+    "assistant": lambda truth: drafters.Assisted(truth, depth=4, branches=2),
+    "assistant-random": lambda truth: drafters.Assisted(branches=3, sources=("recycle",)),
     "model-tree": lambda truth: trees(TREES[sum(truth) % len(TREES)]),  # each cell has one of the kinds
     # a second model, copies and what the model that writes thought likely, in one tree
     "model-mix": lambda truth: Model(adaptive=False, depth=2, branches=2, sources=("stand", "recycle")).drafter(

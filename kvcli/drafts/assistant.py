@@ -1,0 +1,63 @@
+"""Draft with the assistant that comes beside a Gemma 4 in files of its own: it reads that model's keys and values where
+they lie, and stores none.
+
+Tokens are drawn from the model itself and compared with guesses afterwards, so the text is the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from kvcli.drafts.company import Company
+from kvcli.settings.schema import Quant, Range, Second
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from kvcli.drafts.mixer import Mixer
+    from kvcli.engine.drafter import Pair
+
+
+@dataclass(frozen=True)
+class AssistantDraft(Company):
+    """Guess with the assistant made for this Gemma 4, and copy where the text repeats itself."""
+
+    model: str = ""  # the assistant: as after -m
+    quant: Quant = "none"  # precision of its weights
+    depth: Annotated[int, Range(1, 64)] = 4  # tokens that it guesses in a row, at most
+
+    @property
+    def second(self) -> Second:
+        """The model that drafts. Raises BadConfig where none is named."""
+        from kvcli.errors import BadConfig
+
+        if not self.model:
+            raise BadConfig(
+                'spec.method = "assistant" needs the assistant of the model that writes',
+                code="no_draft_model",
+                try_=["--draft ASSISTANT", "--set spec.model=ASSISTANT"],
+            )
+        return Second(self.model, self.quant, is_assistant=True)
+
+    @property
+    def second_rows(self) -> tuple[int, int]:
+        """Rows of its passes, at most: of one that reads, and of one all of whose rows have logits."""
+        return 1, self.branches
+
+    def kept(self, n: int, device: str = "cpu") -> int:
+        """Of n tokens, those whose keys and values it has: none."""
+        return 0
+
+    def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
+        """A drafter that knows no text yet."""
+        from kvcli.drafts.assistant_head import AssistantHead
+        from kvcli.drafts.chain import Chain
+        from kvcli.drafts.copies import Copies
+
+        assert pair is not None, "somebody must draft"
+        lm, head = pair.target, pair.draft
+        share = head.info.weight_bytes / lm.info.weight_bytes
+        guesser = AssistantHead(lm, head)
+        chain = Chain(guesser, depth=self.depth, vocab=lm.vocab, share=share, ends=ends, name="assistant")
+        return self.mixer(chain, Copies(self.min_match, self.max_match))

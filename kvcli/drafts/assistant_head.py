@@ -1,0 +1,160 @@
+"""An assistant of Gemma 4: it reads what the model that writes has stored, and says by it what comes behind its next
+token.
+
+It stores nothing, so nothing of a text has to be read for it: packed, windowed, evicted, in host memory or not, what
+its rows find is what the store has. All of them stand where the newest token does, whose own slot is not stored yet,
+and none sees another: guesses go on from states alone (`SinglePositionMultiTokenCandidateGenerator` in transformers).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.drafts.mtp_head import heard_again
+from kvcli.drafts.successors import top
+from kvcli.engine.assistant import lenders
+from kvcli.engine.feed import Asks, Feed
+from kvcli.engine.rows import Hears, Rows
+from kvcli.kv.fixed import Fixed
+
+if TYPE_CHECKING:
+    from kvcli.engine.drafter import Past
+    from kvcli.engine.lm import LM
+    from kvcli.engine.stats import Step
+    from kvcli.kernels.attend_rows import Own
+    from kvcli.kernels.merge import Part
+    from kvcli.kv.slots import Sight, Store, Usage
+
+_WIDER = 2  # tokens: a window is inclusive there, and counted from the newest slot, which is one before the rows
+
+
+class Lent:
+    """A store as layers of another model read it: each reads one of the model that writes, and its own rows not."""
+
+    def __init__(self, kv: Store, layers: Sequence[int]) -> None:
+        self._kv, self._layers, self.dtype = kv, layers, kv.dtype
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] at positions pos [N] -> parts over what is stored in the layer that stands for this one."""
+        window = None if sight.window is None else sight.window + _WIDER
+        return self._kv.attend(self._layers[layer], q, replace(sight, window=window, is_guess=True), pos)
+
+    def fixed(self, rows: int, more: int = 0) -> Fixed:
+        """Why it needs the host."""
+        return Fixed(why_not="an assistant reads the store of another model")
+
+    def usage(self) -> list[Usage]:
+        """Nothing: it is the store's."""
+        return []
+
+
+class AssistantHead:
+    """Follows a text by the state that led to its newest token."""
+
+    hears: Hears = "hidden"
+
+    def __init__(self, lm: LM, head: LM) -> None:
+        self._lm, self._head = lm, head
+        self._layers = lenders(lm, head)
+        self._text: list[int] = []
+        self._past: Past | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """The state is not known."""
+        self._at, self._state = 0, torch.empty(0)  # [1, E]: of the token before the one at this position
+        self._grown = self._state  # [1 + n, E]: that, then its own, of guesses
+
+    @property
+    def name(self) -> str:
+        return self._head.info.id
+
+    @property
+    def limit(self) -> int:
+        return self._lm.limit
+
+    @property
+    def length(self) -> int:
+        return len(self._text)
+
+    @property
+    def missing(self) -> int:
+        """One row reads the text."""
+        return 1
+
+    @property
+    def room(self) -> int:
+        """As deep as the model has positions."""
+        return self.limit - self.length
+
+    def newest(self, n: int) -> list[int]:
+        """The pending token, whose state alone is known."""
+        return self._text[-1:]
+
+    def usage(self) -> list[Usage]:
+        """It stores nothing."""
+        return []
+
+    # ---- what the text is ----
+
+    def start(self, ids: Sequence[int]) -> None:
+        """The text is now this one."""
+        if self._text != list(ids):
+            self.forget()
+        self._text = list(ids)
+
+    def extend(self, new: Sequence[int]) -> None:
+        """These joined it."""
+        self._text += new
+
+    def over(self, past: Past | None) -> None:
+        """What its rows read."""
+        self._past = past
+
+    def hear(self, step: Step) -> None:
+        """The state that led to the newest of the tokens which are about to join the text."""
+        if step.hidden is not None and step.path:
+            row = step.path[-1]
+            self._at, self._state = step.rows.pos[row] + 1, step.hidden[row : row + 1].clone()
+
+    # ---- passes ----
+
+    def study(self) -> Asks[None]:
+        """Of a prompt it reads nothing."""
+        yield from ()
+
+    def read(self, want: int = 1, most: float = math.inf) -> Asks[list[list[float]]]:
+        """What is gleaned of the pending token's row; nothing where no token comes before it."""
+        assert want == 1, "nothing else is passed over"
+        end = self.length - 1
+        if not end:
+            return []
+        if self._at != end:
+            assert self._past is not None, "there is no past to read"
+            _, states = yield from heard_again(self._lm, self._past, self._text)
+            self._at, self._state = end, states[-1:]
+        made = yield from self._pass(self._text[-1:], self._state)
+        self._grown = made[1]
+        return made[0]
+
+    def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Asks[list[list[float]]]:
+        """What is gleaned of the rows of guesses behind it, each with its parent's state."""
+        found, states = yield from self._pass(ids, self._grown[[parent + 1 for parent in parents]])
+        self._grown = torch.cat([self._grown, states])
+        return found
+
+    def _pass(self, ids: Sequence[int], states: Tensor) -> Asks[tuple[list[list[float]], Tensor]]:
+        """What is gleaned of tokens with these states [N, E] before them, and the states that follow."""
+        assert self._past is not None, "there is no past to read"
+        n = len(ids)
+        rows = Rows(ids, [self.length - 1] * n, sees=None, tree=n, parent=())
+        of = self._head, rows, Lent(self._past.kv, self._layers)
+        made = yield Feed(*of, want=range(n), glean=top, hidden=states, shows=True)
+        assert made.hidden is not None
+        return [made.gleaned(i) for i in range(n)], made.hidden.clone()
