@@ -32,10 +32,10 @@ def text_of(n: int) -> str:
     from transformers import AutoTokenizer
 
     from kvcli.demo import weights_dir
-    from kvcli.documents import BUNDLED, read_document
+    from kvcli.documents import read_document
 
     tokenizer = AutoTokenizer.from_pretrained(weights_dir())
-    text = read_document(BUNDLED, name=BUNDLED).text
+    text = read_document("demo:report").text
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     ids = ids * (n // len(ids) + 1)
     return str(tokenizer.decode(ids[:n]))
