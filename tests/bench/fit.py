@@ -41,6 +41,13 @@ def text_of(n: int) -> str:
     return str(tokenizer.decode(ids[:n]))
 
 
+def drafted(profile: str) -> dict[str, str]:
+    """What a profile leaves open: which model drafts; the demo does, for itself and for the other model alike."""
+    from kvcli.settings.profile import Profile
+
+    return {"model": "demo"} if Profile.load(profile).spec.method == "model" else {}
+
+
 def measured(model: str, profile: str, text: str) -> tuple[int, int]:
     """Tokens in memory and peak bytes of a command of its own."""
     with tempfile.TemporaryDirectory() as home:
@@ -48,6 +55,7 @@ def measured(model: str, profile: str, text: str) -> tuple[int, int]:
         file.write_text(text, encoding="utf-8")
         words = ["--json", "--offline", "chat", model, "-P", profile, "-f", str(file), "-p", "List its findings."]
         words += ["--device", "cpu", "--max-new-tokens", str(NEW)]
+        words += [word for key, value in drafted(profile).items() for word in ("--set", f"spec.{key}={value}")]
         env = os.environ | {"PYTHONPATH": str(ROOT), "KVCLI_HOME": home}
         done = subprocess.run(
             [sys.executable, "-m", "kvcli", *words], cwd=home, env=env, capture_output=True, text=True, check=False
@@ -71,7 +79,9 @@ def compare(name: str, model: str, profiles: list[str], base: int) -> list[dict[
         text = text_of(n - AROUND)
         for profile in profiles:
             context, peak = measured(model, profile, text)
-            found = plan(subject, Profile.load(profile), Room("cpu", 1 << 40), context, Facts(base))
+            own = Profile.load(profile).replace(spec=drafted(profile))
+            facts = Facts(base, find=lambda name: subject_of(source.find(name)))
+            found = plan(subject, own, Room("cpu", 1 << 40), context, facts)
             row = {"model": name, "profile": profile, "context": context} | {
                 f"{what}_mib": round(size / 2**20, 1)
                 for what, size in (
