@@ -32,13 +32,20 @@ def text_of(n: int) -> str:
     from transformers import AutoTokenizer
 
     from kvcli.demo import weights_dir
-    from kvcli.documents import BUNDLED, read_document
+    from kvcli.documents import read_document
 
     tokenizer = AutoTokenizer.from_pretrained(weights_dir())
-    text = read_document(BUNDLED, name=BUNDLED).text
+    text = read_document("demo:report").text
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     ids = ids * (n // len(ids) + 1)
     return str(tokenizer.decode(ids[:n]))
+
+
+def drafted(profile: str) -> dict[str, str]:
+    """What a profile leaves open: which model drafts; the demo does, for itself and for the other model alike."""
+    from kvcli.settings.profile import Profile
+
+    return {"model": "demo"} if Profile.load(profile).spec.method == "model" else {}
 
 
 def measured(model: str, profile: str, text: str) -> tuple[int, int]:
@@ -48,6 +55,7 @@ def measured(model: str, profile: str, text: str) -> tuple[int, int]:
         file.write_text(text, encoding="utf-8")
         words = ["--json", "--offline", "chat", model, "-P", profile, "-f", str(file), "-p", "List its findings."]
         words += ["--device", "cpu", "--max-new-tokens", str(NEW)]
+        words += [word for key, value in drafted(profile).items() for word in ("--set", f"spec.{key}={value}")]
         env = os.environ | {"PYTHONPATH": str(ROOT), "KVCLI_HOME": home}
         done = subprocess.run(
             [sys.executable, "-m", "kvcli", *words], cwd=home, env=env, capture_output=True, text=True, check=False
@@ -71,7 +79,9 @@ def compare(name: str, model: str, profiles: list[str], base: int) -> list[dict[
         text = text_of(n - AROUND)
         for profile in profiles:
             context, peak = measured(model, profile, text)
-            found = plan(subject, Profile.load(profile), Room("cpu", 1 << 40), context, Facts(base))
+            own = Profile.load(profile).replace(spec=drafted(profile))
+            facts = Facts(base, find=lambda name: subject_of(source.find(name)))
+            found = plan(subject, own, Room("cpu", 1 << 40), context, facts)
             row = {"model": name, "profile": profile, "context": context} | {
                 f"{what}_mib": round(size / 2**20, 1)
                 for what, size in (

@@ -1,7 +1,7 @@
 """What policies and bits cost in answers: facts asked for once the text was compressed, at equal memory.
 
     python tests/bench/kv_quality.py [--model demo] [--tasks niah_single,mqar...] [--texts 200] [--length 2048]
-        [--shares 0.5,0.25] [--allocs | --moved] [--out FILE]
+        [--shares 0.5,0.25] [--allocs | --moved | --field] [--out FILE]
 
 Four numbers are hidden in each held-out text, one in each quarter of it, and all are asked for when the text has been
 read and compressed: nothing saw the questions before. An answer is right if greedy decoding writes the number token for
@@ -9,7 +9,8 @@ token. FastGen compresses first, to each of `shares`; what it kept of that very 
 published FastGen by the T at which its heads keep at least as much. "map" is FastGen with the head map that
 `kvcli profile-heads --probe ablate` makes of the model, from other texts. Intervals are paired bootstraps over texts:
 the four questions about one text are not independent. `--allocs` compares who shares the budget instead, and `--moved`
-where goes what a policy does not keep: away, or down a tier. `--tasks`
+where goes what a policy does not keep: away, or down a tier. `--field` has every
+policy that keeps a share, by itself and by the variants named here, beside what needs no policy. `--tasks`
 asks other questions, `--texts` of each, hidden in Moby-Dick: those that a model answers from the full cache.
 
 Every answer goes to `--partial` at once, so a run that was cut off goes on where it was. Counts do not depend on the
@@ -69,6 +70,14 @@ MOVED: dict[str, dict[str, Any]] = {  # where goes what a policy does not keep
     "recalled": READS,
     "in 4 bits": FOUR,
     "in 4 bits, recalled": FOUR | READS,
+}
+VARIANTS: dict[str, dict[str, Any]] = {  # of policies, as `--field` has them beside what each does by default
+    "snap": {"name": "snap", "alloc": "uniform"},
+    "ada-snap": {"name": "snap"},
+    "snap, all layers": {"name": "snap", "alloc": "global"},
+    "snap, pyramid": {"name": "snap", "alloc": "pyramid"},
+    "chunks of 16": {"name": "snap", "unit": 16},
+    "kvzip, all layers": {"name": "kvzip", "alloc": "global"},
 }
 FINE = 2**-10  # of T
 SINKS, NEWEST = 4, 64  # that lots leave alone
@@ -218,6 +227,26 @@ def moved(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
                 yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
 
 
+def field(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
+    """Every policy that keeps a share of a text, and controls."""
+    from kvcli.build import REGISTRIES
+    from kvcli.policies.topk import TopK
+    from kvcli.settings.resolve import method_class
+
+    yield "full", known.of(f"{i} full", lambda: answer({})[0])
+    for name, (k, v) in BITS.items():
+        change = {"kv": {"k_bits": k, "v_bits": v}}
+        yield name, known.of(f"{i} {name}", lambda change=change: answer(change)[0])
+    found = {name: {"name": name} for name, of in REGISTRIES["policy"].items() if issubclass(method_class(of), TopK)}
+    for share in shares:
+        policies = {name: {**of, "keep": share} for name, of in (found | VARIANTS).items()}
+        policies |= {name: rival(name, share, n, i, mapped) for name in ("fastgen", "streaming", "random")}
+        policies |= {"fastgen + map": rival("fastgen + map", share, n, i, mapped)} if mapped else {}
+        for name, policy in policies.items():
+            side = f"{name} {share:.1%}"
+            yield side, known.of(f"{i} field {side}", lambda policy=policy: answer({"policy": policy})[0])
+
+
 def row(name: str, found: list[Outcome], full: list[Outcome] | None, ours: list[Outcome] | None) -> dict[str, Any]:
     """One side, beside the full cache and, where it has a share to keep, beside FastGen."""
     right = [fmean(o["right"]) for o in found]
@@ -254,6 +283,7 @@ def main() -> None:
     parser.add_argument("--shares", default="0.5,0.25", help="that FastGen keeps")
     parser.add_argument("--allocs", action="store_true", help="compare who shares the budget")
     parser.add_argument("--moved", action="store_true", help="compare where goes what a policy does not keep")
+    parser.add_argument("--field", action="store_true", help="every policy that keeps a share, and its variants")
     parser.add_argument("--part", default="1/1", help="K/N: each Nth text from the Kth on; parts share one --partial")
     parser.add_argument("--partial", type=Path, help="file that holds what is known so far")
     parser.add_argument("--out", type=Path)
@@ -274,7 +304,7 @@ def main() -> None:
             continue
         text = lru_cache(1)(lambda sample=sample: Text(model, sample.context))  # not run where everything is known
         answer = lambda changes, sample=sample, text=text: answered(model, sample, changes, text())  # noqa: E731
-        each = (shared if args.allocs else moved if args.moved else sides)(
+        each = (shared if args.allocs else moved if args.moved else field if args.field else sides)(
             answer, len(sample.context) - 1, i, shares, known, mapped
         )
         for side, outcome in each:
