@@ -158,7 +158,7 @@ def main() -> None:
         "command": f"python tests/bench/hybrid.py --reps {args.reps} --new {args.new}",
         "columns": ["what", "ms", "times"],
         "rows": rows,
-        "note": "times: of a pass accepted whole, or tokens a second in those of plain decoding. ms: a pass, or a token.",
+        "note": "times: of a pass accepted whole, or tokens a second by plain decoding. ms: a pass, or a token.",
         "backend": lm.info.backend,
     }
     text = json.dumps(found)
