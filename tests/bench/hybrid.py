@@ -1,6 +1,6 @@
 """Guesses on a model whose layers keep a state: passes accepted in part, and drafting beside plain decoding.
 
-    python tests/bench/hybrid.py [--reps 15] [--new 96] [--out FILE]
+    python tests/bench/hybrid.py [--reps 9] [--new 48] [--out FILE]
 
 A random Qwen3.5 of some 150M parameters in bf16, on one thread. *passes*: of 8 rows behind 256 tokens, with what takes
 the accepted ones in, in times of one that is accepted whole. *copy*: chains of 7 that know the text but for each eighth
@@ -140,8 +140,8 @@ def writing(lm: LM, name: str, prompt: list[int], new: int, reps: int) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reps", type=int, default=15)
-    parser.add_argument("--new", type=int, default=96)
+    parser.add_argument("--reps", type=int, default=9)
+    parser.add_argument("--new", type=int, default=48)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -159,7 +159,7 @@ def main() -> None:
         "command": f"python tests/bench/hybrid.py --reps {args.reps} --new {args.new}",
         "columns": ["what", "ms", "times", "guesses", "accepted"],
         "rows": rows,
-        "note": "times: of a pass accepted whole, or tokens a second in those of plain decoding. ms: of a pass or a token",
+        "note": "times: of a pass accepted whole, or tokens a second in those of plain decoding. ms: a pass or token",
         "backend": lm.info.backend,
     }
     text = json.dumps(found)
