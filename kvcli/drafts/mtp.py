@@ -7,7 +7,7 @@ Tokens are drawn from the model itself and compared with guesses afterwards, so 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.drafts.company import Company
 from kvcli.settings.schema import Range
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class MtpDraft(Company):
     """Guess with the model's own MTP layer, and copy where the text repeats itself."""
 
+    layers: ClassVar[int] = 1
     depth: Annotated[int, Range(1, 64)] = 3  # tokens that it guesses in a row, at most
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:

@@ -23,6 +23,7 @@ class Off:
     strict: ClassVar[bool] = False  # nothing to be strict about
     second: ClassVar[None] = None  # no model that drafts
     checks: ClassVar[bool] = False  # nor anything to check
+    layers: ClassVar[int] = 0  # of a drafter's own, that store each token: what memory is planned with
 
     @property
     def rows(self) -> int:

@@ -31,6 +31,8 @@ class Pacing:
         """Of a pass, at most: the pending token and guesses."""
         return 1 + self.max
 
+    layers: ClassVar[int] = 0
+
     @property
     def second(self) -> Second | None:
         """The model that drafts, if there is one."""

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from kvcli.engine.lm import LM, quiet
 from kvcli.engine.trial import current
 from kvcli.errors import BadModel
+from kvcli.kv.shortage import Shortage, as_shortage
 from kvcli.models.foreign import blamed
 
 
@@ -64,12 +65,19 @@ class Mtp(PreTrainedModel):  # type: ignore[misc]
 
 
 def mtp_of(lm: LM) -> LM:
-    """Those that lie in the files of this model, loaded once. Raises BadModel where there are none that can be used."""
+    """Those that lie in the files of this model, loaded once. Raises BadModel where there are none that can be used,
+    Shortage where they find no room."""
     if Mtp not in lm.remembers:
         config = lm.model.config.get_text_config()
         with quiet(), blamed(lambda said: _refusal(lm, said)):
             _name_layers(config)
-            lm.remembers[Mtp] = wrapped(lm, MtpModel.from_pretrained(lm.model, device_map={"": lm.device}))
+            try:
+                lm.remembers[Mtp] = wrapped(lm, MtpModel.from_pretrained(lm.model, device_map={"": lm.device}))
+            except Exception as error:
+                if (lack := as_shortage(error)) is None:
+                    raise
+                why = f"there is no memory for the MTP layers of {lm.info.id}"
+                raise Shortage(why, lines=lack.lines, try_=["--spec ngram", f"kvcli fit {lm.info.id}"]) from None
     found: LM = lm.remembers[Mtp]
     return found
 

@@ -27,7 +27,14 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
+from kvcli.fit import weights
+from kvcli.fit.plan import Facts, Subject, plan
+from kvcli.fit.room import Room
 from kvcli.kv.dense import Dense
+from kvcli.kv.shortage import Shortage
+from kvcli.models.packing import Packing
+from kvcli.models.shape import shape_of
+from kvcli.settings.profile import Profile
 from tests import drafters, families, hybrids
 
 SAMPLERS = {"greedy": Sampler(), "drawn": Sampler(temperature=0.9, top_k=24, seed=3)}
@@ -290,3 +297,26 @@ def test_beside_layers_that_keep_a_state_a_head_drafts_once_it_has_heard_a_step(
     assert not drafter.report().fault
     assert steps[0].n_drafted == 0
     assert sum(step.n_accepted for step in steps) > 10
+
+
+def test_what_a_head_stores_is_foretold() -> None:
+    lm = loaded()
+    head = MtpHead(lm, drafters.head_of(lm))
+    head._kv.append(0, *(torch.zeros(shape.n_kv_heads, 300, shape.k_dim) for shape in [lm.shapes[0]] * 2), 0)
+    shape = shape_of(lm.model.config.to_dict())
+    held = weights.of_shape(shape, 4)
+    subject = Subject("tiny", shape, held, "float32", Packing(), True, False, 1 << 20)
+    with_it, without = (
+        plan(subject, Profile.load("exact").replace(spec={"method": method}), Room("cpu", 8 << 30), 300, Facts())
+        for method in ("mtp", "ngram")
+    )
+    assert with_it.need.draft - without.need.draft == sum(use.nbytes for use in head.usage())
+
+
+def test_layers_that_find_no_room_are_a_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("kvcli.engine.mtp.MtpModel.from_pretrained", full)
+    with pytest.raises(Shortage, match="no memory for the MTP layers"):
+        mtp_of(loaded())
