@@ -239,7 +239,8 @@ def assistant_config(lm: LM, **changes: Any) -> Any:
         "attention_k_eq_v": True, "num_kv_shared_layers": len(kinds), **changes.pop("text_config", {}),
     }  # fmt: skip
     return AutoConfig.for_model(
-        "gemma4_assistant", **{"backbone_hidden_size": text.hidden_size, "text_config": inner, **changes}
+        inner["model_type"].replace("_text", "_assistant"),
+        **{"backbone_hidden_size": text.hidden_size, "text_config": inner, **changes},
     )
 
 

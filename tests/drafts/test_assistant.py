@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -106,8 +107,12 @@ class Follower:
 
 @pytest.mark.parametrize("start", [8, 50, 120])  # within the window of 11 tokens, and beyond
 @pytest.mark.parametrize("ordered", [{}, ORDERED], ids=["plain", "ordered"])
-@pytest.mark.parametrize("family", ["gemma4_shared", "gemma4"])
-def test_guesses_are_those_of_transformers(family: str, ordered: dict[str, Any], start: int) -> None:
+@pytest.mark.parametrize("family", ["gemma4_shared", "gemma4", "unified"])
+def test_guesses_are_those_of_transformers(
+    family: str, ordered: dict[str, Any], start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unified = replace(families.FAMILIES["gemma4"], model_type="gemma4_unified_text")
+    monkeypatch.setitem(families.FAMILIES, "unified", unified)
     changes = {"vocab_size": 96, "vocab_size_per_layer_input": 96}
     lm = loaded(family, **changes)
     lm.remembers["built"] = (family,), changes
