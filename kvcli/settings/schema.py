@@ -206,6 +206,7 @@ TABLES: Mapping[str, type] = {
 METHODS: Mapping[str, tuple[str, str]] = {
     "prune": ("method", "none"),
     "reuse": ("method", "none"),
+    "form": ("method", "kivi"),
     "keep": ("codec", "none"),
     "policy": ("name", "none"),
     "recall": ("method", "none"),
@@ -228,6 +229,7 @@ ORDER = (
     "prune",
     "reuse",
     "kv",
+    "form",
     "memory",
     "keep",
     "policy",
