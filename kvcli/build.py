@@ -50,6 +50,11 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
     },
     "form": {
         "kivi": "kvcli.kv.form_kivi:Kivi",
+        "zipcache": "kvcli.kv.form_zipcache:ZipCache",
+        "rotatekv": "kvcli.kv.form_rotatekv:RotateKV",
+        "qaq": "kvcli.kv.form_qaq:Qaq",
+        "gear": "kvcli.kv.form_gear:Gear",
+        "squat": "kvcli.kv.form_squat:Squat",
     },
     "keep": {
         "none": "kvcli.kept.codec:AsIs",

@@ -17,8 +17,13 @@ from kvcli.kernels.rotate import Rotary, unrotate
 from kvcli.kv.coded import Coded
 from kvcli.kv.form import OfModel
 from kvcli.kv.form_blocks import Blocks
+from kvcli.kv.form_gear import Gear
 from kvcli.kv.form_kivi import Kivi
+from kvcli.kv.form_qaq import Qaq
+from kvcli.kv.form_rotatekv import RotateKV
 from kvcli.kv.form_rounding import by_slot, numbers, of_slots, rounded
+from kvcli.kv.form_squat import Squat
+from kvcli.kv.form_zipcache import ZipCache
 from kvcli.kv.packed import Packed
 from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, nbytes, visible
 from kvcli.kv.state import Given
@@ -28,7 +33,16 @@ K, G, D, L = 2, 2, 16, 2
 N = 67
 KV = Kv(k_bits=4, v_bits=2, group=8)
 ROTARY = Rotary(0.5 ** torch.arange(D // 2))
-FORMS: dict[str, Blocks] = {"kivi before": Kivi(rope="before")}
+FORMS: dict[str, Blocks] = {
+    "kivi before": Kivi(rope="before"),
+    "zipcache": ZipCache(),
+    "separable": ZipCache(keys="separable"),
+    "rotatekv": RotateKV(),
+    "alone": RotateKV(joint=1, rope="after", massive=0),
+    "qaq": Qaq(outliers=0.05),
+    "gear": Gear(outliers=0.25),
+    "squat": Squat(),
+}
 
 
 def made(n: int = N, seed: int = 0, dtype: torch.dtype = torch.float32) -> Slots:
@@ -128,7 +142,10 @@ def test_bytes_are_those_that_are_foretold(name: str) -> None:
     kv, s = tier(name), made(64)
     kv.take(0, s)
     kv.take(1, s)
-    assert nbytes(kv) == {"packed": 64 * L * FORMS[name].nbytes(LayerShape(K, D, D), KV, 4)}
+    held = nbytes(kv)["packed"]
+    codec = FORMS[name].codec(LayerShape(K, D, D), KV)
+    assert held == L * (64 * 4 + K // codec.heads * sum(t.nbytes for t in codec.layout(8)))
+    assert 0 <= L * 64 * FORMS[name].nbytes(LayerShape(K, D, D), KV, 4) - held < L * 64, "by whole bytes of a slot"
 
 
 @ALL

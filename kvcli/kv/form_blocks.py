@@ -22,6 +22,8 @@ Codes: TypeAlias = (
     "tuple[Tensor, ...]"  # [B, ..] each: so many blocks, whose sizes follow from the settings and the model alone
 )
 
+APART = {"kv.rotate": "which spreads over all channels the outliers that are kept apart"}
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -79,7 +81,7 @@ class Blocks:
 
         codec = self.codec(shape, kv)
         taken = sum(t.nbytes for t in codec.layout(1))
-        return shape.n_kv_heads * taken // (codec.heads * kv.group) + POSITION
+        return -(-shape.n_kv_heads * taken // (codec.heads * kv.group)) + POSITION
 
     def codec(self, shape: LayerShape, kv: Kv, **more: Any) -> Codec:
         """How a layer of this shape is written."""

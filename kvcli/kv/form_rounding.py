@@ -8,6 +8,8 @@ from torch import Tensor
 from kvcli.kernels.pack import round_range, spread, squeeze, width_of
 from kvcli.kv.form_blocks import Codes
 
+LARGEST = 65504.0  # of float16
+
 
 def rounded(x: Tensor, bits: int, dim: int) -> Codes:
     """x [.., D] by ranges along `dim` -> codes [.., D * bits / 8], scale and zero with that dimension 1."""
@@ -37,3 +39,29 @@ def of_slots(of: Codes, bits: int, exact: torch.dtype) -> Tensor:
 def grouped(x: Tensor, groups: int) -> Tensor:
     """x [.., D] -> [.., groups, D / groups]."""
     return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+
+
+def apart(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [.., m] -> x within what is left of its range, and the n largest and n smallest that are taken out of it.
+
+    These as places [.., 2 n] and numbers in 16 bits.
+    """
+    high, low = x.topk(n, -1), x.topk(n, -1, largest=False)
+    at, found = torch.cat([high.indices, low.indices], -1), torch.cat([high.values, low.values], -1)
+    inner = x.minimum(high.values[..., -1:]).maximum(low.values[..., -1:]) if n else x
+    return inner, placed(at, x.shape[-1]), halved(found)
+
+
+def put_back(x: Tensor, at: Tensor, found: Tensor) -> Tensor:
+    """The inverse, but for rounding."""
+    return x.scatter(-1, at.long(), found.to(x.dtype))
+
+
+def placed(at: Tensor, n: int) -> Tensor:
+    """Places below n in as few bytes as hold them."""
+    return at.to(torch.uint8 if n <= 1 << 8 else torch.int16 if n <= 1 << 15 else torch.int32)
+
+
+def halved(x: Tensor) -> Tensor:
+    """In 16 bits; what these cannot hold is clipped."""
+    return x.clamp(-LARGEST, LARGEST).to(torch.float16)

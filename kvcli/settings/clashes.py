@@ -197,7 +197,7 @@ def form_clashes(profile: Profile) -> list[Clash]:
         return [Clash("form.rope", "kv.k_bits", idle, "so nothing is packed")]
     found = [Clash(key, other, cannot, because) for other, because in form.refuses(profile.kv).items()]
     if form.is_joint and profile.policy.every is not None:
-        because = "whose heads let go of different tokens, and heads are written together: set form.heads = 1"
+        because = "whose heads let go of different tokens, and heads are written together: set form.joint = 1"
         found.append(Clash(key, "policy.name", cannot, because))
     return found
 
