@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.errors import BadConfig
+from kvcli import build
+from kvcli.build import REGISTRIES
+from kvcli.engine.engine import drive
+from kvcli.errors import BadConfig, BadModel
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import merge
 from kvcli.kernels.native import native
+from kvcli.kernels.pack import hadamard
 from kvcli.kernels.rotate import Rotary, unrotate
 from kvcli.kv.coded import Coded
 from kvcli.kv.form import OfModel
@@ -23,14 +27,18 @@ from kvcli.kv.form_qaq import Qaq
 from kvcli.kv.form_rotatekv import RotateKV
 from kvcli.kv.form_rounding import by_slot, numbers, of_slots, rounded
 from kvcli.kv.form_squat import Squat
-from kvcli.kv.form_zipcache import ZipCache
+from kvcli.kv.form_zipcache import ZipCache, joined, separated
 from kvcli.kv.packed import Packed
 from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, nbytes, visible
 from kvcli.kv.state import Given
+from kvcli.settings.profile import Profile
 from kvcli.settings.schema import Kv
+from tests import families
+from tests.exact import table
 
 K, G, D, L = 2, 2, 16, 2
 N = 67
+FOUR = {"k_bits": 4, "v_bits": 4}
 KV = Kv(k_bits=4, v_bits=2, group=8)
 ROTARY = Rotary(0.5 ** torch.arange(D // 2))
 FORMS: dict[str, Blocks] = {
@@ -226,6 +234,171 @@ def test_kivi_read_back_says_what_it_says_where_it_lies() -> None:
 def test_values_are_rounded_by_slot() -> None:
     v = made().v
     torch.testing.assert_close(of_slots(by_slot(v, 8, 8), 8, torch.float32), v, atol=0.02, rtol=0)
+
+
+def test_zipcache_divides_by_the_root_of_a_channels_largest_number_and_rounds_each_slot() -> None:
+    x = torch.tensor([[4.0, 0.0, -1.0], [-16.0, 0.25, 0.5]])  # two slots of three channels
+    codes, scale, zero, c = separated(x, 8)
+    assert c.tolist() == [[4.0, 0.5, 1.0]]  # sqrt(16), sqrt(1/4), sqrt(1)
+    assert zero.tolist() == [[-1.0], [-4.0]], "the least of 1, 0, -1 and of -4, 1/2, 1/2"
+    torch.testing.assert_close(scale.float(), torch.tensor([[2 / 255], [4.5 / 255]]), atol=0, rtol=1e-3)
+    assert codes.tolist() == [[255, 128, 0], [0, 255, 255]] or codes.tolist() == [[255, 127, 0], [0, 255, 255]]
+    torch.testing.assert_close(joined((codes, scale, zero, c), 8, torch.float32), x, atol=0.04, rtol=0)
+
+
+def test_zipcache_beats_one_range_a_slot_where_a_channel_is_large() -> None:
+    v = made().v * torch.tensor([1.0] * 15 + [30.0])
+    plain = of_slots(by_slot(v, 4, D), 4, torch.float32)
+    divided = joined(separated(v, 4), 4, torch.float32)
+    assert (divided - v)[..., :15].norm() < 0.5 * (plain - v)[..., :15].norm()
+
+
+def test_rotatekv_turns_heads_as_one_and_orders_channels_by_their_means() -> None:
+    form, kv = RotateKV(joint=2, massive=0), Kv(k_bits=4, v_bits=4, group=8)
+    k, v = (torch.randn(1, 2, 8, D, generator=torch.Generator().manual_seed(i)) + 1 for i in range(2))
+    codes, scale, zero, *_, order, _, _, _ = form.pack(k, v, kv)
+    wide = k[0].transpose(0, 1).reshape(8, 2 * D) @ hadamard(2 * D, k)  # the matrix itself
+    means = wide.mean(0)
+    assert order[0, 0].tolist() == means.argsort().tolist()
+    assert means[order[0, 0].long()].diff().min() >= 0
+    want = of_slots(by_slot(wide[:, order[0, 0].long()], 4, 8), 4, torch.float32)
+    torch.testing.assert_close(of_slots((codes, scale, zero), 4, torch.float32)[0], want, atol=1e-3, rtol=1e-2)
+    found = form.unpack(form.pack(k, v, kv), kv, (D, D), torch.float32)
+    assert (found[0] - k).norm() < 0.1 * k.norm()
+
+
+def test_rotatekv_keeps_the_slots_of_massive_keys_wherever_they_stand() -> None:
+    s, kv = made(64), tier("rotatekv")
+    kv.take(0, s)
+    found, other = kv.slots(0), FORMS["rotatekv"].heads(K)
+    assert other == 2, "both heads are turned together"
+    lost = (found.v - s.v).norm(dim=2)
+    massive = unrotate(s.k, s.pos, ROTARY).view(K, 8, 8, D).square().sum((0, 3)).argmax(1) + 8 * torch.arange(8)
+    assert 5 in massive.tolist(), "which is not one of the first four"
+    torch.testing.assert_close(found.v[:, massive], s.v[:, massive], atol=0.01, rtol=1e-3)
+    assert lost.median() > 10 * lost[:, massive].max()
+
+
+@pytest.mark.parametrize(("n", "most", "want"), [(8, 4, 4), (3, 4, 1), (6, 4, 2), (8, 3, 2), (5, 1, 1), (1, 9, 1)])
+def test_so_many_heads_are_turned_together(n: int, most: int, want: int) -> None:
+    assert RotateKV(joint=most).heads(n) == want
+
+
+def test_qaq_keeps_outliers_apart() -> None:
+    form, kv = Qaq(outliers=0.05), Kv(k_bits=2, v_bits=2, group=8)
+    k, v = made(8).k[None, :1], made(8).v[None, :1]
+    found = form.unpack(form.pack(k, v, kv), kv, (D, D), torch.float32)
+    for was, now in ((k, found[0]), (v, found[1])):
+        order = was.flatten().argsort()
+        n = round(0.05 * 8 * D / 2)
+        at = torch.cat([order[:n], order[-n:]])
+        torch.testing.assert_close(now.flatten()[at], was.flatten()[at], atol=0, rtol=1e-3)
+        inner = was.flatten()[order[n:-n]]
+        assert now.flatten()[order[n:-n]].abs().max() <= inner.abs().max() * 1.01, "the range is of the others"
+    v = v.flatten().index_fill(0, torch.tensor([7, 50, 99]), 40.0).view_as(v)
+    lost = [(f.unpack(f.pack(k, v, kv), kv, (D, D), torch.float32)[1] - v).norm() for f in (form, Kivi(rope="before"))]
+    assert lost[0] < 0.7 * lost[1]
+
+
+def test_gear_repairs_with_the_best_product_of_its_rank() -> None:
+    kv = Kv(k_bits=2, v_bits=2, group=8)
+    k, v = made(8).k[None, :1], made(8).v[None, :1]
+    plain, few = Gear(outliers=0, rank=0), Gear(outliers=0, rank=3)
+    lost = [t - p for t, p in zip((k, v), plain.unpack(plain.pack(k, v, kv), kv, (D, D), torch.float32), strict=True)]
+    found = few.unpack(few.pack(k, v, kv), kv, (D, D), torch.float32)
+    for was, now, error in zip((k, v), found, lost, strict=True):
+        rest = torch.linalg.svdvals(error)[..., 3:].square().sum().sqrt()  # what a rank of three cannot say
+        torch.testing.assert_close((was - now).norm(), rest, atol=1e-2, rtol=1e-2)
+    all_of_it = Gear(outliers=0, rank=8)
+    torch.testing.assert_close(
+        all_of_it.unpack(all_of_it.pack(k, v, kv), kv, (D, D), torch.float32)[0], k, atol=0.02, rtol=0.01
+    )
+
+
+def test_gear_takes_outliers_of_each_channel_of_keys_and_of_each_slot_of_values() -> None:
+    kv, form = Kv(k_bits=2, v_bits=2, group=8), Gear(outliers=0.25, rank=0)
+    k, v = made(8).k[None, :1], made(8).v[None, :1]
+    found = form.unpack(form.pack(k, v, kv), kv, (D, D), torch.float32)
+    for was, now, dim in ((k, found[0], 2), (v, found[1], 3)):
+        n = round(0.25 * was.shape[dim] / 2)
+        for at in (was.topk(n, dim).indices, was.topk(n, dim, largest=False).indices):
+            torch.testing.assert_close(now.gather(dim, at), was.gather(dim, at), atol=0, rtol=1e-3)
+
+
+def test_squat_moves_the_error_out_of_the_keys_directions() -> None:
+    kv = Kv(k_bits=2, v_bits=2, group=64)
+    mixed = torch.randn(D, D, generator=torch.Generator().manual_seed(1))
+    k = (
+        torch.randn(1, 1, 64, 2, generator=torch.Generator().manual_seed(0)) @ mixed[:2] * 3
+    )  # two directions, and noise
+    k = k + 0.1 * torch.randn(1, 1, 64, D, generator=torch.Generator().manual_seed(2))
+    way = torch.linalg.svd(k, full_matrices=False)[2][..., :2, :]
+
+    def along(form: Blocks) -> Tensor:
+        return ((form.unpack(form.pack(k, k, kv), kv, (D, D), torch.float32)[0] - k) @ way.mT).norm()
+
+    assert along(Squat(rank=2, weight=100.0)) < 0.4 * along(Kivi(rope="before"))
+    weak = Squat(rank=2, weight=1e-6)
+    same_codes = weak.pack(k, k, kv)[0] == rounded(k, 2, -2)[0]
+    assert same_codes.all(), "without weight it is plain rounding"
+
+
+REFUSED = [
+    ({"form": {"method": "gear"}}, "which rounds nothing"),
+    ({"form": {"method": "gear"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads over all channels the outliers"),
+    ({"form": {"method": "qaq"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads over all channels the outliers"),
+    ({"form": {"method": "rotatekv"}, "kv": FOUR | {"rotate": "hadamard"}}, "this form turns them already"),
+    ({"form": {"method": "zipcache"}, "kv": {"k_bits": 8, "v_bits": 8, "halves": True}}, "halves are of form.method"),
+    ({"form": {"method": "kivi", "rope": "before"}, "kv": FOUR | {"rotate": "hadamard"}}, "which turns what"),
+    ({"form": {"method": "kivi", "rope": "before"}}, "changes nothing while kv.k_bits"),
+    ({"form": {"method": "zipcache"}, "kv": {"k_bits": 4}}, "cannot be kept with kv.v_bits = 16"),
+    ({"form": {"method": "rotatekv"}, "kv": FOUR, "policy": {"name": "snap"}}, "set form.joint = 1"),
+    ({"form": {"method": "aquakv"}, "kv": FOUR}, "is not built"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED)
+def test_what_cannot_be_kept_is_refused_by_name(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        Profile.load("exact").replace(exactness="approx", **changes)
+    assert says in "\n".join(caught.value.lines)
+
+
+def test_a_form_needs_a_profile_that_may_round() -> None:
+    with pytest.raises(BadConfig) as caught:
+        Profile.load("exact").replace(form={"method": "gear"}, kv=FOUR)
+    assert '"exact" cannot be kept' in "\n".join(caught.value.lines)
+
+
+def test_a_model_whose_tables_depend_on_length_is_refused() -> None:
+    model = table.lm("latents", "fp32")
+    with pytest.raises(BadModel, match="stores latents"):
+        build.store(
+            model, Profile.load("exact").replace(exactness="approx", form={"method": "kivi", "rope": "before"}, kv=FOUR)
+        )
+
+
+@pytest.mark.parametrize("method", list(REGISTRIES["form"]))
+@pytest.mark.parametrize("family", ["dense", "uneven", "latents"])
+def test_a_session_goes_back_and_on_in_every_form(method: str, family: str) -> None:
+    model = table.lm(family, "fp32")
+    rope = {} if family == "dense" else {"rope": "after"}
+    kv = FOUR | {"group": 8, "residual": 8, "sinks": 2}
+    asked = Profile.load("exact").replace(exactness="approx", form={"method": method, **rope}, kv=kv)
+    if method == "rotatekv" and any(dim & (dim - 1) for of in model.shapes for dim in of.parts):
+        with pytest.raises(BadConfig, match="power of two"):
+            build.session(model, asked)
+        return
+    session = build.session(model, asked)
+    drive(session.read(families.prompt(90)))
+    drive(session.stream(9))
+    assert nbytes(session.kv)["packed"]
+    assert session.kv.usage()
+    again = build.session(model, asked)
+    again.kv.restore(Given(copy.deepcopy(session.kv.state()), len(session.ids)))
+    assert nbytes(again.kv)["packed"] == nbytes(session.kv)["packed"]
+    session.kv.crop(41)
+    assert {int(session.kv.slots(use.layer).pos.max()) for use in session.kv.usage()} == {40}
 
 
 def test_sizes_that_no_byte_holds_are_refused() -> None:

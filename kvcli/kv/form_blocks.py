@@ -49,7 +49,9 @@ class Blocks:
         return True
 
     def refuses(self, kv: Kv) -> Mapping[str, str]:
-        wide = {f"kv.{key}": "which rounds nothing" for key in ("k_bits", "v_bits") if getattr(kv, key) == 16}
+        wide = {
+            f"kv.{key}": "which rounds nothing: 8, 4 and 2 do" for key in ("k_bits", "v_bits") if getattr(kv, key) == 16
+        }
         turned = {"kv.rotate": self.own.get("kv.rotate", 'which turns what form.method = "kivi" packs')}
         halves = {"kv.halves": 'and halves are of form.method = "kivi"'}
         return wide | (turned if kv.rotate != "none" else {}) | (halves if kv.halves else {})

@@ -42,13 +42,14 @@ def grouped(x: Tensor, groups: int) -> Tensor:
 
 
 def apart(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [.., m] -> x within what is left of its range, and the n largest and n smallest that are taken out of it.
+    """x [.., m] -> x within the range of the others, and the n largest and n smallest that are taken out of it.
 
     These as places [.., 2 n] and numbers in 16 bits.
     """
-    high, low = x.topk(n, -1), x.topk(n, -1, largest=False)
-    at, found = torch.cat([high.indices, low.indices], -1), torch.cat([high.values, low.values], -1)
-    inner = x.minimum(high.values[..., -1:]).maximum(low.values[..., -1:]) if n else x
+    high, low = x.topk(n + 1, -1), x.topk(n + 1, -1, largest=False)
+    at = torch.cat([high.indices[..., :n], low.indices[..., :n]], -1)
+    found = torch.cat([high.values[..., :n], low.values[..., :n]], -1)
+    inner = x.minimum(high.values[..., n:]).maximum(low.values[..., n:])
     return inner, placed(at, x.shape[-1]), halved(found)
 
 

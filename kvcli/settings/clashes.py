@@ -195,7 +195,11 @@ def form_clashes(profile: Profile) -> list[Clash]:
     if form.rope == "before" and not _packs(profile):
         idle = '"before" changes nothing while kv.k_bits and kv.v_bits are 16'
         return [Clash("form.rope", "kv.k_bits", idle, "so nothing is packed")]
-    found = [Clash(key, other, cannot, because) for other, because in form.refuses(profile.kv).items()]
+    values = profile.values
+    found = [
+        Clash(key, other, f"{cannot} with {other} = {json.dumps(values[other])}", because)
+        for other, because in form.refuses(profile.kv).items()
+    ]
     if form.is_joint and profile.policy.every is not None:
         because = "whose heads let go of different tokens, and heads are written together: set form.joint = 1"
         found.append(Clash(key, "policy.name", cannot, because))
