@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kv.form_blocks import APART, Blocks, Codes
-from kvcli.kv.form_rounding import apart, by_slot, halved, numbers, of_slots, put_back, rounded
+from kvcli.kv.form_rounding import apart, by_slot, directions, halved, numbers, of_slots, put_back, rounded
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -47,9 +47,8 @@ class Gear(Blocks):
 
     def _directions(self, lost: Tensor) -> tuple[Tensor, Tensor]:
         """lost [B, h, m, n] -> the halves [B, h, r, m] and [B, h, r, n] of its best product of this rank."""
-        u, s, v = torch.linalg.svd(lost, full_matrices=False)
-        r, root = self.rank, s[..., : self.rank, None].sqrt()
-        return halved(u.mT[..., :r, :] * root), halved(v[..., :r, :] * root)
+        way = directions(lost, self.rank)
+        return halved(way @ lost.mT), halved(way)
 
 
 def _product(a: Tensor, b: Tensor, exact: torch.dtype) -> Tensor:

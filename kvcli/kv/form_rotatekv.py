@@ -80,8 +80,12 @@ def _wide(k: Tensor) -> Tensor:
 def turned(x: Tensor) -> Tensor:
     """x [.., n] by the Hadamard matrix, n a power of two: sums and differences of halves, and its own inverse."""
     n, step = x.shape[-1], 1
+    x = x.movedim(-1, 0).contiguous()  # [n, ..]: so that every sum runs along what lies side by side
     while step < n:
-        a, b = x.reshape(*x.shape[:-1], n // (2 * step), 2, step).unbind(-2)
-        x = torch.stack([a + b, a - b], -2).flatten(-3)
+        a, b = x.view(n // (2 * step), 2, step, -1).unbind(1)
+        out = torch.empty_like(x)
+        for i, made in enumerate(out.view(n // (2 * step), 2, step, -1).unbind(1)):
+            torch.sub(a, b, out=made) if i else torch.add(a, b, out=made)
+        x = out
         step *= 2
-    return x.mul(n**-0.5)
+    return x.mul_(n**-0.5).movedim(0, -1).contiguous()

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvcli.kernels.pack import round_range, spread, squeeze, width_of
 from kvcli.kv.form_blocks import Codes
 
-LARGEST = 65504.0  # of float16
+LARGEST, TINIEST = 65504.0, 2.0**-24  # of float16
 
 
 def rounded(x: Tensor, bits: int, dim: int) -> Codes:
@@ -66,3 +66,14 @@ def placed(at: Tensor, n: int) -> Tensor:
 def halved(x: Tensor) -> Tensor:
     """In 16 bits; what these cannot hold is clipped."""
     return x.clamp(-LARGEST, LARGEST).to(torch.float16)
+
+
+def directions(x: Tensor, rank: int) -> Tensor:
+    """The main directions [.., r, n] of vectors x [.., m, n]: right singular vectors of length 1, the largest first."""
+    m, n = x.shape[-2:]
+    if m <= n:  # by the smaller of two products, whose eigenvectors they follow from
+        way: Tensor = torch.linalg.eigh(x @ x.mT).eigenvectors.flip(-1)[..., :rank].mT @ x
+    else:
+        way = torch.linalg.eigh(x.mT @ x).eigenvectors.flip(-1)[..., :rank].mT
+    size = way.norm(dim=-1, keepdim=True)
+    return way / size.clamp_min(TINIEST)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcli.kernels.pack import round_range, squeeze
 from kvcli.kv.form_blocks import Blocks, Codes
-from kvcli.kv.form_rounding import by_slot, numbers, of_slots
+from kvcli.kv.form_rounding import by_slot, directions, numbers, of_slots
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Squat(Blocks):
             at = slice(c, c + 1)
             q = ((left[..., at] - low[..., at]) / step[..., at]).round_().clamp_(0, levels)
             lost = (left[..., at] - low[..., at] - q * step[..., at]) / carry[..., at, at]
-            left -= lost * carry[..., at, :]
+            left[..., c + 1 :] -= lost * carry[..., at, c + 1 :]
             codes[..., at] = q.to(torch.uint8)
         return squeeze(codes, kv.k_bits), scale, zero, *by_slot(v, kv.v_bits, kv.group)
 
@@ -49,9 +49,8 @@ class Squat(Blocks):
 
         By the triangle of the inverse, as OPTQ does it (arXiv 2210.17323); U: the main directions of k [B, h, g, D].
         """
-        way = torch.linalg.svd(k, full_matrices=False)[2][..., : self.rank, :]  # [B, h, r, D]
         inverse = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1).clone()
-        for u in way.unbind(-2):  # one after the other: sums that depend on no other block
+        for u in directions(k, self.rank).unbind(-2):
             inverse -= self.weight / (1 + self.weight) * (u.unsqueeze(-1) * u.unsqueeze(-2))
         upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
         return upper

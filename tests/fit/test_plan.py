@@ -460,6 +460,7 @@ def test_a_slot_in_8_bits_has_its_scales():
 MOVED = {
     "recalled": ({"recall": {"method": "sketch"}}, {"cpu", "demoted", "index"}),
     "packed": ({"kv": {"k_bits": 4, "v_bits": 4}}, {"cpu", "packed"}),
+    "gear": ({"kv": {"k_bits": 4, "v_bits": 4}, "form": {"method": "gear"}}, {"cpu", "packed"}),
     "disk": ({"memory": {"disk": "1GiB"}}, {"cpu", "disk"}),
 }
 
