@@ -75,5 +75,5 @@ def directions(x: Tensor, rank: int) -> Tensor:
         way: Tensor = torch.linalg.eigh(x @ x.mT).eigenvectors.flip(-1)[..., :rank].mT @ x
     else:
         way = torch.linalg.eigh(x.mT @ x).eigenvectors.flip(-1)[..., :rank].mT
-    size = way.norm(dim=-1, keepdim=True)
+    size: Tensor = way.norm(dim=-1, keepdim=True)
     return way / size.clamp_min(TINIEST)
