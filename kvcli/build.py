@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from os.path import expanduser
 from pathlib import Path
@@ -46,6 +47,14 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "none": "kvcli.reuse.nothing:Nothing",
         "pie": "kvcli.reuse.pie:Pie",
         "blend": "kvcli.reuse.blend:Blend",
+    },
+    "form": {
+        "kivi": "kvcli.kv.form_kivi:Kivi",
+        "zipcache": "kvcli.kv.form_zipcache:ZipCache",
+        "rotatekv": "kvcli.kv.form_rotatekv:RotateKV",
+        "qaq": "kvcli.kv.form_qaq:Qaq",
+        "gear": "kvcli.kv.form_gear:Gear",
+        "squat": "kvcli.kv.form_squat:Squat",
     },
     "keep": {
         "none": "kvcli.kept.codec:AsIs",
@@ -92,7 +101,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
 VIEWS = {"stream": "kvcli.policies.window:Window", "quest": "kvcli.policies.quest:Quest"}  # what scouts read
 
 
-SHAPE = ("prefill", "prune", "reuse", "kv", "memory", "policy", "recall")  # tables that a past depends on
+SHAPE = ("prefill", "prune", "reuse", "kv", "form", "memory", "policy", "recall")  # tables that a past depends on
 
 
 def store(lm: LM, profile: Profile, held: int = 0) -> Store:
@@ -122,7 +131,7 @@ def may_split(profile: Profile) -> bool:
     reads = profile.prune.reads or profile.recall.reads or profile.reuse.reuses
     views = profile.spec.copied(1) or profile.spec.checks  # of the model's own past
     is_whole = profile.policy.every is None and profile.context.on_overflow != "compress"
-    return is_whole and not reads and not views and not is_ladder(profile.kv, profile.memory)
+    return is_whole and not reads and not views and not is_ladder(profile.kv, profile.form.settings, profile.memory)
 
 
 def settled(lm: LM, profile: Profile) -> tuple[Profile, str]:
@@ -177,7 +186,9 @@ def keeps_all(profile: Profile) -> bool:
     from kvcli.kv.footprint import is_ladder
 
     nothing_goes = profile.policy.every is None and profile.recall.every is None and not profile.prune.reads
-    return nothing_goes and not profile.reuse.reuses and not is_ladder(profile.kv, profile.memory)
+    return (
+        nothing_goes and not profile.reuse.reuses and not is_ladder(profile.kv, profile.form.settings, profile.memory)
+    )
 
 
 def shaping(profile: Profile) -> Shaping:
@@ -187,7 +198,7 @@ def shaping(profile: Profile) -> Shaping:
     from kvcli.settings.small_file import Unfit
 
     is_whole = keeps_all(profile)
-    say_so = {"kv.k_bits", "kv.v_bits", *(f"{table}.{METHODS[table][0]}" for table in METHODS)}
+    say_so = {"kv.k_bits", "kv.v_bits", *(f"{table}.{METHODS[table][0]}" for table in METHODS if table != "form")}
     found = {key: str(value) for key, value in profile.values.items() if key.partition(".")[0] in SHAPE}
     if name := found.get("policy.headmap"):  # what its file says counts, not what it is called
         with suppress(Unfit):
@@ -212,6 +223,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
     import torch
 
     from kvcli.engine.pass_bytes import pass_bytes
+    from kvcli.engine.rope import rotaries
     from kvcli.kv import tiers
 
     most, rows = chunk(lm, profile), max(profile.spec.rows, profile.steps.rows)
@@ -227,6 +239,8 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
         most,
         held,
         pass_bytes(lm, most, rows, dtype) if lm.is_apart else 0,
+        profile.form.settings,
+        partial(rotaries, lm),
     )
 
 
@@ -236,7 +250,7 @@ def every(profile: Profile) -> int | None:
     from kvcli.kv.room import EVERY
 
     wanted: int | None = profile.policy.every or profile.recall.every
-    return EVERY if wanted is None and is_ladder(profile.kv, profile.memory) else wanted
+    return EVERY if wanted is None and is_ladder(profile.kv, profile.form.settings, profile.memory) else wanted
 
 
 def session(

@@ -22,6 +22,7 @@ from kvcli.fit.room import Room
 from kvcli.kernels import dispatch, gpu
 from kvcli.kv import tiers
 from kvcli.kv.dense import Dense
+from kvcli.kv.form_kivi import Kivi
 from kvcli.kv.host import Host
 from kvcli.kv.ladder import Ladder
 from kvcli.kv.mapped import PIECE, Mapped
@@ -115,7 +116,7 @@ def test_a_promised_context_is_reached_because_room_counts_a_pass(counts: bool) 
     per_slot = sum(shape.n_kv_heads * (shape.k_dim + shape.v_dim) * 8 + 4 for shape in lm.shapes)
     free, working, buffers = 600 * per_slot, pass_bytes(lm, 16, 1, lm.dtype), 2 << 20
     given: dict[str, Any] = {"chunk": 16, "is_cpu": False, "host": GIB, "free": free if counts else free + working}
-    found = room(Kv(group=4, sinks=2), HOST, Everything(), lm.sights, lm.shapes, 8, **given)
+    found = room(Kv(group=4, sinks=2), Kivi(), HOST, Everything(), lm.sights, lm.shapes, 8, **given)
     host = Host(Mapped(*sizes, bus), "cpu", ByRule, lambda _: bus)
     below = [Rung(host, found.in_host, 4, later=host.ask)]
     kv = Ladder(Dense(*sizes, step=64), below, holds=found.on_device, group=4, sinks=2)

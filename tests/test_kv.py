@@ -17,6 +17,7 @@ from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import narrow, wide
+from kvcli.kv.form_kivi import Kivi
 from kvcli.kv.front import Front
 from kvcli.kv.slab import Slab
 from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, last, nbytes
@@ -463,4 +464,4 @@ def test_what_a_layout_cannot_hold_is_refused_by_the_key_that_asks_for_it() -> N
 def test_room_is_counted_layer_by_layer() -> None:
     kv = load_profile("exact").kv
     assert [wide(shape, 2) for shape in UNEVEN] == [2 * 3 * 20 + 4, 2 * 20 + 4, 0, 2 * 60 + 4]
-    assert narrow(kv, UNEVEN[0], 2) == wide(UNEVEN[0], 2)
+    assert narrow(kv, Kivi(), UNEVEN[0], 2) == wide(UNEVEN[0], 2)

@@ -34,6 +34,7 @@ SHIPPED = [file.profile for file in builtin_files()]
 REGISTRIES = {
     "prune": {"none": "kvcli.prune.everything:Everything"},
     "reuse": {"none": "kvcli.reuse.nothing:Nothing"},
+    "form": {"kivi": "kvcli.kv.form_kivi:Kivi"},
     "keep": {"none": "kvcli.kept.codec:AsIs"},
     "policy": {"none": "kvcli.policies.everything:Everything"},
     "recall": {"none": "kvcli.kv.recall_settings:Everything"},
@@ -54,7 +55,7 @@ def failing(folder: Path, config: str | bytes = b"", **given: Any) -> BadConfig:
 
 
 KV_KEYS = "keys of kv: dtype, k_bits, v_bits, group, residual, sinks, halves, rotate"
-NAMES = "tables: load, prefill, prune, reuse, kv, memory, keep, policy, recall, spec, steps, sample, context"
+NAMES = "tables: load, prefill, prune, reuse, kv, form, memory, keep, policy, recall, spec, steps, sample, context"
 
 # Each: what stands in config.toml, and the three lines expected for it.
 IN_FILE = {

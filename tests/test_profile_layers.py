@@ -45,6 +45,7 @@ class Guess:
 REGISTRIES = {
     "prune": {"none": "kvcli.prune.everything:Everything"},
     "reuse": {"none": "kvcli.reuse.nothing:Nothing"},
+    "form": {"kivi": "kvcli.kv.form_kivi:Kivi"},
     "keep": {"none": "kvcli.kept.codec:AsIs"},
     "policy": {"none": "kvcli.policies.everything:Everything"},
     "recall": {"none": "kvcli.kv.recall_settings:Everything"},

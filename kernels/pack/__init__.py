@@ -133,10 +133,12 @@ __all__ = [
     "hadamard",
     "pack_keys",
     "pack_values",
+    "round_range",
     "spread",
     "squeeze",
     "transposed",
     "turned",
     "unpack_keys",
     "unpack_values",
+    "width_of",
 ]

@@ -25,6 +25,8 @@ def keeps(profile: Profile) -> dict[Loss, str]:
         words["rounded"] = "holds " + (
             alike if kv.k_bits == kv.v_bits else f"keys in {kv.k_bits} and values in {kv.v_bits} bits"
         )
+    elif profile.form.packs(kv):
+        words["rounded"] = f"holds older keys and values in the form {profile.form.method}"
     elif kv.dtype not in ("auto", profile.load.dtype):
         words["rounded"] = f"holds keys and values in {kv.dtype}"
     if read := profile.recall.reads:

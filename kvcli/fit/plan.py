@@ -138,6 +138,7 @@ def subject_of(source: Source) -> Subject:
 def plan(subject: Subject, profile: Profile, room: Room, context: int | None, facts: Facts) -> Plan:
     """`context` None: the profile's window, and with that on auto the model's limit or the largest that fits."""
     load, whole = profile.load, profile.whole
+    form = whole.form.settings
     number = subject.number if load.dtype == "auto" else weights.BYTES[load.dtype]
     kv_number = number if profile.kv.dtype == "auto" else weights.BYTES[profile.kv.dtype]
     given, shape = subject.packing.stays(room.kind), subject.on(room.kind)
@@ -148,15 +149,15 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     heavy = heavy.beside(weights.panels(shape, number)) if by_kernels and room.kind == "cpu" else heavy
     usable = room.usable
     layers = [of for of, _ in memory.stored(shape)]
-    of_slot = partial(narrow, whole.kv) if packs_by_age(whole.kv, whole.memory) else wide
+    of_slot = partial(narrow, whole.kv, form) if packs_by_age(whole.kv, form, whole.memory) else wide
     below = sum(of_slot(of, kv_number) - POSITION for of in layers if of.numbers)
     is_cpu = room.kind == "cpu"
-    lower = sum(lower_bytes(whole.kv, whole.memory, of, kv_number, is_cpu=is_cpu) for of in layers)
+    lower = sum(lower_bytes(whole.kv, form, whole.memory, of, kv_number, is_cpu=is_cpu) for of in layers)
     run = memory.Run(
         device=room.kind,
         number=number,
         kv_number=kv_number,
-        layer=partial(layer_bytes, whole.kv, whole.memory, kv_number),
+        layer=partial(layer_bytes, whole.kv, form, whole.memory, kv_number),
         index=_index(whole, shape, kv_number),
         caps=replace(_caps(whole, shape, room, kv_number, usable), host=max(0, room.host - facts.base)),
         chunk=profile.prefill.chunk,
@@ -174,7 +175,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         or _kept(profile, shape, kv_number)
         or _own(profile, shape, number),
         base=max(0, _base(room, facts) + facts.beyond.middle),
-        is_uneven=whole.policy.is_uneven and not packs_by_age(whole.kv, whole.memory),
+        is_uneven=whole.policy.is_uneven and not packs_by_age(whole.kv, form, whole.memory),
         is_packed=load.quant != "none",
         is_native=by_kernels,
         is_fused=is_fused(shape, number, room),
@@ -217,7 +218,7 @@ def _base(room: Room, facts: Facts) -> int:
 
 def _is_recorded(profile: Profile) -> bool:
     """Whether passes are recorded where kernels serve them: a device finds all of the past by itself."""
-    load, is_one = profile.load, is_one_tier(profile.kv, profile.memory)
+    load, is_one = profile.load, is_one_tier(profile.kv, profile.form.settings, profile.memory)
     is_whole = is_one and not profile.recall.reads and not profile.is_checked
     return is_whole and load.graphs == "auto" and load.layers_on_gpu == "auto"
 
@@ -296,12 +297,14 @@ def _kept(profile: Profile, shape: Shape, number: int) -> memory.Beside | None:
     """What the smaller past takes that guesses beside a whole one; None = there is none."""
     if not profile.is_checked:
         return None
-    policy = profile.policy
+    policy, form = profile.policy, profile.form.settings
     fresh = max(profile.prefill.chunk, policy.every or EVERY)
 
     def stored(n: int) -> int:
         held = min(n, max(policy.slots(n) + fresh, policy.reading(n) + profile.prefill.chunk))
-        of_slots = sum(layer_bytes(profile.kv, Memory(), number, of, held, fresh) for of, _ in memory.stored(shape))
+        of_slots = sum(
+            layer_bytes(profile.kv, form, Memory(), number, of, held, fresh) for of, _ in memory.stored(shape)
+        )
         return of_slots + _index(profile, shape, number)(held, fresh)
 
     return memory.Beside(stored, lambda n: 0, 0, 0)
@@ -322,6 +325,7 @@ def _caps(profile: Profile, shape: Shape, room: Room, number: int, free: int) ->
     def found(chunk: int, left: int) -> kv_room.Room:
         return kv_room.room(
             profile.kv,
+            profile.form.settings,
             profile.memory,
             profile.recall.settings,
             _sights(shape),
@@ -345,7 +349,7 @@ def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], 
     layers = [of for of, _ in memory.stored(shape)]
     read = [layers[i] for i in profile.recall.layers(storing(_sights(shape), layers))]
     per_slot = sum(of.n_kv_heads * profile.recall.per_slot(of.k_dim, number) for of in read)
-    return lambda slots, fresh: index_bytes(profile.kv, profile.memory, per_slot, slots, fresh)
+    return lambda slots, fresh: index_bytes(profile.kv, profile.form.settings, profile.memory, per_slot, slots, fresh)
 
 
 def torch_dtype(subject: Subject, profile: Profile) -> str:

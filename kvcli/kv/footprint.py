@@ -8,6 +8,7 @@ from kvcli.kv.dense import Dense
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
+    from kvcli.kv.form import Form
     from kvcli.kv.slots import LayerShape
     from kvcli.settings.schema import Kv, Memory
 
@@ -15,53 +16,49 @@ STEP = 64  # slots by which the top of a ladder grows: it is short, or has littl
 POSITION = 4  # bytes
 
 
-def is_packed(kv: Kv) -> bool:
-    return min(kv.k_bits, kv.v_bits) < 16
+def packs_by_age(kv: Kv, form: Form, memory: Memory) -> bool:
+    return form.packs(kv) and not memory.demotes
 
 
-def packs_by_age(kv: Kv, memory: Memory) -> bool:
-    return is_packed(kv) and not memory.demotes
-
-
-def is_ladder(kv: Kv, memory: Memory) -> bool:
+def is_ladder(kv: Kv, form: Form, memory: Memory) -> bool:
     """Whether these keys ask for more than one dense tier that grows as it likes."""
-    return memory.device != "auto" or not is_one_tier(kv, memory)
+    return memory.device != "auto" or not is_one_tier(kv, form, memory)
 
 
-def is_one_tier(kv: Kv, memory: Memory) -> bool:
+def is_one_tier(kv: Kv, form: Form, memory: Memory) -> bool:
     """Whether all of a past lies in one dense tier, at every moment."""
     has_lower = memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
-    return not is_packed(kv) and not has_lower and not memory.demotes
+    return not form.packs(kv) and not has_lower and not memory.demotes
 
 
-def layer_bytes(kv: Kv, memory: Memory, number: int, shape: LayerShape, slots: int, fresh: int) -> int:
+def layer_bytes(kv: Kv, form: Form, memory: Memory, number: int, shape: LayerShape, slots: int, fresh: int) -> int:
     """What a layer takes in memory with so many slots a head, for planning.
 
     `number`: bytes of a number as it comes; `fresh`: slots that came since the last boundary.
     """
-    step, top = (STEP if is_ladder(kv, memory) else Dense.STEP), in_top(kv, memory, slots, fresh)
-    return -(-top // step) * step * wide(shape, number) + (slots - top) * narrow(kv, shape, number)
+    step, top = (STEP if is_ladder(kv, form, memory) else Dense.STEP), in_top(kv, form, memory, slots, fresh)
+    return -(-top // step) * step * wide(shape, number) + (slots - top) * narrow(kv, form, shape, number)
 
 
-def lower_bytes(kv: Kv, memory: Memory, shape: LayerShape, number: int, *, is_cpu: bool) -> int:
+def lower_bytes(kv: Kv, form: Form, memory: Memory, shape: LayerShape, number: int, *, is_cpu: bool) -> int:
     """What a slot that a policy moves down takes on the device, of all heads of a layer; 0 where it goes elsewhere."""
     has_host = not is_cpu and (memory.host == "auto" or size_of(memory.host) > 0)
-    is_away = not is_packed(kv) and (has_host or size_of(memory.disk) > 0)
-    return 0 if is_away else narrow(kv, shape, number)
+    is_away = not form.packs(kv) and (has_host or size_of(memory.disk) > 0)
+    return 0 if is_away else narrow(kv, form, shape, number)
 
 
-def index_bytes(kv: Kv, memory: Memory, per_slot: float, slots: int, fresh: int) -> int:
+def index_bytes(kv: Kv, form: Form, memory: Memory, per_slot: float, slots: int, fresh: int) -> int:
     """What recall knows slots by, for planning; layers that read everything have no index.
 
     `per_slot`: bytes beside a slot of all heads of the other layers, by `profile.recall.per_slot(head_dim, number)`.
     """
-    below = slots - in_top(kv, memory, slots, fresh) if packs_by_age(kv, memory) else slots
+    below = slots - in_top(kv, form, memory, slots, fresh) if packs_by_age(kv, form, memory) else slots
     return int(below * per_slot)
 
 
-def in_top(kv: Kv, memory: Memory, slots: int, fresh: int) -> int:
+def in_top(kv: Kv, form: Form, memory: Memory, slots: int, fresh: int) -> int:
     """Of so many slots a head, those in full precision: where a policy says who goes down, all that it keeps."""
-    return min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh) if packs_by_age(kv, memory) else slots
+    return min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh) if packs_by_age(kv, form, memory) else slots
 
 
 def wide(shape: LayerShape, number: int) -> int:
@@ -69,13 +66,6 @@ def wide(shape: LayerShape, number: int) -> int:
     return shape.numbers * number + POSITION if shape.numbers else 0
 
 
-def narrow(kv: Kv, shape: LayerShape, number: int) -> int:
-    """Bytes of a slot of all heads below the top: with 8 bits a scale of 16 bit each, with fewer, or
-    in halves, two per group."""
-    if not is_packed(kv) or not shape.numbers:
-        return wide(shape, number)
-    bits = 0.0  # of all numbers of a key and a value
-    k_dim, v_dim = shape.parts
-    for b, dim, group in ((kv.k_bits, k_dim, kv.group), (kv.v_bits, v_dim, min(kv.group, v_dim))):
-        bits += 8 * dim * number if b == 16 else 8 * dim + 16 if b == 8 and not kv.halves else dim * (b + 32 / group)
-    return int(shape.n_kv_heads * bits / 8) + POSITION
+def narrow(kv: Kv, form: Form, shape: LayerShape, number: int) -> int:
+    """Bytes of a slot of all heads below the top."""
+    return form.nbytes(shape, kv, number) if form.packs(kv) and shape.numbers else wide(shape, number)

@@ -19,6 +19,7 @@ from kvcli.settings.schema import size_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvcli.kv.form import Form
     from kvcli.kv.recall_settings import Chosen
     from kvcli.kv.slots import LayerShape, Sight
     from kvcli.settings.schema import Kv, Memory
@@ -133,6 +134,7 @@ def _mib(nbytes: int) -> int:
 
 def room(
     kv: Kv,
+    form: Form,
     memory: Memory,
     recall: Chosen,
     sights: Sequence[Sight],
@@ -153,13 +155,13 @@ def room(
     each = [wide(shape, number) for shape in shapes]
     index = sum(shape.n_kv_heads * recall.per_slot(shape.k_dim, number) for shape in read)
     near = sum(recall.near(shape.numbers // 2, number) for shape in read)
-    newest, packs = max(chunk, EVERY), packs_by_age(kv, memory)
+    newest, packs = max(chunk, EVERY), packs_by_age(kv, form, memory)
     always = kv.sinks + (kv.residual if packs else 0)
     return Room(
         memory=replace(memory, host="auto") if is_cpu else memory,
         layers=each,
         wide=sum(each),
-        narrow=sum((narrow(kv, shape, number) if packs else wide(shape, number)) for shape in shapes),
+        narrow=sum((narrow(kv, form, shape, number) if packs else wide(shape, number)) for shape in shapes),
         index=round(index),
         far=round(index if is_cpu else index + near),
         between=always + kv.group + newest + STEP,

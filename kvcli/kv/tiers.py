@@ -6,7 +6,7 @@ makes one on the same device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,9 @@ import torch
 from kvcli.errors import BadConfig
 from kvcli.kernels import dispatch, gpu
 from kvcli.kv.dense import Dense
-from kvcli.kv.footprint import STEP, is_ladder, is_packed, packs_by_age
+from kvcli.kv.footprint import STEP, is_ladder, packs_by_age
+from kvcli.kv.form import OfModel
+from kvcli.kv.form_kivi import Kivi
 from kvcli.kv.ladder import Ladder
 from kvcli.kv.mapped import PIECE
 from kvcli.kv.room import Room, room
@@ -28,8 +30,10 @@ from kvcli.models.machine import kept_free
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from kvcli.kernels.rotate import Rotary
+    from kvcli.kv.form import Form
     from kvcli.kv.host import Host
     from kvcli.kv.reach import Way
     from kvcli.kv.recall_settings import Chosen
@@ -52,13 +56,15 @@ class Plan:
     chunk: int  # tokens read in one pass, at most
     held: int = 0  # bytes of the device that the store in use takes, which this one is to replace
     working: int = 0  # bytes of the device that a pass takes beside keys and values
+    form: Form = field(default_factory=Kivi)  # how slots lie that are packed
+    turns: Callable[[], Sequence[Rotary | None]] = tuple  # how layers turn their keys, for forms that ask
 
     def store(self) -> Store:
         """The store; raises BadConfig or Shortage where what is asked for cannot be."""
         if self.device.type == "cpu":
             self._refuse_host()
         self._check_steps()
-        if not is_ladder(self.kv, self.memory):
+        if not is_ladder(self.kv, self.form, self.memory):
             dense = self._dense(self.device)
             return self.recall.over(dense, dense, self._sights)
         top, below = self._dense(self.device, STEP), list[Rung]()
@@ -78,7 +84,7 @@ class Plan:
         ladder = Ladder(
             top,
             below,
-            holds=self.kv.residual if packs_by_age(self.kv, self.memory) else self.room.on_device,
+            holds=self.kv.residual if packs_by_age(self.kv, self.form, self.memory) else self.room.on_device,
             group=self.kv.group if below else 1,
             sinks=self.kv.sinks,
             demotes=self.memory.demotes,
@@ -132,7 +138,7 @@ class Plan:
         dense = self._dense(self.device)
         yield self.recall.over(dense, dense, self._sights)
         for kv in (self.kv, *self._packings()):
-            if is_packed(kv):
+            if self.form.packs(kv):
                 yield self.recall.below(replace(self, kv=kv)._packed(self.device), self._sights)
         if size_of(self.memory.disk):
             yield self.recall.below(self._disk(), self._sights)
@@ -152,7 +158,7 @@ class Plan:
 
     @property
     def is_packed(self) -> bool:
-        return is_packed(self.kv)
+        return self.form.packs(self.kv)
 
     @cached_property
     def room(self) -> Room:
@@ -166,6 +172,7 @@ class Plan:
         free += self.held
         return room(
             self.kv,
+            self.form,
             self.memory,
             self.recall,
             self.sights,
@@ -181,18 +188,7 @@ class Plan:
         return Dense(self.shapes, self.dtype, device, step=step, windows=windows_of(self.shapes, self.sights))
 
     def _packed(self, device: torch.device) -> Shelf:
-        from kvcli.kv.packed import Packed
-
-        return Packed(
-            self.shapes,
-            self.dtype,
-            device,
-            k_bits=self.kv.k_bits,
-            v_bits=self.kv.v_bits,
-            group=self.kv.group,
-            rotate=self.kv.rotate,
-            halves=self.kv.halves,
-        )
+        return self.form.tier(OfModel(self.shapes, self.dtype, self.sights, self.turns), device, self.kv)
 
     def _host(self) -> Host:
         from kvcli.kv.bus import bus_of

@@ -21,6 +21,7 @@ def clashes(profile: Profile) -> list[Clash]:
         cannot = f'"{profile.exactness}" cannot be kept'
         found.append(Clash("exactness", "kv.dtype", cannot, "which may round keys and values"))
     found += memory_clashes(profile)
+    found += form_clashes(profile)
     found += demotion_clashes(profile)
     found += idle_keys(profile)
     found += unread_keys(profile)
@@ -98,6 +99,7 @@ def _shapes(profile: Profile) -> dict[str, bool]:
         "policy.name": profile.policy.every is not None,
         "recall.method": bool(profile.recall.reads),
         **{f"kv.{key}": getattr(kv, key) < 16 for key in ("k_bits", "v_bits")},
+        "form.method": bool(profile.form.packs(kv)) and min(kv.k_bits, kv.v_bits) == 16,
         "memory.device": memory.device != "auto",
         **{f"memory.{key}": _is_there(getattr(memory, key)) for key in ("host", "disk")},
         "memory.ladder": any(not step.startswith(("prefill", "context")) for step in memory.ladder),
@@ -161,7 +163,8 @@ def memory_clashes(profile: Profile) -> list[Clash]:
     bits = {f"kv.{key}": getattr(profile.kv, key) for key in ("k_bits", "v_bits")}
     if profile.exactness != "approx" and not profile.is_checked:  # nothing bounds what rounding does
         cannot, could = f'"{profile.exactness}" cannot be kept', _could_check(profile)
-        found += [Clash("exactness", key, cannot, rounds + could) for key, n in bits.items() if n < 16]
+        by = [key for key, n in bits.items() if n < 16] or ["form.method"] * bool(profile.form.packs(profile.kv))
+        found += [Clash("exactness", key, cannot, rounds + could) for key in by]
         if any(step.startswith(tuple(bits)) for step in memory.ladder):
             found.append(Clash("exactness", "memory.ladder", cannot, rounds))
     set_by = dict.fromkeys(bits, "")  # an earlier step, or the profile
@@ -172,7 +175,7 @@ def memory_clashes(profile: Profile) -> list[Clash]:
     for step in memory.ladder:
         key, _, value = step.partition("=")
         frees_nothing = f'"{step}" frees nothing'
-        if key == "kv.residual" and min(bits.values()) == 16:
+        if key == "kv.residual" and min(bits.values()) == 16 and not profile.form.packs(profile.kv):
             found.append(Clash("memory.ladder", "kv.k_bits", frees_nothing, "so nothing is packed when it is taken"))
         if key in bits and int(value) >= bits[key]:
             there, n = ("memory.ladder" if set_by[key] else key), bits[key]
@@ -185,9 +188,27 @@ def memory_clashes(profile: Profile) -> list[Clash]:
     return found
 
 
+def form_clashes(profile: Profile) -> list[Clash]:
+    """Of `[form]`: what it cannot keep of `[kv]`, and slots that heads must let go together."""
+    form, key = profile.form, "form.method"
+    cannot = f'"{form.method}" cannot be kept'
+    if form.rope == "before" and not _packs(profile):
+        idle = '"before" changes nothing while kv.k_bits and kv.v_bits are 16'
+        return [Clash("form.rope", "kv.k_bits", idle, "so nothing is packed")]
+    values = profile.values
+    found = [
+        Clash(key, other, f"{cannot} with {other} = {json.dumps(values[other])}", because)
+        for other, because in form.refuses(profile.kv).items()
+    ]
+    if form.is_joint and profile.policy.every is not None:
+        because = "whose heads let go of different tokens, and heads are written together: set form.joint = 1"
+        found.append(Clash(key, "policy.name", cannot, because))
+    return found
+
+
 def demotion_clashes(profile: Profile) -> list[Clash]:
     """Of `memory.disposition`: somebody must let go, somewhere else must be to go to, and the room must be known."""
-    memory, packs, key = profile.memory, min(profile.kv.k_bits, profile.kv.v_bits) < 16, "memory.disposition"
+    memory, packs, key = profile.memory, profile.form.packs(profile.kv), "memory.disposition"
     if not memory.demotes:
         return []
     away = [f"memory.{name}" for name in ("host", "disk") if _is_there(getattr(memory, name))]
@@ -261,4 +282,4 @@ def _is_there(size: str) -> bool:
 def _packs(profile: Profile) -> bool:
     """Is anything packed, now or when memory runs out?"""
     steps = [step.startswith(("kv.k_bits", "kv.v_bits")) for step in profile.memory.ladder]
-    return min(profile.kv.k_bits, profile.kv.v_bits) < 16 or any(steps)
+    return bool(profile.form.packs(profile.kv)) or any(steps)

@@ -90,6 +90,7 @@ class Profile:
     prune: Method
     reuse: Method
     kv: Kv
+    form: Method
     memory: Memory
     keep: Method
     policy: Method
@@ -120,7 +121,7 @@ class Profile:
     @property
     def is_checked(self) -> bool:
         """Is the text that of a whole past, while a smaller one, as `[kv]`, `[policy]` and `[recall]` say, guesses?"""
-        is_smaller = self.policy.every is not None or self.recall.reads or min(self.kv.k_bits, self.kv.v_bits) < 16
+        is_smaller = self.policy.every is not None or self.recall.reads or self.form.packs(self.kv)
         return bool(self.exactness == "exact" and self.spec.checks and is_smaller)
 
     @cached_property
@@ -129,7 +130,9 @@ class Profile:
         if not self.is_checked:
             return self
         kv = {**dataclasses.asdict(Kv()), "dtype": self.kv.dtype}
-        return self.replace(kv=kv, policy={"name": "none"}, recall={"method": "none"})
+        return self.replace(
+            kv=kv, form={"method": METHODS["form"][1]}, policy={"name": "none"}, recall={"method": "none"}
+        )
 
     @property
     def extends(self) -> tuple[str, ...]:

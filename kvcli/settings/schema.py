@@ -207,6 +207,7 @@ TABLES: Mapping[str, type] = {
 METHODS: Mapping[str, tuple[str, str]] = {
     "prune": ("method", "none"),
     "reuse": ("method", "none"),
+    "form": ("method", "kivi"),
     "keep": ("codec", "none"),
     "policy": ("name", "none"),
     "recall": ("method", "none"),
@@ -214,14 +215,22 @@ METHODS: Mapping[str, tuple[str, str]] = {
     "steps": ("method", "none"),
 }
 # methods that are asked for by name and not built: table and name -> why not, and what to write
-DECLINED: Mapping[tuple[str, str], tuple[str, str]] = dict.fromkeys(
-    [("spec", "fastcot"), ("steps", "fastcot")],
-    (
-        "it takes guesses that nobody verified for the rest of the reasoning, and nothing tells when these are enough",
-        'use spec.method = "lookahead", which refines the same window beside decoding and verifies it, '
-        'or steps.method = "lookahead", where steps are judged',
+DECLINED: Mapping[tuple[str, str], tuple[str, str]] = {
+    **dict.fromkeys(
+        [("spec", "fastcot"), ("steps", "fastcot")],
+        (
+            "it takes guesses that nobody verified for the rest of the reasoning, "
+            "and nothing tells when these are enough",
+            'use spec.method = "lookahead", which refines the same window beside decoding and verifies it, '
+            'or steps.method = "lookahead", where steps are judged',
+        ),
     ),
-)
+    ("form", "aquakv"): (
+        "a layer is foretold from the one below it, so that one would be read back for each, down to the first, "
+        "and passes over a part of the layers, policies and recall read each layer by itself",
+        'use form.method = "gear", which keeps the main directions of what rounding loses',
+    ),
+}
 NUMBERS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}  # of `dtype` -> torch's name
 ORDER = (
     "load",
@@ -229,6 +238,7 @@ ORDER = (
     "prune",
     "reuse",
     "kv",
+    "form",
     "memory",
     "keep",
     "policy",

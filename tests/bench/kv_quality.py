@@ -1,7 +1,7 @@
 """What policies and bits cost in answers: facts asked for once the text was compressed, at equal memory.
 
     python tests/bench/kv_quality.py [--model demo] [--tasks niah_single,mqar...] [--texts 200] [--length 2048]
-        [--shares 0.5,0.25] [--allocs | --moved | --field] [--out FILE]
+        [--shares 0.5,0.25] [--allocs | --moved | --forms | --field] [--out FILE]
 
 Four numbers are hidden in each held-out text, one in each quarter of it, and all are asked for when the text has been
 read and compressed: nothing saw the questions before. An answer is right if greedy decoding writes the number token for
@@ -9,8 +9,9 @@ token. FastGen compresses first, to each of `shares`; what it kept of that very 
 published FastGen by the T at which its heads keep at least as much. "map" is FastGen with the head map that
 `kvcli profile-heads --probe ablate` makes of the model, from other texts. Intervals are paired bootstraps over texts:
 the four questions about one text are not independent. `--allocs` compares who shares the budget instead, and `--moved`
-where goes what a policy does not keep: away, or down a tier. `--field` has every
-policy that keeps a share, by itself and by the variants named here, beside what needs no policy. `--tasks`
+where goes what a policy does not keep: away, or down a tier, and `--forms` in which form old slots lie, of the same
+bits. `--field` has every policy that keeps a share, by itself and by the variants named here, beside what needs no
+policy. `--tasks`
 asks other questions, `--texts` of each, hidden in Moby-Dick: those that a model answers from the full cache.
 
 Every answer goes to `--partial` at once, so a run that was cut off goes on where it was. Counts do not depend on the
@@ -64,6 +65,11 @@ RIVALS = ("fastgen + map", "fastgen-paper", "snap", "expected", "kvzip", "stream
 ALLOCS = ("ada", "global", "uniform", "pyramid")
 SHARED = ("snap", "expected", "keydiff")  # methods whose allocations are compared
 FOUR = {"kv": {"k_bits": 4, "v_bits": 4}}
+FORMS: dict[str, dict[str, Any]] = {  # and how each is asked for
+    "kivi": {},
+    "kivi before rope": {"method": "kivi", "rope": "before"},
+    **{name: {"method": name} for name in ("zipcache", "rotatekv", "qaq", "gear", "squat")},
+}
 READS = {"recall": {"method": "sketch", "floor": 128}}  # tokens of what lies below that a head reads for a row
 MOVED: dict[str, dict[str, Any]] = {  # where goes what a policy does not keep
     "dropped": {},
@@ -247,6 +253,15 @@ def field(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
             yield side, known.of(f"{i} field {side}", lambda policy=policy: answer({"policy": policy})[0])
 
 
+def formed(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
+    """Forms of old slots, of the same bits each."""
+    yield "full", known.of(f"{i} full", lambda: answer({})[0])
+    for k, v in ((4, 4), (4, 2), (2, 2)):
+        for name, form in FORMS.items():
+            change = {"kv": {"k_bits": k, "v_bits": v}, "form": form}
+            yield f"{name} {k} + {v}", known.of(f"{i} {name} {k} {v}", lambda change=change: answer(change)[0])
+
+
 def row(name: str, found: list[Outcome], full: list[Outcome] | None, ours: list[Outcome] | None) -> dict[str, Any]:
     """One side, beside the full cache and, where it has a share to keep, beside FastGen."""
     right = [fmean(o["right"]) for o in found]
@@ -284,6 +299,7 @@ def main() -> None:
     parser.add_argument("--allocs", action="store_true", help="compare who shares the budget")
     parser.add_argument("--moved", action="store_true", help="compare where goes what a policy does not keep")
     parser.add_argument("--field", action="store_true", help="every policy that keeps a share, and its variants")
+    parser.add_argument("--forms", action="store_true", help="compare forms of old slots")
     parser.add_argument("--part", default="1/1", help="K/N: each Nth text from the Kth on; parts share one --partial")
     parser.add_argument("--partial", type=Path, help="file that holds what is known so far")
     parser.add_argument("--out", type=Path)
@@ -292,7 +308,7 @@ def main() -> None:
     model = opened(args.model, cache, {})
     asked = f"{fingerprint(model)} {args.length} {HELD_OUT} {args.tasks}"
     known = Known(args.partial or cache / f"{sha256(asked.encode()).hexdigest()[:12]}.jsonl")
-    mapped = "" if args.tasks or args.moved else head_map(model, known.path.with_suffix(".map.json"))
+    mapped = "" if args.tasks or args.moved or args.forms else head_map(model, known.path.with_suffix(".map.json"))
     asked_of = samples(model, args.texts, args.length, HELD_OUT) if not args.tasks else []
     for task in filter(None, args.tasks.split(",")):
         asked_of += samples(model, args.texts, args.length, HELD_OUT, text_of("prose"), TASKS[task])
@@ -304,9 +320,9 @@ def main() -> None:
             continue
         text = lru_cache(1)(lambda sample=sample: Text(model, sample.context))  # not run where everything is known
         answer = lambda changes, sample=sample, text=text: answered(model, sample, changes, text())  # noqa: E731
-        each = (shared if args.allocs else moved if args.moved else field if args.field else sides)(
-            answer, len(sample.context) - 1, i, shares, known, mapped
-        )
+        asked_for = shared if args.allocs else moved if args.moved else formed if args.forms else sides
+        asked_for = field if args.field else asked_for
+        each = asked_for(answer, len(sample.context) - 1, i, shares, known, mapped)
         for side, outcome in each:
             found.setdefault(side, []).append(outcome)
         print(f"\r{i + 1} of {len(asked_of)} texts", end="", file=sys.stderr, flush=True)
@@ -315,6 +331,7 @@ def main() -> None:
         print(json.dumps(each))
     about, what = machine(), "who shares the budget" if args.allocs else "at equal memory"
     what = "by where goes what a policy does not keep" if args.moved else what
+    what = "by the form of old slots" if args.forms else what
     result = {
         "title": f"Right answers about {len(asked_of)} held-out texts of {args.length} tokens, {what}",
         "machine": f"torch {about['torch']}, commit {about['commit']}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +28,7 @@ from kvcli.engine.drafter import Drafter, Pair
 from kvcli.engine.engine import Engine, Ticket, drive, events
 from kvcli.engine.feed import Feed, Work
 from kvcli.engine.lm import LM
+from kvcli.engine.rope import rotaries
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
@@ -37,6 +38,13 @@ from kvcli.kv.bus import bus_of
 from kvcli.kv.checked import Checked
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
+from kvcli.kv.form import Form, OfModel
+from kvcli.kv.form_gear import Gear
+from kvcli.kv.form_kivi import Kivi
+from kvcli.kv.form_qaq import Qaq
+from kvcli.kv.form_rotatekv import RotateKV
+from kvcli.kv.form_squat import Squat
+from kvcli.kv.form_zipcache import ZipCache
 from kvcli.kv.host import Host
 from kvcli.kv.index import Index
 from kvcli.kv.index_certified import Certified
@@ -57,6 +65,7 @@ from kvcli.policies.random import Random
 from kvcli.policies.window import Window as Stream
 from kvcli.prune.lazy import Lazy
 from kvcli.reuse.blend import Blend
+from kvcli.settings.schema import Kv
 from tests import drafters, families, hybrids, small_tokenizers
 from tests.exact.half import Half
 from tests.fake_bus import FakeBus
@@ -78,7 +87,10 @@ STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (n
 # stores whose rows read a part of the past, or some of it in other numbers or another place
 INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
 # or two pasts, of which a smaller one guesses
-PARTS = (*INDEXES, "turned", "disk", "halves", "checked", "uneven turned")
+# old slots in other forms, in four bits
+FORMS: dict[str, Form] = {"before": Kivi("before"), "zipcache": ZipCache(keys="separable"), "qaq": Qaq(outliers=0.1)}
+FORMS |= {"gear": Gear("before", 0.5, 1), "squat": Squat(), "rotatekv": RotateKV()}
+PARTS = (*INDEXES, *FORMS, "turned", "disk", "halves", "checked", "uneven turned")
 NATIVE = ("dense", "sliding", "uneven", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
 STORAGES += [(name, "bf16") for name in NATIVE]
 MODELS |= dict.fromkeys(PARTS, "llama") | {"uneven turned": "gemma4_shared"}
@@ -93,7 +105,7 @@ WAYS: dict[str, Way] = {"by query": ByQuery, "by kernel": ByKernel, "by stream":
 READ = ("kept", "lazy", "layers", "blend")
 MODELS |= dict.fromkeys(READ, "llama")
 TWINS = {"kept": "dense", "layers": "dense"}  # whose text it is
-UNJUDGED = (*TWINS, "blend")  # under no policy
+UNJUDGED = (*TWINS, "blend", "rotatekv")  # under no policy; that one turns heads together
 STORAGES += [(name, dtype) for name in READ for dtype in (("fp32", "bf16") if native() is not None else ("fp32",))]
 # rows go to two of five experts each, in full precision, in 8 and in 4 bits; no policy sees them
 EXPERTS = {"experts": "none", "experts in 8 bits": "int8", "experts in 4 bits": "int4"}
@@ -291,6 +303,10 @@ def past(storage: str, model: LM) -> Store:
         epsilon = 0.3 if storage == "certified" else None
         part = Budget(0.1, 4, 2, 5)
         return RecallStore(top, INDEXES[storage], part, range(1, model.n_layers), epsilon=epsilon, source=top)
+    if storage in FORMS:
+        of = OfModel(model.shapes, stored, model.sights, partial(rotaries, model))
+        coded = FORMS[storage].tier(of, model.device, Kv(k_bits=4, v_bits=4, group=5))
+        return Ladder(top, [Rung(coded)], holds=7, group=5, sinks=2)
     if storage in WAYS:
         bus = FakeBus() if model.device.type == "cpu" else bus_of(model.device)
         far: Any = Mapped(model.shapes, stored, bus)

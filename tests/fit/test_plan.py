@@ -25,6 +25,7 @@ from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS
 from kvcli.kernels.pack import LANES, pack_keys, pack_values
 from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import POSITION, STEP, narrow, wide
+from kvcli.kv.form_kivi import Kivi
 from kvcli.kv.room import EVERY
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import LayerShape, Sight, nbytes
@@ -460,12 +461,13 @@ def test_a_slot_in_8_bits_has_its_scales():
     keys, values = pack_keys(x, 8, slots), pack_values(x, 8, slots)
     real = sum(t.nbytes for r in (keys, values) for t in (r.codes, r.scale, r.zero) if t is not None)
     kv = PROFILES["exact"].replace(kv={"k_bits": 8, "v_bits": 8}, exactness="approx").kv
-    assert slots * (narrow(kv, LayerShape(heads, dim, dim), 2) - POSITION) == heads * real
+    assert slots * (narrow(kv, Kivi(), LayerShape(heads, dim, dim), 2) - POSITION) == heads * real
 
 
 MOVED = {
     "recalled": ({"recall": {"method": "sketch"}}, {"cpu", "demoted", "index"}),
     "packed": ({"kv": {"k_bits": 4, "v_bits": 4}}, {"cpu", "packed"}),
+    "gear": ({"kv": {"k_bits": 4, "v_bits": 4}, "form": {"method": "gear"}}, {"cpu", "packed"}),
     "disk": ({"memory": {"disk": "1GiB"}}, {"cpu", "disk"}),
 }
 

@@ -1,0 +1,406 @@
+"""Forms of stored slots: each against its published rule, and what all of them promise as tiers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcli import build
+from kvcli.build import REGISTRIES
+from kvcli.engine.engine import drive
+from kvcli.errors import BadConfig, BadModel
+from kvcli.kernels.attend.reference import attend as specified
+from kvcli.kernels.merge import merge
+from kvcli.kernels.native import native
+from kvcli.kernels.pack import hadamard
+from kvcli.kernels.rotate import Rotary, unrotate
+from kvcli.kv.coded import Coded
+from kvcli.kv.form import OfModel
+from kvcli.kv.form_blocks import Blocks
+from kvcli.kv.form_gear import Gear
+from kvcli.kv.form_kivi import Kivi
+from kvcli.kv.form_qaq import Qaq
+from kvcli.kv.form_rotatekv import RotateKV
+from kvcli.kv.form_rounding import by_slot, numbers, of_slots, rounded
+from kvcli.kv.form_squat import Squat
+from kvcli.kv.form_zipcache import ZipCache, joined, separated
+from kvcli.kv.packed import Packed
+from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, nbytes, visible
+from kvcli.kv.state import Given
+from kvcli.settings.profile import Profile
+from kvcli.settings.schema import Kv
+from tests import families
+from tests.exact import table
+
+K, G, D, L = 2, 2, 16, 2
+N = 67
+FOUR = {"k_bits": 4, "v_bits": 4}
+KV = Kv(k_bits=4, v_bits=2, group=8)
+ROTARY = Rotary(0.5 ** torch.arange(D // 2))
+FORMS: dict[str, Blocks] = {
+    "kivi before": Kivi(rope="before"),
+    "zipcache": ZipCache(),
+    "separable": ZipCache(keys="separable"),
+    "rotatekv": RotateKV(),
+    "alone": RotateKV(joint=1, rope="after", massive=0),
+    "qaq": Qaq(outliers=0.05),
+    "gear": Gear(outliers=0.25),
+    "squat": Squat(),
+}
+
+
+def made(n: int = N, seed: int = 0, dtype: torch.dtype = torch.float32) -> Slots:
+    noise = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(K, n, D, generator=noise) for _ in "kv")
+    k[..., 3] *= 9  # a channel that is large in every slot, as keys have them
+    k[:, 5] *= 11  # and a slot of which all numbers are
+    return Slots(k.to(dtype), v.to(dtype), torch.arange(n, dtype=torch.int32).expand(K, -1))
+
+
+def of(dtype: torch.dtype = torch.float32, shapes: tuple[LayerShape, ...] = alike(L, K, D)) -> OfModel:
+    return OfModel(shapes, dtype, [Sight(0.3)] * len(shapes), lambda: [ROTARY] * len(shapes))
+
+
+def tier(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    return FORMS[name].tier(of(dtype), torch.device("cpu"), KV)
+
+
+def filled(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    kv, s = tier(name, dtype), made(dtype=dtype)
+    for a, b in ((0, 1), (1, 30), (30, N)):
+        for layer in range(L):
+            kv.take(layer, Slots(s.k[:, a:b], s.v[:, a:b], s.pos[:, a:b]))
+    return kv
+
+
+def rows(n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[int]]:
+    q = torch.randn(K * G, n, D, generator=torch.Generator().manual_seed(5)).to(dtype)
+    return q, list(range(N, N + n))
+
+
+def scattered(s: Slots, share: float) -> Tensor:
+    """The same in all heads."""
+    noise = torch.rand(s.pos.shape[1], generator=torch.Generator().manual_seed(3))
+    return (noise < share) & (s.pos >= 0)
+
+
+def same(a: Slots, b: Slots) -> bool:
+    return torch.equal(a.pos, b.pos) and torch.equal(a.k, b.k) and torch.equal(a.v, b.v)
+
+
+ALL = pytest.mark.parametrize("name", FORMS)
+
+
+@ALL
+@pytest.mark.parametrize("sight", [Sight(0.3), Sight(0.3, 2.0), Sight(0.3, 0.0, 13)], ids=str)
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.3])
+@pytest.mark.parametrize("span", [16, 4096])
+def test_rows_read_the_slots_that_are_shown(name: str, sight: Sight, share: float, span: int) -> None:
+    kv = filled(name)
+    kv._span = span
+    kv.keep(1, scattered(kv.slots(1), share))
+    s = kv.slots(1)
+    q, pos = rows(5)
+    want = specified(q, s.k, s.v, sight.scale, sight.softcap, visible(s.pos, pos, sight.window), s.n_slots)[0]
+    torch.testing.assert_close(merge(kv.attend(1, q, sight, pos)).float(), want, atol=1e-5, rtol=1e-4)
+
+
+@ALL
+@pytest.mark.skipif(native() is None, reason="without native kernels rows know of each other")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_alone_has_the_bits_of_one_in_company(name: str, dtype: torch.dtype) -> None:
+    kv = filled(name, dtype)
+    assert not kv.rounds_by_rows
+    q, pos = rows(7, dtype)
+    together = kv.attend(1, q, Sight(0.3), pos)
+    for i in range(7):
+        for part, alone in zip(together, kv.attend(1, q[:, i : i + 1], Sight(0.3), pos[i : i + 1]), strict=True):
+            assert torch.equal(part.out[:, i], alone.out[:, 0])
+            assert torch.equal(part.lse[:, i], alone.lse[:, 0])
+
+
+@ALL
+def test_a_block_says_the_same_whichever_come_with_it(name: str) -> None:
+    kv = filled(name)
+    s = kv.slots(0)
+    for index in (torch.tensor([[3, 66, -1]] * K), torch.tensor([[40, 9, 17]] * K), torch.arange(N).expand(K, -1)):
+        found = kv.gather(0, index)
+        held = index >= 0
+        assert torch.equal(found.k[held], s.k.gather(1, index.clamp(min=0)[..., None].expand(-1, -1, D))[held])
+        assert torch.equal(found.v[held], s.v.gather(1, index.clamp(min=0)[..., None].expand(-1, -1, D))[held])
+        assert torch.equal(found.pos[held], s.pos.gather(1, index.clamp(min=0))[held])
+    for head in range(K):
+        assert torch.equal(kv.head(0, head, 21).k[0], s.k[head, :21])
+    assert kv.final(0, torch.tensor([N, 30] * (K // 2))).tolist() == [N // 8 * 8, 24] * (K // 2)
+
+
+@ALL
+def test_taking_piece_by_piece_is_taking_at_once(name: str) -> None:
+    at_once = tier(name)
+    at_once.take(0, made())
+    assert same(at_once.slots(0), filled(name).slots(0))
+
+
+@ALL
+def test_bytes_are_those_that_are_foretold(name: str) -> None:
+    kv, s = tier(name), made(64)
+    kv.take(0, s)
+    kv.take(1, s)
+    held = nbytes(kv)["packed"]
+    codec = FORMS[name].codec(LayerShape(K, D, D), KV)
+    assert held == L * (64 * 4 + K // codec.heads * sum(t.nbytes for t in codec.layout(8)))
+    assert 0 <= L * 64 * FORMS[name].nbytes(LayerShape(K, D, D), KV, 4) - held < L * 64, "by whole bytes of a slot"
+
+
+@ALL
+def test_what_is_let_go_gives_its_bytes_back_and_what_stays_is_not_rounded_again(name: str) -> None:
+    kv = filled(name)
+    before = kv.slots(0)
+    mask = (before.pos // 8 != 3) & (before.pos % 8 != 2)
+    fell = kv.keep(0, mask)
+    assert same(fell, compact(before, ~mask))
+    assert same(compact(kv.slots(0), kv.positions(0) >= 0), compact(before, mask))
+    kv.crop(0)
+    assert nbytes(kv) == {"packed": 0}
+
+
+@ALL
+def test_half_of_a_block_waits_until_others_come(name: str) -> None:
+    kv = filled(name)
+    before = kv.slots(0)
+    mask = (before.pos // 8 != 3) | (before.pos % 8 < 3)  # three of eight are left of one block
+    kv.keep(0, mask)
+    left = kv.slots(0)
+    order = left.pos.argsort(dim=1, stable=True)[..., None].expand(-1, -1, D)
+    assert torch.equal(left.k.gather(1, order), compact(before, mask).k)
+    assert kv._bands[0][0].k.shape[1] == 3 + N % 8
+
+
+@ALL
+def test_heads_that_are_written_alone_may_differ(name: str) -> None:
+    kv = filled(name)
+    if FORMS[name].heads(K) > 1:
+        return
+    before = kv.slots(0)
+    mask = torch.stack([before.pos[j] % (j + 1) == 0 for j in range(K)])
+    kv.keep(0, mask)
+    for head in range(K):
+        assert sorted(p for p in kv.slots(0).pos[head].tolist() if p >= 0) == list(range(0, N, head + 1))
+    kv.take(0, compact(Slots(before.k, before.v, before.pos + N), mask))
+    q, _ = rows(3)
+    s = kv.slots(0)
+    want = specified(q, s.k, s.v, 0.3, 0.0, visible(s.pos, [200] * 3, None), s.n_slots)[0]
+    torch.testing.assert_close(merge(kv.attend(0, q, Sight(0.3), [200] * 3)).float(), want, atol=1e-5, rtol=1e-4)
+
+
+@ALL
+def test_a_past_goes_on_from_its_state(name: str) -> None:
+    kv, again = filled(name), tier(name)
+    kv.keep(0, scattered(kv.slots(0), 0.7))
+    again.restore(Given(copy.deepcopy(kv.state()), N))
+    for layer in range(L):
+        assert same(kv.slots(layer), again.slots(layer))
+    assert nbytes(kv) == nbytes(again)
+
+
+@ALL
+def test_the_error_is_one_of_rounding(name: str) -> None:
+    s, found = made(), filled(name).slots(0)
+    assert float((found.v - s.v).norm() / s.v.norm()) < 0.4, "2 bits"
+    assert float((found.k - s.k).norm() / s.k.norm()) < 0.1, "4 bits"
+
+
+def test_keys_before_the_rotary_embedding_are_rounded_as_they_were_there() -> None:
+    s, kv = made(64), tier("kivi before")
+    kv.take(0, s)
+    before = unrotate(s.k, s.pos, ROTARY).view(K, 8, 8, D)
+    wanted = numbers(rounded(before, 4, -2), 4, torch.float32).view(K, 64, D)
+    torch.testing.assert_close(unrotate(kv.slots(0).k, s.pos, ROTARY), wanted)
+
+
+def test_kivi_read_back_says_what_it_says_where_it_lies() -> None:
+    s, plain = made(64), Packed(alike(L, K, D), torch.float32, k_bits=4, v_bits=2, group=8)
+    plain.take(0, s)
+    coded = Coded(Kivi(), of(), "cpu", KV)
+    coded.take(0, s)
+    assert same(plain.slots(0), coded.slots(0))
+    assert nbytes(plain) == nbytes(coded)
+
+
+def test_values_are_rounded_by_slot() -> None:
+    v = made().v
+    torch.testing.assert_close(of_slots(by_slot(v, 8, 8), 8, torch.float32), v, atol=0.02, rtol=0)
+
+
+def test_zipcache_divides_by_the_root_of_a_channels_largest_number_and_rounds_each_slot() -> None:
+    x = torch.tensor([[4.0, 0.0, -1.0], [-16.0, 0.25, 0.5]])  # two slots of three channels
+    codes, scale, zero, c = separated(x, 8)
+    assert c.tolist() == [[4.0, 0.5, 1.0]]  # sqrt(16), sqrt(1/4), sqrt(1)
+    assert zero.tolist() == [[-1.0], [-4.0]], "the least of 1, 0, -1 and of -4, 1/2, 1/2"
+    torch.testing.assert_close(scale.float(), torch.tensor([[2 / 255], [4.5 / 255]]), atol=0, rtol=1e-3)
+    assert codes.tolist() == [[255, 128, 0], [0, 255, 255]] or codes.tolist() == [[255, 127, 0], [0, 255, 255]]
+    torch.testing.assert_close(joined((codes, scale, zero, c), 8, torch.float32), x, atol=0.04, rtol=0)
+
+
+def test_zipcache_beats_one_range_a_slot_where_a_channel_is_large() -> None:
+    v = made().v * torch.tensor([1.0] * 15 + [30.0])
+    plain = of_slots(by_slot(v, 4, D), 4, torch.float32)
+    divided = joined(separated(v, 4), 4, torch.float32)
+    assert (divided - v)[..., :15].norm() < 0.5 * (plain - v)[..., :15].norm()
+
+
+def test_rotatekv_turns_heads_as_one_and_orders_channels_by_their_means() -> None:
+    form, kv = RotateKV(joint=2, massive=0), Kv(k_bits=4, v_bits=4, group=8)
+    k, v = (torch.randn(1, 2, 8, D, generator=torch.Generator().manual_seed(i)) + 1 for i in range(2))
+    codes, scale, zero, *_, order, _, _, _ = form.pack(k, v, kv)
+    wide = k[0].transpose(0, 1).reshape(8, 2 * D) @ hadamard(2 * D, k)  # the matrix itself
+    means = wide.mean(0)
+    assert order[0, 0].tolist() == means.argsort().tolist()
+    assert means[order[0, 0].long()].diff().min() >= 0
+    want = of_slots(by_slot(wide[:, order[0, 0].long()], 4, 8), 4, torch.float32)
+    torch.testing.assert_close(of_slots((codes, scale, zero), 4, torch.float32)[0], want, atol=1e-3, rtol=1e-2)
+    found = form.unpack(form.pack(k, v, kv), kv, (D, D), torch.float32)
+    assert (found[0] - k).norm() < 0.1 * k.norm()
+
+
+def test_rotatekv_keeps_the_slots_of_massive_keys_wherever_they_stand() -> None:
+    s, kv = made(64), tier("rotatekv")
+    kv.take(0, s)
+    found, other = kv.slots(0), FORMS["rotatekv"].heads(K)
+    assert other == 2, "both heads are turned together"
+    lost = (found.v - s.v).norm(dim=2)
+    massive = unrotate(s.k, s.pos, ROTARY).view(K, 8, 8, D).square().sum((0, 3)).argmax(1) + 8 * torch.arange(8)
+    assert 5 in massive.tolist(), "which is not one of the first four"
+    torch.testing.assert_close(found.v[:, massive], s.v[:, massive], atol=0.01, rtol=1e-3)
+    assert lost.median() > 10 * lost[:, massive].max()
+
+
+@pytest.mark.parametrize(("n", "most", "want"), [(8, 4, 4), (3, 4, 1), (6, 4, 2), (8, 3, 2), (5, 1, 1), (1, 9, 1)])
+def test_so_many_heads_are_turned_together(n: int, most: int, want: int) -> None:
+    assert RotateKV(joint=most).heads(n) == want
+
+
+def test_qaq_keeps_outliers_apart() -> None:
+    form, kv = Qaq(outliers=0.05), Kv(k_bits=2, v_bits=2, group=8)
+    k, v = made(8).k[None, :1], made(8).v[None, :1]
+    found = form.unpack(form.pack(k, v, kv), kv, (D, D), torch.float32)
+    for was, now in ((k, found[0]), (v, found[1])):
+        order = was.flatten().argsort()
+        n = round(0.05 * 8 * D / 2)
+        at = torch.cat([order[:n], order[-n:]])
+        torch.testing.assert_close(now.flatten()[at], was.flatten()[at], atol=0, rtol=1e-3)
+        inner = was.flatten()[order[n:-n]]
+        assert now.flatten()[order[n:-n]].abs().max() <= inner.abs().max() * 1.01, "the range is of the others"
+    v = v.flatten().index_fill(0, torch.tensor([7, 50, 99]), 40.0).view_as(v)
+    lost = [(f.unpack(f.pack(k, v, kv), kv, (D, D), torch.float32)[1] - v).norm() for f in (form, Kivi(rope="before"))]
+    assert lost[0] < 0.7 * lost[1]
+
+
+def test_gear_repairs_with_the_best_product_of_its_rank() -> None:
+    kv = Kv(k_bits=2, v_bits=2, group=8)
+    k, v = made(8).k[None, :1], made(8).v[None, :1]
+    plain, few = Gear(outliers=0, rank=0), Gear(outliers=0, rank=3)
+    lost = [t - p for t, p in zip((k, v), plain.unpack(plain.pack(k, v, kv), kv, (D, D), torch.float32), strict=True)]
+    found = few.unpack(few.pack(k, v, kv), kv, (D, D), torch.float32)
+    for was, now, error in zip((k, v), found, lost, strict=True):
+        rest = torch.linalg.svdvals(error)[..., 3:].square().sum().sqrt()  # what a rank of three cannot say
+        torch.testing.assert_close((was - now).norm(), rest, atol=1e-2, rtol=1e-2)
+    all_of_it = Gear(outliers=0, rank=8)
+    torch.testing.assert_close(
+        all_of_it.unpack(all_of_it.pack(k, v, kv), kv, (D, D), torch.float32)[0], k, atol=0.02, rtol=0.01
+    )
+
+
+def test_gear_takes_outliers_of_each_channel_of_keys_and_of_each_slot_of_values() -> None:
+    kv, form = Kv(k_bits=2, v_bits=2, group=8), Gear(outliers=0.25, rank=0)
+    k, v = made(8).k[None, :1], made(8).v[None, :1]
+    found = form.unpack(form.pack(k, v, kv), kv, (D, D), torch.float32)
+    for was, now, dim in ((k, found[0], 2), (v, found[1], 3)):
+        n = round(0.25 * was.shape[dim] / 2)
+        for at in (was.topk(n, dim).indices, was.topk(n, dim, largest=False).indices):
+            torch.testing.assert_close(now.gather(dim, at), was.gather(dim, at), atol=0, rtol=1e-3)
+
+
+def test_squat_moves_the_error_out_of_the_keys_directions() -> None:
+    kv = Kv(k_bits=2, v_bits=2, group=64)
+    mixed = torch.randn(D, D, generator=torch.Generator().manual_seed(1))
+    k = (
+        torch.randn(1, 1, 64, 2, generator=torch.Generator().manual_seed(0)) @ mixed[:2] * 3
+    )  # two directions, and noise
+    k = k + 0.1 * torch.randn(1, 1, 64, D, generator=torch.Generator().manual_seed(2))
+    way = torch.linalg.svd(k, full_matrices=False)[2][..., :2, :]
+
+    def along(form: Blocks) -> Tensor:
+        return ((form.unpack(form.pack(k, k, kv), kv, (D, D), torch.float32)[0] - k) @ way.mT).norm()
+
+    assert along(Squat(rank=2, weight=100.0)) < 0.4 * along(Kivi(rope="before"))
+    weak = Squat(rank=2, weight=1e-6)
+    same_codes = weak.pack(k, k, kv)[0] == rounded(k, 2, -2)[0]
+    assert same_codes.all(), "without weight it is plain rounding"
+
+
+REFUSED = [
+    ({"form": {"method": "gear"}}, "which rounds nothing"),
+    ({"form": {"method": "gear"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads over all channels the outliers"),
+    ({"form": {"method": "qaq"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads over all channels the outliers"),
+    ({"form": {"method": "rotatekv"}, "kv": FOUR | {"rotate": "hadamard"}}, "this form turns them already"),
+    ({"form": {"method": "zipcache"}, "kv": {"k_bits": 8, "v_bits": 8, "halves": True}}, "halves are of form.method"),
+    ({"form": {"method": "kivi", "rope": "before"}, "kv": FOUR | {"rotate": "hadamard"}}, "which turns what"),
+    ({"form": {"method": "kivi", "rope": "before"}}, "changes nothing while kv.k_bits"),
+    ({"form": {"method": "zipcache"}, "kv": {"k_bits": 4}}, "cannot be kept with kv.v_bits = 16"),
+    ({"form": {"method": "rotatekv"}, "kv": FOUR, "policy": {"name": "snap"}}, "set form.joint = 1"),
+    ({"form": {"method": "aquakv"}, "kv": FOUR}, "is not built"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED)
+def test_what_cannot_be_kept_is_refused_by_name(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        Profile.load("exact").replace(exactness="approx", **changes)
+    assert says in "\n".join(caught.value.lines)
+
+
+def test_a_form_needs_a_profile_that_may_round() -> None:
+    with pytest.raises(BadConfig) as caught:
+        Profile.load("exact").replace(form={"method": "gear"}, kv=FOUR)
+    assert '"exact" cannot be kept' in "\n".join(caught.value.lines)
+
+
+def test_a_model_whose_tables_depend_on_length_is_refused() -> None:
+    model = table.lm("latents", "fp32")
+    with pytest.raises(BadModel, match="stores latents"):
+        build.store(
+            model, Profile.load("exact").replace(exactness="approx", form={"method": "kivi", "rope": "before"}, kv=FOUR)
+        )
+
+
+@pytest.mark.parametrize("method", list(REGISTRIES["form"]))
+@pytest.mark.parametrize("family", ["dense", "uneven", "latents"])
+def test_a_session_goes_back_and_on_in_every_form(method: str, family: str) -> None:
+    model = table.lm(family, "fp32")
+    rope = {} if family == "dense" else {"rope": "after"}
+    kv = FOUR | {"group": 8, "residual": 8, "sinks": 2}
+    asked = Profile.load("exact").replace(exactness="approx", form={"method": method, **rope}, kv=kv)
+    if method == "rotatekv" and any(dim & (dim - 1) for of in model.shapes for dim in of.parts):
+        with pytest.raises(BadConfig, match="power of two"):
+            build.session(model, asked)
+        return
+    session = build.session(model, asked)
+    drive(session.read(families.prompt(90)))
+    drive(session.stream(9))
+    assert nbytes(session.kv)["packed"]
+    assert session.kv.usage()
+    again = build.session(model, asked)
+    again.kv.restore(Given(copy.deepcopy(session.kv.state()), len(session.ids)))
+    assert nbytes(again.kv)["packed"] == nbytes(session.kv)["packed"]
+    session.kv.crop(41)
+    assert {int(session.kv.slots(use.layer).pos.max()) for use in session.kv.usage()} == {40}
+
+
+def test_sizes_that_no_byte_holds_are_refused() -> None:
+    with pytest.raises(BadConfig, match=r"kv.v_bits = 2 does not fit"):
+        Kivi(rope="before").tier(of(shapes=alike(1, 2, 6)), torch.device("cpu"), KV)
