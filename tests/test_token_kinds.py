@@ -82,12 +82,12 @@ def test_the_question_is_the_last_paragraph_of_the_last_message(make: Any) -> No
     for content in (asked, f"The well is deep.\n\nIt is old.\n\n{asked}"):
         chat = [*CHAT[:3], {"role": "user", "content": content}]
         ids = render_prompt(tokenizer, chat)
-        spans = chat_spans(tokenizer, chat, ids, question=True)
+        spans = chat_spans(tokenizer, chat, ids, {QUESTION})
         assert spelled(tokenizer, ids, spans, QUESTION).strip() == asked
         assert [s for s in spans if s.kind != QUESTION] == chat_spans(tokenizer, chat, ids)
     pasted = [*CHAT[:3], {"role": "user", "content": "It is old. " * LONG}]
     ids = render_prompt(tokenizer, pasted)
-    assert not spelled(tokenizer, ids, chat_spans(tokenizer, pasted, ids, question=True), QUESTION)
+    assert not spelled(tokenizer, ids, chat_spans(tokenizer, pasted, ids, {QUESTION}), QUESTION)
 
 
 def test_a_system_text_that_heads_the_first_question_is_found_there() -> None:
