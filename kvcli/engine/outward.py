@@ -29,14 +29,14 @@ class Outward:
                 lines=["its heads share what is stored, or the projection has another name"],
                 try_=["leave it out", "--set policy.name=vatp, which weighs values alone"],
             )
-        self._heads = lm.heads
+        self._heads, self._dtype = lm.heads, lm.dtype
 
     def __call__(self, layer: int, v: Tensor, order: int) -> Tensor:
         """[K, G, S]: the norm (1 or 2) of v [K, S, D] behind the projection of each query head that reads it."""
-        module: Any = self._modules[layer]
+        module = self._modules[layer]
         wide = torch.promote_types(v.dtype, torch.float32)
         (kv, n, d), group = v.shape, self._heads[layer] // v.shape[0]
-        weight = _weight(module, kv * group * d, v).to(wide).view(kv, group, d, -1)  # [K, G, D, E]
+        weight = _weight(module, kv * group * d, self._dtype, v.device).to(wide).view(kv, group, d, -1)  # [K, G, D, E]
         found = torch.zeros(kv, group, n, dtype=wide, device=v.device)
         for head in range(kv):
             for at in range(0, n, BLOCK):
@@ -50,12 +50,9 @@ def _module(attends: Any) -> Any:
     return next((getattr(attends, name) for name in NAMES if hasattr(attends, name)), None)
 
 
-def _weight(module: Any, width: int, like: Tensor) -> Tensor:
-    """[width, E] as its inputs meet it; by what it makes of each input alone, as packed weights have no other form."""
-    if isinstance(module, torch.nn.Linear):
-        return module.weight.T.to(like.device)
+def _weight(module: Any, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[width, E]: what it makes of each input alone, as packed weights show themselves in no other way."""
     with torch.no_grad():
-        each = torch.eye(width, dtype=module.dtype, device=like.device)
-        bias = module(torch.zeros_like(each[:1]))
-        found: Tensor = module(each) - bias
+        each = torch.eye(width, dtype=dtype, device=device)
+        found: Tensor = module(each) - module(torch.zeros_like(each[:1]))
         return found
