@@ -68,7 +68,8 @@ class Before:
         if not few.n_slots:
             return alone(q, sight, own)
         shown = visible(few.pos, pos, sight.window)
-        part = attend(q, few.k, few.v, sight.scale, softcap=sight.softcap, mask=shown)
+        v = few.k if self._at.lm.shapes[layer].rank else few.v  # as its own rows give latents
+        part = attend(q, few.k, v, sight.scale, softcap=sight.softcap, mask=shown)
         return [part, *alone(q, sight, own)]
 
     def usage(self) -> list[Usage]:
