@@ -73,6 +73,7 @@ RESULTS = {
     "prune-16k": f"python tests/bench/prune.py --model {RANDOM} --tokens 16384 --n 3 --hf 0 --sides lazy+cut+random",
     "kv-quality": "python tests/bench/kv_quality.py",
     "kv-allocs": "python tests/bench/kv_quality.py --texts 48 --allocs",
+    "kv-staged": "python tests/bench/kv_quality.py --staged --texts 48 --shares 1.0,0.5,0.25,0.125,0.06",
     "kv-moved": "python tests/bench/kv_quality.py --moved --texts 12 --shares 0.125",
     "agreement": f"python tests/bench/agreement.py --model {LISTED}",
     "agreement-demo": "python tests/bench/agreement.py --windows 16",

@@ -86,9 +86,9 @@ def profile_heads(
     """What each attention head does, and which need the whole past.
 
     Where heads look in a text (prompt), what is lost when one sees only the
-    first and the newest tokens (ablate), which read hidden facts (needle), or reason over them (reason),
-    which continue repeats (repeat). Draws a grid, writes a report and a map
-    that profiles use as policy.headmap.
+    first and the newest tokens (ablate), which read hidden facts (needle) or
+    facts found by way of others (reason), which continue repeats (repeat).
+    Draws a grid, writes a report and a map that profiles use as policy.headmap.
     """
     from kvcli.commands.heads_out import outlet
     from kvcli.commands.setup import Setup

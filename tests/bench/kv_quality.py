@@ -1,7 +1,7 @@
 """What policies and bits cost in answers: facts asked for once the text was compressed, at equal memory.
 
     python tests/bench/kv_quality.py [--model demo] [--tasks niah_single,mqar...] [--texts 200] [--length 2048]
-        [--shares 0.5,0.25] [--allocs | --moved] [--out FILE]
+        [--shares 0.5,0.25] [--allocs | --moved | --staged] [--out FILE]
 
 Four numbers are hidden in each held-out text, one in each quarter of it, and all are asked for when the text has been
 read and compressed: nothing saw the questions before. An answer is right if greedy decoding writes the number token for
@@ -9,7 +9,8 @@ token. FastGen compresses first, to each of `shares`; what it kept of that very 
 published FastGen by the T at which its heads keep at least as much. "map" is FastGen with the head map that
 `kvcli profile-heads --probe ablate` makes of the model, from other texts. Intervals are paired bootstraps over texts:
 the four questions about one text are not independent. `--allocs` compares who shares the budget instead, and `--moved`
-where goes what a policy does not keep: away, or down a tier. `--tasks`
+where goes what a policy does not keep: away, or down a tier; `--staged` compares what is done to scores, whose queries
+vote, who shares by what layers hold and what is one unit. `--tasks`
 asks other questions, `--texts` of each, hidden in Moby-Dick: those that a model answers from the full cache.
 
 Every answer goes to `--partial` at once, so a run that was cut off goes on where it was. Counts do not depend on the
@@ -69,6 +70,18 @@ MOVED: dict[str, dict[str, Any]] = {  # where goes what a policy does not keep
     "recalled": READS,
     "in 4 bits": FOUR,
     "in 4 bits, recalled": FOUR | READS,
+}
+STAGED: dict[str, dict[str, Any]] = {  # of `snap` with heads alike, unless it says otherwise, between both controls
+    "snap": {},
+    "laq": {"lookahead": 16},
+    "criticalkv": {"post": "critical"},
+    "graphkv": {"post": "graph"},
+    "kvcrush": {"post": "crush"},
+    "chunkkv": {"unit": 16, "reuse_layers": 2},
+    "sentences": {"unit": "sentence"},
+    "prefixkv": {"alloc": "prefix"},
+    "kvzip": {"name": "kvzip", "alloc": "global"},
+    "kvzip+": {"name": "kvzip", "alloc": "global", "plus": True},
 }
 FINE = 2**-10  # of T
 SINKS, NEWEST = 4, 64  # that lots leave alone
@@ -218,6 +231,18 @@ def moved(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
                 yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
 
 
+def staged(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
+    """What is done to scores, who shares and what is one unit."""
+    yield "full", known.of(f"{i} full", lambda: answer({})[0])
+    for share in shares:
+        policies = {name: {"name": "snap", "keep": share, "alloc": "uniform"} | more for name, more in STAGED.items()}
+        for name in ("streaming", "random"):
+            policies[name] = rival(name, share, n, i, mapped)
+        for name, policy in policies.items():
+            side = f"{name} {share:.1%}"
+            yield side, known.of(f"{i} staged {side}", lambda policy=policy: answer({"policy": policy})[0])
+
+
 def row(name: str, found: list[Outcome], full: list[Outcome] | None, ours: list[Outcome] | None) -> dict[str, Any]:
     """One side, beside the full cache and, where it has a share to keep, beside FastGen."""
     right = [fmean(o["right"]) for o in found]
@@ -254,6 +279,7 @@ def main() -> None:
     parser.add_argument("--shares", default="0.5,0.25", help="that FastGen keeps")
     parser.add_argument("--allocs", action="store_true", help="compare who shares the budget")
     parser.add_argument("--moved", action="store_true", help="compare where goes what a policy does not keep")
+    parser.add_argument("--staged", action="store_true", help="compare stages, shares and units of what scores best")
     parser.add_argument("--part", default="1/1", help="K/N: each Nth text from the Kth on; parts share one --partial")
     parser.add_argument("--partial", type=Path, help="file that holds what is known so far")
     parser.add_argument("--out", type=Path)
@@ -262,7 +288,7 @@ def main() -> None:
     model = opened(args.model, cache, {})
     asked = f"{fingerprint(model)} {args.length} {HELD_OUT} {args.tasks}"
     known = Known(args.partial or cache / f"{sha256(asked.encode()).hexdigest()[:12]}.jsonl")
-    mapped = "" if args.tasks or args.moved else head_map(model, known.path.with_suffix(".map.json"))
+    mapped = "" if args.tasks or args.moved or args.staged else head_map(model, known.path.with_suffix(".map.json"))
     asked_of = samples(model, args.texts, args.length, HELD_OUT) if not args.tasks else []
     for task in filter(None, args.tasks.split(",")):
         asked_of += samples(model, args.texts, args.length, HELD_OUT, text_of("prose"), TASKS[task])
@@ -274,7 +300,7 @@ def main() -> None:
             continue
         text = lru_cache(1)(lambda sample=sample: Text(model, sample.context))  # not run where everything is known
         answer = lambda changes, sample=sample, text=text: answered(model, sample, changes, text())  # noqa: E731
-        each = (shared if args.allocs else moved if args.moved else sides)(
+        each = (shared if args.allocs else moved if args.moved else staged if args.staged else sides)(
             answer, len(sample.context) - 1, i, shares, known, mapped
         )
         for side, outcome in each:
@@ -285,6 +311,7 @@ def main() -> None:
         print(json.dumps(each))
     about, what = machine(), "who shares the budget" if args.allocs else "at equal memory"
     what = "by where goes what a policy does not keep" if args.moved else what
+    what = "by what is done to scores, at equal memory" if args.staged else what
     result = {
         "title": f"Right answers about {len(asked_of)} held-out texts of {args.length} tokens, {what}",
         "machine": f"torch {about['torch']}, commit {about['commit']}",

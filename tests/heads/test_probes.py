@@ -197,7 +197,7 @@ def test_needle_weights_are_the_models_own(model):
 
 
 def test_reasoning_heads_are_those_whose_highest_weights_fall_on_the_fact(model):
-    """HeadKV-R2, by transformers' own maps: 10 x weight among the top n on the n tokens of the fact, by n and by rows."""
+    """HeadKV-R2, by transformers' own maps: 10 x what of a row's top n falls on the n tokens of a fact, by n x rows."""
     kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
     (sample,) = samples(model, 1, 200, seed=0, task=TASK)
     (one,) = sample.asked
