@@ -10,7 +10,7 @@ import torch
 from kvcli.chat.conversation import Chat
 from kvcli.chat.local import Model
 from kvcli.chat.token_kinds import LONG, chat_spans, kind_of, kinds_by_id
-from kvcli.engine.kinds import END, NEWLINE, PUNCT, QUESTION, SPECIAL, SYSTEM, TEXT, Span, kinds_of
+from kvcli.engine.kinds import END, NEWLINE, PUNCT, QUESTION, SHOT, SPECIAL, SYSTEM, TEXT, TOOLS, Span, kinds_of
 from kvcli.engine.lm import LM
 from kvcli.models.text import decode, encode, render_prompt, render_text, special_ids
 from kvcli.settings.profile import load_profile
@@ -56,6 +56,13 @@ def test_every_id_of_every_kind_of_tokenizer_has_a_kind(name: str) -> None:
     assert set(found) == {TEXT, PUNCT, NEWLINE}
 
 
+WITH_TOOLS = """\
+{%- for m in messages %}
+    {{- '<|user|>\\n<tool_response>\\n' + m.content + '\\n</tool_response>' if m.role == 'tool'
+        else '<|' + m.role + '|>' + m.content }}{{ '<|end|>' }}
+{%- endfor %}<|assistant|>"""
+
+
 def spelled(tokenizer: Any, ids: list[int], spans: list[Span], kind: int) -> str:
     return "".join(decode(tokenizer, ids[s.start : s.end]) for s in spans if s.kind == kind)
 
@@ -82,12 +89,30 @@ def test_the_question_is_the_last_paragraph_of_the_last_message(make: Any) -> No
     for content in (asked, f"The well is deep.\n\nIt is old.\n\n{asked}"):
         chat = [*CHAT[:3], {"role": "user", "content": content}]
         ids = render_prompt(tokenizer, chat)
-        spans = chat_spans(tokenizer, chat, ids, question=True)
+        spans = chat_spans(tokenizer, chat, ids, {QUESTION})
         assert spelled(tokenizer, ids, spans, QUESTION).strip() == asked
         assert [s for s in spans if s.kind != QUESTION] == chat_spans(tokenizer, chat, ids)
     pasted = [*CHAT[:3], {"role": "user", "content": "It is old. " * LONG}]
     ids = render_prompt(tokenizer, pasted)
-    assert not spelled(tokenizer, ids, chat_spans(tokenizer, pasted, ids, question=True), QUESTION)
+    assert not spelled(tokenizer, ids, chat_spans(tokenizer, pasted, ids, {QUESTION}), QUESTION)
+
+
+def test_what_tools_said_is_found_in_a_chat() -> None:
+    said = "depth = 972"
+    chat = [*CHAT[:2], {"role": "tool", "content": said}, CHAT[3]]
+    tokenizer = byte_fallback(WITH_TOOLS)
+    ids = render_prompt(tokenizer, chat)
+    assert spelled(tokenizer, ids, chat_spans(tokenizer, chat, ids), TOOLS).strip() == said
+
+
+def test_each_paragraph_of_what_was_said_begins_an_example() -> None:
+    chat = [*CHAT[:3], {"role": "user", "content": "one: 1\n\ntwo: 2\n \n\nthree: 3"}]
+    ids = render_prompt(demo(), chat)
+    spans = chat_spans(demo(), chat, ids, {SHOT})
+    begins = [span.start for span in spans if span.kind == SHOT]
+    text = [decode(demo(), ids[a:b]) for a, b in zip(begins, [*begins[1:], len(ids)], strict=True)]
+    assert [one.split(":")[0].strip() for one in text[-3:]] == ["one", "two", "three"]
+    assert [s for s in spans if s.kind != SHOT] == chat_spans(demo(), chat, ids)
 
 
 def test_a_system_text_that_heads_the_first_question_is_found_there() -> None:

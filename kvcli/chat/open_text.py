@@ -15,7 +15,7 @@ from kvcli.chat.turn import Answering, Asked
 from kvcli.chat.window import Window
 from kvcli.engine.engine import drive, events
 from kvcli.engine.feed import Work, until
-from kvcli.engine.kinds import Span
+from kvcli.engine.kinds import QUESTION, Span
 from kvcli.errors import BadInput, BadModel
 from kvcli.kept.shelf import Kept
 from kvcli.kv.shortage import lacking
@@ -199,8 +199,9 @@ class OpenText:
         fits = partial(model.fits, self.profile) if model.fits is not None else None
         window = Window(self.limit, model.lm.limit, profile.context.reserve, fits)
         asks, spans = self.session.pruning is not None or bool(model.lm.mixers), list[Span]()
+        marks = self.session.marks | ({QUESTION} if asks else set())
         if messages and (asks or self.session.policy is not None or self.on_overflow == "compress"):
-            spans = chat_spans(model.tokenizer, messages, ids, question=asks)
+            spans = chat_spans(model.tokenizer, messages, ids, marks)
         asked = Asked(
             ids,
             spans,

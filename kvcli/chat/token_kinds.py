@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from kvcli.engine.kinds import END, NEWLINE, PUNCT, QUESTION, SPECIAL, SYSTEM, TEXT, Span
+from kvcli.engine.kinds import END, NEWLINE, PUNCT, QUESTION, SHOT, SPECIAL, SYSTEM, TEXT, TOOLS, Span
 from kvcli.models.text import CLOSE, OPEN, Messages, decode, encode, encode_with_places, render_text, special_ids
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ENDS = frozenset(".!?…\u3002\uff01\uff1f\u061f\u0964")  # marks that end a sentence
 SIGNS = frozenset({"Sm", "Sc", "Sk"})  # categories of < = > | + $ ^ and their like; emoji are none of them
+KINDS = {"system": SYSTEM, "tool": TOOLS}  # of what a role says
 LONG = 256  # tokens of a question at most: a longer paragraph is what is asked about
 PART = "\ufdd2{}\ufdd3"  # stands for a content while the template runs; noncharacters, which no text holds
 
@@ -54,19 +55,35 @@ def _is_mark(char: str) -> bool:
 
 
 def chat_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, ids: Sequence[int], *, question: bool = False
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, ids: Sequence[int], marks: Collection[int] = ()
 ) -> list[Span]:
-    """Where the template's own text (SPECIAL) and system text (SYSTEM) stand in the ids of a rendered chat.
+    """Where the template's own text (SPECIAL), system text (SYSTEM) and what tools said (TOOLS) stand in the ids of a
+    rendered chat.
 
-    `question`: and where the last message asks (QUESTION): its last paragraph, unless that is longer than questions
-    are. Nothing is said of what cannot be found, such as an answer that the template shortened and all that follows it.
+    `marks`: and, where they are among these, where the last message asks (QUESTION): its last paragraph, unless that is
+    longer than questions are; and the first token of each paragraph of what was said (SHOT). Nothing is said of what
+    cannot be found, such as an answer that the template shortened and all that follows it.
     """
     text, _ = render_text(tokenizer, messages)
     parts = list(_parts(tokenizer, messages, text))
     cuts = _tokens_at(tokenizer, text, ids, sorted({at for start, end, _ in parts for at in (start, end)}))
     spans = [Span(cuts[start], cuts[end], kind) for start, end, kind in parts if start in cuts and end in cuts]
-    longest = LONG if question else 0
-    return [s for s in spans if s.start < s.end and (s.kind != QUESTION or s.end - s.start <= longest)]
+    longest = LONG if QUESTION in marks else 0
+    spans = [s for s in spans if s.start < s.end and (s.kind != QUESTION or s.end - s.start <= longest)]
+    return (_shots(tokenizer, text, ids, parts) if SHOT in marks else []) + spans  # the later ones count
+
+
+def _shots(
+    tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int], parts: Sequence[tuple[int, int, int]]
+) -> list[Span]:
+    """The first token of each paragraph outside the template's own text."""
+    own = [(start, end) for start, end, kind in parts if kind == SPECIAL]
+    told = [(a, b) for (_, a), (b, _) in zip(own, [*own[1:], (len(text), 0)], strict=True) if a < b]
+    begins = {a for a, _ in told} | {
+        m.end() for m in re.finditer(r"\n\s*\n\s*", text) for a, b in told if a < m.end() < b
+    }
+    cuts = _tokens_at(tokenizer, text, ids, sorted(begins))
+    return [Span(at, at + 1, SHOT) for at in sorted(set(cuts.values())) if at < len(ids)]
 
 
 def _parts(tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str) -> Iterator[tuple[int, int, int]]:
@@ -90,8 +107,8 @@ def _parts(tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str) ->
         end = forms[0] if forms else text.find(own[i + 1], at) if own[i + 1] else -1
         if end < 0:
             return
-        if said["role"] == "system":
-            yield at, end, SYSTEM
+        if said["role"] in KINDS:
+            yield at, end, KINDS[said["role"]]
         elif order[i] == len(messages) - 1:
             yield max(at, text.rfind("\n\n", at, end) + 2), end, QUESTION
         at = end

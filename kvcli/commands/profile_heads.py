@@ -27,7 +27,7 @@ app = typer.Typer(add_completion=False)
 Criterion = Literal["cvar10", "mean", "p05"]
 
 _PROMPT = "A text that the heads read. Repeatable; default a field report."
-_PROBE = "prompt, ablate, needle, repeat, or all. Default prompt."
+_PROBE = "prompt, ablate, needle, reason, repeat, or all. Default prompt."
 _CRITERION = "Recovery by the worst tenth of rows, their mean, or the 5th percentile."
 _CONTEXT = "Tokens read; further ones: contexts to reckon memory for. Default 2k."
 _SHOW = "What the grid draws: policy, retrieval, or any scalar of profile.json."
@@ -86,9 +86,9 @@ def profile_heads(
     """What each attention head does, and which need the whole past.
 
     Where heads look in a text (prompt), what is lost when one sees only the
-    first and the newest tokens (ablate), which read hidden facts (needle),
-    which continue repeats (repeat). Draws a grid, writes a report and a map
-    that profiles use as policy.headmap.
+    first and the newest tokens (ablate), which read hidden facts (needle) or
+    facts found by way of others (reason), which continue repeats (repeat).
+    Draws a grid, writes a report and a map that profiles use as policy.headmap.
     """
     from kvcli.commands.heads_out import outlet
     from kvcli.commands.setup import Setup

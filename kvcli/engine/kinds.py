@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TEXT, SPECIAL, PUNCT, NEWLINE, SYSTEM, END, QUESTION = range(7)  # END: punctuation that ends a sentence
+TEXT, SPECIAL, PUNCT, NEWLINE, SYSTEM, END, QUESTION, TOOLS, SHOT = range(9)
+# END: punctuation that ends a sentence; TOOLS: what a tool said; SHOT: the first token of a paragraph
 
 
 class Span(NamedTuple):

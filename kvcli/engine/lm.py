@@ -68,6 +68,7 @@ class LM:
         self.is_apart = self.device.type != "cpu"  # each time that the host asks for a result empties a queue
         self.shapes = placed(shape.stored, places, self.device)  # per layer
         self.storing = [layer for layer, of in enumerate(self.shapes) if of.shares is None]  # others read theirs
+        self.attentions = shape.attentions  # per layer
         self.latents = shape.latents  # by layer, of those that store latents
         self.sights = shape.sights  # per layer
         self.sinks = shape.sinks  # per layer, [H] learned logits of attention; None = it has none

@@ -95,6 +95,7 @@ class Wants:
     probes: Callable[[int], Sequence[int]] = lambda n: ()  # tokens of a prompt -> positions whose queries to hold
     lasting: bool = False  # hold those also while the answer is written
     kinds: bool = False  # tell it the kinds of tokens, beside its guard
+    marks: frozenset[int] = frozenset()  # kinds that are looked for in a prompt only where somebody asks
     guard: Guard = Guard()  # what stays whatever it says
     memory: Callable[[], Stateful | None] = lambda: None  # what it knows of a text of which nothing was read
 

@@ -72,6 +72,7 @@ class Text:
         self.kinds = kinds  # by id
         self.spans: Sequence[Span] = ()  # by position
         self._wants = policy.wants(lm) if policy is not None else Wants()
+        self.marks = self._wants.marks  # kinds that its policy wants to be looked for
         self.heard = Heard(self._wants.recent, self._wants.probes)
         self.memory: Stateful | None = self._wants.memory()  # the policy's, of this text
         self._is_whole = True  # the policy never let go of anything

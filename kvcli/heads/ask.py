@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from kvcli.documents import Document
     from kvcli.policies.fastgen import FastGen
 
-PROBES: tuple[Probe, ...] = ("prompt", "ablate", "needle", "repeat")
-BEST: tuple[Probe, ...] = ("ablate", "needle", "repeat", "prompt")  # the first of them that ran makes the head map
+PROBES: tuple[Probe, ...] = ("prompt", "ablate", "needle", "reason", "repeat")
+# the first of them that ran makes the head map
+BEST: tuple[Probe, ...] = ("ablate", "reason", "needle", "repeat", "prompt")
 SAMPLE = 1024  # tokens of a text with hidden facts, at most: retrieval shows in short ones, and it is read many times
 RECENT = 256  # newest tokens that a restricted head keeps
 TEXTS = 4  # texts with four hidden facts each

@@ -6,6 +6,7 @@ carries it. So the weight is taken at every offset from -4 to +8 around it and t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,21 +27,38 @@ OFFSETS = range(-4, 9)
 
 def needle(session: Session, sample: Sample) -> Tensor:
     """[L, H, O] weight of each query head at each of OFFSETS from the token its row has to write, mean over rows."""
-    lm = session.lm
-    rows, scored = sample.rows(), [row for row, _ in sample.scored()]
-    feed = Feed(lm, rows, session.kv, want=scored, hear=scored, states=session.states)
-    (made,) = run([feed])
-    target = torch.tensor(sample.targets(), device=lm.device).unsqueeze(1)
-    around = target + torch.tensor(OFFSETS, device=lm.device)  # [w, O]
-    return torch.stack([_around(feed, session.kv, made, layer, around) for layer in range(lm.n_layers)])
+    target = torch.tensor(sample.targets(), device=session.lm.device).unsqueeze(1)
+    around = target + torch.tensor(OFFSETS, device=session.lm.device)  # [w, O]
+    return torch.stack([_around(layer, around) for layer in looks(session, sample)])
 
 
-def _around(feed: Feed, kv: Store, made: Made, layer: int, around: Tensor) -> Tensor:
+def _around(layer: Iterable[tuple[Tensor, Tensor]], around: Tensor) -> Tensor:
     """[H, O] of one layer."""
+    found = []
+    for weight, pos in layer:
+        past = weight[..., : len(pos)]
+        slot = torch.searchsorted(pos.long(), around.clamp(min=0)).clamp(max=past.shape[-1] - 1)
+        there = (pos[slot] == around).to(past.dtype)  # [w, O]: an offset may lie outside the text
+        found.append((past.gather(2, slot.expand(past.shape[0], -1, -1)) * there).mean(1))
+    return torch.cat(found)
+
+
+def looks(session: Session, sample: Sample) -> Iterator[Iterator[tuple[Tensor, Tensor]]]:
+    """By layer, and in it by KV head: weights [G, w, S + N] of the rows that write the values, over what is stored at
+    positions [S] and over the pass; of one pass that is not committed.
+    """
+    rows, scored = sample.rows(), [row for row, _ in sample.scored()]
+    feed = Feed(session.lm, rows, session.kv, want=scored, hear=scored, states=session.states)
+    (made,) = run([feed])
+    for layer in range(session.lm.n_layers):
+        yield _weights(feed, session.kv, made, layer)
+
+
+def _weights(feed: Feed, kv: Store, made: Made, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
     sight, s, rows, heard = feed.lm.sights[layer], kv.slots(layer), feed.rows, list(feed.hear)
     q, pos = made.queries[layer].float(), [rows.pos[row] for row in heard]
     among = torch.ones(rows.n_rows, rows.n_rows, dtype=torch.bool).tril() if rows.sees is None else rows.sees
-    n_kv, found = s.k.shape[0], []
+    n_kv = s.k.shape[0]
     for head in range(n_kv):
         group = q[head * (q.shape[0] // n_kv) : (head + 1) * (q.shape[0] // n_kv)]  # [G, w, D]
         past = _scores(group, s.k[head], sight)
@@ -49,11 +67,7 @@ def _around(feed: Feed, kv: Store, made: Made, layer: int, around: Tensor) -> Te
             hidden = hidden | (s.pos[head] <= opens(pos, sight.window, s.pos.device))
         past = past.masked_fill(hidden, -torch.inf)
         fresh = _scores(group, made.fresh[layer].k[head], sight).masked_fill(~among[heard].to(q.device), -torch.inf)
-        weight = torch.cat((past, fresh), -1).softmax(-1)[..., : past.shape[-1]]  # [G, w, S]
-        slot = torch.searchsorted(s.pos[head].long(), around.clamp(min=0)).clamp(max=past.shape[-1] - 1)
-        there = (s.pos[head][slot] == around).to(weight.dtype)  # [w, O]: an offset may lie outside the text
-        found.append((weight.gather(2, slot.expand(weight.shape[0], -1, -1)) * there).mean(1))
-    return torch.cat(found)
+        yield torch.cat((past, fresh), -1).softmax(-1), s.pos[head]
 
 
 def _scores(q: Tensor, k: Tensor, sight: Sight) -> Tensor:

@@ -68,7 +68,7 @@ def document(model: Model, ask: Ask, found: Findings) -> HeadsDocument:
         probed=list(found.layers),
         windows=list(lm.windows),
         ctx=ask.context,
-        samples=ask.texts if found.fetched else 0,
+        samples=ask.texts if found.fetched or found.reasoning is not None else 0,
         seed=ask.seed,
         probes=list(ask.probes),
         ranked_by=found.ranked_by,
@@ -87,7 +87,7 @@ def document(model: Model, ask: Ask, found: Findings) -> HeadsDocument:
         stability=_stability(ask, found.reading, chosen, judged, forced),
         compare=None,
         seconds={name: round(value, 3) for name, value in found.seconds.items()},
-        notes=_notes(model, found),
+        notes=_notes(model, ask, found),
     )
 
 
@@ -188,11 +188,11 @@ def _stability(
     return HeadsStability(every=ask.stability, tokens=[n for n, _ in reading.later], changed=changed, drift=drift)
 
 
-def _notes(model: Model, found: Findings) -> list[str]:
+def _notes(model: Model, ask: Ask, found: Findings) -> list[str]:
     said = []
     if found.ranked_by == "prompt":
         said.append(ONE_PROMPT)
-    if found.ranked_by in ("needle", "repeat"):
+    if found.ranked_by in ("needle", "reason", "repeat"):
         said.append(f"the head map says where heads look in the {found.ranked_by} probe, not what is lost without them")
     sliding = [layer for layer in found.layers if model.lm.windows[layer] is not None]
     if sliding:
@@ -200,6 +200,9 @@ def _notes(model: Model, found: Findings) -> list[str]:
     if found.fetched is not None and found.fetched.right < found.fetched.of / 2:
         right, of = found.fetched.right, found.fetched.of
         said.append(f"the model answers {right} of {of} questions about hidden facts right: the ranking says little")
+    if found.reasoning is not None and 2 * found.reasoned < ask.texts:
+        right, of = found.reasoned, ask.texts
+        said.append(f"the model answers {right} of {of} questions by way of another fact right: reason says little")
     return said
 
 

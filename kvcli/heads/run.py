@@ -20,6 +20,7 @@ from kvcli.heads.ask import BEST, Ask
 from kvcli.heads.blinkers import Reach
 from kvcli.heads.headmap import full_heads, headmap
 from kvcli.heads.prompt import Reading, read_prompt, scalar
+from kvcli.heads.reason import TASK, reason
 from kvcli.heads.repeat import repeat
 from kvcli.heads.retrieval import Fetched, check, fetch, full_sight
 from kvcli.heads.sample import Sample, samples
@@ -45,6 +46,8 @@ class Findings:
     reading: Reading | None = None
     fetched: Fetched | None = None
     induction: Tensor | None = None  # [L, H]
+    reasoning: Tensor | None = None  # [L, H]
+    reasoned: int = 0  # texts of that probe that were answered right
     ranked_by: Probe = "prompt"
     score: Tensor = field(default_factory=lambda: torch.zeros(0))  # [L, K] of the probe that ranks
     heads: Tensor = field(default_factory=lambda: torch.zeros(0))  # [L, K] the head map
@@ -78,6 +81,8 @@ def probe(model: Model, ask: Ask, tell: Tell = lambda done, total, label: None) 
     found.total = _steps(model, ask, found, ids, len(texts))
     if ids:
         _timed(found, "prompt", lambda: _prompt(model, ask, found, ids, tell))
+    if "reason" in ask.probes:
+        _timed(found, "reason", lambda: _reason(model, ask, found, tell))
     if "repeat" in ask.probes:
         tell(found.done, found.total, "repeat · random tokens twice")
         _timed(found, "repeat", lambda: _repeat(model, ask, found))
@@ -129,7 +134,8 @@ def _steps(model: Model, ask: Ask, found: Findings, ids: Sequence[int], texts: i
     """Units of progress: a pass over a text, or a short pass behind one."""
     heads = len(full_sight(model, found.layers, found.reach)) if "ablate" in ask.probes else 0
     chunks = -(-len(ids) // model.profile.prefill.chunk) + 4 * ask.stability if ids else 0
-    return chunks + texts * (1 + heads) + (2 * texts if heads else 0)  # more if the check takes rounds
+    reasons = ask.texts if "reason" in ask.probes else 0
+    return chunks + reasons + texts * (1 + heads) + (2 * texts if heads else 0)  # more if the check takes rounds
 
 
 def _timed(found: Findings, name: str, work: Callable[[], None]) -> None:
@@ -172,6 +178,17 @@ def _settled(model: Model, ask: Ask) -> FastGen:
 
 def _repeat(model: Model, ask: Ask, found: Findings) -> None:
     found.induction = repeat(model, ask.sample, ask.seed)
+
+
+def _reason(model: Model, ask: Ask, found: Findings, tell: Tell) -> None:
+    def passed(passes: int) -> None:
+        found.done += passes
+        tell(found.done, found.total, f"reason · {ask.texts} texts of {ask.sample:,} tokens")
+
+    passed(0)
+    texts = samples(model, ask.texts, ask.sample, ask.seed, ask.haystack, TASK)
+    kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
+    found.reasoning, found.reasoned = reason(model, texts, kinds, passed)
 
 
 def _fetch(model: Model, ask: Ask, found: Findings, texts: Sequence[Sample], tell: Tell) -> None:
@@ -219,6 +236,9 @@ def _score(model: Model, found: Findings) -> Tensor:
         assert found.fetched is not None
         assert found.fetched.read is not None
         return by_kv_head(found.fetched.read.amax(-1), shape)
+    if found.ranked_by == "reason":
+        assert found.reasoning is not None
+        return by_kv_head(found.reasoning, shape)
     if found.ranked_by == "repeat":
         assert found.induction is not None
         return by_kv_head(found.induction, shape)

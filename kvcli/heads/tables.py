@@ -36,6 +36,8 @@ def scalars(found: Findings, shape: tuple[int, int]) -> dict[str, Tensor]:
         tables["ablate"] = found.fetched.kl
     if found.fetched is not None and found.fetched.read is not None:
         tables["needle"] = by_kv_head(found.fetched.read.amax(-1), shape)
+    if found.reasoning is not None:
+        tables["reason"] = by_kv_head(found.reasoning, shape)
     if found.induction is not None:
         tables["repeat"] = by_kv_head(found.induction, shape)
     if (reading := found.reading) is not None:
@@ -59,6 +61,8 @@ def query(found: Findings, judged: Judged | None) -> dict[str, Tensor]:
     tables = {}
     if found.fetched is not None and found.fetched.read is not None:
         tables["needle"] = found.fetched.read.amax(-1)
+    if found.reasoning is not None:
+        tables["reason"] = found.reasoning
     if found.induction is not None:
         tables["repeat"] = found.induction
     if judged is not None:

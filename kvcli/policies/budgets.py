@@ -6,6 +6,7 @@ equal, the later position wins, so that the order of slots decides nothing.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -49,6 +50,28 @@ def pyramid(n_layers: int, each: int, beta: float, most: int, least: int = 0) ->
     if n_layers:
         ends[-1] = n_layers * each
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def prefix(curves: Sequence[Sequence[float]], total: int, least: int) -> list[int]:
+    """Slots of each layer, of which the best n hold curve[n - 1] of it: the fewest that hold one level, found by
+    bisection so that they sum to `total` (PrefixKV, arXiv 2412.03409).
+
+    None gets less than `least`, where it has as many. What is left at the level that is just too low goes to the layers
+    that miss it by most.
+    """
+
+    def at(level: float) -> list[int]:
+        return [max(min(least, len(curve)), min(bisect_left(curve, level) + 1, len(curve))) for curve in curves]
+
+    low, high = 0.0, 1.0
+    while high - low > 1e-12:
+        level = (low + high) / 2
+        low, high = (low, level) if sum(at(level)) > total else (level, high)
+    counts, above = at(low), [len(curve) for curve in curves] if total >= sum(at(1.0)) else at(high)
+    missed = [low - (curve[n - 1] if n else 0.0) for curve, n in zip(curves, counts, strict=True)]
+    for i in sorted(range(len(curves)), key=lambda i: (-missed[i], i)):
+        counts[i] += max(0, min(above[i] - counts[i], total - sum(counts)))
+    return counts
 
 
 def by_weight(weights: Sequence[float], each: int, floor: float, most: int, least: int = 0) -> list[int]:

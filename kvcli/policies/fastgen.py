@@ -134,7 +134,7 @@ class FastGen(Usual):
     def wants(self, lm: LM) -> Wants:
         """Raises BadInput for a head map that cannot be read, or is of another model, and BadModel where heads store
         nothing of their own."""
-        from kvcli.engine.kinds import SYSTEM
+        from kvcli.engine.kinds import SYSTEM, TOOLS
         from kvcli.policies.fastgen_heads import Heads
         from kvcli.policies.headmap import head_rows, refuse_latents
 
@@ -147,7 +147,7 @@ class FastGen(Usual):
         full = [[value >= self.headmap_from for value in row] for row in rows]
         since = own.every if any("frequent" in name for name in own.candidates) else 0
         again = own.rows if own.reprofile_every else 0  # of what is to be measured again
-        kinds = frozenset({SYSTEM}) if self.protect and not self.paper else frozenset()
+        kinds = frozenset({SYSTEM, TOOLS}) if self.protect and not self.paper else frozenset()
         return Wants(
             recent=max(since, again),
             probes=own.probes,

@@ -20,6 +20,7 @@ class KeyDiff(TopK):
 
     name: ClassVar[str] = "keydiff"
     by: ClassVar[str] = "how unlike the others its keys are"
+    is_share: ClassVar[bool] = False
 
     def score(self, s: Slots, at: Moment) -> Tensor:
         """By cosine with the mean direction of all."""

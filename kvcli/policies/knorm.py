@@ -22,6 +22,7 @@ class KNorm(TopK):
 
     name: ClassVar[str] = "knorm"
     by: ClassVar[str] = "how short its keys are"
+    is_share: ClassVar[bool] = False
 
     def score(self, s: Slots, at: Moment) -> Tensor:
         """How short."""

@@ -4,6 +4,9 @@ When a prompt has been read, it is run once more behind itself, piece by piece, 
 looks at a slot of that piece is the slot's score. No question is asked, so the text that is left serves any; reading
 takes about twice as long. Of each piece only the stored slots that it repeats count, beside the sinks and the piece
 itself, as in the paper. The paper asks for the repetition in words; here a piece begins with the tokens before it.
+
+`plus` is KVzip+ (KVzap, arXiv 2601.07891): a mass is multiplied by the L2 norm of what the value adds to the stream and
+divided by that of the stream that goes into the layer where it is asked for. Layers are passed one by one for that.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from kvcli.errors import ContextOverflow
+from kvcli.errors import BadModel, ContextOverflow
 from kvcli.policies.sums import Sums
 from kvcli.policies.topk import Alloc, TopK
 from kvcli.settings.schema import Range
@@ -24,7 +27,10 @@ if TYPE_CHECKING:
     from kvcli.engine.feed import Asks
     from kvcli.engine.lm import LM
     from kvcli.engine.policy import Moment, Wants
+    from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Masks, Slots
+
+    Heard = tuple[Tensor, Tensor, Tensor | None]  # of one layer: queries [H, N, D], keys [K, N, D], its input [N, E]
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class KVzip(TopK):
     floor: Annotated[float, Range(0, 1)] = 0.0  # share of the average that ada, headmap and global leave every head
     piece: Annotated[int, Range(1)] = 512  # tokens repeated in one pass
     lead: Annotated[int, Range(0)] = 8  # tokens before a piece that it begins with
+    plus: bool = False  # count what a value adds to the stream, beside the stream that asks for it: KVzip+
 
     name: ClassVar[str] = "kvzip"
     by: ClassVar[str] = "what repeating it looks at"
@@ -54,6 +61,12 @@ class KVzip(TopK):
         """No queries: those that matter are made here. Remembered are scores by layer, 1/D of all keys and values."""
         try_ = ["--set policy.name=expected"]
         lm.mixers.refuse(lm.info.id, "a repetition behind it would be of what they know, not of slots", try_)
+        if self.plus and any(of.shares is not None for of in lm.shapes):
+            raise BadModel(
+                f"policy.plus = true needs layers with keys of their own; some of {lm.info.id} read those of others",
+                code="policy_unsupported",
+                try_=["--set policy.plus=false"],
+            )
         return self.want(lm, lambda: Sums(lm))
 
     def choose(self, at: Boundary) -> Asks[Masks]:
@@ -83,26 +96,61 @@ class KVzip(TopK):
             )
         return [(start, min(start + size, n)) for start in range(first, n, size)]
 
+    @property
+    def weighs(self) -> str:
+        return super().weighs or ("plus = true" if self.plus else "")
+
+    def _by_layer(self, at: Boundary, rows: Rows) -> Asks[list[Heard]]:
+        """A pass through each layer, as the stream is seen between passes; what goes into the first is embedded."""
+        import torch
+
+        from kvcli.engine.feed import Feed
+
+        stream = at.lm.model.get_input_embeddings()(torch.tensor(rows.ids, device=at.lm.entry))
+        found: list[Heard] = []
+        for i in at.layers:
+            hidden = stream if i else None
+            made = yield Feed(
+                at.lm, rows, at.kv, hear=range(rows.n_rows), is_prompt=True, layers=range(i, i + 1), hidden=hidden
+            )
+            found.append((made.queries[0], made.fresh[i].k, stream))
+            stream = stream if made.hidden is None else made.hidden.clone()
+        return found
+
     def _repeat(self, at: Boundary, start: int, end: int) -> Asks[None]:
         """One pass; nothing of it is stored."""
         import torch
 
-        from kvcli.engine.feed import Feed
         from kvcli.engine.rows import Rows
-        from kvcli.kernels.column_mass import column_mass
+        from kvcli.kernels.column_mass import Over, column_mass
         from kvcli.kv.slots import compact
 
         rows = Rows.chain(at.ids[max(0, start - self.lead) : end], len(at.ids))
-        made = yield Feed(at.lm, rows, at.kv, hear=range(rows.n_rows), is_prompt=True)
         q_pos, scores = torch.tensor(rows.pos, device=at.lm.device), at.memory.own.total
+        heard = yield from (self._by_layer(at, rows) if self.plus else _at_once(at, rows))
         for i in at.open:
-            (s, moment), q, fresh = at.layer(i), made.queries[i], made.fresh[i].k
+            (s, moment), (q, fresh, stream) = at.layer(i), heard[i]
             near = compact(s, (s.pos < self.sinks) | ((s.pos >= start) & (s.pos < end)))
             k = torch.cat((near.k, fresh.to(near.k.dtype)), 1)
             pos = torch.cat((near.pos, q_pos.to(near.pos.dtype).expand(near.pos.shape[0], -1)), 1)
-            mass = column_mass(q, q_pos, k, pos, moment.scale, softcap=moment.softcap, over="max")[:, : near.n_slots]
+            over: Over = "max" if stream is None else "none"
+            mass = column_mass(q, q_pos, k, pos, moment.scale, softcap=moment.softcap, over=over)[..., : near.n_slots]
+            if stream is not None:  # [K, G, w, S]
+                adds = at.memory.outward(i, near.v, 2).unsqueeze(2)
+                mass = (mass * adds / stream.to(mass.dtype).norm(dim=1).view(-1, 1)).amax((1, 2))
             score = mass.new_zeros(mass.shape[0], end)
             if (before := scores.get(i)) is not None:
                 score[:, : before.shape[1]] = before
             where = near.pos.clamp(min=0).long()
             scores[i] = score.scatter_reduce_(1, where, mass.masked_fill(near.pos < 0, 0.0), "amax")
+
+
+def _at_once(at: Boundary, rows: Rows) -> Asks[list[Heard]]:
+    """One pass through all layers."""
+    from kvcli.engine.feed import Feed
+
+    made = yield Feed(at.lm, rows, at.kv, hear=range(rows.n_rows), is_prompt=True)
+    keys = [
+        made.fresh[i].k if i in made.fresh else made.queries[i] for i in at.layers
+    ]  # of a layer that shares: unread
+    return [(q, k, None) for q, k in zip(made.queries, keys, strict=True)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from kvcli.engine.kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM
+from kvcli.engine.kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TOOLS
 from kvcli.kv.slots import Slots
 from kvcli.policies.recovery_look import NEVER, Block, Look, times
 
@@ -121,7 +121,7 @@ def classes(s: Slots, kinds: Tensor, sets: Sets) -> tuple[Tensor, Tensor]:
     """[K, S] bool each: slots kept under every candidate, and slots that are punctuation."""
     kind = kinds.to(s.pos.device)[s.pos.clamp(min=0).long()]
     stored = s.pos >= 0
-    special = (kind == SPECIAL) | (kind == SYSTEM) | (s.pos < sets.sinks)
+    special = (kind == SPECIAL) | (kind == SYSTEM) | (kind == TOOLS) | (s.pos < sets.sinks)
     punct = torch.zeros_like(stored)
     for each in sets.punct:
         punct |= kind == each

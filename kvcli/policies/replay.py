@@ -46,15 +46,15 @@ class Replay:
 
     def _predict(self, pick: Pick) -> Asks[Tensor]:
         """[N, V] logarithms of probabilities."""
-        past = _Before(self._at, self._start, pick)
+        past = Before(self._at, self._start, pick)
         made = yield Feed(self._at.lm, self._rows, past, want=range(self._rows.n_rows))
         return made.logits.to(torch.promote_types(made.logits.dtype, torch.float32)).log_softmax(-1)
 
 
-class _Before:
-    """Reads what stands before a position and is picked. For passes never committed."""
+class Before:
+    """Reads what stands before a position and is picked, by default all. For passes never committed."""
 
-    def __init__(self, at: Boundary, end: int, pick: Pick) -> None:
+    def __init__(self, at: Boundary, end: int, pick: Pick = lambda s, at: s.pos >= 0) -> None:
         self.dtype = at.kv.dtype
         self._at, self._end, self._pick = at, end, pick
 
@@ -68,7 +68,8 @@ class _Before:
         if not few.n_slots:
             return alone(q, sight, own)
         shown = visible(few.pos, pos, sight.window)
-        part = attend(q, few.k, few.v, sight.scale, softcap=sight.softcap, mask=shown)
+        v = few.k if self._at.lm.shapes[layer].rank else few.v  # as its own rows give latents
+        part = attend(q, few.k, v, sight.scale, softcap=sight.softcap, mask=shown)
         return [part, *alone(q, sight, own)]
 
     def usage(self) -> list[Usage]:

@@ -54,6 +54,22 @@ def all_layers(layers: Scored, each: int, most: int, *, floor: float) -> Iterato
     return (part.view_as(pos) for part, (_, pos) in zip(parts, held, strict=True))
 
 
+def prefix(layers: Scored, each: int, most: int) -> Iterator[Tensor]:
+    """Every layer keeps what holds the same share of its scores (PrefixKV, arXiv 2412.03409), its heads equally."""
+    held = list(layers)
+    counts = budgets.prefix(
+        [_curve(score) for score, _ in held], each * len(held), max(map(_bound, (s for s, _ in held)))
+    )
+    return (budgets.uniform(score, pos, count) for (score, pos), count in zip(held, counts, strict=True))
+
+
+def _curve(score: Tensor) -> list[float]:
+    """Share of a layer's scores that its heads' best 1, 2, .. slots hold; what stays anyhow holds nothing."""
+    best = score.masked_fill(~score.isfinite(), 0.0).double()
+    best = best.gather(1, score.argsort(dim=1, descending=True)).sum(0).cumsum(0)
+    return (best / best[-1].clamp_min(1e-300)).tolist() if len(best) else []
+
+
 def _bound(score: Tensor) -> int:
     """Slots that the head with most of them cannot let go."""
     return int((score == torch.inf).sum(1).max()) if score.numel() else 0

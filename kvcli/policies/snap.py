@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from kvcli.policies.topk import TopK
+from kvcli.policies.ahead import Looks
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Snap(TopK):
+class Snap(Looks):
     """Keep what the newest queries look at, with its neighbours (SnapKV, arXiv 2404.14469)."""
 
     queries: Annotated[int, Range(1)] = 32  # newest tokens whose queries vote
@@ -34,7 +34,7 @@ class Snap(TopK):
 
     def wants(self, lm: LM) -> Wants:
         """The queries that vote."""
-        return self.want(lm, recent=self.queries)
+        return self.looks(lm, self.queries)
 
     def score(self, s: Slots, at: Moment) -> Tensor:
         """Mean attention of the newest `queries`, smoothed over `pool` positions."""

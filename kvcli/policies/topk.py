@@ -10,12 +10,13 @@ score best. A later prompt of a chat is compressed with what came since the one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from kvcli.engine.policy import Guard, Usual, Wants
+from kvcli.errors import BadModel
 from kvcli.policies.headmap import head_rows
 from kvcli.settings.schema import Range
 
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
     from kvcli.engine.boundary import Boundary
     from kvcli.engine.feed import Asks
     from kvcli.engine.lm import LM
+    from kvcli.engine.outward import Outward
     from kvcli.engine.policy import Moment
     from kvcli.kv.slots import Masks, Slots
     from kvcli.kv.state import Given, State, Stateful
     from kvcli.policies.shares import Share
 
-Alloc = Literal["uniform", "ada", "pyramid", "headmap", "global"]
+Alloc = Literal["uniform", "ada", "pyramid", "headmap", "global", "prefix"]
+Post = Literal["none", "critical", "graph", "crush"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Memory:
     asked: int = 0  # the same, should the last boundary have forgotten anything
     own: Stateful | None = None  # what the score remembers
     known: Any = None  # what it knows of the model
+    outward: Outward | None = None  # norms of what values add, where they count
 
     def state(self) -> State:
         """What was compressed, and what the score remembers."""
@@ -82,19 +86,26 @@ class TopK(Usual):
     keep: Annotated[float, Range(above=0, most=1)] = 0.5  # share of a prompt's tokens kept, averaged over heads
     budget: Annotated[int, Range(0)] = 0  # tokens a head keeps of all prompts instead; 0 = by keep
     keep_new: Annotated[int, Range(0)] = 0  # tokens a head keeps of what was generated since; 0 = all
+    grow_new: Annotated[int, Range(0)] = 0  # tokens of an answer over which keep_new is reached; 0 = from the first on
     per_chunk: bool = False  # compress after each chunk of a prompt: bounded memory while reading, poorer choice
-    alloc: Alloc = "ada"  # who shares: heads equally, heads of a layer, layers by height, heads by a file, all heads
+    # who shares: heads equally, heads of a layer, layers by height, heads by a file, all heads, layers by sum
+    alloc: Alloc = "ada"
     floor: Annotated[float, Range(0, 1)] = 0.2  # share of the average that ada, headmap and global leave every head
     beta: Annotated[float, Range(1)] = 20.0  # of pyramid: the last layer keeps 1 / beta of the average
     headmap: str = ""  # of headmap: file of `kvcli profile-heads` or DuoAttention with a number for each head
-    unit: Annotated[int, Range(1)] = 1  # neighbouring tokens judged together; ChunkKV takes 10 to 20
+    # neighbouring tokens judged together: so many, as ChunkKV takes 10 to 20, a sentence, or an example of the prompt
+    unit: Literal["sentence", "shot"] | Annotated[int, Range(1)] = 1
+    reuse_layers: Annotated[int, Range(1)] = 1  # layers on end that keep what the first of them does; ChunkKV takes 2
+    post: Post = "none"  # what is done with scores: values weighed, likeness damped, or representatives kept
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept
     guard: Annotated[int, Range(1)] = 64  # newest tokens, always kept
-    protect: bool = True  # always keep the system prompt
+    protect: bool = True  # always keep the system prompt and what tools said
+    protect_question: bool = False  # always keep what the last message asks
     every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
 
     name: ClassVar[str]  # in a profile
     by: ClassVar[str]  # what says how much a token is worth, in words
+    is_share: ClassVar[bool] = True  # is a score a share of something, which can be weighed and added up?
 
     def __post_init__(self) -> None:
         always = self.sinks + self.guard
@@ -105,6 +116,15 @@ class TopK(Usual):
             asked = 'alloc = "headmap"' if self.alloc == "headmap" else f'headmap = "{self.headmap}"'
             needs = "headmap, the name of a file" if self.alloc == "headmap" else 'alloc = "headmap"'
             raise ValueError(f"{asked} needs {needs}")
+        if self.post != "none" and self.unit != 1:
+            raise ValueError(f'post = "{self.post}" judges tokens one by one: it needs unit = 1')
+        for key, value in (("post", self.post), ("alloc", self.alloc)):
+            if value in ("critical", "graph", "prefix") and not self.is_share:
+                raise ValueError(f'{key} = "{value}" needs scores that add up, and "{self.name}" has none: take "snap"')
+        if self.grow_new and not self.guard < self.keep_new < self.grow_new:
+            raise ValueError(f"grow_new = {self.grow_new} needs guard < keep_new < grow_new")
+        if self.reuse_layers > 1 and self.alloc == "headmap":
+            raise ValueError(f'reuse_layers = {self.reuse_layers} keeps a choice that alloc = "headmap" makes by layer')
 
     def score(self, s: Slots, at: Moment) -> Tensor:
         """How much the slots of one layer are worth: [K, S], higher = more; whatever for empty ones."""
@@ -118,11 +138,27 @@ class TopK(Usual):
         """What all of them want, and what this score wants: `own` is what it remembers of a text, `known` what it knows
         of the model, `more` of Wants.
         """
-        from kvcli.engine.kinds import SYSTEM
+        from kvcli.engine.kinds import QUESTION, SHOT, SYSTEM, TOOLS
+        from kvcli.engine.outward import Outward
 
         heads = head_rows(self.headmap, lm) if self.headmap else []
-        guard = Guard(self.sinks, self.guard, frozenset({SYSTEM}) if self.protect else frozenset())
-        return Wants(guard=guard, memory=lambda: Memory(heads, own=own(), known=known), **more)
+        asked = {QUESTION} if self.protect_question else set()
+        guard = Guard(self.sinks, self.guard, frozenset(asked | ({SYSTEM, TOOLS} if self.protect else set())))
+        marks = frozenset(asked | ({SHOT} if self.unit == "shot" else set()))
+        outward = Outward(lm, f"policy.{self.weighs}") if self.weighs else None
+        if self.reuse_layers > 1 and len({of.n_kv_heads for of in lm.shapes}) > 1:
+            raise BadModel(
+                f"policy.reuse_layers = {self.reuse_layers} needs layers alike, and {lm.info.id} has uneven ones",
+                code="policy_unsupported",
+                try_=["--set policy.reuse_layers=1"],
+            )
+        given = {"kinds": self.unit in ("sentence", "shot"), "marks": marks, "guard": guard, **more}
+        return Wants(memory=lambda: Memory(heads, own=own(), known=known, outward=outward), **given)
+
+    @property
+    def weighs(self) -> str:
+        """The setting by which values count behind the output projection; "" = none."""
+        return 'post = "critical"' if self.post == "critical" else ""
 
     def choose(self, at: Boundary) -> Asks[Masks] | Masks:
         """What competes now and wins, and all that does not compete."""
@@ -130,25 +166,54 @@ class TopK(Usual):
 
     def best(self, at: Boundary, done: int) -> Masks:
         """The same, where so many tokens of the text compete no more. A sliding layer keeps itself."""
+        from kvcli.policies import units
+
         masks: list[Tensor | None] = [None] * len(at.layers)
         if (now := self._round(at, done)) is None or not at.open:
             return masks
-        shown: list[Tensor] = []
+        judged: list[tuple[Tensor, Tensor, Tensor]] = []
 
         def scored() -> Iterator[tuple[Tensor, Tensor]]:
-            for i in at.open:
+            for i in at.open[:: self.reuse_layers]:
                 s, moment = at.layer(i)
-                shown.append(s.pos)
-                yield self._score(s, moment, now), s.pos
+                score, unit = self._score(s, moment, now)
+                judged.append((s.pos, unit, score.isfinite()))
+                yield score, s.pos
 
+        firsts = at.open[:: self.reuse_layers]
         chosen = self._share(at, now)(scored(), now.each, now.most)
-        for i, mask, pos in zip(at.open, chosen, shown, strict=True):
+        for i, mask, (pos, unit, among) in zip(firsts, chosen, judged, strict=True):
+            mask = units.uncut(mask, pos, unit, among) if self.unit != 1 else mask
             masks[i] = (mask | (pos < now.first)) & (pos >= 0)
+        return self._reused(at, masks, firsts) if self.reuse_layers > 1 else masks
+
+    def _reused(self, at: Boundary, masks: list[Tensor | None], firsts: Sequence[int]) -> list[Tensor | None]:
+        """What each first layer keeps, kept by those that go with it: the same positions of the same heads."""
+        from kvcli.policies.units import by_position
+
+        for first in firsts:
+            mask, n = masks[first], len(at.ids)
+            assert mask is not None
+            kept = by_position(mask.byte(), at.layer(first)[0].pos, n, 0)  # [K, n]
+            at_ = at.open.index(first)
+            for i in at.open[at_ + 1 : at_ + self.reuse_layers]:
+                pos = at.layer(i)[0].pos
+                masks[i] = (kept.gather(1, pos.clamp(min=0).long()) > 0) & (pos >= 0)
         return masks
 
     def share(self, n: int) -> int:
         """Of n tokens of a prompt, how many a head keeps on average; what is protected may be more."""
         return min(n, max(1, round(self.keep * n))) if n > 0 else 0
+
+    def room_new(self, written: int) -> int:
+        """Places for an answer of so many tokens: a region that slides or, with `grow_new`, gets one more each so many.
+
+        SCOPE's adaptive strategy: from the newest alone up to `keep_new`, in equal steps, as in the authors' code.
+        """
+        if not self.grow_new:
+            return self.keep_new
+        step = (self.grow_new - self.guard) // (self.keep_new - self.guard)
+        return min(self.keep_new, self.guard + max(0, written - self.guard) // step)
 
     def slots(self, n: int) -> int:
         """Of a prompt of n tokens, once it has been read."""
@@ -170,7 +235,8 @@ class TopK(Usual):
     def _round(self, at: Boundary, done: int) -> Round | None:
         """None: nobody competes now."""
         if at.phase == "answering":
-            now = Round(at.n_prompt, self.keep_new, self.keep_new, is_prompt=False)
+            new = self.room_new(len(at.ids) - at.n_prompt)
+            now = Round(at.n_prompt, new, new, is_prompt=False)
         elif at.phase == "reading" and not self.per_chunk:
             return None
         elif self.budget:  # of all prompts together
@@ -179,15 +245,19 @@ class TopK(Usual):
             now = Round(done, self.share(at.n_prompt - done), at.n_prompt - done, is_prompt=True)
         return now if now.each >= 1 and now.most >= 1 else None
 
-    def _score(self, s: Slots, at: Moment, now: Round) -> Tensor:
-        """[K, S]: -inf for those who do not compete, +inf for those who need not."""
+    def _score(self, s: Slots, at: Moment, now: Round) -> tuple[Tensor, Tensor]:
+        """[K, S]: -inf for those who do not compete, +inf for those who need not; [n] units by position, or none."""
         from kvcli.policies import units
+        from kvcli.policies.post import POSTS
 
         competes = s.pos >= max(0, now.first)
-        score = self.score(s, at)
-        score = units.chunked(score, s.pos, at.n, self.unit, competes & ~at.protected)
+        score, unit = self.score(s, at), s.pos[0, :0]
+        if self.unit != 1:
+            unit = units.numbered(self.unit, at.kinds, at.n, s.pos.device)
+            score = units.chunked(score, s.pos, unit, competes & ~at.protected)
         score = score.masked_fill(at.protected, float("inf"))
-        return score.masked_fill(~competes, float("-inf"))
+        score = score.masked_fill(~competes, float("-inf"))
+        return score if self.post == "none" else POSTS[self.post](score, s, at, now.each), unit
 
     def _share(self, at: Boundary, now: Round) -> Share:
         from kvcli.policies import shares
@@ -200,8 +270,10 @@ class TopK(Usual):
             case "ada":
                 return partial(shares.ada, floor=self.floor)
             case "pyramid":
-                return partial(shares.pyramid, beta=self.beta, n_layers=len(at.open))
+                return partial(shares.pyramid, beta=self.beta, n_layers=len(at.open[:: self.reuse_layers]))
             case "headmap":
                 return partial(shares.headmap, heads=[at.memory.heads[i] for i in at.open], floor=self.floor)
             case "global":
                 return partial(shares.all_layers, floor=self.floor)
+            case "prefix":
+                return shares.prefix

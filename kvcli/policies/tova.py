@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvcli.policies.topk import Alloc, TopK
+from kvcli.policies.ahead import Looks
+from kvcli.policies.topk import Alloc
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Tova(TopK):
+class Tova(Looks):
     """Keep what the newest query looks at, the same in all heads of a layer (TOVA, arXiv 2401.06104)."""
 
     alloc: Alloc = "uniform"
@@ -26,7 +27,7 @@ class Tova(TopK):
 
     def wants(self, lm: LM) -> Wants:
         """The newest query."""
-        return self.want(lm, recent=1)
+        return self.looks(lm, 1)
 
     def score(self, s: Slots, at: Moment) -> Tensor:
         """Its attention, averaged over the heads of the layer."""

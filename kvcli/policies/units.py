@@ -1,4 +1,4 @@
-"""Scores of neighbours: smoothed over positions, or shared by the tokens of a chunk.
+"""Scores of neighbours: smoothed over positions, or shared by the tokens of a unit.
 
 Slot order means nothing, so neighbours are found by position. Scores are [K, S] beside positions [K, S] below n, -1 =
 empty; what comes back stands where its slot does.
@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvcli.engine.kinds import END, SHOT
+
 Pooling = Literal["max", "avg"]
+Unit = int | Literal["sentence", "shot"]
 
 
 def by_position(values: Tensor, pos: Tensor, n: int, fill: float) -> Tensor:
@@ -35,19 +38,45 @@ def pooled(score: Tensor, pos: Tensor, n: int, width: int, kind: Pooling) -> Ten
     return row.squeeze(1).gather(1, pos.clamp(min=0).long())
 
 
-def chunked(score: Tensor, pos: Tensor, n: int, size: int, among: Tensor) -> Tensor:
-    """Each score becomes the mean of its chunk: `size` positions from a multiple of it on (ChunkKV, arXiv 2502.00299).
+def numbered(unit: Unit, kinds: Tensor, n: int, device: torch.device) -> Tensor:
+    """[n]: which unit each position is of. So many tokens from a multiple on (ChunkKV, arXiv 2502.00299), a sentence up
+    to what ends it (`kinds` [n]), or an example: what stands between blank lines or messages (ShotKV, 2502.01941).
+    """
+    pos = torch.arange(n, device=device)
+    if unit == "sentence":
+        ends = kinds.to(device) == END
+        return torch.cat((pos[:1] * 0, (ends[:-1] & ~ends[1:]).long().cumsum(0)))  # "?!" ends one
+    if unit == "shot":
+        return (kinds.to(device) == SHOT).long().cumsum(0)
+    return pos // unit
+
+
+def chunked(score: Tensor, pos: Tensor, unit: Tensor, among: Tensor) -> Tensor:
+    """Each score becomes the mean of its unit; `unit` [n] by position, rising.
 
     Only slots `among` [K, S] count, and those outside keep their own score.
     """
-    if size == 1:
+    if not unit.shape[0]:
         return score
-    count = n // size + 1
-    chunk = _index(pos.where(among, -1) // size, count)  # -1 // size is -1
-    zero = score.new_zeros(pos.shape[0], count + 1)
-    total = zero.scatter_add(1, chunk, score.where(among, 0.0))
-    held = zero.scatter_add(1, chunk, among.to(score.dtype))
-    return (total / held.clamp_min(1)).gather(1, chunk).where(among, score)
+    of, zero = _units(pos, unit, among), score.new_zeros(pos.shape[0], int(unit[-1]) + 2)
+    total = zero.scatter_add(1, of, score.where(among, 0.0))
+    held = zero.scatter_add(1, of, among.to(score.dtype))
+    return (total / held.clamp_min(1)).gather(1, of).where(among, score)
+
+
+def uncut(mask: Tensor, pos: Tensor, unit: Tensor, among: Tensor) -> Tensor:
+    """The mask [K, S] without units of which some slots `among` would stay, and others go."""
+    if not unit.shape[0]:
+        return mask
+    of, zero = _units(pos, unit, among), torch.zeros(pos.shape[0], int(unit[-1]) + 2, device=pos.device)
+    lost = zero.scatter_add(1, of, (among & ~mask).to(zero.dtype)).gather(1, of) > 0
+    return mask & ~(among & lost)
+
+
+def _units(pos: Tensor, unit: Tensor, among: Tensor) -> Tensor:
+    """[K, S] unit of each slot; those outside have one of their own, behind the last."""
+    found: Tensor = unit[pos.clamp(min=0).long()].masked_fill(~among, int(unit[-1]) + 1)
+    return found
 
 
 def wide(x: Tensor) -> Tensor:

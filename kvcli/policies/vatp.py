@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from kvcli.policies.topk import Alloc, TopK
+from kvcli.policies.ahead import Looks
+from kvcli.policies.topk import Alloc
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Vatp(TopK):
+class Vatp(Looks):
     """Keep what the newest queries look at, times the L1 norm of its value (VATP, arXiv 2406.12335)."""
 
     alloc: Alloc = "uniform"
@@ -33,7 +34,7 @@ class Vatp(TopK):
 
     def wants(self, lm: LM) -> Wants:
         """The queries that count."""
-        return self.want(lm, recent=self.queries)
+        return self.looks(lm, self.queries)
 
     def score(self, s: Slots, at: Moment) -> Tensor:
         """Mean attention times the sum of the value's absolute entries."""

@@ -49,10 +49,10 @@ class Spared:
     @property
     def guard(self) -> Guard:
         """The first and the newest, and what says what is to be done."""
-        from kvcli.engine.kinds import QUESTION, SPECIAL, SYSTEM
+        from kvcli.engine.kinds import QUESTION, SPECIAL, SYSTEM, TOOLS
         from kvcli.engine.policy import Guard
 
-        return Guard(self.sinks, self.recent, frozenset({SPECIAL, SYSTEM, QUESTION} if self.protect else ()))
+        return Guard(self.sinks, self.recent, frozenset({SPECIAL, SYSTEM, TOOLS, QUESTION} if self.protect else ()))
 
     @property
     def always(self) -> str:

@@ -17,6 +17,7 @@ LISTED = {
     "map": "retrieval",
     "loss": "ablate",
     "needle": "needle",
+    "reason": "reason",
     "repeat": "repeat",
     "far": "far",
     "sink": "sink",
@@ -36,9 +37,11 @@ def facts(document: HeadsDocument) -> Iterator[str]:
         yield _memory(kv, document)
     suggest, total = document.suggest, len(document.probed) * document.kv_heads
     if document.ranked_by != "prompt":
-        what = {"ablate": "what is lost by restricting heads", "needle": "the weight on hidden facts"}.get(
-            document.ranked_by, "the weight on repeats"
-        )
+        what = {
+            "ablate": "what is lost by restricting heads",
+            "needle": "the weight on hidden facts",
+            "reason": "the weight on facts found by way of others",
+        }.get(document.ranked_by, "the weight on repeats")
         yield (
             f"{len(suggest.full)} of {total} heads carry {100 * suggest.carried:.0f} % of {what}; "
             f"the others restricted: first {suggest.sinks} and newest {suggest.window} tokens"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from kvcli.schemas.base import Bytes, Count, Json, Seconds, Share
 
-Probe = Literal["prompt", "ablate", "needle", "repeat"]
+Probe = Literal["prompt", "ablate", "needle", "reason", "repeat"]
 ByHead = list[list[float]]  # [layers][KV heads]
 
 

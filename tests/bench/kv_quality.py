@@ -10,8 +10,8 @@ published FastGen by the T at which its heads keep at least as much. "map" is Fa
 `kvcli profile-heads --probe ablate` makes of the model, from other texts. Intervals are paired bootstraps over texts:
 the four questions about one text are not independent. `--allocs` compares who shares the budget instead, and `--moved`
 where goes what a policy does not keep: away, or down a tier, and `--forms` in which form old slots lie, of the same
-bits. `--field` has every policy that keeps a share, by itself and by the variants named here, beside what needs no
-policy. `--tasks`
+bits. `--field` has every policy that keeps a share, by itself and with what is done to scores, whose queries vote, who
+shares and what is one unit, between both controls. `--tasks`
 asks other questions, `--texts` of each, hidden in Moby-Dick: those that a model answers from the full cache.
 
 Every answer goes to `--partial` at once, so a run that was cut off goes on where it was. Counts do not depend on the
@@ -77,13 +77,21 @@ MOVED: dict[str, dict[str, Any]] = {  # where goes what a policy does not keep
     "in 4 bits": FOUR,
     "in 4 bits, recalled": FOUR | READS,
 }
+SNAP = {"name": "snap", "alloc": "uniform"}
 VARIANTS: dict[str, dict[str, Any]] = {  # of policies, as `--field` has them beside what each does by default
-    "snap": {"name": "snap", "alloc": "uniform"},
-    "ada-snap": {"name": "snap"},
-    "snap, all layers": {"name": "snap", "alloc": "global"},
-    "snap, pyramid": {"name": "snap", "alloc": "pyramid"},
-    "chunks of 16": {"name": "snap", "unit": 16},
+    "snap": SNAP,
+    "adakv": {"name": "snap"},
+    "snap, all layers": SNAP | {"alloc": "global"},
+    "pyramidkv": SNAP | {"alloc": "pyramid"},
+    "prefixkv": SNAP | {"alloc": "prefix"},
+    "laq": SNAP | {"lookahead": 16},
+    "criticalkv": SNAP | {"post": "critical"},
+    "graphkv": SNAP | {"post": "graph"},
+    "kvcrush": SNAP | {"post": "crush"},
+    "chunkkv": SNAP | {"unit": 16, "reuse_layers": 2},
+    "sentences": SNAP | {"unit": "sentence"},
     "kvzip, all layers": {"name": "kvzip", "alloc": "global"},
+    "kvzip+, all layers": {"name": "kvzip", "alloc": "global", "plus": True},
 }
 FINE = 2**-10  # of T
 SINKS, NEWEST = 4, 64  # that lots leave alone
@@ -262,6 +270,14 @@ def formed(answer: Answer, n: int, i: int, shares: list[float], known: Known, ma
             yield f"{name} {k} + {v}", known.of(f"{i} {name} {k} {v}", lambda change=change: answer(change)[0])
 
 
+MODES = {  # what is compared, in the words of the title
+    "allocs": (shared, "who shares the budget"),
+    "moved": (moved, "by where goes what a policy does not keep"),
+    "forms": (formed, "by the form of old slots"),
+    "field": (field, "every policy at equal memory"),
+}
+
+
 def row(name: str, found: list[Outcome], full: list[Outcome] | None, ours: list[Outcome] | None) -> dict[str, Any]:
     """One side, beside the full cache and, where it has a share to keep, beside FastGen."""
     right = [fmean(o["right"]) for o in found]
@@ -296,10 +312,8 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--length", type=int, default=2048, help="tokens of a text, answers included")
     parser.add_argument("--shares", default="0.5,0.25", help="that FastGen keeps")
-    parser.add_argument("--allocs", action="store_true", help="compare who shares the budget")
-    parser.add_argument("--moved", action="store_true", help="compare where goes what a policy does not keep")
-    parser.add_argument("--field", action="store_true", help="every policy that keeps a share, and its variants")
-    parser.add_argument("--forms", action="store_true", help="compare forms of old slots")
+    for mode, (_, words) in MODES.items():
+        parser.add_argument(f"--{mode}", dest="mode", action="store_const", const=mode, help=f"compare {words}")
     parser.add_argument("--part", default="1/1", help="K/N: each Nth text from the Kth on; parts share one --partial")
     parser.add_argument("--partial", type=Path, help="file that holds what is known so far")
     parser.add_argument("--out", type=Path)
@@ -308,7 +322,8 @@ def main() -> None:
     model = opened(args.model, cache, {})
     asked = f"{fingerprint(model)} {args.length} {HELD_OUT} {args.tasks}"
     known = Known(args.partial or cache / f"{sha256(asked.encode()).hexdigest()[:12]}.jsonl")
-    mapped = "" if args.tasks or args.moved or args.forms else head_map(model, known.path.with_suffix(".map.json"))
+    is_mapped = not args.tasks and args.mode not in ("moved", "forms")
+    mapped = head_map(model, known.path.with_suffix(".map.json")) if is_mapped else ""
     asked_of = samples(model, args.texts, args.length, HELD_OUT) if not args.tasks else []
     for task in filter(None, args.tasks.split(",")):
         asked_of += samples(model, args.texts, args.length, HELD_OUT, text_of("prose"), TASKS[task])
@@ -320,8 +335,7 @@ def main() -> None:
             continue
         text = lru_cache(1)(lambda sample=sample: Text(model, sample.context))  # not run where everything is known
         answer = lambda changes, sample=sample, text=text: answered(model, sample, changes, text())  # noqa: E731
-        asked_for = shared if args.allocs else moved if args.moved else formed if args.forms else sides
-        asked_for = field if args.field else asked_for
+        asked_for = MODES[args.mode][0] if args.mode else sides
         each = asked_for(answer, len(sample.context) - 1, i, shares, known, mapped)
         for side, outcome in each:
             found.setdefault(side, []).append(outcome)
@@ -329,9 +343,7 @@ def main() -> None:
     rows = table(found)
     for each in rows:
         print(json.dumps(each))
-    about, what = machine(), "who shares the budget" if args.allocs else "at equal memory"
-    what = "by where goes what a policy does not keep" if args.moved else what
-    what = "by the form of old slots" if args.forms else what
+    about, what = machine(), MODES[args.mode][1] if args.mode else "at equal memory"
     result = {
         "title": f"Right answers about {len(asked_of)} held-out texts of {args.length} tokens, {what}",
         "machine": f"torch {about['torch']}, commit {about['commit']}",

@@ -62,6 +62,7 @@ from kvcli.kv.slots import Store
 from kvcli.kv.windows import Window, windows_of
 from kvcli.models.spelling import Spelling
 from kvcli.policies.random import Random
+from kvcli.policies.snap import Snap
 from kvcli.policies.window import Window as Stream
 from kvcli.prune.lazy import Lazy
 from kvcli.reuse.blend import Blend
@@ -124,6 +125,8 @@ if native() is not None:
 BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear layers in 4-bit groups of 32, as in GGUF
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
+AHEAD = Snap(0.4, sinks=2, guard=5, queries=4, lookahead=3, keep_new=14, every=11, alloc="prefix", post="graph")
+POLICIES |= {"ahead": (AHEAD, 11)}  # tests/test_stages.py and test_topk.py have the others
 LAZY = Lazy(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8)  # two of three layers
 SAMPLERS = {
     "greedy": Sampler(),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvcli.chat.local import load
+from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.engine.engine import run
 from kvcli.engine.feed import Feed
 from kvcli.engine.kinds import END, NEWLINE, PUNCT, SPECIAL
@@ -16,12 +17,14 @@ from kvcli.heads.attention import FAR, SHARES, gaze, normaliser
 from kvcli.heads.blinkers import Blinkers, Reach
 from kvcli.heads.listen import Listen, whole
 from kvcli.heads.needle import OFFSETS, needle
+from kvcli.heads.reason import TASK, reason, score, sentence
 from kvcli.heads.repeat import ROWS, repeat, twice
 from kvcli.heads.sample import samples
 from kvcli.kernels.attend.reference import attend
 from kvcli.kernels.merge import merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Sight, Slots, alike
+from kvcli.models.text import decode
 
 K, G, D, S = 2, 3, 8, 41
 
@@ -191,6 +194,28 @@ def test_needle_weights_are_the_models_own(model):
                     want[:, :, o] += maps[:, :, row, at]
             n += 1
     torch.testing.assert_close(found, want / n, atol=1e-4, rtol=1e-3)
+
+
+def test_reasoning_heads_are_those_whose_highest_weights_fall_on_the_fact(model):
+    """HeadKV-R2, by transformers' own maps: 10 x what of a row's top n falls on the n tokens of a fact, by n x rows."""
+    kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
+    (sample,) = samples(model, 1, 200, seed=0, task=TASK)
+    (one,) = sample.asked
+    at = sentence(sample, kinds)
+    text = decode(model.tokenizer, sample.context[at.start : at.stop])
+    assert "access code of depot" in text
+    assert text.count(".") == 1
+    found = score(open_past(model, sample), sample, at)
+    maps = eager_maps(model, sample.context + one.ids)
+    want = torch.zeros_like(found)
+    for j in one.value:
+        row = maps[:, :, len(sample.context) + j - 1]
+        best, where = row.topk(len(at), dim=-1)
+        want += 10 * (best * ((where >= at.start) & (where < at.stop))).sum(-1)
+    torch.testing.assert_close(found, want / (len(at) * len(one.value)), atol=1e-4, rtol=1e-3)
+    mean, n = reason(model, [sample], kinds, lambda passes: None)
+    assert n in (0, 1)
+    torch.testing.assert_close(mean, n * found.double())
 
 
 def test_induction_is_the_models_own_and_shows_in_the_layer_that_retrieves(model):
