@@ -31,7 +31,7 @@ def is_ladder(kv: Kv, memory: Memory) -> bool:
 def is_one_tier(kv: Kv, memory: Memory) -> bool:
     """Whether all of a past lies in one dense tier, at every moment."""
     has_lower = memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
-    return not is_packed(kv) and not has_lower and not memory.demotes
+    return not is_packed(kv) and not has_lower and not memory.demotes and not memory.budget
 
 
 def layer_bytes(kv: Kv, memory: Memory, number: int, shape: LayerShape, slots: int, fresh: int) -> int:

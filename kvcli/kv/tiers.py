@@ -16,6 +16,7 @@ import torch
 
 from kvcli.errors import BadConfig
 from kvcli.kernels import dispatch, gpu
+from kvcli.kv.budget import Spending
 from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import STEP, is_ladder, is_packed, packs_by_age
 from kvcli.kv.ladder import Ladder
@@ -62,6 +63,8 @@ class Plan:
             dense = self._dense(self.device)
             return self.recall.over(dense, dense, self._sights)
         top, below = self._dense(self.device, STEP), list[Rung]()
+        if self.memory.budget:
+            below += [Rung(self._packed(self.device, bits)) for bits in self.memory.bits]
         if self.is_packed:
             below.append(self._rung(self._packed(self.device), self.room.on_device, self.kv.group))
         if self.room.host_bytes:
@@ -75,14 +78,15 @@ class Plan:
         if self.memory.demotes and not below:
             self._refuse_all_alike()
             below.append(Rung(self.recall.below(self._dense(self.device, STEP), self._sights), name="demoted"))
+        on_device = None if self.memory.budget else self.room.on_device  # there a policy says what stays
         ladder = Ladder(
             top,
             below,
-            holds=self.kv.residual if packs_by_age(self.kv, self.memory) else self.room.on_device,
+            holds=self.kv.residual if packs_by_age(self.kv, self.memory) else on_device,
             group=self.kv.group if below else 1,
             sinks=self.kv.sinks,
             demotes=self.memory.demotes,
-            drops=self.memory.drops,
+            drops=self.memory.drops or bool(self.memory.budget),
         )
         return ladder if below else self.recall.over(ladder, top, self._sights)
 
@@ -180,15 +184,33 @@ class Plan:
     def _dense(self, device: torch.device, step: int = Dense.STEP) -> Dense:
         return Dense(self.shapes, self.dtype, device, step=step, windows=windows_of(self.shapes, self.sights))
 
-    def _packed(self, device: torch.device) -> Shelf:
+    @cached_property
+    def spending(self) -> Spending:
+        """What `memory.budget` is spent on."""
+        is_lower = self.room.host_bytes > 0 or size_of(self.memory.disk) > 0
+        read = self.recall.layers(self._sights) if is_lower else ()
+        number = self.dtype.itemsize
+        index = [self.recall.per_slot(of.k_dim, number) if i in read else 0.0 for i, of in enumerate(self.shapes)]
+        return Spending(
+            self.memory.budget.replace(" %", "%"),
+            self.room.free,
+            self.shapes,
+            self.dtype.itemsize,
+            self.memory.bits,
+            self.kv.group,
+            index,
+        )
+
+    def _packed(self, device: torch.device, bits: int | None = None) -> Shelf:
+        """In so many bits; None = as `[kv]` says."""
         from kvcli.kv.packed import Packed
 
         return Packed(
             self.shapes,
             self.dtype,
             device,
-            k_bits=self.kv.k_bits,
-            v_bits=self.kv.v_bits,
+            k_bits=bits or self.kv.k_bits,
+            v_bits=bits or self.kv.v_bits,
             group=self.kv.group,
             rotate=self.kv.rotate,
             halves=self.kv.halves,

@@ -124,6 +124,9 @@ class TopK(Usual):
         guard = Guard(self.sinks, self.guard, frozenset({SYSTEM}) if self.protect else frozenset())
         return Wants(guard=guard, memory=lambda: Memory(heads, own=own(), known=known), **more)
 
+    def look(self, at: Boundary, first: int) -> Asks[None] | None:
+        """What a score has to see of the tokens from `first` on, before it scores them."""
+
     def choose(self, at: Boundary) -> Asks[Masks] | Masks:
         """What competes now and wins, and all that does not compete."""
         return self.best(at, at.memory.compressed(at))
