@@ -224,7 +224,7 @@ def test_a_text_stays_within_its_budget_at_every_boundary(score: str, budget: st
         moved |= {rung for rung in range(4) if session.kv._rungs[rung].tier.n_slots(0)}
         list(events(session.stream(16 - session.committed % 16)))
     assert (moved == {0}) == (budget == "64MiB")
-    assert (len(moved) > 2) or budget == "64MiB"
+    assert (len(moved) > 2) or budget in ("60%", "64MiB")
 
 
 def test_a_chunk_is_placed_as_soon_as_bytes_run_out() -> None:

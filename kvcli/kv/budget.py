@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from kvcli.kernels.pack import LANES
 from kvcli.kv.footprint import POSITION, STEP
+from kvcli.kv.ragged import room_of
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
     from kvcli.kv.slots import LayerShape
 
 SCALE = 2  # bytes of a scale, and of a zero beside it
-SPARE = 3 * STEP // 8  # slots that a head's room in the top exceeds what it holds by, at most, once slots have left it
 NOTED = 24  # bytes that a head of its own length is found by
 
 
@@ -74,10 +74,7 @@ class Spending:
         """counts[rung][head] -> bytes that these slots take at most, with room to grow and keys that wait for their
         group."""
         k, v = self.shapes[layer].parts
-        is_alone = not any(map(any, counts[1:]))
-        total = 0.0
-        for n in counts[0]:  # a layer that no slot has left grows in steps
-            total += (-(-n // STEP) * STEP if is_alone else n + SPARE) * self._full(layer) + NOTED
+        total = sum(room_of(n, STEP) * self._full(layer) + NOTED for n in counts[0])
         for bits, each in zip(self.bits, counts[1:], strict=False):
             for n in each:
                 total += n * POSITION

@@ -245,6 +245,8 @@ class Ladder:
                 if bool((to > at).any()):
                     self._send(at, layer, slots, to)
                     goes = True
+        top = self._top.slots(layer)  # in no more room than it needs: who says levels counts bytes
+        self._top.put(layer, compact(top, top.pos >= 0))
         return goes
 
     def _send(self, at: int, layer: int, slots: Slots, to: Tensor) -> None:

@@ -29,7 +29,7 @@ class Budget(Usual):
     score: Literal["kvzip", "expected", "snap", "keydiff"] = "kvzip"  # what says how much a token is worth
     headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention that weighs heads; empty = all weigh the same
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept in full
-    guard: Annotated[int, Range(1)] = 64  # newest tokens, always kept in full
+    guard: Annotated[int, Range(1)] = 60  # newest tokens, always kept in full
     protect: bool = True  # always keep the system prompt in full
     every: Annotated[int, Range(1)] = 64  # tokens between two looks at the budget while answering
 
