@@ -16,7 +16,7 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session
 from kvcli.errors import BadConfig
-from kvcli.kv.budget import Spending
+from kvcli.kv.budget import Spending, keys_in
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder
 from kvcli.kv.packed import Packed
@@ -40,7 +40,7 @@ def spending(
 
 def ladder(group: int = 4) -> Ladder:
     shapes = alike(L, K, D)
-    below = [Rung(Packed(shapes, torch.float32, k_bits=bits, v_bits=bits, group=group)) for bits in BITS]
+    below = [Rung(Packed(shapes, torch.float32, k_bits=keys_in(bits), v_bits=bits, group=group)) for bits in BITS]
     return Ladder(Dense(shapes, torch.float32, step=64), below)
 
 
@@ -112,7 +112,7 @@ def test_bytes_of_rungs_are_at_least_those_held_and_hardly_more(number: int, dim
     dtype = {2: torch.bfloat16, 4: torch.float32}[number]
     plan = Spending("1MiB", 0, shapes, number, BITS, 8, [0.0])
     for rung, bits in enumerate(BITS, 1):
-        tier = Packed(shapes, dtype, k_bits=bits, v_bits=bits, group=8)
+        tier = Packed(shapes, dtype, k_bits=keys_in(bits), v_bits=bits, group=8)
         lengths = [61, 7, 16]
         pos = torch.full((3, 61), -1, dtype=torch.int32)
         for head, n in enumerate(lengths):
@@ -221,7 +221,7 @@ def test_a_text_stays_within_its_budget_at_every_boundary(score: str, budget: st
     for _ in range(12):
         held = sum(nbytes(session.kv).values())
         assert held <= spent.most(session.committed)
-        moved |= {rung for rung in range(4) if session.kv._rungs[rung].tier.n_slots(0)}
+        moved |= {rung for rung in range(3) if session.kv._rungs[rung].tier.n_slots(0)}
         list(events(session.stream(16 - session.committed % 16)))
     assert (moved == {0}) == (budget == "64MiB")
     assert (len(moved) > 2) or budget in ("60%", "64MiB")

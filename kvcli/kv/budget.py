@@ -67,7 +67,7 @@ class Spending:
         found: list[float] = [self._full(layer)]
         for bits in self.bits:
             scales = 2 * SCALE if bits == 8 else 2 * SCALE * (k / self.group + _groups(v, self.group))
-            found.append(POSITION + (k + v) * bits / 8 + scales)
+            found.append(POSITION + (k * keys_in(bits) + v * bits) / 8 + scales)
         return [*found, self.beyond[layer]]
 
     def nbytes(self, layer: int, counts: Sequence[Sequence[int]]) -> float:
@@ -82,13 +82,22 @@ class Spending:
                     total += n * (k + SCALE) + -(-n // LANES) * LANES * (v + SCALE)
                     continue
                 packed = n // self.group * self.group
-                total += packed * k * bits / 8 + packed // self.group * k * 2 * SCALE + (n - packed) * k * self.number
+                total += (
+                    packed * k * keys_in(bits) / 8
+                    + packed // self.group * k * 2 * SCALE
+                    + (n - packed) * k * self.number
+                )
                 total += n * (v * bits / 8 + _groups(v, self.group) * 2 * SCALE)
         return total + self.beyond[layer] * sum(counts[self.last])
 
     def _full(self, layer: int) -> int:
         shape = self.shapes[layer]
         return shape.numbers // shape.n_kv_heads * self.number + POSITION
+
+
+def keys_in(bits: int) -> int:
+    """Bits of keys on a rung of so many: in two, most slots would be worth less than nothing (tests/bench/rounding.py)."""
+    return max(bits, 4)
 
 
 def _groups(v_dim: int, group: int) -> int:

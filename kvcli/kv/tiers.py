@@ -16,7 +16,7 @@ import torch
 
 from kvcli.errors import BadConfig
 from kvcli.kernels import dispatch, gpu
-from kvcli.kv.budget import Spending
+from kvcli.kv.budget import Spending, keys_in
 from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import STEP, is_ladder, is_packed, packs_by_age
 from kvcli.kv.ladder import Ladder
@@ -209,7 +209,7 @@ class Plan:
             self.shapes,
             self.dtype,
             device,
-            k_bits=bits or self.kv.k_bits,
+            k_bits=keys_in(bits) if bits else self.kv.k_bits,
             v_bits=bits or self.kv.v_bits,
             group=self.kv.group,
             rotate=self.kv.rotate,

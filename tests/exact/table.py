@@ -33,6 +33,7 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.kept.shelf import Shelf
 from kvcli.kernels.native import native
+from kvcli.kv.budget import Spending
 from kvcli.kv.bus import bus_of
 from kvcli.kv.checked import Checked
 from kvcli.kv.dense import Dense
@@ -50,11 +51,13 @@ from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget
 from kvcli.kv.recall_store import RecallStore
 from kvcli.kv.rung import Floor, Rung
-from kvcli.kv.slots import Store
+from kvcli.kv.slots import Store, alike
 from kvcli.kv.windows import Window, windows_of
 from kvcli.models.spelling import Spelling
+from kvcli.policies.budget import Budget
 from kvcli.policies.random import Random
 from kvcli.policies.window import Window as Stream
+from kvcli.policies.within import Within
 from kvcli.prune.lazy import Lazy
 from kvcli.reuse.blend import Blend
 from tests import drafters, families, small_tokenizers
@@ -78,7 +81,7 @@ STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (n
 # stores whose rows read a part of the past, or some of it in other numbers or another place
 INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
 # or two pasts, of which a smaller one guesses
-PARTS = (*INDEXES, "turned", "disk", "halves", "checked", "uneven turned")
+PARTS = (*INDEXES, "turned", "disk", "halves", "checked", "uneven turned", "rungs")
 NATIVE = ("dense", "sliding", "uneven", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
 STORAGES += [(name, "bf16") for name in NATIVE]
 MODELS |= dict.fromkeys(PARTS, "llama") | {"uneven turned": "gemma4_shared"}
@@ -106,6 +109,9 @@ MODELS |= {"latents": "youtu"}
 STORAGES += [("latents", dtype) for dtype in ("fp32", "fp64", *(("bf16",) if native() is not None else ()))]
 BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear layers in 4-bit groups of 32, as in GGUF
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
+BITS = (8, 4, 2)  # of rungs that a policy places slots on
+SPENT = Spending("40%", 0, alike(3, 2, 16), 4, BITS, 16, [0.0] * 3)
+POLICIES |= {"budget": (Within(Budget(sinks=2, guard=5, every=16), SPENT), 16)}
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 LAZY = Lazy(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8)  # two of three layers
 SAMPLERS = {
@@ -247,6 +253,8 @@ def shelf(place: Path, model: LM) -> Shelf:
 
 def serves(storage: str, policy: str) -> bool:
     """Without a policy nothing goes to a lower tier, and with one nothing is kept for others, or read by layers."""
+    if policy == "budget":
+        return storage == "rungs"
     return policy == "all" if storage in UNJUDGED else policy != "all" or storage not in LOWER
 
 
@@ -277,6 +285,9 @@ def past(storage: str, model: LM) -> Store:
         below: Floor = Disk(model.shapes, stored, 1 << 26, 1 << 30)
         if storage == "halves":
             below = Packed(model.shapes, stored, model.device, k_bits=8, v_bits=8, group=4, halves=True)
+        if storage == "rungs":
+            each = (Packed(model.shapes, stored, model.device, k_bits=n, v_bits=n, group=16) for n in BITS)
+            return Ladder(top, [Rung(tier) for tier in each])
         if storage in ("turned", "checked", "uneven turned"):
             below = Packed(model.shapes, stored, model.device, k_bits=4, v_bits=8, group=5, rotate="hadamard")
         found = Ladder(top, [Rung(below)], holds=7, group=5, sinks=2)
