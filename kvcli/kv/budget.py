@@ -96,7 +96,7 @@ class Spending:
 
 
 def keys_in(bits: int) -> int:
-    """Bits of keys on a rung of so many: in two, most slots would be worth less than nothing (tests/bench/rounding.py)."""
+    """Bits of keys on a rung of so many: in two, slots do more harm than left out (tests/bench/rounding.py)."""
     return max(bits, 4)
 
 

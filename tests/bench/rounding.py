@@ -2,10 +2,10 @@
 
     python tests/bench/rounding.py [--model demo] [--length 1024] [--slots 64]
 
-Of each layer and KV head slots are drawn by the attention that the newest 32 queries pay them; each is rounded alone (in
-the groups that it would share scales with), and left out alone. What is left is one less the error of the head's output
-when it is rounded over that when it is left out, both as norms over queries, summed over slots. Prints a row for each
-number of bits, then JSON on the last line.
+Of each layer and KV head slots are drawn by the attention that the newest 32 queries pay them; each is rounded alone
+(in the groups that it would share scales with), and left out alone. What is left is one less the error of the head's
+output when it is rounded over that when it is left out, both as norms over queries, summed over slots. Prints a row for
+each number of bits, then JSON on the last line.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.kept.shelf import Shelf
 from kvcli.kernels.native import native
-from kvcli.kv.budget import Spending
+from kvcli.kv.budget import Spending, keys_in
 from kvcli.kv.bus import bus_of
 from kvcli.kv.checked import Checked
 from kvcli.kv.dense import Dense
@@ -54,7 +54,7 @@ from kvcli.kv.rung import Floor, Rung
 from kvcli.kv.slots import Store, alike
 from kvcli.kv.windows import Window, windows_of
 from kvcli.models.spelling import Spelling
-from kvcli.policies.budget import Budget
+from kvcli.policies.budget import Budget as Spender
 from kvcli.policies.random import Random
 from kvcli.policies.window import Window as Stream
 from kvcli.policies.within import Within
@@ -111,7 +111,7 @@ BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear 
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
 BITS = (8, 4, 2)  # of rungs that a policy places slots on
 SPENT = Spending("40%", 0, alike(3, 2, 16), 4, BITS, 16, [0.0] * 3)
-POLICIES |= {"budget": (Within(Budget(sinks=2, guard=5, every=16), SPENT), 16)}
+POLICIES |= {"budget": (Within(Spender(sinks=2, guard=5, every=16), SPENT), 16)}
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 LAZY = Lazy(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8)  # two of three layers
 SAMPLERS = {
@@ -286,7 +286,7 @@ def past(storage: str, model: LM) -> Store:
         if storage == "halves":
             below = Packed(model.shapes, stored, model.device, k_bits=8, v_bits=8, group=4, halves=True)
         if storage == "rungs":
-            each = (Packed(model.shapes, stored, model.device, k_bits=n, v_bits=n, group=16) for n in BITS)
+            each = (Packed(model.shapes, stored, model.device, k_bits=keys_in(n), v_bits=n, group=16) for n in BITS)
             return Ladder(top, [Rung(tier) for tier in each])
         if storage in ("turned", "checked", "uneven turned"):
             below = Packed(model.shapes, stored, model.device, k_bits=4, v_bits=8, group=5, rotate="hadamard")
