@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvcli.engine.drafter import Costs, Drafter, Pair
     from kvcli.engine.feed import Asks
     from kvcli.engine.lm import LM
-    from kvcli.engine.policy import EachLayer
+    from kvcli.engine.policy import EachLayer, Policy
     from kvcli.engine.sample import Sampler
     from kvcli.engine.session import Session
     from kvcli.kept.shelf import Shaping
@@ -74,6 +74,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "h2o": "kvcli.policies.h2o:H2O",
         "vatp": "kvcli.policies.vatp:Vatp",
         "kvzip": "kvcli.policies.kvzip:KVzip",
+        "budget": "kvcli.policies.budget:Budget",
     },
     "recall": {
         "none": "kvcli.kv.recall_settings:Everything",
@@ -279,7 +280,7 @@ def session(
         drafter,
         sampler(lm, profile),
         view=view(lm, kv, drafter),
-        policy=profile.policy.settings if profile.policy.every is not None else None,
+        policy=policy(lm, profile) if profile.policy.every is not None else None,
         chunk=chunk(lm, profile),
         every=every(profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
@@ -288,6 +289,12 @@ def session(
         reusing=profile.reuse.settings if profile.reuse.reuses else None,
         checkpoints=profile.memory.checkpoints,
     )
+
+
+def policy(lm: LM, profile: Profile) -> Policy:
+    """What `[policy]` asks for, with the rungs that `memory.budget` is spent on."""
+    chosen: Policy = profile.policy.settings
+    return profile.policy.within(plan(lm, profile).spending) if profile.memory.budget else chosen
 
 
 def steps(lm: LM, profile: Profile, pair: Pair | None, words: PreTrainedTokenizerBase) -> Writer | None:

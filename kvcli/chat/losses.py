@@ -20,7 +20,9 @@ def keeps(profile: Profile) -> dict[Loss, str]:
     outlives = profile.context.on_overflow == "compress" and "holds what is older than the window in fewer slots"
     if forgotten := [*filter(None, (kept, profile.prune.reads and f"reads {profile.prune.reads}", outlives))]:
         words["forgotten"] = " and ".join(forgotten)
-    if min(kv.k_bits, kv.v_bits) < 16:
+    if profile.memory.budget:
+        words["rounded"] = f"holds the rest in {' and '.join(map(str, profile.memory.bits))} bits"
+    elif min(kv.k_bits, kv.v_bits) < 16:
         alike = f"keys and values in {kv.k_bits} bits"
         words["rounded"] = "holds " + (
             alike if kv.k_bits == kv.v_bits else f"keys in {kv.k_bits} and values in {kv.v_bits} bits"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch import bool as bool_
 
 from kvcli.engine.feed import Asks, asked
 from kvcli.engine.policy import Guard, Moment, Phase, Policy
@@ -56,4 +57,9 @@ class Boundary:
     def ask(self, policy: Policy) -> Asks[Masks]:
         """What the policy keeps, and its guard."""
         masks = yield from asked(policy.choose(self))
-        return [None if mask is None else mask | self._protected[i] for i, mask in enumerate(masks)]
+        return [None if mask is None else _guarded(mask, self._protected[i]) for i, mask in enumerate(masks)]
+
+
+def _guarded(mask: Tensor, protected: Tensor) -> Tensor:
+    """With what stays whatever the policy says: in its place, where it names rungs."""
+    return mask | protected if mask.dtype is bool_ else mask.masked_fill(protected, 0)

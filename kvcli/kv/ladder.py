@@ -7,7 +7,8 @@ full precision and packs older ones in groups: that is a first rung that holds `
 
 Who leaves a rung is one question: the oldest beyond what it holds and, where the ladder `demotes`, what the masks of a
 policy let go of the top. Such a policy governs the top alone, so the top is what the store shows, and views are made
-of; what lies below is read in the way of its rung, and let go by nobody.
+of; what lies below is read in the way of its rung, and let go by nobody. A policy that answers with levels governs all
+rungs, which it is shown side by side: slots go down to any lower one, and none comes up, as what was rounded stays so.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Ladder:
         self._layers = sorted({use.layer for use in top.usage()})  # that store
         self._waits = any(rung.later is not None for rung in below)
         self._widths: dict[int, list[int]] = {}  # slots of each shown rung when `slots` last showed a layer
-        self._twice: set[tuple[int, int]] = set()  # rung and layer whose slots the rung below may hold too
+        self._twice: set[tuple[int, int, int]] = set()  # rung and layer whose slots another, lower one may hold too
         self._has_dropped = False
         self.changes = 0
 
@@ -109,7 +110,7 @@ class Ladder:
         """
         found = [rung.tier.slots(layer) for rung in reversed(self._shown)]
         self._widths[layer] = [s.n_slots for s in found]
-        return beside(found)
+        return replace(beside(found), widths=tuple(self._widths[layer]))
 
     def newest(self, layer: int, n: int) -> Slots:
         """The n slots that each head stored last."""
@@ -137,8 +138,8 @@ class Ladder:
         """Forget every slot at position n or later, in every rung; ends what a failure left half done."""
         self.changes += 1
         self._has_dropped &= n > 0
-        for at, layer in sorted(self._twice):
-            self._once(at, layer)
+        for at, layer, to in sorted(self._twice):
+            self._once(at, layer, to)
         self._widths.clear()
         for rung in self._rungs:
             rung.tier.crop(n)
@@ -162,9 +163,12 @@ class Ladder:
         lets_go = False
         for layer in self._layers if layers is None else filter(self._layers.__contains__, layers):
             mask = masks[layer] if masks else None
-            if mask is not None and not self._demotes:
+            is_mask = mask is not None and mask.dtype is torch.bool
+            if mask is not None and not is_mask:
+                lets_go |= self._move(layer, mask)
+            elif mask is not None and not self._demotes:
                 lets_go |= self.keep(layer, mask).n_slots > 0
-            lets_go |= self._demote(layer, mask if self._demotes else None)
+            lets_go |= self._demote(layer, mask if is_mask and self._demotes else None)
             self._give_back(layer, end)
         return lets_go
 
@@ -220,34 +224,68 @@ class Ladder:
                 left = slots.pos.masked_fill(leaves, -1)
                 leaves |= oldest(left, 0 if at else self._sinks, rung.holds or 0, rung.group)
             if bool(leaves.any()):
-                going = self._room_for(at + 1, layer, compact(slots, leaves))
-                self._twice.add((at, layer))  # until they are gone up here; `crop` mends a failure in between
-                self._rungs[at + 1].tier.take(layer, going)
-                rung.tier.keep(layer, ~leaves)
-                self._twice.discard((at, layer))
-                self._widths.pop(layer, None)
-                self.changes += 1
+                if at + 1 == len(self._rungs):
+                    raise self._outgrown()
+                self._send(at, layer, slots, torch.where(leaves, at + 1, at))
         return lets_go
+
+    def _move(self, layer: int, levels: Tensor) -> bool:
+        """Send slots to the rungs that levels [K, S] name, those of the lowest rung first; in the order that `slots`
+        gave last.
+
+        True if any went.
+        """
+        widths = self._widths.pop(layer)
+        assert levels.shape[1] == sum(widths), "the levels are not of the slots that were shown last"
+        parts, goes = levels.split_with_sizes(widths, dim=1), False
+        for at, part in zip(reversed(range(len(self._rungs))), parts, strict=True):
+            if bool((part > at).any()):
+                slots = self._rungs[at].tier.slots(layer)
+                to = part.masked_fill(slots.pos < 0, at)
+                if bool((to > at).any()):
+                    self._send(at, layer, slots, to)
+                    goes = True
+        top = self._top.slots(layer)  # in no more room than it needs: who says levels counts bytes
+        self._top.put(layer, compact(top, top.pos >= 0))
+        return goes
+
+    def _send(self, at: int, layer: int, slots: Slots, to: Tensor) -> None:
+        """The slots of rung `at` go to the lower ones that `to` [K, S] names; those behind the last are forgotten."""
+        sent = set()
+        for rung in range(at + 1, len(self._rungs)):
+            if bool((leaves := to == rung).any()):
+                going = self._room_for(rung, layer, compact(slots, leaves))
+                sent.add((at, layer, rung))
+                self._twice |= sent  # until they are gone up here; `crop` mends a failure in between
+                self._rungs[rung].tier.take(layer, going)
+        self._rungs[at].tier.keep(layer, to <= at)
+        self._has_dropped |= bool((to == len(self._rungs)).any())
+        self._twice -= sent
+        self._widths.pop(layer, None)
+        self.changes += 1
 
     def _room_for(self, at: int, layer: int, s: Slots) -> Slots:
         """Of these, which come down to rung `at`, those that have room there once it has let go of others, if it may.
 
         Raises Shortage. A rung with others below hands down its own.
         """
-        if at + 1 < len(self._rungs) or (at < len(self._rungs) and self._rungs[at].has_room(layer, s.n_slots)):
+        if at + 1 < len(self._rungs) or self._rungs[at].has_room(layer, s.n_slots):
             return s
-        if at == len(self._rungs) or not self._drops:
-            raise Shortage("keys and values have outgrown their memory", lines=list(map(str, self._rungs)))
+        if not self._drops:
+            raise self._outgrown()
         self._has_dropped = True
         return self._rungs[at].forget(layer, s)
 
-    def _once(self, at: int, layer: int) -> None:
+    def _outgrown(self) -> Shortage:
+        return Shortage("keys and values have outgrown their memory", lines=list(map(str, self._rungs)))
+
+    def _once(self, at: int, layer: int, to: int) -> None:
         """What two rungs hold stays in the lower one."""
-        upper, lower = self._rungs[at].tier, self._rungs[at + 1].tier.slots(layer)
+        upper, lower = self._rungs[at].tier, self._rungs[to].tier.slots(layer)
         pos = upper.slots(layer).pos
         there = [torch.isin(a, b.to(a.device)) for a, b in zip(pos, lower.pos, strict=True)]
         upper.keep(layer, ~torch.stack(there))
-        self._twice.discard((at, layer))
+        self._twice.discard((at, layer, to))
 
 
 def oldest(pos: Tensor, sinks: int, holds: int, group: int) -> Tensor:

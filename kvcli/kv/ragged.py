@@ -36,7 +36,7 @@ class Extents:
     @staticmethod
     def of(lengths: Sequence[int], step: int, least: int = 0) -> Extents:
         """Room for these lengths and some more, and for at least `least` slots a head."""
-        room = [max(least, _room(n, step)) for n in lengths]
+        room = [max(least, room_of(n, step)) for n in lengths]
         order = sorted(range(len(room)), key=lambda head: room[head])
         start, total = [0] * len(room), 0
         for head in order:
@@ -329,7 +329,7 @@ class Ragged:
         self._extents, self._runs = extents, extents.runs()
 
 
-def _room(n: int, step: int) -> int:
+def room_of(n: int, step: int) -> int:
     """Room for a head of n slots: half a unit to one and a half more, in units that grow with n up to step / 4."""
     most = max(1, step // 4)
     unit = max(min(most, 16), min(most, 1 << max(0, (n // 32).bit_length() - 1)))  # n / 64 to n / 32

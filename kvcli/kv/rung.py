@@ -40,6 +40,9 @@ class Top(Floor, Protocol):
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Room for n slots a head in these layers, None = all."""
 
+    def put(self, layer: int, slots: Slots) -> None:
+        """Hold these slots instead, in no more room than they need; their tensors become the tier's own."""
+
     def give_back(self, layer: int, end: int) -> int:
         """Forget positions that a window hides from rows at `end` and later: those below the answer; 0 = none."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -68,6 +68,7 @@ class Slots:
     k: Tensor  # [K, S, D]
     v: Tensor  # [K, S, D], of a size of their own where a layer's values have one; where keys are values, `k` itself
     pos: Tensor  # [K, S] int, -1 = empty (heads may hold different numbers of slots)
+    widths: Sequence[int] = field(default=(), kw_only=True)  # of a ladder's rungs side by side, the lowest first
 
     @property
     def n_slots(self) -> int:
@@ -109,7 +110,9 @@ class Usage:
     found: int = 0  # of them, how many were there
 
 
-Masks = Sequence[Tensor | None]  # by layer: which of its slots stay, bool [K, S]; None = all of them
+# by layer: which of its slots stay, bool [K, S]; or on which rung of a ladder each is to lie, int8 [K, S]: 0 = the top,
+# one more than the lowest = nowhere; None = all stay
+Masks = Sequence[Tensor | None]
 
 
 class Holder(Protocol):

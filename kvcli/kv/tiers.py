@@ -16,6 +16,7 @@ import torch
 
 from kvcli.errors import BadConfig
 from kvcli.kernels import dispatch, gpu
+from kvcli.kv.budget import Spending, keys_in
 from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import STEP, is_ladder, packs_by_age
 from kvcli.kv.form import OfModel
@@ -68,6 +69,8 @@ class Plan:
             dense = self._dense(self.device)
             return self.recall.over(dense, dense, self._sights)
         top, below = self._dense(self.device, STEP), list[Rung]()
+        if self.memory.budget:
+            below += [Rung(self._packed(self.device, bits)) for bits in self.memory.bits]
         if self.is_packed:
             below.append(self._rung(self._packed(self.device), self.room.on_device, self.kv.group))
         if self.room.host_bytes:
@@ -81,14 +84,15 @@ class Plan:
         if self.memory.demotes and not below:
             self._refuse_all_alike()
             below.append(Rung(self.recall.below(self._dense(self.device, STEP), self._sights), name="demoted"))
+        on_device = None if self.memory.budget else self.room.on_device  # there a policy says what stays
         ladder = Ladder(
             top,
             below,
-            holds=self.kv.residual if packs_by_age(self.kv, self.form, self.memory) else self.room.on_device,
+            holds=self.kv.residual if packs_by_age(self.kv, self.form, self.memory) else on_device,
             group=self.kv.group if below else 1,
             sinks=self.kv.sinks,
             demotes=self.memory.demotes,
-            drops=self.memory.drops,
+            drops=self.memory.drops or bool(self.memory.budget),
         )
         return ladder if below else self.recall.over(ladder, top, self._sights)
 
@@ -187,8 +191,28 @@ class Plan:
     def _dense(self, device: torch.device, step: int = Dense.STEP) -> Dense:
         return Dense(self.shapes, self.dtype, device, step=step, windows=windows_of(self.shapes, self.sights))
 
-    def _packed(self, device: torch.device) -> Shelf:
-        return self.form.tier(OfModel(self.shapes, self.dtype, self.sights, self.turns), device, self.kv)
+    @cached_property
+    def spending(self) -> Spending:
+        """What `memory.budget` is spent on."""
+        is_lower = self.room.host_bytes > 0 or size_of(self.memory.disk) > 0
+        read = self.recall.layers(self._sights) if is_lower else ()
+        number = self.dtype.itemsize
+        index = [self.recall.per_slot(of.k_dim, number) if i in read else 0.0 for i, of in enumerate(self.shapes)]
+        return Spending(
+            self.memory.budget.replace(" %", "%"),
+            self.room.free,
+            self.shapes,
+            self.dtype.itemsize,
+            self.memory.bits,
+            self.kv.group,
+            index,
+        )
+
+    def _packed(self, device: torch.device, bits: int | None = None) -> Shelf:
+        """In so many bits; None = as `[kv]` says."""
+        of_rung: dict[str, Any] = {"k_bits": keys_in(bits), "v_bits": bits} if bits else {}
+        kv = replace(self.kv, **of_rung)
+        return self.form.tier(OfModel(self.shapes, self.dtype, self.sights, self.turns), device, kv)
 
     def _host(self) -> Host:
         from kvcli.kv.bus import bus_of

@@ -75,9 +75,13 @@ class KVzip(TopK):
         if at.phase == "read":
             for layer, score in at.memory.own.total.items():
                 at.memory.own.total[layer] = score[:, :done]
-            for start, end in self.pieces(done, len(at.ids), at.lm.limit):
-                yield from self._repeat(at, start, end)
+            yield from self.look(at, done)
         return self.best(at, done)
+
+    def look(self, at: Boundary, first: int) -> Asks[None]:
+        """Repeat the tokens from `first` on."""
+        for start, end in self.pieces(first, len(at.ids), at.lm.limit):
+            yield from self._repeat(at, start, end)
 
     def score(self, s: Slots, at: Moment) -> Tensor:
         """What the repetition looked at."""

@@ -160,6 +160,9 @@ class TopK(Usual):
         """The setting by which values count behind the output projection; "" = none."""
         return 'post = "critical"' if self.post == "critical" else ""
 
+    def look(self, at: Boundary, first: int) -> Asks[None] | None:
+        """What a score has to see of the tokens from `first` on, before it scores them."""
+
     def choose(self, at: Boundary) -> Asks[Masks] | Masks:
         """What competes now and wins, and all that does not compete."""
         return self.best(at, at.memory.compressed(at))

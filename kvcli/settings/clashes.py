@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from kvcli.settings.profile import Clash
-from kvcli.settings.schema import size_of
+from kvcli.settings.schema import METHODS, size_of
 
 if TYPE_CHECKING:
     from kvcli.settings.profile import Profile
@@ -23,6 +23,7 @@ def clashes(profile: Profile) -> list[Clash]:
     found += memory_clashes(profile)
     found += form_clashes(profile)
     found += demotion_clashes(profile)
+    found += budget_clashes(profile)
     found += idle_keys(profile)
     found += unread_keys(profile)
     if profile.exactness != "approx" and profile.policy.every is not None and not profile.is_checked:
@@ -229,6 +230,43 @@ def demotion_clashes(profile: Profile) -> list[Clash]:
     return found
 
 
+def budget_clashes(profile: Profile) -> list[Clash]:
+    """Of `memory.budget`: one policy spends it, on rungs of its own, of one past."""
+    memory, key, spends = profile.memory, "memory.budget", profile.policy.method == "budget"
+    bits, fresh = json.dumps(list(memory.bits)), type(memory)().bits
+    if not memory.budget:
+        because = 'which is "": set memory.budget to "6GiB", "25%" or "fit"'
+        found = [Clash("policy.name", key, '"budget" has nothing to spend', because)] if spends else []
+        return found + ([Clash("memory.bits", key, f"{bits} changes nothing", because)] if memory.bits != fresh else [])
+    is_away = _is_there(memory.host) or _is_there(memory.disk)
+    packs = [f"kv.{name}" for name in ("k_bits", "v_bits") if getattr(profile.kv, name) < 16]
+    steps = [step for step in memory.ladder if step.startswith(("kv.", "memory."))]
+    is_other = profile.form.method != METHODS["form"][1] or profile.form.rope == "before"
+    is_whole_first = profile.prefill.order == "layers" and not memory.budget.endswith("%")
+    others = {
+        "policy.name": "" if spends else 'which spends no bytes: set policy.name = "budget"',
+        packs[0] if packs else "": "which rounds by age: leave it out, and set memory.bits = [4] for four bits alone",
+        "memory.disposition": "which knows two rungs: leave it out" if memory.demotes else "",
+        "form.method": "whose bytes a budget does not count: leave [form] out" if is_other else "",
+        "memory.device": "which is a second size of one place: leave it out" if memory.device != "auto" else "",
+        "recall.method": 'which finds nothing further away: set memory.disk = "8GiB"'
+        if profile.recall.reads and not is_away
+        else "",
+        "exactness": 'which is "exact": a whole past takes more than a budget' if profile.is_checked else "",
+        "memory.ladder": f'whose step "{steps[0]}" moves what the budget placed: leave it out' if steps else "",
+        "prefill.order": "which places nothing before all is stored: leave it out, or give a share"
+        if is_whole_first
+        else "",
+    }
+    cannot = f'"{memory.budget}" cannot be kept'
+    found = [Clash(key, other, cannot, because) for other, because in others.items() if other and because]
+    if not memory.bits or list(memory.bits) != sorted(set(memory.bits), reverse=True):
+        found.append(
+            Clash("memory.bits", key, f"{bits} are no falling rungs", "which is spent from rung to rung: [8, 4, 2]")
+        )
+    return found
+
+
 def cautions(profile: Profile, device: str) -> list[str]:
     """What a profile asks for that a device of this type does not have, one line each."""
     found = []
@@ -240,7 +278,7 @@ def cautions(profile: Profile, device: str) -> list[str]:
 def idle_keys(profile: Profile) -> list[Clash]:
     """Keys of `[kv]` that say how to pack or move, where nothing is ever packed or moved."""
     kv, memory = profile.kv, profile.memory
-    packs = _packs(profile)
+    packs = _packs(profile) or bool(memory.budget)
     moves = _is_there(memory.host) or _is_there(memory.disk)
     moves = moves or any(step.startswith("memory.") for step in memory.ladder)
     moves = moves or memory.device != "auto"  # its budget counts what stays in the top
@@ -248,6 +286,9 @@ def idle_keys(profile: Profile) -> list[Clash]:
     packing = (packs, "kv.k_bits", bits, "so nothing is packed")
     moving = (packs or moves, "kv.k_bits", f"{bits} and {sizes}", "so nothing is packed, and nothing moves")
     acts = {"rotate": packing, "residual": packing, "group": moving, "sinks": moving}
+    if memory.budget:
+        chosen = "memory.budget", "memory.budget is spent", "so the policy says what moves"
+        acts |= {"residual": (False, *chosen), "sinks": (False, *chosen)}
     if memory.demotes:
         chosen = "memory.disposition", 'memory.disposition is "demote"', "so the policy says what moves"
         acts |= {"residual": (False, *chosen), "sinks": (moves, *chosen)}

@@ -49,6 +49,9 @@ class Form:
 DEVICE = Form(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?", '"auto", "cpu", "cuda", "cuda:N" or "mps"')
 _SIZE = r"\d+(\.\d+)? ?[KMGT]iB"
 SIZE = Form(_SIZE, 'a size with its unit, such as "6GiB" or "512MiB"')
+BUDGET = Form(
+    rf"(fit|{_SIZE}|(100|\d{{1,2}}(\.\d+)?) ?%)?", '"fit", a size such as "6GiB", a share such as "25%", or ""'
+)
 AUTO_SIZE = Form(f"auto|{_SIZE}", '"auto" or a size with its unit, such as "6GiB"')
 STEPS = Form(  # settings that can change under a text that is being written
     r"kv\.[kv]_bits=[842]|kv\.residual=\d+|prefill\.chunk=(\d+|-\d\d?%)|context\.limit=(\d+|-\d\d?%)"
@@ -116,6 +119,8 @@ class Memory:
     reach: Literal["auto", "kernel", "cpu", "stream"] = "auto"  # who reads host memory for a GPU; auto = the fastest
     disk: Annotated[str, SIZE] = "0GiB"  # bytes of a private temporary file for what is older still; 0GiB = none
     disk_writes: Annotated[str, SIZE] = "256GiB"  # bytes written to that file at most, as disks wear
+    budget: Annotated[str, BUDGET] = ""  # for policy "budget": bytes, share of a full past, or fit = what is free
+    bits: tuple[Literal[8, 4, 2], ...] = (8, 4)  # of rungs on which a budget is spent, beside full; 2 = keys in 4
     disposition: Literal["drop", "demote"] = "drop"  # what a policy lets go is forgotten, or moves down a tier
     on_shortage: Literal["degrade", "fail"] = "degrade"  # take the steps of `ladder` in turn, or end with an error
     ladder: Annotated[tuple[str, ...], STEPS] = ()  # steps taken in this order when memory runs out, each once

@@ -61,7 +61,7 @@ from tests.bench.decode import machine  # noqa: E402
 HELD_OUT = 5_000  # seed of the texts
 MAPPED = 1024  # tokens of the texts that the head map is made from
 BITS = {"int8": (8, 8), "4 + 4 bits": (4, 4), "4 + 2 bits": (4, 2)}
-RIVALS = ("fastgen + map", "fastgen-paper", "snap", "expected", "kvzip", "streaming", "random")
+RIVALS = ("fastgen + map", "fastgen-paper", "snap", "expected", "kvzip", "budget", "streaming", "random")
 ALLOCS = ("ada", "global", "uniform", "pyramid")
 SHARED = ("snap", "expected", "keydiff")  # methods whose allocations are compared
 FOUR = {"kv": {"k_bits": 4, "v_bits": 4}}
@@ -176,11 +176,18 @@ def rival(name: str, share: float, n: int, lot: int, mapped: str) -> dict[str, A
     budget = round(share * n)
     if name == "fastgen + map":
         return {"name": "fastgen", "keep": share, "headmap": mapped}
+    if name == "budget":
+        return {"name": "budget"}
     if name == "streaming":
         return {"name": "window", "sinks": SINKS, "window": budget - SINKS}
     if name == "random":
         return {"name": "random", "budget": budget, "sinks": SINKS, "window": NEWEST, "seed": lot}
     return {"name": name, "keep": share}
+
+
+def spent(name: str, share: float) -> dict[str, Any]:
+    """Bytes in place of tokens, for a side that spends those."""
+    return {"memory": {"budget": f"{100 * share:.1f}%"}} if name == "budget" else {}
 
 
 def published(answer: Answer, share: float) -> Outcome:
@@ -212,7 +219,7 @@ def sides(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
             def make(name: str = name, share: float = ours["kept"]) -> Outcome:
                 if name == "fastgen-paper":
                     return published(answer, share)
-                return answer({"policy": rival(name, share, n, i, mapped)})[0]
+                return answer({"policy": rival(name, share, n, i, mapped), **spent(name, share)})[0]
 
             yield f"{name} {share:.0%}", known.of(f"{i} {name} {share}", make)
 

@@ -34,6 +34,7 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.kept.shelf import Shelf
 from kvcli.kernels.native import native
+from kvcli.kv.budget import Spending, keys_in
 from kvcli.kv.bus import bus_of
 from kvcli.kv.checked import Checked
 from kvcli.kv.dense import Dense
@@ -58,12 +59,14 @@ from kvcli.kv.recall import Recall
 from kvcli.kv.recall_pages import Budget
 from kvcli.kv.recall_store import RecallStore
 from kvcli.kv.rung import Floor, Rung
-from kvcli.kv.slots import Store
+from kvcli.kv.slots import Store, alike
 from kvcli.kv.windows import Window, windows_of
 from kvcli.models.spelling import Spelling
+from kvcli.policies.budget import Budget as Spender
 from kvcli.policies.random import Random
 from kvcli.policies.snap import Snap
 from kvcli.policies.window import Window as Stream
+from kvcli.policies.within import Within
 from kvcli.prune.lazy import Lazy
 from kvcli.reuse.blend import Blend
 from kvcli.settings.schema import Kv
@@ -91,7 +94,7 @@ INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certifie
 # old slots in other forms, in four bits
 FORMS: dict[str, Form] = {"before": Kivi("before"), "zipcache": ZipCache(keys="separable"), "qaq": Qaq(outliers=0.1)}
 FORMS |= {"gear": Gear("before", 0.5, 1), "squat": Squat(), "rotatekv": RotateKV()}
-PARTS = (*INDEXES, *FORMS, "turned", "disk", "halves", "checked", "uneven turned")
+PARTS = (*INDEXES, *FORMS, "turned", "disk", "halves", "checked", "uneven turned", "rungs")
 NATIVE = ("dense", "sliding", "uneven", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
 STORAGES += [(name, "bf16") for name in NATIVE]
 MODELS |= dict.fromkeys(PARTS, "llama") | {"uneven turned": "gemma4_shared"}
@@ -124,6 +127,9 @@ if native() is not None:
     STORAGES += [("hybrid", "fp32"), ("hybrid", "bf16")]
 BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear layers in 4-bit groups of 32, as in GGUF
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
+BITS = (8, 4, 2)  # of rungs that a policy places slots on
+SPENT = Spending("40%", 0, alike(3, 2, 16), 4, BITS, 16, [0.0] * 3)
+POLICIES |= {"budget": (Within(Spender(sinks=2, guard=5, every=16), SPENT), 16)}
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 AHEAD = Snap(0.4, sinks=2, guard=5, queries=4, lookahead=3, keep_new=14, every=11, alloc="prefix", post="graph")
 POLICIES |= {"ahead": (AHEAD, 11)}  # tests/test_stages.py and test_topk.py have the others
@@ -287,6 +293,8 @@ def serves(storage: str, policy: str, drafter: str = CHAINS[0]) -> bool:
     """Without a policy nothing goes to a lower tier, and with one nothing is kept for others, or read by layers."""
     if storage == "hybrid" and drafter not in CHAINS:
         return False
+    if policy == "budget":
+        return storage == "rungs"
     return policy == "all" if storage in UNJUDGED else policy != "all" or storage not in LOWER
 
 
@@ -321,6 +329,9 @@ def past(storage: str, model: LM) -> Store:
         below: Floor = Disk(model.shapes, stored, 1 << 26, 1 << 30)
         if storage == "halves":
             below = Packed(model.shapes, stored, model.device, k_bits=8, v_bits=8, group=4, halves=True)
+        if storage == "rungs":
+            each = (Packed(model.shapes, stored, model.device, k_bits=keys_in(n), v_bits=n, group=16) for n in BITS)
+            return Ladder(top, [Rung(tier) for tier in each])
         if storage in ("turned", "checked", "uneven turned"):
             below = Packed(model.shapes, stored, model.device, k_bits=4, v_bits=8, group=5, rotate="hadamard")
         found = Ladder(top, [Rung(below)], holds=7, group=5, sinks=2)

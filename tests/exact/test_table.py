@@ -128,7 +128,7 @@ def test_the_right_guesses_are_taken_and_the_wrong_ones_are_not() -> None:
 
 
 @pytest.mark.parametrize("storage", LOWER)
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in ("all", "keepall")])
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in ("all", "keepall", "budget")])
 def test_what_a_policy_lets_go_lies_below_in_the_rows_of_the_table(storage: str, policy: str) -> None:
     session = opened(storage, policy, "greedy", "fp32", Off())
     drive(written(session))
@@ -138,8 +138,17 @@ def test_what_a_policy_lets_go_lies_below_in_the_rows_of_the_table(storage: str,
     assert session.lost == ({"unread"} if storage == "recalled" else {"rounded"} if storage == "lowered" else set())
 
 
+def test_a_budget_spreads_the_rows_of_the_table_over_its_rungs() -> None:
+    session = opened("rungs", "budget", "greedy", "fp32", Off())
+    drive(written(session))
+    held = [use.slots for use in session.kv.usage() if use.layer == 1]
+    assert sum(n > 0 for n in held) > 2
+    assert "rounded" in session.lost
+
+
 def test_some_rows_of_the_table_do_end_at_a_stop_token() -> None:
-    ended = [p for p in POLICIES for s in SAMPLERS if plain("dense", p, s, "fp32")[-1] == STOP]
+    policies = [p for p in POLICIES if serves("dense", p)]
+    ended = [p for p in policies for s in SAMPLERS if plain("dense", p, s, "fp32")[-1] == STOP]
     assert ended, "choose a STOP that the samplers draw, or the table does not cover it"
 
 

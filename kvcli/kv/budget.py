@@ -1,0 +1,105 @@
+"""What `memory.budget` is spent on: rungs of fewer and fewer bits, and the bytes that slots take on each.
+
+At fixed bytes more tokens in fewer bits beat fewer tokens in full (More Tokens, Lower Precision, arXiv 2412.12706): so
+there are rungs between staying whole and being gone, and a policy says which slot lies on which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli.kernels.pack import LANES
+from kvcli.kv.footprint import POSITION, STEP
+from kvcli.kv.ragged import room_of
+from kvcli.settings.schema import size_of
+
+if TYPE_CHECKING:
+    from kvcli.kv.slots import LayerShape
+
+SCALE = 2  # bytes of a scale, and of a zero beside it
+NOTED = 24  # bytes that a head of its own length is found by
+
+
+@dataclass(frozen=True)
+class Spending:
+    """Rung 0 is the top, i the i-th of `bits`, and the one behind them another place, or nowhere."""
+
+    asked: str  # memory.budget
+    free: int  # bytes that "fit" means
+    shapes: Sequence[LayerShape]
+    number: int  # bytes of one as it comes
+    bits: Sequence[int]  # of the rungs below the top
+    group: int  # keys that share scales below 8 bits, and numbers of a value that do
+    beyond: Sequence[float]  # by layer: bytes of the device beside a slot of one head that lies elsewhere
+
+    @property
+    def is_share(self) -> bool:
+        """Of what the text would take in full, instead of bytes?"""
+        return self.asked.endswith("%")
+
+    @property
+    def last(self) -> int:
+        """The rung that takes nothing but what `beyond` says."""
+        return len(self.bits) + 1
+
+    def groups(self, rung: int) -> int:
+        """Slots of a head that go down from this rung together, as they share scales."""
+        return self.group if 0 < rung < self.last and self.bits[rung - 1] < 8 else 1
+
+    def most(self, n: int) -> int:
+        """Bytes that a text of n tokens may take."""
+        if self.asked == "fit":
+            return self.free
+        if not self.is_share:
+            return size_of(self.asked)
+        return int(float(self.asked[:-1]) / 100 * n * sum(self.whole(layer) for layer in range(len(self.shapes))))
+
+    def whole(self, layer: int) -> int:
+        """Bytes of a token of all heads in full."""
+        shape = self.shapes[layer]
+        return shape.numbers * self.number + POSITION if shape.numbers else 0
+
+    def each(self, layer: int) -> list[float]:
+        """Bytes of a slot of one head, by rung."""
+        k, v = self.shapes[layer].parts
+        found: list[float] = [self._full(layer)]
+        for bits in self.bits:
+            scales = 2 * SCALE if bits == 8 else 2 * SCALE * (k / self.group + _groups(v, self.group))
+            found.append(POSITION + (k * keys_in(bits) + v * bits) / 8 + scales)
+        return [*found, self.beyond[layer]]
+
+    def nbytes(self, layer: int, counts: Sequence[Sequence[int]]) -> float:
+        """counts[rung][head] -> bytes that these slots take at most, with room to grow and keys that wait for their
+        group."""
+        k, v = self.shapes[layer].parts
+        total: float = sum(room_of(n, STEP) * self._full(layer) + NOTED for n in counts[0])
+        for bits, each in zip(self.bits, counts[1:], strict=False):
+            for n in each:
+                total += n * POSITION
+                if bits == 8:
+                    total += n * (k + SCALE) + -(-n // LANES) * LANES * (v + SCALE)
+                    continue
+                packed = n // self.group * self.group
+                total += (
+                    packed * k * keys_in(bits) / 8
+                    + packed // self.group * k * 2 * SCALE
+                    + (n - packed) * k * self.number
+                )
+                total += n * (v * bits / 8 + _groups(v, self.group) * 2 * SCALE)
+        return total + self.beyond[layer] * sum(counts[self.last])
+
+    def _full(self, layer: int) -> int:
+        shape = self.shapes[layer]
+        return shape.numbers // shape.n_kv_heads * self.number + POSITION
+
+
+def keys_in(bits: int) -> int:
+    """Bits of keys on a rung of so many: in two, slots do more harm than left out (tests/bench/rounding.py)."""
+    return max(bits, 4)
+
+
+def _groups(v_dim: int, group: int) -> int:
+    """Scales of a value."""
+    return -(-v_dim // group)

@@ -1,0 +1,148 @@
+"""Which slot lies in how many bits, so that most of their worth is left within so many bytes: one knapsack.
+
+A slot that is worth v keeps v * QUALITY[bits] of it. By Lagrange's rule each takes the rung that maximises
+v * q - price * bytes, whatever the others do, and the price is the lowest at which all of them fit. Of the rungs only
+those on the upper hull of q over bytes are ever best, so a slot goes down wherever its worth falls below the price
+times a constant: how many lie on each at some price is read off sorted worths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.kv.budget import Spending
+
+# share of a slot's worth that is left in so many bits: one less the error that rounding it adds to its head's output,
+# over the error of leaving it out: means of the demo and of SmolLM2-135M (tests/bench/rounding.py)
+QUALITY = {16: 1.0, 8: 0.955, 4: 0.85, 2: 0.41, 0: 0.0}
+HALVINGS = 48  # of the price, on a scale of factors
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Slots that compete."""
+
+    number: int  # of the layer
+    worth: Tensor  # [K, S] float32, +inf = stays where it is
+    rung: Tensor  # [K, S] int8 where each lies, -1 = empty
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How slots of one rung go down as the price rises: to rung `to[0]` below `at[0]` times the price, and so on."""
+
+    to: tuple[int, ...]
+    at: tuple[float, ...]  # falling
+
+
+def ways(costs: Sequence[float], quality: Sequence[float]) -> list[Way]:
+    """By rung, the best one first: along the upper hull of quality over cost, from there on."""
+    found = []
+    for start in range(len(costs)):
+        here, to, at = start, list[int](), list[float]()
+        while here + 1 < len(costs):
+            saved = {r: costs[here] - costs[r] for r in range(here + 1, len(costs)) if costs[r] < costs[here]}
+            if not saved:
+                break
+            # the least lost for what is saved; of equals the lowest
+            best = min(saved, key=lambda r: ((quality[here] - quality[r]) / saved[r], -r))
+            lost = max(quality[here] - quality[best], 1e-12)
+            to, at, here = [*to, best], [*at, saved[best] / lost], best
+        found.append(Way(tuple(to), tuple(at)))
+    return found
+
+
+def price(layers: Sequence[Layer], spending: Spending, most: float) -> float:
+    """The lowest at which they take at most `most` bytes; inf: all that may go does, and it may still be more."""
+    sorted_, low, high = [_sorted(layer, spending) for layer in layers], np.inf, 0.0
+    for of in sorted_:
+        for way, heads in zip(of.ways, of.worths, strict=True):
+            for each in heads if way.at else ():
+                finite = each[np.isfinite(each) & (each > 0)]
+                if finite.size:
+                    low = min(low, float(finite[0]) / way.at[0])
+                    high = max(high, float(finite[-1]) / way.at[-1])
+    if sum(of.nbytes(0.0, spending) for of in sorted_) <= most:
+        return 0.0
+    low, high = np.log(min(low, high or 1.0)) - 1e-6, np.log(high or 1.0) + 1e-6
+    if sum(of.nbytes(np.exp(high), spending) for of in sorted_) > most:
+        return float("inf")
+    if sum(of.nbytes(np.exp(low), spending) for of in sorted_) <= most:
+        return float(np.exp(low))
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        fits = sum(of.nbytes(np.exp(middle), spending) for of in sorted_) <= most
+        low, high = (low, middle) if fits else (middle, high)
+    return float(np.exp(high))
+
+
+def levels(layer: Layer, spending: Spending, at: float) -> Tensor:
+    """int8 [K, S]: the rung of each slot at this price; empty ones stay on 0."""
+    found = layer.rung.clamp(min=0).clone()
+    for rung, way in enumerate(_ways(layer.number, spending)):
+        is_here = layer.rung == rung
+        for to, factor in zip(way.to, way.at, strict=True):
+            found[is_here & (layer.worth < _threshold(at, factor))] = to
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Sorted:
+    number: int
+    ways: list[Way]
+    worths: list[list[np.ndarray]]  # by rung and head, rising
+
+    def nbytes(self, price: float, spending: Spending) -> float:
+        counts = [[0] * len(heads) for heads in self.worths]
+        for rung, (way, heads) in enumerate(zip(self.ways, self.worths, strict=True)):
+            for head, worths in enumerate(heads):
+                below = [int(np.searchsorted(worths, _threshold(price, factor))) for factor in way.at]
+                for to, n, more in zip((rung, *way.to), (len(worths), *below), (*below, 0), strict=True):
+                    counts[to][head] += n - more
+        return spending.nbytes(self.number, counts)
+
+
+def _threshold(price: float, factor: float) -> np.float32:
+    """Rounded once, so that who counts and who chooses agree on a worth that is just as much."""
+    return np.float32(price * factor)
+
+
+def _sorted(layer: Layer, spending: Spending) -> _Sorted:
+    worth, rung = layer.worth.cpu().numpy(), layer.rung.cpu().numpy()
+    each = [[np.sort(w[r == at]) for w, r in zip(worth, rung, strict=True)] for at in range(spending.last + 1)]
+    return _Sorted(layer.number, _ways(layer.number, spending), each)
+
+
+def _ways(number: int, spending: Spending) -> list[Way]:
+    return ways(spending.each(number), [QUALITY[bits] for bits in (16, *spending.bits, 0)])
+
+
+def together(worth: Tensor, rung: Tensor, spending: Spending, widths: Sequence[int]) -> Tensor:
+    """worth [K, S] with the mean of its group for each slot that shares scales: they go down together or not at all.
+
+    `widths`: columns of each rung, the lowest first. A group is so many slots of a head next to each other, as a packed
+    rung has them; those that wait for theirs to be full stand behind, each by itself.
+    """
+    found = worth.clone()
+    for first, end, group in _grouped(spending, widths):
+        for head in range(worth.shape[0]):
+            n = int((rung[head, first:end] >= 0).sum()) // group * group
+            part = found[head, first : first + n].view(-1, group)
+            part[:] = part.mean(1, keepdim=True)
+    return found
+
+
+def _grouped(spending: Spending, widths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Columns and group of the rungs in which slots share scales."""
+    end = sum(widths)
+    for rung, width in enumerate(reversed(widths)):
+        if (group := spending.groups(rung)) > 1:
+            yield end - width, end, group
+        end -= width

@@ -1,0 +1,172 @@
+"""A budget at work: what each token of a text is worth, and the rung of each slot at every boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.engine.feed import Asks, asked
+from kvcli.engine.policy import Usual, Wants
+from kvcli.errors import ContextOverflow
+from kvcli.kv.shortage import Shortage
+from kvcli.policies.headmap import head_rows
+from kvcli.policies.plan import Layer, levels, price, together
+from kvcli.policies.sums import Sums
+
+if TYPE_CHECKING:
+    from kvcli.engine.boundary import Boundary
+    from kvcli.engine.lm import LM
+    from kvcli.kv.budget import Spending
+    from kvcli.kv.slots import Masks
+    from kvcli.kv.state import Given, State
+    from kvcli.policies.budget import Budget
+    from kvcli.policies.topk import Memory
+
+FLOOR = 0.2  # of the average weight, that a head map leaves every head
+ELSEWHERE = ("host", "disk")  # tiers that take nothing of the device
+TINY = 1e-30
+MIB = 1 << 20
+
+
+@dataclass(slots=True)
+class Known:
+    """Of one text."""
+
+    scorer: Memory  # what the method that scores remembers
+    worth: Sums  # by layer and position, of tokens that were scored
+    heads: list[list[float]] = field(default_factory=list)  # [L][K] what heads weigh; [] = alike
+    n: int = 0  # tokens that were scored
+
+    def state(self) -> State:
+        """Worths, and what the score remembers."""
+        return {"n": self.n, "scorer": self.scorer.state(), "worth": self.worth.state()}
+
+    def restore(self, given: Given) -> None:
+        """Become what gave this."""
+        self.n = given.number("n", given.n)
+        self.scorer.restore(given.part("scorer"))
+        self.worth.restore(given.part("worth"))
+
+
+@dataclass(frozen=True)
+class Within(Usual):
+    """The policy, and what it may spend."""
+
+    settings: Budget
+    spending: Spending
+
+    is_uneven = True
+
+    @property
+    def every(self) -> int:
+        return self.settings.every
+
+    @property
+    def keeps(self) -> str:
+        return self.settings.keeps
+
+    def wants(self, lm: LM) -> Wants:
+        """What the score wants, whenever newcomers are scored. Raises as it does, and as a head map does."""
+        wants, rows = self.settings.scorer.wants(lm), []
+        if self.settings.headmap:
+            table = head_rows(self.settings.headmap, lm)
+            mean = sum(map(sum, table)) / sum(map(len, table)) or 1.0
+            rows = [[FLOOR + (1 - FLOOR) * value / mean for value in row] for row in table]
+
+        def memory() -> Known:
+            of_score: Memory = wants.memory()  # type: ignore[assignment]
+            return Known(of_score, Sums(lm), rows)
+
+        return replace(wants, lasting=True, memory=memory)
+
+    def slots(self, n: int) -> int:
+        """All of them."""
+        return n
+
+    def choose(self, at: Boundary) -> Asks[Masks]:
+        """By layer the rung of each slot. Raises Shortage where what always stays is more than the budget."""
+        masks: list[Tensor | None] = [None] * len(at.layers)
+        most = self.spending.most(len(at.ids))
+        is_early = at.phase == "reading" and self.spending.is_share  # which is of a text, once it has been read
+        if is_early or not at.open or self._held(at) <= most:
+            return masks
+        yield from self._score(at)
+        layers = [self._layer(at, i) for i in at.open]
+        left = most - self._others(at)
+        found = price(layers, self.spending, left)
+        if found == float("inf") and not self.spending.is_share:
+            raise self._shortage(layers, left)
+        for layer in layers:
+            masks[layer.number] = levels(layer, self.spending, found)
+        return masks
+
+    def _held(self, at: Boundary) -> int:
+        """Bytes of the device."""
+        return sum(use.nbytes for use in at.kv.usage() if use.tier not in ELSEWHERE)
+
+    def _others(self, at: Boundary) -> int:
+        """Bytes of layers that keep a window of their own."""
+        return sum(use.nbytes for use in at.kv.usage() if use.layer not in at.open and use.tier not in ELSEWHERE)
+
+    def _score(self, at: Boundary) -> Asks[None]:
+        """What tokens are worth that were not scored yet; of a past that may have been taken back, all."""
+        known, n, scorer = at.memory, len(at.ids), self.settings.scorer
+        first, own, is_seen = 0 if at.is_whole else known.n, replace(at, memory=known.scorer), True
+        try:
+            yield from asked(scorer.look(own, first))
+        except ContextOverflow as error:
+            if at.phase != "answering":
+                raise self._no_room(error) from None
+            is_seen = False  # the end of a window cannot be repeated behind itself: its few tokens stay
+        for i in at.open:
+            s, moment = own.layer(i)
+            worth = torch.ones(s.pos.shape[0], n, device=s.pos.device)
+            if first:
+                worth[:, :first] = known.worth.total[i][:, :first]
+            if is_seen:
+                score, is_new = self._share(scorer.score(s, moment), s.pos), s.pos >= first
+                for head, new in enumerate(is_new):
+                    worth[head, s.pos[head, new].long()] = score[head, new]
+            known.worth.total[i] = worth
+        known.n = n
+
+    def _share(self, score: Tensor, pos: Tensor) -> Tensor:
+        """float32 [K, S] of a head's attention, where scores are not such shares as they come."""
+        score = score.float()
+        if self.settings.score == "kvzip":
+            return score
+        low = score.masked_fill(pos < 0, torch.inf).amin(1, keepdim=True).clamp(max=0)
+        score = (score - low).masked_fill(pos < 0, 0.0)
+        return score / score.sum(1, keepdim=True).clamp(min=TINY)
+
+    def _no_room(self, error: ContextOverflow) -> ContextOverflow:
+        said = f'policy.score = "{self.settings.score}" finds no room to repeat the text behind itself'
+        return ContextOverflow(said, lines=error.lines, try_=["--set policy.score=expected", "a shorter text"])
+
+    def _shortage(self, layers: Sequence[Layer], left: int) -> Shortage:
+        """What always stays takes more than there is."""
+        always = sum(int(layer.worth.isinf().sum()) * self.spending.each(layer.number)[0] for layer in layers)
+        return Shortage(
+            f"memory.budget = {self.spending.asked} has no room for a text",
+            lines=[
+                f"what always stays ({self.settings.sinks} first and {self.settings.guard} newest tokens, the system "
+                f"prompt) takes {always / MIB:,.1f} MiB of {max(0, left) / MIB:,.1f} MiB"
+            ],
+            try_=[f"--set memory.budget={-(-2 * int(always) // MIB)}MiB", "--set policy.protect=false"],
+        )
+
+    def _layer(self, at: Boundary, i: int) -> Layer:
+        """What competes in a layer."""
+        s, moment = at.layer(i)
+        last = len(s.widths) - 1  # the lowest rung comes first
+        rung = torch.cat([torch.full((width,), last - j) for j, width in enumerate(s.widths)]).to(s.pos.device)
+        rung = rung.expand_as(s.pos).masked_fill(s.pos < 0, -1).to(torch.int8)
+        worth = at.memory.worth.total[i].gather(1, s.pos.clamp(min=0).long())
+        if at.memory.heads:
+            worth = worth * worth.new_tensor(at.memory.heads[i]).unsqueeze(1)
+        worth = worth.masked_fill(moment.protected, float("inf"))
+        return Layer(i, together(worth, rung, self.spending, s.widths), rung)

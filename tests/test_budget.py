@@ -1,0 +1,321 @@
+"""A budget of bytes is spent as well as can be, holds at every boundary, and moves slots as its levels say."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcli import build
+from kvcli.engine.engine import drive, events
+from kvcli.engine.lm import LM
+from kvcli.engine.session import Session
+from kvcli.errors import BadConfig
+from kvcli.kv.budget import Spending, keys_in
+from kvcli.kv.dense import Dense
+from kvcli.kv.ladder import Ladder
+from kvcli.kv.packed import Packed
+from kvcli.kv.rung import Rung
+from kvcli.kv.shortage import Shortage
+from kvcli.kv.slots import LayerShape, Slots, alike, compact, nbytes
+from kvcli.policies.budget import Budget
+from kvcli.policies.plan import QUALITY, Layer, levels, price, together
+from kvcli.settings.profile import Profile, load_profile
+from tests import families
+from tests.test_ladder import D, K, L, fill, positions, read
+
+BITS = (8, 4, 2)
+
+
+def spending(
+    asked: str = "1MiB", shapes: Sequence[LayerShape] = alike(L, K, D), group: int = 4, **more: Any
+) -> Spending:
+    return Spending(asked, 1 << 20, shapes, 4, more.get("bits", BITS), group, [0.0] * len(shapes))
+
+
+def ladder(group: int = 4) -> Ladder:
+    shapes = alike(L, K, D)
+    below = [Rung(Packed(shapes, torch.float32, k_bits=keys_in(bits), v_bits=bits, group=group)) for bits in BITS]
+    return Ladder(Dense(shapes, torch.float32, step=64), below)
+
+
+# ---- the solver ----
+
+
+def of(worth: list[list[float]], rung: list[list[int]] | None = None, number: int = 0) -> Layer:
+    rung = rung or [[0] * len(row) for row in worth]
+    return Layer(number, torch.tensor(worth), torch.tensor(rung, dtype=torch.int8))
+
+
+class Plain(Spending):
+    """Bytes of slots alone, without what tiers take beside them."""
+
+    def nbytes(self, layer: int, counts: Sequence[Sequence[int]]) -> float:
+        return sum(each * sum(of) for each, of in zip(self.each(layer), counts, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.4, 0.8])
+def test_no_choice_of_rungs_is_better_by_more_than_one_slot(seed: int, share: float) -> None:
+    g = torch.Generator().manual_seed(seed)
+    worth = torch.rand(2, 3, generator=g) ** 3
+    rung = torch.randint(0, 3, worth.shape, generator=g).to(torch.int8)
+    plain = Plain("", 0, alike(1, 2, 8), 4, BITS, 64, [0.0])
+    layer, costs = Layer(0, worth, rung), plain.each(0)
+    quality = [QUALITY[bits] for bits in (16, *BITS, 0)]
+    most = share * sum(costs[int(r)] for r in rung.flatten())
+    found = levels(layer, plain, price([layer], plain, most)).flatten().tolist()
+
+    def kept(chosen: Sequence[int]) -> float:
+        return sum(float(v) * quality[r] for v, r in zip(worth.flatten(), chosen, strict=True))
+
+    def cost(chosen: Sequence[int]) -> float:
+        return sum(costs[r] for r in chosen)
+
+    choices = itertools.product(*(range(int(r), len(costs)) for r in rung.flatten()))
+    best = max(kept(one) for one in choices if cost(one) <= most)
+    assert cost(found) <= most
+    assert all(to >= int(r) for to, r in zip(found, rung.flatten(), strict=True))
+    assert kept(found) >= best - float(worth.max())
+
+
+def test_what_is_worth_more_lies_no_lower() -> None:
+    layer = of([[0.01 * i for i in range(1, 200)]])
+    plain = Plain("", 0, alike(1, 1, 16), 4, BITS, 64, [0.0])
+    found = levels(layer, plain, price([layer], plain, 0.25 * 199 * plain.each(0)[0]))[0]
+    assert (found[1:] <= found[:-1]).all()
+    assert len(found.unique()) >= 3
+
+
+def test_infinite_worth_stays_where_it_is() -> None:
+    layer = of([[float("inf"), 1.0, 2.0, float("inf")]], [[0, 0, 1, 2]])
+    found = levels(layer, spending(), price([layer], spending(), 0.0))[0].tolist()
+    assert found == [0, 4, 4, 2]
+
+
+def test_slots_that_share_scales_are_worth_the_same() -> None:
+    worth = torch.arange(22.0).view(2, 11)
+    rung = torch.tensor([[3] * 6 + [1] * 2 + [0] * 3] * 2, dtype=torch.int8)
+    found = together(worth, rung, spending(), [6, 0, 2, 3])
+    assert found[0].tolist() == [1.5] * 4 + [4, 5, 6, 7, 8, 9, 10]  # a group of four; two that wait for theirs
+
+
+@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("dims", [(8, 8), (16, 24)])
+def test_bytes_of_rungs_are_at_least_those_held_and_hardly_more(number: int, dims: tuple[int, int]) -> None:
+    shapes = (LayerShape(3, *dims),)
+    dtype = {2: torch.bfloat16, 4: torch.float32}[number]
+    plan = Spending("1MiB", 0, shapes, number, BITS, 8, [0.0])
+    for rung, bits in enumerate(BITS, 1):
+        tier = Packed(shapes, dtype, k_bits=keys_in(bits), v_bits=bits, group=8)
+        lengths = [61, 7, 16]
+        pos = torch.full((3, 61), -1, dtype=torch.int32)
+        for head, n in enumerate(lengths):
+            pos[head, :n] = torch.arange(n)
+        tier.take(0, Slots(torch.randn(3, 61, dims[0], dtype=dtype), torch.randn(3, 61, dims[1], dtype=dtype), pos))
+        counts = [lengths if at == rung else [0] * 3 for at in range(plan.last + 1)]
+        held = sum(nbytes(tier).values())
+        top = plan.nbytes(0, [[0] * 3] * (plan.last + 1))
+        assert (
+            held <= plan.nbytes(0, counts) <= 1.01 * held + max(top, plan.nbytes(0, [[1] * 3, *[[0] * 3] * plan.last]))
+        )
+
+
+# ---- levels on a ladder ----
+
+
+def asked(kv: Ladder, choose: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Levels of what each layer shows."""
+    return [choose(kv.slots(layer).pos).to(torch.int8) for layer in range(L)]
+
+
+def test_each_slot_goes_to_the_rung_that_its_level_names() -> None:
+    kv, by_hand = ladder(), ladder()
+    fill(kv, 40)
+    fill(by_hand, 40)
+    g = torch.Generator().manual_seed(1)
+    chosen = asked(kv, lambda pos: torch.randint(0, 5, pos.shape, generator=g))
+    assert kv.settle(chosen)
+    for layer, level in enumerate(chosen):
+        s = by_hand._top.slots(layer)
+        for rung in (1, 2, 3):
+            by_hand._rungs[rung].tier.take(layer, compact(s, level == rung))
+        by_hand._top.keep(layer, level == 0)
+    for layer, level in enumerate(chosen):
+        assert same(kv.slots(layer), by_hand.slots(layer))
+        assert positions(kv, layer) == [torch.nonzero(head < 4).flatten().tolist() for head in level]
+        assert torch.equal(read(kv, layer=layer), read(by_hand, layer=layer))
+    assert kv.forgets
+
+
+def same(a: Slots, b: Slots) -> bool:
+    return torch.equal(a.pos, b.pos) and torch.equal(a.k, b.k) and torch.equal(a.v, b.v)
+
+
+def test_slots_go_further_down_and_never_up() -> None:
+    kv = ladder()
+    fill(kv, 20)
+    for level, lies in ((1, 1), (0, 1), (3, 3), (2, 3)):
+        kv.settle(asked(kv, lambda pos, level=level: torch.full_like(pos, level)))
+        assert [kv._rungs[rung].tier.n_slots(0) for rung in range(4)] == [20 * (rung == lies) for rung in range(4)]
+
+
+def test_a_failure_half_way_leaves_each_slot_once() -> None:
+    kv = ladder()
+    fill(kv, 40)
+    chosen = asked(kv, lambda pos: 1 + pos % 3)
+    lowest = kv._rungs[3].tier
+    take = lowest.take
+    lowest.take = lambda *_: (_ for _ in ()).throw(MemoryError())  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        kv.settle(chosen)
+    lowest.take = take  # type: ignore[method-assign]
+    kv.crop(30)
+    assert positions(kv, 0) == [list(range(30))] * K
+
+
+def test_levels_of_two_rungs_are_a_mask() -> None:
+    kv, masked = ladder(), ladder()
+    fill(kv, 20)
+    fill(masked, 20)
+    g = torch.Generator().manual_seed(2)
+    stays = [torch.rand(K, 20, generator=g) < 0.5 for _ in range(L)]
+    kv.settle(asked(kv, lambda pos: torch.where(stays[0], 0, 4)))
+    masked.settle([stays[0]] * L)
+    assert all(same(kv.slots(layer), masked.slots(layer)) for layer in range(L))
+
+
+# ---- texts ----
+
+
+@cache
+def model(dtype: torch.dtype = torch.float32) -> LM:
+    found = LM.of(families.build("llama", dtype, max_position_embeddings=2048))
+    found.lay_out()
+    return found
+
+
+def profile(**changes: Any) -> Profile:
+    policy = {"name": "budget", "guard": 8, "sinks": 2, "every": 16, **changes.pop("policy", {})}
+    memory = {"budget": "25%", **changes.pop("memory", {})}
+    kv = {"group": 16, **changes.pop("kv", {})}
+    return Profile.load("exact").replace(exactness="approx", policy=policy, memory=memory, kv=kv, **changes)
+
+
+SCORES = ("kvzip", "expected", "snap", "keydiff")
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("budget", ["60%", "25%", "13%", "64MiB", "0.1MiB"])
+def test_a_text_stays_within_its_budget_at_every_boundary(score: str, budget: str) -> None:
+    chosen = profile(policy={"score": score}, memory={"budget": budget}, prefill={"chunk": 128})
+    session = build.session(model(), chosen)
+    spent = build.plan(model(), chosen).spending
+    drive(session.read(families.prompt(400, seed=3)))
+    moved = set()
+    for _ in range(12):
+        held = sum(nbytes(session.kv).values())
+        assert held <= spent.most(session.committed)
+        moved |= {rung for rung in range(3) if session.kv._rungs[rung].tier.n_slots(0)}
+        list(events(session.stream(16 - session.committed % 16)))
+    assert (moved == {0}) == (budget == "64MiB")
+    assert (len(moved) > 2) or budget in ("60%", "64MiB")
+
+
+def test_a_chunk_is_placed_as_soon_as_bytes_run_out() -> None:
+    chosen = profile(memory={"budget": "0.1MiB"}, prefill={"chunk": 64})
+    session, most = build.session(model(), chosen), 0
+    for _ in drive_all(session, families.prompt(600, seed=3)):
+        most = max(most, sum(nbytes(session.kv).values()))
+    fresh = 64 * 3 * (2 * 2 * 16 * 4 + 8)
+    assert most <= 0.1 * (1 << 20) + 1.5 * fresh
+
+
+def drive_all(session: Session, ids: list[int]) -> Any:
+    yield from events(session.read(ids))
+
+
+def test_a_text_that_fits_is_whole() -> None:
+    session = build.session(model(), profile(memory={"budget": "64MiB"}))
+    plain = build.session(model(), Profile.load("exact"))
+    for one in (session, plain):
+        drive(one.read(families.prompt(200, seed=4)))
+        list(events(one.stream(40)))
+    assert session.ids == plain.ids
+    assert not session.lost
+
+
+def test_a_text_goes_on_from_its_state() -> None:
+    first = build.session(model(), profile())
+    drive(first.read(families.prompt(200, seed=4)))
+    list(events(first.stream(21)))
+    second = build.session(model(), profile())
+    second.restore(first.state(), first.ids[-1])
+    for one in (first, second):
+        list(events(one.stream(40)))
+    assert first.ids == second.ids
+    assert first.lost == second.lost == {"rounded", "forgotten"}
+
+
+def test_an_undo_gives_the_text_of_a_new_reading() -> None:
+    ids = families.prompt(200, seed=4)
+    fresh, again = (build.session(model(), profile()) for _ in range(2))
+    drive(again.read(ids))
+    list(events(again.stream(40)))
+    again.resume(ids)
+    drive(again.read(ids[len(again.ids) :]))
+    drive(fresh.read(ids))
+    for one in (fresh, again):
+        list(events(one.stream(40)))
+    assert fresh.ids == again.ids
+
+
+def test_what_always_stays_must_fit() -> None:
+    session = build.session(model(), profile(memory={"budget": "0.01MiB"}))
+    with pytest.raises(Shortage, match=r"memory.budget = 0.01MiB has no room"):
+        drive(session.read(families.prompt(200, seed=4)))
+
+
+def test_heads_that_a_map_names_keep_more(tmp_path: Any) -> None:
+    path = tmp_path / "map.json"
+    path.write_text('{"heads": [[1, 0], [1, 0], [1, 0]]}')
+    held = []
+    for headmap in ("", str(path)):
+        session = build.session(model(), profile(policy={"headmap": headmap}))
+        drive(session.read(families.prompt(200, seed=4)))
+        s = session.kv.slots(1)
+        held.append([int(n) for n in (s.pos >= 0).sum(1)])
+    assert held[1][0] - held[1][1] > held[0][0] - held[0][1]
+
+
+CLASHES = [
+    ({"policy": {"name": "budget"}}, "memory.budget"),
+    ({"memory": {"budget": "25%"}}, "policy.name"),
+    ({"memory": {"bits": [4]}}, "memory.budget"),
+    ({"policy": {"name": "budget"}, "memory": {"budget": "25%"}, "kv": {"k_bits": 8}}, "kv.k_bits"),
+    ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "disposition": "demote"}}, "memory.disposition"),
+    ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "device": "1GiB"}}, "memory.device"),
+    ({"policy": {"name": "budget"}, "memory": {"budget": "25%"}, "recall": {"method": "sketch"}}, "recall.method"),
+    ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "bits": [4, 8]}}, "memory.bits"),
+    ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "ladder": ["kv.v_bits=2"]}}, "memory.ladder"),
+    ({"policy": {"name": "budget"}, "memory": {"budget": "1GiB"}, "prefill": {"order": "layers"}}, "prefill.order"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), CLASHES)
+def test_what_cannot_be_kept_beside_a_budget_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        load_profile("exact").replace(exactness="approx", **changes)
+    assert named in str(caught.value) + str(caught.value.lines)
+
+
+def test_a_budget_is_what_the_profile_says() -> None:
+    assert Profile.load("budget").policy.settings == Budget()
+    assert spending("25%").most(100) == 25 * L * (2 * K * D * 4 + 4)
+    assert spending("2KiB").most(100) == 2048
+    assert spending("fit").most(100) == 1 << 20
