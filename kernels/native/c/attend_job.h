@@ -1,6 +1,5 @@
 // What a job of attention works on: its memory, its rows, and the blocks of the sequence that they read.
 #pragma once
-#include "attend_block.h"
 #include "attend_packed.h"
 #include <stdlib.h>
 #define SPAN (B * 64)
@@ -149,13 +148,12 @@ static Slots unpack(Job *j, const Plan *p, int64_t at) {
   const int64_t left = s->length - at, n = left < B ? left : B, dk = a->D * p->size, dv = a->E * p->size;
   const Packed *packed = s->packed;
   const int is_whole = j->rows.kind == PAIRED && n == B;
-  const int is_turned = is_whole && at + B <= packed->full && can_turn_by_four(&packed->k, a->D);
-  const int is_paired = is_whole && (packed->v.bits == 8 || can_pair_by_four(&packed->v));
+  const int is_turned = is_whole && at + B <= packed->full && can_turn(&packed->k, a->D);
+  const int is_paired = is_whole && can_pair(&packed->v, a->E);
   char *k = is_turned ? 0 : j->k, *v = is_paired ? 0 : j->v;
   unpack_slots(packed, a->is_wide, a->D, a->E, at, n, k, v);
-  if (is_turned) turn_by_four(&packed->k, a->D, at, j->room.kt);
-  if (is_paired && packed->v.bits == 8) pair_by_channels(&packed->v, a->E, at, j->room.vt, p->width);
-  else if (is_paired) pair_by_four(&packed->v, a->E, at, j->room.vt, p->width);
+  if (is_turned) turn_block(&packed->k, a->D, at, j->room.kt);
+  if (is_paired) pair_block(&packed->v, a->E, at, j->room.vt, p->width);
   memset(j->k + n * dk, 0, (B - n) * dk), memset(j->v + n * dv, 0, (B - n) * dv);
   for (int64_t i = 0; a->window && i < B; i++) j->pos[i] = i < n ? s->pos[at + i] : INT32_MIN;
   return (Slots){k, v, dk, dv, a->window ? j->pos : 0, 0, 0};
@@ -222,8 +220,12 @@ static int is_hidden(const Job *j, Slots *b) {
 }
 static void blocks(Job *j, const Plan *p, int64_t from, int64_t to) {
   for (int64_t at = from < j->seq.gone ? j->seq.gone : from; at < to; at += B) {
-    Slots b = fetch(j, p, at);
-    if (!is_hidden(j, &b)) block(&j->rows, &j->room, &b, at);
+    const Packed *few = j->seq.packed;
+    const int is_straight = few && at + B <= j->seq.length && at + B <= few->full && can_multiply(&j->rows, few);
+    Slots b = is_straight ? (Slots){.pos = p->a->window ? j->seq.pos + at : 0} : fetch(j, p, at);
+    if (is_hidden(j, &b)) continue;
+    if (is_straight) block_of_codes(&j->rows, &j->room, few, b.pos, at);
+    else block(&j->rows, &j->room, &b, at);
   }
   release(&j->room);
 }
