@@ -151,8 +151,9 @@ INLINE void meet_pairs(int rows, int vecs, const U *w, int64_t word, Sums *s, ui
   }
 }
 // 16 bytes of each of 64 slots -> of each 16 slots 4 vectors of words
-INLINE void turn_codes(const char *codes, int64_t size, U *a) {
+INLINE void turn_codes(const char *codes, int64_t size, const char *next, U *a) {
   for (int i = 0; i < 16; i++, codes += size) {
+    __builtin_prefetch(next + i * 64, 0, 2);
 #define PART(i) load(U4, codes + (i) * 16 * size)
     const U8 low = __builtin_shufflevector(PART(0), PART(1), 0, 1, 2, 3, 4, 5, 6, 7), high = __builtin_shufflevector(PART(2), PART(3), 0, 1, 2, 3, 4, 5, 6, 7);
     a[i] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -166,12 +167,11 @@ INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t
   const int wide = 128 / bits, parts = is_one ? 1 : 4;  // channels at a time; groups of slots
   F by_slot[4];
   for (int n = 0; n < 4 && bits == 8; n++) by_slot[n] = halves(c->scale, at + n * 16);
-  ask_for(c->codes + (at + 64) * size, 64 * size);
   none_yet(s, rows, 4);
   for (int64_t d = 0; d < D; d += wide) {
     U a[16];
     float zero[4][64], scale[4][64];
-    turn_codes(c->codes + at * size + d * bits / 8, size, a);
+    turn_codes(c->codes + at * size + d * bits / 8, size, c->codes + (at + 64) * size + d * bits * 8, a);
     for (int n = 0; n < parts && bits < 8; n++)
       for (int i = 0; i < wide; i += 16) {
         const int64_t from = (at + n * 16) / c->group * D + d + i;
@@ -216,6 +216,7 @@ INLINE void pair_values_of(int bits, int rows, int vecs, const Codes *c, int64_t
 #pragma clang loop unroll(disable)
   for (int64_t j = 0; j < 32; j++, x += 2 * size) {
     const int64_t g = j * 2 * groups + e / c->group;
+    __builtin_prefetch(x + 64 * size, 0, 2), __builtin_prefetch(x + 65 * size, 0, 2);
     const H32 table = table_of(bits, zero[g], scale[g], zero[g + groups], scale[g + groups]);
     U w[4];
     for (int n = 0; n < vecs; n += bits == 4 ? 2 : 4) {
@@ -277,8 +278,7 @@ INLINE void turn_block(const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
 #define VALUES_BEGIN                                                    \
   const int64_t groups = c->bits == 8 ? 0 : E / c->group;               \
   float zero[64 * groups + 1], scale[64 * groups + 1];                  \
-  floats_of(c, at * groups, 64 * groups, zero, scale);                  \
-  if (groups) ask_for(c->codes + (at + 64) * E * c->bits / 8, 8 * E * c->bits);
+  floats_of(c, at * groups, 64 * groups, zero, scale);
 // Values -> [32][width]
 static void pair_block(const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
   Sums none;
