@@ -124,6 +124,11 @@ INLINE U in_pairs(F first, F second) {
   const H32 mixed = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return LOOK_UP(mixed, narrow2(first, second));
 }
+// Two bytes of each word, the lower one `up` bits from its end, times a scale that is 2^24 too small: a byte is read where it is highest
+INLINE U bytes_in_pairs(U code, int up, F scale0, F scale1) {
+  const I first = (I)(code << (24 - up) & 0xff000000), second = (I)(code << (16 - up) & 0xff000000);
+  return in_pairs(__builtin_convertvector(first, F) * scale0, __builtin_convertvector(second, F) * scale1);
+}
 INLINE H32 table_of(int bits, float zero0, float scale0, float zero1, float scale1) {
   const F each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const F low = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3}, high = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
@@ -166,7 +171,7 @@ INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t
   const int64_t size = D * bits / 8;
   const int wide = 128 / bits, parts = is_one ? 1 : 4;  // channels at a time; groups of slots
   F by_slot[4];
-  for (int n = 0; n < 4 && bits == 8; n++) by_slot[n] = halves(c->scale, at + n * 16);
+  for (int n = 0; n < 4 && bits == 8; n++) by_slot[n] = halves(c->scale, at + n * 16) * 0x1p-24f;
   none_yet(s, rows, 4);
   for (int64_t d = 0; d < D; d += wide) {
     U a[16];
@@ -193,7 +198,7 @@ INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t
         for (int n = 0; n < 4; n++) {
           const U code = a[n * 4 + word];
           if (bits < 8 && n < parts) table = table_of(bits, zero[n][i], scale[n][i], zero[n][i + 1], scale[n][i + 1]);
-          if (bits == 8) w[n] = in_pairs(__builtin_convertvector((I)(code << (24 - up)) >> 24, F) * by_slot[n], __builtin_convertvector((I)(code << (16 - up)) >> 24, F) * by_slot[n]);
+          if (bits == 8) w[n] = bytes_in_pairs(code, up, by_slot[n], by_slot[n]);
           else if (bits == 2) w[n] = LOOK_UP_PAIR(code >> up, table);
           else {
             const U high = up < 16 ? second[n] << (16 - up) : second[n] >> (up - 16);
@@ -239,20 +244,21 @@ INLINE void pair_values_of(int bits, int rows, int vecs, const Codes *c, int64_t
     meet_pairs(rows, vecs, w, j, s, vt + j * width + e);
   }
 }
-// Values of 8 bits of channels [e, e + 16): where they lie by channels pairs need one turn
-INLINE void pair_by_channels(int rows, const Codes *c, int64_t e, int64_t at, Sums *s, uint32_t *vt, int64_t width) {
-  const char *codes = c->codes + e * c->room + at;
-  for (int r = 0; r < 16; r++) __builtin_prefetch(codes + r * c->room + 64, 0, 2);
+// Values of 8 bits of channels [e, e + 16), which lie by channels
+INLINE void turn_values_of(int rows, const Codes *c, int64_t e, int64_t at, Sums *s, uint32_t *vt, int64_t width) {
+  U a[16];
+  float scale[64];
+  for (int i = 0; i < 64; i += 16) store(scale + i, halves(c->scale, at + i) * 0x1p-24f);
+  for (int r = 0; r < 16; r++) {
+    const char *codes = c->codes + (e + r) * c->room + at;
+    __builtin_prefetch(codes + 64, 0, 2);
+    a[r] = load(U, codes);
+  }
+  turn16(a);
   none_yet(s, rows, 1);
-  for (int64_t i = 0; i < 64; i += 32) {
-    const F first = halves(c->scale, at + i), second = halves(c->scale, at + i + 16);
-    U a[16];
-    for (int r = 0; r < 16; r++) {
-      const char *from = codes + r * c->room + i;
-      a[r] = (U)narrow2(__builtin_convertvector(load(S8, from), F) * first, __builtin_convertvector(load(S8, from + 16), F) * second);
-    }
-    turn16(a);
-    for (int r = 0; r < 16; r++) meet_pairs(rows, 1, a + r, i / 2 + r, s, vt + (i / 2 + r) * width + e);
+  for (int i = 0; i < 32; i++) {
+    const U w = bytes_in_pairs(a[i / 2], i % 2 * 16, (F)_mm512_set1_ps(scale[2 * i]), (F)_mm512_set1_ps(scale[2 * i + 1]));
+    meet_pairs(rows, 1, &w, i, s, vt + i * width + e);
   }
 }
 INLINE void floats_of(const Codes *c, int64_t at, int64_t n, float *zero, float *scale) {
@@ -273,7 +279,7 @@ INLINE void turn_block(const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
   else if ((c)->group % 64 == 0) for (int64_t e = 0; e < (E); e += 64) EACH(4, 4, e)    \
   else for (int64_t e = 0; e < (E); e += 32) EACH(4, 2, e)
 #define SOME_VALUES(bits, rows, vecs, e, s, vt)                                          \
-  if (bits == 8) pair_by_channels(rows, c, e, at, s, vt, width);                        \
+  if (bits == 8) turn_values_of(rows, c, e, at, s, vt, width);                          \
   else pair_values_of(bits == 2 ? 2 : 4, rows, vecs, c, E, e, at, zero, scale, s, vt, width);
 #define VALUES_BEGIN                                                    \
   const int64_t groups = c->bits == 8 ? 0 : E / c->group;               \
