@@ -284,12 +284,15 @@ class Packed:
         self.changes += 1
 
     def usage(self) -> list[Usage]:
-        """Slots and bytes of each layer: codes, scales, positions, and keys that wait for a full group."""
-        found = []
+        """Slots and bytes of each layer: codes, scales, positions, and keys that wait for a full group. What layers
+        share counts in the first of them."""
+        found, known = [], set[int]()
         for layer, heads in self._own.items():
             held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in heads for t in h.tensors}
             slots = max(int((head.pos >= 0).sum()) for head in heads)
-            found.append(Usage(layer, self._name, slots, sum(held.values()), "rounded" if slots else None))
+            size = sum(n for at, n in held.items() if at not in known)
+            known |= held.keys() - {0}
+            found.append(Usage(layer, self._name, slots, size, "rounded" if slots else None))
         return found
 
     def _forget_table(self, layer: int) -> None:
@@ -308,11 +311,13 @@ class Packed:
         self.changes += 1
 
     def _share(self, layer: int) -> None:
-        """One row of positions for all heads where they hold the same slots, as mostly they do."""
+        """One row of positions for all heads, and all layers, where they hold the same slots, as mostly they do."""
         first, *others = self._layers[layer]
         if all(torch.equal(head.pos, first.pos) for head in others):
-            for head in others:
-                head.pos = first.pos
+            above = next((of[0].pos for i, of in self._own.items() if i != layer and len(of[0].pos)), first.pos)
+            pos = above if torch.equal(above, first.pos) else first.pos
+            for head in (first, *others):
+                head.pos = pos
 
     def _split(self, layer: int, s: Slots) -> tuple[Tensor, Tensor]:
         """What lies as keys and as values: of latents the turned part and the others, each with scales of its own."""
