@@ -78,6 +78,11 @@ static void *take(char **at, int64_t bytes) {
   *at += UP(bytes, 64);
   return found;
 }
+// How numbers are multiplied by n rows: codes of a block are laid out in one way for any number of them
+static int kind_of(const Attend *a, int64_t n) {
+  (void)n;  // some CPUs multiply any number of rows in one way
+  return a->is_wide ? WIDE : a->packed && LAID_OUT == WIDENED ? WIDENED : NARROW(n);
+}
 // Cut out what n rows need from `at` on -> where it ends
 static char *lay_out(Job *j, const Plan *p, int64_t n, char *at) {
   const int64_t kind = j->rows.kind, S = words(kind, p->a->D), W = p->width;
@@ -94,7 +99,7 @@ static char *lay_out(Job *j, const Plan *p, int64_t n, char *at) {
 // Bytes that the largest tile needs
 static size_t room(const Plan *p) {
   const int64_t n = p->tile * p->G;
-  Job j = {.rows = {.kind = p->a->is_wide ? WIDE : NARROW(n)}};
+  Job j = {.rows = {.kind = kind_of(p->a, n)}};
   return (size_t)lay_out(&j, p, n, 0);
 }
 // What row i reads under KV head h of the slots that are stored
@@ -116,7 +121,7 @@ static Sequence sequence_of(const Job *j, const Attend *a, int64_t h, int64_t i,
 static Job begin(const Plan *p, int64_t h, int64_t first, int64_t rows, char *room) {
   const Attend *a = p->a;
   const int64_t n = rows * p->G;
-  Job j = {.rows = {.n = n, .D = a->D, .E = a->E, .width = p->width, .kind = p->a->is_wide ? WIDE : NARROW(n)}};
+  Job j = {.rows = {.n = n, .D = a->D, .E = a->E, .width = p->width, .kind = kind_of(p->a, n)}};
   const int kind = j.rows.kind;
   const int64_t S = words(kind, a->D);
   lay_out(&j, p, n, room);
@@ -147,7 +152,7 @@ static Slots unpack(Job *j, const Plan *p, int64_t at) {
   const Sequence *s = &j->seq;
   const int64_t left = s->length - at, n = left < B ? left : B, dk = a->D * p->size, dv = a->E * p->size;
   const Packed *packed = s->packed;
-  const int is_whole = j->rows.kind == PAIRED && n == B;
+  const int is_whole = j->rows.kind == LAID_OUT && n == B;
   const int is_turned = is_whole && at + B <= packed->full && can_turn(&packed->k, a->D);
   const int is_paired = is_whole && can_pair(&packed->v, a->E);
   char *k = is_turned ? 0 : j->k, *v = is_paired ? 0 : j->v;

@@ -32,16 +32,17 @@ INLINE void put(int is_wide, char *to, int64_t i, F x) {
   if (is_wide) store((float *)to + i, x);
   else store((bf16 *)to + i, narrow(x));
 }
-// Sixteen codes of 4 or 2 bits from the i-th on
-INLINE F codes_at(const char *p, int64_t bits, int64_t i) {
+// Sixteen codes of 4 or 2 bits from the i-th on, with others above them
+INLINE U codes_above(const char *p, int64_t bits, int64_t i) {
   const U by4 = {0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4}, by2 = {0, 2, 4, 6, 0, 2, 4, 6, 0, 2, 4, 6, 0, 2, 4, 6};
   if (bits == 4) {
     const C8 c = load(C8, p + i / 2);
-    return __builtin_convertvector(__builtin_convertvector(__builtin_shufflevector(c, c, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), U) >> by4 & 15, F);
+    return __builtin_convertvector(__builtin_shufflevector(c, c, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), U) >> by4;
   }
   const C4 c = load(C4, p + i / 4);
-  return __builtin_convertvector(__builtin_convertvector(__builtin_shufflevector(c, c, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), U) >> by2 & 3, F);
+  return __builtin_convertvector(__builtin_shufflevector(c, c, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), U) >> by2;
 }
+INLINE F codes_at(const char *p, int64_t bits, int64_t i) { return __builtin_convertvector(codes_above(p, bits, i) & (bits == 4 ? 15 : 3), F); }
 // The same, and what their lower halves, if any, say between two steps
 INLINE F refined_at(const Codes *c, int64_t slot, int64_t D, int64_t i) {
   const int64_t at = slot * D * c->bits / 8;
@@ -96,7 +97,22 @@ INLINE void unpack_keys(const Packed *p, int is_wide, int64_t D, int64_t at, int
     }
   }
 }
-#if defined(__AVX512BW__)
+// 16 bytes of each of 64 slots -> of each 16 slots 4 vectors of words
+INLINE void turn_codes(const char *codes, int64_t size, const char *next, U *a) {
+  for (int i = 0; i < 16; i++, codes += size) {
+    __builtin_prefetch(next + i * 64, 0, 2);
+#define PART(i) load(U4, codes + (i) * 16 * size)
+    const U8 low = __builtin_shufflevector(PART(0), PART(1), 0, 1, 2, 3, 4, 5, 6, 7), high = __builtin_shufflevector(PART(2), PART(3), 0, 1, 2, 3, 4, 5, 6, 7);
+    a[i] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#undef PART
+  }
+  turn16(a);
+}
+// Zeros and scales of groups
+INLINE void floats_of(const Codes *c, int64_t at, int64_t n, float *zero, float *scale) {
+  for (int64_t i = 0; i < n; i += 16) store(zero + i, halves(c->zero, at + i)), store(scale + i, halves(c->scale, at + i));
+}
+#if defined(__AVX512BF16__)
 #define HAS_LOOKUP 1
 // Values of 4 bits to bf16: the sixteen numbers that a group's codes stand for are made once and looked up, 32 at a time
 INLINE void values_by_four(const Codes *c, int64_t D, int64_t at, int64_t n, bf16 *to) {
@@ -154,17 +170,6 @@ INLINE void meet_pairs(int rows, int vecs, const U *w, int64_t word, Sums *s, ui
     AS_IT_IS("+v", x);
     for (int n = 0; n < vecs; n++) s->acc[m][n] = DOT2(s->acc[m][n], w[n], x);
   }
-}
-// 16 bytes of each of 64 slots -> of each 16 slots 4 vectors of words
-INLINE void turn_codes(const char *codes, int64_t size, const char *next, U *a) {
-  for (int i = 0; i < 16; i++, codes += size) {
-    __builtin_prefetch(next + i * 64, 0, 2);
-#define PART(i) load(U4, codes + (i) * 16 * size)
-    const U8 low = __builtin_shufflevector(PART(0), PART(1), 0, 1, 2, 3, 4, 5, 6, 7), high = __builtin_shufflevector(PART(2), PART(3), 0, 1, 2, 3, 4, 5, 6, 7);
-    a[i] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-#undef PART
-  }
-  turn16(a);
 }
 // Keys of slots [at, at + 64), a pair of channels at a time -> [D / 2][64] or sums
 INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t D, int64_t at, Sums *s, uint32_t *kt) {
@@ -261,9 +266,6 @@ INLINE void turn_values_of(int rows, const Codes *c, int64_t e, int64_t at, Sums
     meet_pairs(rows, 1, &w, i, s, vt + i * width + e);
   }
 }
-INLINE void floats_of(const Codes *c, int64_t at, int64_t n, float *zero, float *scale) {
-  for (int64_t i = 0; i < n; i += 16) store(zero + i, halves(c->zero, at + i)), store(scale + i, halves(c->scale, at + i));
-}
 // Keys -> [D / 2][64]
 INLINE void turn_block(const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
   Sums none;
@@ -340,30 +342,122 @@ static void block_of_codes(const Rows *a, const Room *room, const Packed *p, con
   else if (a->n == 3) block_for(3, a, room, p, pos, at);
   else block_for(4, a, room, p, pos, at);
 }
+#define LAID_OUT PAIRED
+#elif defined(__AVX2__)
+// Without products of pairs: a block of 64 slots in fp32, rounded to bf16. The numbers that a group's codes stand for are made once
+// and looked up by 4 bits, or 2 with what is above them.
+#define HAS_LOOKUP 0
+#define values_by_four(c, D, at, n, to)
+#define LAID_OUT WIDENED
+#define FEW 0
+#define can_multiply(a, p) 0
+#define block_of_codes(a, room, p, pos, at)
+INLINE int can_turn(const Codes *c, int64_t D) { return !c->fine && (c->bits == 8 ? D % 16 == 0 : c->bits < 8 && D * c->bits % 128 == 0 && c->group % 16 == 0); }
+INLINE int can_pair(const Codes *c, int64_t E) { return !c->fine && (c->bits == 8 ? E % 16 == 0 : c->bits < 8 && c->group % 16 == 0); }
+INLINE U look_up(int bits, F table, U codes) {
+#if defined(__AVX512F__)
+  (void)bits;
+  return (U)_mm512_permutexvar_ps((__m512i)codes, (__m512)table);
+#else
+  __m256 half[2], out[2];
+  __m256i at[2];
+  memcpy(half, &table, 64), memcpy(at, &codes, 64);
+  for (int i = 0; i < 2; i++) {
+    out[i] = _mm256_permutevar8x32_ps(half[0], at[i]);
+    if (bits == 4) out[i] = _mm256_blendv_ps(out[i], _mm256_permutevar8x32_ps(half[1], at[i]), _mm256_castsi256_ps(_mm256_slli_epi32(at[i], 28)));
+  }
+  U found;
+  memcpy(&found, out, 64);
+  return found;
+#endif
+}
+INLINE F rounded(F x) { return wide(narrow(x)); }
+INLINE F table_of(int bits, float zero, float scale) {
+  const F each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, by2 = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
+  return rounded(splat(zero) + (bits == 4 ? each : by2) * splat(scale));
+}
+// Keys -> [D][64]
+INLINE void turn_keys_of(int bits, int is_one, const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
+  const int64_t size = D * bits / 8;
+  const int wide = 128 / bits, parts = is_one ? 1 : 4;  // channels at a time; groups of slots
+  F by_slot[4];
+  for (int n = 0; n < 4 && bits == 8; n++) by_slot[n] = halves(c->scale, at + n * 16);
+  for (int64_t d = 0; d < D; d += wide) {
+    U a[16];
+    float zero[4][64], scale[4][64];
+    turn_codes(c->codes + at * size + d * bits / 8, size, c->codes + (at + 64) * size + d * bits * 8, a);
+    for (int n = 0; n < parts && bits < 8; n++) floats_of(c, (at + n * 16) / c->group * D + d, wide, zero[n], scale[n]);
+    for (int i = 0; i < wide; i++) {
+      const int up = i % (32 / bits) * bits;
+      F table = {0};
+      for (int n = 0; n < 4; n++) {
+        const U code = a[n * 4 + i * bits / 32] >> up;
+        if (bits < 8 && n < parts) table = table_of(bits, zero[n][i], scale[n][i]);
+        store(kt + (d + i) * 64 + n * 16, bits < 8 ? look_up(bits, table, code) : (U)rounded(__builtin_convertvector((I)(code << 24) >> 24, F) * by_slot[n]));
+      }
+    }
+  }
+}
+// Values -> [64][width]
+INLINE void lay_values_of(int bits, const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
+  const int64_t groups = E / c->group, size = E * bits / 8;
+  float zero[16 * groups], scale[16 * groups];
+  for (int64_t j = 0; j < 64; j++, vt += width) {
+    const char *codes = c->codes + (at + j) * size;
+    if (j % 16 == 0) floats_of(c, (at + j) * groups, 16 * groups, zero, scale);
+    for (int64_t b = 0; b < size; b += 64) __builtin_prefetch(codes + 64 * size + b, 0, 2);
+    for (int64_t g = 0; g < groups; g++) {
+      const F table = table_of(bits, zero[j % 16 * groups + g], scale[j % 16 * groups + g]);
+      for (int64_t e = g * c->group; e < (g + 1) * c->group; e += 16) store(vt + e, look_up(bits, table, codes_above(codes, bits, e)));
+    }
+  }
+}
+INLINE void lay_channels(const Codes *c, int64_t e, int64_t at, uint32_t *vt, int64_t width) {
+  const char *codes = c->codes + e * c->room + at;
+  for (int r = 0; r < 16; r++) __builtin_prefetch(codes + r * c->room + 64, 0, 2);
+  for (int i = 0; i < 64; i += 16) {
+    const F scale = halves(c->scale, at + i);
+    U a[16];
+    for (int r = 0; r < 16; r++) a[r] = (U)rounded(__builtin_convertvector(load(S8, codes + r * c->room + i), F) * scale);
+    turn16(a);
+    for (int r = 0; r < 16; r++) store(vt + (i + r) * width + e, a[r]);
+  }
+}
+static void turn_block(const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
+  if (c->bits == 8) turn_keys_of(8, 0, c, D, at, kt);
+  else if (c->bits == 2) turn_keys_of(2, 0, c, D, at, kt);
+  else if (c->group % 64 == 0) turn_keys_of(4, 1, c, D, at, kt);
+  else turn_keys_of(4, 0, c, D, at, kt);
+}
+static void pair_block(const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
+  if (c->bits == 4) lay_values_of(4, c, E, at, vt, width);
+  else if (c->bits == 2) lay_values_of(2, c, E, at, vt, width);
+  for (int64_t e = 0; c->bits == 8 && e < E; e += 16) lay_channels(c, e, at, vt, width);
+}
 #else
 #define HAS_LOOKUP 0
 #define values_by_four(c, D, at, n, to)
+#define LAID_OUT PAIRED
 #define can_turn(c, D) 0
 #define can_pair(c, E) ((c)->bits == 8)
 #define turn_block(c, D, at, kt)
-#define pair_block(c, E, at, vt, width) pair_by_channels(c, E, at, vt, width)
+#define pair_block(c, E, at, vt, width) \
+  for (int64_t e = 0; e < E; e += 16) pair_by_channels(c, e, at, vt, width)
 #define can_multiply(a, p) 0
 #define block_of_codes(a, room, p, pos, at)
-// Values of 8 bits of 64 slots in pairs of bf16, [32][width]: where they lie by channels pairs need one turn
-INLINE void pair_by_channels(const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
-  for (int64_t d = 0; d < E; d += 16) {
-    const char *codes = c->codes + d * c->room + at;
-    for (int r = 0; r < 16; r++) __builtin_prefetch(codes + r * c->room + 64, 0, 2);
-    for (int64_t i = 0; i < 64; i += 32) {
-      const F first = halves(c->scale, at + i), second = halves(c->scale, at + i + 16);
-      U a[16];
-      for (int r = 0; r < 16; r++) {
-        const char *from = codes + r * c->room + i;
-        a[r] = (U)narrow2(__builtin_convertvector(load(S8, from), F) * first, __builtin_convertvector(load(S8, from + 16), F) * second);
-      }
-      turn16(a);
-      for (int r = 0; r < 16; r++) store(vt + (i / 2 + r) * width + d, a[r]);
+// Values of 8 bits of channels [e, e + 16) in pairs of bf16 -> [32][width]: where they lie by channels pairs need one turn
+INLINE void pair_by_channels(const Codes *c, int64_t e, int64_t at, uint32_t *vt, int64_t width) {
+  const char *codes = c->codes + e * c->room + at;
+  for (int r = 0; r < 16; r++) __builtin_prefetch(codes + r * c->room + 64, 0, 2);
+  for (int64_t i = 0; i < 64; i += 32) {
+    const F first = halves(c->scale, at + i), second = halves(c->scale, at + i + 16);
+    U a[16];
+    for (int r = 0; r < 16; r++) {
+      const char *from = codes + r * c->room + i;
+      a[r] = (U)narrow2(__builtin_convertvector(load(S8, from), F) * first, __builtin_convertvector(load(S8, from + 16), F) * second);
     }
+    turn16(a);
+    for (int r = 0; r < 16; r++) store(vt + (i / 2 + r) * width + e, a[r]);
   }
 }
 #endif
