@@ -112,6 +112,36 @@ INLINE void turn_codes(const char *codes, int64_t size, const char *next, U *a) 
 INLINE void floats_of(const Codes *c, int64_t at, int64_t n, float *zero, float *scale) {
   for (int64_t i = 0; i < n; i += 16) store(zero + i, halves(c->zero, at + i)), store(scale + i, halves(c->scale, at + i));
 }
+// What a block of 64 slots is multiplied by, without the numbers in between. `rows` 0: it is laid out, in kt or vt. Else it is multiplied
+// by so many rows as soon as it is made, by the same chains, and never lies in memory.
+#define AS_IT_IS(where, x) __asm__("" : where(x))  // or the compiler finds a way that takes longer
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+#define LAID_OUT WIDENED
+#else
+#define LAID_OUT PAIRED
+#endif
+INLINE int can_turn(const Codes *c, int64_t D) { return !c->fine && (c->bits == 8 ? D % 16 == 0 : c->bits < 8 && D * c->bits % 128 == 0 && c->group % 16 == 0); }
+INLINE int can_pair(const Codes *c, int64_t E) { return !c->fine && (c->bits == 8 ? E % 16 == 0 : c->bits < 8 && c->group * c->bits % 128 == 0); }
+// The rows that what is made is multiplied by, and what comes of it: [4][4] vectors of sums
+typedef struct {
+  const uint32_t *x;  // words of a row, ldx from row to row
+  int64_t ldx;
+  F acc[4][4];
+} Sums;
+INLINE void none_yet(Sums *s, int rows, int vecs) {
+  for (int m = 0; m < rows; m++)
+    for (int n = 0; n < vecs; n++) s->acc[m][n] = splat(0.f);
+}
+INLINE void meet_words(int rows, int vecs, const U *w, int64_t word, Sums *s, uint32_t *to) {
+  for (int n = 0; n < vecs && !rows; n++) store(to + n * 16, (U)w[n]);
+  for (int m = 0; m < rows; m++) {
+    U x = (U){0} + s->x[m * s->ldx + word];
+#if defined(__AVX512F__)
+    AS_IT_IS("+v", x);
+#endif
+    for (int n = 0; n < vecs; n++) s->acc[m][n] = LAID_OUT == PAIRED ? DOT2(s->acc[m][n], w[n], x) : fma_((F)w[n], (F)x, s->acc[m][n]);
+  }
+}
 #if defined(__AVX512BF16__)
 #define HAS_LOOKUP 1
 // Values of 4 bits to bf16: the sixteen numbers that a group's codes stand for are made once and looked up, 32 at a time
@@ -127,12 +157,8 @@ INLINE void values_by_four(const Codes *c, int64_t D, int64_t at, int64_t n, bf1
       }
     }
 }
-// What a block of 64 slots multiplies in pairs, without the numbers in between. `rows` 0: the pairs of all numbers are laid out, in
-// kt or vt. Else they are multiplied by so many rows as soon as they are made, by the same chains, and never lie in memory.
-//
-// 4 bits: the two codes of a pair are looked up at once, in a table of the sixteen numbers that the first may stand for and the
-// sixteen of the second; 5 bits are looked at. 2 bits: a pair has sixteen forms, and one lookup of 4 bits gives it.
-#define AS_IT_IS(where, x) __asm__("" : where(x))  // or the compiler finds a way that takes longer
+// In pairs. 4 bits: the two codes of a pair are looked up at once, in a table of the sixteen numbers that the first may stand for and
+// the sixteen of the second; 5 bits are looked at. 2 bits: a pair has sixteen forms, and one lookup of 4 bits gives it.
 #define LOOK_UP(codes, table) (U)_mm512_permutexvar_epi16((__m512i)(codes), (__m512i)(table))
 #define LOOK_UP_PAIR(codes, table) (U)_mm512_permutexvar_epi32((__m512i)(codes), (__m512i)(table))
 #define NUMBERS(each, zero, scale) (F)_mm512_set1_ps(zero) + (each) * (F)_mm512_set1_ps(scale)  // `splat` would add
@@ -150,26 +176,6 @@ INLINE H32 table_of(int bits, float zero0, float scale0, float zero1, float scal
   const F low = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3}, high = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
   if (bits == 4) return narrow2(NUMBERS(each, zero0, scale0), NUMBERS(each, zero1, scale1));
   return (H32)in_pairs(NUMBERS(low, zero0, scale0), NUMBERS(high, zero1, scale1));
-}
-INLINE int can_turn(const Codes *c, int64_t D) { return !c->fine && (c->bits == 8 ? D % 16 == 0 : c->bits < 8 && D * c->bits % 128 == 0 && c->group % 16 == 0); }
-INLINE int can_pair(const Codes *c, int64_t E) { return !c->fine && (c->bits == 8 ? E % 16 == 0 : c->bits < 8 && c->group * c->bits % 128 == 0); }
-// The rows that pairs are multiplied by, and what comes of it: [4][4] vectors of sums
-typedef struct {
-  const uint32_t *x;  // words of a row, ldx from row to row
-  int64_t ldx;
-  F acc[4][4];
-} Sums;
-INLINE void none_yet(Sums *s, int rows, int vecs) {
-  for (int m = 0; m < rows; m++)
-    for (int n = 0; n < vecs; n++) s->acc[m][n] = splat(0.f);
-}
-INLINE void meet_pairs(int rows, int vecs, const U *w, int64_t word, Sums *s, uint32_t *to) {
-  for (int n = 0; n < vecs && !rows; n++) store(to + n * 16, (U)w[n]);
-  for (int m = 0; m < rows; m++) {
-    U x = (U){0} + s->x[m * s->ldx + word];
-    AS_IT_IS("+v", x);
-    for (int n = 0; n < vecs; n++) s->acc[m][n] = DOT2(s->acc[m][n], w[n], x);
-  }
 }
 // Keys of slots [at, at + 64), a pair of channels at a time -> [D / 2][64] or sums
 INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t D, int64_t at, Sums *s, uint32_t *kt) {
@@ -210,13 +216,13 @@ INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t
             w[n] = LOOK_UP((first[n] >> up & 0xffff) | (high & 0xffff0000), table);
           }
         }
-        meet_pairs(rows, 4, w, (d + i) / 2, s, kt + (d + i) / 2 * 64);
+        meet_words(rows, 4, w, (d + i) / 2, s, kt + (d + i) / 2 * 64);
       }
     }
   }
 }
 // Values of 4 or 2 bits of these slots, a pair of slots at a time: of channels [e, e + vecs * 16), which share a group -> [32][width] or sums
-INLINE void pair_values_of(int bits, int rows, int vecs, const Codes *c, int64_t E, int64_t e, int64_t at, const float *zero, const float *scale, Sums *s, uint32_t *vt, int64_t width) {
+INLINE void lay_values_of(int bits, int rows, int vecs, const Codes *c, int64_t E, int64_t e, int64_t at, const float *zero, const float *scale, Sums *s, uint32_t *vt, int64_t width) {
   const H32 from = {0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12};
   const H32 where = {0, 8, 0, 8, 0, 8, 0, 8, 1, 9, 1, 9, 1, 9, 1, 9, 2, 10, 2, 10, 2, 10, 2, 10, 3, 11, 3, 11, 3, 11, 3, 11};
   const U from2 = {0, 8, 4, 12, 16, 24, 20, 28, 0, 8, 4, 12, 16, 24, 20, 28}, where2 = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
@@ -246,11 +252,11 @@ INLINE void pair_values_of(int bits, int rows, int vecs, const Codes *c, int64_t
           w[part] = LOOK_UP_PAIR((U)_mm512_permutexvar_epi32((__m512i)(where2 + 2 * (uint32_t)part), _mm512_castsi256_si512(both)) >> from2, table);
       }
     }
-    meet_pairs(rows, vecs, w, j, s, vt + j * width + e);
+    meet_words(rows, vecs, w, j, s, vt + j * width + e);
   }
 }
 // Values of 8 bits of channels [e, e + 16), which lie by channels
-INLINE void turn_values_of(int rows, const Codes *c, int64_t e, int64_t at, Sums *s, uint32_t *vt, int64_t width) {
+INLINE void lay_channels_of(int rows, const Codes *c, int64_t e, int64_t at, Sums *s, uint32_t *vt, int64_t width) {
   U a[16];
   float scale[64];
   for (int i = 0; i < 64; i += 16) store(scale + i, halves(c->scale, at + i) * 0x1p-24f);
@@ -263,97 +269,13 @@ INLINE void turn_values_of(int rows, const Codes *c, int64_t e, int64_t at, Sums
   none_yet(s, rows, 1);
   for (int i = 0; i < 32; i++) {
     const U w = bytes_in_pairs(a[i / 2], i % 2 * 16, (F)_mm512_set1_ps(scale[2 * i]), (F)_mm512_set1_ps(scale[2 * i + 1]));
-    meet_pairs(rows, 1, &w, i, s, vt + i * width + e);
+    meet_words(rows, 1, &w, i, s, vt + i * width + e);
   }
 }
-// Keys -> [D / 2][64]
-INLINE void turn_block(const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
-  Sums none;
-  if (c->bits == 8) turn_keys_of(8, 0, 0, c, D, at, &none, kt);
-  else if (c->bits == 2) turn_keys_of(2, 0, 0, c, D, at, &none, kt);
-  else if (c->group % 64 == 0) turn_keys_of(4, 1, 0, c, D, at, &none, kt);
-  else turn_keys_of(4, 0, 0, c, D, at, &none, kt);
-}
-// EACH(bits, vecs, e): values of a block by as many channels as one call takes
-#define BY_CHANNELS(c, E, EACH)                                                         \
-  if ((c)->bits == 8) for (int64_t e = 0; e < (E); e += 16) EACH(8, 1, e)               \
-  else if ((c)->bits == 2) for (int64_t e = 0; e < (E); e += 64) EACH(2, 4, e)          \
-  else if ((c)->group % 64 == 0) for (int64_t e = 0; e < (E); e += 64) EACH(4, 4, e)    \
-  else for (int64_t e = 0; e < (E); e += 32) EACH(4, 2, e)
-#define SOME_VALUES(bits, rows, vecs, e, s, vt)                                          \
-  if (bits == 8) turn_values_of(rows, c, e, at, s, vt, width);                          \
-  else pair_values_of(bits == 2 ? 2 : 4, rows, vecs, c, E, e, at, zero, scale, s, vt, width);
-#define VALUES_BEGIN                                                    \
-  const int64_t groups = c->bits == 8 ? 0 : E / c->group;               \
-  float zero[64 * groups + 1], scale[64 * groups + 1];                  \
-  floats_of(c, at * groups, 64 * groups, zero, scale);
-// Values -> [32][width]
-static void pair_block(const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
-  Sums none;
-  VALUES_BEGIN
-#define EACH(bits, vecs, e) { SOME_VALUES(bits, 0, vecs, e, &none, vt) }
-  BY_CHANNELS(c, E, EACH)
-#undef EACH
-}
-#if HAS_TILES
-#define FEW 0
-#else
-#define FEW 4  // rows, for which sums fit into registers
-#endif
-INLINE void score_few(int bits, int rows, const Rows *a, const Room *room, const Codes *c, int64_t at) {
-  Sums s = {.x = a->q, .ldx = a->D / 2};
-  turn_keys_of(bits, 1, rows, c, a->D, at, &s, 0);
-  for (int m = 0; m < rows; m++)
-    for (int n = 0; n < 4; n++) store(room->s + m * B + n * 16, s.acc[m][n]);
-}
-INLINE void add_few(int rows, int vecs, const Rows *a, const Room *room, const Sums *s, int64_t e) {
-  for (int m = 0; m < rows; m++)
-    for (int n = 0; n < vecs; n++) {
-      float *o = a->o + m * a->width + e + n * 16;
-      store(o, fma_(load(F, o), splat(room->shrink[m]), s->acc[m][n]));
-    }
-}
-INLINE void weigh_few(int rows, const Rows *a, const Room *room, const Codes *c, int64_t at) {
-  const int64_t E = a->E, width = 0;
-  VALUES_BEGIN
-#define EACH(bits, vecs, e)                            \
-  {                                                    \
-    Sums s = {.x = room->p, .ldx = B / 2};             \
-    SOME_VALUES(bits, rows, vecs, e, &s, 0)            \
-    add_few(rows, vecs, a, room, &s, e);               \
-  }
-  BY_CHANNELS(c, E, EACH)
-#undef EACH
-}
-INLINE void block_for(int rows, const Rows *a, const Room *room, const Packed *p, const int32_t *pos, int64_t at) {
-  if (p->k.bits == 8) score_few(8, rows, a, room, &p->k, at);
-  else if (p->k.bits == 4) score_few(4, rows, a, room, &p->k, at);
-  else score_few(2, rows, a, room, &p->k, at);
-  for (int64_t r = 0; r < rows; r++) soften(PAIRED, a, room, pos, at, r);
-  weigh_few(rows, a, room, &p->v, at);
-}
-// `block` for the few rows for which `can_multiply`, of a whole block of codes
-INLINE int can_multiply(const Rows *a, const Packed *p) {
-  return a->n <= FEW && a->kind == PAIRED && can_turn(&p->k, a->D) && can_pair(&p->v, a->E) && (p->k.bits == 8 || p->k.group % 64 == 0);
-}
-static void block_of_codes(const Rows *a, const Room *room, const Packed *p, const int32_t *pos, int64_t at) {
-  if (a->n == 1) block_for(1, a, room, p, pos, at);
-  else if (a->n == 2) block_for(2, a, room, p, pos, at);
-  else if (a->n == 3) block_for(3, a, room, p, pos, at);
-  else block_for(4, a, room, p, pos, at);
-}
-#define LAID_OUT PAIRED
 #elif defined(__AVX2__)
-// Without products of pairs: a block of 64 slots in fp32, rounded to bf16. The numbers that a group's codes stand for are made once
-// and looked up by 4 bits, or 2 with what is above them.
+// In fp32, rounded to bf16. The numbers that a group's codes stand for are made once and looked up, by 4 bits or by 2.
 #define HAS_LOOKUP 0
 #define values_by_four(c, D, at, n, to)
-#define LAID_OUT WIDENED
-#define FEW 0
-#define can_multiply(a, p) 0
-#define block_of_codes(a, room, p, pos, at)
-INLINE int can_turn(const Codes *c, int64_t D) { return !c->fine && (c->bits == 8 ? D % 16 == 0 : c->bits < 8 && D * c->bits % 128 == 0 && c->group % 16 == 0); }
-INLINE int can_pair(const Codes *c, int64_t E) { return !c->fine && (c->bits == 8 ? E % 16 == 0 : c->bits < 8 && c->group % 16 == 0); }
 INLINE U look_up(int bits, F table, U codes) {
 #if defined(__AVX512F__)
   (void)bits;
@@ -376,68 +298,144 @@ INLINE F table_of(int bits, float zero, float scale) {
   const F each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, by2 = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
   return rounded(splat(zero) + (bits == 4 ? each : by2) * splat(scale));
 }
-// Keys -> [D][64]
-INLINE void turn_keys_of(int bits, int is_one, const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
+// Keys of slots [at, at + 64), a channel at a time -> [D][64] or sums
+INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t D, int64_t at, Sums *s, uint32_t *kt) {
   const int64_t size = D * bits / 8;
   const int wide = 128 / bits, parts = is_one ? 1 : 4;  // channels at a time; groups of slots
   F by_slot[4];
   for (int n = 0; n < 4 && bits == 8; n++) by_slot[n] = halves(c->scale, at + n * 16);
+  none_yet(s, rows, 4);
   for (int64_t d = 0; d < D; d += wide) {
     U a[16];
     float zero[4][64], scale[4][64];
     turn_codes(c->codes + at * size + d * bits / 8, size, c->codes + (at + 64) * size + d * bits * 8, a);
     for (int n = 0; n < parts && bits < 8; n++) floats_of(c, (at + n * 16) / c->group * D + d, wide, zero[n], scale[n]);
+#pragma clang loop unroll(disable)
     for (int i = 0; i < wide; i++) {
       const int up = i % (32 / bits) * bits;
+      U w[4];
       F table = {0};
       for (int n = 0; n < 4; n++) {
         const U code = a[n * 4 + i * bits / 32] >> up;
         if (bits < 8 && n < parts) table = table_of(bits, zero[n][i], scale[n][i]);
-        store(kt + (d + i) * 64 + n * 16, bits < 8 ? look_up(bits, table, code) : (U)rounded(__builtin_convertvector((I)(code << 24) >> 24, F) * by_slot[n]));
+        w[n] = bits < 8 ? look_up(bits, table, code) : (U)rounded(__builtin_convertvector((I)(code << 24) >> 24, F) * by_slot[n]);
       }
+      meet_words(rows, 4, w, d + i, s, kt + (d + i) * 64);
     }
   }
 }
-// Values -> [64][width]
-INLINE void lay_values_of(int bits, const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
+// Values of 4 or 2 bits of these slots, a slot at a time: of channels [e, e + vecs * 16), which share a group -> [64][width] or sums
+INLINE void lay_values_of(int bits, int rows, int vecs, const Codes *c, int64_t E, int64_t e, int64_t at, const float *zero, const float *scale, Sums *s, uint32_t *vt, int64_t width) {
   const int64_t groups = E / c->group, size = E * bits / 8;
-  float zero[16 * groups], scale[16 * groups];
-  for (int64_t j = 0; j < 64; j++, vt += width) {
-    const char *codes = c->codes + (at + j) * size;
-    if (j % 16 == 0) floats_of(c, (at + j) * groups, 16 * groups, zero, scale);
-    for (int64_t b = 0; b < size; b += 64) __builtin_prefetch(codes + 64 * size + b, 0, 2);
-    for (int64_t g = 0; g < groups; g++) {
-      const F table = table_of(bits, zero[j % 16 * groups + g], scale[j % 16 * groups + g]);
-      for (int64_t e = g * c->group; e < (g + 1) * c->group; e += 16) store(vt + e, look_up(bits, table, codes_above(codes, bits, e)));
-    }
+  const char *codes = c->codes + at * size;
+  none_yet(s, rows, vecs);
+#pragma clang loop unroll(disable)
+  for (int64_t j = 0; j < 64; j++, codes += size) {
+    const F table = table_of(bits, zero[j * groups + e / c->group], scale[j * groups + e / c->group]);
+    U w[4];
+    __builtin_prefetch(codes + 64 * size + e * bits / 8, 0, 2);
+    for (int n = 0; n < vecs; n++) w[n] = look_up(bits, table, codes_above(codes, bits, e + n * 16));
+    meet_words(rows, vecs, w, j, s, vt + j * width + e);
   }
 }
-INLINE void lay_channels(const Codes *c, int64_t e, int64_t at, uint32_t *vt, int64_t width) {
+// Values of 8 bits of channels [e, e + 16), which lie by channels
+INLINE void lay_channels_of(int rows, const Codes *c, int64_t e, int64_t at, Sums *s, uint32_t *vt, int64_t width) {
   const char *codes = c->codes + e * c->room + at;
   for (int r = 0; r < 16; r++) __builtin_prefetch(codes + r * c->room + 64, 0, 2);
+  none_yet(s, rows, 1);
   for (int i = 0; i < 64; i += 16) {
     const F scale = halves(c->scale, at + i);
     U a[16];
     for (int r = 0; r < 16; r++) a[r] = (U)rounded(__builtin_convertvector(load(S8, codes + r * c->room + i), F) * scale);
     turn16(a);
-    for (int r = 0; r < 16; r++) store(vt + (i + r) * width + e, a[r]);
+    for (int r = 0; r < 16; r++) meet_words(rows, 1, a + r, i + r, s, vt + (i + r) * width + e);
   }
-}
-static void turn_block(const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
-  if (c->bits == 8) turn_keys_of(8, 0, c, D, at, kt);
-  else if (c->bits == 2) turn_keys_of(2, 0, c, D, at, kt);
-  else if (c->group % 64 == 0) turn_keys_of(4, 1, c, D, at, kt);
-  else turn_keys_of(4, 0, c, D, at, kt);
-}
-static void pair_block(const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
-  if (c->bits == 4) lay_values_of(4, c, E, at, vt, width);
-  else if (c->bits == 2) lay_values_of(2, c, E, at, vt, width);
-  for (int64_t e = 0; c->bits == 8 && e < E; e += 16) lay_channels(c, e, at, vt, width);
 }
 #else
 #define HAS_LOOKUP 0
 #define values_by_four(c, D, at, n, to)
-#define LAID_OUT PAIRED
+#endif
+#if defined(__AVX2__)
+// Keys -> kt
+INLINE void turn_block(const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
+  Sums none;
+  if (c->bits == 8) turn_keys_of(8, 0, 0, c, D, at, &none, kt);
+  else if (c->bits == 2) turn_keys_of(2, 0, 0, c, D, at, &none, kt);
+  else if (c->group % 64 == 0) turn_keys_of(4, 1, 0, c, D, at, &none, kt);
+  else turn_keys_of(4, 0, 0, c, D, at, &none, kt);
+}
+// EACH(bits, vecs, e): values of a block by as many channels as one call takes
+#define BY_CHANNELS(c, E, EACH)                                                         \
+  if ((c)->bits == 8) for (int64_t e = 0; e < (E); e += 16) EACH(8, 1, e)               \
+  else if ((c)->bits == 2) for (int64_t e = 0; e < (E); e += 64) EACH(2, 4, e)          \
+  else if ((c)->group % 64 == 0) for (int64_t e = 0; e < (E); e += 64) EACH(4, 4, e)    \
+  else for (int64_t e = 0; e < (E); e += 32) EACH(4, 2, e)
+#define SOME_VALUES(bits, rows, vecs, e, s, vt)                                          \
+  if (bits == 8) lay_channels_of(rows, c, e, at, s, vt, width);                          \
+  else lay_values_of(bits == 2 ? 2 : 4, rows, vecs, c, E, e, at, zero, scale, s, vt, width);
+#define VALUES_BEGIN                                                    \
+  const int64_t groups = c->bits == 8 ? 0 : E / c->group;               \
+  float zero[64 * groups + 1], scale[64 * groups + 1];                  \
+  floats_of(c, at * groups, 64 * groups, zero, scale);
+// Values -> vt
+static void pair_block(const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
+  Sums none;
+  VALUES_BEGIN
+#define EACH(bits, vecs, e) { SOME_VALUES(bits, 0, vecs, e, &none, vt) }
+  BY_CHANNELS(c, E, EACH)
+#undef EACH
+}
+// Rows whose sums fit into registers; tiles multiply what is laid out
+#if HAS_TILES
+#define FEW 0
+#elif defined(__AVX512F__)
+#define FEW 4
+#else
+#define FEW 1
+#endif
+INLINE void score_few(int bits, int rows, const Rows *a, const Room *room, const Codes *c, int64_t at) {
+  Sums s = {.x = a->q, .ldx = words(LAID_OUT, a->D)};
+  turn_keys_of(bits, 1, rows, c, a->D, at, &s, 0);
+  for (int m = 0; m < rows; m++)
+    for (int n = 0; n < 4; n++) store(room->s + m * B + n * 16, s.acc[m][n]);
+}
+INLINE void add_few(int rows, int vecs, const Rows *a, const Room *room, const Sums *s, int64_t e) {
+  for (int m = 0; m < rows; m++)
+    for (int n = 0; n < vecs; n++) {
+      float *o = a->o + m * a->width + e + n * 16;
+      store(o, fma_(load(F, o), splat(room->shrink[m]), s->acc[m][n]));
+    }
+}
+INLINE void weigh_few(int rows, const Rows *a, const Room *room, const Codes *c, int64_t at) {
+  const int64_t E = a->E, width = 0;
+  VALUES_BEGIN
+#define EACH(bits, vecs, e)                            \
+  {                                                    \
+    Sums s = {.x = room->p, .ldx = words(LAID_OUT, B)};             \
+    SOME_VALUES(bits, rows, vecs, e, &s, 0)            \
+    add_few(rows, vecs, a, room, &s, e);               \
+  }
+  BY_CHANNELS(c, E, EACH)
+#undef EACH
+}
+INLINE void block_for(int rows, const Rows *a, const Room *room, const Packed *p, const int32_t *pos, int64_t at) {
+  if (p->k.bits == 8) score_few(8, rows, a, room, &p->k, at);
+  else if (p->k.bits == 4) score_few(4, rows, a, room, &p->k, at);
+  else score_few(2, rows, a, room, &p->k, at);
+  for (int64_t r = 0; r < rows; r++) soften(LAID_OUT, a, room, pos, at, r);
+  weigh_few(rows, a, room, &p->v, at);
+}
+// `block` for the few rows for which `can_multiply`, of a whole block of codes
+INLINE int can_multiply(const Rows *a, const Packed *p) {
+  return a->n <= FEW && a->kind == LAID_OUT && can_turn(&p->k, a->D) && can_pair(&p->v, a->E) && (p->k.bits == 8 || p->k.group % 64 == 0);
+}
+static void block_of_codes(const Rows *a, const Room *room, const Packed *p, const int32_t *pos, int64_t at) {
+  if (a->n == 1) block_for(1, a, room, p, pos, at);
+  else if (a->n == 2) block_for(2, a, room, p, pos, at);
+  else if (a->n == 3) block_for(3, a, room, p, pos, at);
+  else block_for(4, a, room, p, pos, at);
+}
+#else
 #define can_turn(c, D) 0
 #define can_pair(c, E) ((c)->bits == 8)
 #define turn_block(c, D, at, kt)
