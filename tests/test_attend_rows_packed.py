@@ -22,9 +22,10 @@ def test_slots_in_few_bits_give_the_bits_that_they_give_unpacked(
     level: str, dtype: torch.dtype, k_bits: int, v_bits: int
 ) -> None:
     torch.manual_seed(0)
-    # numbers of a head, channels and slots of a group, rows, query heads of a KV head: few enough for registers, and more
+    # numbers of a head, channels and slots of a group, rows, query heads of a KV head: few for registers, and more
     few = [(64, 64, 64, 1, g) for g in (1, 2, 3, 4)]
-    for d, width, group, n, g in (*few, (64, 64, 64, 3, 2), (96, 24, 32, 3, 2), (128, 32, 16, 1, 2), (128, 64, 128, 1, 3)):
+    more = [(64, 64, 64, 3, 2), (96, 24, 32, 3, 2), (128, 32, 16, 1, 2), (128, 64, 128, 1, 3)]
+    for d, width, group, n, g in few + more:
         heads, ks, vs = [], [], []
         for length in (700, 0, 77):
             full = length if k_bits in (8, 16) else length // group * group
