@@ -312,6 +312,10 @@ BENCHES = {  # schema -> what was measured, and the columns worth a reader's tim
         "Decoding over 16,384 stored tokens on a random 152M Llama, by how they are stored",
         ["side", "mib", "step_ms", "step_speedup", "with_boundaries_speedup", "rows8_speedup"],
     ),
+    "kvcli.bench.attend_packed/1": (
+        "Attention of one layer over slots in few bits, times as fast as over bf16",
+        ["size", "slots", "query_heads", "rows", "bf16_ms", "k8v8", "k4v4", "k4v2", "k2v2"],
+    ),
     "kvcli.bench.extract/1": (
         "Seconds until 200 pages of PDF are text, and MiB at most for 2,000 pages",
         ["side", "seconds", "best", "cpu", "parent_mib", "worker_mib"],

@@ -22,7 +22,10 @@ def test_slots_in_few_bits_give_the_bits_that_they_give_unpacked(
     level: str, dtype: torch.dtype, k_bits: int, v_bits: int
 ) -> None:
     torch.manual_seed(0)
-    for d, width, group, n in ((64, 64, 64, 1), (64, 64, 64, 3), (96, 24, 32, 3), (128, 32, 16, 1), (128, 64, 128, 1)):
+    # numbers of a head, channels and slots of a group, rows, query heads of a KV head: few for registers, and more
+    few = [(64, 64, 64, 1, g) for g in (1, 2, 3, 4)]
+    more = [(64, 64, 64, 3, 2), (96, 24, 32, 3, 2), (128, 32, 16, 1, 2), (128, 64, 128, 1, 3)]
+    for d, width, group, n, g in few + more:
         heads, ks, vs = [], [], []
         for length in (700, 0, 77):
             full = length if k_bits in (8, 16) else length // group * group
@@ -33,7 +36,7 @@ def test_slots_in_few_bits_give_the_bits_that_they_give_unpacked(
             vs.append(unpack_values(packed.values, v, length))
         pos, starts = torch.arange(777, dtype=torch.int32), [0, 700, 700]
         run = Run(torch.cat(ks), torch.cat(vs), pos, starts, [700, 0, 77], starts)
-        q = torch.randn(n, 6, d).to(dtype).transpose(0, 1)
+        q = torch.randn(n, 3 * g, d).to(dtype).transpose(0, 1)
         for window in (None, 300):
             asks: dict[str, Any] = {"window": window, "softcap": 20.0, "level": level}
             got = attend_packed_part(q, PackedRun(heads, pos, starts), [700] * n, d**-0.5, **asks)

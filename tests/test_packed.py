@@ -322,3 +322,15 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
     want = text(Off())
     for name in ("ngram", "fafo", "right", "wrong"):
         assert text(DRAFTERS[name](want)) == want, name
+
+
+def test_layers_that_hold_the_same_slots_share_their_positions_and_count_them_once() -> None:
+    kv, s = filled((4, 4)), made(N)
+    first, second = kv.usage()
+    assert first.nbytes - second.nbytes == 4 * N
+    kv.keep(1, s.pos % 2 == 0)
+    left = kv.usage()[1].nbytes
+    assert kv.slots(0).n_slots == N, "one lost nothing with the other"
+    kv.keep(0, s.pos % 2 == 0)
+    assert kv.usage()[0].nbytes == left, "positions of its own, as the second has"
+    assert kv.usage()[1].nbytes < left, "which are those of the first again"

@@ -20,6 +20,7 @@ to the bits of one row there.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,7 +33,7 @@ from kvcli.kernels import gpu
 from kvcli.kernels import native as built
 from kvcli.kernels.attend_fresh import attend_fresh
 from kvcli.kernels.attend_packed import PackedHead
-from kvcli.kernels.attend_rows.native import call
+from kvcli.kernels.attend_rows.native import call, table_of
 from kvcli.kernels.attend_rows.tables import LARGEST as LARGEST_FUSED
 from kvcli.kernels.attend_rows.tables import fits
 from kvcli.kernels.merge import Part
@@ -57,11 +58,15 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class PackedRun:
-    """Stored slots of one layer in few bits; heads may differ in length."""
+    """Stored slots of one layer in few bits; heads may differ in length. Worth keeping until they change."""
 
     heads: Sequence[PackedHead]
     pos: Tensor  # as in Run; a hole has position -1 and is hidden where there is a window
     pos_starts: Sequence[int]
+    at: array[int] = field(init=False, repr=False, compare=False)  # where the kernel finds them all
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at", table_of(self.heads))
 
 
 @dataclass(frozen=True, slots=True)

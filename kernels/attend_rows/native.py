@@ -53,8 +53,8 @@ def call(
         fk, fv, kv = k_rows.data_ptr(), v_rows.data_ptr(), k_rows.shape[0]
         m = k_rows.shape[1]
     if packed is not None:
-        codes = array("q", b"".join(_packed(head, q.dtype) for head in packed.heads))
-        packed_at, kv = codes.buffer_info()[0], len(packed.heads)
+        assert all(head.rest.dtype == q.dtype for head in packed.heads), "rows and slots are of one type"
+        packed_at, kv = packed.at.buffer_info()[0], len(packed.heads)
         heads = array("q", (*[0] * kv, *[head.length for head in packed.heads], *packed.pos_starts))
     elif run is None:
         heads = array("q", bytes(24 * kv))
@@ -126,9 +126,13 @@ def _part(out: Tensor, h: int, n: int, lse: Tensor) -> bytes:
     return PART.pack(out.data_ptr(), lse.data_ptr(), h, n, *lse.stride(), out.dtype == torch.float32)
 
 
-def _packed(head: PackedHead, dtype: torch.dtype) -> bytes:
+def table_of(heads: Sequence[PackedHead]) -> array[int]:
+    """Addresses and sizes of packed heads, which have to outlive it."""
+    return array("q", b"".join(map(_packed, heads)))
+
+
+def _packed(head: PackedHead) -> bytes:
     k, v = head.keys, head.values
-    assert head.rest.dtype == dtype, "rows and slots are of one type"
     assert all(t.is_contiguous() for t in (*k.tensors, *v.tensors, head.rest)), "codes lie in one piece"
     k_group = 0 if k.zero is None else k.codes.shape[0] // max(1, k.zero.shape[0])
     v_group = 0 if v.zero is None else head.v_dim // v.zero.shape[1]

@@ -91,6 +91,7 @@ class Packed:
         self._ranks = [shapes[holder].rank for holder in self._holder]
         self._layers = {layer: self._own[holder] for layer, holder in enumerate(self._holder)}
         self._tables: dict[tuple[int, bool], Table | None] = {}  # by layer, and whether coarse
+        self._runs: dict[tuple[int, bool], PackedRun] = {}  # the same
         wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
         sizes = {d for of in own.values() for d in of.parts} if rotate == "hadamard" else set()
         self._turns = {d: hadamard(d, wide) for d in sizes}
@@ -157,12 +158,13 @@ class Packed:
         if window is None and any(head.has_holes for head in heads):
             window = WIDEST
         first, lengths = heads[0].pos, [head.length for head in heads]
+        if (run := self._runs.get((layer, coarse))) is None:
+            run = PackedRun([head.since(0, coarse=coarse) for head in heads], first, [0] * len(heads))
+            self._runs[layer, coarse] = run
         if window is None or all(head.pos is first for head in heads):
-            return PackedRun([head.since(0, coarse=coarse) for head in heads], first, [0] * len(heads)), window
+            return run, window
         starts = [sum(lengths[:j]) for j in range(len(heads))]
-        return PackedRun(
-            [head.since(0, coarse=coarse) for head in heads], torch.cat([head.pos for head in heads]), starts
-        ), window
+        return PackedRun(run.heads, torch.cat([head.pos for head in heads]), starts), window
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
@@ -274,6 +276,7 @@ class Packed:
     def restore(self, given: Given) -> None:
         """The same codes: nothing is rounded again."""
         self._tables.clear()
+        self._runs.clear()
         for layer, heads in self._own.items():
             for j, head in enumerate(heads):
                 head.restore(given.part(str(layer)).part(str(j)))
@@ -281,18 +284,22 @@ class Packed:
         self.changes += 1
 
     def usage(self) -> list[Usage]:
-        """Slots and bytes of each layer: codes, scales, positions, and keys that wait for a full group."""
-        found = []
+        """Slots and bytes of each layer: codes, scales, positions, and keys that wait for a full group. What layers
+        share counts in the first of them."""
+        found, known = [], set[int]()
         for layer, heads in self._own.items():
             held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in heads for t in h.tensors}
             slots = max(int((head.pos >= 0).sum()) for head in heads)
-            found.append(Usage(layer, self._name, slots, sum(held.values()), "rounded" if slots else None))
+            size = sum(n for at, n in held.items() if at not in known)
+            known |= held.keys() - {0}
+            found.append(Usage(layer, self._name, slots, size, "rounded" if slots else None))
         return found
 
     def _forget_table(self, layer: int) -> None:
-        """Before its heads change: a table keeps what it names, which may be what memory runs out of."""
+        """Before its heads change: a table or a run keeps what it names, which may be what memory runs out of."""
         for coarse in (False, True):
             self._tables.pop((layer, coarse), None)
+            self._runs.pop((layer, coarse), None)
 
     def _keep(self, layer: int, mask: Tensor) -> None:
         self._forget_table(layer)
@@ -304,11 +311,13 @@ class Packed:
         self.changes += 1
 
     def _share(self, layer: int) -> None:
-        """One row of positions for all heads where they hold the same slots, as mostly they do."""
+        """One row of positions for all heads, and all layers, where they hold the same slots, as mostly they do."""
         first, *others = self._layers[layer]
         if all(torch.equal(head.pos, first.pos) for head in others):
-            for head in others:
-                head.pos = first.pos
+            above = next((of[0].pos for i, of in self._own.items() if i != layer and len(of[0].pos)), first.pos)
+            pos = above if torch.equal(above, first.pos) else first.pos
+            for head in (first, *others):
+                head.pos = pos
 
     def _split(self, layer: int, s: Slots) -> tuple[Tensor, Tensor]:
         """What lies as keys and as values: of latents the turned part and the others, each with scales of its own."""

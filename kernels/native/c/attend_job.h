@@ -1,6 +1,5 @@
 // What a job of attention works on: its memory, its rows, and the blocks of the sequence that they read.
 #pragma once
-#include "attend_block.h"
 #include "attend_packed.h"
 #include <stdlib.h>
 #define SPAN (B * 64)
@@ -79,6 +78,11 @@ static void *take(char **at, int64_t bytes) {
   *at += UP(bytes, 64);
   return found;
 }
+// How numbers are multiplied by n rows: codes of a block are laid out in one way for any number of them
+static int kind_of(const Attend *a, int64_t n) {
+  (void)n;  // some CPUs multiply any number of rows in one way
+  return a->is_wide ? WIDE : a->packed && LAID_OUT == WIDENED ? WIDENED : NARROW(n);
+}
 // Cut out what n rows need from `at` on -> where it ends
 static char *lay_out(Job *j, const Plan *p, int64_t n, char *at) {
   const int64_t kind = j->rows.kind, S = words(kind, p->a->D), W = p->width;
@@ -95,7 +99,7 @@ static char *lay_out(Job *j, const Plan *p, int64_t n, char *at) {
 // Bytes that the largest tile needs
 static size_t room(const Plan *p) {
   const int64_t n = p->tile * p->G;
-  Job j = {.rows = {.kind = p->a->is_wide ? WIDE : NARROW(n)}};
+  Job j = {.rows = {.kind = kind_of(p->a, n)}};
   return (size_t)lay_out(&j, p, n, 0);
 }
 // What row i reads under KV head h of the slots that are stored
@@ -117,7 +121,7 @@ static Sequence sequence_of(const Job *j, const Attend *a, int64_t h, int64_t i,
 static Job begin(const Plan *p, int64_t h, int64_t first, int64_t rows, char *room) {
   const Attend *a = p->a;
   const int64_t n = rows * p->G;
-  Job j = {.rows = {.n = n, .D = a->D, .E = a->E, .width = p->width, .kind = p->a->is_wide ? WIDE : NARROW(n)}};
+  Job j = {.rows = {.n = n, .D = a->D, .E = a->E, .width = p->width, .kind = kind_of(p->a, n)}};
   const int kind = j.rows.kind;
   const int64_t S = words(kind, a->D);
   lay_out(&j, p, n, room);
@@ -148,14 +152,13 @@ static Slots unpack(Job *j, const Plan *p, int64_t at) {
   const Sequence *s = &j->seq;
   const int64_t left = s->length - at, n = left < B ? left : B, dk = a->D * p->size, dv = a->E * p->size;
   const Packed *packed = s->packed;
-  const int is_whole = j->rows.kind == PAIRED && n == B;
-  const int is_turned = is_whole && at + B <= packed->full && can_turn_by_four(&packed->k, a->D);
-  const int is_paired = is_whole && (packed->v.bits == 8 || can_pair_by_four(&packed->v));
+  const int is_whole = j->rows.kind == LAID_OUT && n == B;
+  const int is_turned = is_whole && at + B <= packed->full && can_turn(&packed->k, a->D);
+  const int is_paired = is_whole && can_pair(&packed->v, a->E);
   char *k = is_turned ? 0 : j->k, *v = is_paired ? 0 : j->v;
   unpack_slots(packed, a->is_wide, a->D, a->E, at, n, k, v);
-  if (is_turned) turn_by_four(&packed->k, a->D, at, j->room.kt);
-  if (is_paired && packed->v.bits == 8) pair_by_channels(&packed->v, a->E, at, j->room.vt, p->width);
-  else if (is_paired) pair_by_four(&packed->v, a->E, at, j->room.vt, p->width);
+  if (is_turned) turn_block(&packed->k, a->D, at, j->room.kt);
+  if (is_paired) pair_block(&packed->v, a->E, at, j->room.vt, p->width);
   memset(j->k + n * dk, 0, (B - n) * dk), memset(j->v + n * dv, 0, (B - n) * dv);
   for (int64_t i = 0; a->window && i < B; i++) j->pos[i] = i < n ? s->pos[at + i] : INT32_MIN;
   return (Slots){k, v, dk, dv, a->window ? j->pos : 0, 0, 0};
@@ -222,8 +225,12 @@ static int is_hidden(const Job *j, Slots *b) {
 }
 static void blocks(Job *j, const Plan *p, int64_t from, int64_t to) {
   for (int64_t at = from < j->seq.gone ? j->seq.gone : from; at < to; at += B) {
-    Slots b = fetch(j, p, at);
-    if (!is_hidden(j, &b)) block(&j->rows, &j->room, &b, at);
+    const Packed *few = j->seq.packed;
+    const int is_straight = few && at + B <= j->seq.length && at + B <= few->full && can_multiply(&j->rows, few);
+    Slots b = is_straight ? (Slots){.pos = p->a->window ? j->seq.pos + at : 0} : fetch(j, p, at);
+    if (is_hidden(j, &b)) continue;
+    if (is_straight) block_of_codes(&j->rows, &j->room, few, b.pos, at);
+    else block(&j->rows, &j->room, &b, at);
   }
   release(&j->room);
 }

@@ -2,12 +2,12 @@
 //
 // Layouts are those of kernels/pack; numbers are rounded as there, so rows read what they would read had it been unpacked.
 #pragma once
-#include "lanes.h"
+#include "attend_block.h"
 
 typedef _Float16 X __attribute__((vector_size(32), aligned(2)));   // 16 x fp16
 typedef int8_t S8 __attribute__((vector_size(16), aligned(1)));    // 16 codes of 8 bits
 typedef uint8_t C16 __attribute__((vector_size(16), aligned(1)));  // 32 codes of 4 bits
-typedef uint16_t H32 __attribute__((vector_size(64), aligned(2)));  // 32 x bf16
+typedef H2 H32;
 typedef uint32_t U4 __attribute__((vector_size(16), aligned(1)));
 typedef uint32_t U8 __attribute__((vector_size(32), aligned(1)));
 typedef uint16_t C32 __attribute__((vector_size(16), aligned(1)));  // the same, by four
@@ -32,16 +32,17 @@ INLINE void put(int is_wide, char *to, int64_t i, F x) {
   if (is_wide) store((float *)to + i, x);
   else store((bf16 *)to + i, narrow(x));
 }
-// Sixteen codes of 4 or 2 bits from the i-th on
-INLINE F codes_at(const char *p, int64_t bits, int64_t i) {
+// Sixteen codes of 4 or 2 bits from the i-th on, with others above them
+INLINE U codes_above(const char *p, int64_t bits, int64_t i) {
   const U by4 = {0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4}, by2 = {0, 2, 4, 6, 0, 2, 4, 6, 0, 2, 4, 6, 0, 2, 4, 6};
   if (bits == 4) {
     const C8 c = load(C8, p + i / 2);
-    return __builtin_convertvector(__builtin_convertvector(__builtin_shufflevector(c, c, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), U) >> by4 & 15, F);
+    return __builtin_convertvector(__builtin_shufflevector(c, c, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), U) >> by4;
   }
   const C4 c = load(C4, p + i / 4);
-  return __builtin_convertvector(__builtin_convertvector(__builtin_shufflevector(c, c, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), U) >> by2 & 3, F);
+  return __builtin_convertvector(__builtin_shufflevector(c, c, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), U) >> by2;
 }
+INLINE F codes_at(const char *p, int64_t bits, int64_t i) { return __builtin_convertvector(codes_above(p, bits, i) & (bits == 4 ? 15 : 3), F); }
 // The same, and what their lower halves, if any, say between two steps
 INLINE F refined_at(const Codes *c, int64_t slot, int64_t D, int64_t i) {
   const int64_t at = slot * D * c->bits / 8;
@@ -96,7 +97,52 @@ INLINE void unpack_keys(const Packed *p, int is_wide, int64_t D, int64_t at, int
     }
   }
 }
-#if defined(__AVX512BW__)
+// 16 bytes of each of 64 slots -> of each 16 slots 4 vectors of words
+INLINE void turn_codes(const char *codes, int64_t size, const char *next, U *a) {
+  for (int i = 0; i < 16; i++, codes += size) {
+    __builtin_prefetch(next + i * 64, 0, 2);
+#define PART(i) load(U4, codes + (i) * 16 * size)
+    const U8 low = __builtin_shufflevector(PART(0), PART(1), 0, 1, 2, 3, 4, 5, 6, 7), high = __builtin_shufflevector(PART(2), PART(3), 0, 1, 2, 3, 4, 5, 6, 7);
+    a[i] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#undef PART
+  }
+  turn16(a);
+}
+// Zeros and scales of groups
+INLINE void floats_of(const Codes *c, int64_t at, int64_t n, float *zero, float *scale) {
+  for (int64_t i = 0; i < n; i += 16) store(zero + i, halves(c->zero, at + i)), store(scale + i, halves(c->scale, at + i));
+}
+// What a block of 64 slots is multiplied by, without the numbers in between. `rows` 0: it is laid out, in kt or vt. Else it is multiplied
+// by so many rows as soon as it is made, by the same chains, and never lies in memory.
+#define AS_IT_IS(where, x) __asm__("" : where(x))  // or the compiler finds a way that takes longer
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+#define LAID_OUT WIDENED
+#else
+#define LAID_OUT PAIRED
+#endif
+INLINE int can_turn(const Codes *c, int64_t D) { return !c->fine && (c->bits == 8 ? D % 16 == 0 : c->bits < 8 && D * c->bits % 128 == 0 && c->group % 16 == 0); }
+INLINE int can_pair(const Codes *c, int64_t E) { return !c->fine && (c->bits == 8 ? E % 16 == 0 : c->bits < 8 && c->group * c->bits % 128 == 0); }
+// The rows that what is made is multiplied by, and what comes of it: [4][4] vectors of sums
+typedef struct {
+  const uint32_t *x;  // words of a row, ldx from row to row
+  int64_t ldx;
+  F acc[4][4];
+} Sums;
+INLINE void none_yet(Sums *s, int rows, int vecs) {
+  for (int m = 0; m < rows; m++)
+    for (int n = 0; n < vecs; n++) s->acc[m][n] = splat(0.f);
+}
+INLINE void meet_words(int rows, int vecs, const U *w, int64_t word, Sums *s, uint32_t *to) {
+  for (int n = 0; n < vecs && !rows; n++) store(to + n * 16, (U)w[n]);
+  for (int m = 0; m < rows; m++) {
+    U x = (U){0} + s->x[m * s->ldx + word];
+#if defined(__AVX512F__)
+    AS_IT_IS("+v", x);
+#endif
+    for (int n = 0; n < vecs; n++) s->acc[m][n] = LAID_OUT == PAIRED ? DOT2(s->acc[m][n], w[n], x) : fma_((F)w[n], (F)x, s->acc[m][n]);
+  }
+}
+#if defined(__AVX512BF16__)
 #define HAS_LOOKUP 1
 // Values of 4 bits to bf16: the sixteen numbers that a group's codes stand for are made once and looked up, 32 at a time
 INLINE void values_by_four(const Codes *c, int64_t D, int64_t at, int64_t n, bf16 *to) {
@@ -111,107 +157,308 @@ INLINE void values_by_four(const Codes *c, int64_t D, int64_t at, int64_t n, bf1
       }
     }
 }
-// What a block multiplies in pairs, of 64 slots, without the numbers in between: the two codes of a pair are looked up at once, in
-// a table of the sixteen numbers that the first may stand for and the sixteen of the second. 5 bits are looked at.
-#define AS_IT_IS(where, x) __asm__("" : where(x))  // or the compiler finds a way that takes longer
+// In pairs. 4 bits: the two codes of a pair are looked up at once, in a table of the sixteen numbers that the first may stand for and
+// the sixteen of the second; 5 bits are looked at. 2 bits: a pair has sixteen forms, and one lookup of 4 bits gives it.
 #define LOOK_UP(codes, table) (U)_mm512_permutexvar_epi16((__m512i)(codes), (__m512i)(table))
-INLINE H32 table_of(const float *zero, const float *scale, int64_t first, int64_t second) {
-  const F each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#define NUMBERS(i) (F)_mm512_set1_ps(zero[i]) + each * (F)_mm512_set1_ps(scale[i])  // `splat` would add
-  return narrow2(NUMBERS(first), NUMBERS(second));
-#undef NUMBERS
+#define LOOK_UP_PAIR(codes, table) (U)_mm512_permutexvar_epi32((__m512i)(codes), (__m512i)(table))
+#define NUMBERS(each, zero, scale) (F)_mm512_set1_ps(zero) + (each) * (F)_mm512_set1_ps(scale)  // `splat` would add
+INLINE U in_pairs(F first, F second) {
+  const H32 mixed = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return LOOK_UP(mixed, narrow2(first, second));
 }
-INLINE int can_turn_by_four(const Codes *c, int64_t D) { return c->bits == 4 && !c->fine && D % 32 == 0 && c->group % 16 == 0; }
-INLINE int can_pair_by_four(const Codes *c) { return c->bits == 4 && !c->fine && c->group % 32 == 0; }
-// Codes of 32 numbers, a: of each 16 slots 4 words of 4 pairs -> 16 rows of kt, for `parts` times 16 slots that share scales
-INLINE void look_up_keys(int parts, const Codes *c, int64_t at, const U *a, uint32_t *kt) {
-  float zero[32], scale[32];
-  for (int i = 0; i < 32; i += 16) store(zero + i, halves(c->zero, at + i)), store(scale + i, halves(c->scale, at + i));
-  AS_IT_IS("+m", zero); AS_IT_IS("+m", scale);
+// Two bytes of each word, the lower one `up` bits from its end, times a scale that is 2^24 too small: a byte is read where it is highest
+INLINE U bytes_in_pairs(U code, int up, F scale0, F scale1) {
+  const I first = (I)(code << (24 - up) & 0xff000000), second = (I)(code << (16 - up) & 0xff000000);
+  return in_pairs(__builtin_convertvector(first, F) * scale0, __builtin_convertvector(second, F) * scale1);
+}
+INLINE H32 table_of(int bits, float zero0, float scale0, float zero1, float scale1) {
+  const F each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const F low = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3}, high = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+  if (bits == 4) return narrow2(NUMBERS(each, zero0, scale0), NUMBERS(each, zero1, scale1));
+  return (H32)in_pairs(NUMBERS(low, zero0, scale0), NUMBERS(high, zero1, scale1));
+}
+// Keys of slots [at, at + 64), a pair of channels at a time -> [D / 2][64] or sums
+INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t D, int64_t at, Sums *s, uint32_t *kt) {
+  const int64_t size = D * bits / 8;
+  const int wide = 128 / bits, parts = is_one ? 1 : 4;  // channels at a time; groups of slots
+  F by_slot[4];
+  for (int n = 0; n < 4 && bits == 8; n++) by_slot[n] = halves(c->scale, at + n * 16) * 0x1p-24f;
+  none_yet(s, rows, 4);
+  for (int64_t d = 0; d < D; d += wide) {
+    U a[16];
+    float zero[4][64], scale[4][64];
+    turn_codes(c->codes + at * size + d * bits / 8, size, c->codes + (at + 64) * size + d * bits * 8, a);
+    for (int n = 0; n < parts && bits < 8; n++)
+      for (int i = 0; i < wide; i += 16) {
+        const int64_t from = (at + n * 16) / c->group * D + d + i;
+        store(zero[n] + i, halves(c->zero, from)), store(scale[n] + i, halves(c->scale, from));
+      }
+    AS_IT_IS("+m", zero); AS_IT_IS("+m", scale);
 #pragma clang loop unroll(full)
-  for (int word = 0; word < 4; word++, kt += 4 * 64) {
-    U first[4], second[4];
-    for (int part = 0; part < parts; part++) {
-      first[part] = a[part * 4 + word] & 0x0f0f0f0f, second[part] = (a[part * 4 + word] >> 4 & 0x0f0f0f0f) | 0x10101010;
-      AS_IT_IS("+v", first[part]); AS_IT_IS("+v", second[part]);
-    }
+    for (int word = 0; word < 4; word++) {
+      U first[4], second[4];
+      for (int n = 0; n < 4 && bits == 4; n++) {
+        first[n] = a[n * 4 + word] & 0x0f0f0f0f, second[n] = (a[n * 4 + word] >> 4 & 0x0f0f0f0f) | 0x10101010;
+        AS_IT_IS("+v", first[n]); AS_IT_IS("+v", second[n]);
+      }
 #pragma clang loop unroll(full)
-    for (int byte = 0; byte < 4; byte++) {
-      const H32 table = table_of(zero, scale, 8 * word + 2 * byte, 8 * word + 2 * byte + 1);
-      for (int part = 0; part < parts; part++) {
-        const U high = byte < 2 ? second[part] << (16 - 8 * byte) : second[part] >> (8 * byte - 16);
-        store(kt + byte * 64 + part * 16, LOOK_UP((first[part] >> 8 * byte & 0xffff) | (high & 0xffff0000), table));
+      for (int pair = 0; pair < 16 / bits; pair++) {
+        const int i = word * 32 / bits + pair * 2, up = pair * bits * 2;
+        U w[4];
+        H32 table;
+        for (int n = 0; n < 4; n++) {
+          const U code = a[n * 4 + word];
+          if (bits < 8 && n < parts) table = table_of(bits, zero[n][i], scale[n][i], zero[n][i + 1], scale[n][i + 1]);
+          if (bits == 8) w[n] = bytes_in_pairs(code, up, by_slot[n], by_slot[n]);
+          else if (bits == 2) w[n] = LOOK_UP_PAIR(code >> up, table);
+          else {
+            const U high = up < 16 ? second[n] << (16 - up) : second[n] >> (up - 16);
+            w[n] = LOOK_UP((first[n] >> up & 0xffff) | (high & 0xffff0000), table);
+          }
+        }
+        meet_words(rows, 4, w, (d + i) / 2, s, kt + (d + i) / 2 * 64);
       }
     }
   }
 }
-// Keys -> [D / 2][64]: a byte of codes is a pair
-INLINE void turn_by_four(const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
-  ask_for(c->codes + (at + 64) * D / 2, 32 * D);
-  for (int64_t d = 0; d < D; d += 32) {
-    const char *codes = c->codes + (at * D + d) / 2;
-    U a[16];
-    for (int i = 0; i < 16; i++, codes += D / 2) {
-#define PART(i) load(U4, codes + (i) * 8 * D)
-      const U8 low = __builtin_shufflevector(PART(0), PART(1), 0, 1, 2, 3, 4, 5, 6, 7), high = __builtin_shufflevector(PART(2), PART(3), 0, 1, 2, 3, 4, 5, 6, 7);
-      a[i] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-#undef PART
-    }
-    turn16(a);
-    if (c->group % 64 == 0) look_up_keys(4, c, at / c->group * D + d, a, kt + d * 32);
-    else
-      for (int part = 0; part < 4; part++) look_up_keys(1, c, (at + part * 16) / c->group * D + d, a + part * 4, kt + d * 32 + part * 16);
-  }
-}
-// Values -> [32][width]: of two slots the codes of a channel
-INLINE void pair_by_four(const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
+// Values of 4 or 2 bits of these slots, a pair of slots at a time: of channels [e, e + vecs * 16), which share a group -> [32][width] or sums
+INLINE void lay_values_of(int bits, int rows, int vecs, const Codes *c, int64_t E, int64_t e, int64_t at, const float *zero, const float *scale, Sums *s, uint32_t *vt, int64_t width) {
   const H32 from = {0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12};
   const H32 where = {0, 8, 0, 8, 0, 8, 0, 8, 1, 9, 1, 9, 1, 9, 1, 9, 2, 10, 2, 10, 2, 10, 2, 10, 3, 11, 3, 11, 3, 11, 3, 11};
-  const int64_t groups = E / c->group, pieces = c->group / 32;
-  const char *x = c->codes + at * E / 2, *y = x + E / 2;
-  ask_for(x + 32 * E, 32 * E);
-  float zero[64 * groups], scale[64 * groups];
-  for (int64_t i = 0; i < 64 * groups; i += 16) store(zero + i, halves(c->zero, at * groups + i)), store(scale + i, halves(c->scale, at * groups + i));
-  for (int64_t i = 0; i < 64 * groups; i += 2 * groups, x = y, y += E / 2, vt += width) {
-    uint32_t *to = vt;
-    for (int64_t g = i; g < i + groups; g++) {
-      const H32 table = table_of(zero, scale, g, g + groups);
-      for (int64_t piece = 0; piece < pieces; piece++, x += 16, y += 16, to += 32) {
-        __m256i both = (__m256i)__builtin_shufflevector(load(C32, x), load(C32, y), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const U from2 = {0, 8, 4, 12, 16, 24, 20, 28, 0, 8, 4, 12, 16, 24, 20, 28}, where2 = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
+  const int64_t groups = E / c->group, size = E * bits / 8;
+  const char *x = c->codes + at * size + e * bits / 8;
+  none_yet(s, rows, vecs);
+#pragma clang loop unroll(disable)
+  for (int64_t j = 0; j < 32; j++, x += 2 * size) {
+    const int64_t g = j * 2 * groups + e / c->group;
+    __builtin_prefetch(x + 64 * size, 0, 2), __builtin_prefetch(x + 65 * size, 0, 2);
+    const H32 table = table_of(bits, zero[g], scale[g], zero[g + groups], scale[g + groups]);
+    U w[4];
+    for (int n = 0; n < vecs; n += bits == 4 ? 2 : 4) {
+      if (bits == 4) {
+        __m256i both = (__m256i)__builtin_shufflevector(load(C32, x + n * 8), load(C32, x + size + n * 8), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         AS_IT_IS("+v", both);
         for (int half = 0; half < 2; half++) {
           const U codes = (U)((H32)_mm512_permutexvar_epi16((__m512i)(where + (uint16_t)(half * 4)), _mm512_castsi256_si512(both)) >> from);
-          store(to + half * 16, LOOK_UP((codes & 0xf000f) | 0x100000, table));
+          w[n + half] = LOOK_UP((codes & 0xf000f) | 0x100000, table);
         }
+      } else {  // the codes of two slots side by side, in 4 bits: even channels, odd ones, and both by turns
+        const U4 p = load(U4, x), q = load(U4, x + size);
+        const C16 even = (C16)((p & 0x33333333) | (q << 2 & 0xcccccccc)), odd = (C16)((p >> 2 & 0x33333333) | (q & 0xcccccccc));
+        __m256i both = (__m256i)__builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        AS_IT_IS("+v", both);
+        for (int part = 0; part < 4; part++)
+          w[part] = LOOK_UP_PAIR((U)_mm512_permutexvar_epi32((__m512i)(where2 + 2 * (uint32_t)part), _mm512_castsi256_si512(both)) >> from2, table);
       }
     }
+    meet_words(rows, vecs, w, j, s, vt + j * width + e);
+  }
+}
+// Values of 8 bits of channels [e, e + 16), which lie by channels
+INLINE void lay_channels_of(int rows, const Codes *c, int64_t e, int64_t at, Sums *s, uint32_t *vt, int64_t width) {
+  U a[16];
+  float scale[64];
+  for (int i = 0; i < 64; i += 16) store(scale + i, halves(c->scale, at + i) * 0x1p-24f);
+  for (int r = 0; r < 16; r++) {
+    const char *codes = c->codes + (e + r) * c->room + at;
+    __builtin_prefetch(codes + 64, 0, 2);
+    a[r] = load(U, codes);
+  }
+  turn16(a);
+  none_yet(s, rows, 1);
+  for (int i = 0; i < 32; i++) {
+    const U w = bytes_in_pairs(a[i / 2], i % 2 * 16, (F)_mm512_set1_ps(scale[2 * i]), (F)_mm512_set1_ps(scale[2 * i + 1]));
+    meet_words(rows, 1, &w, i, s, vt + i * width + e);
+  }
+}
+#elif defined(__AVX2__)
+// In fp32, rounded to bf16. The numbers that a group's codes stand for are made once and looked up, by 4 bits or by 2.
+#define HAS_LOOKUP 0
+#define values_by_four(c, D, at, n, to)
+INLINE U look_up(int bits, F table, U codes) {
+#if defined(__AVX512F__)
+  (void)bits;
+  return (U)_mm512_permutexvar_ps((__m512i)codes, (__m512)table);
+#else
+  __m256 half[2], out[2];
+  __m256i at[2];
+  memcpy(half, &table, 64), memcpy(at, &codes, 64);
+  for (int i = 0; i < 2; i++) {
+    out[i] = _mm256_permutevar8x32_ps(half[0], at[i]);
+    if (bits == 4) out[i] = _mm256_blendv_ps(out[i], _mm256_permutevar8x32_ps(half[1], at[i]), _mm256_castsi256_ps(_mm256_slli_epi32(at[i], 28)));
+  }
+  U found;
+  memcpy(&found, out, 64);
+  return found;
+#endif
+}
+INLINE F rounded(F x) { return wide(narrow(x)); }
+INLINE F table_of(int bits, float zero, float scale) {
+  const F each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, by2 = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
+  return rounded(splat(zero) + (bits == 4 ? each : by2) * splat(scale));
+}
+// Keys of slots [at, at + 64), a channel at a time -> [D][64] or sums
+INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t D, int64_t at, Sums *s, uint32_t *kt) {
+  const int64_t size = D * bits / 8;
+  const int wide = 128 / bits, parts = is_one ? 1 : 4;  // channels at a time; groups of slots
+  F by_slot[4];
+  for (int n = 0; n < 4 && bits == 8; n++) by_slot[n] = halves(c->scale, at + n * 16);
+  none_yet(s, rows, 4);
+  for (int64_t d = 0; d < D; d += wide) {
+    U a[16];
+    float zero[4][64], scale[4][64];
+    turn_codes(c->codes + at * size + d * bits / 8, size, c->codes + (at + 64) * size + d * bits * 8, a);
+    for (int n = 0; n < parts && bits < 8; n++) floats_of(c, (at + n * 16) / c->group * D + d, wide, zero[n], scale[n]);
+#pragma clang loop unroll(disable)
+    for (int i = 0; i < wide; i++) {
+      const int up = i % (32 / bits) * bits;
+      U w[4];
+      F table = {0};
+      for (int n = 0; n < 4; n++) {
+        const U code = a[n * 4 + i * bits / 32] >> up;
+        if (bits < 8 && n < parts) table = table_of(bits, zero[n][i], scale[n][i]);
+        w[n] = bits < 8 ? look_up(bits, table, code) : (U)rounded(__builtin_convertvector((I)(code << 24) >> 24, F) * by_slot[n]);
+      }
+      meet_words(rows, 4, w, d + i, s, kt + (d + i) * 64);
+    }
+  }
+}
+// Values of 4 or 2 bits of these slots, a slot at a time: of channels [e, e + vecs * 16), which share a group -> [64][width] or sums
+INLINE void lay_values_of(int bits, int rows, int vecs, const Codes *c, int64_t E, int64_t e, int64_t at, const float *zero, const float *scale, Sums *s, uint32_t *vt, int64_t width) {
+  const int64_t groups = E / c->group, size = E * bits / 8;
+  const char *codes = c->codes + at * size;
+  none_yet(s, rows, vecs);
+#pragma clang loop unroll(disable)
+  for (int64_t j = 0; j < 64; j++, codes += size) {
+    const F table = table_of(bits, zero[j * groups + e / c->group], scale[j * groups + e / c->group]);
+    U w[4];
+    __builtin_prefetch(codes + 64 * size + e * bits / 8, 0, 2);
+    for (int n = 0; n < vecs; n++) w[n] = look_up(bits, table, codes_above(codes, bits, e + n * 16));
+    meet_words(rows, vecs, w, j, s, vt + j * width + e);
+  }
+}
+// Values of 8 bits of channels [e, e + 16), which lie by channels
+INLINE void lay_channels_of(int rows, const Codes *c, int64_t e, int64_t at, Sums *s, uint32_t *vt, int64_t width) {
+  const char *codes = c->codes + e * c->room + at;
+  for (int r = 0; r < 16; r++) __builtin_prefetch(codes + r * c->room + 64, 0, 2);
+  none_yet(s, rows, 1);
+  for (int i = 0; i < 64; i += 16) {
+    const F scale = halves(c->scale, at + i);
+    U a[16];
+    for (int r = 0; r < 16; r++) a[r] = (U)rounded(__builtin_convertvector(load(S8, codes + r * c->room + i), F) * scale);
+    turn16(a);
+    for (int r = 0; r < 16; r++) meet_words(rows, 1, a + r, i + r, s, vt + (i + r) * width + e);
   }
 }
 #else
 #define HAS_LOOKUP 0
 #define values_by_four(c, D, at, n, to)
-#define can_turn_by_four(c, D) 0
-#define can_pair_by_four(c) 0
-#define turn_by_four(c, D, at, kt)
-#define pair_by_four(c, D, at, vt, width)
 #endif
-// Values of 8 bits of 64 slots in pairs of bf16, [32][width]: where they lie by channels pairs need one turn
-INLINE void pair_by_channels(const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
-  for (int64_t d = 0; d < E; d += 16) {
-    const char *codes = c->codes + d * c->room + at;
-    for (int r = 0; r < 16; r++) __builtin_prefetch(codes + r * c->room + 64, 0, 2);
-    for (int64_t i = 0; i < 64; i += 32) {
-      const F first = halves(c->scale, at + i), second = halves(c->scale, at + i + 16);
-      U a[16];
-      for (int r = 0; r < 16; r++) {
-        const char *from = codes + r * c->room + i;
-        a[r] = (U)narrow2(__builtin_convertvector(load(S8, from), F) * first, __builtin_convertvector(load(S8, from + 16), F) * second);
-      }
-      turn16(a);
-      for (int r = 0; r < 16; r++) store(vt + (i / 2 + r) * width + d, a[r]);
+#if defined(__AVX2__)
+// Keys -> kt
+INLINE void turn_block(const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
+  Sums none;
+  if (c->bits == 8) turn_keys_of(8, 0, 0, c, D, at, &none, kt);
+  else if (c->bits == 2) turn_keys_of(2, 0, 0, c, D, at, &none, kt);
+  else if (c->group % 64 == 0) turn_keys_of(4, 1, 0, c, D, at, &none, kt);
+  else turn_keys_of(4, 0, 0, c, D, at, &none, kt);
+}
+// EACH(bits, vecs, e): values of a block by as many channels as one call takes
+#define BY_CHANNELS(c, E, EACH)                                                         \
+  if ((c)->bits == 8) for (int64_t e = 0; e < (E); e += 16) EACH(8, 1, e)               \
+  else if ((c)->bits == 2) for (int64_t e = 0; e < (E); e += 64) EACH(2, 4, e)          \
+  else if ((c)->group % 64 == 0) for (int64_t e = 0; e < (E); e += 64) EACH(4, 4, e)    \
+  else for (int64_t e = 0; e < (E); e += 32) EACH(4, 2, e)
+#define SOME_VALUES(bits, rows, vecs, e, s, vt)                                          \
+  if (bits == 8) lay_channels_of(rows, c, e, at, s, vt, width);                          \
+  else lay_values_of(bits == 2 ? 2 : 4, rows, vecs, c, E, e, at, zero, scale, s, vt, width);
+#define VALUES_BEGIN                                                    \
+  const int64_t groups = c->bits == 8 ? 0 : E / c->group;               \
+  float zero[64 * groups + 1], scale[64 * groups + 1];                  \
+  floats_of(c, at * groups, 64 * groups, zero, scale);
+// Values -> vt
+static void pair_block(const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
+  Sums none;
+  VALUES_BEGIN
+#define EACH(bits, vecs, e) { SOME_VALUES(bits, 0, vecs, e, &none, vt) }
+  BY_CHANNELS(c, E, EACH)
+#undef EACH
+}
+// Rows whose sums fit into registers; tiles multiply what is laid out
+#if HAS_TILES
+#define FEW 0
+#elif defined(__AVX512F__)
+#define FEW 4
+#else
+#define FEW 1
+#endif
+INLINE void score_few(int bits, int rows, const Rows *a, const Room *room, const Codes *c, int64_t at) {
+  Sums s = {.x = a->q, .ldx = words(LAID_OUT, a->D)};
+  turn_keys_of(bits, 1, rows, c, a->D, at, &s, 0);
+  for (int m = 0; m < rows; m++)
+    for (int n = 0; n < 4; n++) store(room->s + m * B + n * 16, s.acc[m][n]);
+}
+INLINE void add_few(int rows, int vecs, const Rows *a, const Room *room, const Sums *s, int64_t e) {
+  for (int m = 0; m < rows; m++)
+    for (int n = 0; n < vecs; n++) {
+      float *o = a->o + m * a->width + e + n * 16;
+      store(o, fma_(load(F, o), splat(room->shrink[m]), s->acc[m][n]));
     }
+}
+INLINE void weigh_few(int rows, const Rows *a, const Room *room, const Codes *c, int64_t at) {
+  const int64_t E = a->E, width = 0;
+  VALUES_BEGIN
+#define EACH(bits, vecs, e)                            \
+  {                                                    \
+    Sums s = {.x = room->p, .ldx = words(LAID_OUT, B)};             \
+    SOME_VALUES(bits, rows, vecs, e, &s, 0)            \
+    add_few(rows, vecs, a, room, &s, e);               \
+  }
+  BY_CHANNELS(c, E, EACH)
+#undef EACH
+}
+INLINE void block_for(int rows, const Rows *a, const Room *room, const Packed *p, const int32_t *pos, int64_t at) {
+  if (p->k.bits == 8) score_few(8, rows, a, room, &p->k, at);
+  else if (p->k.bits == 4) score_few(4, rows, a, room, &p->k, at);
+  else score_few(2, rows, a, room, &p->k, at);
+  for (int64_t r = 0; r < rows; r++) soften(LAID_OUT, a, room, pos, at, r);
+  weigh_few(rows, a, room, &p->v, at);
+}
+// `block` for the few rows for which `can_multiply`, of a whole block of codes
+INLINE int can_multiply(const Rows *a, const Packed *p) {
+  return a->n <= FEW && a->kind == LAID_OUT && can_turn(&p->k, a->D) && can_pair(&p->v, a->E) && (p->k.bits == 8 || p->k.group % 64 == 0);
+}
+static void block_of_codes(const Rows *a, const Room *room, const Packed *p, const int32_t *pos, int64_t at) {
+  if (a->n == 1) block_for(1, a, room, p, pos, at);
+  else if (a->n == 2) block_for(2, a, room, p, pos, at);
+  else if (a->n == 3) block_for(3, a, room, p, pos, at);
+  else block_for(4, a, room, p, pos, at);
+}
+#else
+#define can_turn(c, D) 0
+#define can_pair(c, E) ((c)->bits == 8)
+#define turn_block(c, D, at, kt)
+#define pair_block(c, E, at, vt, width) \
+  for (int64_t e = 0; e < E; e += 16) pair_by_channels(c, e, at, vt, width)
+#define can_multiply(a, p) 0
+#define block_of_codes(a, room, p, pos, at)
+// Values of 8 bits of channels [e, e + 16) in pairs of bf16 -> [32][width]: where they lie by channels pairs need one turn
+INLINE void pair_by_channels(const Codes *c, int64_t e, int64_t at, uint32_t *vt, int64_t width) {
+  const char *codes = c->codes + e * c->room + at;
+  for (int r = 0; r < 16; r++) __builtin_prefetch(codes + r * c->room + 64, 0, 2);
+  for (int64_t i = 0; i < 64; i += 32) {
+    const F first = halves(c->scale, at + i), second = halves(c->scale, at + i + 16);
+    U a[16];
+    for (int r = 0; r < 16; r++) {
+      const char *from = codes + r * c->room + i;
+      a[r] = (U)narrow2(__builtin_convertvector(load(S8, from), F) * first, __builtin_convertvector(load(S8, from + 16), F) * second);
+    }
+    turn16(a);
+    for (int r = 0; r < 16; r++) store(vt + (i / 2 + r) * width + e, a[r]);
   }
 }
+#endif
 // Values of 8 bits lie by channels; of each channel the next block's line is asked for
 INLINE void turn_values(const Codes *c, int is_wide, int64_t D, int64_t at, int64_t n, char *to) {
   const int64_t size = is_wide ? 4 : 2;
