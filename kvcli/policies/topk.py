@@ -89,9 +89,7 @@ class TopK(Usual):
     keep_new: Annotated[int, Range(0)] = 0  # tokens a head keeps of what was generated since; 0 = all
     grow_new: Annotated[int, Range(0)] = 0  # tokens of an answer over which keep_new is reached; 0 = from the first on
     per_chunk: bool = False  # compress after each chunk of a prompt: bounded memory while reading, poorer choice
-    alloc: Alloc = (
-        "ada"  # who shares: heads alike, of a layer, all; layers by height, by what they hold; heads by a file
-    )
+    alloc: Alloc = "ada"  # who shares: heads alike, of a layer, all, by a file; layers by height, by what they hold
     floor: Annotated[float, Range(0, 1)] = 0.2  # share of the average that ada, headmap and global leave every head
     beta: Annotated[float, Range(1)] = 20.0  # of pyramid: the last layer keeps 1 / beta of the average
     headmap: str = ""  # of headmap: file of `kvcli profile-heads` or DuoAttention with a number for each head
