@@ -202,7 +202,9 @@ def test_a_chunk_shares_its_mean_among_those_that_count(size: int) -> None:
             found[p] = sum(mine) / len(mine) if p in counted else float(score[j, i])
         return found
 
-    same(units.chunked(score, s.pos, int(s.pos.max()) + 1, size, among), s, want)
+    n = int(s.pos.max()) + 1
+    unit = units.numbered(size, torch.zeros(n, dtype=torch.int8), n, s.pos.device)
+    same(units.chunked(score, s.pos, unit, among), s, want)
 
 
 @pytest.mark.parametrize("name", ["snap", "tova", "vatp", "knorm", "keydiff", "lag", "expected"])

@@ -86,7 +86,7 @@ def test_packed_projections_weigh_as_what_they_stand_for() -> None:
 def test_half_goes_by_attention_and_half_by_attention_times_what_values_add() -> None:
     """CriticalKV: of four, two by score; the others by (score + 1e-4) x the mean of their heads' norms."""
     score = torch.tensor([[0.30, 0.25, 0.10, 0.09, 0.08, 0.07, 0.06, 0.05]], dtype=torch.float64)
-    norm = torch.tensor([[[1.0, 1, 1, 1, 1, 5, 1, 9], [1.0, 1, 1, 1, 1, 5, 3, 9]]], dtype=torch.float64)
+    norm = torch.tensor([[[0.1, 0.1, 1, 1, 1, 5, 1, 9], [0.1, 0.1, 1, 1, 1, 5, 3, 9]]], dtype=torch.float64)
     s = slots(torch.zeros(1, 8, 3))
     memory = SimpleNamespace(outward=lambda layer, v, order: norm if order == 1 else None)
     found = post.critical(score, s, moment(s, memory=memory), 4)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvcli.policies.shares import Share
 
 Alloc = Literal["uniform", "ada", "pyramid", "headmap", "global", "prefix"]
+Unit = Literal["sentence", "shot"] | Annotated[int, Range(1)]
 Post = Literal["none", "critical", "graph", "crush"]
 
 
@@ -88,13 +89,11 @@ class TopK(Usual):
     keep_new: Annotated[int, Range(0)] = 0  # tokens a head keeps of what was generated since; 0 = all
     grow_new: Annotated[int, Range(0)] = 0  # tokens of an answer over which keep_new is reached; 0 = from the first on
     per_chunk: bool = False  # compress after each chunk of a prompt: bounded memory while reading, poorer choice
-    # who shares: heads equally, heads of a layer, layers by height, heads by a file, all heads, layers by sum
-    alloc: Alloc = "ada"
+    alloc: Alloc = "ada"  # who shares: heads alike, of a layer, all, by a file; layers by height, by what they hold
     floor: Annotated[float, Range(0, 1)] = 0.2  # share of the average that ada, headmap and global leave every head
     beta: Annotated[float, Range(1)] = 20.0  # of pyramid: the last layer keeps 1 / beta of the average
     headmap: str = ""  # of headmap: file of `kvcli profile-heads` or DuoAttention with a number for each head
-    # neighbouring tokens judged together: so many, as ChunkKV takes 10 to 20, a sentence, or an example of the prompt
-    unit: Literal["sentence", "shot"] | Annotated[int, Range(1)] = 1
+    unit: Unit = 1  # judged together: neighbouring tokens (ChunkKV: 10 to 20), a sentence, an example of the prompt
     reuse_layers: Annotated[int, Range(1)] = 1  # layers on end that keep what the first of them does; ChunkKV takes 2
     post: Post = "none"  # what is done with scores: values weighed, likeness damped, or representatives kept
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept
