@@ -45,6 +45,11 @@ class AssistantDraft(Company):
         """Rows of its passes, at most: of one that reads, and of one all of whose rows have logits."""
         return 1, self.branches
 
+    @property
+    def states(self) -> int:
+        """Of layers that keep one: it has no such layers."""
+        return 0
+
     def kept(self, n: int, device: str = "cpu") -> int:
         """Of n tokens, those whose keys and values it has: none."""
         return 0

@@ -318,7 +318,7 @@ def probed(model: Any, n_layers: int, limit: int, name: str) -> seam.Shape:
 @contextmanager
 def _attention(model: Any, name: str) -> Iterator[None]:
     """Another attention function for the length of a block."""
-    before = model.config._attn_implementation
+    before = model.config.get_text_config()._attn_implementation  # a class around it may have one that it keeps
     with quiet():
         model.set_attn_implementation(name)
         try:
