@@ -45,8 +45,9 @@ class AssistantDraft(Company):
         """Rows of its passes, at most: of one that reads, and of one all of whose rows have logits."""
         return 1, self.branches
 
-    def kept(self, n: int, device: str = "cpu") -> int:
-        """Of n tokens, those whose keys and values it has: none."""
+    @property
+    def states(self) -> int:
+        """Of layers of the model that drafts that keep one: it has none."""
         return 0
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
