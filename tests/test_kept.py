@@ -120,6 +120,20 @@ def test_another_question_about_a_text_finds_all_that_a_window_may_undo(lm: LM, 
         assert torch.equal(logits, alone)
 
 
+def test_a_session_that_was_another_one_takes_over_what_a_window_left_as_a_new_one_does(lm: LM, tmp_path: Path) -> None:
+    """Behind the first span of slots its bits would be others, were places counted from the first that it is given."""
+    shelf, text = shelf_in(tmp_path / "kv", lm), families.prompt(4200, seed=3)
+    answer(lm, shelf, text)
+    other, one = read_all(lm, IDS), session(lm)
+    one.restore(other.state(), 5)
+    one.rewind(0)
+    assert shelf.fetch(one, [*text, *IDS[:50]]) >= len(text)
+    while drive(one.chunk([*text, *IDS[:50]])):
+        pass
+    (made,) = run([Feed(lm, Rows.chain(one.ids[-1:], len(one.ids) - 1), one.kv, want=[0])])
+    assert torch.equal(made.logits[0], answer(lm, None, [*text, *IDS[:50]])[2])
+
+
 def test_what_was_kept_of_a_longer_text_is_kept_as_a_shorter_one_has_it(lm: LM, tmp_path: Path) -> None:
     """Or a text of which a window had moved on would be read for every question."""
     shelf = shelf_in(tmp_path / "kv", lm)

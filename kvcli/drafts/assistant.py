@@ -47,11 +47,7 @@ class AssistantDraft(Company):
 
     @property
     def states(self) -> int:
-        """Of layers that keep one: it has no such layers."""
-        return 0
-
-    def kept(self, n: int, device: str = "cpu") -> int:
-        """Of n tokens, those whose keys and values it has: none."""
+        """Of layers of the model that drafts that keep one: it has none."""
         return 0
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:

@@ -7,7 +7,7 @@ Tokens are drawn from the model itself and compared with guesses afterwards, so 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from kvcli.drafts.company import Company
 from kvcli.settings.schema import Range
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 class MtpDraft(Company):
     """Guess with the model's own MTP layer, and copy where the text repeats itself."""
 
-    layers: ClassVar[int] = 1
     depth: Annotated[int, Range(1, 64)] = 3  # tokens that it guesses in a row, at most
+
+    def kept(self, n: int, device: str = "cpu") -> int:
+        """Of n tokens, those whose keys and values its layer has: all that it hears of, at most."""
+        return n
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet. Raises BadModel where the model's files have no such layer to use."""

@@ -23,12 +23,15 @@ class Off:
     strict: ClassVar[bool] = False  # nothing to be strict about
     second: ClassVar[None] = None  # no model that drafts
     checks: ClassVar[bool] = False  # nor anything to check
-    layers: ClassVar[int] = 0  # of a drafter's own, that store each token: what memory is planned with
 
     @property
     def rows(self) -> int:
         """Of a pass, at most: what memory is planned with."""
         return 1
+
+    def kept(self, n: int, device: str = "cpu") -> int:
+        """Of n tokens, those whose keys and values layers of its own have there: what memory is planned with."""
+        return 0
 
     def copied(self, n: int) -> int:
         """How many of n slots a head a view keeps a copy of: what memory is planned with."""

@@ -31,8 +31,6 @@ class Pacing:
         """Of a pass, at most: the pending token and guesses."""
         return 1 + self.max
 
-    layers: ClassVar[int] = 0
-
     @property
     def second(self) -> Second | None:
         """The model that drafts, if there is one."""
@@ -41,6 +39,10 @@ class Pacing:
     def unread(self) -> dict[str, str]:
         """Keys that nothing reads as the others are: key -> the one in whose way it is."""
         return {} if self.adaptive else dict.fromkeys(("kill_below", "probe_every"), "adaptive")
+
+    def kept(self, n: int, device: str = "cpu") -> int:
+        """Of n tokens, those whose keys and values layers beside the model's have there."""
+        return 0
 
     def copied(self, n: int) -> int:
         """How many of n slots a head a view keeps a copy of: none, without scouts."""

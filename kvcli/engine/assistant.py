@@ -18,6 +18,8 @@ from kvcli.engine.lm import LM, quiet
 from kvcli.engine.trial import current
 from kvcli.errors import BadModel
 from kvcli.models.family import read_config
+from kvcli.models.packing import Packing
+from kvcli.models.refusals import refuse_quant
 from kvcli.models.source import Source
 from kvcli.settings.schema import Load
 
@@ -100,24 +102,32 @@ def lenders(target: LM, head: LM) -> list[int]:
 
 def load_assistant(target: LM, source: Source, wants: Load) -> LM:
     """What lies in these files, where `target` is. Raises BadModel where it was made for another model."""
+    packing = Packing.of(source.config)
+    refuse_quant(source.id, wants.quant, target.device.type, is_quantized=packing.stays(target.device.type))
     with quiet():
         config = read_config(source, trust_remote_code=False)
-        if misfits := _misfits(target, config):
-            raise _made_for_another(target, source.id, misfits)
+        _refuse_misfit(target, config, source.id)
         model, notes = weights.read_weights(source, config, wants.dtype, target.device, False, wants.quant)
+        if model.device.type != target.device.type:  # at once: what embeds its tokens is there, for the first trial too
+            model.to(target.device)
         return wrapped(target, model, id=source.id, path=str(source.path), quant=wants.quant, notes=notes)
 
 
 def wrapped(target: LM, assistant: Any, **about: Any) -> LM:
     """One that is built already. `about`: as `LM.of` has it. Raises BadModel where it was made for another model."""
     name = about.setdefault("id", "assistant")
-    if misfits := _misfits(target, assistant.config):
-        raise _made_for_another(target, name, misfits)
+    _refuse_misfit(target, assistant.config, name)
     return LM.of(Assistant(assistant, target.model.get_input_embeddings()), device=target.device, **about)
 
 
-def _misfits(target: LM, config: Any) -> list[str]:
-    """Why this one cannot read what `target` stores."""
+def _refuse_misfit(target: LM, config: Any, name: str) -> None:
+    """Raises BadModel where this one cannot read what `target` stores."""
+    if target.is_split:
+        raise BadModel(
+            f"{name} cannot read what {target.info.id} stores: its layers are on two devices",
+            code="draft_head",
+            try_=["--quant int4", "--spec ngram"],
+        )
     text, its = config.get_text_config(), target.model.config.get_text_config()
     wanted = {
         "model_type": (text.model_type, its.model_type),
@@ -129,14 +139,13 @@ def _misfits(target: LM, config: Any) -> list[str]:
     for kind, (heads, size) in _kinds(text).items():
         of = stored.get(kind == "sliding_attention")
         wanted[f"KV heads of {kind}, and numbers of a key"] = ((heads, size), of and (of.n_kv_heads, of.k_dim))
-    found = [f"{name}: {a} here, {b} there" for name, (a, b) in wanted.items() if a != b]
-    return [*found, *(["its layers are on two devices"] if target.is_split else [])]
-
-
-def _made_for_another(target: LM, name: str, why: list[str]) -> BadModel:
-    return BadModel(
-        f"{name} drafts for a Gemma 4 that it was made for, and {target.info.id} is not that",
-        code="draft_head",
-        lines=why,
-        try_=["--draft MODEL, a small model of the same family: kvcli models show MODEL lists them", "--spec ngram"],
-    )
+    if misfits := [f"{what}: {a} here, {b} there" for what, (a, b) in wanted.items() if a != b]:
+        raise BadModel(
+            f"{name} drafts for a Gemma 4 that it was made for, and {target.info.id} is not that",
+            code="draft_head",
+            lines=misfits,
+            try_=[
+                "--draft MODEL, a small model of the same family: kvcli models show MODEL lists them",
+                "--spec ngram",
+            ],
+        )

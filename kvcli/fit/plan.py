@@ -15,16 +15,7 @@ from kvcli.fit.program import BASE
 from kvcli.fit.runs import NOTHING, Beyond
 from kvcli.fit.working import is_fused, is_native
 from kvcli.kv import room as kv_room
-from kvcli.kv.footprint import (
-    POSITION,
-    index_bytes,
-    is_one_tier,
-    layer_bytes,
-    lower_bytes,
-    narrow,
-    packs_by_age,
-    wide,
-)
+from kvcli.kv.footprint import POSITION, index_bytes, is_one_tier, layer_bytes, lower_bytes, narrow, packs_by_age, wide
 from kvcli.kv.room import EVERY
 from kvcli.kv.slots import Sight, storing
 from kvcli.models.packing import Packing
@@ -173,7 +164,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         copied=profile.spec.copied,
         second=_second(subject, profile, room, facts)
         or _kept(profile, shape, kv_number)
-        or _own(profile, shape, number),
+        or _own(profile, shape, number, room.kind),
         base=max(0, _base(room, facts) + facts.beyond.middle),
         is_uneven=whole.policy.is_uneven and not packs_by_age(whole.kv, form, whole.memory),
         is_packed=load.quant != "none",
@@ -310,15 +301,14 @@ def _kept(profile: Profile, shape: Shape, number: int) -> memory.Beside | None:
     return memory.Beside(stored, lambda n: 0, 0, 0)
 
 
-def _own(profile: Profile, shape: Shape, number: int) -> memory.Beside | None:
-    """What layers of the drafter's own store, which are like the last of the model; None = it has none."""
+def _own(profile: Profile, shape: Shape, number: int, kind: str) -> memory.Beside | None:
+    """What a layer of the drafter's own stores, which is like the last of the model; None = it has none."""
     from kvcli.kv.dense import Dense
 
-    if not profile.spec.layers:
+    if profile.spec.second is not None or not profile.spec.kept(1, kind):
         return None
-    numbers = [of.numbers for of in shape.stores if of.numbers][-1]
-    a_slot = profile.spec.layers * (numbers * number + POSITION)
-    return memory.Beside(lambda n: -(-n // Dense.STEP) * Dense.STEP * a_slot, lambda n: 0)
+    a_slot = [of.numbers for of in shape.stores if of.numbers][-1] * number + POSITION
+    return memory.Beside(lambda n: -(-profile.spec.kept(n, kind) // Dense.STEP) * Dense.STEP * a_slot, lambda n: 0)
 
 
 def _caps(profile: Profile, shape: Shape, room: Room, number: int, free: int) -> Caps:

@@ -285,8 +285,8 @@ class Dense:
         """Each layer in the form that it had."""
         for layer, held in self._slabs.items():
             part = given.part(str(layer))
-            made = (Slab if "pos" in part else Ragged).made(part, self._shapes[layer], held.k, self._step)
-            self._slabs[layer] = made
+            of = part, self._shapes[layer], held.k, self._step
+            self._slabs[layer] = Slab.made(*of, layer in self.windows) if "pos" in part else Ragged.made(*of)
         self.changes += 1
 
     def usage(self) -> list[Usage]:
@@ -311,7 +311,8 @@ class Dense:
     def _hold(self, layer: int, raw: Slots) -> None:
         """In the form that fits; `raw` has keys as they are to lie."""
         assert layer in self._slabs, "this layer reads another's slots"
-        self._slabs[layer] = Slab.of(raw, self._step) if agree(raw) else Ragged(raw, self._step)
+        is_alike, slides = agree(raw), layer in self.windows
+        self._slabs[layer] = Slab.of(raw, self._step, slides) if is_alike else Ragged(raw, self._step)
         self.changes += 1
 
     def _raw(self, layer: int, slots: Slots) -> Slots:

@@ -42,7 +42,7 @@ class Slab:
     sent: int = 0  # slots whose positions are in `there`
 
     @staticmethod
-    def of(slots: Slots, step: int) -> Slab:
+    def of(slots: Slots, step: int, slides: bool = False) -> Slab:
         """Slots that are the same in all heads; their keys and values become the slab's own."""
         pos = slots.pos[:1].to("cpu", torch.int32, copy=True)
         k, v = slots.each(Tensor.contiguous)
@@ -54,16 +54,17 @@ class Slab:
             length=slots.n_slots,
             highest=int(pos.max()) if slots.n_slots else -1,
             ordered=rises(pos[0]),
+            slides=slides,
             noted=slots.n_slots,
         )
 
     @staticmethod
-    def made(given: Given, shape: LayerShape, like: Tensor, step: int) -> Slab:
+    def made(given: Given, shape: LayerShape, like: Tensor, step: int, slides: bool = False) -> Slab:
         """From what `state` gave; `like`: numbers of the type and on the device."""
         pos, heads = given.positions("pos", None), shape.n_kv_heads
         k = given.tensor("k", like.dtype, heads, len(pos), shape.k_dim).to(like.device)
         v = k if shape.rank else given.tensor("v", like.dtype, heads, len(pos), shape.v_dim).to(like.device)
-        slab = Slab.of(Slots(k, v, pos.expand(heads, -1)), step)
+        slab = Slab.of(Slots(k, v, pos.expand(heads, -1)), step, slides)
         slab.gone = given.number("gone", given.n) // BLOCK * BLOCK
         return slab
 

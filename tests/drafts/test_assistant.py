@@ -21,15 +21,16 @@ from kvcli.commands.setup import Setup
 from kvcli.demo import weights_dir
 from kvcli.drafts.assistant_head import AssistantHead
 from kvcli.drafts.off import Off
-from kvcli.engine.assistant import Output, wrapped
+from kvcli.engine.assistant import Output, load_assistant, wrapped
 from kvcli.engine.drafter import Drafter, Pair
 from kvcli.engine.engine import drive, events, together
 from kvcli.engine.feed import Asks
 from kvcli.engine.lm import LM
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
-from kvcli.errors import BadModel
+from kvcli.errors import BadModel, UsageError
 from kvcli.kv.dense import Dense
+from kvcli.models import source
 from kvcli.settings.profile import Profile, load_profile
 from tests import drafters, families
 from tests.fakes import Machine
@@ -176,6 +177,35 @@ def test_another_model_and_another_shape_are_refused_by_what_differs() -> None:
     with pytest.raises(BadModel, match="and model is not that") as found:
         wrapped(llama, drafters.assistant_of(llama))
     assert any("gemma4_text here, llama there" in line for line in found.value.lines)
+
+
+def test_one_whose_layers_are_on_two_devices_is_told_so() -> None:
+    lm = loaded()
+    lm.is_split = True
+    with pytest.raises(BadModel, match="its layers are on two devices") as found:
+        wrapped(lm, drafters.assistant_of(lm))
+    assert "--quant int4" in found.value.try_
+
+
+def test_it_is_where_the_model_that_writes_is_before_it_is_asked_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its first trial would find the embeddings on another device."""
+    lm, seen = loaded(), list[torch.device]()
+    drafters.assistant_of(lm).save_pretrained(tmp_path)
+    lm.device = torch.device("meta")
+    monkeypatch.setattr("kvcli.engine.assistant.wrapped", lambda lm, model, **_: seen.append(model.device))
+    load_assistant(lm, source.find(str(tmp_path), may_assist=True), Profile.load("exact").load)
+    assert seen == [lm.device]
+
+
+def test_a_precision_that_its_device_has_not_is_refused(tmp_path: Path) -> None:
+    lm = loaded()
+    drafters.assistant_of(lm).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="nf4"):
+        load_assistant(
+            lm, source.find(str(tmp_path), may_assist=True), replace(Profile.load("exact").load, quant="nf4")
+        )
 
 
 INT8 = ["kv.k_bits=8", "kv.v_bits=8", "kv.group=16", "kv.residual=20"]
