@@ -74,7 +74,7 @@ class Spending:
         """counts[rung][head] -> bytes that these slots take at most, with room to grow and keys that wait for their
         group."""
         k, v = self.shapes[layer].parts
-        total = sum(room_of(n, STEP) * self._full(layer) + NOTED for n in counts[0])
+        total: float = sum(room_of(n, STEP) * self._full(layer) + NOTED for n in counts[0])
         for bits, each in zip(self.bits, counts[1:], strict=False):
             for n in each:
                 total += n * POSITION
