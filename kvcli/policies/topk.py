@@ -86,7 +86,7 @@ class TopK(Usual):
     alloc: Alloc = "ada"  # who shares: heads equally, heads of a layer, layers by height, heads by a file, all heads
     floor: Annotated[float, Range(0, 1)] = 0.2  # share of the average that ada, headmap and global leave every head
     beta: Annotated[float, Range(1)] = 20.0  # of pyramid: the last layer keeps 1 / beta of the average
-    headmap: str = ""  # of headmap: file of `kvcli profile-heads` or DuoAttention with a number for each head
+    headmap: str = ""  # of headmap: file of `kvcli profile-heads` or DuoAttention; auto = made once
     unit: Annotated[int, Range(1)] = 1  # neighbouring tokens judged together; ChunkKV takes 10 to 20
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept
     guard: Annotated[int, Range(1)] = 64  # newest tokens, always kept
