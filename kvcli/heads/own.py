@@ -12,7 +12,7 @@ from kvcli.files import private_folder, write_private
 from kvcli.heads.ask import SAMPLE, Ask
 from kvcli.heads.run import probe
 from kvcli.kept.identity import identity
-from kvcli.policies.fastgen import FastGen
+from kvcli.quality.controls import full_profile
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,8 @@ def own_map(model: Model, folder: Path, tell: Callable[[str], None] = lambda sai
         )
     if not path.exists():
         tell(f"finding out which heads of {model.info.id} need the whole past: once, and kept in {path}")
-        asked = Ask(probes=("ablate",), context=min(SAMPLE, model.limit), settings=FastGen())
+        plain = full_profile(model.profile).replace(exactness="approx", policy={"name": "fastgen"})
+        asked = Ask(probes=("ablate",), context=min(SAMPLE, model.limit), settings=plain.policy.settings)
         found = probe(model, asked)
         private_folder(path.parent)
         write_private(path, json.dumps({"format": FORMAT, "model": model.info.id, "heads": found.heads.tolist()}))
