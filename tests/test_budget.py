@@ -202,7 +202,7 @@ def model(dtype: torch.dtype = torch.float32) -> LM:
 
 def profile(**changes: Any) -> Profile:
     policy = {"name": "budget", "guard": 8, "sinks": 2, "every": 16, **changes.pop("policy", {})}
-    memory = {"budget": "25%", **changes.pop("memory", {})}
+    memory = {"budget": "25%", "bits": list(BITS), **changes.pop("memory", {})}
     kv = {"group": 16, **changes.pop("kv", {})}
     return Profile.load("exact").replace(exactness="approx", policy=policy, memory=memory, kv=kv, **changes)
 

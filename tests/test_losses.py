@@ -20,6 +20,8 @@ APPROX = [name for name, profile in SHIPPED.items() if profile.exactness == "app
 EXACT = [name for name, profile in SHIPPED.items() if profile.exactness == "exact"]
 SAID = {  # what each loses, in words of its note
     "balanced": "balanced holds keys and values in 8 bits",
+    "budget": "budget keeps what a budget of bytes has room for, by what repeating it looks at, "
+    "holds the rest in 8 and 4 bits",
     "cpu": "cpu holds keys and values in 8 bits",
     "expected": "expected keeps 50% of a prompt, by what later questions should look at",
     "fastgen": "fastgen keeps 50% of the tokens in each head, by what it looks at",

@@ -118,6 +118,7 @@ class Model:
         self.engine = EngineThread()  # of the texts that event loops ask
         self.costs: Costs | None = None  # what passes take here; None = nobody measured it
         self.time_passes: Callable[[Model], Costs | None] | None = None  # finds out what passes take; set by who may
+        self.map_heads: Callable[[Model], Path] | None = None  # its own head map, made at need; set as the one above
         # profile, tokens in memory -> estimated peak and what was available; set by who made an estimate
         self.foretell: Callable[[Profile, int], tuple[int, int]] | None = None
         # profile -> tokens for which memory has room, by that estimate; None = nobody looked
@@ -176,7 +177,19 @@ class Model:
             )
         tells = self.profile.policy.every is not None or bool(self.profile.prune.reads)
         kinds = self._kinds() if tells else None
-        return build.session(self.lm, self.profile, self.costs, kinds, self._draft())
+        return build.session(self.lm, self._mapped(), self.costs, kinds, self._draft())
+
+    def _mapped(self) -> Profile:
+        """The profile with the file of the model's own head map, where it asks for that."""
+        if self.profile.values.get("policy.headmap") != "auto":
+            return self.profile
+        if self.map_heads is None:
+            raise BadConfig(
+                'policy.headmap = "auto" has nowhere to keep a map of this model',
+                code="no_headmap",
+                try_=["set Model.map_heads", "policy.headmap=FILE, of kvcli profile-heads"],
+            )
+        return self.profile.replace(policy={"headmap": str(self.map_heads(self))})
 
     def new_writer(self) -> Writer | None:
         """What writes a session's text by steps, under a profile that wants that."""

@@ -306,6 +306,7 @@ class Setup:
             model = load(found, profile, tell=tell, cache=self.world.paths.cache, find=partial(self.draft, tell=tell))
         info = model.info = replace(model.info, id=self.name)
         model.time_passes = partial(self.costs, tell=tell or log.info)
+        model.map_heads = partial(self.map_heads, tell=tell or log.info)
         model.prepare()
         if self.reuses and self.config.keep_kv:
             from kvcli.kept.shelf import Shelf
@@ -315,6 +316,12 @@ class Setup:
         refuse_beyond(profile, self.most, self.name)
         log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)
         return model
+
+    def map_heads(self, model: Model, tell: Callable[[str], None] = log.info) -> Path:
+        """The file of the model's own head map, made where there is none."""
+        from kvcli.heads.own import own_map
+
+        return own_map(model, self.world.paths.data / "heads", tell)
 
     def costs(self, model: Model, tell: Callable[[str], None] = log.info) -> Costs | None:
         """What passes take here, for a drafter to start from; None = nobody could measure it."""

@@ -59,6 +59,7 @@ class Run:
     copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of
     second: Beside | None  # a model that drafts
     lower: int | None  # bytes on the device of a slot of all layers that a policy moves down; None: it is forgotten
+    budget: int | None  # bytes that keys and values may take at a boundary; None: as many as they are
     drops: bool  # what is moved down is forgotten after all where there is no room
     base: int  # of the program; on a GPU, what earlier runs took there beyond their estimates
     is_uneven: bool = False  # heads keep different numbers of slots, in full precision
@@ -173,7 +174,8 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
 
     def nbytes(here: int) -> int:
         lower = (moved + 2 * STEP) * (run.lower or 0)  # with spare room, in which the top grew as well
-        return top(stored(shape)[below:], here) + lower + run.index(known, fresh)
+        found = top(stored(shape)[below:], here) + lower + run.index(known, fresh)
+        return found if run.budget is None else min(found, run.budget + top(stored(shape)[below:], min(here, fresh)))
 
     is_all = run.lower is not None  # stored, at a boundary too
     spread = Held(held, 0, nbytes, context, known, run.drops) if is_all else Held(settled, held - settled, nbytes)

@@ -21,7 +21,7 @@ from kvcli.kv.slots import Sight, storing
 from kvcli.models.packing import Packing
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
-from kvcli.settings.schema import NUMBERS, Memory
+from kvcli.settings.schema import NUMBERS, Memory, size_of
 from kvcli.settings.settings import DEFAULT
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         reading=whole.policy.reading,
         again=profile.policy.again,
         lower=lower if profile.memory.demotes else None,
+        budget=_budget(profile),
         drops=profile.memory.drops,
         between=whole.policy.every,
         answer=profile.sample.max_new_tokens,
@@ -198,6 +199,12 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         weights=heavy,
         run=run,
     )
+
+
+def _budget(profile: Profile) -> int | None:
+    """Of bytes, which a past has while it is read, too; a share is one of a past that was read in full."""
+    asked = profile.memory.budget
+    return None if asked in ("", "fit") or asked.endswith("%") else size_of(asked)
 
 
 def _base(room: Room, facts: Facts) -> int:

@@ -27,7 +27,7 @@ class Budget(Usual):
     """Keep what matters within memory.budget: more tokens in fewer bits, each as it is worth (More Tokens)."""
 
     score: Literal["kvzip", "expected", "snap", "keydiff"] = "kvzip"  # what says how much a token is worth
-    headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention that weighs heads; empty = all weigh the same
+    headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: what heads weigh; auto = made once
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept in full
     guard: Annotated[int, Range(1)] = 60  # newest tokens, always kept in full
     protect: bool = True  # always keep the system prompt in full

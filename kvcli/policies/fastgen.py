@@ -57,7 +57,7 @@ class FastGen(Usual):
     probe_rows: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # rows measured beside the last; auto = 16 on a CPU
     crossfit: bool = True  # choose frequent tokens on other rows than they are measured on
     gqa: Literal["mean", "min"] = "mean"  # over the query heads that share a KV head
-    headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: its heads keep everything; empty = none
+    headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: its heads keep all; auto = made once
     headmap_from: Annotated[float, Range(0, 1)] = 0.5  # score in that file from which on they do
     reprofile_every: Annotated[int, Range(0)] = 0  # tokens of an answer between two measurements; 0 = once a prompt
     every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering

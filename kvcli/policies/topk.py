@@ -92,7 +92,7 @@ class TopK(Usual):
     alloc: Alloc = "ada"  # who shares: heads alike, of a layer, all, by a file; layers by height, by what they hold
     floor: Annotated[float, Range(0, 1)] = 0.2  # share of the average that ada, headmap and global leave every head
     beta: Annotated[float, Range(1)] = 20.0  # of pyramid: the last layer keeps 1 / beta of the average
-    headmap: str = ""  # of headmap: file of `kvcli profile-heads` or DuoAttention with a number for each head
+    headmap: str = ""  # of headmap: file of `kvcli profile-heads` or DuoAttention; auto = made once
     unit: Unit = 1  # judged together: neighbouring tokens (ChunkKV: 10 to 20), a sentence, an example of the prompt
     reuse_layers: Annotated[int, Range(1)] = 1  # layers on end that keep what the first of them does; ChunkKV takes 2
     post: Post = "none"  # what is done with scores: values weighed, likeness damped, or representatives kept

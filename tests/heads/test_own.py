@@ -1,0 +1,48 @@
+"""The model's own head map is made once, kept for this user alone, and the same as the one that the command makes."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvcli import load
+from kvcli.chat.local import Model
+from kvcli.errors import BadConfig
+from kvcli.heads.ask import Ask
+from kvcli.heads.own import own_map, place
+from kvcli.heads.run import probe
+from kvcli.policies.fastgen import FastGen
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load("demo", "exact")
+
+
+def test_the_map_is_that_of_the_command_and_is_made_once(model: Model, tmp_path: Path) -> None:
+    said: list[str] = []
+    path = own_map(model, tmp_path / "heads", said.append)
+    written = path.stat().st_mtime_ns
+    by_hand = probe(model, Ask(probes=("ablate",), context=1024, settings=FastGen()))
+    assert json.loads(path.read_text())["heads"] == by_hand.heads.tolist()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert own_map(model, tmp_path / "heads", said.append) == path
+    assert path.stat().st_mtime_ns == written
+    assert len(said) == 1
+    assert str(path) in said[0]
+    for policy in ({"name": "fastgen"}, {"name": "snap", "alloc": "headmap"}):
+        auto = model.under(model.profile.replace(exactness="approx", policy={**policy, "headmap": "auto"}))
+        with pytest.raises(BadConfig, match=r'headmap = "auto"'):
+            auto.new_session()
+        auto.map_heads = partial(own_map, folder=tmp_path / "heads")
+        assert auto.new_session().policy.headmap == str(path)  # type: ignore[union-attr]
+
+
+def test_weights_without_files_have_no_place(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcli.heads.own.identity", lambda lm: {})
+    assert place(model.lm, tmp_path) is None
+    with pytest.raises(BadConfig, match="by the files of a model"):
+        own_map(model, tmp_path)
