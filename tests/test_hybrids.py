@@ -19,6 +19,7 @@ from kvcli.chat.local import Model
 from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
 from kvcli.engine import mixers
+from kvcli.engine.commit import commit
 from kvcli.engine.drafter import Drafter
 from kvcli.engine.engine import Engine, drive, run
 from kvcli.engine.feed import Feed
@@ -527,3 +528,24 @@ def test_layers_that_a_config_lists_and_does_not_count_are_counted(tmp_path: Pat
     build("nemotron_h").save_pretrained(tmp_path)
     assert "num_hidden_layers" not in (tmp_path / "config.json").read_text()
     assert of_source(find(str(tmp_path))).layers == model("nemotron_h").info.layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"])
+def test_what_is_called_bit_exact_has_the_same_bits_in_any_chunks(name: str, dtype: torch.dtype):
+    """Of all rows, not of those alone that the trial at load writes."""
+    lm, ids, found = LM.of(build(name, dtype), id=name), prompt(150), []
+    lm.lay_out()
+    if not lm.is_row_invariant:
+        pytest.skip("it is not called so")
+    for chunk in (150, 7):
+        kv, states, logits = Dense(lm.shapes, lm.dtype), States(lm.mixers.like), []
+        for at in range(0, len(ids), chunk):
+            rows = Rows.chain(ids[at : at + chunk], at)
+            (made,) = run([Feed(lm, rows, kv, want=range(rows.n_rows), states=states)])
+            commit(kv, rows, made, range(rows.n_rows))
+            logits.append(made.logits)
+        found.append((torch.cat(logits), states.now))
+    (mine, known), (other, its) = found
+    assert torch.equal(mine, other)
+    assert all(torch.equal(t, its.rec[key]) for key, t in known.rec.items())

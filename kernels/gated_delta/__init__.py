@@ -54,7 +54,9 @@ def gated_delta(
     g, beta = (t.float().contiguous() for t in (g, beta))
     before = None if state is None else state.float().contiguous()
     n, heads, dv = v.shape
-    behind, out = torch.empty(heads, k.shape[2], dv), v.new_empty(n, heads, dv)
+    behind, out = v.new_empty(heads, k.shape[2], dv, dtype=torch.float32), v.new_empty(n, heads, dv)
+    if before is not None and before.shape != behind.shape:
+        raise ValueError(f"a state of {tuple(before.shape)}: only {tuple(behind.shape)}")
     places = [_at(t) for t in (q, k, v, g, beta, before, behind, out)]
     sizes = (n, heads, *k.shape[1:], dv, q.stride(0), k.stride(0), v.stride(0))
     rule = _Rule(*places, *sizes, v.dtype == torch.float32, is_normed)

@@ -30,6 +30,7 @@ CONV = "causal_conv1d_fn"
 Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k [N, K, Dk], v [N, H, Dv], g, beta [N, H]
 _NUMBERS: dict[Any, str] = {
     torch.Tensor.sigmoid: "sigmoid",
+    torch.sigmoid: "sigmoid",
     torch.nn.functional.softplus: "softplus",
     torch.nn.functional.silu: "silu",
 }
@@ -88,7 +89,8 @@ class _Numbers(TorchFunctionMode):
     """Functions of single numbers by our kernel, whose bits do not depend on where in a tensor a number lies."""
 
     def __torch_function__(self, f: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if (name := _NUMBERS.get(f)) is not None and args[0].dtype in SERVED:
+        is_plain = len(args) == 1 and not any((kwargs or {}).values())  # neither in place, nor of another form
+        if is_plain and (name := _NUMBERS.get(f)) is not None and args[0].dtype in SERVED:
             return numbers(args[0], name)
         return f(*args, **(kwargs or {}))
 

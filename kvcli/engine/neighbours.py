@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcli.engine.lm import LM
 
 STORED = 70  # tokens read first: past the first block of native attention, not at the end of the second
+CHUNK = 14  # of them, the second time: fewer than torch takes at once, so that each number is computed by itself
 DEPTH, WIDTH = 3, 5  # of the tree; the text goes through its last branches
 WIDE = 11  # of one that fills a tile of 32 rows and begins another
 
@@ -34,9 +35,8 @@ def rows_know_neighbours(lm: LM) -> bool:
     n = min(STORED, lm.limit - DEPTH)
     if n < 1 or (lm.is_apart and gpu.why_not(lm.device, lm.dtype)):
         return True
-    if (
-        lm.mixers.like.rec and not lm.mixers.are_by_row
-    ):  # a recurrence adds up a chunk otherwise than a row, which 16 bits hide from a short trial
+    # a recurrence adds up a chunk otherwise than a row, which 16 bits hide from a short trial
+    if lm.mixers.like.rec and not lm.mixers.are_by_row:
         return True
     ids = torch.randint(0, lm.vocab, (n + DEPTH,), generator=torch.Generator().manual_seed(0)).tolist()
     widths = (1,) if lm.mixers else (WIDTH, WIDE) if lm.is_apart else (WIDTH,)  # rows of mixers are a chain
@@ -45,7 +45,12 @@ def rows_know_neighbours(lm: LM) -> bool:
 
 def _differ(lm: LM, ids: list[int], n: int, width: int) -> bool:
     """Whether rows behind the first n tokens do, alone and in a tree of this width."""
-    (alone, of_alone), (cut, of_cut) = _past(lm, ids[:n], n), _past(lm, ids[:n], n if lm.is_apart else n // 2)
+    (alone, of_alone), (cut, of_cut) = _past(lm, ids[:n], n), _past(lm, ids[:n], n if lm.is_apart else CHUNK)
+    # all rows of a chunk: torch's sigmoid of one number a row, as gates of experts are, rounds by the row's place
+    for layer in () if lm.is_apart else lm.storing:
+        its, other = alone.slots(layer), cut.slots(layer)
+        if not (torch.equal(its.k, other.k) and torch.equal(its.v, other.v)):
+            return True
     guesses, parent, on_path, last = list[int](), list[int](), [0], -1
     for token in ids[n + 1 :]:
         guesses += [*((token + wrong) % lm.vocab for wrong in range(1, width)), token]

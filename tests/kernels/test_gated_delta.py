@@ -81,6 +81,21 @@ def test_numbers_are_those_of_torch_wherever_they_lie(level: str, dtype: torch.d
     assert all(torch.equal(numbers(x[i : i + 1], name, level=level), made[i : i + 1]) for i in range(0, 4999, 101))
 
 
-def test_other_numbers_are_refused():
+def test_a_state_is_float32_whatever_tensors_are_by_default():
+    *rows, state = asked(*SIZES[1], torch.bfloat16)
+    wanted = gated_delta(*rows, state)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = gated_delta(*rows, state)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert made[1].dtype == torch.float32
+    assert all(map(torch.equal, made, wanted))
+
+
+def test_other_numbers_and_states_are_refused():
     with pytest.raises(ValueError, match="float64 on cpu: only bf16 and float32"):
         numbers(torch.zeros(3, dtype=torch.float64), "silu")
+    *rows, state = asked(*SIZES[1], torch.float32)
+    with pytest.raises(ValueError, match=r"a state of \(6, 13, 36\): only \(6, 13, 37\)"):
+        gated_delta(*rows, state[..., :-1])
