@@ -46,10 +46,10 @@ def load_second(
     untrusted = replace(load, quant=wanted.quant, allow_pickle=False, trust_remote_code=False)
     wants = replace(untrusted, layers_on_gpu="auto")  # what was chosen is for the other's layers
     found = unpack.ready(find(wanted.model), wants.dtype, cache, packs=keeps_blocks(wants), tell=tell)
-    if untrusted == load and (str(found.path), found.revision) == (target.info.path, target.info.revision):
-        return Pair(target, target)
     if is_assistant(found.config) != wanted.is_assistant:
         raise _of_another_method(wanted)
+    if untrusted == load and (str(found.path), found.revision) == (target.info.path, target.info.revision):
+        return Pair(target, target)
     if wanted.is_assistant:
         return Pair(target, load_assistant(target, found, wants))
     respelled = spelling(words, load_tokenizer(found, wants.trust_remote_code))

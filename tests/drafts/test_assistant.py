@@ -276,7 +276,7 @@ def test_it_is_refused_alone_and_where_it_does_not_belong(machine: Machine) -> N
     setup = Setup(machine.world(), "gemma", flags=profile_flags({"draft": "stranger"}))
     with pytest.raises(BadModel, match="stranger drafts for a Gemma 4") as found:
         setup.load(setup.profile()).drafts_by  # noqa: B018
-    for method, name in (("model", "helper"), ("assistant", "demo")):
+    for method, name in (("model", "helper"), ("assistant", "demo"), ("assistant", "gemma")):
         setup = Setup(machine.world(), "gemma", flags={})
         profile = setup.profile().replace(spec={"method": method, "model": name})
         with pytest.raises(BadModel, match=r"is (an assistant|no assistant)") as found:
