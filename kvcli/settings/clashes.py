@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcli.settings.profile import Clash
@@ -200,6 +201,12 @@ def form_clashes(profile: Profile) -> list[Clash]:
         Clash(key, other, f"{cannot} with {other} = {json.dumps(values[other])}", because)
         for other, because in form.refuses(profile.kv).items()
     ]
+    for step in profile.memory.ladder:
+        bits, _, value = step.partition("=")
+        if bits in ("kv.k_bits", "kv.v_bits"):
+            packed = replace(profile.kv, **{bits.removeprefix("kv."): int(value)})
+            if bits in form.refuses(packed):
+                found.append(Clash("memory.ladder", key, f'"{step}" frees nothing', f'which is "{form.method}"'))
     if form.is_joint and profile.policy.every is not None:
         because = "whose heads let go of different tokens, and heads are written together: set form.joint = 1"
         found.append(Clash(key, "policy.name", cannot, because))
