@@ -1,8 +1,8 @@
 """Products of thin matrices in place of keys and values (CSKV, arXiv 2409.10593; keys as in ShadowKV, 2410.21465).
 
 The paper fits one pair of matrices to each layer's weights and trains it. Here each block has directions of its own,
-those that lose least of it, so nothing is trained, and a block must be long (`kv.group`) to save. What is newest stays in
-full (`kv.residual`), as the paper has it.
+those that lose least of it, so nothing is trained, and a block must be long (`kv.group`) to save. What is newest stays
+in full (`kv.residual`), as the paper has it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ class Cskv(Blocks):
         return *factors(_wide(k), self.k_rank), *factors(_wide(v), self.v_rank)
 
     def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
-        k, v = (
-            grouped(product(a, b, exact), b.shape[2] // dim).transpose(1, 2)
-            for a, b, dim in ((*codes[:2], dims[0]), (*codes[2:], dims[1]))
-        )
-        return k, v
+        k_share, k_way, v_share, v_way = codes  # [B, r, g] and [B, r, h D]
+        return _narrow(product(k_share, k_way, exact), dims[0]), _narrow(product(v_share, v_way, exact), dims[1])
 
 
 def _wide(x: Tensor) -> Tensor:
     """x [B, h, g, D] -> [B, g, h D]."""
     return x.transpose(1, 2).flatten(2)
+
+
+def _narrow(x: Tensor, dim: int) -> Tensor:
+    """The inverse."""
+    return grouped(x, x.shape[2] // dim).transpose(1, 2)

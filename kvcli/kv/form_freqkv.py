@@ -1,8 +1,8 @@
 """The low frequencies of keys and values along the text (FreqKV, arXiv 2505.00570).
 
-The paper goes back to fewer slots than went in, and makes a cache of one size smaller each time it is full, so that what
-is oldest is smoothed most. Here a block goes back to as many slots as it had, each at its position, so that an undo, a
-window or a policy finds them; it is smoothed once, and what the old take grows with the text.
+The paper goes back to fewer slots than went in, and makes a cache of one size smaller each time it is full, so that
+what is oldest is smoothed most. Here a block goes back to as many slots as it had, each at its position, so that an
+undo, a window or a policy finds them; it is smoothed once, and what the old take grows with the text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FreqKV(Blocks):
-    """Keep the low frequencies of each channel along the slots of a block (cosine transform), and drop the high ones."""
+    """Keep the low frequencies of each channel along the slots of a block (cosine transform), and drop the others."""
 
     rope: Literal["after", "before"] = "before"  # turned keys have the frequencies of the turning, too
     retained: Annotated[float, Range(above=0, most=1)] = 0.5  # of the frequencies of a block, the lowest

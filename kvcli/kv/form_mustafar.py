@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Mustafar(Blocks):
     k_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # of the numbers of a key, those that are given up
     v_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # of the numbers of a value
 
-    own = {"kv.rotate": "which spreads over all channels the large numbers that this form keeps"}
+    own: ClassVar = {"kv.rotate": "which spreads over all channels the large numbers that this form keeps"}
     rounds = False
 
     def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:

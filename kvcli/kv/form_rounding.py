@@ -87,7 +87,7 @@ def factors(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 def product(a: Tensor, b: Tensor, exact: torch.dtype) -> Tensor:
     """a [.., r, m], b [.., r, n] -> [.., m, n], one rank after the other: sums that depend on nothing beside."""
-    of = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    of = max(a.shape[:-2], b.shape[:-2], key=len)  # one may be the same for all
     out = torch.zeros(*of, a.shape[-1], b.shape[-1], dtype=exact, device=a.device)
     for x, y in zip(a.to(exact).unbind(-2), b.to(exact).unbind(-2), strict=True):
         out += x.unsqueeze(-1) * y.unsqueeze(-2)

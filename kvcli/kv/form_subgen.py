@@ -2,8 +2,8 @@
 
 The paper opens a cluster for a key that is far from all others, however many these become, and draws values anew with
 each token. Here the key that is farthest opens the next one until there are `centers` (greedy k-centers), in each block
-by itself, so that a block takes the same bytes whatever is in it and is written once. A slot reads its center's key: so a
-center counts as often in softmax's sum as its cluster has slots that were not let go since.
+by itself, so that a block takes the same bytes whatever is in it and is written once. A slot reads its center's key, so
+a center counts in softmax's sum as often as its cluster has slots that were not let go since.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli.settings.profile import Clash
 from kvcli.settings.schema import size_of
@@ -204,8 +204,8 @@ def form_clashes(profile: Profile) -> list[Clash]:
     for step in profile.memory.ladder:
         bits, _, value = step.partition("=")
         if bits in ("kv.k_bits", "kv.v_bits"):
-            packed = replace(profile.kv, **{bits.removeprefix("kv."): int(value)})
-            if bits in form.refuses(packed):
+            packed: dict[str, Any] = {bits.removeprefix("kv."): int(value)}
+            if bits in form.refuses(replace(profile.kv, **packed)):
                 found.append(Clash("memory.ladder", key, f'"{step}" frees nothing', f'which is "{form.method}"'))
     if form.is_joint and profile.policy.every is not None:
         because = "whose heads let go of different tokens, and heads are written together: set form.joint = 1"
