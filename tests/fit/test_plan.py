@@ -461,6 +461,7 @@ MOVED = {
     "recalled": ({"recall": {"method": "sketch"}}, {"cpu", "demoted", "index"}),
     "packed": ({"kv": {"k_bits": 4, "v_bits": 4}}, {"cpu", "packed"}),
     "gear": ({"kv": {"k_bits": 4, "v_bits": 4}, "form": {"method": "gear"}}, {"cpu", "packed"}),
+    "mustafar": ({"form": {"method": "mustafar"}}, {"cpu", "packed"}),
     "disk": ({"memory": {"disk": "1GiB"}}, {"cpu", "disk"}),
 }
 
