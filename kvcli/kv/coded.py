@@ -9,7 +9,7 @@ embedding: whoever hands in or asks for slots sees turned ones all the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -187,7 +187,9 @@ class Coded:
         for layer, shape in enumerate(of.shapes):
             if shape.shares is None:
                 form.refuse(shape, kv)
-                codec = form.codec(shape, kv, rotary=turns[layer], dtype=of.dtype)
+                turn = turns[layer]
+                here = turn and replace(turn, inv_freq=turn.inv_freq.to(device))  # a tier may lie off the model's own
+                codec = form.codec(shape, kv, rotary=here, dtype=of.dtype)
                 self._bands[layer] = [Band(codec, device) for _ in range(shape.n_kv_heads // codec.heads)]
 
     @property
