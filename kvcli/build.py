@@ -55,6 +55,10 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "qaq": "kvcli.kv.form_qaq:Qaq",
         "gear": "kvcli.kv.form_gear:Gear",
         "squat": "kvcli.kv.form_squat:Squat",
+        "mustafar": "kvcli.kv.form_mustafar:Mustafar",
+        "freqkv": "kvcli.kv.form_freqkv:FreqKV",
+        "subgen": "kvcli.kv.form_subgen:SubGen",
+        "cskv": "kvcli.kv.form_cskv:Cskv",
     },
     "keep": {
         "none": "kvcli.kept.codec:AsIs",

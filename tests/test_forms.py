@@ -21,12 +21,16 @@ from kvcli.kernels.rotate import Rotary, unrotate
 from kvcli.kv.coded import Coded
 from kvcli.kv.form import OfModel
 from kvcli.kv.form_blocks import Blocks
+from kvcli.kv.form_cskv import Cskv
+from kvcli.kv.form_freqkv import FreqKV
 from kvcli.kv.form_gear import Gear
 from kvcli.kv.form_kivi import Kivi
+from kvcli.kv.form_mustafar import Mustafar
 from kvcli.kv.form_qaq import Qaq
 from kvcli.kv.form_rotatekv import RotateKV
 from kvcli.kv.form_rounding import by_slot, numbers, of_slots, rounded
 from kvcli.kv.form_squat import Squat
+from kvcli.kv.form_subgen import SubGen
 from kvcli.kv.form_zipcache import ZipCache, joined, separated
 from kvcli.kv.packed import Packed
 from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, nbytes, visible
@@ -51,6 +55,15 @@ FORMS: dict[str, Blocks] = {
     "gear": Gear(outliers=0.25),
     "squat": Squat(),
 }
+FEWER: dict[str, Blocks] = {  # numbers, of 16 bits
+    "mustafar": Mustafar(k_sparsity=0.25, v_sparsity=0.75),
+    "freqkv": FreqKV(retained=0.75),
+    "subgen": SubGen(centers=3, samples=4),
+    "cskv": Cskv(k_rank=3, v_rank=2),
+    "cskv alone": Cskv(rope="after", k_rank=2, v_rank=1, joint=1),
+}
+ROUNDED = tuple(FORMS)
+FORMS |= FEWER
 
 
 def made(n: int = N, seed: int = 0, dtype: torch.dtype = torch.float32) -> Slots:
@@ -207,7 +220,7 @@ def test_a_past_goes_on_from_its_state(name: str) -> None:
     assert nbytes(kv) == nbytes(again)
 
 
-@ALL
+@pytest.mark.parametrize("name", ROUNDED)
 def test_the_error_is_one_of_rounding(name: str) -> None:
     s, found = made(), filled(name).slots(0)
     assert float((found.v - s.v).norm() / s.v.norm()) < 0.4, "2 bits"
@@ -343,7 +356,112 @@ def test_squat_moves_the_error_out_of_the_keys_directions() -> None:
     assert same_codes.all(), "without weight it is plain rounding"
 
 
+def held(form: Blocks, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """One block k, v [h, g, D], written and read back."""
+    kv = Kv(group=k.shape[1])
+    found = form.unpack(form.pack(k[None], v[None], kv), kv, (k.shape[2], v.shape[2]), torch.float32)
+    return found[0][0], found[1][0]
+
+
+def test_mustafar_keeps_the_largest_numbers_of_each_slot() -> None:
+    x = torch.tensor([[[1.0, -4.0, 3.0, 2.0], [0.5, 0.25, -0.125, 8.0]]])
+    k, v = held(Mustafar(k_sparsity=0.5, v_sparsity=0.75), x, x)
+    assert k.tolist() == [[[0, -4, 3, 0], [0.5, 0, 0, 8]]]
+    assert v.tolist() == [[[0, -4, 0, 0], [0, 0, 0, 8]]]
+    bits, found, *_ = Mustafar(k_sparsity=0.5, v_sparsity=0.75).pack(x[None], x[None], Kv(group=2))
+    assert bits.flatten().tolist() == [0b0110, 0b1001], "the first number in the lowest bit"
+    assert found.tolist() == [[[[-4, 3], [0.5, 8]]]]
+
+
+def test_mustafar_takes_the_bytes_of_what_is_left_and_a_bit_for_each_number() -> None:
+    kv, shape = Kv(group=64), LayerShape(1, 128, 128)
+    assert Mustafar(k_sparsity=0.5, v_sparsity=0.5).nbytes(shape, kv, 2) == 2 * (64 * 2 + 128 // 8) + 4
+    few = Mustafar(k_sparsity=0.7, v_sparsity=0.7).nbytes(shape, kv, 2)
+    assert few == 2 * (38 * 2 + 16) + 4, "0.37 of 16 bits; tiles of the paper's kernel come to 0.45"
+
+
+def test_freqkv_keeps_low_waves_whole_and_loses_high_ones() -> None:
+    g = 8
+    f, s = torch.arange(g, dtype=torch.float64)[:, None], torch.arange(g, dtype=torch.float64)
+    waves = torch.cos(torch.pi * f * (2 * s + 1) / (2 * g)).float()  # a wave a row, as DCT-II defines them
+    k, v = held(FreqKV(retained=0.5), waves.T[None], 3 * waves.T[None])
+    for found, wave in ((k, waves), (v, 3 * waves)):
+        torch.testing.assert_close(found[0, :, : g // 2], wave.T[:, : g // 2], atol=4e-3, rtol=0)
+        assert found[0, :, g // 2 :].abs().max() < 4e-3
+    mixed = torch.randn(1, g, D, generator=torch.Generator().manual_seed(7))
+    every = held(FreqKV(retained=1.0), mixed, mixed)[0]
+    torch.testing.assert_close(every, mixed, atol=4e-3, rtol=0)
+    twice = held(FreqKV(retained=0.5), *held(FreqKV(retained=0.5), mixed, mixed))[0]
+    torch.testing.assert_close(twice, held(FreqKV(retained=0.5), mixed, mixed)[0], atol=4e-3, rtol=0)
+
+
+def test_subgen_reads_what_its_sketch_says_by_the_papers_formula() -> None:
+    """Softmax's sum from each cluster's center and size; the sum of values from those drawn, by squared length."""
+    s, form, kv = made(8), SubGen(centers=3, samples=4), Kv(group=8)
+    tier = Coded(form, of(), "cpu", kv)
+    tier.take(0, s)
+    (centers, own, _, drawn), (q, pos) = form.pack(s.k[:, None], s.v[:, None], kv), rows(3)
+    part = merge(tier.attend(0, q, Sight(0.3), pos))
+    for head in range(K * G):
+        j = head // G
+        scores = (q[head] @ centers[j, 0].float().mT * 0.3).exp()  # [N, 3]
+        size = torch.bincount(own[j, 0].long(), minlength=3)
+        below = scores @ size.float()
+        above, mass = torch.zeros(3, D), s.v[j].square().sum()
+        for slot in drawn[j, 0].long().tolist():
+            weight = mass / (4 * s.v[j, slot].square().sum())
+            above += scores[:, own[j, 0, slot].long(), None] * weight * s.v[j, slot]
+        torch.testing.assert_close(part[head], above / below[:, None], atol=5e-3, rtol=5e-3)
+
+
+def test_subgen_takes_the_farthest_key_as_the_next_center_and_draws_long_values() -> None:
+    k = torch.tensor([0.0, 0.1, 9.0, 9.2, -5.0, 0.2, -5.1, 9.1])[None, :, None].expand(1, 8, 8)
+    v = torch.zeros(1, 8, 8).index_fill(1, torch.tensor([1, 6]), 1.0)
+    v[0, 6] *= 3**0.5
+    found, values = held(SubGen(centers=3, samples=4), k, v)
+    want = torch.tensor([0.0, 0.0, 9.2, 9.2, -5.1, 0.0, -5.1, 9.2]).half().float()
+    assert found[0, :, 0].tolist() == want.tolist()
+    assert values[0, :, 0].nonzero().flatten().tolist() == [1, 6], "a quarter and three quarters of four draws"
+    torch.testing.assert_close(values, v, atol=2e-3, rtol=0)
+
+
+def test_subgen_forgets_by_the_slot() -> None:
+    tier = Coded(SubGen(centers=1, samples=8), of(), "cpu", Kv(group=8))
+    s = made(16)
+    s = Slots(torch.cat([s.k[:, :1].expand(-1, 8, -1), s.k[:, 8:9].expand(-1, 8, -1)], 1), torch.ones_like(s.v), s.pos)
+    s.v[:, 8:] = 2
+    tier.take(0, s)
+    q, pos = rows(1)
+    q = torch.zeros_like(q)  # all keys score alike: each center counts as often as it has slots
+    assert merge(tier.attend(0, q, Sight(0.3), pos)).mean().item() == pytest.approx(1.5, rel=1e-3)
+    tier.keep(0, s.pos >= 4)
+    assert merge(tier.attend(0, q, Sight(0.3), pos)).mean().item() == pytest.approx((4 * 1 + 8 * 2) / 12, rel=1e-3)
+
+
+def test_cskv_is_the_best_product_of_its_rank_over_all_heads() -> None:
+    s = made(8)
+    k, v = held(Cskv(k_rank=3, v_rank=5), s.k, s.v)
+    for was, now, rank in ((s.k, k, 3), (s.v, v, 5)):
+        wide, found = (t.transpose(0, 1).flatten(1) for t in (was, now))
+        u, size, w = torch.linalg.svd(wide, full_matrices=False)
+        torch.testing.assert_close(found, u[:, :rank] * size[:rank] @ w[:rank], atol=0.05, rtol=5e-3)
+
+
+def test_cskv_refuses_what_saves_nothing() -> None:
+    with pytest.raises(BadConfig, match=r"form.v_rank = 7 saves nothing of 8 slots of 2 heads of 16 numbers"):
+        Cskv(k_rank=6, v_rank=7).tier(of(), torch.device("cpu"), KV)
+    form, kv = Cskv(k_rank=6, v_rank=6), Kv(group=8)
+    assert form.nbytes(LayerShape(K, D, D), kv, 2) < LayerShape(K, D, D).numbers * 2 + 4
+
+
 REFUSED = [
+    ({"form": {"method": "mustafar"}, "kv": {"rotate": "hadamard"}}, "spreads over all channels the large numbers"),
+    ({"form": {"method": "mustafar"}, "kv": {"k_bits": 4}}, "cannot be kept with kv.k_bits = 4"),
+    ({"form": {"method": "freqkv"}, "kv": {"v_bits": 8}}, "of what this form keeps it rounds nothing"),
+    ({"form": {"method": "cskv"}, "policy": {"name": "snap"}}, "set form.joint = 1"),
+    ({"form": {"method": "subgen"}, "memory": {"ladder": ["kv.v_bits=2"]}}, "frees nothing"),
+    ({"form": {"method": "minicache"}}, "keep each layer by itself"),
+    ({"form": {"method": "headfusion"}}, "folded into the weights"),
     ({"form": {"method": "gear"}}, "which rounds nothing"),
     ({"form": {"method": "gear"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads over all channels the outliers"),
     ({"form": {"method": "qaq"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads over all channels the outliers"),
@@ -383,8 +501,10 @@ def test_a_model_whose_tables_depend_on_length_is_refused() -> None:
 def test_a_session_goes_back_and_on_in_every_form(method: str, family: str) -> None:
     model = table.lm(family, "fp32")
     rope = {} if family == "dense" else {"rope": "after"}
-    kv = FOUR | {"group": 8, "residual": 8, "sinks": 2}
-    asked = Profile.load("exact").replace(exactness="approx", form={"method": method, **rope}, kv=kv)
+    bits = {} if method in FEWER else FOUR
+    ranks = {"k_rank": 2, "v_rank": 2} if method == "cskv" else {}
+    kv = bits | {"group": 8, "residual": 8, "sinks": 2}
+    asked = Profile.load("exact").replace(exactness="approx", form={"method": method, **rope, **ranks}, kv=kv)
     if method == "rotatekv" and any(dim & (dim - 1) for of in model.shapes for dim in of.parts):
         with pytest.raises(BadConfig, match="power of two"):
             build.session(model, asked)

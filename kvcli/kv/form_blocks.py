@@ -36,6 +36,7 @@ class Blocks:
     rope: Literal["after", "before"] = "after"  # keys are rounded as attention reads them, or as before their turning
 
     own: ClassVar[Mapping[str, str]] = {}  # keys of [kv] -> why this form does not go with them
+    rounds: ClassVar[bool] = True  # to kv.k_bits and kv.v_bits; else it keeps fewer numbers, of 16 bits
 
     def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
         """k [B, h, g, D], v [B, h, g, E] in float32 or wider -> what is stored of them."""
@@ -49,12 +50,12 @@ class Blocks:
         return True
 
     def refuses(self, kv: Kv) -> Mapping[str, str]:
-        wide = {
-            f"kv.{key}": "which rounds nothing: 8, 4 and 2 do" for key in ("k_bits", "v_bits") if getattr(kv, key) == 16
-        }
+        is_wide = {f"kv.{key}": getattr(kv, key) == 16 for key in ("k_bits", "v_bits")}
+        why = "which rounds nothing: 8, 4 and 2 do" if self.rounds else "and of what this form keeps it rounds nothing"
+        bits = {key: why for key, is_16 in is_wide.items() if is_16 == self.rounds}
         turned = {"kv.rotate": self.own.get("kv.rotate", 'which turns what form.method = "kivi" packs')}
         halves = {"kv.halves": 'and halves are of form.method = "kivi"'}
-        return wide | (turned if kv.rotate != "none" else {}) | (halves if kv.halves else {})
+        return bits | (turned if kv.rotate != "none" else {}) | (halves if kv.halves else {})
 
     @property
     def is_joint(self) -> bool:
@@ -67,7 +68,7 @@ class Blocks:
     def refuse(self, shape: LayerShape, kv: Kv) -> None:
         """Raise BadConfig where slots of this shape cannot be held."""
         for key, bits, dim in zip(("kv.k_bits", "kv.v_bits"), (kv.k_bits, kv.v_bits), shape.parts, strict=True):
-            if dim * bits % 8:
+            if self.rounds and dim * bits % 8:
                 why = f"its heads have {dim} numbers, and a byte holds {8 // bits}"
                 raise BadConfig(
                     f"{key} = {bits} does not fit this model: {why}", code="kv_bits", try_=[f"--set {key}=8"]

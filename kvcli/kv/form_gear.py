@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kv.form_blocks import APART, Blocks, Codes
-from kvcli.kv.form_rounding import apart, by_slot, directions, halved, numbers, of_slots, put_back, rounded
+from kvcli.kv.form_rounding import apart, by_slot, factors, numbers, of_slots, product, put_back, rounded
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -31,29 +31,16 @@ class Gear(Blocks):
         keys, values = rounded(k_inner.mT, kv.k_bits, -2), by_slot(v_inner, kv.v_bits, kv.group)
         k_lost = put_back((k_inner - numbers(keys, kv.k_bits, k.dtype).mT), k_apart[0], torch.zeros_like(k_apart[1]))
         v_lost = put_back(v_inner - of_slots(values, kv.v_bits, v.dtype), v_apart[0], torch.zeros_like(v_apart[1]))
-        return *keys, *values, *k_apart, *v_apart, *self._directions(k_lost), *self._directions(v_lost)
+        return *keys, *values, *k_apart, *v_apart, *factors(k_lost, self.rank), *factors(v_lost, self.rank)
 
     def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
         k = numbers(codes[:3], kv.k_bits, exact).mT
         v = of_slots(codes[3:6], kv.v_bits, exact)
         k, v = (
-            put_back(t + _product(a, b, exact), at, found)
+            put_back(t + product(a, b, exact), at, found)
             for t, (at, found), (a, b) in (
                 (k, codes[6:8], codes[10:12]),
                 (v, codes[8:10], codes[12:]),
             )
         )
         return k.mT, v
-
-    def _directions(self, lost: Tensor) -> tuple[Tensor, Tensor]:
-        """lost [B, h, m, n] -> the halves [B, h, r, m] and [B, h, r, n] of its best product of this rank."""
-        way = directions(lost, self.rank)
-        return halved(way @ lost.mT), halved(way)
-
-
-def _product(a: Tensor, b: Tensor, exact: torch.dtype) -> Tensor:
-    """a [.., r, m], b [.., r, n] -> [.., m, n], one rank after the other: sums that depend on nothing beside."""
-    out = torch.zeros(*a.shape[:-2], a.shape[-1], b.shape[-1], dtype=exact, device=a.device)
-    for x, y in zip(a.to(exact).unbind(-2), b.to(exact).unbind(-2), strict=True):
-        out += x.unsqueeze(-1) * y.unsqueeze(-2)
-    return out

@@ -77,3 +77,18 @@ def directions(x: Tensor, rank: int) -> Tensor:
         way = torch.linalg.eigh(x.mT @ x).eigenvectors.flip(-1)[..., :rank].mT
     size: Tensor = way.norm(dim=-1, keepdim=True)
     return way / size.clamp_min(TINIEST)
+
+
+def factors(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """x [.., m, n] -> the halves [.., r, m] and [.., r, n] of its best product of this rank."""
+    way = directions(x, rank)
+    return halved(way @ x.mT), halved(way)
+
+
+def product(a: Tensor, b: Tensor, exact: torch.dtype) -> Tensor:
+    """a [.., r, m], b [.., r, n] -> [.., m, n], one rank after the other: sums that depend on nothing beside."""
+    of = max(a.shape[:-2], b.shape[:-2], key=len)  # one may be the same for all
+    out = torch.zeros(*of, a.shape[-1], b.shape[-1], dtype=exact, device=a.device)
+    for x, y in zip(a.to(exact).unbind(-2), b.to(exact).unbind(-2), strict=True):
+        out += x.unsqueeze(-1) * y.unsqueeze(-2)
+    return out

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from kvcli.settings.profile import Clash
 from kvcli.settings.schema import METHODS, size_of
@@ -201,6 +202,12 @@ def form_clashes(profile: Profile) -> list[Clash]:
         Clash(key, other, f"{cannot} with {other} = {json.dumps(values[other])}", because)
         for other, because in form.refuses(profile.kv).items()
     ]
+    for step in profile.memory.ladder:
+        bits, _, value = step.partition("=")
+        if bits in ("kv.k_bits", "kv.v_bits"):
+            packed: dict[str, Any] = {bits.removeprefix("kv."): int(value)}
+            if bits in form.refuses(replace(profile.kv, **packed)):
+                found.append(Clash("memory.ladder", key, f'"{step}" frees nothing', f'which is "{form.method}"'))
     if form.is_joint and profile.policy.every is not None:
         because = "whose heads let go of different tokens, and heads are written together: set form.joint = 1"
         found.append(Clash(key, "policy.name", cannot, because))

@@ -235,6 +235,16 @@ DECLINED: Mapping[tuple[str, str], tuple[str, str]] = {
         "and passes over a part of the layers, policies and recall read each layer by itself",
         'use form.method = "gear", which keeps the main directions of what rounding loses',
     ),
+    ("form", "minicache"): (
+        "two layers would be written as one, so both would have to hold the same slots at the same moment, "
+        "and tiers, policies and recall keep each layer by itself",
+        'use form.method = "cskv", which writes heads of one layer together, or kv.k_bits and kv.v_bits = 4',
+    ),
+    ("form", "headfusion"): (
+        "its projections are made from texts beforehand and folded into the weights, and then trained; "
+        "of a block of slots alone, one of full size for each group of heads takes more than it saves",
+        'use form.method = "cskv" with form.joint = 2, which fuses heads to as many directions as form.k_rank says',
+    ),
 }
 NUMBERS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}  # of `dtype` -> torch's name
 ORDER = (

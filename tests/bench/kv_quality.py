@@ -9,9 +9,9 @@ token. FastGen compresses first, to each of `shares`; what it kept of that very 
 published FastGen by the T at which its heads keep at least as much. "map" is FastGen with the head map that
 `kvcli profile-heads --probe ablate` makes of the model, from other texts. Intervals are paired bootstraps over texts:
 the four questions about one text are not independent. `--allocs` compares who shares the budget instead, and `--moved`
-where goes what a policy does not keep: away, or down a tier, and `--forms` in which form old slots lie, of the same
-bits. `--field` has every policy that keeps a share, by itself and with what is done to scores, whose queries vote, who
-shares and what is one unit, between both controls. `--tasks`
+where goes what a policy does not keep: away, or down a tier, and `--forms` in which form old slots lie: of the same
+bits, or of fewer numbers. `--field` has every policy that keeps a share, by itself and with what is done to scores,
+whose queries vote, who shares and what is one unit, between both controls. `--tasks`
 asks other questions, `--texts` of each, hidden in Moby-Dick: those that a model answers from the full cache.
 
 Every answer goes to `--partial` at once, so a run that was cut off goes on where it was. Counts do not depend on the
@@ -69,6 +69,12 @@ FORMS: dict[str, dict[str, Any]] = {  # and how each is asked for
     "kivi": {},
     "kivi before rope": {"method": "kivi", "rope": "before"},
     **{name: {"method": name} for name in ("zipcache", "rotatekv", "qaq", "gear", "squat")},
+}
+FEWER: dict[str, dict[str, Any]] = {  # numbers of old slots, in 16 bits
+    **{f"mustafar {s:.0%}": {"form": {"method": "mustafar", "k_sparsity": s, "v_sparsity": s}} for s in (0.5, 0.7)},
+    **{f"freqkv {r:.0%}": {"form": {"method": "freqkv", "retained": r}} for r in (0.75, 0.5)},
+    **{f"subgen {n}": {"form": {"method": "subgen", "centers": n, "samples": n}} for n in (32, 16)},
+    **{f"cskv {r}": {"kv": {"group": 256}, "form": {"method": "cskv", "k_rank": r, "v_rank": r}} for r in (32, 16)},
 }
 READS = {"recall": {"method": "sketch", "floor": 128}}  # tokens of what lies below that a head reads for a row
 MOVED: dict[str, dict[str, Any]] = {  # where goes what a policy does not keep
@@ -269,8 +275,10 @@ def field(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
 
 
 def formed(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
-    """Forms of old slots, of the same bits each."""
+    """Forms of old slots: of the same bits each, and of fewer numbers."""
     yield "full", known.of(f"{i} full", lambda: answer({})[0])
+    for name, change in FEWER.items():
+        yield name, known.of(f"{i} {name}", lambda change=change: answer(change)[0])
     for k, v in ((4, 4), (4, 2), (2, 2)):
         for name, form in FORMS.items():
             change = {"kv": {"k_bits": k, "v_bits": v}, "form": form}

@@ -40,11 +40,15 @@ from kvcli.kv.checked import Checked
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
 from kvcli.kv.form import Form, OfModel
+from kvcli.kv.form_cskv import Cskv
+from kvcli.kv.form_freqkv import FreqKV
 from kvcli.kv.form_gear import Gear
 from kvcli.kv.form_kivi import Kivi
+from kvcli.kv.form_mustafar import Mustafar
 from kvcli.kv.form_qaq import Qaq
 from kvcli.kv.form_rotatekv import RotateKV
 from kvcli.kv.form_squat import Squat
+from kvcli.kv.form_subgen import SubGen
 from kvcli.kv.form_zipcache import ZipCache
 from kvcli.kv.host import Host
 from kvcli.kv.index import Index
@@ -94,6 +98,9 @@ INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certifie
 # old slots in other forms, in four bits
 FORMS: dict[str, Form] = {"before": Kivi("before"), "zipcache": ZipCache(keys="separable"), "qaq": Qaq(outliers=0.1)}
 FORMS |= {"gear": Gear("before", 0.5, 1), "squat": Squat(), "rotatekv": RotateKV()}
+# or in fewer numbers
+FORMS |= {"mustafar": Mustafar(), "freqkv": FreqKV(), "subgen": SubGen(centers=2, samples=2)}
+FORMS |= {"cskv": Cskv(k_rank=3, v_rank=2)}
 PARTS = (*INDEXES, *FORMS, "turned", "disk", "halves", "checked", "uneven turned", "rungs")
 NATIVE = ("dense", "sliding", "uneven", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
 STORAGES += [(name, "bf16") for name in NATIVE]
@@ -109,7 +116,7 @@ WAYS: dict[str, Way] = {"by query": ByQuery, "by kernel": ByKernel, "by stream":
 READ = ("kept", "lazy", "layers", "blend")
 MODELS |= dict.fromkeys(READ, "llama")
 TWINS = {"kept": "dense", "layers": "dense"}  # whose text it is
-UNJUDGED = (*TWINS, "blend", "rotatekv")  # under no policy; that one turns heads together
+UNJUDGED = (*TWINS, "blend", "rotatekv", "cskv")  # under no policy; these write heads together
 STORAGES += [(name, dtype) for name in READ for dtype in (("fp32", "bf16") if native() is not None else ("fp32",))]
 # rows go to two of five experts each, in full precision, in 8 and in 4 bits; no policy sees them
 EXPERTS = {"experts": "none", "experts in 8 bits": "int8", "experts in 4 bits": "int4"}

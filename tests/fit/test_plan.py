@@ -83,9 +83,18 @@ def test_sliding_layers_are_planned_with_what_they_keep(demo):
     assert found < 0.65 * planned(demo, profile, n).need.kv
 
 
-@pytest.mark.parametrize("bits", [(8, 8), (8, 8, "halves"), (4, 4), (4, 2), (16, 8)])
-def test_packed_keys_and_values_are_planned_as_they_lie(demo, bits):
-    kv = {"kv.k_bits": bits[0], "kv.v_bits": bits[1], "kv.halves": "halves" in bits, "exactness": "approx"}
+HALVES = {"kv.k_bits": 8, "kv.v_bits": 8, "kv.halves": True}
+FEWER = [{"form.method": method} for method in ("mustafar", "freqkv", "subgen")]  # numbers, of 16 bits
+FEWER += [{"form.method": "cskv", "kv.group": 256}]
+
+
+@pytest.mark.parametrize(
+    "packs",
+    [*({"kv.k_bits": k, "kv.v_bits": v} for k, v in ((8, 8), (4, 4), (4, 2), (16, 8))), HALVES, *FEWER],
+    ids=lambda packs: " ".join(map(str, packs.values())),
+)
+def test_packed_keys_and_values_are_planned_as_they_lie(demo, packs):
+    kv = packs | {"exactness": "approx"}
     with load("demo", "exact", set={"load.device": "cpu", "load.verify": False, "prefill.chunk": 16, **kv}) as model:
         ids = torch.arange(1400).remainder(model.lm.vocab).tolist()
         most = max(sum(nbytes(model.text.session.kv).values()) for _ in events(model.text.session.read(ids)))
@@ -468,6 +477,7 @@ MOVED = {
     "recalled": ({"recall": {"method": "sketch"}}, {"cpu", "demoted", "index"}),
     "packed": ({"kv": {"k_bits": 4, "v_bits": 4}}, {"cpu", "packed"}),
     "gear": ({"kv": {"k_bits": 4, "v_bits": 4}, "form": {"method": "gear"}}, {"cpu", "packed"}),
+    "mustafar": ({"form": {"method": "mustafar"}}, {"cpu", "packed"}),
     "disk": ({"memory": {"disk": "1GiB"}}, {"cpu", "disk"}),
 }
 
