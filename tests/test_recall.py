@@ -29,6 +29,7 @@ from kvcli.kernels.merge import Part, merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.index import Index, bend
 from kvcli.kv.index_certified import Certified
+from kvcli.kv.index_cluster import Clusters, clusters
 from kvcli.kv.index_minmax import MinMax
 from kvcli.kv.index_sketch import Sketch
 from kvcli.kv.ladder import Ladder
@@ -48,6 +49,7 @@ torch.set_num_threads(1)
 K, G, D = 2, 3, 16
 H = K * G
 INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
+INDEXES |= {"cluster": Clusters(15, 4)}
 BOUNDS = {name: index for name, index in INDEXES.items() if index.is_bound}
 SMALL = Budget(fraction=0.1, floor=7, sinks=2, recent=5)
 SIGHTS = [Sight(0.25), Sight(0.4, softcap=9.0)]
@@ -160,6 +162,40 @@ def test_a_sketch_ranks_pages_nearly_as_the_keys_do() -> None:
     assert agree[0] > 0.9 > agree[1]
 
 
+def test_clusters_are_those_of_k_means_and_have_the_scores_of_their_means() -> None:
+    """By the definition (arXiv 2412.03213), a key at a time; each key's mean is the one that it points along most."""
+    k, q, n = randn(1, 24, D, seed=4), randn(1, 3, D, seed=5), 4
+    means = [k[0, i * 24 // n] for i in range(n)]
+    for _ in range(8):
+        of = [max(range(n), key=lambda c: float(torch.cosine_similarity(key, means[c], 0))) for key in k[0]]  # noqa: B023
+        means = [
+            torch.stack(mine).mean(0) if (mine := [key for key, c in zip(k[0], of, strict=True) if c == i]) else means[i]
+            for i in range(n)
+        ]
+    got, where = clusters(k, n)
+    assert where[0].tolist() == of
+    assert len(set(of)) == n
+    torch.testing.assert_close(got[0], torch.stack(means))
+    index = Clusters(24, n)
+    score = index.score(q, index.summarize(k.unsqueeze(1), ()), (), Sight(0.5))
+    torch.testing.assert_close(score, 0.5 * q @ torch.stack([means[c] for c in of]).T.unsqueeze(0))
+
+
+def test_whole_clusters_are_read_and_the_last_one_is_cut() -> None:
+    n, budget = 4, Budget(fraction=0.1, floor=9, sinks=0, recent=0)
+    kv = filled(Clusters(30, n), 90, budget)
+    kv.attend(0, rows(1), Sight(0.25), at(kv, 1))
+    for j in range(K):
+        of = pages(kv).kept[1][j].long()
+        of = (of + n * torch.arange(3).unsqueeze(1)).flatten()
+        read = kv._chosen[0][j]
+        assert int(read.sum()) == 9
+        cut = [c for c in set(of.tolist()) if 0 < int(read[of == c].sum()) < int((of == c).sum())]
+        assert len(cut) <= 1
+        for c in cut:
+            assert read[of == c].int().diff().le(0).all(), "its first ones"
+
+
 # ---- what is read ----
 
 
@@ -175,18 +211,19 @@ def chosen_by_definition(kv: Recall, index: Index, q: Tensor, sight: Sight, budg
         pages = [held[a : a + index.page] for a in range(0, len(held) - index.page + 1, index.page)]
         shared = tuple(t[j : j + 1] for t in learned)
         kept = index.summarize(torch.stack([s.k[j, p] for p in pages]).unsqueeze(0), shared)
+        grains = [page[a : a + index.grain] for page in pages for a in range(0, index.page, index.grain)]
         free = [
             i
-            for i, page in enumerate(pages)
-            if all(s.pos[j, a] >= budget.sinks and s.pos[j, a] <= newest - budget.recent for a in page)
+            for i, grain in enumerate(grains)
+            if all(s.pos[j, a] >= budget.sinks and s.pos[j, a] <= newest - budget.recent for a in grain)
         ]
-        most = math.ceil(max(budget.floor, budget.fraction * n_slots) / index.page)
+        most = math.ceil(max(budget.floor, budget.fraction * n_slots) / index.grain)
         for n in range(q.shape[1]):
             score = index.score(q[j * group : (j + 1) * group, n].unsqueeze(0), kept, shared, sight)[0]  # [G, P]
             share = torch.softmax(score, -1).amax(0)
             best = sorted(free, key=lambda i: -float(share[i]))[:most]
-            for i, page in enumerate(pages):
-                read[j, n, page] = i in best or i not in free
+            for i, grain in enumerate(grains):
+                read[j, n, grain] = i in best or i not in free
             read[j, n, held[len(pages) * index.page :]] = True
     return read
 
@@ -490,7 +527,8 @@ def test_a_profile_reads_through_its_table() -> None:
 
 @pytest.mark.parametrize("method", INDEXES)
 def test_the_plan_of_memory_counts_the_index(method: str) -> None:
-    chosen = profile(method=method, floor=64, page=4, dense_layers=0).recall.settings
+    sizes = {"window": 40, "size": 4} if method == "cluster" else {"page": 4}
+    chosen = profile(method=method, floor=64, dense_layers=0, **sizes).recall.settings
     store = Dense(alike(1, K, D), torch.float32)
     kv = chosen.over(store, store, [Sight(0.25)])
     store.append(0, randn(K, 4000, D, dtype=torch.float32), randn(K, 4000, D, dtype=torch.float32), 0)

@@ -73,7 +73,7 @@ class Recall:
         self._near = Near(cast(Far, self._source)) if self._source.is_far else None
         self._pages = {layer: Pages(index, budget) for layer in sorted(layers)}
         self._late = dict.fromkeys(self._pages, 0)  # slots a head since the boundary
-        self._chosen: dict[int, Tensor] = {}  # [K, P] by the last pass
+        self._chosen: dict[int, Tensor] = {}  # [K, X] by the last pass
         self.tally = Tally()
 
     @property
@@ -181,8 +181,8 @@ class Recall:
         n_kv, (h, n, d) = pages.whole.shape[0], q.shape
         rows = q.reshape(n_kv, h // n_kv, n, d)
         score = self._index.score(rows.flatten(1, 2), pages.kept, pages.shared, sight)
-        score = score.view(*rows.shape[:3], -1)  # [K, G, N, P]
-        chosen = _choose(score, pages)  # [K, N, P]
+        score = score.view(*rows.shape[:3], -1)  # [K, G, N, X]
+        chosen = _choose(score, pages)  # [K, N, X]
         self._count(layer, chosen)
         part = self._read(layer, pages, q, chosen, sight, score)
         if self._epsilon is not None:
@@ -206,14 +206,14 @@ class Recall:
 
         Where no such kernel is, all rows over the union of what they chose, each seeing its own part.
         """
-        page, n_rows = self._index.page, q.shape[1]
-        first = pages.whole * page
+        grain, n_rows = self._index.grain, q.shape[1]
+        first = pages.whole * self._index.page
         behind, left = first.tolist(), (pages.ends - first).tolist()
         scale, softcap = sight.scale, sight.softcap
         pos = [0] * n_rows  # where rows stand is of no interest
         run = None if self._near is not None else self._source.run(layer)
         if run is not None and serves_chosen(q, run.v):
-            return attend_part(q, run, pos, scale, softcap=softcap, chosen=Chosen(chosen, page, behind, left))
+            return attend_part(q, run, pos, scale, softcap=softcap, chosen=Chosen(chosen, grain, behind, left))
         union = padded(chosen.any(1))  # [K, U]
         index = torch.cat((pages.slots_of(union), pages.behind()), 1)
         if self._near is None:
@@ -222,9 +222,9 @@ class Recall:
             s = _here(self._near.gather(layer, index, pages.slots_of(_nearly(score, chosen, pages))), q)
         mine = _among(chosen, union)  # [K, N, U]
         if serves_chosen(q, s.v):
-            each = Chosen(mine, page, [union.shape[1] * page] * len(left), left)
+            each = Chosen(mine, grain, [union.shape[1] * grain] * len(left), left)
             return attend_part(q, _run_of(s), pos, scale, window=WIDEST, softcap=softcap, chosen=each)
-        shown = torch.nn.functional.pad(mine.repeat_interleave(page, 2), (0, max(left)), value=True)
+        shown = torch.nn.functional.pad(mine.repeat_interleave(grain, 2), (0, max(left)), value=True)
         shown &= (s.pos >= 0).unsqueeze(1)
         # no mask is faster; but a certificate wants one, as without it the kernel may round scores to 16 bits
         is_bare = n_rows == 1 and self._epsilon is None and bool(shown.all())
@@ -246,7 +246,7 @@ class Recall:
             part.out[j][:, mine], part.lse[j][:, mine] = full.out.to(part.out.dtype), full.lse.to(part.lse.dtype)
 
     def _count(self, layer: int, chosen: Tensor) -> None:
-        """Note what a pass chose [K, N, P]."""
+        """Note what a pass chose [K, N, X]."""
         union, before = chosen.any(1), self._chosen.get(layer)
         self.tally.asked += chosen.shape[0] * chosen.shape[1]
         self.tally.pages += int(union.sum())
@@ -256,26 +256,35 @@ class Recall:
 
 
 def _choose(score: Tensor, pages: Pages) -> Tensor:
-    """score [K, G, N, P] -> [K, N, P]: the best `most` pages of each row and KV head, and those always read.
+    """score [K, G, N, X] -> [K, N, X]: the best `most` grains of each row and KV head, and those always read.
 
-    By the largest share of mass that a page has in any query head of the group: heads differ in scale.
+    By the largest share of mass that a grain has in any query head of the group: heads differ in scale.
     """
-    share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax(1)  # [K, N, P]
-    best = share.masked_fill(~pages.open.unsqueeze(1), -torch.inf).topk(pages.most, -1).indices
-    chosen = torch.zeros_like(share, dtype=torch.bool).scatter_(2, best, True)
+    share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax(1)  # [K, N, X]
+    chosen = _best(share.masked_fill(~pages.open.unsqueeze(1), -torch.inf), pages.most, pages.index)
     return chosen & pages.open.unsqueeze(1) | pages.always.unsqueeze(1)
 
 
+def _best(share: Tensor, most: int, index: Index) -> Tensor:
+    """[K, N, X] bool: the best so many of each row. Of those that share the last score that counts, the first ones."""
+    top = share.topk(most, -1)
+    if index.grain == index.page:
+        return torch.zeros_like(share, dtype=torch.bool).scatter_(2, top.indices, True)
+    least = top.values[..., -1:]
+    above, level = share > least, share == least
+    return above | level & (level.cumsum(-1) <= most - above.sum(-1, keepdim=True))
+
+
 def _nearly(score: Tensor, chosen: Tensor, pages: Pages) -> Tensor:
-    """score [K, G, N, P] -> [K, A], -1 = none: the best pages that no row chose [K, N, P]."""
-    share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax((1, 2))  # [K, P]
+    """score [K, G, N, X] -> [K, A], -1 = none: the best grains that no row chose [K, N, X]."""
+    share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax((1, 2))  # [K, X]
     share = share.masked_fill(~pages.open | chosen.any(1), -torch.inf)
     best = share.topk(min(math.ceil(AHEAD * pages.most), share.shape[1]), -1)
     return best.indices.masked_fill(best.values == -torch.inf, -1)
 
 
 def _among(chosen: Tensor, union: Tensor) -> Tensor:
-    """Which of the pages `union` [K, U], -1 = none, each row chose [K, N, P] -> [K, N, U]."""
+    """Which of the grains `union` [K, U], -1 = none, each row chose [K, N, X] -> [K, N, U]."""
     at = union.clamp(min=0).unsqueeze(1).expand(-1, chosen.shape[1], -1)
     return chosen.gather(2, at) & (union >= 0).unsqueeze(1)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvcli.kv.rung import Floor
     from kvcli.kv.slots import Sight, Store
 
-PER_PAGE = 11  # bytes of a page: its first and last position, whether rows may choose it, and whether they last did
+PER_PAGE = 11  # bytes of a page, or of a slot of one that is read in part: its first and last position, whether rows may choose it, and whether they last did
 
 
 class Chosen(Protocol):
@@ -189,3 +189,23 @@ class Certified(_Part):
 
     def per_slot(self, head_dim: int, number: int) -> float:
         return head_dim + 4 + PER_PAGE / self.page
+
+
+@dataclass(frozen=True)
+class Cluster(_Part):
+    """Read whole clusters of keys that point alike, the best means first (ClusterKV)."""
+
+    window: Annotated[int, Range(2, most=32768)] = 512  # tokens that are clustered together; the last of them are read
+    size: Annotated[int, Range(1)] = 16  # tokens of a cluster, on average
+
+    def index(self) -> Index:
+        from kvcli.kv import index_cluster
+
+        return index_cluster.Clusters(self.window, self._clusters)
+
+    def per_slot(self, head_dim: int, number: int) -> float:
+        return self._clusters * head_dim * number / self.window + 2 + PER_PAGE
+
+    @property
+    def _clusters(self) -> int:
+        return max(1, self.window // self.size)

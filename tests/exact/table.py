@@ -40,6 +40,7 @@ from kvcli.kv.disk import Disk
 from kvcli.kv.host import Host
 from kvcli.kv.index import Index
 from kvcli.kv.index_certified import Certified
+from kvcli.kv.index_cluster import Clusters
 from kvcli.kv.index_minmax import MinMax
 from kvcli.kv.index_sketch import Sketch
 from kvcli.kv.ladder import Ladder
@@ -77,6 +78,7 @@ STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (n
 # where rows are known to have the same bits alone and in company, 16 bits are a row like any other
 # stores whose rows read a part of the past, or some of it in other numbers or another place
 INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
+INDEXES |= {"cluster": Clusters(6, 2)}
 # or two pasts, of which a smaller one guesses
 PARTS = (*INDEXES, "turned", "disk", "halves", "checked", "uneven turned")
 NATIVE = ("dense", "sliding", "uneven", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
