@@ -72,6 +72,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "sketch": "kvcli.kv.recall_settings:Sketch",
         "certified": "kvcli.kv.recall_settings:Certified",
         "cluster": "kvcli.kv.recall_settings:Cluster",
+        "lowrank": "kvcli.kv.recall_settings:LowRank",
     },
     "spec": {
         "off": "kvcli.drafts.off:Off",

@@ -1,8 +1,8 @@
 """An index: what is remembered of a page of keys, so that a row can tell which pages it wants without reading them.
 
 A page is a run of slots of one KV head, and is summarised as a whole. Rows read it in grains: all of it, or, where what
-is alike lies scattered in it (a cluster of its keys), slot by slot, those that are alike under one score. A score is the
-logarithm of the softmax mass that a grain may hold for a query: an upper bound where the index `is_bound`, else an
+is alike lies scattered in it (a cluster of its keys), slot by slot, those that are alike under one score. A score is
+the logarithm of the softmax mass that a grain may hold for a query: an upper bound where the index `is_bound`, else an
 estimate.
 """
 

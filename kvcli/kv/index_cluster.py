@@ -64,7 +64,7 @@ def clusters(k: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 def mean_scores(rows: Tensor, means: Tensor, sight: Sight) -> Tensor:
     """rows [K, R, D], means [K, U, D] -> [K, R, U]: each row's by itself, as the bounds of a box that is one point."""
-    if why_not(rows) or means.dtype != rows.dtype:
+    if why_not(rows) or means.dtype not in (torch.bfloat16, torch.float32):
         return bend(page_bounds(rows, means, means), sight)
     return page_scores(rows, Box(means, means), 1, sight.scale, sight.softcap)
 

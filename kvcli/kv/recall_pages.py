@@ -33,8 +33,8 @@ class Budget:
 class Pages:
     """Pages of one layer: runs of `index.page` slots in the order of the tier, whole ones only.
 
-    Rows read grains of them, X in all. Heads may hold different numbers. What is behind a head's last whole page is always read, and so is what will be
-    rounded again: a page must stand for the numbers that are read.
+    Rows read grains of them, X in all. Heads may hold different numbers. What is behind a head's last whole page is
+    always read, and so is what will be rounded again: a page must stand for the numbers that are read.
     """
 
     def __init__(self, index: Index, budget: Budget) -> None:
@@ -148,7 +148,7 @@ class Pages:
         if not self._learned:
             self.shared = self.index.learn(k.flatten(1, 2))
             self._learned = k.shape[1] * k.shape[2]
-        pos = pos.unflatten(2, (-1, self.index.grain))
+        pos = pos.view(*fresh.shape, -1, self.index.grain)
         first = pos.where(pos >= 0, torch.iinfo(pos.dtype).max).amin(3)
         last = pos.amax(3)
         first = first.masked_fill(last < 0, -1)
