@@ -220,7 +220,17 @@ DECLINED: Mapping[tuple[str, str], tuple[str, str]] = dict.fromkeys(
         'use spec.method = "lookahead", which refines the same window beside decoding and verifies it, '
         'or steps.method = "lookahead", where steps are judged',
     ),
-)
+) | {
+    ("recall", "retroattention"): (
+        "it corrects what rows made of a past that they read in part, and what was stored is never replaced: tokens "
+        "drawn since followed from it",
+        'use recall.method = "certified", which reads everything where a row may have missed more than recall.epsilon',
+    ),
+    ("recall", "sentence"): (
+        "a store is told keys and positions and no words, so an index cannot tell where sentences end",
+        'use recall.method = "cluster", whose units are keys that point alike',
+    ),
+}
 NUMBERS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}  # of `dtype` -> torch's name
 ORDER = (
     "load",
