@@ -584,6 +584,30 @@ def test_a_profile_reads_through_its_table() -> None:
     assert {use.layer for use in whole.kv.usage() if use.tier == "index"} == {1}, "gemma's other layers slide"
 
 
+def test_a_profile_says_who_chooses_and_what_is_too_little() -> None:
+    model, small = exactness.lm("dense", "fp32"), {"floor": 4, "sinks": 1, "recent": 4, "every": 8, "dense_layers": 1}
+    tallies = []
+    for more in ({}, {"choice": "boundary"}, {"cutoff": 0.2}):
+        session = build.session(model, profile(method="lowrank", page=3, rank=5, **small, **more))
+        drive(session.read(exactness.prompt()))
+        list(events(session.stream(16)))
+        assert isinstance(session.kv, Recall)
+        tallies.append(session.kv.tally)
+    each, shared, cut = tallies
+    assert shared.asked == each.asked
+    assert shared.again > each.again
+    assert cut.pages < each.pages
+
+
+@pytest.mark.parametrize("method", ["sentence", "retroattention"])
+def test_methods_that_are_not_built_say_why_and_what_to_write(method: str) -> None:
+    with pytest.raises(KvcliError) as refused:
+        profile(method=method)
+    told = "\n".join([str(refused.value), *refused.value.lines])
+    assert f'"{method}" is not built' in told
+    assert "use recall.method" in told
+
+
 @pytest.mark.parametrize("method", INDEXES)
 def test_the_plan_of_memory_counts_the_index(method: str) -> None:
     sizes = {"window": 40, "size": 4} if method == "cluster" else {"page": 4}
