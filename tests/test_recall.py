@@ -179,9 +179,10 @@ def test_clusters_are_those_of_k_means_and_have_the_scores_of_their_means() -> N
     assert where[0].tolist() == of
     assert len(set(of)) == n
     torch.testing.assert_close(got[0], torch.stack(means))
-    index = Clusters(24, n)
-    score = index.score(q, index.summarize(k.unsqueeze(1), ()), (), Sight(0.5))
-    torch.testing.assert_close(score, 0.5 * q @ torch.stack([means[c] for c in of]).T.unsqueeze(0))
+    index, turned = Clusters(24, n), torch.stack((-k, k), 1)  # a window of the opposite keys before it
+    score = index.score(q, index.summarize(turned, ()), (), Sight(0.5))
+    want = 0.5 * q @ torch.stack([means[c] for c in of]).T.unsqueeze(0)
+    torch.testing.assert_close(score, torch.cat((-want, want), 2))
 
 
 def test_low_rank_scores_are_those_of_the_singular_values_that_count() -> None:
