@@ -85,6 +85,8 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
         "minmax": "kvcli.kv.recall_settings:MinMax",
         "sketch": "kvcli.kv.recall_settings:Sketch",
         "certified": "kvcli.kv.recall_settings:Certified",
+        "cluster": "kvcli.kv.recall_settings:Cluster",
+        "lowrank": "kvcli.kv.recall_settings:LowRank",
     },
     "spec": {
         "off": "kvcli.drafts.off:Off",

@@ -29,6 +29,8 @@ from kvcli.kernels.merge import Part, merge
 from kvcli.kv.dense import Dense
 from kvcli.kv.index import Index, bend
 from kvcli.kv.index_certified import Certified
+from kvcli.kv.index_cluster import Clusters, clusters
+from kvcli.kv.index_lowrank import LowRank
 from kvcli.kv.index_minmax import MinMax
 from kvcli.kv.index_sketch import Sketch
 from kvcli.kv.ladder import Ladder
@@ -48,6 +50,7 @@ torch.set_num_threads(1)
 K, G, D = 2, 3, 16
 H = K * G
 INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
+INDEXES |= {"cluster": Clusters(15, 4), "lowrank": LowRank(3, 8)}
 BOUNDS = {name: index for name, index in INDEXES.items() if index.is_bound}
 SMALL = Budget(fraction=0.1, floor=7, sinks=2, recent=5)
 SIGHTS = [Sight(0.25), Sight(0.4, softcap=9.0)]
@@ -160,6 +163,57 @@ def test_a_sketch_ranks_pages_nearly_as_the_keys_do() -> None:
     assert agree[0] > 0.9 > agree[1]
 
 
+def test_clusters_are_those_of_k_means_and_have_the_scores_of_their_means() -> None:
+    """By the definition (arXiv 2412.03213), a key at a time; each key's mean is the one that it points along most."""
+    k, q, n = randn(1, 24, D, seed=4), randn(1, 3, D, seed=5), 4
+    means = [k[0, i * 24 // n] for i in range(n)]
+    for _ in range(8):
+        of = [max(range(n), key=lambda c: float(torch.cosine_similarity(key, means[c], 0))) for key in k[0]]
+        means = [
+            torch.stack(mine).mean(0)
+            if (mine := [key for key, c in zip(k[0], of, strict=True) if c == i])
+            else means[i]
+            for i in range(n)
+        ]
+    got, where = clusters(k, n)
+    assert where[0].tolist() == of
+    assert len(set(of)) == n
+    torch.testing.assert_close(got[0], torch.stack(means))
+    index, turned = Clusters(24, n), torch.stack((-k, k), 1)  # a window of the opposite keys before it
+    score = index.score(q, index.summarize(turned, ()), (), Sight(0.5))
+    want = 0.5 * q @ torch.stack([means[c] for c in of]).T.unsqueeze(0)
+    torch.testing.assert_close(score, torch.cat((-want, want), 2))
+
+
+def test_low_rank_scores_are_those_of_the_singular_values_that_count() -> None:
+    """By torch's decomposition (arXiv 2410.21465): keys of the best rank-4 approximation; at full rank the keys."""
+    k, q = randn(K, 60, D, seed=6) * (1 + 9 * (randn(D, seed=7) > 0.5)), randn(K, 3, D, seed=8)
+    for rank in (4, D):
+        u, s, vt = torch.linalg.svd(k, full_matrices=False)
+        near = u[..., :rank] * s[:, None, :rank] @ vt[:, :rank]
+        index = LowRank(5, rank)
+        shared = index.learn(k)
+        score = index.score(q, index.summarize(k.view(K, 12, 5, D), shared), shared, Sight(0.5))
+        want = (0.5 * q @ near.transpose(1, 2)).view(K, 3, 12, 5).logsumexp(3)
+        torch.testing.assert_close(score, want)
+    assert not torch.allclose(near, u[..., :4] * s[:, None, :4] @ vt[:, :4])
+
+
+def test_whole_clusters_are_read_and_the_last_one_is_cut() -> None:
+    n, budget = 4, Budget(fraction=0.1, floor=9, sinks=0, recent=0)
+    kv = filled(Clusters(30, n), 90, budget)
+    kv.attend(0, rows(1), Sight(0.25), at(kv, 1))
+    for j in range(K):
+        of = pages(kv).kept[1][j].long()
+        of = (of + n * torch.arange(3).unsqueeze(1)).flatten()
+        read = kv._chosen[0][j]
+        assert int(read.sum()) == 9
+        cut = [c for c in set(of.tolist()) if 0 < int(read[of == c].sum()) < int((of == c).sum())]
+        assert len(cut) <= 1
+        for c in cut:
+            assert read[of == c].int().diff().le(0).all(), "its first ones"
+
+
 # ---- what is read ----
 
 
@@ -175,18 +229,19 @@ def chosen_by_definition(kv: Recall, index: Index, q: Tensor, sight: Sight, budg
         pages = [held[a : a + index.page] for a in range(0, len(held) - index.page + 1, index.page)]
         shared = tuple(t[j : j + 1] for t in learned)
         kept = index.summarize(torch.stack([s.k[j, p] for p in pages]).unsqueeze(0), shared)
+        grains = [page[a : a + index.grain] for page in pages for a in range(0, index.page, index.grain)]
         free = [
             i
-            for i, page in enumerate(pages)
-            if all(s.pos[j, a] >= budget.sinks and s.pos[j, a] <= newest - budget.recent for a in page)
+            for i, grain in enumerate(grains)
+            if all(s.pos[j, a] >= budget.sinks and s.pos[j, a] <= newest - budget.recent for a in grain)
         ]
-        most = math.ceil(max(budget.floor, budget.fraction * n_slots) / index.page)
+        most = math.ceil(max(budget.floor, budget.fraction * n_slots) / index.grain)
         for n in range(q.shape[1]):
             score = index.score(q[j * group : (j + 1) * group, n].unsqueeze(0), kept, shared, sight)[0]  # [G, P]
             share = torch.softmax(score, -1).amax(0)
             best = sorted(free, key=lambda i: -float(share[i]))[:most]
-            for i, page in enumerate(pages):
-                read[j, n, page] = i in best or i not in free
+            for i, grain in enumerate(grains):
+                read[j, n, grain] = i in best or i not in free
             read[j, n, held[len(pages) * index.page :]] = True
     return read
 
@@ -276,6 +331,48 @@ def test_windows_and_prompts_read_everything(name: str) -> None:
     whole, part = (merge(store.attend(0, q, Sight(0.3), pos)) for store in (kv._tier, kv))
     assert not torch.allclose(part, whole)
     torch.testing.assert_close(merge(kv.attend(0, q, Sight(0.3, is_prompt=True), pos)), whole)
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_the_first_row_behind_a_boundary_may_choose_for_all_until_the_next(name: str) -> None:
+    kv, own = (filled(INDEXES[name], 83, is_shared=shared) for shared in (True, False))
+    q = rows(5)
+    guesses = replace(Sight(0.3), is_guess=True)
+    read = [store.attend(0, rows(1, seed=8), guesses, at(store, 1))[0] for store in (kv, own)]
+    torch.testing.assert_close(read[0].lse, read[1].lse)  # for themselves, and without a say
+    first = merge(kv.attend(0, q[:, :1], Sight(0.3), at(kv, 1)))
+    torch.testing.assert_close(first, merge(own.attend(0, q[:, :1], Sight(0.3), at(kv, 1))))
+    chosen = kv._chosen[0].clone()
+    fill(kv, 1, start=83)
+    alone = [kv.attend(0, q[:, i : i + 1], Sight(0.3), [84])[0] for i in range(1, 5)]
+    assert torch.equal(kv._chosen[0], chosen)
+    assert not torch.equal(own._pages[0].kept[0], torch.empty(0))
+    drafted = filled(INDEXES[name], 83, is_shared=True)
+    (together,) = drafted.attend(0, q, Sight(0.3), at(drafted, 5))
+    for i in range(1, 5):
+        torch.testing.assert_close(together.out[:, i : i + 1], alone[i - 1].out)
+        torch.testing.assert_close(together.lse[:, i : i + 1], alone[i - 1].lse)
+    (each,) = own.attend(0, q, Sight(0.3), at(own, 5))
+    assert not torch.allclose(each.lse, together.lse)
+    kv.settle()
+    kv.attend(0, q[:, 4:], Sight(0.3), at(kv, 1))
+    assert not torch.equal(kv._chosen[0], chosen)
+
+
+def test_what_seems_to_hold_little_is_left_out() -> None:
+    """By an independent sum: of the pages that are chosen without a cutoff, those above the share stay."""
+    index, q, sight = INDEXES["sketch"], rows(1, sharp=4.0), Sight(0.25)
+    kv = filled(index, 83)
+    kv.attend(0, q, sight, at(kv, 1))
+    p = pages(kv)
+    score = index.score(q.view(K, G, D), p.kept, p.shared, sight)  # [K, G, P]
+    share = torch.softmax(score, -1).amax(1)
+    middle = float(share[kv._chosen[0] & p.open].median()) * 1.001
+    cut = filled(index, 83, cutoff=middle)
+    cut.attend(0, q, sight, at(cut, 1))
+    want = kv._chosen[0] & (share >= middle) | p.always
+    assert torch.equal(cut._chosen[0], want)
+    assert 0 < int((want & p.open).sum()) < int((kv._chosen[0] & p.open).sum())
 
 
 # ---- certificates ----
@@ -398,7 +495,7 @@ def test_slots_that_come_down_a_ladder_join_the_pages(name: str) -> None:
     for a, b in ((0, 40), (40, 83)):
         kv.take(0, Slots(s.k[:, a:b], s.v[:, a:b], s.pos[:, a:b]))
     q = rows(3)
-    if name != "sketch":
+    if not pages(kv).shared:  # which knows what the first of them taught
         same_pages(kv, whole)
     (part,) = kv.attend(0, q, Sight(0.3), at(kv, 3))
     assert part.lse.shape == (H, 3)
@@ -488,9 +585,34 @@ def test_a_profile_reads_through_its_table() -> None:
     assert {use.layer for use in whole.kv.usage() if use.tier == "index"} == {1}, "gemma's other layers slide"
 
 
+def test_a_profile_says_who_chooses_and_what_is_too_little() -> None:
+    model, small = exactness.lm("dense", "fp32"), {"floor": 4, "sinks": 1, "recent": 4, "every": 8, "dense_layers": 1}
+    tallies = []
+    for more in ({}, {"choice": "boundary"}, {"cutoff": 0.2}):
+        session = build.session(model, profile(method="lowrank", page=3, rank=5, **small, **more))
+        drive(session.read(exactness.prompt()))
+        list(events(session.stream(16)))
+        assert isinstance(session.kv, Recall)
+        tallies.append(session.kv.tally)
+    each, shared, cut = tallies
+    assert shared.asked == each.asked
+    assert shared.again > each.again
+    assert cut.pages < each.pages
+
+
+@pytest.mark.parametrize("method", ["sentence", "retroattention"])
+def test_methods_that_are_not_built_say_why_and_what_to_write(method: str) -> None:
+    with pytest.raises(KvcliError) as refused:
+        profile(method=method)
+    told = "\n".join([str(refused.value), *refused.value.lines])
+    assert f'"{method}" is not built' in told
+    assert "use recall.method" in told
+
+
 @pytest.mark.parametrize("method", INDEXES)
 def test_the_plan_of_memory_counts_the_index(method: str) -> None:
-    chosen = profile(method=method, floor=64, page=4, dense_layers=0).recall.settings
+    sizes = {"window": 40, "size": 4} if method == "cluster" else {"page": 4}
+    chosen = profile(method=method, floor=64, dense_layers=0, **sizes).recall.settings
     store = Dense(alike(1, K, D), torch.float32)
     kv = chosen.over(store, store, [Sight(0.25)])
     store.append(0, randn(K, 4000, D, dtype=torch.float32), randn(K, 4000, D, dtype=torch.float32), 0)
@@ -506,25 +628,27 @@ def test_the_yardstick_of_a_benchmark_recalls_nothing() -> None:
 # ---- whole texts ----
 
 
-def past(model: LM, index: Index, budget: Budget, epsilon: float | None, on_ladder: bool) -> Store:
+def past(
+    model: LM, index: Index, budget: Budget, epsilon: float | None, on_ladder: bool, is_shared: bool = False
+) -> Store:
     """All but the first layer recall: over the whole past, or over the lower rung of a ladder."""
     shape = (model.shapes, model.dtype)
     layers = range(1, model.n_layers)
     if not on_ladder:
-        return RecallStore(Dense(*shape), index, budget, layers, epsilon=epsilon)
-    below = Recall(Dense(*shape), index, budget, layers, epsilon=epsilon)
+        return RecallStore(Dense(*shape), index, budget, layers, epsilon=epsilon, is_shared=is_shared)
+    below = Recall(Dense(*shape), index, budget, layers, epsilon=epsilon, is_shared=is_shared)
     return Ladder(Dense(*shape), [Rung(below)], holds=9, sinks=1)
 
 
 @cache
 def text(
-    name: str, dtype: str, sampler: str, uneven: bool, drafter: str, on_ladder: bool = False
+    name: str, dtype: str, sampler: str, uneven: bool, drafter: str, on_ladder: bool = False, shared: bool = False
 ) -> tuple[list[int], Store]:
     model = exactness.lm("dense", dtype)
     epsilon = 0.3 if name == "certified" else None
-    kv = past(model, INDEXES[name], replace(SMALL, floor=4), epsilon, on_ladder)
+    kv = past(model, INDEXES[name], replace(SMALL, floor=4), epsilon, on_ladder, shared)
     make: Callable[[list[int]], Drafter] = exactness.DRAFTERS.get(drafter, lambda _: Off())
-    tool = make(text(name, dtype, sampler, uneven, "off", on_ladder)[0] if drafter != "off" else [])
+    tool = make(text(name, dtype, sampler, uneven, "off", on_ladder, shared)[0] if drafter != "off" else [])
     policy = Ragged() if uneven else None
     session = Session(
         model, kv, tool, exactness.SAMPLERS[sampler], view=view(model, kv, tool), policy=policy, every=11, chunk=13
@@ -547,6 +671,18 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
     asked, below = (name, dtype, sampler, where == "unequal heads"), where == "below a rung"
     want, _ = text(*asked, "off", on_ladder=below)
     assert text(*asked, drafter, on_ladder=below)[0] == want
+
+
+@pytest.mark.parametrize(
+    ("name", "on_ladder", "dtype", "drafter"),
+    pairs(product(INDEXES, (False, True), exactness.DTYPES, exactness.DRAFTERS)),
+)
+def test_any_drafter_gives_the_text_of_plain_decoding_where_one_row_chooses_for_all(
+    name: str, on_ladder: bool, dtype: str, drafter: str
+) -> None:
+    asked = name, dtype, "greedy", False
+    want, _ = text(*asked, "off", on_ladder, True)
+    assert text(*asked, drafter, on_ladder, True)[0] == want
 
 
 @pytest.mark.parametrize("name", INDEXES)

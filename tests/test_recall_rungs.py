@@ -25,6 +25,8 @@ from kvcli.kv.disk import Disk
 from kvcli.kv.host import Host
 from kvcli.kv.index import Index
 from kvcli.kv.index_certified import Certified
+from kvcli.kv.index_cluster import Clusters
+from kvcli.kv.index_lowrank import LowRank
 from kvcli.kv.index_minmax import MinMax
 from kvcli.kv.index_sketch import Sketch
 from kvcli.kv.ladder import Ladder
@@ -65,6 +67,7 @@ SHELVES: dict[str, Make] = {
 }
 SMALL = Budget(fraction=0.1, floor=4, sinks=2, recent=3)
 INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
+INDEXES |= {"cluster": Clusters(6, 2), "lowrank": LowRank(3, 8)}
 
 
 class Shown(Whole):

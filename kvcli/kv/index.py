@@ -1,11 +1,14 @@
 """An index: what is remembered of a page of keys, so that a row can tell which pages it wants without reading them.
 
-A page is a run of slots of one KV head. Its score is the logarithm of the softmax mass that it may hold for a query:
-an upper bound where the index `is_bound`, else an estimate.
+A page is a run of slots of one KV head, and is summarised as a whole. Rows read it in grains: all of it, or, where what
+is alike lies scattered in it (a cluster of its keys), slot by slot, those that are alike under one score. A score is
+the logarithm of the softmax mass that a grain may hold for a query: an upper bound where the index `is_bound`, else an
+estimate.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,8 +27,12 @@ class Index(Protocol):
         """Slots of a page."""
 
     @property
+    def grain(self) -> int:
+        """Slots of it that have a score of their own, and are read together: a divisor of `page`."""
+
+    @property
     def is_bound(self) -> bool:
-        """Does no page hold more mass than its score says?"""
+        """Does no grain hold more mass than its score says?"""
 
     def learn(self, k: Tensor) -> Numbers:
         """What all pages of a layer share, from the first keys [K, S, D] that it sees; mostly nothing."""
@@ -34,7 +41,23 @@ class Index(Protocol):
         """Keys of whole pages k [K, P, page, D] -> what is kept of them, [K, P, ..] each."""
 
     def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: Sight) -> Tensor:
-        """rows [K, R, D] -> [K, R, P], the log of the mass that each page may hold."""
+        """rows [K, R, D] -> [K, R, P * page / grain], the log of the mass that each grain may hold."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """An index whose pages are read as a whole, and share nothing."""
+
+    page: int
+
+    @property
+    def grain(self) -> int:
+        """All of a page."""
+        return self.page
+
+    def learn(self, k: Tensor) -> Numbers:
+        """Nothing."""
+        return ()
 
 
 def bend(score: Tensor, sight: Sight) -> Tensor:

@@ -13,22 +13,17 @@ from torch import Tensor
 
 from kvcli.kernels.code_scores import code_scores
 from kvcli.kernels.page_scores import Coded, page_scores, why_not
-from kvcli.kv.index import Numbers, bend, by_page
+from kvcli.kv.index import Numbers, Runs, bend, by_page
 from kvcli.kv.slots import Sight
 
 FLOAT = 2.0**-22  # of |q| |k| for each summed product: four roundings in float32
 
 
 @dataclass(frozen=True)
-class Certified:
+class Certified(Runs):
     """Int8 keys with a scale and an error norm per token."""
 
-    page: int
     is_bound = True
-
-    def learn(self, k: Tensor) -> Numbers:
-        """Nothing."""
-        return ()
 
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
         """k [K, P, page, D] -> codes int8 [K, P, page, D], scales and error norms [K, P, page]."""

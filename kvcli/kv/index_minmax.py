@@ -13,20 +13,15 @@ from torch import Tensor
 
 from kvcli.kernels.page_bounds import page_bounds
 from kvcli.kernels.page_scores import Box, page_scores, why_not
-from kvcli.kv.index import Numbers, bend
+from kvcli.kv.index import Numbers, Runs, bend
 from kvcli.kv.slots import Sight
 
 
 @dataclass(frozen=True)
-class MinMax:
+class MinMax(Runs):
     """Minima and maxima, in the type of the keys."""
 
-    page: int
     is_bound = True
-
-    def learn(self, k: Tensor) -> Numbers:
-        """Nothing."""
-        return ()
 
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
         """k [K, P, page, D] -> low, high [K, P, D]."""

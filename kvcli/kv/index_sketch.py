@@ -15,17 +15,16 @@ from torch import Tensor
 
 from kvcli.kernels.code_scores import code_scores, pack2, unpack2
 from kvcli.kernels.page_scores import Coded, page_scores, why_not
-from kvcli.kv.index import Numbers, bend, by_page
+from kvcli.kv.index import Numbers, Runs, bend, by_page
 from kvcli.kv.slots import Sight
 
 EDGE = 0.98  # where the outer levels begin, in standard deviations: least squared error for a normal distribution
 
 
 @dataclass(frozen=True)
-class Sketch:
+class Sketch(Runs):
     """Two-bit keys."""
 
-    page: int
     is_bound = False
 
     def learn(self, k: Tensor) -> Numbers:

@@ -6,6 +6,10 @@ the last boundary, and whatever stands above this tier on a ladder.
 The choice of a row depends on its own query and on what was stored at the last boundary, and on nothing else: neither
 on the rows beside it nor on which of its ancestors are stored already. So the text is that of plain decoding over the
 same store, whatever was guessed. For the same reason a certificate weighs what was stored at the boundary only.
+
+Or one row chooses for all until the next boundary: the first behind it (as LouisKV, arXiv 2510.11292, chooses only now
+and then, and ActQKV, arXiv 2502.13542, by one query a window). No draft crosses a boundary, so that row is the same one
+whatever is guessed, and the first of its pass. Neither the rows of a draft nor queries that drift can have a say.
 """
 
 from __future__ import annotations
@@ -61,10 +65,14 @@ class Recall:
         layers: Collection[int],
         *,
         epsilon: float | None = None,
+        cutoff: float = 0.0,
+        is_shared: bool = False,
         source: Source | None = None,
     ) -> None:
         """`epsilon`: a row whose missed softmax mass, of what is stored, may be more reads everything instead.
 
+        `cutoff`: what seems to hold a smaller share of a row's mass than that is left out whatever the budget has left.
+        `is_shared`: the first row behind a boundary chooses for those until the next.
         `source`: a cheaper way to some slots of the tier than all of them.
         """
         assert epsilon is None or index.is_bound, "a certificate takes an index that bounds"
@@ -73,7 +81,10 @@ class Recall:
         self._near = Near(cast(Far, self._source)) if self._source.is_far else None
         self._pages = {layer: Pages(index, budget) for layer in sorted(layers)}
         self._late = dict.fromkeys(self._pages, 0)  # slots a head since the boundary
-        self._chosen: dict[int, Tensor] = {}  # [K, P] by the last pass
+        self._chosen: dict[int, Tensor] = {}  # [K, X] by the last pass
+        self._least = math.log(cutoff) if cutoff else -math.inf
+        self._is_shared = is_shared
+        self._choice: dict[int, Tensor] = {}  # [K, 1, X] of the first row behind the boundary
         self.tally = Tally()
 
     @property
@@ -154,7 +165,7 @@ class Recall:
         """The tier's, the index as a tier of its own, and what is kept near for the next pass as another."""
         found = self._tier.usage()
         for layer, p in self._pages.items():
-            last = [self._chosen[layer]] if layer in self._chosen else []
+            last = [each[layer] for each in (self._chosen, self._choice) if layer in each]
             size, lost = _nbytes([*p.tensors, *last]), None if p.reads_all else UNREAD
             found.append(Usage(layer, "index", p.last.shape[1] * self._index.page, size, lost))
             if self._near is not None:
@@ -175,17 +186,27 @@ class Recall:
                 self._pages[layer].settle(layer, self._source)
                 self._late[layer] = 0
                 self._chosen.pop(layer, None)
+                self._choice.pop(layer, None)
 
     def _recall(self, layer: int, pages: Pages, q: Tensor, sight: Sight) -> Part:
         """q [H, N, D] -> attention over the chosen pages, or over everything where a certificate was refused."""
         n_kv, (h, n, d) = pages.whole.shape[0], q.shape
         rows = q.reshape(n_kv, h // n_kv, n, d)
-        score = self._index.score(rows.flatten(1, 2), pages.kept, pages.shared, sight)
-        score = score.view(*rows.shape[:3], -1)  # [K, G, N, P]
-        chosen = _choose(score, pages)  # [K, N, P]
-        self._count(layer, chosen)
+        is_shared = self._is_shared and not sight.is_guess  # guesses of a past of its own come before the first row
+        chosen, score = self._choice.get(layer) if is_shared else None, None
+        if chosen is None or self._epsilon is not None:
+            score = self._index.score(rows.flatten(1, 2), pages.kept, pages.shared, sight)
+            score = score.view(*rows.shape[:3], -1)  # [K, G, N, X]
+        if chosen is None:
+            assert score is not None
+            chosen = _choose(score[:, :, :1] if is_shared else score, pages, self._least)  # [K, N or 1, X]
+            if is_shared:
+                self._choice[layer] = chosen
+        self._count(layer, chosen, n)
+        chosen = chosen.expand(-1, n, -1).contiguous()
         part = self._read(layer, pages, q, chosen, sight, score)
         if self._epsilon is not None:
+            assert score is not None
             missed = log_masses(score, pages.held.unsqueeze(1) & ~chosen)  # [K, G, N]
             out, lse = (t.view(*rows.shape[:3], *t.shape[2:]) for t in (part.out, part.lse))
             refused = _refused(missed, lse, self._epsilon)
@@ -201,30 +222,31 @@ class Recall:
         starts, at = ([a + b for a, b in zip(x, first, strict=True)] for x in (run.starts, run.pos_starts))
         return replace(run, starts=starts, pos_starts=at, lengths=[n] * len(starts))
 
-    def _read(self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, sight: Sight, score: Tensor) -> Part:
+    def _read(self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, sight: Sight, score: Tensor | None) -> Part:
         """Each row over its own choice: as a sequence of its own, so that what others chose changes no bit of it.
 
         Where no such kernel is, all rows over the union of what they chose, each seeing its own part.
         """
-        page, n_rows = self._index.page, q.shape[1]
-        first = pages.whole * page
+        grain, n_rows = self._index.grain, q.shape[1]
+        first = pages.whole * self._index.page
         behind, left = first.tolist(), (pages.ends - first).tolist()
         scale, softcap = sight.scale, sight.softcap
         pos = [0] * n_rows  # where rows stand is of no interest
         run = None if self._near is not None else self._source.run(layer)
         if run is not None and serves_chosen(q, run.v):
-            return attend_part(q, run, pos, scale, softcap=softcap, chosen=Chosen(chosen, page, behind, left))
+            return attend_part(q, run, pos, scale, softcap=softcap, chosen=Chosen(chosen, grain, behind, left))
         union = padded(chosen.any(1))  # [K, U]
         index = torch.cat((pages.slots_of(union), pages.behind()), 1)
         if self._near is None:
             s = _here(self._source.gather(layer, index), q)
         else:
-            s = _here(self._near.gather(layer, index, pages.slots_of(_nearly(score, chosen, pages))), q)
+            ahead = None if score is None else pages.slots_of(_nearly(score, chosen, pages))
+            s = _here(self._near.gather(layer, index, ahead), q)
         mine = _among(chosen, union)  # [K, N, U]
         if serves_chosen(q, s.v):
-            each = Chosen(mine, page, [union.shape[1] * page] * len(left), left)
+            each = Chosen(mine, grain, [union.shape[1] * grain] * len(left), left)
             return attend_part(q, _run_of(s), pos, scale, window=WIDEST, softcap=softcap, chosen=each)
-        shown = torch.nn.functional.pad(mine.repeat_interleave(page, 2), (0, max(left)), value=True)
+        shown = torch.nn.functional.pad(mine.repeat_interleave(grain, 2), (0, max(left)), value=True)
         shown &= (s.pos >= 0).unsqueeze(1)
         # no mask is faster; but a certificate wants one, as without it the kernel may round scores to 16 bits
         is_bare = n_rows == 1 and self._epsilon is None and bool(shown.all())
@@ -245,37 +267,48 @@ class Recall:
                 full = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
             part.out[j][:, mine], part.lse[j][:, mine] = full.out.to(part.out.dtype), full.lse.to(part.lse.dtype)
 
-    def _count(self, layer: int, chosen: Tensor) -> None:
-        """Note what a pass chose [K, N, P]."""
-        union, before = chosen.any(1), self._chosen.get(layer)
-        self.tally.asked += chosen.shape[0] * chosen.shape[1]
+    def _count(self, layer: int, chosen: Tensor, n: int) -> None:
+        """Note what n rows of a pass chose [K, n, X], or one for all of them [K, 1, X]."""
+        union = chosen[:, 0] if chosen.shape[1] == 1 else chosen.any(1)
+        before = self._chosen.get(layer)
+        self.tally.asked += chosen.shape[0] * n
         self.tally.pages += int(union.sum())
         if before is not None:
             self.tally.again += int((union & before).sum())
         self._chosen[layer] = union
 
 
-def _choose(score: Tensor, pages: Pages) -> Tensor:
-    """score [K, G, N, P] -> [K, N, P]: the best `most` pages of each row and KV head, and those always read.
+def _choose(score: Tensor, pages: Pages, least: float) -> Tensor:
+    """score [K, G, N, X] -> [K, N, X]: the best `most` grains of each row and KV head, and those always read.
 
-    By the largest share of mass that a page has in any query head of the group: heads differ in scale.
+    `least`: the logarithm of the share below which none is read. By the largest share of mass that a grain has in any
+    query head of the group: heads differ in scale.
     """
-    share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax(1)  # [K, N, P]
-    best = share.masked_fill(~pages.open.unsqueeze(1), -torch.inf).topk(pages.most, -1).indices
-    chosen = torch.zeros_like(share, dtype=torch.bool).scatter_(2, best, True)
-    return chosen & pages.open.unsqueeze(1) | pages.always.unsqueeze(1)
+    share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax(1)  # [K, N, X]
+    chosen = _best(share.masked_fill(~pages.open.unsqueeze(1), -torch.inf), pages.most, pages.index)
+    return chosen & (share >= least) & pages.open.unsqueeze(1) | pages.always.unsqueeze(1)
+
+
+def _best(share: Tensor, most: int, index: Index) -> Tensor:
+    """[K, N, X] bool: the best so many of each row. Of those that share the last score that counts, the first ones."""
+    top = share.topk(most, -1)
+    if index.grain == index.page:
+        return torch.zeros_like(share, dtype=torch.bool).scatter_(2, top.indices, True)
+    least = top.values[..., -1:]
+    above, level = share > least, share == least
+    return above | level & (level.cumsum(-1) <= most - above.sum(-1, keepdim=True))
 
 
 def _nearly(score: Tensor, chosen: Tensor, pages: Pages) -> Tensor:
-    """score [K, G, N, P] -> [K, A], -1 = none: the best pages that no row chose [K, N, P]."""
-    share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax((1, 2))  # [K, P]
+    """score [K, G, N, X] -> [K, A], -1 = none: the best grains that no row chose [K, N, X]."""
+    share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax((1, 2))  # [K, X]
     share = share.masked_fill(~pages.open | chosen.any(1), -torch.inf)
     best = share.topk(min(math.ceil(AHEAD * pages.most), share.shape[1]), -1)
     return best.indices.masked_fill(best.values == -torch.inf, -1)
 
 
 def _among(chosen: Tensor, union: Tensor) -> Tensor:
-    """Which of the pages `union` [K, U], -1 = none, each row chose [K, N, P] -> [K, N, U]."""
+    """Which of the grains `union` [K, U], -1 = none, each row chose [K, N, X] -> [K, N, U]."""
     at = union.clamp(min=0).unsqueeze(1).expand(-1, chosen.shape[1], -1)
     return chosen.gather(2, at) & (union >= 0).unsqueeze(1)
 

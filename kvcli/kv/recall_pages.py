@@ -1,4 +1,4 @@
-"""The pages of one layer: which slots they hold, what the index keeps of them, which are always read."""
+"""The pages of one layer: which slots they hold, what the index keeps of them, which grains are always read."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Budget:
     sinks: int  # first tokens, always read
     recent: int  # newest tokens at a boundary, always read
 
-    def pages(self, slots: int, page: int) -> int:
-        """Pages that a row may choose of so many slots."""
-        return math.ceil(max(self.floor, self.fraction * slots) / page)
+    def grains(self, slots: int, grain: int) -> int:
+        """Grains of so many slots that a row may choose of all slots."""
+        return math.ceil(max(self.floor, self.fraction * slots) / grain)
 
 
 class Pages:
     """Pages of one layer: runs of `index.page` slots in the order of the tier, whole ones only.
 
-    Heads may hold different numbers. What is behind a head's last whole page is always read, and so is what will be
-    rounded again: a page must stand for the numbers that are read.
+    Rows read grains of them, X in all. Heads may hold different numbers. What is behind a head's last whole page is
+    always read, and so is what will be rounded again: a page must stand for the numbers that are read.
     """
 
     def __init__(self, index: Index, budget: Budget) -> None:
@@ -43,15 +43,15 @@ class Pages:
 
     def clear(self) -> None:
         """Nothing is known any more."""
-        none, heads = torch.empty(0, 0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
-        self.always = self.open = none.bool()  # [K, P] read by every row; to choose from
+        none, heads = torch.empty(0, 0, 1, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+        self.always = self.open = none.flatten(1).bool()  # [K, X] read by every row; to choose from
         self.kept: Numbers = ()  # of the index, [K, P, ..] each
         self.shared: Numbers = ()  # of the index, for the layer
-        self.first = none  # [K, P] lowest position in a page; -1 = no such page
+        self.first = none  # [K, P, page / grain] lowest position in a grain; -1 = no such grain
         self.last = none  # [K, P] highest position
         self.whole = heads  # [K] pages of each head
         self.ends = heads  # [K] slots of each head at the boundary
-        self.most = 0  # pages that a row may choose
+        self.most = 0  # grains that a row may choose
         self.reads_all = True  # the budget covers everything: no need to choose
         self._learned = 0  # slots a head that `shared` comes from
 
@@ -76,8 +76,8 @@ class Pages:
 
     @property
     def held(self) -> Tensor:
-        """[K, P]: pages that there are."""
-        return self.last >= 0
+        """[K, X]: grains that there are."""
+        return self.last.flatten(1) >= 0
 
     def crop(self, before: Tensor, layer: int, source: Source) -> None:
         """Slots are gone, and others may have moved or been rounded again: in each head, forget all from the first
@@ -99,15 +99,15 @@ class Pages:
         if self.reads_all:  # short texts need no index; should this one have had one, it stays
             return
         if not self.whole.numel():
-            whole, none = torch.zeros_like(self.ends), pos.new_empty(n_kv, 0)
+            whole, none = torch.zeros_like(self.ends), pos.new_empty(n_kv, 0, self.index.page // self.index.grain)
             self.whole, self.first, self.last = whole, none, none  # together: memory may have run out between them
         if self.shared and self._learned < ENOUGH and longest >= 2 * self._learned:
             self._cut(torch.zeros_like(self.whole))
         self._extend(layer, source, s)
         newest = int(pos.max())
-        ends = (self.first < self.budget.sinks) | (self.last > newest - self.budget.recent)
+        ends = ((self.first < self.budget.sinks) | (self.last > newest - self.budget.recent)).flatten(1)
         self.always, self.open = self.held & ends, self.held & ~ends
-        self.most = self.budget.pages(longest, self.index.page)
+        self.most = self.budget.grains(longest, self.index.grain)
         self.reads_all = int(self.open.sum(1).max()) <= self.most
 
     def behind(self) -> Tensor:
@@ -115,18 +115,17 @@ class Pages:
         start = self.whole * self.index.page
         return _run(start, self.ends - start)
 
-    def slots_of(self, pages: Tensor) -> Tensor:
-        """[K, U] pages, -1 = none -> [K, U * page] indices of their slots, -1 = none."""
-        page = self.index.page
-        inside = pages.unsqueeze(2) * page + torch.arange(page, device=pages.device)
-        return inside.masked_fill(pages.unsqueeze(2) < 0, -1).flatten(1)
+    def slots_of(self, grains: Tensor) -> Tensor:
+        """[K, U] grains, -1 = none -> [K, U * grain] indices of their slots, -1 = none."""
+        return _slots_of(grains, self.index.grain)
 
     def _cut(self, whole: Tensor) -> None:
         """Keep so many pages of each head."""
         most = int(whole.max())
-        gone = torch.arange(most, device=whole.device) >= whole.unsqueeze(1)
+        gone = torch.arange(most, device=whole.device).unsqueeze(1) >= whole.view(-1, 1, 1)
         first, last = (t[:, :most].masked_fill(gone, -1) for t in (self.first, self.last))
-        always, open_ = (t[:, :most].clone() for t in (self.always, self.open))  # until the next boundary
+        n = most * (self.index.page // self.index.grain)
+        always, open_ = (t[:, :n].clone() for t in (self.always, self.open))  # until the next boundary
         kept = tuple(t[:, :most].clone() for t in self.kept)
         self.first, self.last, self.always, self.open, self.kept, self.whole = first, last, always, open_, kept, whole
         if not most:
@@ -142,15 +141,16 @@ class Pages:
             self.whole = self.whole + (fresh >= 0).sum(1)
 
     def _write(self, layer: int, source: Source, fresh: Tensor) -> None:
-        s = source.gather(layer, self.slots_of(fresh))
+        s = source.gather(layer, _slots_of(fresh, self.index.page))
         shape, device = (*fresh.shape, self.index.page), self.ends.device
         pos = s.pos.to(device).view(shape)
         k = _filled(s.k.to(device).view(*shape, -1), pos)
         if not self._learned:
             self.shared = self.index.learn(k.flatten(1, 2))
             self._learned = k.shape[1] * k.shape[2]
-        first = pos.where(pos >= 0, torch.iinfo(pos.dtype).max).amin(2)
-        last = pos.amax(2)
+        pos = pos.view(*fresh.shape, -1, self.index.grain)
+        first = pos.where(pos >= 0, torch.iinfo(pos.dtype).max).amin(3)
+        last = pos.amax(3)
         first = first.masked_fill(last < 0, -1)
         new = self.index.summarize(k, self.shared)
         old = self.kept or tuple(t[:, :0] for t in new)
@@ -160,6 +160,12 @@ class Pages:
         first = _put(self.first, first[heads, at], heads, to, -1)
         last = _put(self.last, last[heads, at], heads, to, -1)
         self.kept, self.first, self.last = kept, first, last
+
+
+def _slots_of(runs: Tensor, n: int) -> Tensor:
+    """[K, U] runs of n slots, -1 = none -> [K, U * n] indices of these, -1 = none."""
+    inside = runs.unsqueeze(2) * n + torch.arange(n, device=runs.device)
+    return inside.masked_fill(runs.unsqueeze(2) < 0, -1).flatten(1)
 
 
 def padded(mask: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from kvcli.settings.schema import Exactness, Range
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from kvcli.kv.rung import Floor
     from kvcli.kv.slots import Sight, Store
 
-PER_PAGE = 11  # bytes of a page: its first and last position, whether rows may choose it, and whether they last did
+# bytes of a page, or of each slot where pages are read in part: the first and the last position of it, whether rows may
+# choose it, and whether they last did
+PER_PAGE = 11
 
 
 class Chosen(Protocol):
@@ -93,6 +95,8 @@ class _Part:
     recent: Annotated[int, Range(0)] = 64  # newest tokens, always read; so are those since the last boundary
     dense_layers: Annotated[int, Range(0)] = 2  # first layers, which read everything: their attention is spread widely
     every: Annotated[int, Range(1)] = 64  # tokens between two boundaries while answering
+    choice: Literal["row", "boundary"] = "row"  # each row has one of its own, or reads as the first behind the boundary
+    cutoff: Annotated[float, Range(0, below=1)] = 0.0  # share of a row's mass; what seems to hold less is not read
 
     @property
     def promise(self) -> Exactness:
@@ -134,6 +138,8 @@ class _Part:
             "budget": Budget(self.fraction, self.floor, self.sinks, self.recent),
             "layers": self.layers(sights),
             "epsilon": self.allowance(),
+            "cutoff": self.cutoff,
+            "is_shared": self.choice == "boundary",
             "source": source,
         }
 
@@ -189,3 +195,39 @@ class Certified(_Part):
 
     def per_slot(self, head_dim: int, number: int) -> float:
         return head_dim + 4 + PER_PAGE / self.page
+
+
+@dataclass(frozen=True)
+class Cluster(_Part):
+    """Read whole clusters of keys that point alike, the best means first (ClusterKV)."""
+
+    window: Annotated[int, Range(2, most=32768)] = 512  # tokens that are clustered together; the last of them are read
+    size: Annotated[int, Range(1)] = 16  # tokens of a cluster, on average
+
+    def index(self) -> Index:
+        from kvcli.kv import index_cluster
+
+        return index_cluster.Clusters(self.window, self._clusters)
+
+    def per_slot(self, head_dim: int, number: int) -> float:
+        return self._clusters * head_dim * number / self.window + 2 + PER_PAGE
+
+    @property
+    def _clusters(self) -> int:
+        return max(1, self.window // self.size)
+
+
+@dataclass(frozen=True)
+class LowRank(_Part):
+    """Read the pages whose keys, known along a few directions, score highest (the index of ShadowKV)."""
+
+    page: Annotated[int, Range(1)] = 8  # tokens of a page
+    rank: Annotated[int, Range(1)] = 32  # numbers of a key that are kept; at most all of them
+
+    def index(self) -> Index:
+        from kvcli.kv import index_lowrank
+
+        return index_lowrank.LowRank(self.page, self.rank)
+
+    def per_slot(self, head_dim: int, number: int) -> float:
+        return min(self.rank, head_dim) * number + PER_PAGE / self.page

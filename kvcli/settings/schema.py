@@ -245,6 +245,15 @@ DECLINED: Mapping[tuple[str, str], tuple[str, str]] = {
         "of a block of slots alone, one of full size for each group of heads takes more than it saves",
         'use form.method = "cskv" with form.joint = 2, which fuses heads to as many directions as form.k_rank says',
     ),
+    ("recall", "retroattention"): (
+        "it corrects what rows made of a past that they read in part, and what was stored is never replaced: tokens "
+        "drawn since followed from it",
+        'use recall.method = "certified", which reads everything where a row may have missed more than recall.epsilon',
+    ),
+    ("recall", "sentence"): (
+        "a store is told keys and positions and no words, so an index cannot tell where sentences end",
+        'use recall.method = "cluster", whose units are keys that point alike',
+    ),
 }
 NUMBERS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}  # of `dtype` -> torch's name
 ORDER = (

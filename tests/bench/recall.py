@@ -31,6 +31,8 @@ from kvcli.kernels.merge import Part
 from kvcli.kv.dense import Dense
 from kvcli.kv.index import Index
 from kvcli.kv.index_certified import Certified
+from kvcli.kv.index_cluster import Clusters
+from kvcli.kv.index_lowrank import LowRank
 from kvcli.kv.index_minmax import MinMax
 from kvcli.kv.index_sketch import Sketch
 from kvcli.kv.recall_pages import Budget, padded
@@ -47,6 +49,8 @@ INDEXES: dict[str, Callable[[], Index]] = {
     "certified 16": lambda: Certified(16),
     "certified 4": lambda: Certified(4),
     "certified 1": lambda: Certified(1),
+    "cluster 16": lambda: Clusters(512, 32),
+    "lowrank 8": lambda: LowRank(8, 32),
 }
 ANSWER = 24  # tokens of the demo model
 

@@ -35,7 +35,7 @@ STORES: dict[str, dict[str, dict[str, object]]] = {
         "prefill": {"chunk": 256},
     },
 }
-METHODS = ("none", "minmax", "sketch", "certified")
+METHODS = ("none", "minmax", "sketch", "certified", "cluster", "lowrank")
 ANSWER = 24  # tokens
 
 

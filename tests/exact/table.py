@@ -53,6 +53,8 @@ from kvcli.kv.form_zipcache import ZipCache
 from kvcli.kv.host import Host
 from kvcli.kv.index import Index
 from kvcli.kv.index_certified import Certified
+from kvcli.kv.index_cluster import Clusters
+from kvcli.kv.index_lowrank import LowRank
 from kvcli.kv.index_minmax import MinMax
 from kvcli.kv.index_sketch import Sketch
 from kvcli.kv.ladder import Ladder
@@ -94,6 +96,11 @@ STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (n
 # where rows are known to have the same bits alone and in company, 16 bits are a row like any other
 # stores whose rows read a part of the past, or some of it in other numbers or another place
 INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
+INDEXES |= {
+    "cluster": Clusters(6, 2),
+    "lowrank": LowRank(3, 5),
+    "chosen once": Sketch(3),
+}  # the last by the first row behind a boundary
 # or two pasts, of which a smaller one guesses
 # old slots in other forms, in four bits
 FORMS: dict[str, Form] = {"before": Kivi("before"), "zipcache": ZipCache(keys="separable"), "qaq": Qaq(outliers=0.1)}
@@ -320,7 +327,8 @@ def past(storage: str, model: LM) -> Store:
     if storage in INDEXES:
         epsilon = 0.3 if storage == "certified" else None
         part = Budget(0.1, 4, 2, 5)
-        return RecallStore(top, INDEXES[storage], part, range(1, model.n_layers), epsilon=epsilon, source=top)
+        how: dict[str, Any] = {"epsilon": epsilon, "source": top, "is_shared": storage == "chosen once"}
+        return RecallStore(top, INDEXES[storage], part, range(1, model.n_layers), **how)
     if storage in FORMS:
         of = OfModel(model.shapes, stored, model.sights, partial(rotaries, model))
         coded = FORMS[storage].tier(of, model.device, Kv(k_bits=4, v_bits=4, group=5))
