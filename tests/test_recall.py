@@ -600,6 +600,12 @@ def test_a_profile_says_who_chooses_and_what_is_too_little() -> None:
     assert cut.pages < each.pages
 
 
+def test_clusters_divide_their_window() -> None:
+    with pytest.raises(KvcliError) as refused:
+        profile(method="cluster", window=50, size=16)
+    assert "window = 50 is no multiple of size = 16" in "\n".join([str(refused.value), *refused.value.lines])
+
+
 @pytest.mark.parametrize("method", ["sentence", "retroattention"])
 def test_methods_that_are_not_built_say_why_and_what_to_write(method: str) -> None:
     with pytest.raises(KvcliError) as refused:

@@ -286,7 +286,9 @@ def _choose(score: Tensor, pages: Pages, least: float) -> Tensor:
     """
     share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax(1)  # [K, N, X]
     chosen = _best(share.masked_fill(~pages.open.unsqueeze(1), -torch.inf), pages.most, pages.index)
-    return chosen & (share >= least) & pages.open.unsqueeze(1) | pages.always.unsqueeze(1)
+    if least > -math.inf:
+        chosen &= share >= least
+    return chosen & pages.open.unsqueeze(1) | pages.always.unsqueeze(1)
 
 
 def _best(share: Tensor, most: int, index: Index) -> Tensor:

@@ -204,17 +204,17 @@ class Cluster(_Part):
     window: Annotated[int, Range(2, most=32768)] = 512  # tokens that are clustered together; the last of them are read
     size: Annotated[int, Range(1)] = 16  # tokens of a cluster, on average
 
+    def __post_init__(self) -> None:
+        if self.window % self.size:
+            raise ValueError(f"window = {self.window} is no multiple of size = {self.size}")
+
     def index(self) -> Index:
         from kvcli.kv import index_cluster
 
-        return index_cluster.Clusters(self.window, self._clusters)
+        return index_cluster.Clusters(self.window, self.window // self.size)
 
     def per_slot(self, head_dim: int, number: int) -> float:
-        return self._clusters * head_dim * number / self.window + 2 + PER_PAGE
-
-    @property
-    def _clusters(self) -> int:
-        return max(1, self.window // self.size)
+        return head_dim * number / self.size + 2 + PER_PAGE
 
 
 @dataclass(frozen=True)
