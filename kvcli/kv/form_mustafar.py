@@ -44,6 +44,5 @@ def _mapped(x: Tensor, sparsity: float) -> Codes:
 
 def _spread(of: Codes, dim: int, exact: torch.dtype) -> Tensor:
     """The inverse, with 0 for what was given up."""
-    stands, found = spread(of[0], 1)[..., :dim].bool(), of[1].to(exact)
-    at = (stands.cumsum(-1) - 1).clamp_(min=0)
-    return torch.where(stands, found.gather(-1, at), 0)
+    stands = spread(of[0], 1)[..., :dim].bool()
+    return torch.zeros(stands.shape, dtype=exact, device=stands.device).masked_scatter_(stands, of[1].to(exact))
