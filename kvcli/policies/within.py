@@ -99,7 +99,7 @@ class Within(Usual):
         left = most - self._others(at)
         found = price(layers, self.spending, left)
         if found == float("inf") and not self.spending.is_share:
-            raise self._shortage(layers, left)
+            raise self._shortage(layers, left, most - left)
         for layer in layers:
             masks[layer.number] = levels(layer, self.spending, found)
         return masks
@@ -147,8 +147,8 @@ class Within(Usual):
         said = f'policy.score = "{self.settings.score}" finds no room to repeat the text behind itself'
         return ContextOverflow(said, lines=error.lines, try_=["--set policy.score=expected", "a shorter text"])
 
-    def _shortage(self, layers: Sequence[Layer], left: int) -> Shortage:
-        """What always stays takes more than there is."""
+    def _shortage(self, layers: Sequence[Layer], left: int, elsewhere: int) -> Shortage:
+        """What always stays takes more than there is; `elsewhere`: bytes of layers with windows."""
         always = sum(int(layer.worth.isinf().sum()) * self.spending.each(layer.number)[0] for layer in layers)
         return Shortage(
             f"memory.budget = {self.spending.asked} has no room for a text",
@@ -156,7 +156,7 @@ class Within(Usual):
                 f"what always stays ({self.settings.sinks} first and {self.settings.guard} newest tokens, the system "
                 f"prompt) takes {always / MIB:,.1f} MiB of {max(0, left) / MIB:,.1f} MiB"
             ],
-            try_=[f"--set memory.budget={-(-2 * int(always) // MIB)}MiB", "--set policy.protect=false"],
+            try_=[f"--set memory.budget={-(-(2 * int(always) + elsewhere) // MIB)}MiB", "--set policy.protect=false"],
         )
 
     def _layer(self, at: Boundary, i: int) -> Layer:
