@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -257,6 +258,22 @@ def test_a_text_of_which_nothing_may_go_yet_is_scored_again() -> None:
     assert not session.lost
     list(events(session.stream(100)))
     assert session.lost
+
+
+@pytest.mark.parametrize("budget", ["60%", "0.25MiB", "0.1MiB"])
+def test_room_that_is_spare_decides_nothing(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def held() -> list[Slots]:
+        session = build.session(model(), profile(policy={"score": "keydiff"}, memory={"budget": budget}))
+        drive(session.read(families.prompt(200, seed=4)))
+        list(events(session.stream(100)))
+        return [session.kv.slots(layer) for layer in range(model().n_layers)]
+
+    plain, usage = held(), Ladder.usage
+    for factor in (0.5, 2):
+        monkeypatch.setattr(
+            Ladder, "usage", lambda kv, by=factor: [replace(use, nbytes=int(use.nbytes * by)) for use in usage(kv)]
+        )
+        assert all(same(a, b) for a, b in zip(plain, held(), strict=True))
 
 
 def test_a_shortage_names_a_budget_that_has_room() -> None:

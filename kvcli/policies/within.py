@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from kvcli.engine.feed import Asks, asked
 from kvcli.engine.policy import Usual, Wants
 from kvcli.errors import ContextOverflow
+from kvcli.kv.footprint import STEP
 from kvcli.kv.shortage import Shortage
 from kvcli.policies.headmap import head_rows
 from kvcli.policies.plan import Layer, levels, price, together
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from kvcli.policies.topk import Memory
 
 FLOOR = 0.2  # of the average weight, that a head map leaves every head
-ELSEWHERE = ("host", "disk")  # tiers that take nothing of the device
 TINY = 1e-30
 MIB = 1 << 20
 
@@ -92,11 +92,11 @@ class Within(Usual):
         masks: list[Tensor | None] = [None] * len(at.layers)
         most = self.spending.most(len(at.ids))
         is_early = at.phase == "reading" and self.spending.is_share  # which is of a text, once it has been read
-        if is_early or not at.open or self._held(at) <= most:
+        if is_early or not at.open or (at.is_whole and self._full(at, at.layers) <= most):
             return masks
         yield from self._score(at)
         layers = [self._layer(at, i) for i in at.open]
-        left = most - self._others(at)
+        left = most - self._full(at, [i for i in at.layers if i not in at.open])
         found = price(layers, self.spending, left)
         if found == float("inf") and not self.spending.is_share:
             raise self._shortage(layers, left, most - left)
@@ -104,13 +104,11 @@ class Within(Usual):
             masks[layer.number] = levels(layer, self.spending, found)
         return masks
 
-    def _held(self, at: Boundary) -> int:
-        """Bytes of the device."""
-        return sum(use.nbytes for use in at.kv.usage() if use.tier not in ELSEWHERE)
-
-    def _others(self, at: Boundary) -> int:
-        """Bytes of layers that keep a window of their own."""
-        return sum(use.nbytes for use in at.kv.usage() if use.layer not in at.open and use.tier not in ELSEWHERE)
+    def _full(self, at: Boundary, layers: Container[int]) -> int:
+        """Bytes of these layers, of which nothing went down: by their slots, as spare room hangs on how many
+        rows each pass brought, which must not decide what stays."""
+        held = [(use.layer, -(-use.slots // STEP) * STEP) for use in at.kv.usage() if use.layer in layers]
+        return sum(room * self.spending.whole(layer) for layer, room in held)
 
     def _score(self, at: Boundary) -> Asks[None]:
         """What tokens are worth that were not scored yet; of a past that may have been taken back, all."""
