@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import LayerShape, Slots, alike, compact, nbytes
 from kvcli.policies.budget import Budget
 from kvcli.policies.plan import QUALITY, Layer, levels, price, together
+from kvcli.policies.within import Within
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
 from tests.test_ladder import D, K, L, fill, positions, read
@@ -248,6 +250,46 @@ def test_a_text_that_fits_is_whole() -> None:
         list(events(one.stream(40)))
     assert session.ids == plain.ids
     assert not session.lost
+
+
+def test_a_text_of_which_nothing_may_go_yet_is_scored_again() -> None:
+    session = build.session(model(), profile(policy={"guard": 750}))
+    drive(session.read(families.prompt(700, seed=4)))  # more than one piece that kvzip repeats
+    assert not session.lost
+    list(events(session.stream(100)))
+    assert session.lost
+
+
+@pytest.mark.parametrize("budget", ["60%", "0.25MiB", "0.1MiB"])
+def test_room_that_is_spare_decides_nothing(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def held() -> list[Slots]:
+        session = build.session(model(), profile(policy={"score": "keydiff"}, memory={"budget": budget}))
+        drive(session.read(families.prompt(200, seed=4)))
+        list(events(session.stream(100)))
+        return [session.kv.slots(layer) for layer in range(model().n_layers)]
+
+    plain, usage = held(), Ladder.usage
+    for factor in (0.5, 2):
+        monkeypatch.setattr(
+            Ladder, "usage", lambda kv, by=factor: [replace(use, nbytes=int(use.nbytes * by)) for use in usage(kv)]
+        )
+        assert all(same(a, b) for a, b in zip(plain, held(), strict=True))
+
+
+def test_a_shortage_names_a_budget_that_has_room() -> None:
+    layers = [of([[float("inf")] * 4])]
+    told = Within(Budget(), spending())._shortage(layers, 0, 50 << 20)
+    assert told.try_[0] == "--set memory.budget=51MiB"
+
+
+@pytest.mark.parametrize("head_dim", [16, 24])
+def test_rows_of_a_draft_round_alike_on_rungs_of_few_bits_or_nothing_is_drafted(head_dim: int) -> None:
+    lm = LM.of(families.build("llama", torch.bfloat16, head_dim=head_dim))
+    lm.lay_out()
+    strict = profile(spec={"method": "ngram", "strict": True}, kv={"group": 8})
+    settled, why = build.settled(lm, strict)
+    assert settled.spec.method == ("ngram" if head_dim == 16 else "off"), why
+    assert ("memory.bits" in why) == (head_dim != 16)
 
 
 def test_a_text_goes_on_from_its_state() -> None:

@@ -193,6 +193,18 @@ def test_sentences_and_examples_are_units() -> None:
 
 
 @pytest.mark.parametrize("unit", ["shot", "sentence"])
+def test_of_a_text_that_is_one_unit_as_much_stays_as_of_any(unit: str) -> None:
+    s = session(keep=0.4, unit=unit, alloc="uniform")
+    drive(s.read(families.prompt(161)))
+    assert {len(head) for layer in held(s) for head in layer} == {64}
+
+
+def test_a_text_that_is_forked_weighs_values_by_the_same_weights() -> None:
+    s = session(post="critical")
+    assert s.fork().memory.outward is s.memory.outward  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("unit", ["shot", "sentence"])
 def test_examples_stay_whole_and_the_answer_is_apart(unit: str) -> None:
     s = session(keep=0.4, unit=unit, keep_new=9, every=7)
     starts = [2, 30, 47, 90, 120]

@@ -115,6 +115,12 @@ def test_each_paragraph_of_what_was_said_begins_an_example() -> None:
     assert [s for s in spans if s.kind != SHOT] == chat_spans(demo(), chat, ids)
 
 
+def test_a_template_that_begins_otherwise_with_other_words_has_no_paragraphs() -> None:
+    tokenizer = byte_fallback("{{ messages[0]['content'] | length }}: {{ messages[0]['content'] }}")
+    chat = [{"role": "user", "content": "one: 1\n\ntwo: 2"}]
+    assert chat_spans(tokenizer, chat, render_prompt(tokenizer, chat), {SHOT}) == []
+
+
 def test_a_system_text_that_heads_the_first_question_is_found_there() -> None:
     for template in (NO_SYSTEM, DROPS_SYSTEM, None):
         tokenizer = byte_fallback(template)

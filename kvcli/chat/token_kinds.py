@@ -78,6 +78,8 @@ def _shots(
 ) -> list[Span]:
     """The first token of each paragraph outside the template's own text."""
     own = [(start, end) for start, end, kind in parts if kind == SPECIAL]
+    if not own:  # of a template that begins otherwise with other words nothing is known
+        return []
     told = [(a, b) for (_, a), (b, _) in zip(own, [*own[1:], (len(text), 0)], strict=True) if a < b]
     begins = {a for a, _ in told} | {
         m.end() for m in re.finditer(r"\n\s*\n\s*", text) for a, b in told if a < m.end() < b

@@ -31,6 +31,10 @@ class Outward:
             )
         self._heads, self._dtype = lm.heads, lm.dtype
 
+    def __deepcopy__(self, memo: object) -> Outward:
+        """Itself: the weights are the model's, and a text that is forked shares them."""
+        return self
+
     def __call__(self, layer: int, v: Tensor, order: int) -> Tensor:
         """[K, G, S]: the norm (1 or 2) of v [K, S, D] behind the projection of each query head that reads it."""
         module = self._modules[layer]

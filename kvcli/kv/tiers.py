@@ -135,7 +135,8 @@ class Plan:
 
         Which setting has rows read it by kernels whose bits depend on who shares the pass; "" = none has.
         """
-        return next(filter(None, (tier.rounds_by_rows for tier in self._tiers())), "")
+        found = next(filter(None, (tier.rounds_by_rows for tier in self._tiers())), "")
+        return "memory.bits" if self.memory.budget and found == "kv.k_bits" else found
 
     def _tiers(self) -> Iterator[Tier]:
         """One of each kind, whether or not there is room for it."""
@@ -144,6 +145,8 @@ class Plan:
         for kv in (self.kv, *self._packings()):
             if self.form.packs(kv):
                 yield self.recall.below(replace(self, kv=kv)._packed(self.device), self._sights)
+        for bits in self.memory.bits if self.memory.budget else ():
+            yield self._packed(self.device, bits)
         if size_of(self.memory.disk):
             yield self.recall.below(self._disk(), self._sights)
 

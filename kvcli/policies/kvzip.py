@@ -73,13 +73,13 @@ class KVzip(TopK):
         """As all, once the prompt was repeated. Raises ContextOverflow where none of it fits behind the text."""
         done = at.memory.compressed(at)
         if at.phase == "read":
-            for layer, score in at.memory.own.total.items():
-                at.memory.own.total[layer] = score[:, :done]
             yield from self.look(at, done)
         return self.best(at, done)
 
     def look(self, at: Boundary, first: int) -> Asks[None]:
-        """Repeat the tokens from `first` on."""
+        """Repeat the tokens from `first` on, whatever was found of them before."""
+        for layer, score in at.memory.own.total.items():
+            at.memory.own.total[layer] = score[:, :first]
         for start, end in self.pieces(first, len(at.ids), at.lm.limit):
             yield from self._repeat(at, start, end)
 

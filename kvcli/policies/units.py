@@ -65,12 +65,16 @@ def chunked(score: Tensor, pos: Tensor, unit: Tensor, among: Tensor) -> Tensor:
 
 
 def uncut(mask: Tensor, pos: Tensor, unit: Tensor, among: Tensor) -> Tensor:
-    """The mask [K, S] without units of which some slots `among` would stay, and others go."""
+    """The mask [K, S] without units of which some slots `among` would stay, and others go.
+
+    A unit of more slots than a head keeps of them all stays cut: else a text of one unit would be gone.
+    """
     if not unit.shape[0]:
         return mask
     of, zero = _units(pos, unit, among), torch.zeros(pos.shape[0], int(unit[-1]) + 2, device=pos.device)
     lost = zero.scatter_add(1, of, (among & ~mask).to(zero.dtype)).gather(1, of) > 0
-    return mask & ~(among & lost)
+    fits = zero.scatter_add(1, of, among.to(zero.dtype)).gather(1, of) <= (mask & among).sum(1, keepdim=True)
+    return mask & ~(among & lost & fits)
 
 
 def _units(pos: Tensor, unit: Tensor, among: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from kvcli.engine.feed import Asks, asked
 from kvcli.engine.policy import Usual, Wants
 from kvcli.errors import ContextOverflow
+from kvcli.kv.footprint import STEP
 from kvcli.kv.shortage import Shortage
 from kvcli.policies.headmap import head_rows
 from kvcli.policies.plan import Layer, levels, price, together
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from kvcli.policies.topk import Memory
 
 FLOOR = 0.2  # of the average weight, that a head map leaves every head
-ELSEWHERE = ("host", "disk")  # tiers that take nothing of the device
 TINY = 1e-30
 MIB = 1 << 20
 
@@ -92,25 +92,23 @@ class Within(Usual):
         masks: list[Tensor | None] = [None] * len(at.layers)
         most = self.spending.most(len(at.ids))
         is_early = at.phase == "reading" and self.spending.is_share  # which is of a text, once it has been read
-        if is_early or not at.open or self._held(at) <= most:
+        if is_early or not at.open or (at.is_whole and self._full(at, at.layers) <= most):
             return masks
         yield from self._score(at)
         layers = [self._layer(at, i) for i in at.open]
-        left = most - self._others(at)
+        left = most - self._full(at, [i for i in at.layers if i not in at.open])
         found = price(layers, self.spending, left)
         if found == float("inf") and not self.spending.is_share:
-            raise self._shortage(layers, left)
+            raise self._shortage(layers, left, most - left)
         for layer in layers:
             masks[layer.number] = levels(layer, self.spending, found)
         return masks
 
-    def _held(self, at: Boundary) -> int:
-        """Bytes of the device."""
-        return sum(use.nbytes for use in at.kv.usage() if use.tier not in ELSEWHERE)
-
-    def _others(self, at: Boundary) -> int:
-        """Bytes of layers that keep a window of their own."""
-        return sum(use.nbytes for use in at.kv.usage() if use.layer not in at.open and use.tier not in ELSEWHERE)
+    def _full(self, at: Boundary, layers: Container[int]) -> int:
+        """Bytes of these layers, of which nothing went down: by their slots, as spare room hangs on how many
+        rows each pass brought, which must not decide what stays."""
+        held = [(use.layer, -(-use.slots // STEP) * STEP) for use in at.kv.usage() if use.layer in layers]
+        return sum(room * self.spending.whole(layer) for layer, room in held)
 
     def _score(self, at: Boundary) -> Asks[None]:
         """What tokens are worth that were not scored yet; of a past that may have been taken back, all."""
@@ -147,8 +145,8 @@ class Within(Usual):
         said = f'policy.score = "{self.settings.score}" finds no room to repeat the text behind itself'
         return ContextOverflow(said, lines=error.lines, try_=["--set policy.score=expected", "a shorter text"])
 
-    def _shortage(self, layers: Sequence[Layer], left: int) -> Shortage:
-        """What always stays takes more than there is."""
+    def _shortage(self, layers: Sequence[Layer], left: int, elsewhere: int) -> Shortage:
+        """What always stays takes more than there is; `elsewhere`: bytes of layers with windows."""
         always = sum(int(layer.worth.isinf().sum()) * self.spending.each(layer.number)[0] for layer in layers)
         return Shortage(
             f"memory.budget = {self.spending.asked} has no room for a text",
@@ -156,7 +154,7 @@ class Within(Usual):
                 f"what always stays ({self.settings.sinks} first and {self.settings.guard} newest tokens, the system "
                 f"prompt) takes {always / MIB:,.1f} MiB of {max(0, left) / MIB:,.1f} MiB"
             ],
-            try_=[f"--set memory.budget={-(-2 * int(always) // MIB)}MiB", "--set policy.protect=false"],
+            try_=[f"--set memory.budget={-(-(2 * int(always) + elsewhere) // MIB)}MiB", "--set policy.protect=false"],
         )
 
     def _layer(self, at: Boundary, i: int) -> Layer:
