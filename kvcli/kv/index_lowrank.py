@@ -34,7 +34,7 @@ class LowRank(Runs):
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
         """k [K, P, page, D] -> coordinates [K, P, page, rank]."""
         (directions,) = shared
-        # as scores of keys for directions: a product of a shape of its own for each number of pages would round otherwise
+        # as scores: a product of a shape of its own for each number of pages would round otherwise
         at = mean_scores(directions, k.flatten(1, 2), Sight(1.0)).transpose(1, 2)
         return (at.reshape(*k.shape[:3], -1).to(k.dtype),)
 
