@@ -469,6 +469,7 @@ REFUSED = [
     ({"form": {"method": "zipcache"}, "kv": {"k_bits": 8, "v_bits": 8, "halves": True}}, "halves are of form.method"),
     ({"form": {"method": "kivi", "rope": "before"}, "kv": FOUR | {"rotate": "hadamard"}}, "which turns what"),
     ({"form": {"method": "kivi", "rope": "before"}}, "changes nothing while kv.k_bits"),
+    ({"form": {"method": "kivi", "rope": "before"}, "memory": {"ladder": ["kv.v_bits=8"]}}, "with kv.k_bits = 16"),
     ({"form": {"method": "zipcache"}, "kv": {"k_bits": 4}}, "cannot be kept with kv.v_bits = 16"),
     ({"form": {"method": "rotatekv"}, "kv": FOUR, "policy": {"name": "snap"}}, "set form.joint = 1"),
     ({"form": {"method": "aquakv"}, "kv": FOUR}, "is not built"),

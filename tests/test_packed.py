@@ -242,6 +242,21 @@ def test_a_copy_goes_its_own_way_and_still_shares_positions() -> None:
     assert len({head.pos.data_ptr() for head in kv._layers[1]}) == 1
 
 
+@pytest.mark.parametrize("coarse", [False, True])
+def test_a_copy_of_what_was_read_reads_its_own_slots(coarse: bool) -> None:
+    sight, n = Sight(0.3, is_guess=coarse), 256
+    kv = Packed(alike(1, K, 64), torch.float32, halves=True)
+    noise = torch.Generator().manual_seed(0)
+    k, v, q = (torch.randn(heads, n, 64, generator=noise) for heads in (K, K, 2 * K))
+    kv.append(0, k, v, 0)
+    want = merge(kv.attend(0, q[:, :1], sight, [n]))
+    other = copy.deepcopy(kv)
+    for head in kv._layers[0]:
+        for t in head.tensors:
+            t.zero_()  # as memory that was given back may be
+    assert torch.equal(merge(other.attend(0, q[:, :1], sight, [n])), want)
+
+
 @pytest.mark.parametrize(("bits", "most"), [((8, 8), 0.53), ((4, 4), 0.30), ((4, 2), 0.24), ((2, 2), 0.18)], ids=str)
 @pytest.mark.parametrize("ragged", [False, True])
 def test_bytes_are_a_fraction_of_sixteen_bits(bits: tuple[int, int], most: float, ragged: bool) -> None:

@@ -26,6 +26,7 @@ from kvcli.engine.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import Part, merge
+from kvcli.kernels.native import native
 from kvcli.kv.dense import Dense
 from kvcli.kv.index import Index, bend
 from kvcli.kv.index_certified import Certified
@@ -455,6 +456,20 @@ def test_pages_added_at_boundaries_are_those_made_at_once(cuts: list[int], name:
         fill(grown, end - start, start=start)
         grown.settle()
     same_pages(grown, filled(INDEXES[name], 97))
+
+
+@pytest.mark.parametrize("index", [LowRank(1, 8), LowRank(2, 16), LowRank(3, 1), Clusters(15, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [16, 128])
+def test_a_page_is_summarized_alike_whichever_come_with_it(index: Index, dtype: torch.dtype, dim: int) -> None:
+    if native() is None:
+        pytest.skip("without native kernels products round by the number of pages")
+    k = randn(K, 41, index.page, dim, dtype=dtype)
+    shared = index.learn(k.flatten(1, 2))
+    whole = index.summarize(k, shared)
+    for first, last in [(0, 1), (0, 2), (3, 10), (40, 41)]:
+        some = index.summarize(k[:, first:last], shared)
+        assert all(torch.equal(a, b[:, first:last]) for a, b in zip(some, whole, strict=True))
 
 
 @pytest.mark.parametrize("name", BOUNDS)  # a sketch keeps what it learned of the longer text

@@ -34,8 +34,9 @@ class LowRank(Runs):
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
         """k [K, P, page, D] -> coordinates [K, P, page, rank]."""
         (directions,) = shared
-        at = k.to(directions.dtype).flatten(1, 2) @ directions.mT
-        return (at.view(*k.shape[:3], -1).to(k.dtype),)
+        # as scores: a product of a shape of its own for each number of pages would round otherwise
+        at = mean_scores(directions, k.flatten(1, 2), Sight(1.0)).transpose(1, 2)
+        return (at.reshape(*k.shape[:3], -1).to(k.dtype),)
 
     def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: Sight) -> Tensor:
         """From the product with each key as far as it lies along these directions."""

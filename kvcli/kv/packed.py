@@ -97,6 +97,10 @@ class Packed:
         self._turns = {d: hadamard(d, wide) for d in sizes}
         self._panels = {d: linear.pack(turn) for d, turn in self._turns.items() if not linear.why_not(turn)}
 
+    def __getstate__(self) -> dict[str, object]:
+        """A copy finds its own heads: what is known of where they lie holds addresses, which are of the original's."""
+        return {**self.__dict__, "_tables": {}, "_runs": {}}
+
     @property
     def rounds_by_rows(self) -> str:
         """Where native kernels do not serve its numbers, or the size of its heads."""

@@ -204,10 +204,16 @@ def form_clashes(profile: Profile) -> list[Clash]:
     ]
     for step in profile.memory.ladder:
         bits, _, value = step.partition("=")
-        if bits in ("kv.k_bits", "kv.v_bits"):
+        if bits in ("kv.k_bits", "kv.v_bits") and not found:
             packed: dict[str, Any] = {bits.removeprefix("kv."): int(value)}
-            if bits in form.refuses(replace(profile.kv, **packed)):
+            refused = form.refuses(replace(profile.kv, **packed))
+            if bits in refused:
                 found.append(Clash("memory.ladder", key, f'"{step}" frees nothing', f'which is "{form.method}"'))
+            else:
+                found += [
+                    Clash("memory.ladder", other, f'"{step}" cannot be taken with {other} = {values[other]}', because)
+                    for other, because in refused.items()
+                ]
     if form.is_joint and profile.policy.every is not None:
         because = "whose heads let go of different tokens, and heads are written together: set form.joint = 1"
         found.append(Clash(key, "policy.name", cannot, because))
