@@ -30,8 +30,10 @@ from tests.exact.half import Half
 from tests.exact.table import (
     BROKEN,
     CANCELLED,
+    CHAINS,
     DRAFTERS,
     EXPERTS,
+    FORMS,
     LOWER,
     NEW,
     PARTS,
@@ -55,8 +57,11 @@ from tests.exact.table import (
 from tests.small_tokenizers import letters
 
 
-def is_slow(storage: str, policy: str, sampler: str) -> bool:
-    """What an answer is held to has nothing to do with what is kept, nor most policies with where the rest goes."""
+def is_slow(storage: str, policy: str, sampler: str, drafter: str = CHAINS[1]) -> bool:
+    """What an answer is held to has nothing to do with what is kept, nor most policies with where the rest goes. Forms
+    differ in what they write; how it is read is the same in all, of which two meet every drafter."""
+    if storage in FORMS and storage not in ("gear", "mustafar") and drafter not in CHAINS:
+        return True
     if storage in (*PARTS, *READ, *EXPERTS):
         return not {policy, sampler} <= {"all", "ragged", "greedy", "sampled"}
     if storage in LOWER:
@@ -66,7 +71,7 @@ def is_slow(storage: str, policy: str, sampler: str) -> bool:
 
 COLUMNS = product(STORAGES, POLICIES, DRAFTERS, SAMPLERS)
 ROWS = [(*stored, policy, *rest) for stored, policy, *rest in COLUMNS if serves(stored[0], policy, rest[0])]
-SHORT = covering([row for row in ROWS if not is_slow(row[0], row[2], row[4])])
+SHORT = covering([row for row in ROWS if not is_slow(row[0], row[2], row[4], row[3])])
 
 
 @pytest.mark.parametrize(("storage", "dtype", "policy", "drafter", "sampler"), marked(ROWS, SHORT))
