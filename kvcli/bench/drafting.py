@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kvcli import build
 from kvcli.engine.engine import drive, events
 from kvcli.engine.stats import Stats
 from kvcli.kv.slots import nbytes
@@ -60,7 +59,7 @@ class Rival:
 
 def read_once(model: Model, prompt: Sequence[int]) -> Session:
     """A session that has read the prompt and knows no drafter: turns start from copies of it."""
-    session = build.session(model.lm, model.profile.replace(spec={"method": "off"}))
+    session = model.under(model.profile.replace(spec={"method": "off"})).new_session()
     drive(session.read(prompt))
     return session
 

@@ -30,7 +30,7 @@ class Budget(Usual):
     headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: what heads weigh; auto = made once
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept in full
     guard: Annotated[int, Range(1)] = 60  # newest tokens, always kept in full
-    protect: bool = True  # always keep the system prompt in full
+    protect: bool = True  # always keep the system prompt and what tools said in full
     every: Annotated[int, Range(1)] = 64  # tokens between two looks at the budget while answering
 
     is_uneven = True

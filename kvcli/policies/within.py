@@ -152,7 +152,7 @@ class Within(Usual):
             f"memory.budget = {self.spending.asked} has no room for a text",
             lines=[
                 f"what always stays ({self.settings.sinks} first and {self.settings.guard} newest tokens, the system "
-                f"prompt) takes {always / MIB:,.1f} MiB of {max(0, left) / MIB:,.1f} MiB"
+                f"prompt, what tools said) takes {always / MIB:,.1f} MiB of {max(0, left) / MIB:,.1f} MiB"
             ],
             try_=[f"--set memory.budget={-(-(2 * int(always) + elsewhere) // MIB)}MiB", "--set policy.protect=false"],
         )
