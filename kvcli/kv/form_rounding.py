@@ -80,9 +80,11 @@ def directions(x: Tensor, rank: int) -> Tensor:
 
 
 def factors(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """x [.., m, n] -> the halves [.., r, m] and [.., r, n] of its best product of this rank."""
-    way = directions(x, rank)
-    return halved(way @ x.mT), halved(way)
+    """Blocks x [B, .., m, n] -> the halves [B, .., r, m] and [B, .., r, n] of the best product of each of this rank."""
+    # one by one: products, and eigenvectors, of a shape of their own for each number of blocks would round otherwise
+    ways = [directions(block, rank) for block in x]
+    shares = [way @ block.mT for way, block in zip(ways, x, strict=True)]
+    return halved(torch.stack(shares)), halved(torch.stack(ways))
 
 
 def product(a: Tensor, b: Tensor, exact: torch.dtype) -> Tensor:
