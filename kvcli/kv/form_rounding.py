@@ -69,14 +69,14 @@ def halved(x: Tensor) -> Tensor:
 
 
 def directions(x: Tensor, rank: int) -> Tensor:
-    """The main directions [.., r, n] of vectors x [.., m, n]: right singular vectors of length 1, the largest first."""
+    """The main directions [.., r, n] of vectors x [.., m, n]: right singular vectors, the largest first."""
     m, n = x.shape[-2:]
     if m <= n:  # by the smaller of two products, whose eigenvectors they follow from
-        way: Tensor = torch.linalg.eigh(x @ x.mT).eigenvectors.flip(-1)[..., :rank].mT @ x
-    else:
-        way = torch.linalg.eigh(x.mT @ x).eigenvectors.flip(-1)[..., :rank].mT
-    size: Tensor = way.norm(dim=-1, keepdim=True)
-    return way / size.clamp_min(TINIEST)
+        way = torch.linalg.eigh(x @ x.mT).eigenvectors.flip(-1)[..., :rank].mT @ x
+        # where vectors have fewer directions, as equal ones do, the others are noise along the first
+        square: Tensor = torch.linalg.qr(way.mT).Q.mT
+        return square
+    return torch.linalg.eigh(x.mT @ x).eigenvectors.flip(-1)[..., :rank].mT
 
 
 def factors(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ class Squat(Blocks):
     """Round keys channel by channel, each making up for what those before it lost along the keys' main directions."""
 
     rank: Annotated[int, Range(1)] = 4  # directions: the keys' own, by singular value
-    weight: Annotated[float, Range(above=0)] = 10.0  # of an error along them, beside 1 in every direction
+    weight: Annotated[float, Range(above=0, most=1000)] = 10.0  # of an error along them, beside 1 in every direction
 
     def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
         _, scale, zero = round_range(k, kv.k_bits, -2)
