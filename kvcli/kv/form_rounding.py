@@ -74,9 +74,10 @@ def directions(x: Tensor, rank: int) -> Tensor:
     if m <= n:  # by the smaller of two products, whose eigenvectors they follow from
         way = torch.linalg.eigh(x @ x.mT).eigenvectors.flip(-1)[..., :rank].mT @ x
         # where vectors have fewer directions, as equal ones do, the others are noise along the first
-        square: Tensor = torch.linalg.qr(way.mT).Q.mT
-        return square
-    return torch.linalg.eigh(x.mT @ x).eigenvectors.flip(-1)[..., :rank].mT
+        found: Tensor = torch.linalg.qr(way.mT).Q.mT
+    else:
+        found = torch.linalg.eigh(x.mT @ x).eigenvectors.flip(-1)[..., :rank].mT
+    return found
 
 
 def factors(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
