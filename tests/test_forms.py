@@ -338,6 +338,20 @@ def test_gear_takes_outliers_of_each_channel_of_keys_and_of_each_slot_of_values(
             torch.testing.assert_close(now.gather(dim, at), was.gather(dim, at), atol=0, rtol=1e-3)
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-3])
+@pytest.mark.parametrize(
+    "form", [Squat(), Squat(rank=64, weight=1000.0), Gear(), Cskv(joint=1, k_rank=16, v_rank=16)], ids=str
+)
+def test_keys_of_fewer_directions_than_a_form_asks_for_lose_no_more(form: Blocks, noise: float) -> None:
+    """As those of one token again and again do before the rotary embedding; or none at all."""
+    of = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 1, 64, generator=of) + noise * torch.randn(1, 1, 64, 64, generator=of)
+    for x in (k, torch.zeros_like(k)):
+        kv = Kv(k_bits=4, v_bits=4, group=64)
+        got, _ = form.unpack(form.pack(x, x, kv), kv, (64, 64), x.dtype)
+        assert (got - x).norm() <= 0.01 * x.norm()
+
+
 def test_squat_moves_the_error_out_of_the_keys_directions() -> None:
     kv = Kv(k_bits=2, v_bits=2, group=64)
     mixed = torch.randn(D, D, generator=torch.Generator().manual_seed(1))

@@ -57,8 +57,8 @@ class Codec:
 
     def layout(self, blocks: int) -> Codes:
         """The types and shapes of so many, without numbers."""
-        k, v = (torch.empty(blocks, self.heads, self.kv.group, d, device="meta") for d in self.dims)
-        return self.form.pack(k, v, self.kv)
+        k, v = (torch.empty(1, self.heads, self.kv.group, d, device="meta") for d in self.dims)
+        return tuple(t.new_empty(blocks, *t.shape[1:]) for t in self.form.pack(k, v, self.kv))
 
 
 class Band:

@@ -69,20 +69,23 @@ def halved(x: Tensor) -> Tensor:
 
 
 def directions(x: Tensor, rank: int) -> Tensor:
-    """The main directions [.., r, n] of vectors x [.., m, n]: right singular vectors of length 1, the largest first."""
+    """The main directions [.., r, n] of vectors x [.., m, n]: right singular vectors, the largest first."""
     m, n = x.shape[-2:]
     if m <= n:  # by the smaller of two products, whose eigenvectors they follow from
-        way: Tensor = torch.linalg.eigh(x @ x.mT).eigenvectors.flip(-1)[..., :rank].mT @ x
+        way = torch.linalg.eigh(x @ x.mT).eigenvectors.flip(-1)[..., :rank].mT @ x
+        # where vectors have fewer directions, as equal ones do, the others are noise along the first
+        found: Tensor = torch.linalg.qr(way.mT).Q.mT
     else:
-        way = torch.linalg.eigh(x.mT @ x).eigenvectors.flip(-1)[..., :rank].mT
-    size: Tensor = way.norm(dim=-1, keepdim=True)
-    return way / size.clamp_min(TINIEST)
+        found = torch.linalg.eigh(x.mT @ x).eigenvectors.flip(-1)[..., :rank].mT
+    return found
 
 
 def factors(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """x [.., m, n] -> the halves [.., r, m] and [.., r, n] of its best product of this rank."""
-    way = directions(x, rank)
-    return halved(way @ x.mT), halved(way)
+    """Blocks x [B, .., m, n] -> the halves [B, .., r, m] and [B, .., r, n] of the best product of each of this rank."""
+    # one by one: products, and eigenvectors, of a shape of their own for each number of blocks would round otherwise
+    ways = [directions(block, rank) for block in x]
+    shares = [way @ block.mT for way, block in zip(ways, x, strict=True)]
+    return halved(torch.stack(shares)), halved(torch.stack(ways))
 
 
 def product(a: Tensor, b: Tensor, exact: torch.dtype) -> Tensor:

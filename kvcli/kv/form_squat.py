@@ -26,12 +26,13 @@ class Squat(Blocks):
     """Round keys channel by channel, each making up for what those before it lost along the keys' main directions."""
 
     rank: Annotated[int, Range(1)] = 4  # directions: the keys' own, by singular value
-    weight: Annotated[float, Range(above=0)] = 10.0  # of an error along them, beside 1 in every direction
+    weight: Annotated[float, Range(above=0, most=1000)] = 10.0  # of an error along them, beside 1 in every direction
 
     def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
         _, scale, zero = round_range(k, kv.k_bits, -2)
         step, low, levels = scale.to(k.dtype), zero.to(k.dtype), (1 << kv.k_bits) - 1
-        carry = self._carry(k)  # [B, h, D, D], upper
+        # block by block, as `factors` does
+        carry = torch.stack([self._carry(block) for block in k])  # [B, h, D, D], upper
         left, codes = k.clone(), torch.empty_like(k, dtype=torch.uint8)
         for c in range(k.shape[-1]):
             at = slice(c, c + 1)
@@ -47,9 +48,9 @@ class Squat(Blocks):
     def _carry(self, k: Tensor) -> Tensor:
         """How an error in one channel is made up for by later ones, so that e (1 + weight U U') e' is least.
 
-        By the triangle of the inverse, as OPTQ does it (arXiv 2210.17323); U: the main directions of k [B, h, g, D].
+        By the triangle of the inverse, as OPTQ does it (arXiv 2210.17323); U: the main directions of k [h, g, D].
         """
-        inverse = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1).clone()
+        inverse = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(k.shape[0], -1, -1).clone()
         for u in directions(k, self.rank).unbind(-2):
             inverse -= self.weight / (1 + self.weight) * (u.unsqueeze(-1) * u.unsqueeze(-2))
         upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
