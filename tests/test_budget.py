@@ -276,6 +276,15 @@ def test_room_that_is_spare_decides_nothing(budget: str, monkeypatch: pytest.Mon
         assert all(same(a, b) for a, b in zip(plain, held(), strict=True))
 
 
+def test_the_plan_is_told_in_a_line() -> None:
+    token = L * (2 * K * D * 4 + K * 4)
+    assert spending(f"{100 * token / 1024}KiB").told.startswith(
+        f"memory.budget = {100 * token / 1024}KiB: room for so many"
+    )
+    assert "100 in full" in spending(f"{100 * token / 1024}KiB").told
+    assert spending("25%").told.startswith("memory.budget = 25%: room for so many tokens of a text: 25% in full, ")
+
+
 def test_a_shortage_names_a_budget_that_has_room() -> None:
     layers = [of([[float("inf")] * 4])]
     told = Within(Budget(), spending())._shortage(layers, 0, 50 << 20)

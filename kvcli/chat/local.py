@@ -240,7 +240,8 @@ class Model:
     @property
     def cautions(self) -> list[str]:
         """What the user should know of the profile on this device, one line each."""
-        said = self._unkept, self.profile.prune.about(self.lm)
+        spends = build.plan(self.lm, self.profile).spending.told if self.profile.memory.budget else ""
+        said = self._unkept, self.profile.prune.about(self.lm), spends
         return [*filter(None, said), *cautions(self.profile, self.lm.device.type)]
 
     @property

@@ -70,6 +70,22 @@ class Spending:
             found.append(POSITION + (k * keys_in(bits) + v * bits) / 8 + scales)
         return [*found, self.beyond[layer]]
 
+    @property
+    def told(self) -> str:
+        """The plan in a line: how many tokens there is room for, were all of them on one rung."""
+        each = [self.each(i)[: self.last] for i in range(len(self.shapes))]
+        heads = [of.n_kv_heads if of.numbers else 0 for of in self.shapes]
+        rungs = [sum(n * of[rung] for n, of in zip(heads, each, strict=True)) for rung in range(self.last)]
+        share = float(self.asked[:-1]) / 100 if self.is_share else 0
+        room = [
+            f"{min(1, share * rungs[0] / one):.0%}" if self.is_share else f"{self.most(0) / one:,.0f}" for one in rungs
+        ]
+        lies = ["in full", *(f"in {bits} bits" for bits in self.bits)]
+        ways = ", ".join(f"{n} {how}" for n, how in zip(room, lies, strict=True))
+        return (
+            f"memory.budget = {self.asked}: room for so many tokens{' of a text' * self.is_share}: {ways}, or a mixture"
+        )
+
     def nbytes(self, layer: int, counts: Sequence[Sequence[int]]) -> float:
         """counts[rung][head] -> bytes that these slots take at most, with room to grow and keys that wait for their
         group."""
