@@ -14,6 +14,7 @@ from kvcli.engine.stats import Stats
 from kvcli.engine.threads import use_threads
 from kvcli.errors import BadInput, ContextOverflow
 from kvcli.kv.slots import nbytes
+from kvcli.settings.schema import Memory
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
@@ -24,7 +25,8 @@ def plain(profile: Profile) -> Profile:
     """How the same weights write by themselves: everything read, everything kept, nothing guessed."""
     kept = {
         "kv": {"dtype": "auto", "k_bits": 16, "v_bits": 16, "halves": False},
-        "memory": {"ladder": []},
+        "form": {"method": "kivi"},
+        "memory": {"ladder": [], "budget": "", "bits": [*Memory().bits], "disposition": "drop"},
         "policy": {"name": "none"},
         "recall": {"method": "none"},
         "prune": {"method": "none"},
