@@ -116,7 +116,7 @@ def test_a_choice_is_a_part_and_rows_differ_in_theirs(index: str) -> None:
     whole = merge(kv._tier.attend(0, made(H, 5, D, dtype=torch.bfloat16, seed=1), Sight(0.1), [PAST + LATE] * 5))
     read = merge(kv.attend(0, made(H, 5, D, dtype=torch.bfloat16, seed=1), Sight(0.1), [PAST + LATE] * 5))
     assert not torch.allclose(whole.float(), read.float(), atol=1e-2)
-    assert kv.tally.pages > 1.2 * BUDGET.pages(PAST, kv._index.page) * K
+    assert kv.tally.pages > 1.2 * BUDGET.grains(PAST, kv._index.page) * K
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)

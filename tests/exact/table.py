@@ -305,7 +305,7 @@ def shelf(place: Path, model: LM) -> Shelf:
 
 def serves(storage: str, policy: str, drafter: str = CHAINS[0]) -> bool:
     """Without a policy nothing goes to a lower tier, and with one nothing is kept for others, or read by layers."""
-    if storage == "hybrid" and drafter not in CHAINS:
+    if storage == "hybrid" and (drafter not in CHAINS or policy == "ahead"):  # an answer that is tried is refused there
         return False
     if policy == "budget":
         return storage == "rungs"

@@ -37,6 +37,7 @@ HALVES = ("bf16", "fp16")  # what fused kernels serve
 CPU_ONLY = (
     "attend_fixed",
     "decoder_layer",
+    "gated_delta",
     "gated_mlp",
     "linear",
     "linear_blocked",
