@@ -205,6 +205,7 @@ def shaping(profile: Profile) -> Shaping:
     from kvcli.settings.small_file import Unfit
 
     is_whole = keeps_all(profile)
+    # a whole past has no form: what was kept before there were any is still found
     say_so = {"kv.k_bits", "kv.v_bits", *(f"{table}.{METHODS[table][0]}" for table in METHODS if table != "form")}
     found = {key: str(value) for key, value in profile.values.items() if key.partition(".")[0] in SHAPE}
     if name := found.get("policy.headmap"):  # what its file says counts, not what it is called

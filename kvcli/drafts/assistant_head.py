@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcli.drafts.listening import Listening
 from kvcli.drafts.mtp_head import heard_again
 from kvcli.drafts.successors import top
 from kvcli.engine.assistant import lenders
 from kvcli.engine.feed import Asks, Feed
-from kvcli.engine.rows import Hears, Rows
+from kvcli.engine.rows import Rows
 from kvcli.kv.fixed import Fixed
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafter import Past
     from kvcli.engine.lm import LM
     from kvcli.engine.stats import Step
     from kvcli.kernels.attend_rows import Own
@@ -54,17 +54,12 @@ class Lent:
         return []
 
 
-class AssistantHead:
+class AssistantHead(Listening):
     """Follows a text by the state that led to its newest token."""
 
-    hears: Hears = "hidden"
-
     def __init__(self, lm: LM, head: LM) -> None:
-        self._lm, self._head = lm, head
+        super().__init__(lm, head)
         self._layers = lenders(lm, head)
-        self._text: list[int] = []
-        self._past: Past | None = None
-        self.forget()
 
     def forget(self) -> None:
         """The state is not known."""
@@ -72,30 +67,9 @@ class AssistantHead:
         self._grown = self._state  # [1 + n, E]: that, then its own, of guesses
 
     @property
-    def name(self) -> str:
-        return self._head.info.id
-
-    @property
-    def limit(self) -> int:
-        return self._lm.limit
-
-    @property
-    def length(self) -> int:
-        return len(self._text)
-
-    @property
     def missing(self) -> int:
         """One row reads the text."""
         return 1
-
-    @property
-    def room(self) -> int:
-        """As deep as the model has positions."""
-        return self.limit - self.length
-
-    def newest(self, n: int) -> list[int]:
-        """The pending token, whose state alone is known."""
-        return self._text[-1:]
 
     def usage(self) -> list[Usage]:
         """It stores nothing."""
@@ -112,10 +86,6 @@ class AssistantHead:
     def extend(self, new: Sequence[int]) -> None:
         """These joined it."""
         self._text += new
-
-    def over(self, past: Past | None) -> None:
-        """What its rows read."""
-        self._past = past
 
     def hear(self, step: Step) -> None:
         """The state that led to the newest of the tokens which are about to join the text."""

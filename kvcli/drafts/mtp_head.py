@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcli.drafts.listening import Listening
 from kvcli.drafts.sibling import shared
 from kvcli.drafts.skipping import SEEN, newest_before
 from kvcli.drafts.successors import top
 from kvcli.engine.bough import Bough
 from kvcli.engine.commit import commit
 from kvcli.engine.feed import Asks, Feed
-from kvcli.engine.rows import Hears, Rows
+from kvcli.engine.rows import Rows
 from kvcli.kv.dense import Dense
 
 if TYPE_CHECKING:
@@ -34,16 +35,8 @@ if TYPE_CHECKING:
 MOST = 256  # states that wait to be read; older ones become a hole
 
 
-class MtpHead:
+class MtpHead(Listening):
     """Follows a text by what it hears of it. A row at position p is token p and the state of the one before it."""
-
-    hears: Hears = "hidden"
-
-    def __init__(self, lm: LM, head: LM) -> None:
-        self._lm, self._head = lm, head
-        self._text: list[int] = []
-        self._past: Past | None = None
-        self.forget()
 
     def forget(self) -> None:
         """Nothing is read of the text: what is stored may be torn."""
@@ -61,30 +54,9 @@ class MtpHead:
         self._grown = torch.empty(0)  # [1 + n, E]: its own states, of the text's end and of guesses behind it
 
     @property
-    def name(self) -> str:
-        return self._head.info.id
-
-    @property
-    def limit(self) -> int:
-        return self._lm.limit
-
-    @property
-    def length(self) -> int:
-        return len(self._text)
-
-    @property
     def missing(self) -> int:
         """Those that wait."""
         return max(1, len(self._at))
-
-    @property
-    def room(self) -> int:
-        """As deep as the model has positions."""
-        return self.limit - self.length
-
-    def newest(self, n: int) -> list[int]:
-        """The pending token: of others it is known what came next, and the states are not kept."""
-        return self._text[-1:]
 
     def usage(self) -> list[Usage]:
         """What it stores, as a tier of its own."""
@@ -108,10 +80,6 @@ class MtpHead:
         self._text += new
         self._past = None  # it has changed
         self._drop()
-
-    def over(self, past: Past | None) -> None:
-        """For states that are made again."""
-        self._past = past
 
     def hear(self, step: Step) -> None:
         """The states that led to the tokens which are about to join the text."""

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from kvcli.engine import weights
 from kvcli.engine.lm import LM, quiet
-from kvcli.engine.trial import current
+from kvcli.engine.trial import brought
 from kvcli.errors import BadModel
 from kvcli.models.family import read_config
 from kvcli.models.packing import Packing
@@ -64,11 +64,9 @@ class Assistant(PreTrainedModel):  # type: ignore[misc]
         logits_to_keep: Tensor | None = None,
         use_cache: bool = False,
     ) -> CausalLMOutput:
-        """input_ids, position_ids [1, N] -> logits [1, n, V]. Hidden states [N, E] come with the pass: a call that is
-        of none, or brings none, is given zeros."""
-        given: Tensor | None = getattr(current(), "hidden", None)
+        """input_ids, position_ids [1, N] -> logits [1, n, V]. Hidden states [N, E] come with the pass."""
         embedded = self.embeds(input_ids).to(self.dtype)  # [1, N, E]
-        before = torch.zeros_like(embedded) if given is None else given.to(embedded).unsqueeze(0)
+        before = brought(embedded)
         text = self.config.get_text_config()
         nothing = {kind: self._nothing(embedded, of) for kind, of in _kinds(text).items()}
         x = self.it.model(

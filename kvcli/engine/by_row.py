@@ -98,8 +98,8 @@ class _Numbers(TorchFunctionMode):
 def by_row(module: nn.Module, now: Callable[[], Part]) -> ByRow | None:
     """What takes the place of its forward on a CPU; None where its recurrence is another, or there is no kernel."""
     forward = unwrap(type(module).forward)
-    numbers = [p for p in module.parameters() if p.is_floating_point()]
-    is_served = all(p.device.type == "cpu" and p.dtype in SERVED for p in numbers) and native.native() is not None
+    weights = [p for p in module.parameters() if p.is_floating_point()]
+    is_served = all(p.device.type == "cpu" and p.dtype in SERVED for p in weights) and native.native() is not None
     if not is_served or not isinstance(forward, FunctionType) or hasattr(module, "_hf_hook"):
         return None
     names = {*forward.__code__.co_names} & {*forward.__globals__}

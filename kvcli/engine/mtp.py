@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from kvcli.engine.lm import LM, quiet
-from kvcli.engine.trial import current
+from kvcli.engine.trial import brought
 from kvcli.errors import BadModel
 from kvcli.kv.shortage import Shortage, as_shortage
 from kvcli.models.foreign import blamed
@@ -55,11 +54,9 @@ class Mtp(PreTrainedModel):  # type: ignore[misc]
         logits_to_keep: Tensor | None = None,
         use_cache: bool = False,
     ) -> CausalLMOutput:
-        """input_ids, position_ids [1, N] -> logits [1, n, V]. Hidden states [N, E] come with the pass: a call that is
-        of none, or brings none, is given zeros."""
-        given: Tensor | None = getattr(current(), "hidden", None)
+        """input_ids, position_ids [1, N] -> logits [1, n, V]. Hidden states [N, E] come with the pass."""
         embedded = self.mtp.embed_tokens(input_ids)  # [1, N, E]
-        before = torch.zeros_like(embedded) if given is None else given.to(embedded).unsqueeze(0)
+        before = brought(embedded)
         x = self.mtp.forward_layer(0, before, position_ids, cache, inputs_embeds=embedded)
         return CausalLMOutput(logits=self.mtp._project_to_logits(x if logits_to_keep is None else x[:, logits_to_keep]))
 

@@ -99,6 +99,13 @@ def current() -> Any:
     return _stack.passes[-1][0] if _stack.passes else None
 
 
+def brought(like: Tensor) -> Tensor:
+    """Hidden states of the model that writes, as they came with the innermost pass, in the type and shape of `like`
+    [1, N, E]; zeros where the call is of none, or brings none."""
+    given: Tensor | None = getattr(current(), "hidden", None)
+    return torch.zeros_like(like) if given is None else given.to(like).unsqueeze(0)
+
+
 def noted(layer: int) -> tuple[Latent, Tensor] | None:
     """What the innermost call of this thread noted of a layer that stores latents: what expands them, and the keys of
     its rows [1, N, R + T]; None = the layer stores what it hands to attention."""

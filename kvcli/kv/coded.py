@@ -19,7 +19,8 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import WIDEST, Own, Run, attend_part, serves
 from kvcli.kernels.merge import Part
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
-from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, empty_like, holders, picked, run_of, visible
+from kvcli.kv.rounding import Rounding, joined, split
+from kvcli.kv.slots import Sight, Slots, Usage, alone, holders, visible
 from kvcli.kv.state import Given, Misfit, State
 
 if TYPE_CHECKING:
@@ -172,10 +173,8 @@ class Band:
         self.codes, self.k, self.v, self.pos = codes, k, v, pos  # together: memory may have run out
 
 
-class Coded:
-    """A rung of a ladder, never the first one. Every head has its own length, but for those written together."""
-
-    is_far = False
+class Coded(Rounding):
+    """Every head has its own length, but for those written together."""
 
     def __init__(self, form: Blocks, of: OfModel, device: torch.device | str, kv: Kv) -> None:
         turns = of.turns() if form.rope == "before" else [None] * len(of.shapes)
@@ -195,7 +194,7 @@ class Coded:
     @property
     def rounds_by_rows(self) -> str:
         """Where native kernels do not serve its numbers."""
-        likes = [self._joined(layer, *bands[0].numbers(0, 0)) for layer, bands in self._bands.items()]
+        likes = [joined(self._shapes[layer].rank, *bands[0].numbers(0, 0)) for layer, bands in self._bands.items()]
         return "" if all(serves(k, v) for k, v in likes) else "kv.dtype"
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
@@ -223,16 +222,12 @@ class Coded:
             softcap=sight.softcap,
         )
 
-    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
-        """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
-        self.take(layer, Slots(k, v, run_of(start, k.shape[1], k.shape[0], k.device)))
-
     def take(self, layer: int, slots: Slots) -> None:
         """Store these slots, after rotary embedding; each head those whose position is not -1."""
         if not slots.n_slots:
             return
         assert layer in self._bands, "this layer reads another's slots"
-        k, v = self._split(layer, slots)
+        k, v = split(self._shapes[layer].rank, slots)
         at = 0
         for band in self._bands[layer]:
             own = slice(at, at := at + band.pos.shape[0])
@@ -252,19 +247,9 @@ class Coded:
         """What this layer holds, read back: a copy, padded to the longest head; holes have position -1."""
         return self._numbers(layer, range(self.n_slots(layer)))
 
-    def newest(self, layer: int, n: int) -> Slots:
-        """The n slots that each head stored last, which are those of the highest positions, in their order."""
-        s = self.slots(layer)
-        found = picked(s, s.pos.argsort(dim=1, stable=True)[:, max(0, s.n_slots - n) :])
-        return compact(found, found.pos >= 0)
-
     def positions(self, layer: int) -> Tensor:
         """pos [K, S] of all slots; holes and what is behind shorter heads have -1."""
         return self._positions(layer, range(self.n_slots(layer)))
-
-    def run(self, layer: int) -> Run | None:
-        """Slots do not lie in numbers."""
-        return None
 
     def final(self, layer: int, n: Tensor) -> Tensor:
         """[K]: of the first n [K] slots of each head, those that are not rounded again while all n stay."""
@@ -280,24 +265,13 @@ class Coded:
             at = index[j, held]
             k[j, held], v[j, held] = band.numbers_at(head, at)
             pos[j, held] = band.pos[head, at]
-        return Slots(*self._joined(layer, k, v), pos)
+        return Slots(*joined(self._shapes[layer].rank, k, v), pos)
 
     def head(self, layer: int, head: int, n: int) -> Slots:
         """The first n slots of one head, read back."""
         band, j = list(self._heads(layer))[head]
         k, v = (t[j : j + 1] for t in band.numbers(0, n))
-        return Slots(*self._joined(layer, k, v), band.pos[j : j + 1, :n])
-
-    def keep(self, layer: int, mask: Tensor) -> Slots:
-        """Forget slots whose mask [K, S] is False; returns what fell out, read back."""
-        before = self.slots(layer)
-        mask = mask & (before.pos >= 0)
-        if torch.equal(mask, before.pos >= 0):
-            return empty_like(before)
-        fell = compact(before, ~mask)
-        del before
-        self._keep(layer, mask)
-        return fell
+        return Slots(*joined(self._shapes[layer].rank, k, v), band.pos[j : j + 1, :n])
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later."""
@@ -355,7 +329,7 @@ class Coded:
             n = min(band.length, span.stop) - span.start
             if n > 0:
                 k[own, :n], v[own, :n] = band.numbers(span.start, span.start + n)
-        return Slots(*self._joined(layer, k, v), pos)
+        return Slots(*joined(self._shapes[layer].rank, k, v), pos)
 
     def _keep(self, layer: int, mask: Tensor) -> None:
         at = 0
@@ -374,18 +348,6 @@ class Coded:
             first = first.clone()
             for band in bands:
                 band.pos = first.expand(band.pos.shape[0], -1)
-
-    def _split(self, layer: int, s: Slots) -> tuple[Tensor, Tensor]:
-        """What lies as keys and as values: of latents the turned part and the others."""
-        rank = self._shapes[layer].rank
-        return (s.k[..., rank:], s.k[..., :rank]) if rank else (s.k, s.v)
-
-    def _joined(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverse."""
-        if not self._shapes[layer].rank:
-            return k, v
-        both = torch.cat((v, k), 2)
-        return both, both
 
 
 def blocked(t: Tensor, group: int) -> Tensor:

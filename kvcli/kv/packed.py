@@ -31,30 +31,18 @@ from kvcli.kernels.attend_rows import (
 from kvcli.kernels.merge import Part
 from kvcli.kernels.pack import hadamard, turned
 from kvcli.kv.packed_head import Form, Head
-from kvcli.kv.slots import (
-    LayerShape,
-    Sight,
-    Slots,
-    Usage,
-    alone,
-    compact,
-    empty_like,
-    holders,
-    opens,
-    picked,
-    run_of,
-    visible,
-)
+from kvcli.kv.rounding import Rounding, joined, split
+from kvcli.kv.slots import LayerShape, Sight, Slots, Usage, alone, holders, opens, visible
 from kvcli.kv.state import Given, State
 
 
-class Packed:
-    """A tier of few bits: a rung of a ladder, never the first one, as it rounds what it is given at once.
+class Packed(Rounding):
+    """A tier of few bits. Every head has its own length in memory, every layer its own sizes. Refuses by name what its
+    layouts cannot hold.
 
-    Every head has its own length in memory, every layer its own sizes. Refuses by name what its layouts cannot hold.
+    Of what is kept, keys of 8 bits and values are not rounded again. Keys of 4 and 2 bits are, where less than half of
+    their group is left.
     """
-
-    is_far = False
 
     def __init__(
         self,
@@ -170,17 +158,13 @@ class Packed:
         starts = [sum(lengths[:j]) for j in range(len(heads))]
         return PackedRun(run.heads, torch.cat([head.pos for head in heads]), starts), window
 
-    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
-        """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
-        self.take(layer, Slots(k, v, run_of(start, k.shape[1], k.shape[0], k.device)))
-
     def take(self, layer: int, slots: Slots) -> None:
         """Round and store these slots, after rotary embedding; each head those whose position is not -1."""
         if not slots.n_slots:
             return
         assert layer in self._own, "this layer reads another's slots"
         self._forget_table(layer)
-        k, v = map(self._turned, self._split(layer, slots))
+        k, v = map(self._turned, split(self._ranks[layer], slots))
         held = slots.pos >= 0
         whole = bool(held.all())
         for j, head in enumerate(self._layers[layer]):
@@ -203,14 +187,7 @@ class Packed:
         k, v = (like.new_zeros(*pos.shape, like.shape[2]) for like in self._empty[layer])
         for j, head in enumerate(self._layers[layer]):
             k[j, : head.length], v[j, : head.length] = (self._turned(t) for t in head.numbers(coarse=coarse))
-        return self._joined(layer, k, v, pos)
-
-    def newest(self, layer: int, n: int) -> Slots:
-        """The n slots that each head stored last, which are those of the highest positions, in their order."""
-        s = self.slots(layer)
-        order = s.pos.argsort(dim=1, stable=True)[:, max(0, s.n_slots - n) :]
-        found = picked(s, order)
-        return compact(found, found.pos >= 0)
+        return Slots(*joined(self._ranks[layer], k, v), pos)
 
     def positions(self, layer: int) -> Tensor:
         """pos [K, S] of all slots; holes and what is behind shorter heads have -1."""
@@ -219,10 +196,6 @@ class Packed:
         for j, head in enumerate(heads):
             pos[j, : head.length] = head.pos
         return pos
-
-    def run(self, layer: int) -> Run | None:
-        """Slots lie in few bits."""
-        return None
 
     def final(self, layer: int, n: Tensor) -> Tensor:
         """[K]: of the first n [K] slots of each head, those that are not rounded again while all n stay."""
@@ -238,28 +211,13 @@ class Packed:
             at = index[j, held]
             k[j, held], v[j, held] = (self._turned(t).to(t.dtype) for t in head.numbers_at(at))
             pos[j, held] = head.pos[at]
-        return self._joined(layer, k, v, pos)
+        return Slots(*joined(self._ranks[layer], k, v), pos)
 
     def head(self, layer: int, head: int, n: int) -> Slots:
         """The first n slots of one head, unpacked."""
         of = self._layers[layer][head]
         k, v = (self._turned(t).to(t.dtype)[:n].unsqueeze(0) for t in of.numbers())
-        return self._joined(layer, k, v, of.pos[:n].unsqueeze(0))
-
-    def keep(self, layer: int, mask: Tensor) -> Slots:
-        """Forget slots whose mask [K, S] is False; returns what fell out, unpacked.
-
-        Keys of 8 bits and values are not rounded again. Keys of 4 and 2 bits are, where less than half of their group
-        is left.
-        """
-        before = self.slots(layer)
-        mask = mask & (before.pos >= 0)
-        if torch.equal(mask, before.pos >= 0):
-            return empty_like(before)
-        fell = compact(before, ~mask)
-        del before
-        self._keep(layer, mask)
-        return fell
+        return Slots(*joined(self._ranks[layer], k, v), of.pos[:n].unsqueeze(0))
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later."""
@@ -322,18 +280,6 @@ class Packed:
             pos = above if torch.equal(above, first.pos) else first.pos
             for head in (first, *others):
                 head.pos = pos
-
-    def _split(self, layer: int, s: Slots) -> tuple[Tensor, Tensor]:
-        """What lies as keys and as values: of latents the turned part and the others, each with scales of its own."""
-        rank = self._ranks[layer]
-        return (s.k[..., rank:], s.k[..., :rank]) if rank else (s.k, s.v)
-
-    def _joined(self, layer: int, k: Tensor, v: Tensor, pos: Tensor) -> Slots:
-        """The inverse."""
-        if not self._ranks[layer]:
-            return Slots(k, v, pos)
-        both = torch.cat((v, k), 2)
-        return Slots(both, both, pos)
 
     def _turned(self, t: Tensor) -> Tensor:
         """t [.., D] by the Hadamard matrix, which is its own inverse; by native products, if any: row by row."""
