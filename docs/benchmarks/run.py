@@ -73,11 +73,13 @@ RESULTS = {
     "prune": "python tests/bench/prune.py",
     "prune-smollm2": f"python tests/bench/prune.py --model {LISTED} --n 12 --sides lazy+cut+random",
     "prune-16k": f"python tests/bench/prune.py --model {RANDOM} --tokens 16384 --n 3 --hf 0 --sides lazy+cut+random",
-    "kv-quality": "python tests/bench/kv_quality.py",
+    "kv-quality": "python tests/bench/kv_quality.py --shares 0.5,0.25,0.125",
     "kv-allocs": "python tests/bench/kv_quality.py --texts 48 --allocs",
-    "kv-forms": "python tests/bench/kv_quality.py --forms --texts 12",
-    "kv-field": "python tests/bench/kv_quality.py --field --texts 24 --shares 0.5,0.25,0.125,0.06",
-    "kv-moved": "python tests/bench/kv_quality.py --moved --texts 12 --shares 0.125",
+    "kv-forms": "python tests/bench/kv_quality.py --forms --texts 24",
+    "kv-field": "python tests/bench/kv_quality.py --field --texts 100 --shares 0.5,0.25,0.125,0.06",
+    "kv-tasks": "python tests/bench/kv_quality.py --field --texts 12 --shares 0.5,0.25,0.125"
+    " --tasks niah_single,niah_multikey,niah_multikey_all,passkey,mqar,late_questions,copy_span,json_extract",
+    "kv-moved": "python tests/bench/kv_quality.py --moved --texts 200 --shares 0.125",
     "agreement": f"python tests/bench/agreement.py --model {LISTED}",
     "agreement-demo": "python tests/bench/agreement.py --windows 16",
     "agreement-long": f"python tests/bench/agreement.py --model {LISTED} --context 1024,2048,4096,7424 --windows 2"

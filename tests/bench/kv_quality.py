@@ -12,10 +12,12 @@ the four questions about one text are not independent. `--allocs` compares who s
 where goes what a policy does not keep: away, or down a tier, and `--forms` in which form old slots lie: of the same
 bits, or of fewer numbers. `--field` has every policy that keeps a share, by itself and with what is done to scores,
 whose queries vote, who shares and what is one unit, between both controls. `--tasks`
-asks other questions, `--texts` of each, hidden in Moby-Dick: those that a model answers from the full cache.
+asks other questions, `--texts` of each, hidden in Moby-Dick: those that a model answers from the full cache; what is
+found is told by task, with what the budget gives beside the best of all others at the same share.
 
 Every answer goes to `--partial` at once, so a run that was cut off goes on where it was. Counts do not depend on the
-machine or its load. Prints a table, then JSON on the last line.
+machine or its load; `ms` do: processor time of one thread, medians over texts, that compressing the text that was read
+took, and the pass that answers all four questions. Prints a table, then JSON on the last line.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -158,15 +162,20 @@ class Text:
 def answered(model: Any, sample: Sample, changes: dict[str, Any], text: Text | None = None) -> tuple[Outcome, Any]:
     """Read the text under a profile, then all questions in one pass behind it, of which nothing is stored."""
     session = model.with_profile(model.profile.replace(exactness="approx", **changes)).new_session()
-    (text or Text(model, sample.context)).read_by(session)
+    text = text or Text(model, sample.context)
+    clock = [time.thread_time()]
+    text.read_by(session)
+    clock.append(time.thread_time())
     rows, scored = sample.rows(), sample.scored()
     (made,) = run([Feed(model.lm, rows, session.kv, want=[row for row, _ in scored])])
+    clock.append(time.thread_time())
     hits = (made.logits.argmax(-1) == torch.tensor([token for _, token in scored])).tolist()
     right = []
     for one in sample.asked:
         right.append(all(hits[: len(one.value)]))
         hits = hits[len(one.value) :]
-    return {"right": right, "kept": kept(session), "bytes": sum(nbytes(session.kv).values())}, session
+    ms = [round(1000 * (end - start), 2) for start, end in pairwise(clock)]
+    return {"right": right, "kept": kept(session), "bytes": sum(nbytes(session.kv).values()), "ms": ms}, session
 
 
 def head_map(model: Any, path: Path) -> str:
@@ -272,6 +281,8 @@ def field(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
         for name, policy in policies.items():
             side = f"{name} {share:.1%}"
             yield side, known.of(f"{i} field {side}", lambda policy=policy: answer({"policy": policy})[0])
+        planned = {"policy": {"name": "budget"}, **spent("budget", share)}
+        yield f"budget {share:.1%}", known.of(f"{i} budget {share}", lambda planned=planned: answer(planned)[0])
 
 
 def formed(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
@@ -303,12 +314,18 @@ def row(name: str, found: list[Outcome], full: list[Outcome] | None, ours: list[
         "accuracy": round(fmean(right), 4),
     }
     for key, others in (("less than full", full), ("fastgen better by", ours)):
-        out[key] = None
-        if others is not None and others is not found:
-            by = [fmean(o["right"]) - r for o, r in zip(others, right, strict=True)]
-            low, high = bootstrap({"": by}, 0) or (fmean(by), fmean(by))
-            out[key] = [round(x, 4) for x in (low, fmean(by), high)]
+        out[key] = less(found, others) if others is not None and others is not found else None
+    for at, key in enumerate(("compress ms", "answer ms")):
+        timed = [o["ms"][at] for o in found if "ms" in o]
+        out[key] = round(median(timed), 1) if timed else None
     return out
+
+
+def less(found: list[Outcome], others: list[Outcome]) -> list[float]:
+    """By how much the others are right more often: the mean, between the ends of its interval."""
+    by = [fmean(o["right"]) - fmean(f["right"]) for o, f in zip(others, found, strict=True)]
+    low, high = bootstrap({"": by}, 0) or (fmean(by), fmean(by))
+    return [round(x, 4) for x in (low, fmean(by), high)]
 
 
 def table(found: dict[str, list[Outcome]]) -> list[dict[str, Any]]:
@@ -318,6 +335,19 @@ def table(found: dict[str, list[Outcome]]) -> list[dict[str, Any]]:
         row(name, outcomes, found.get("full"), found.get(f"fastgen {share[name]}")) for name, outcomes in found.items()
     ]
     return [{key: each[key] for key in each if any(other[key] is not None for other in rows)} for each in rows]
+
+
+def beside_best(found: dict[str, list[Outcome]]) -> dict[str, Any]:
+    """By share: which side but the budget is right most often, and by how much more than the budget."""
+    out = {}
+    for name, ours in found.items():
+        kind, _, share = name.rpartition(" ")
+        if kind != "budget":
+            continue
+        others = {n: o for n, o in found.items() if n.rpartition(" ")[2] == share and o is not ours}
+        best = max(others, key=lambda n: fmean(fmean(o["right"]) for o in others[n]))
+        out[share] = {"best": best, "by": less(ours, others[best])}
+    return out
 
 
 def main() -> None:
@@ -343,6 +373,7 @@ def main() -> None:
     for task in filter(None, args.tasks.split(",")):
         asked_of += samples(model, args.texts, args.length, HELD_OUT, text_of("prose"), TASKS[task])
     found: dict[str, list[Outcome]] = {}
+    by_task: dict[str, dict[str, list[Outcome]]] = {}
     shares = [float(share) for share in args.shares.split(",")]
     part, of = map(int, args.part.split("/"))
     for i, sample in enumerate(asked_of):
@@ -352,12 +383,17 @@ def main() -> None:
         answer = lambda changes, sample=sample, text=text: answered(model, sample, changes, text())  # noqa: E731
         asked_for = MODES[args.mode][0] if args.mode else sides
         each = asked_for(answer, len(sample.context) - 1, i, shares, known, mapped)
+        of_task = by_task.setdefault(args.tasks.split(",")[i // args.texts], {})
         for side, outcome in each:
             found.setdefault(side, []).append(outcome)
+            of_task.setdefault(side, []).append(outcome)
         print(f"\r{i + 1} of {len(asked_of)} texts", end="", file=sys.stderr, flush=True)
     rows = table(found)
     for each in rows:
+        if len(by_task) > 1:
+            each |= {task: round(fmean(fmean(o["right"]) for o in of[each["side"]]), 3) for task, of in by_task.items()}
         print(json.dumps(each))
+    best = {task or "facts": beside_best(of) for task, of in by_task.items()}
     about, what = machine(), MODES[args.mode][1] if args.mode else "at equal memory"
     result = {
         "title": f"Right answers about {len(asked_of)} held-out texts of {args.length} tokens, {what}",
@@ -366,6 +402,7 @@ def main() -> None:
         "rows": rows,
         "note": "In brackets: 95 % intervals, a paired bootstrap over texts. kept: slots; kv mib: what is allocated.",
         "t": {side: sorted(o["t"] for o in each) for side, each in found.items() if "t" in each[0]},
+        "best": best if any(best.values()) else {},
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
