@@ -200,6 +200,11 @@ def rival(name: str, share: float, n: int, lot: int, mapped: str) -> dict[str, A
     return {"name": name, "keep": share}
 
 
+def percent(share: float) -> str:
+    """As sides are named: 25%, 12.5%."""
+    return f"{100 * share:g}%"
+
+
 def spent(name: str, share: float) -> dict[str, Any]:
     """Bytes in place of tokens, for a side that spends those."""
     return {"memory": {"budget": f"{100 * share:.1f}%"}} if name == "budget" else {}
@@ -228,7 +233,7 @@ def sides(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
     for share in shares:
         first = {"policy": {"name": "fastgen", "keep": share}}
         ours = known.of(f"{i} fastgen {share}", lambda first=first: answer(first)[0])
-        yield f"fastgen {share:.0%}", ours
+        yield f"fastgen {percent(share)}", ours
         for name in RIVALS if mapped else RIVALS[1:]:
 
             def make(name: str = name, share: float = ours["kept"]) -> Outcome:
@@ -236,7 +241,7 @@ def sides(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
                     return published(answer, share)
                 return answer({"policy": rival(name, share, n, i, mapped), **spent(name, share)})[0]
 
-            yield f"{name} {share:.0%}", known.of(f"{i} {name} {share}", make)
+            yield f"{name} {percent(share)}", known.of(f"{i} {name} {share}", make)
 
 
 def shared(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
@@ -245,7 +250,7 @@ def shared(answer: Answer, n: int, i: int, shares: list[float], known: Known, ma
         for name in SHARED:
             for alloc in ALLOCS:
                 policy = {"policy": {"name": name, "keep": share, "alloc": alloc}}
-                side = f"{name} {share:.0%} {alloc}"
+                side = f"{name} {percent(share)} {alloc}"
                 yield side, known.of(f"{i} {side}", lambda policy=policy: answer(policy)[0])
 
 
@@ -259,7 +264,7 @@ def moved(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
             for way, more in MOVED.items():
                 change = {"policy": rival(name, share, n, i, mapped), **more}
                 change |= {"memory": {"disposition": "demote"}} if more else {}
-                side = f"{name} {share:.1%} {way}"
+                side = f"{name} {percent(share)} {way}"
                 yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
 
 
@@ -279,10 +284,10 @@ def field(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
         policies |= {name: rival(name, share, n, i, mapped) for name in ("fastgen", "streaming", "random")}
         policies |= {"fastgen + map": rival("fastgen + map", share, n, i, mapped)} if mapped else {}
         for name, policy in policies.items():
-            side = f"{name} {share:.1%}"
+            side = f"{name} {percent(share)}"
             yield side, known.of(f"{i} field {side}", lambda policy=policy: answer({"policy": policy})[0])
         planned = {"policy": {"name": "budget"}, **spent("budget", share)}
-        yield f"budget {share:.1%}", known.of(f"{i} budget {share}", lambda planned=planned: answer(planned)[0])
+        yield f"budget {percent(share)}", known.of(f"{i} budget {share}", lambda planned=planned: answer(planned)[0])
 
 
 def formed(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
