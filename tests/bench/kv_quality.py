@@ -159,6 +159,11 @@ def answered(model: Any, sample: Sample, changes: dict[str, Any], text: Text | N
     """Read the text under a profile, then all questions in one pass behind it, of which nothing is stored."""
     session = model.with_profile(model.profile.replace(exactness="approx", **changes)).new_session()
     (text or Text(model, sample.context)).read_by(session)
+    return asked(model, sample, session), session
+
+
+def asked(model: Any, sample: Sample, session: Any) -> Outcome:
+    """All questions about the text that a session has read, in one pass of which nothing is stored."""
     rows, scored = sample.rows(), sample.scored()
     (made,) = run([Feed(model.lm, rows, session.kv, want=[row for row, _ in scored])])
     hits = (made.logits.argmax(-1) == torch.tensor([token for _, token in scored])).tolist()
@@ -166,7 +171,7 @@ def answered(model: Any, sample: Sample, changes: dict[str, Any], text: Text | N
     for one in sample.asked:
         right.append(all(hits[: len(one.value)]))
         hits = hits[len(one.value) :]
-    return {"right": right, "kept": kept(session), "bytes": sum(nbytes(session.kv).values())}, session
+    return {"right": right, "kept": kept(session), "bytes": sum(nbytes(session.kv).values())}
 
 
 def head_map(model: Any, path: Path) -> str:
