@@ -77,6 +77,7 @@ RESULTS = {
     "kv-allocs": "python tests/bench/kv_quality.py --texts 48 --allocs",
     "kv-forms": "python tests/bench/kv_quality.py --forms --texts 12",
     "kv-field": "python tests/bench/kv_quality.py --field --texts 24 --shares 0.5,0.25,0.125,0.06",
+    "presses": "python tests/bench/presses.py",  # of the packages it names, installed
     "kv-moved": "python tests/bench/kv_quality.py --moved --texts 12 --shares 0.125",
     "agreement": f"python tests/bench/agreement.py --model {LISTED}",
     "agreement-demo": "python tests/bench/agreement.py --windows 16",

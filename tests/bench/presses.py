@@ -24,7 +24,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from statistics import fmean
@@ -45,7 +45,7 @@ from tests.bench.decode import machine  # noqa: E402
 from tests.bench.kv_quality import HELD_OUT, Text, asked, opened  # noqa: E402
 
 WINDOW, POOL = 64, 5  # kvpress's: newest queries that vote and stay, positions over which a vote is spread
-CHUNK, PIECE = 20, 512  # tokens judged together; repeated in one pass
+CHUNK, PIECE, LEAD = 20, 512, 8  # tokens judged together; repeated in one pass, begun by those before it
 BETA = 4.0  # of the pyramid: below this many tokens in its last layer kvpress gives all layers the same
 PLAIN = {"protect": False, "sinks": 0, "guard": 1, "alloc": "uniform"}
 SNAP = PLAIN | {"name": "snap", "queries": WINDOW, "pool": POOL, "pooling": "avg", "guard": WINDOW}
@@ -70,6 +70,9 @@ PAIRS: dict[str, Pair] = {
         SNAP | {"alloc": "pyramid", "beta": BETA}, lambda k, r: k.PyramidKVPress(r, WINDOW, POOL, beta=BETA)
     ),
     "chunkkv": Pair(SNAP | {"unit": CHUNK}, lambda k, r: k.ChunkKVPress(k.SnapKVPress(r, WINDOW, POOL), CHUNK)),
+    "chunkkv, by head": Pair(
+        SNAP | {"unit": CHUNK}, lambda k, r: by_head(k.ChunkKVPress)(k.SnapKVPress(r, WINDOW, POOL), CHUNK)
+    ),
     "criticalkv": Pair(SNAP | {"post": "critical"}, lambda k, r: k.CriticalKVPress(k.SnapKVPress(r, WINDOW, POOL))),
     "criticalkv, ada": Pair(
         SNAP | {"post": "critical", "alloc": "ada"},
@@ -78,8 +81,15 @@ PAIRS: dict[str, Pair] = {
     "expected": Pair(
         PLAIN | {"name": "expected", "sinks": 4, "samples": 1 << 20}, lambda k, r: k.ExpectedAttentionPress(r)
     ),
+    "expected, no sinks": Pair(
+        PLAIN | {"name": "expected", "samples": 1 << 20}, lambda k, r: k.ExpectedAttentionPress(r, n_sink=0)
+    ),
     "kvzip": Pair(ZIP, lambda k, r: k.KVzipPress(r, chunk_size=PIECE)),
+    "kvzip, unasked": Pair(ZIP, lambda k, r: unasked(k.KVzipPress)(r, chunk_size=PIECE)),
     "kvzip+": Pair(ZIP | {"plus": True}, lambda k, r: k.KVzipPress(r, chunk_size=PIECE, kvzip_plus_normalization=True)),
+    "kvzip+, unasked": Pair(
+        ZIP | {"plus": True}, lambda k, r: unasked(k.KVzipPress)(r, chunk_size=PIECE, kvzip_plus_normalization=True)
+    ),
     "h2o": Pair(PLAIN | {"name": "h2o", "keep_new": 0, "queries": 1 << 20}, lambda k, r: k.ObservedAttentionPress(r)),
     "h2o, summed": Pair(
         PLAIN | {"name": "h2o", "keep_new": 0, "queries": 1 << 20}, lambda k, r: summed(k.ObservedAttentionPress)(r)
@@ -102,6 +112,52 @@ def summed(of: type) -> type:
             return found * torch.arange(keys.shape[2], 0, -1)
 
     return Summed
+
+
+def by_head(of: type) -> type:
+    """ChunkKV that chooses in each head, where it has all heads of a layer keep the chunks that they like together."""
+
+    class ByHead(of):  # type: ignore[misc]
+        def compress(self, module: Any, hidden: Tensor, keys: Tensor, values: Tensor, seen: Any, given: Any) -> Any:
+            scores = self.press.score(module, hidden, keys, values, seen, given)
+            found = []
+            for head in range(keys.shape[1]):
+                alone = replace(self, press=Scored(self.press.compression_ratio, scores[:, head : head + 1]))
+                part = slice(head, head + 1)
+                found.append(of.compress(alone, module, hidden, keys[:, part], values[:, part], seen, given))
+            return tuple(torch.cat(parts, 1) for parts in zip(*found, strict=True))
+
+    from kvpress.presses.scorer_press import ScorerPress
+
+    class Scored(ScorerPress):  # type: ignore[misc]
+        def __init__(self, ratio: float, found: Tensor) -> None:
+            self.compression_ratio, self.found = ratio, found
+
+        def score(self, *_: Any) -> Tensor:
+            return self.found
+
+    return ByHead
+
+
+def unasked(of: type) -> type:
+    """KVzip that repeats as kvcli has it: no words ask for it, a piece begins with the tokens before it, and what a slot
+    adds is held to the stream that goes into the layer, not to what its norm makes of that."""
+
+    class Unasked(of):  # type: ignore[misc]
+        def prepare(self, model: Any, tokenizer: Any, prev_postfix_size: int = LEAD) -> list[tuple[Tensor, Tensor]]:
+            self.prefix_length, before = 0, prev_postfix_size
+            super().prepare(model, tokenizer, before)
+            starts = range(0, self.context_length, self.chunk_size)
+            ids, size = self._context_ids, self.chunk_size
+            return [(ids[:, at : at + size], ids[:, max(0, at - before) : at + size]) for at in starts]
+
+        def _compute_cross_attention(self, module: Any, hidden: Tensor, keys: Tensor, given: Any) -> Tensor:
+            found: Tensor = super()._compute_cross_attention(module, hidden, keys, given)
+            if self.kvzip_plus_normalization:
+                found = found * (hidden.norm(dim=-1) / module.stream.norm(dim=-1)).view(1, 1, 1, -1, 1)
+            return found
+
+    return Unasked
 
 
 def presses() -> Any:
@@ -150,13 +206,18 @@ def renamed(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tupl
     return given, {"past_key_values" if key == "cache" else key: value for key, value in named.items()}
 
 
+def streams(layer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Left where a press finds it: what goes into a layer."""
+    layer.self_attn.stream = named.get("hidden_states", given[0] if given else None)
+
+
 @torch.inference_mode()
 def theirs(hf: Any, asked_for: dict[str, Any], ids: list[int]) -> dict[str, Masks]:
     """What each press keeps of a text. One pass for all: a press is called where its hook would be."""
     from kvpress import KVzipPress
 
     found: dict[str, Masks] = {name: [] for name in asked_for}
-    at_layers = {name: press for name, press in asked_for.items() if type(press) is not KVzipPress}
+    at_layers = {name: press for name, press in asked_for.items() if not isinstance(press, KVzipPress)}
     cache, tokens = DynamicCache(), torch.tensor([ids])
 
     def here(module: Any, _: Any, given: dict[str, Any], out: Any) -> None:
@@ -178,6 +239,7 @@ def theirs(hf: Any, asked_for: dict[str, Any], ids: list[int]) -> dict[str, Mask
             continue
         cache = DynamicCache()
         hooks = [m.register_forward_pre_hook(renamed, with_kwargs=True) for m in (hf.model, *attends)]
+        hooks += [layer.register_forward_pre_hook(streams, with_kwargs=True) for layer in hf.model.layers]
         with press(hf):
             hf(tokens, cache=cache, logits_to_keep=1)
         for hook in hooks:
@@ -201,7 +263,9 @@ def settled(model: Any, text: Text, masks: Masks) -> Any:
     session = model.new_session()
     text.read_by(session)
     at = [session.kv.slots(layer).pos for layer in session.lm.storing]
-    session.kv.settle([(pos >= 0) & mask.gather(1, pos.clamp(min=0).long()) for pos, mask in zip(at, masks, strict=True)])
+    session.kv.settle(
+        [(pos >= 0) & mask.gather(1, pos.clamp(min=0).long()) for pos, mask in zip(at, masks, strict=True)]
+    )
     return session
 
 
@@ -233,7 +297,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore", FutureWarning)  # of that name
     kvpress, names = presses(), [name for name in PAIRS if name.replace(", ", " ") in args.methods.split(",")]
-    model = opened(args.model, Path(tempfile.gettempdir(), "kvcli-kv-quality"), {"prefill.chunk": args.length})
+    model = opened(args.model, Path(tempfile.gettempdir(), "kvcli-kv-quality"), {"load.dtype": "fp32"})
     hf = AutoModelForCausalLM.from_pretrained(model.lm.model.config._name_or_path, dtype=torch.float32).eval()
     shares = [float(share) for share in args.shares.split(",")]
     rows = {(share, name): {"same": [], "ours": [], "theirs": [], "kept": []} for share in shares for name in names}
@@ -261,6 +325,7 @@ def main() -> None:
 
 def report(args: Any, found: dict[tuple[float, str], dict[str, list[Any]]], full: float) -> None:
     """The table, and JSON."""
+    print(file=sys.stderr)
     rows = []
     for (share, name), of in found.items():
         layers = [fmean(text[i] for text in of["same"]) for i in range(len(of["same"][0]))]
