@@ -105,7 +105,7 @@ def test_the_best_damp_whoever_is_like_them() -> None:
 
 
 def test_each_source_damps_its_nearest_once_and_sources_each_other() -> None:
-    """s_j times the product of 1 - e_ij over the other sources that have it among their nearest (GraphKV, section 4.3)."""
+    """GraphKV: s_j times the product of 1 - e_ij over the other sources that have it among their nearest."""
     k = torch.randn(2, 13, 3, dtype=torch.float64)
     score = torch.rand(2, 13, dtype=torch.float64)
     s, counts = slots(k), torch.tensor([10, 13])

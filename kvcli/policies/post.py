@@ -1,4 +1,4 @@
-"""What a score becomes when it is known how much each head keeps, and before slots are chosen by it: one function a stage.
+"""What a score becomes once it says how much each head keeps, and before slots are chosen by it: a function a stage.
 
 Each takes scores [K, S] of one layer, the slots, the moment and how many slots each head keeps [K], and gives scores.
 +inf is kept before all others and -inf takes no part; both stay what they are. Where a stage puts a slot among those
@@ -43,10 +43,10 @@ def critical(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
 def graph(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
     """The best damp the tokens whose keys are nearest to their own (GraphKV, Li et al., arXiv 2509.00388).
 
-    Of each head the sources are what scores best, `SOURCES` of what it keeps. A token's score is multiplied by one minus
-    the cosine, once for each other source that has it among its `NEAR` nearest; sources damp each other, too. One round,
-    as most of what the paper gains comes from the first. Ours: how many neighbours (the paper adapts their number and
-    does not say how), that a cosine below 0 damps nothing, and that the protected damp nobody.
+    Of each head the sources are what scores best, `SOURCES` of what it keeps. A token's score is multiplied by one
+    minus the cosine, once for each other source that has it among its `NEAR` nearest; sources damp each other, too.
+    One round, as most of what the paper gains comes from the first. Ours: how many neighbours (the paper adapts their
+    number), that a cosine below 0 damps nothing, and that the protected damp nobody.
     """
     if not s.n_slots:
         return score
@@ -67,10 +67,10 @@ def graph(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
 def crush(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
     """A part of the budget goes to tokens that stand for the others (KVCrush, Jha et al., arXiv 2503.00022).
 
-    A token is the list of the layer's heads that have it in the better half of those that compete, as in the authors' code.
-    Those that a head does not keep by score are sorted by how many heads say otherwise than the majority (the Hamming
-    distance to an anchor) and cut into as many groups as places are left; one of each stays. Ours: the middle one, of
-    each head its own and token by token, where that code takes pages, the same in all heads.
+    A token is the list of the layer's heads that have it in the better half of those that compete, as in the authors'
+    code. Those that a head does not keep by score are sorted by how many heads say otherwise than the majority (the
+    Hamming distance to an anchor) and cut into as many groups as places are left; one of each stays. Ours: the middle
+    one, of each head its own and token by token, where that code takes pages, the same in all heads.
     """
     proxies = (PROXIES * counts).long()
     if not s.n_slots or not bool(proxies.any()):

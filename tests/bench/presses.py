@@ -1,19 +1,21 @@
-"""Which slots policies keep, beside the presses of kvpress on the same keys and queries, and what is answered from either.
+"""Which slots policies keep, beside kvpress's presses on the same keys and queries, and what is answered from either.
 
     python tests/bench/presses.py [--model demo] [--texts 24] [--length 2048] [--shares 0.5,0.25] [--out FILE]
 
-The texts are those of kv_quality.py. Each is read once by transformers and once by kvcli, and settings are those of kvpress,
-with what it always keeps. `same` is what both keep over what either keeps (Jaccard), averaged over heads and texts; `lowest`
-is that of the layer where it is least. Right answers of both come from the same store, settled by one's masks or the other's:
-they differ by the choice alone. `place` is that among the methods of this share. Lots drawn twice show what chance makes.
+The texts are those of kv_quality.py. Each is read once by transformers and once by kvcli, and settings are those of
+kvpress, with what it always keeps. `same` is what both keep over what either keeps (Jaccard), averaged over heads and
+texts; `lowest` is that of the layer where it is least. Right answers of both come from the same store, settled by one's
+masks or the other's: they differ by the choice alone. `place` is that among the methods of this share. Lots drawn twice
+show what chance makes. A name behind a comma is a variant that leaves out one difference, to show that it is the only one.
 
 kvpress wants an older transformers than kvcli, so it is installed without what it asks for:
 
     pip install --no-deps kvpress==0.5.5 cachetools
 
-Its presses are called at each layer as its own hook does, which newer transformers hand no `cache_position`; KVzip runs as
-it is, with the cache under its older name. `datasets` and `fire`, which no press here uses, are stood in for. What it does to attention functions, so that heads may keep different
-numbers, is undone: no answer is read through it. Prints a table, then JSON on the last line.
+Its presses are called at each layer as its own hook does, which newer transformers hand no `cache_position`; KVzip runs
+as it is, with the cache under its older name. `datasets` and `fire`, which no press here uses, are stood in for. What it
+does to attention functions, so that heads may keep different numbers, is undone: no answer is read through it. Prints a
+table, then JSON on the last line.
 """
 
 from __future__ import annotations
@@ -140,8 +142,9 @@ def by_head(of: type) -> type:
 
 
 def unasked(of: type) -> type:
-    """KVzip that repeats as kvcli has it: no words ask for it, a piece begins with the tokens before it, and what a slot
-    adds is held to the stream that goes into the layer, not to what its norm makes of that."""
+    """KVzip that repeats as kvcli has it: no words ask for it, and a piece begins with the tokens before it. What a slot
+    adds is held to the stream that goes into the layer, not to what its norm makes of that.
+    """
 
     class Unasked(of):  # type: ignore[misc]
         def prepare(self, model: Any, tokenizer: Any, prev_postfix_size: int = LEAD) -> list[tuple[Tensor, Tensor]]:
@@ -342,11 +345,11 @@ def report(args: Any, found: dict[tuple[float, str], dict[str, list[Any]]], full
         print(json.dumps(row))
     about = machine()
     result = {
-        "title": f"Slots kept and right answers beside kvpress 0.5.5: {args.texts} held-out texts of {args.length} tokens",
+        "title": f"Slots kept and right answers beside kvpress 0.5.5: {args.texts} texts of {args.length} tokens",
         "machine": f"torch {about['torch']}, commit {about['commit']}",
         "command": " ".join(["python tests/bench/presses.py", *sys.argv[1:]]).partition(" --out")[0],
         "rows": rows,
-        "note": f"From the full cache {full:.3f} are right. same: kept by both over kept by either; lowest: of one layer.",
+        "note": f"From the full cache {full:.3f} are right. same: kept by both over kept by either; lowest: of a layer.",
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
