@@ -6,16 +6,16 @@ The texts are those of kv_quality.py. Each is read once by transformers and once
 kvpress, with what it always keeps. `same` is what both keep over what either keeps (Jaccard), averaged over heads and
 texts; `lowest` is that of the layer where it is least. Right answers of both come from the same store, settled by one's
 masks or the other's: they differ by the choice alone. `place` is that among the methods of this share. Lots drawn twice
-show what chance makes. A name behind a comma is a variant that leaves out one difference, to show that it is the only one.
+show what chance makes. A name behind a comma is a variant without one difference, to show that it is the only one.
 
 kvpress wants an older transformers than kvcli, so it is installed without what it asks for:
 
     pip install --no-deps kvpress==0.5.5 cachetools
 
 Its presses are called at each layer as its own hook does, which newer transformers hand no `cache_position`; KVzip runs
-as it is, with the cache under its older name. `datasets` and `fire`, which no press here uses, are stood in for. What it
-does to attention functions, so that heads may keep different numbers, is undone: no answer is read through it. Prints a
-table, then JSON on the last line.
+as it is, with the cache under its older name. `datasets` and `fire`, which no press here uses, are stood in for. What
+it does to attention functions, so that heads may keep different numbers, is undone: no answer is read through it.
+Prints a table, then JSON on the last line.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def by_head(of: type) -> type:
 
 
 def unasked(of: type) -> type:
-    """KVzip that repeats as kvcli has it: no words ask for it, and a piece begins with the tokens before it. What a slot
-    adds is held to the stream that goes into the layer, not to what its norm makes of that.
+    """KVzip that repeats as kvcli has it: no words ask for it, and a piece begins with the tokens before it. What a
+    slot adds is held to the stream that goes into the layer, not to what its norm makes of that.
     """
 
     class Unasked(of):  # type: ignore[misc]
@@ -349,7 +349,7 @@ def report(args: Any, found: dict[tuple[float, str], dict[str, list[Any]]], full
         "machine": f"torch {about['torch']}, commit {about['commit']}",
         "command": " ".join(["python tests/bench/presses.py", *sys.argv[1:]]).partition(" --out")[0],
         "rows": rows,
-        "note": f"From the full cache {full:.3f} are right. same: kept by both over kept by either; lowest: of a layer.",
+        "note": f"From all slots {full:.3f} are right. same: kept by both over kept by either; lowest: of a layer.",
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
