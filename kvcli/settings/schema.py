@@ -39,21 +39,21 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """Text allowed, for `Annotated[str, Form(...)]`: a pattern, and the words that explain it."""
+class Pattern:
+    """Text allowed, for `Annotated[str, Pattern(...)]`: a pattern, and the words that explain it."""
 
     pattern: str
     words: str
 
 
-DEVICE = Form(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?", '"auto", "cpu", "cuda", "cuda:N" or "mps"')
+DEVICE = Pattern(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?", '"auto", "cpu", "cuda", "cuda:N" or "mps"')
 _SIZE = r"\d+(\.\d+)? ?[KMGT]iB"
-SIZE = Form(_SIZE, 'a size with its unit, such as "6GiB" or "512MiB"')
-BUDGET = Form(
+SIZE = Pattern(_SIZE, 'a size with its unit, such as "6GiB" or "512MiB"')
+BUDGET = Pattern(
     rf"(fit|{_SIZE}|(100|\d{{1,2}}(\.\d+)?) ?%)?", '"fit", a size such as "6GiB", a share such as "25%", or ""'
 )
-AUTO_SIZE = Form(f"auto|{_SIZE}", '"auto" or a size with its unit, such as "6GiB"')
-STEPS = Form(  # settings that can change under a text that is being written
+AUTO_SIZE = Pattern(f"auto|{_SIZE}", '"auto" or a size with its unit, such as "6GiB"')
+STEPS = Pattern(  # settings that can change under a text that is being written
     r"kv\.[kv]_bits=[842]|kv\.residual=\d+|prefill\.chunk=(\d+|-\d\d?%)|context\.limit=(\d+|-\d\d?%)"
     rf"|memory\.(host|disk)={_SIZE}",
     'a list of steps such as "kv.v_bits=2", "kv.residual=64", "prefill.chunk=-50%", '
