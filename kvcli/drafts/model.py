@@ -106,7 +106,7 @@ class Model(Company):
                 code="no_draft_model",
                 try_=["--draft MODEL", "--set spec.model=MODEL"],
             )
-        return Second(self.model, self.quant)
+        return Second(self.model, self.quant, self)
 
     @property
     def second_rows(self) -> tuple[int, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, Protocol
 
 Exactness = Literal["exact", "certified", "approx"]
 Order = Literal["chunks", "layers"]
@@ -36,6 +36,21 @@ class Range:
         most = "at most" if is_open else "to"
         limits = (("from", self.least), ("above", self.above), (most, self.most), ("below", self.below))
         return (" and " if is_open else " ").join(f"{word} {limit}" for word, limit in limits if limit is not None)
+
+
+class Takes(Protocol):
+    """What a second model takes: a method that names one says it, and memory is planned with it."""
+
+    @property
+    def second_rows(self) -> tuple[int, int]:
+        """Rows of its passes, at most: of one that reads, and of one all of whose rows have logits."""
+
+    @property
+    def states(self) -> int:
+        """Of layers of it that keep one, at most: of its text, of guesses, and of a pass."""
+
+    def kept(self, n: int, device: str = "cpu") -> int:
+        """Of n tokens, those whose keys and values it has there, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +177,11 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Second:
-    """A model that drafts for the one that writes: `[spec]` names it."""
+    """A model that drafts for the one that writes: `[spec]` or `[steps]` names it."""
 
     model: str  # as after -m
     quant: Quant  # precision of its weights
+    takes: Takes = field(compare=False, repr=False)  # by the method that names it; models loaded alike are the same
     is_assistant: bool = False  # made for that one, whose past it reads
 
 
