@@ -312,6 +312,7 @@ def steps(lm: LM, profile: Profile, pair: Pair | None, words: PreTrainedTokenize
     from kvcli.drafts.off import Off
     from kvcli.engine.session import Session
     from kvcli.kv.dense import Dense
+    from kvcli.steps.lookahead import CHECKPOINTS
     from kvcli.steps.writer import Writer, ends
 
     if profile.steps.second is None:
@@ -327,7 +328,8 @@ def steps(lm: LM, profile: Profile, pair: Pair | None, words: PreTrainedTokenize
                 "--draft MODEL: tokens may be spelled anew, steps not",
             ],
         )
-    its = Session(draft, Dense(draft.shapes, draft.dtype, draft.device), Off(), sampler(lm, profile))
+    past, how = Dense(draft.shapes, draft.dtype, draft.device), sampler(lm, profile)
+    its = Session(draft, past, Off(), how, checkpoints=CHECKPOINTS)
     return Writer(wanted, its, ends(words, wanted.ends))
 
 

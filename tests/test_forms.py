@@ -511,6 +511,37 @@ def test_a_model_whose_tables_depend_on_length_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_keys_that_are_no_numbers_are_told_by_name_or_stored(name: str, number: float) -> None:
+    """Forms that look for directions find none; what the others make of it is refused where tokens are drawn."""
+    kv, s = tier(name), made()
+    s.k[0, 3, 1] = number
+    looks = name.split()[0] in ("squat", "cskv") or (name == "gear" and number != torch.inf)  # outliers are kept apart
+    if looks:
+        with pytest.raises(BadModel, match="are not numbers") as refused:
+            kv.take(0, s)
+        assert "--set load.dtype=fp32" in refused.value.try_
+    else:
+        kv.take(0, s)
+        assert kv.n_slots(0) == N
+
+
+def test_waves_need_no_float64_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apple's GPU: what is asked of it there is never in float64."""
+    want = FreqKV(retained=0.5)._waves(8, torch.device("cpu"), torch.float32)
+    arange, asked = torch.arange, list[str]()
+
+    def kept(*args: Any, dtype: torch.dtype, device: Any = "cpu", **more: Any) -> Tensor:
+        asked.append(str(device))
+        return arange(*args, dtype=dtype, **more)
+
+    monkeypatch.setattr(torch, "arange", kept)
+    monkeypatch.setattr(Tensor, "to", lambda self, where: self if str(where) == "mps" else self.type(where))
+    assert torch.equal(FreqKV(retained=0.5)._waves(8, torch.device("mps"), torch.float32), want)
+    assert asked == ["cpu", "cpu"]
+
+
 @pytest.mark.parametrize("method", list(REGISTRIES["form"]))
 @pytest.mark.parametrize("family", ["dense", "uneven", "latents"])
 def test_a_session_goes_back_and_on_in_every_form(method: str, family: str) -> None:

@@ -53,25 +53,30 @@ def test_scores_are_the_most_that_a_repeated_piece_looks_at() -> None:
             torch.testing.assert_close(scored(s)[layer][:, max(2, start) : end], want)
 
 
-def test_plus_weighs_what_a_value_adds_beside_the_stream_that_asks_for_it() -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])  # two that multiply what they embed, and where
+def test_plus_weighs_what_a_value_adds_beside_the_stream_that_asks_for_it(family: str) -> None:
     """KVzip+ by transformers' own hidden states: max of mass x |W_o v| / |h| over queries and heads."""
-    ids, s = families.prompt(N + 1), session(keep=1.0, plus=True, piece=100)
+    more = {"layer_types": ["full_attention"] * TINY.n_layers} if family == "gemma2" else {}
+    lm = LM.of(families.build(family, torch.float64, **more))
+    ids, s = families.prompt(N + 1), session(lm, keep=1.0, plus=True, piece=100)
     drive(s.read(ids))
-    kv = Dense(TINY.shapes, TINY.dtype)
+    kv = Dense(lm.shapes, lm.dtype)
     first = Rows.chain(ids[:N], 0)
-    commit(kv, first, *run([Feed(TINY, first, kv)]), range(N))
+    commit(kv, first, *run([Feed(lm, first, kv)]), range(N))
     rows = Rows.chain(ids[:N], N)
-    (again,) = run([Feed(TINY, rows, kv, hear=range(N))])
-    plain = families.build("llama", torch.float64)
+    (again,) = run([Feed(lm, rows, kv, hear=range(N))])
+    plain = families.build(family, torch.float64, **more)
     twice = torch.tensor([[*ids[:N], *ids[:N]]])
     streams = plain(twice, output_hidden_states=True).hidden_states
-    for layer in range(TINY.n_layers):
-        weight = plain.model.layers[layer].self_attn.o_proj.weight.view(-1, TINY.n_heads, TINY.head_dim)
+    for layer in range(lm.n_layers):
+        weight = plain.model.layers[layer].self_attn.o_proj.weight.view(-1, lm.n_heads, lm.head_dim)
         k = torch.cat((kv.slots(layer).k, again.fresh[layer].k), 1)
-        pos = torch.arange(2 * N).expand(TINY.n_kv_heads, -1)
+        pos = torch.arange(2 * N).expand(lm.n_kv_heads, -1)
         where = torch.arange(N, 2 * N)
-        mass = column_mass(again.queries[layer], where, k, pos, TINY.sights[layer].scale, over="none")[..., :N]
-        v = kv.slots(layer).v.repeat_interleave(TINY.n_heads // TINY.n_kv_heads, 0)
+        mass = column_mass(
+            again.queries[layer], where, k, pos, lm.sights[layer].scale, softcap=lm.sights[layer].softcap, over="none"
+        )[..., :N]
+        v = kv.slots(layer).v.repeat_interleave(lm.n_heads // lm.n_kv_heads, 0)
         adds = torch.einsum("hsd,ehd->hse", v, weight).norm(dim=-1).view(*mass.shape[:2], 1, N)
         want = (mass * adds / streams[layer][0, N:].norm(dim=-1).view(-1, 1)).amax((1, 2))
         torch.testing.assert_close(scored(s)[layer], want, rtol=1e-5, atol=1e-8)  # norms are taken in fp32

@@ -89,41 +89,70 @@ def test_half_goes_by_attention_and_half_by_attention_times_what_values_add() ->
     norm = torch.tensor([[[0.1, 0.1, 1, 1, 1, 5, 1, 9], [0.1, 0.1, 1, 1, 1, 5, 3, 9]]], dtype=torch.float64)
     s = slots(torch.zeros(1, 8, 3))
     memory = SimpleNamespace(outward=lambda layer, v, order: norm if order == 1 else None)
-    found = post.critical(score, s, moment(s, memory=memory), 4)
+    found = post.critical(score, s, moment(s, memory=memory), torch.tensor([4]))
     assert budgets.uniform(found, s.pos, 4)[0].nonzero().flatten().tolist() == [0, 1, 5, 7]
     torch.testing.assert_close(found[0, 2:], (score[0, 2:] + 1e-4) * torch.tensor([1.0, 1, 1, 5, 2, 9]).double())
 
 
-def test_who_is_chosen_damps_whoever_is_like_it() -> None:
-    """GraphKV: the second best is the best's twin, and goes for one that is like none."""
+def test_the_best_damp_whoever_is_like_them() -> None:
+    """GraphKV: a third of four damps; the second best is the best's twin, and goes for one that is like none."""
     k = torch.eye(6, dtype=torch.float64)[None, [0, 0, 1, 2, 3, 4]]
     score = torch.tensor([[0.9, 0.8, 0.5, 0.4, 0.1, 0.0]], dtype=torch.float64)
     s = slots(k)
-    found = post.graph(score, s, moment(s), 4)
+    found = post.graph(score, s, moment(s), torch.tensor([4]))
     assert budgets.uniform(score, s.pos, 4)[0].tolist() == [True] * 4 + [False] * 2
     assert budgets.uniform(found, s.pos, 4)[0].tolist() == [True, False, True, True, True, False]
-    half = torch.tensor([[[1.0, 0], [0.6, 0.8], [0, 1]]], dtype=torch.float64)  # a cosine of 0.6, then one of 0.8
-    s = slots(half)
-    found = post.graph(torch.tensor([[1.0, 0.5, 0.1]], dtype=torch.float64), s, moment(s), 1)
-    torch.testing.assert_close(found, torch.tensor([[1.0, 0.5 * 0.4, 0.1]], dtype=torch.float64))
 
 
-def test_representatives_stand_for_what_goes() -> None:
-    """KVCrush: a quarter of eight places goes to the middles of two groups, by how many heads disagree with most."""
+def test_each_source_damps_its_nearest_once_and_sources_each_other() -> None:
+    """GraphKV: s_j times the product of 1 - e_ij over the other sources that have it among their nearest."""
+    k = torch.randn(2, 13, 3, dtype=torch.float64)
+    score = torch.rand(2, 13, dtype=torch.float64)
+    s, counts = slots(k), torch.tensor([10, 13])
+    found = post.graph(score, s, moment(s), counts)
+    for head, count in enumerate(counts.tolist()):
+        sources = score[head].argsort(descending=True)[: int(0.3 * count)].tolist()
+        want = score[head].clone()
+        for i in sources:
+            cosine = torch.cosine_similarity(k[head, i], k[head], dim=1)
+            near = sorted((j for j in range(13) if j != i), key=lambda j: -cosine[j])[: post.NEAR]
+            for j in near:
+                want[j] *= 1 - cosine[j].clamp(0, 1)
+        torch.testing.assert_close(found[head], want)
+        assert any(want[i] < score[head, i] for i in sources)
+
+
+def test_a_head_keeps_what_its_scores_won_and_chooses_by_more() -> None:
+    """CriticalKV with AdaKV: heads compete by attention alone, whatever their values weigh."""
+    shared, weighed = (session(keep=0.3, alloc="ada", post=post) for post in ("none", "critical"))
+    for each in (shared, weighed):
+        drive(each.read(families.prompt(161)))
+    counts = [[[len(head) for head in layer] for layer in held(each)] for each in (shared, weighed)]
+    assert counts[0] == counts[1]
+    assert len({n for layer in counts[0] for n in layer}) > 1
+    assert held(shared) != held(weighed)
+
+
+@pytest.mark.parametrize("each", [8, 4])
+def test_representatives_stand_for_what_goes(each: int) -> None:
+    """KVCrush: a quarter of the places goes to the middles of groups, by how many heads disagree with most.
+
+    What a head says of a token is whether it is in the better half, however little the head keeps.
+    """
     score = torch.zeros(3, 16, dtype=torch.float64)
-    score[:, :8] = torch.arange(80, 72, -1, dtype=torch.float64)  # what all heads would keep
-    score[1, 8:10] = 100.0  # the second head would keep two of the others
+    score[:, :8] = torch.arange(80, 72, -1, dtype=torch.float64)  # the better half of all heads
+    score[1, 8:10] = 100.0  # the second head would have two of the others
     s = slots(torch.zeros(3, 16, 2))
-    found = post.crush(score, s, moment(s), 8)
-    kept = [row.nonzero().flatten().tolist() for row in budgets.uniform(found, s.pos, 8)]
-    # of 6 to 15 the first head would keep 6, 7; the order is by distance, then by place
-    says = budgets.uniform(score, s.pos, 8)
-    rest = [p for p in range(16) if p not in range(6)]
+    found = post.crush(score, s, moment(s), torch.full((3,), each))
+    kept = [row.nonzero().flatten().tolist() for row in budgets.uniform(found, s.pos, each)]
+    says, places = budgets.uniform(score, s.pos, 8), each // 4
+    rest = [p for p in range(16) if p not in range(each - places)]
     most = [sum(bool(says[h, p]) for p in rest) * 2 > len(rest) for h in range(3)]
     order = sorted(rest, key=lambda p: (sum(bool(says[h, p]) != most[h] for h in range(3)), p))
-    groups = [order[:5], order[5:]]
-    assert kept[0] == sorted([*range(6), *(g[2] for g in groups)])
-    assert torch.isposinf(found).sum(1).tolist() == [8] * 3
+    size = len(order) // places
+    middles = [order[at * len(order) // places + size // 2] for at in range(places)]
+    assert kept[0] == sorted([*range(each - places), *middles])
+    assert torch.isposinf(found).sum(1).tolist() == [each] * 3
 
 
 @pytest.mark.parametrize("name", ["critical", "graph", "crush"])

@@ -80,6 +80,7 @@ RESULTS = {
     "kv-tasks": "python tests/bench/kv_quality.py --field --texts 12 --shares 0.5,0.25,0.125"
     " --tasks niah_single,niah_multikey,niah_multikey_all,passkey,mqar,late_questions,copy_span,json_extract",
     "kv-moved": "python tests/bench/kv_quality.py --moved --texts 200 --shares 0.125",
+    "presses": "python tests/bench/presses.py",  # of the packages it names, installed
     "agreement": f"python tests/bench/agreement.py --model {LISTED}",
     "agreement-demo": "python tests/bench/agreement.py --windows 16",
     "agreement-long": f"python tests/bench/agreement.py --model {LISTED} --context 1024,2048,4096,7424 --windows 2"

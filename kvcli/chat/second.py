@@ -62,5 +62,5 @@ def _of_another_method(wanted: Second) -> BadModel:
         f"{wanted.model} is {what}",
         code="draft_head",
         lines=["a model of its own drafts by spec.method = model, an assistant by spec.method = assistant"],
-        try_=[f"--set spec.method={other} --set spec.model={wanted.model}", "--spec ngram"],
+        try_=[f"--set spec.method={other} --set spec.model={wanted.model}, in place of --draft", "--spec ngram"],
     )

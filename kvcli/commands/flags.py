@@ -128,8 +128,9 @@ def refuse_implied(flags: Mapping[str, tuple[object, str]], typed: Settings) -> 
     for key, (value, flag) in flags.items():
         other = typed.get(tuple(key.split(".")))
         if KEYS[flag] != key and other is not None and other.value != value:
-            said = f"{key}={other.value} ({other.origin.name})"
-            raise UsageError(f"{flag} and {said} exclude each other", try_=["one of the two"])
+            said, own = f"{key}={other.value} ({other.origin.name})", KEYS[flag]
+            instead = f"--set {own}={flags[own][0]} in place of {flag}"
+            raise UsageError(f"{flag} and {said} exclude each other", try_=[instead, f"leave {key} out"])
 
 
 def load_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]:

@@ -148,6 +148,7 @@ class Setup:
     _named: str | None = None  # the profile that was chosen first
     settled: Mapping[str, object] = field(default_factory=dict)  # dotted key -> what fits, where nobody says it
     _config: Config | None = None
+    _absent: str = ""  # what is to draft and was not found here: an assistant shows by its files alone
 
     @property
     def config(self) -> Config:
@@ -219,7 +220,9 @@ class Setup:
         wanted = {"method": "assistant", "model": profile.spec.model, "quant": profile.spec.quant}
         with suppress(KvcliError):  # said where the model is wanted
             if profile.spec.model != "auto" or "auto" in self.config.models:
+                self._absent = profile.spec.model
                 found = find(self.world, profile.spec.model, allow_pickle=False, may_assist=True)
+                self._absent = ""
                 by = profile.origins["spec.model"]
                 return profile.changed({"spec": wanted}, by) if is_assistant(found.config) else profile
             found = self.found or find(self.world, self.model, profile.load.allow_pickle)
@@ -298,6 +301,9 @@ class Setup:
     def load(self, profile: Profile, tell: Callable[[str], None] | None = None) -> Model:
         """Load the model; `tell` hears of a download."""
         found = self.fetch(profile, tell)
+        if self._absent and profile.spec.model == self._absent:
+            self.draft(self._absent, tell)
+            profile = self._by_its_own(profile)
         # transformers reads it when imported; its warnings are about what kvcli checks itself
         self.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         with insisting():

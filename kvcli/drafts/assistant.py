@@ -38,7 +38,7 @@ class AssistantDraft(Company):
                 code="no_draft_model",
                 try_=["--draft ASSISTANT", "--set spec.model=ASSISTANT"],
             )
-        return Second(self.model, self.quant, is_assistant=True)
+        return Second(self.model, self.quant, self, is_assistant=True)
 
     @property
     def second_rows(self) -> tuple[int, int]:

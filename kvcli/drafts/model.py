@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.drafts.company import Company
 from kvcli.drafts.stop import Rule, rule
-from kvcli.settings.schema import Form, Quant, Range, Second
+from kvcli.settings.schema import Pattern, Quant, Range, Second
 from kvcli.settings.values import keys_of
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kvcli.drafts.sibling import Sibling
     from kvcli.engine.drafter import Pair
 
-_RETRIEVAL = Form(r"off|adaptive|every:[1-9]\d{0,4}", '"off", "adaptive" or "every:N" with N passes')
-_READING = Form(r"lazy|full|window:[1-9]\d{0,8}", '"lazy", "full" or "window:N" with N tokens')
+_RETRIEVAL = Pattern(r"off|adaptive|every:[1-9]\d{0,4}", '"off", "adaptive" or "every:N" with N passes')
+_READING = Pattern(r"lazy|full|window:[1-9]\d{0,8}", '"lazy", "full" or "window:N" with N tokens')
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Model(Company):
                 code="no_draft_model",
                 try_=["--draft MODEL", "--set spec.model=MODEL"],
             )
-        return Second(self.model, self.quant)
+        return Second(self.model, self.quant, self)
 
     @property
     def second_rows(self) -> tuple[int, int]:

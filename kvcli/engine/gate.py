@@ -35,6 +35,9 @@ class Gate:
         layers: range | None = getattr(its_pass, "layers", None)
         if layers is None:
             return forward(hidden_states, *args, **told)
+        if not layers.stop:  # through none: what goes into the first is wanted
+            its_pass.hidden = hidden_states[0]
+            raise Enough
         is_passed = self._layer < layers.start
         if self._layer == layers.start - (is_passed and self._is_last) and its_pass.hidden is not None:
             hidden_states = its_pass.hidden.unsqueeze(0)

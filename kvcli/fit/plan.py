@@ -21,7 +21,7 @@ from kvcli.kv.slots import Sight, storing
 from kvcli.models.packing import Packing
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
-from kvcli.settings.schema import NUMBERS, Memory, size_of
+from kvcli.settings.schema import NUMBERS, Memory, Second, size_of
 from kvcli.settings.settings import DEFAULT
 
 if TYPE_CHECKING:
@@ -253,15 +253,15 @@ def _ordered(
 
 def _second(target: Subject, profile: Profile, room: Room, facts: Facts) -> memory.Beside | None:
     """What a model that drafts takes; None = there is none."""
-    drafts = profile.spec if profile.spec.second is not None else profile.steps
-    if (wanted := drafts.second) is None or facts.find is None:
+    wanted: Second | None = profile.spec.second or profile.steps.second
+    if wanted is None or facts.find is None:
         return None
     subject = facts.find(wanted.model)
     number = subject.number if profile.load.dtype == "auto" else weights.BYTES[profile.load.dtype]
     given = subject.packing.stays(room.kind)
     refuse_quant(subject.name, wanted.quant, room.kind, is_quantized=given)
     heavy = weights.weigh(subject.held, subject.shape, number=number, quant=wanted.quant, device=room.kind, given=given)
-    chunk, rows = drafts.second_rows
+    chunk, rows = wanted.takes.second_rows
     shape, is_shared = subject.shape, subject.path == target.path and wanted.quant == profile.load.quant
     loading, mapped = memory.loading_bytes(shape, heavy, number, room.kind, check=profile.load.verify)
     working = partial(
@@ -277,15 +277,15 @@ def _second(target: Subject, profile: Profile, room: Room, facts: Facts) -> memo
     )
 
     folds = shape.folds
-    states: int = drafts.states * folds.nbytes(number) + folds.layers * folds.taped * rows * number
+    states = wanted.takes.states * folds.nbytes(number) + folds.layers * folds.taped * rows * number
 
     def stored(n: int) -> int:
         weight = 0 if is_shared else heavy.memory
-        return weight + states + memory.kv_bytes(shape, drafts.kept(n, room.kind), number)
+        return weight + states + memory.kv_bytes(shape, wanted.takes.kept(n, room.kind), number)
 
     return memory.Beside(
         stored,
-        lambda n: working(slots=drafts.kept(n, room.kind)),
+        lambda n: working(slots=wanted.takes.kept(n, room.kind)),
         0 if is_shared else loading,
         0 if is_shared else mapped,
     )

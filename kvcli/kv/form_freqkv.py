@@ -32,15 +32,16 @@ class FreqKV(Blocks):
     rounds = False
 
     def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
-        waves = self._waves(kv.group, k).mT  # [g, r]
+        waves = self._waves(kv.group, k.device, k.dtype).mT  # [g, r]
         return halved(product(waves, k, k.dtype)), halved(product(waves, v, v.dtype))  # [B, h, r, ..]
 
     def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
-        waves = self._waves(kv.group, codes[0])
+        waves = self._waves(kv.group, codes[0].device, exact)
         return product(waves, codes[0], exact), product(waves, codes[1], exact)
 
-    def _waves(self, g: int, like: Tensor) -> Tensor:
+    def _waves(self, g: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """[r, g] of length 1, the lowest first: the type-II cosine transform."""
-        f, s = (torch.arange(n, dtype=torch.float64, device=like.device) for n in (max(1, round(self.retained * g)), g))
+        here = "cpu" if device.type == "mps" else device  # Apple's GPU has no float64
+        f, s = (torch.arange(n, dtype=torch.float64, device=here) for n in (max(1, round(self.retained * g)), g))
         waves = torch.cos(math.pi / g * f[:, None] * (s + 0.5)) * (2 / g) ** 0.5
-        return torch.where(f[:, None] > 0, waves, g**-0.5)
+        return torch.where(f[:, None] > 0, waves, g**-0.5).to(dtype).to(device)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.pack import round_range, spread, squeeze, width_of
+from kvcli.kv.eigen import eigenvectors
 from kvcli.kv.form_blocks import Codes
 
 LARGEST, TINIEST = 65504.0, 2.0**-24  # of float16
@@ -69,14 +70,17 @@ def halved(x: Tensor) -> Tensor:
 
 
 def directions(x: Tensor, rank: int) -> Tensor:
-    """The main directions [.., r, n] of vectors x [.., m, n]: right singular vectors, the largest first."""
+    """The main directions [.., r, n] of vectors x [.., m, n]: right singular vectors, the largest first.
+
+    Raises BadModel where these are not finite.
+    """
     m, n = x.shape[-2:]
     if m <= n:  # by the smaller of two products, whose eigenvectors they follow from
-        way = torch.linalg.eigh(x @ x.mT).eigenvectors.flip(-1)[..., :rank].mT @ x
+        way = eigenvectors(x @ x.mT).flip(-1)[..., :rank].mT @ x
         # where vectors have fewer directions, as equal ones do, the others are noise along the first
         found: Tensor = torch.linalg.qr(way.mT).Q.mT
     else:
-        found = torch.linalg.eigh(x.mT @ x).eigenvectors.flip(-1)[..., :rank].mT
+        found = eigenvectors(x.mT @ x).flip(-1)[..., :rank].mT
     return found
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcli.kv.eigen import eigenvectors
 from kvcli.kv.index import Numbers, Runs, by_page
 from kvcli.kv.index_cluster import mean_scores
 from kvcli.kv.slots import Sight
@@ -28,7 +29,7 @@ class LowRank(Runs):
     def learn(self, k: Tensor) -> Numbers:
         """k [K, S, D] -> the directions that hold most of it, [K, rank, D], at most D of them."""
         k = k.to(torch.promote_types(k.dtype, torch.float32))
-        directions = torch.linalg.eigh(k.transpose(1, 2) @ k).eigenvectors  # [K, D, D], those that hold most last
+        directions = eigenvectors(k.transpose(1, 2) @ k)  # [K, D, D], those that hold most last
         return (directions[..., -self.rank :].transpose(1, 2).contiguous(),)
 
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:

@@ -30,7 +30,7 @@ from kvcli.kernels.attend_rows import (
 )
 from kvcli.kernels.merge import Part
 from kvcli.kernels.pack import hadamard, turned
-from kvcli.kv.packed_head import Form, Head
+from kvcli.kv.packed_head import Head, Precision
 from kvcli.kv.rounding import Rounding, joined, split
 from kvcli.kv.slots import LayerShape, Sight, Slots, Usage, alone, holders, opens, visible
 from kvcli.kv.state import Given, State
@@ -67,7 +67,7 @@ class Packed(Rounding):
         self.dtype = dtype
         self.changes = 0
         self._name = "packed" if torch.device(device).type == "cpu" else f"packed {torch.device(device).type}"
-        self._form = Form(dtype, k_bits, v_bits, group, halves)
+        self._form = Precision(dtype, k_bits, v_bits, group, halves)
         self._empty = {
             layer: tuple(torch.empty(of.n_kv_heads, 0, d, dtype=dtype, device=device) for d in of.parts)
             for layer, of in enumerate(shapes)

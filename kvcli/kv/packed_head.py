@@ -21,7 +21,7 @@ from kvcli.kv.state import Given, Misfit, State
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Precision:
     """How heads store."""
 
     dtype: torch.dtype  # of keys that wait, of 16-bit numbers, and of what is given back
@@ -45,7 +45,7 @@ class Form:
 
 
 @lru_cache(64)  # the heads of a past are mostly alike, and torch thinks long about tensors without numbers
-def _layouts(form: Form, n_keys: int, n_values: int, k_dim: int, v_dim: int) -> tuple[Rounded, Rounded]:
+def _layouts(form: Precision, n_keys: int, n_values: int, k_dim: int, v_dim: int) -> tuple[Rounded, Rounded]:
     """The shapes of so many packed keys and values, without numbers."""
     keys, values = (torch.empty(*of, dtype=form.dtype, device="meta") for of in ((n_keys, k_dim), (n_values, v_dim)))
     return form.keys(keys), form.values(values)
@@ -54,7 +54,7 @@ def _layouts(form: Form, n_keys: int, n_values: int, k_dim: int, v_dim: int) -> 
 class Head:
     """Keys [S, D] and values [S, E] at positions [S], a part of them holes."""
 
-    def __init__(self, form: Form, k_dim: int, v_dim: int, device: torch.device | str) -> None:
+    def __init__(self, form: Precision, k_dim: int, v_dim: int, device: torch.device | str) -> None:
         none = torch.empty(0, k_dim, dtype=form.dtype, device=device)
         self._form, self._v_dim = form, v_dim
         self.pos = torch.empty(0, dtype=torch.int32, device=device)  # -1 = hole

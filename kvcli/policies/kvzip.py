@@ -105,13 +105,13 @@ class KVzip(TopK):
         return super().weighs or ("plus = true" if self.plus else "")
 
     def _by_layer(self, at: Boundary, rows: Rows) -> Asks[list[Heard]]:
-        """A pass through each layer, as the stream is seen between passes; what goes into the first is embedded."""
-        import torch
-
+        """A pass through each layer, as the stream is seen between passes; one through none shows what is embedded."""
         from kvcli.engine.feed import Feed
 
-        stream = at.lm.model.get_input_embeddings()(torch.tensor(rows.ids, device=at.lm.entry))
-        found: list[Heard] = []
+        found: list[Heard]
+        made = yield Feed(at.lm, rows, at.kv, is_prompt=True, layers=range(0))
+        assert made.hidden is not None
+        stream, found = made.hidden.clone(), []
         for i in at.layers:
             hidden = stream if i else None
             made = yield Feed(

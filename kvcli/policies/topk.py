@@ -168,7 +168,10 @@ class TopK(Usual):
 
     def best(self, at: Boundary, done: int) -> Masks:
         """The same, where so many tokens of the text compete no more. A sliding layer keeps itself."""
-        from kvcli.policies import units
+        import torch
+
+        from kvcli.policies import budgets, units
+        from kvcli.policies.post import POSTS
 
         masks: list[Tensor | None] = [None] * len(at.layers)
         if (now := self._round(at, done)) is None or not at.open:
@@ -179,13 +182,16 @@ class TopK(Usual):
             for i in at.open[:: self.reuse_layers]:
                 s, moment = at.layer(i)
                 score, unit = self._score(s, moment, now)
-                judged.append((s.pos, unit, score.isfinite()))
+                judged.append((s.pos, unit, score))
                 yield score, s.pos
 
         firsts = at.open[:: self.reuse_layers]
         chosen = self._share(at, now)(scored(), now.each, now.most)
-        for i, mask, (pos, unit, among) in zip(firsts, chosen, judged, strict=True):
-            mask = units.uncut(mask, pos, unit, among) if self.unit != 1 else mask
+        for i, mask, (pos, unit, score) in zip(firsts, chosen, judged, strict=True):
+            mask = units.uncut(mask, pos, unit, score.isfinite()) if self.unit != 1 else mask
+            if self.post != "none":
+                counts = (mask & (score > -torch.inf)).sum(1)  # [K]
+                mask = budgets.top(POSTS[self.post](score, *at.layer(i), counts), pos, counts)
             masks[i] = (mask | (pos < now.first)) & (pos >= 0)
         return self._reused(at, masks, firsts) if self.reuse_layers > 1 else masks
 
@@ -250,7 +256,6 @@ class TopK(Usual):
     def _score(self, s: Slots, at: Moment, now: Round) -> tuple[Tensor, Tensor]:
         """[K, S]: -inf for those who do not compete, +inf for those who need not; [n] units by position, or none."""
         from kvcli.policies import units
-        from kvcli.policies.post import POSTS
 
         competes = s.pos >= max(0, now.first)
         score, unit = self.score(s, at), s.pos[0, :0]
@@ -258,8 +263,7 @@ class TopK(Usual):
             unit = units.numbered(self.unit, at.kinds, at.n, s.pos.device)
             score = units.chunked(score, s.pos, unit, competes & ~at.protected)
         score = score.masked_fill(at.protected, float("inf"))
-        score = score.masked_fill(~competes, float("-inf"))
-        return score if self.post == "none" else POSTS[self.post](score, s, at, now.each), unit
+        return score.masked_fill(~competes, float("-inf")), unit
 
     def _share(self, at: Boundary, now: Round) -> Share:
         from kvcli.policies import shares

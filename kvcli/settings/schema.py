@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, Protocol
 
 Exactness = Literal["exact", "certified", "approx"]
 Order = Literal["chunks", "layers"]
@@ -38,22 +38,37 @@ class Range:
         return (" and " if is_open else " ").join(f"{word} {limit}" for word, limit in limits if limit is not None)
 
 
+class Takes(Protocol):
+    """What a second model takes: a method that names one says it, and memory is planned with it."""
+
+    @property
+    def second_rows(self) -> tuple[int, int]:
+        """Rows of its passes, at most: of one that reads, and of one all of whose rows have logits."""
+
+    @property
+    def states(self) -> int:
+        """Of layers of it that keep one, at most: of its text, of guesses, and of a pass."""
+
+    def kept(self, n: int, device: str = "cpu") -> int:
+        """Of n tokens, those whose keys and values it has there, at most."""
+
+
 @dataclass(frozen=True, slots=True)
-class Form:
-    """Text allowed, for `Annotated[str, Form(...)]`: a pattern, and the words that explain it."""
+class Pattern:
+    """Text allowed, for `Annotated[str, Pattern(...)]`: a pattern, and the words that explain it."""
 
     pattern: str
     words: str
 
 
-DEVICE = Form(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?", '"auto", "cpu", "cuda", "cuda:N" or "mps"')
+DEVICE = Pattern(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?", '"auto", "cpu", "cuda", "cuda:N" or "mps"')
 _SIZE = r"\d+(\.\d+)? ?[KMGT]iB"
-SIZE = Form(_SIZE, 'a size with its unit, such as "6GiB" or "512MiB"')
-BUDGET = Form(
+SIZE = Pattern(_SIZE, 'a size with its unit, such as "6GiB" or "512MiB"')
+BUDGET = Pattern(
     rf"(fit|{_SIZE}|(100|\d{{1,2}}(\.\d+)?) ?%)?", '"fit", a size such as "6GiB", a share such as "25%", or ""'
 )
-AUTO_SIZE = Form(f"auto|{_SIZE}", '"auto" or a size with its unit, such as "6GiB"')
-STEPS = Form(  # settings that can change under a text that is being written
+AUTO_SIZE = Pattern(f"auto|{_SIZE}", '"auto" or a size with its unit, such as "6GiB"')
+STEPS = Pattern(  # settings that can change under a text that is being written
     r"kv\.[kv]_bits=[842]|kv\.residual=\d+|prefill\.chunk=(\d+|-\d\d?%)|context\.limit=(\d+|-\d\d?%)"
     rf"|memory\.(host|disk)={_SIZE}",
     'a list of steps such as "kv.v_bits=2", "kv.residual=64", "prefill.chunk=-50%", '
@@ -162,10 +177,11 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Second:
-    """A model that drafts for the one that writes: `[spec]` names it."""
+    """A model that drafts for the one that writes: `[spec]` or `[steps]` names it."""
 
     model: str  # as after -m
     quant: Quant  # precision of its weights
+    takes: Takes = field(compare=False, repr=False)  # by the method that names it; models loaded alike are the same
     is_assistant: bool = False  # made for that one, whose past it reads
 
 

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 from kvcli.settings.problems import any_of, did_you_mean
-from kvcli.settings.schema import Form, Range
+from kvcli.settings.schema import Pattern, Range
 from kvcli.settings.toml_places import toml_value
 
 
@@ -103,7 +103,7 @@ def _frozen(value: object) -> object:
 def _allows(marker: object, value: object) -> bool:
     if isinstance(marker, Range):
         return isinstance(value, int | float) and marker.allows(value)
-    if isinstance(marker, Form):
+    if isinstance(marker, Pattern):
         if isinstance(value, tuple):
             return all(_allows(marker, item) for item in value)
         return isinstance(value, str) and re.fullmatch(marker.pattern, value) is not None
@@ -134,7 +134,7 @@ def expected(hint: object) -> str:
 def _expected_one(hint: object, around: tuple[object, ...]) -> str:
     base, own = _base(hint)
     for marker in (*own, *around):
-        if isinstance(marker, Form):
+        if isinstance(marker, Pattern):
             return marker.words
         if isinstance(marker, Range) and base in (int, float):
             return f"{_NOUNS[base]} {marker.words()}"

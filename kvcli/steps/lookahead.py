@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from kvcli.settings.schema import Quant, Range, Second
 
 Cut = Literal["line", "sentence", "paragraph"]
+CHECKPOINTS = 8  # of the smaller model's states, where some of its layers keep one
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Lookahead:
                 code="no_draft_model",
                 try_=["--set steps.model=MODEL", "--set steps.method=none"],
             )
-        return Second(self.model, self.quant)
+        return Second(self.model, self.quant, self)
 
     @property
     def takes(self) -> str:
@@ -67,7 +68,7 @@ class Lookahead:
     @property
     def states(self) -> int:
         """Of layers of the smaller model that keep one, at most: of its text, and of a pass."""
-        return 1 + 8 + 1  # checkpoints as a session has them
+        return 1 + CHECKPOINTS + 1
 
     def kept(self, n: int, device: str = "cpu") -> int:
         """Of n tokens, those whose keys and values the smaller model has there."""

@@ -61,8 +61,8 @@ class Writer:
         self.drafted = self.same = self.accepted = 0  # steps; those accepted, and among them the same word for word
 
     def usage(self) -> list[Usage]:
-        """What the smaller model stores."""
-        return [replace(use, tier="draft") for use in self._draft.kv.usage()]
+        """What the smaller model stores, states of its layers included."""
+        return [replace(use, tier="draft") for use in (*self._draft.kv.usage(), *self._draft.states.usage())]
 
     def step(self, session: Session, stop: Collection[int] = (), most: float = float("inf")) -> Asks[Step]:
         """Some steps of the text, at most `most` tokens; or one token, where there is no room for steps.

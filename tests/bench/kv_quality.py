@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -163,19 +162,23 @@ def answered(model: Any, sample: Sample, changes: dict[str, Any], text: Text | N
     """Read the text under a profile, then all questions in one pass behind it, of which nothing is stored."""
     session = model.with_profile(model.profile.replace(exactness="approx", **changes)).new_session()
     text = text or Text(model, sample.context)
-    clock = [time.thread_time()]
+    start = time.thread_time()
     text.read_by(session)
-    clock.append(time.thread_time())
+    read = time.thread_time()
+    found = asked(model, sample, session)
+    return found | {"ms": [round(1000 * s, 2) for s in (read - start, time.thread_time() - read)]}, session
+
+
+def asked(model: Any, sample: Sample, session: Any) -> Outcome:
+    """All questions about the text that a session has read, in one pass of which nothing is stored."""
     rows, scored = sample.rows(), sample.scored()
     (made,) = run([Feed(model.lm, rows, session.kv, want=[row for row, _ in scored])])
-    clock.append(time.thread_time())
     hits = (made.logits.argmax(-1) == torch.tensor([token for _, token in scored])).tolist()
     right = []
     for one in sample.asked:
         right.append(all(hits[: len(one.value)]))
         hits = hits[len(one.value) :]
-    ms = [round(1000 * (end - start), 2) for start, end in pairwise(clock)]
-    return {"right": right, "kept": kept(session), "bytes": sum(nbytes(session.kv).values()), "ms": ms}, session
+    return {"right": right, "kept": kept(session), "bytes": sum(nbytes(session.kv).values())}
 
 
 def head_map(model: Any, path: Path) -> str:

@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 from kvcli import build
+from kvcli.commands import setup as setup_file
 from kvcli.commands.flags import profile_flags
 from kvcli.commands.setup import Setup
 from kvcli.demo import weights_dir
@@ -267,6 +268,39 @@ def test_it_is_found_by_its_files_and_fit_counts_them(machine: Machine) -> None:
     said, plain = (json.loads(run.out) for run in runs)
     assert said["text"] == plain["text"]
     assert (said["spec"]["method"], "assistant" in said["spec"]["sources"]) == ("assistant", True)
+
+
+def test_one_that_is_not_here_yet_is_known_once_it_was_fetched(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, find = set[str](), setup_file.find
+
+    def fetching(world: Any, name: Any, allow_pickle: bool, tell: Any = None, **more: Any) -> Any:
+        if name == "helper" and tell is not None:
+            here.add(name)
+        if name == "helper" and name not in here:
+            raise BadModel("helper is not on this machine", code="model_not_cached")
+        return find(world, name, allow_pickle, tell, **more)
+
+    monkeypatch.setattr(setup_file, "find", fetching)
+    setup = Setup(machine.world(), "gemma", flags=profile_flags({"draft": "helper"}))
+    profile = setup.profile()
+    assert profile.spec.method == "model"
+    model = setup.load(profile, tell=lambda line: None)
+    assert (model.profile.spec.method, model.drafts_by) == ("assistant", "helper")
+
+
+def test_who_says_more_of_it_than_its_name_is_told_what_to_type(machine: Machine) -> None:
+    asked = ("chat", "-m", "gemma", "-p", "How deep?", "-n", "3", "--draft", "helper")
+    for more, says in (
+        (("--set", "spec.depth=2"), "--set spec.method=assistant --set spec.model=helper, in place of --draft"),
+        (("--set", "spec.method=assistant"), "--set spec.model=helper in place of --draft"),
+    ):
+        done = machine(*asked, *more)
+        assert done.exit
+        assert says in done.err
+    told = ("--set", "spec.method=assistant", "--set", "spec.model=helper", "--set", "spec.depth=2")
+    assert machine(*asked[:-2], *told).exit == 0
 
 
 def test_it_is_refused_alone_and_where_it_does_not_belong(machine: Machine) -> None:

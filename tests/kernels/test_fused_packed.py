@@ -9,7 +9,7 @@ from torch import Tensor
 from kvcli.kernels import gpu
 from kvcli.kernels.attend_packed import PackedHead, attend_table, reference, table_of, why_not
 from kvcli.kv import packed
-from kvcli.kv.packed_head import Form, Head
+from kvcli.kv.packed_head import Head, Precision
 from kvcli.kv.slots import Sight, Slots, alike
 
 pytest.importorskip("tests.kernels.interpreted")  # before what is fused
@@ -30,7 +30,7 @@ def heads_of(
     bits: tuple[int, int], slots: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, d: int = D, group: int = 64
 ) -> list[Head]:
     """As a tier has them: taken in two parts, channels of different place."""
-    heads = [Head(Form(dtype, *bits, group), d, d, "cpu") for _ in slots]
+    heads = [Head(Precision(dtype, *bits, group), d, d, "cpu") for _ in slots]
     for j, (head, n) in enumerate(zip(heads, slots, strict=True)):
         k, v = noise(n, d, seed=j) * 3 + torch.linspace(-5, 5, d), noise(n, d, seed=j + 9)
         for part in (slice(0, n // 3), slice(n // 3, n)):
@@ -102,7 +102,7 @@ def test_rows_see_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """One slot outshines all others by 2^-20 each, which float16 would hold as 0: together they weigh in."""
-    head = Head(Form(torch.float16, 8, 8, 64), D, D, "cpu")
+    head = Head(Precision(torch.float16, 8, 8, 64), D, D, "cpu")
     k, v = torch.zeros(600, D), torch.ones(600, D)
     k[0, 0], v[0] = 20 / fused.LOG2E, -(2.0**-10)
     head.take(k.half(), v.half(), torch.arange(600))
@@ -253,7 +253,7 @@ def test_instructions_for_bytes_give_their_numbers() -> None:
     [
         (heads_of((4, 4), (70,), d=80), "keys of 80"),
         (heads_of((4, 4), (70,), group=8), "groups of 8"),
-        ([Head(Form(torch.bfloat16, 4, 4, 64, True), D, D, "cpu")], "halves"),
+        ([Head(Precision(torch.bfloat16, 4, 4, 64, True), D, D, "cpu")], "halves"),
     ],
 )
 def test_what_is_not_served_says_why(heads: list[Head], why: str) -> None:

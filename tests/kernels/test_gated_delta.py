@@ -81,6 +81,16 @@ def test_numbers_are_those_of_torch_wherever_they_lie(level: str, dtype: torch.d
     assert all(torch.equal(numbers(x[i : i + 1], name, level=level), made[i : i + 1]) for i in range(0, 4999, 101))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_numbers_at_infinity_are_those_of_torch_or_as_little_a_number(level: str, name: str):
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e30, -1e30])
+    made, wanted = numbers(x, name, level=level), FUNCTIONS[name](x)
+    assert torch.equal(made.isfinite(), wanted.isfinite())
+    assert torch.equal(made.isnan() & (x > 0), wanted.isnan() & (x > 0))
+    assert torch.allclose(made[wanted.isfinite()], wanted[wanted.isfinite()], atol=1e-7)
+
+
 def test_a_state_is_float32_whatever_tensors_are_by_default():
     *rows, state = asked(*SIZES[1], torch.bfloat16)
     wanted = gated_delta(*rows, state)

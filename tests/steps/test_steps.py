@@ -21,9 +21,9 @@ from kvcli.kernels.native import native, why_not
 from kvcli.kv.dense import Dense
 from kvcli.settings.profile import Profile
 from kvcli.steps.judge import Judge
-from kvcli.steps.lookahead import Lookahead
+from kvcli.steps.lookahead import CHECKPOINTS, Lookahead
 from kvcli.steps.writer import Writer
-from tests import families
+from tests import families, hybrids
 
 NEW, STOP = 60, 96
 SAMPLERS = {"greedy": Sampler(), "drawn": Sampler(temperature=0.5, top_k=24, seed=3)}
@@ -103,6 +103,19 @@ def test_with_windows_and_sinks_too_by_a_model_of_other_words(family: str) -> No
     by = writer(lm(family), alike=1.0, tokens=6)
     assert drive(written(lm(family), SAMPLERS["greedy"], by)) == plain(family, "greedy", torch.float64)
     assert by.same == by.accepted == by.drafted > 9, "of its own steps a model takes all"
+
+
+def test_states_of_a_smaller_hybrid_count_and_are_those_that_were_planned() -> None:
+    draft = LM.of(hybrids.build("lfm2", torch.float64))
+    by = writer(draft, ahead=2, tokens=3)
+    drive(written(lm(), SAMPLERS["greedy"], by))
+    layer = {use.layer: use.nbytes for use in by.usage() if use.slots == 0}
+    one = dict.fromkeys(layer, 0)
+    for (of, _), t in draft.mixers.like.tensors:
+        one[of] += t.nbytes
+    assert layer
+    assert all(one[of] <= layer[of] <= (Lookahead().states - 1) * one[of] for of in layer)
+    assert CHECKPOINTS == Lookahead().states - 2 == by._draft.states._most
 
 
 def test_texts_side_by_side_do_not_know_of_each_other() -> None:

@@ -8,7 +8,7 @@ typedef struct {
   const void *q, *k, *v;                // rows of K, K and H heads, in the model's type
   const float *g, *beta, *before;       // [N, H] logarithm of the decay, and rate; [H, Dk, Dv] or null = zeros
   float *state;                         // [H, Dk, Dv], behind the last row
-  void *out;                            // [N, H, Dv] in the model's type, or null: only the state is wanted
+  void *out;                            // [N, H, Dv] in the model's type
   int64_t N, H, K, Dk, Dv;
   int64_t q_step, k_step, v_step;       // numbers from row to row
   int32_t is_wide, is_normed;           // queries and keys are brought to length 1
@@ -45,7 +45,7 @@ static void delta_row(const GatedDelta *a, int64_t n, int64_t h, int64_t column,
         store(at, now);
         out[j][c] = fma_(now, splat(q[i + j]), out[j][c]);
       }
-  for (int c = 0; a->out && c < 2 && left > c * 16; c++)
+  for (int c = 0; c < 2 && left > c * 16; c++)
     put16(a->out, (n * a->H + h) * a->Dv + column + c * 16, left - c * 16, (out[0][c] + out[1][c]) + (out[2][c] + out[3][c]), a->is_wide);
 }
 static void delta_job(void *arg, int job, char *room) {

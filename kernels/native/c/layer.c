@@ -111,10 +111,11 @@ EXPORT(rms_norm)(const Norm *w, const void *x, void *y, int64_t M) {
 
 // ---- the MLP ----
 
+// Beyond what is held nothing is lost: of infinity that would be NaN
 INLINE F exp_(F x) {
   const F log2e = splat(LOG2E), y = x * log2e, lost = fma_(x, splat(1.925963033500e-8f), fma_(x, log2e, -y));
   const F held = pick(y > 126.f, splat(126.f), y), e = exp2_(held);
-  return fma_(e * LN2, pick(y > 126.f, splat(0.f), lost), e);
+  return fma_(e * LN2, pick((y > 126.f) | (y < -126.f), splat(0.f), lost), e);
 }
 // The complement of the error function, to 1.2e-7 of it (Numerical Recipes, Chebyshev)
 INLINE F erfc_(F x) {

@@ -1,0 +1,22 @@
+"""Eigenvectors of products of keys or values, which exist only where these are numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcli.errors import BadModel
+
+
+def eigenvectors(x: Tensor) -> Tensor:
+    """Of symmetric x [.., n, n]: in columns, that of the largest value last. Raises BadModel where x is not finite."""
+    try:
+        found: Tensor = torch.linalg.eigh(x).eigenvectors
+    except torch.linalg.LinAlgError:
+        raise BadModel(
+            "the model's keys or values are not numbers",
+            code="bad_slots",
+            lines=["NaN or infinity has no directions, and what is stored here goes by those that hold most"],
+            try_=["--set load.dtype=fp32", "download the model again: its weights may be damaged"],
+        ) from None
+    return found
