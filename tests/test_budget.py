@@ -17,13 +17,13 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session
 from kvcli.errors import BadConfig
-from kvcli.kv.budget import Spending, keys_in
+from kvcli.kv.budget import Spending, keys_in, unit
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder
 from kvcli.kv.packed import Packed
 from kvcli.kv.rung import Rung
 from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import LayerShape, Slots, alike, compact, nbytes
+from kvcli.kv.slots import LayerShape, Slots, Span, alike, compact, nbytes
 from kvcli.policies.budget import Budget
 from kvcli.policies.plan import QUALITY, Layer, levels, price, together
 from kvcli.policies.within import Within
@@ -42,8 +42,9 @@ def spending(
 
 def ladder(group: int = 4) -> Ladder:
     shapes = alike(L, K, D)
-    below = [Rung(Packed(shapes, torch.float32, k_bits=keys_in(bits), v_bits=bits, group=group)) for bits in BITS]
-    return Ladder(Dense(shapes, torch.float32, step=64), below)
+    below = [Packed(shapes, torch.float32, k_bits=keys_in(bits), v_bits=bits, group=group) for bits in BITS]
+    rungs = [Rung(tier, group=unit(bits, group)) for tier, bits in zip(below, BITS, strict=True)]
+    return Ladder(Dense(shapes, torch.float32, step=64), rungs)
 
 
 # ---- the solver ----
@@ -103,7 +104,7 @@ def test_infinite_worth_stays_where_it_is() -> None:
 def test_slots_that_share_scales_are_worth_the_same() -> None:
     worth = torch.arange(22.0).view(2, 11)
     rung = torch.tensor([[3] * 6 + [1] * 2 + [0] * 3] * 2, dtype=torch.int8)
-    found = together(worth, rung, spending(), [6, 0, 2, 3])
+    found = together(worth, rung, [Span(3, 6, 4), Span(2, 0, 4), Span(1, 2, 1), Span(0, 3, 1)])
     assert found[0].tolist() == [1.5] * 4 + [4, 5, 6, 7, 8, 9, 10]  # a group of four; two that wait for theirs
 
 

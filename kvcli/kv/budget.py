@@ -44,10 +44,6 @@ class Spending:
         """The rung that takes nothing but what `beyond` says."""
         return len(self.bits) + 1
 
-    def groups(self, rung: int) -> int:
-        """Slots of a head that go down from this rung together, as they share scales."""
-        return self.group if 0 < rung < self.last and self.bits[rung - 1] < 8 else 1
-
     def most(self, n: int) -> int:
         """Bytes that a text of n tokens may take."""
         if self.asked == "fit":
@@ -114,6 +110,11 @@ class Spending:
 def keys_in(bits: int) -> int:
     """Bits of keys on a rung of so many: in two, slots do more harm than left out (tests/bench/rounding.py)."""
     return max(bits, 4)
+
+
+def unit(bits: int, group: int) -> int:
+    """Slots of a head that go down from so many bits together, as their keys share scales."""
+    return group if bits < 8 else 1
 
 
 def _groups(v_dim: int, group: int) -> int:

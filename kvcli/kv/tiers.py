@@ -16,7 +16,7 @@ import torch
 
 from kvcli.errors import BadConfig
 from kvcli.kernels import dispatch, gpu
-from kvcli.kv.budget import Spending, keys_in
+from kvcli.kv.budget import Spending, keys_in, unit
 from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import STEP, is_ladder, packs_by_age
 from kvcli.kv.form import OfModel
@@ -70,7 +70,8 @@ class Plan:
             return self.recall.over(dense, dense, self._sights)
         top, below = self._dense(self.device, STEP), list[Rung]()
         if self.memory.budget:
-            below += [Rung(self._packed(self.device, bits)) for bits in self.memory.bits]
+            units = ((bits, unit(bits, self.kv.group)) for bits in self.memory.bits)
+            below += [Rung(self._packed(self.device, bits), group=group) for bits, group in units]
         if self.is_packed:
             below.append(self._rung(self._packed(self.device), self.room.on_device, self.kv.group))
         if self.room.host_bytes:
@@ -89,7 +90,7 @@ class Plan:
             top,
             below,
             holds=self.kv.residual if packs_by_age(self.kv, self.form, self.memory) else on_device,
-            group=self.kv.group if below else 1,
+            group=self.kv.group if below and not self.memory.budget else 1,
             sinks=self.kv.sinks,
             demotes=self.memory.demotes,
             drops=self.memory.drops or bool(self.memory.budget),

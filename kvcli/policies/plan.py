@@ -8,7 +8,7 @@ times a constant: how many lie on each at some price is read off sorted worths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.kv.budget import Spending
+    from kvcli.kv.slots import Span
 
 # share of a slot's worth that is left in so many bits: one less the error that rounding it adds to its head's output,
 # over the error of leaving it out: means of the demo and of SmolLM2-135M (tests/bench/rounding.py)
@@ -124,25 +125,13 @@ def _ways(number: int, spending: Spending) -> list[Way]:
     return ways(spending.each(number), [QUALITY[bits] for bits in (16, *spending.bits, 0)])
 
 
-def together(worth: Tensor, rung: Tensor, spending: Spending, widths: Sequence[int]) -> Tensor:
-    """worth [K, S] with the mean of its group for each slot that shares scales: they go down together or not at all.
-
-    `widths`: columns of each rung, the lowest first. A group is so many slots of a head next to each other, as a packed
-    rung has them; those that wait for theirs to be full stand behind, each by itself.
-    """
-    found = worth.clone()
-    for first, end, group in _grouped(spending, widths):
-        for head in range(worth.shape[0]):
-            n = int((rung[head, first:end] >= 0).sum()) // group * group
-            part = found[head, first : first + n].view(-1, group)
+def together(worth: Tensor, rung: Tensor, spans: Sequence[Span]) -> Tensor:
+    """worth [K, S] with the mean of its unit for each slot that has one: its slots go down together or not at all."""
+    found, first = worth.clone(), 0
+    for span in spans:
+        for head in range(worth.shape[0]) if span.unit > 1 else ():
+            n = int((rung[head, first : first + span.n] >= 0).sum()) // span.unit * span.unit
+            part = found[head, first : first + n].view(-1, span.unit)
             part[:] = part.mean(1, keepdim=True)
+        first += span.n
     return found
-
-
-def _grouped(spending: Spending, widths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Columns and group of the rungs in which slots share scales."""
-    end = sum(widths)
-    for rung, width in enumerate(reversed(widths)):
-        if (group := spending.groups(rung)) > 1:
-            yield end - width, end, group
-        end -= width

@@ -34,7 +34,7 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.kept.shelf import Shelf
 from kvcli.kernels.native import native
-from kvcli.kv.budget import Spending, keys_in
+from kvcli.kv.budget import Spending, keys_in, unit
 from kvcli.kv.bus import bus_of
 from kvcli.kv.checked import Checked
 from kvcli.kv.dense import Dense
@@ -345,8 +345,8 @@ def past(storage: str, model: LM) -> Store:
         if storage == "halves":
             below = Packed(model.shapes, stored, model.device, k_bits=8, v_bits=8, group=4, halves=True)
         if storage == "rungs":
-            each = (Packed(model.shapes, stored, model.device, k_bits=keys_in(n), v_bits=n, group=16) for n in BITS)
-            return Ladder(top, [Rung(tier) for tier in each])
+            each = [Packed(model.shapes, stored, model.device, k_bits=keys_in(n), v_bits=n, group=16) for n in BITS]
+            return Ladder(top, [Rung(tier, group=unit(n, 16)) for n, tier in zip(BITS, each, strict=True)])
         if storage in ("turned", "checked", "uneven turned"):
             below = Packed(model.shapes, stored, model.device, k_bits=4, v_bits=8, group=5, rotate="hadamard")
         found = Ladder(top, [Rung(below)], holds=7, group=5, sinks=2)
