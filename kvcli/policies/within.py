@@ -166,4 +166,4 @@ class Within(Usual):
         if at.memory.heads:
             worth = worth * worth.new_tensor(at.memory.heads[i]).unsqueeze(1)
         worth = worth.masked_fill(moment.protected, float("inf"))
-        return Layer(i, together(worth, rung, s.spans), rung)
+        return Layer(i, together(worth, rung, s.spans), rung, [span.n for span in reversed(s.spans)])
