@@ -111,7 +111,7 @@ FORMS |= {"mustafar": Mustafar(), "freqkv": FreqKV(), "subgen": SubGen(centers=2
 FORMS |= {"cskv": Cskv(k_rank=3, v_rank=2)}
 # on which a policy places slots; the last of them one in which rows find a part again
 RUNGS = ("rungs", "rungs recalled")
-PARTS = (*INDEXES, *FORMS, "turned", "disk", "halves", "checked", "uneven turned", *RUNGS)
+PARTS = (*INDEXES, *FORMS, "turned", "disk", "halves", "checked", "uneven turned", "rebuilt", *RUNGS)
 NATIVE = ("dense", "sliding", "uneven", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
 STORAGES += [(name, "bf16") for name in NATIVE]
 MODELS |= dict.fromkeys(PARTS, "llama") | {"uneven turned": "gemma4_shared"}
@@ -126,7 +126,7 @@ WAYS: dict[str, Way] = {"by query": ByQuery, "by kernel": ByKernel, "by stream":
 READ = ("kept", "lazy", "layers", "blend")
 MODELS |= dict.fromkeys(READ, "llama")
 TWINS = {"kept": "dense", "layers": "dense"}  # whose text it is
-UNJUDGED = (*TWINS, "blend", "rotatekv", "cskv")  # under no policy; these write heads together
+UNJUDGED = (*TWINS, "blend", "rotatekv", "cskv", "rebuilt")  # under no policy; these write heads together
 STORAGES += [(name, dtype) for name in READ for dtype in (("fp32", "bf16") if native() is not None else ("fp32",))]
 # rows go to two of five experts each, in full precision, in 8 and in 4 bits; no policy sees them
 EXPERTS = {"experts": "none", "experts in 8 bits": "int8", "experts in 4 bits": "int4"}
@@ -334,10 +334,12 @@ def past(storage: str, model: LM) -> Store:
         part = Budget(0.1, 4, 2, 5)
         how: dict[str, Any] = {"epsilon": epsilon, "source": top, "is_shared": storage == "chosen once"}
         return RecallStore(top, INDEXES[storage], part, range(1, model.n_layers), **how)
-    if storage in FORMS:
+    if storage in FORMS or storage == "rebuilt":  # the latter as in ShadowKV
         of = OfModel(model.shapes, stored, model.sights, partial(rotaries, model))
-        coded = FORMS[storage].tier(of, model.device, Kv(k_bits=4, v_bits=4, group=5))
-        return Ladder(top, [Rung(coded)], holds=7, group=5, sinks=2)
+        form = FORMS.get(storage, Cskv(k_rank=3, v_rank=0))
+        coded = form.tier(of, model.device, Kv(k_bits=4, v_bits=4, group=5))
+        some = Recall(coded, LowRank(3, 5), Budget(0.1, 4, 2, 3), range(1, model.n_layers), source=coded)
+        return Ladder(top, [Rung(coded if storage in FORMS else some)], holds=7, group=5, sinks=2)
     if storage in WAYS:
         bus = FakeBus() if model.device.type == "cpu" else bus_of(model.device)
         far: Any = Mapped(model.shapes, stored, bus)
