@@ -17,15 +17,15 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session
 from kvcli.errors import BadConfig
-from kvcli.kv.budget import Spending, keys_in
+from kvcli.kv.budget import Spending, keys_in, unit
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder
 from kvcli.kv.packed import Packed
 from kvcli.kv.rung import Rung
 from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import LayerShape, Slots, alike, compact, nbytes
+from kvcli.kv.slots import LayerShape, Slots, Span, alike, compact, nbytes
 from kvcli.policies.budget import Budget
-from kvcli.policies.plan import QUALITY, Layer, levels, price, together
+from kvcli.policies.plan import FOUND, QUALITY, Layer, levels, price, together
 from kvcli.policies.within import Within
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
@@ -42,8 +42,9 @@ def spending(
 
 def ladder(group: int = 4) -> Ladder:
     shapes = alike(L, K, D)
-    below = [Rung(Packed(shapes, torch.float32, k_bits=keys_in(bits), v_bits=bits, group=group)) for bits in BITS]
-    return Ladder(Dense(shapes, torch.float32, step=64), below)
+    below = [Packed(shapes, torch.float32, k_bits=keys_in(bits), v_bits=bits, group=group) for bits in BITS]
+    rungs = [Rung(tier, group=unit(bits, group)) for tier, bits in zip(below, BITS, strict=True)]
+    return Ladder(Dense(shapes, torch.float32, step=64), rungs)
 
 
 # ---- the solver ----
@@ -63,18 +64,24 @@ class Plain(Spending):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.4, 0.8])
-def test_no_choice_of_rungs_is_better_by_more_than_one_slot(seed: int, share: float) -> None:
+@pytest.mark.parametrize("recalls", [False, True])
+def test_no_choice_of_rungs_is_better_by_more_than_one_slot(seed: int, share: float, recalls: bool) -> None:
     g = torch.Generator().manual_seed(seed)
     worth = torch.rand(2, 3, generator=g) ** 3
     rung = torch.randint(0, 3, worth.shape, generator=g).to(torch.int8)
-    plain = Plain("", 0, alike(1, 2, 8), 4, BITS, 64, [0.0])
-    layer, costs = Layer(0, worth, rung), plain.each(0)
-    quality = [QUALITY[bits] for bits in (16, *BITS, 0)]
+    elsewhere = ([9.0], [0.0]) if recalls else ([0.0],)
+    plain = Plain("", 0, alike(1, 2, 8), 4, BITS, 64, *elsewhere)
+    layer, costs = Layer(0, worth, rung, [0] * 6), plain.each(0)
+    quality = [QUALITY[bits] for bits in (16, *BITS)]
     most = share * sum(costs[int(r)] for r in rung.flatten())
     found = levels(layer, plain, price([layer], plain, most)).flatten().tolist()
 
+    def left(came: int, r: int) -> float:
+        return quality[r] if r < 4 else quality[came] * FOUND if r < plain.last else 0.0
+
     def kept(chosen: Sequence[int]) -> float:
-        return sum(float(v) * quality[r] for v, r in zip(worth.flatten(), chosen, strict=True))
+        both = zip(worth.flatten(), rung.flatten(), chosen, strict=True)
+        return sum(float(v) * left(int(came), r) for v, came, r in both)
 
     def cost(chosen: Sequence[int]) -> float:
         return sum(costs[r] for r in chosen)
@@ -94,6 +101,17 @@ def test_what_is_worth_more_lies_no_lower() -> None:
     assert len(found.unique()) >= 3
 
 
+def test_what_lies_elsewhere_stays_and_counts_as_much_as_its_longest_head() -> None:
+    layer = replace(of([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]], [[4, 4, 0], [-1, 4, 0]]), columns=[1, 0, 0, 0, 7])
+    plain = Plain("", 0, alike(1, 2, 8), 4, BITS, 64, [9.0], [0.0])
+    assert plain.last == 5
+    assert levels(layer, plain, 1e6).tolist() == [[4, 4, 5], [0, 4, 5]]
+    assert price([layer], plain, 2 * 7 * 9.0) < float("inf")
+    assert price([layer], plain, 2 * 7 * 9.0 - 1) == float("inf")
+    told = [replace(plain, asked=asked).told for asked in ("1MiB", "25%")]
+    assert all("elsewhere, where recall finds them again" in line for line in told)
+
+
 def test_infinite_worth_stays_where_it_is() -> None:
     layer = of([[float("inf"), 1.0, 2.0, float("inf")]], [[0, 0, 1, 2]])
     found = levels(layer, spending(), price([layer], spending(), 0.0))[0].tolist()
@@ -103,7 +121,7 @@ def test_infinite_worth_stays_where_it_is() -> None:
 def test_slots_that_share_scales_are_worth_the_same() -> None:
     worth = torch.arange(22.0).view(2, 11)
     rung = torch.tensor([[3] * 6 + [1] * 2 + [0] * 3] * 2, dtype=torch.int8)
-    found = together(worth, rung, spending(), [6, 0, 2, 3])
+    found = together(worth, rung, [Span(3, 6, 4), Span(2, 0, 4), Span(1, 2, 1), Span(0, 3, 1)])
     assert found[0].tolist() == [1.5] * 4 + [4, 5, 6, 7, 8, 9, 10]  # a group of four; two that wait for theirs
 
 
@@ -229,6 +247,40 @@ def test_a_text_stays_within_its_budget_at_every_boundary(score: str, budget: st
     assert (len(moved) > 2) or budget in ("60%", "64MiB")
 
 
+FOUND_BY: dict[str, dict[str, Any]] = {
+    "sketch": {"dense_layers": 1},
+    "lowrank": {"rank": 2},
+    "minmax": {"choice": "boundary"},
+}
+
+
+@pytest.mark.parametrize("method", FOUND_BY)
+@pytest.mark.parametrize("budget", ["25%", "15%", "0.1MiB"])
+def test_where_recall_finds_the_rest_again_the_device_stays_within_the_budget(method: str, budget: str) -> None:
+    recall = {"method": method, "floor": 16, "dense_layers": 0, **FOUND_BY[method]}
+    memory = {"budget": budget, "disk": "1GiB", "disposition": "demote"}
+    chosen = profile(memory=memory, recall=recall, prefill={"chunk": 128})
+    session = build.session(model(), chosen)
+    spent = build.plan(model(), chosen).spending
+    drive(session.read(families.prompt(400, seed=3)))
+    for _ in range(6):
+        held = nbytes(session.kv)
+        assert held["disk"]
+        assert held["index"] + held["cpu"] + held["packed"] <= spent.most(session.committed)
+        list(events(session.stream(16 - session.committed % 16)))
+    assert "unread" in session.lost
+
+
+def test_more_is_kept_where_recall_finds_it_again() -> None:
+    def n_slots(**memory: Any) -> int:
+        recall = {"recall": {"method": "sketch", "floor": 16}} if memory else {}
+        session = build.session(model(), profile(memory={"budget": "20%", "bits": [8], **memory}, **recall))
+        drive(session.read(families.prompt(400, seed=3)))
+        return sum(int((session.kv.slots(layer).pos >= 0).sum()) for layer in range(3))
+
+    assert n_slots(disk="1GiB", disposition="demote") > 1.5 * n_slots()
+
+
 def test_a_chunk_is_placed_as_soon_as_bytes_run_out() -> None:
     chosen = profile(memory={"budget": "0.1MiB"}, prefill={"chunk": 64})
     session, most = build.session(model(), chosen), 0
@@ -344,12 +396,16 @@ def test_heads_that_a_map_names_keep_more(tmp_path: Any) -> None:
     assert held[1][0] - held[1][1] > held[0][0] - held[0][1]
 
 
+MOVING = {"budget": "25%", "disposition": "demote"}
+SKETCH = {"recall": {"method": "sketch"}}
 CLASHES = [
     ({"policy": {"name": "budget"}}, "memory.budget"),
     ({"memory": {"budget": "25%"}}, "policy.name"),
     ({"memory": {"bits": [4]}}, "memory.budget"),
     ({"policy": {"name": "budget"}, "memory": {"budget": "25%"}, "kv": {"k_bits": 8}}, "kv.k_bits"),
     ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "disposition": "demote"}}, "memory.disposition"),
+    ({"policy": {"name": "budget"}, "memory": MOVING | {"disk": "1GiB"}}, "recall.method"),
+    ({"policy": {"name": "budget"}, "memory": MOVING | {"disk": "1GiB", "host": "1GiB"}, **SKETCH}, "leave one out"),
     ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "device": "1GiB"}}, "memory.device"),
     ({"policy": {"name": "budget"}, "memory": {"budget": "25%"}, "recall": {"method": "sketch"}}, "recall.method"),
     ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "bits": [4, 8]}}, "memory.bits"),
@@ -362,7 +418,7 @@ CLASHES = [
 def test_what_cannot_be_kept_beside_a_budget_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(BadConfig) as caught:
         load_profile("exact").replace(exactness="approx", **changes)
-    assert named in str(caught.value) + str(caught.value.lines)
+    assert named in str(caught.value) + str(caught.value.lines) + str(caught.value.try_)
 
 
 def test_a_budget_is_what_the_profile_says() -> None:

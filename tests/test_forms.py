@@ -60,6 +60,7 @@ FEWER: dict[str, Blocks] = {  # numbers, of 16 bits
     "freqkv": FreqKV(retained=0.75),
     "subgen": SubGen(centers=3, samples=4),
     "cskv": Cskv(k_rank=3, v_rank=2),
+    "cskv of keys": Cskv(k_rank=3, v_rank=0),
     "cskv alone": Cskv(rope="after", k_rank=2, v_rank=1, joint=1),
 }
 ROUNDED = tuple(FORMS)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcli import build
 from kvcli.bench.profile_side import plain
@@ -27,6 +28,7 @@ from kvcli.errors import KvcliError
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import Part, merge
 from kvcli.kernels.native import native
+from kvcli.kv import index_cluster
 from kvcli.kv.dense import Dense
 from kvcli.kv.index import Index, bend
 from kvcli.kv.index_certified import Certified
@@ -198,6 +200,54 @@ def test_low_rank_scores_are_those_of_the_singular_values_that_count() -> None:
         want = (0.5 * q @ near.transpose(1, 2)).view(K, 3, 12, 5).logsumexp(3)
         torch.testing.assert_close(score, want)
     assert not torch.allclose(near, u[..., :4] * s[:, None, :4] @ vt[:, :4])
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor has that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, Tensor)]
+        self.numel = max([self.numel, *(t.untyped_storage().nbytes() // t.element_size() for t in made)])
+        return out
+
+
+def test_a_window_is_clustered_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    k, n = randn(K, 600, D), 50
+    means, of = clusters(k, n)
+    monkeypatch.setattr(index_cluster, "AT_ONCE", 64 * n)  # blocks of 64 keys, and one of 24
+    with Largest() as made:
+        got, where = clusters(k, n)
+    assert torch.equal(where, of)
+    torch.testing.assert_close(got, means)
+    assert made.numel <= max(K * 64 * n, k.numel())
+
+
+def test_the_longest_window_takes_no_more_at_once_than_a_block() -> None:
+    with Largest() as made:
+        clusters(randn(1, 32768, 4, dtype=torch.float32), 256)
+    assert made.numel == index_cluster.AT_ONCE  # of 8 million pairs
+
+
+def test_rows_that_choose_slot_by_slot_do_so_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = recall(Clusters(15, 4))
+    store.append(0, randn(K, 150, D), randn(K, 150, D, seed=1), 0)
+    store.settle()
+    rows, sight = randn(H, 90, D, seed=2), Sight(0.25)
+
+    def read() -> tuple[Tensor, int]:
+        with Largest() as made:
+            return merge(store.attend(0, rows, sight, range(150, 240))), made.numel
+
+    (whole, most), few = read(), 2 * H * 150
+    monkeypatch.setattr("kvcli.kv.recall.SCORES", few)
+    got, made = read()
+    torch.testing.assert_close(got, whole)
+    assert made <= rows.numel() < 64 * H * 150 <= most
 
 
 def test_whole_clusters_are_read_and_the_last_one_is_cut() -> None:

@@ -20,8 +20,11 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session
 from kvcli.kernels.merge import merge
+from kvcli.kernels.rotate import Rotary, rotate
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk
+from kvcli.kv.form import OfModel
+from kvcli.kv.form_cskv import Cskv
 from kvcli.kv.host import Host
 from kvcli.kv.index import Index
 from kvcli.kv.index_certified import Certified
@@ -38,7 +41,7 @@ from kvcli.kv.room import Room
 from kvcli.kv.rung import Rung
 from kvcli.kv.slots import Sight, Slots, alike, nbytes
 from kvcli.settings.profile import Profile, load_profile
-from kvcli.settings.schema import Memory
+from kvcli.settings.schema import Kv, Memory
 from tests import families, small_tokenizers
 from tests.covering import pairs
 from tests.exact import table as exactness
@@ -224,6 +227,49 @@ def test_what_a_pass_read_of_a_far_tier_is_fetched_once() -> None:
     kv.take(1, some(5, 310))
     assert nbytes(kv)["near"] == 0
     assert plain._near is None
+
+
+def test_what_a_drafted_row_read_is_near_when_its_token_comes() -> None:
+    """As SpeCache fetches by a guess of the next token."""
+    guess = torch.randn(H, 2, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    fetched = []
+    for drafted in (1, 2):
+        tier = SHELVES["host"]((L, K, D), torch.float64)
+        kv = Recall(tier, LowRank(3, 8), SMALL, [1], source=tier)
+        holed(kv)
+        kv.attend(1, guess[:, :drafted], Sight(0.3), range(400, 400 + drafted))
+        assert kv._near is not None
+        before = kv._near.asked - kv._near.found
+        kv.attend(1, guess[:, 1:], Sight(0.3), [401])
+        fetched.append(kv._near.asked - kv._near.found - before)
+    assert fetched[0] > fetched[1] == 0
+
+
+def test_keys_are_rebuilt_from_a_few_directions_and_values_fetched_as_they_are() -> None:
+    """ShadowKV: of the pages that rows choose, keys from low-rank ones before the rotary embedding."""
+    rank, g, n, rotary = 3, 20, 60, Rotary(0.5 ** torch.arange(D // 2))
+    noise = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(K, n, D, generator=noise).bfloat16().float() for _ in "kv")
+    pos = torch.arange(n, dtype=torch.int32).expand(K, -1)
+    of = OfModel(alike(L, K, D), torch.float32, [Sight(0.3)] * L, lambda: [rotary] * L)
+    coded = Cskv(k_rank=rank, v_rank=0).tier(of, torch.device("cpu"), Kv(group=g))
+    host = Host(coded, "cpu")
+    kv = Recall(host, LowRank(2, 4), SMALL, [1], source=host)
+    kv.take(1, Slots(rotate(k, pos, rotary), v, pos))
+    at = torch.tensor([[1, 20, 43], [59, 2, 21]])
+    got = host.gather(1, at)
+    rebuilt = []
+    for a in range(0, n, g):  # of a block the best product of this rank, over both heads
+        u, size, w = torch.linalg.svd(k[:, a : a + g].transpose(0, 1).flatten(1), full_matrices=False)
+        rebuilt.append((u[:, :rank] * size[:rank] @ w[:rank]).view(g, K, D).transpose(0, 1))
+    turned = rotate(torch.cat(rebuilt, 1), pos, rotary)
+    for head in range(K):
+        torch.testing.assert_close(got.k[head], turned[head, at[head]], atol=0.03, rtol=5e-3)
+        assert torch.equal(got.v[head], v[head, at[head]])
+    q = torch.randn(H, 4, D, generator=noise)
+    part, whole = (merge(one.attend(1, q, Sight(0.3), range(60, 64))) for one in (kv, host))
+    assert not torch.allclose(part, whole), "a part was read"
+    assert nbytes(coded)["packed"] < 0.75 * n * K * 2 * D * 2  # bytes in 16 bits
 
 
 @pytest.mark.parametrize("name", SHELVES)

@@ -1,7 +1,8 @@
 """What `memory.budget` is spent on: rungs of fewer and fewer bits, and the bytes that slots take on each.
 
 At fixed bytes more tokens in fewer bits beat fewer tokens in full (More Tokens, Lower Precision, arXiv 2412.12706): so
-there are rungs between staying whole and being gone, and a policy says which slot lies on which.
+there are rungs between staying whole and being gone, and a policy says which slot lies on which. One of them may be a
+file or host memory, in which recall finds slots again by an index of a few bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ NOTED = 24  # bytes that a head of its own length is found by
 
 @dataclass(frozen=True)
 class Spending:
-    """Rung 0 is the top, i the i-th of `bits`, and the one behind them another place, or nowhere."""
+    """Rung 0 is the top, i the i-th of `bits`, and the one behind them another place, or nowhere.
+
+    Where recall finds what lies in another place, that is a rung as others are, and the one behind it nowhere.
+    """
 
     asked: str  # memory.budget
     free: int  # bytes that "fit" means
@@ -33,6 +37,7 @@ class Spending:
     bits: Sequence[int]  # of the rungs below the top
     group: int  # keys that share scales below 8 bits, and numbers of a value that do
     beyond: Sequence[float]  # by layer: bytes of the device beside a slot of one head that lies elsewhere
+    apart: Sequence[float] = ()  # by layer: those beside a head, whatever lies there; () = recall finds nothing there
 
     @property
     def is_share(self) -> bool:
@@ -41,12 +46,13 @@ class Spending:
 
     @property
     def last(self) -> int:
-        """The rung that takes nothing but what `beyond` says."""
-        return len(self.bits) + 1
+        """The rung of what may be lost."""
+        return len(self.bits) + (2 if self.recalls else 1)
 
-    def groups(self, rung: int) -> int:
-        """Slots of a head that go down from this rung together, as they share scales."""
-        return self.group if 0 < rung < self.last and self.bits[rung - 1] < 8 else 1
+    @property
+    def recalls(self) -> bool:
+        """Does recall find what lies on the rung behind those of bits?"""
+        return bool(self.apart)
 
     def most(self, n: int) -> int:
         """Bytes that a text of n tokens may take."""
@@ -68,7 +74,7 @@ class Spending:
         for bits in self.bits:
             scales = 2 * SCALE if bits == 8 else 2 * SCALE * (k / self.group + _groups(v, self.group))
             found.append(POSITION + (k * keys_in(bits) + v * bits) / 8 + scales)
-        return [*found, self.beyond[layer]]
+        return [*found, self.beyond[layer], *([0.0] if self.recalls else [])]
 
     @property
     def told(self) -> str:
@@ -80,8 +86,8 @@ class Spending:
         room = [
             f"{min(1, share * rungs[0] / one):.0%}" if self.is_share else f"{self.most(0) / one:,.0f}" for one in rungs
         ]
-        lies = ["in full", *(f"in {bits} bits" for bits in self.bits)]
-        ways = ", ".join(f"{n} {how}" for n, how in zip(room, lies, strict=True))
+        lies = ["in full", *(f"in {bits} bits" for bits in self.bits), "elsewhere, where recall finds them again"]
+        ways = ", ".join(f"{n} {how}" for n, how in zip(room, lies, strict=False))
         return (
             f"memory.budget = {self.asked}: room for so many tokens{' of a text' * self.is_share}: {ways}, or a mixture"
         )
@@ -104,7 +110,8 @@ class Spending:
                     + (n - packed) * k * self.number
                 )
                 total += n * (v * bits / 8 + _groups(v, self.group) * 2 * SCALE)
-        return total + self.beyond[layer] * sum(counts[self.last])
+        apart = self.apart[layer] * len(counts[0]) if self.recalls else 0.0
+        return total + self.beyond[layer] * sum(counts[len(self.bits) + 1]) + apart
 
     def _full(self, layer: int) -> int:
         shape = self.shapes[layer]
@@ -114,6 +121,11 @@ class Spending:
 def keys_in(bits: int) -> int:
     """Bits of keys on a rung of so many: in two, slots do more harm than left out (tests/bench/rounding.py)."""
     return max(bits, 4)
+
+
+def unit(bits: int, group: int) -> int:
+    """Slots of a head that go down from so many bits together, as their keys share scales."""
+    return group if bits < 8 else 1
 
 
 def _groups(v_dim: int, group: int) -> int:

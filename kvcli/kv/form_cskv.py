@@ -2,7 +2,8 @@
 
 The paper fits one pair of matrices to each layer's weights and trains it. Here each block has directions of its own,
 those that lose least of it, so nothing is trained, and a block must be long (`kv.group`) to save. What is newest stays
-in full (`kv.residual`), as the paper has it.
+in full (`kv.residual`), as the paper has it. With values as they are, and recall, rows read as in ShadowKV: keys of the
+chosen pages are rebuilt, and their values fetched.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kvcli.errors import BadConfig
 from kvcli.kv.form_blocks import Blocks, Codes
-from kvcli.kv.form_rounding import factors, grouped, product
+from kvcli.kv.form_rounding import factors, grouped, halved, product
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Cskv(Blocks):
 
     rope: Literal["after", "before"] = "before"  # turned keys have more directions
     k_rank: Annotated[int, Range(1)] = 16  # directions of the keys of a block
-    v_rank: Annotated[int, Range(1)] = 16  # of its values
+    v_rank: Annotated[int, Range(0)] = 16  # of its values; 0 = values as they are, in 16 bits
     joint: Annotated[int, Range(1)] = 8  # heads that share directions, at most: as many as divide a layer's
 
     rounds = False
@@ -53,11 +54,12 @@ class Cskv(Blocks):
                 )
 
     def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
-        return *factors(_wide(k), self.k_rank), *factors(_wide(v), self.v_rank)
+        return *factors(_wide(k), self.k_rank), *(factors(_wide(v), self.v_rank) if self.v_rank else (halved(v),))
 
     def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
-        k_share, k_way, v_share, v_way = codes  # [B, r, g] and [B, r, h D]
-        return _narrow(product(k_share, k_way, exact), dims[0]), _narrow(product(v_share, v_way, exact), dims[1])
+        found = [_narrow(product(*codes[:2], exact), dims[0])]  # of [B, r, g] and [B, r, h D]
+        found.append(_narrow(product(*codes[2:], exact), dims[1]) if self.v_rank else codes[2].to(exact))
+        return found[0], found[1]
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, one_hot
+from torch.nn.functional import normalize
 
 from kvcli.kernels.page_bounds import page_bounds
 from kvcli.kernels.page_scores import Box, page_scores, why_not
@@ -19,6 +19,7 @@ from kvcli.kv.index import Numbers, bend
 from kvcli.kv.slots import Sight
 
 ROUNDS = 8  # of k-means; few keys change sides after that
+AT_ONCE = 1 << 20  # pairs of a key and a cluster, of each head, that exist at a time
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,20 @@ def clusters(k: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """
     k = k.to(torch.promote_types(k.dtype, torch.float32))
     means, way = k[:, torch.arange(n, device=k.device) * k.shape[1] // n], normalize(k, dim=-1).transpose(1, 2)
+    blocks = [slice(a, a + max(1, AT_ONCE // n)) for a in range(0, k.shape[1], max(1, AT_ONCE // n))]
     for _ in range(ROUNDS):
-        of = (normalize(means, dim=-1) @ way).argmax(1)  # [K, W]
-        each = one_hot(of, n).transpose(1, 2).to(k.dtype)  # [K, n, W]
-        count = each.sum(2, keepdim=True)
-        means = torch.where(count > 0, each @ k / count.clamp(min=1), means)
+        unit = normalize(means, dim=-1)
+        of = torch.cat([(unit @ way[..., block]).argmax(1) for block in blocks], 1)  # [K, W]
+        # products with ones and zeros: sums by index come in an order of their own each time on a GPU
+        total, count = (sum(each) for each in zip(*(_sums(k[:, at], of[:, at], n) for at in blocks), strict=True))
+        means = torch.where(count > 0, total / count.clamp(min=1), means)
     return means, of
+
+
+def _sums(k: Tensor, of: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Keys k [K, W, D] of clusters `of` [K, W] -> their sums [K, n, D] and numbers [K, n, 1]."""
+    each = (of.unsqueeze(1) == torch.arange(n, device=k.device).unsqueeze(1)).to(k.dtype)  # [K, n, W]
+    return each @ k, each.sum(2, keepdim=True)
 
 
 def mean_scores(rows: Tensor, means: Tensor, sight: Sight) -> Tensor:

@@ -24,7 +24,7 @@ from kvcli.kernels.merge import Part
 from kvcli.kv.fixed import Fixed
 from kvcli.kv.rung import Rung, Top
 from kvcli.kv.shortage import Shortage
-from kvcli.kv.slots import Masks, Sight, Slots, Usage, beside, compact, empty_like
+from kvcli.kv.slots import Masks, Sight, Slots, Span, Usage, beside, compact, empty_like
 from kvcli.kv.state import Given, State
 
 
@@ -54,7 +54,6 @@ class Ladder:
         self._demotes, self._drops = demotes, drops
         self._layers = sorted({use.layer for use in top.usage()})  # that store
         self._waits = any(rung.later is not None for rung in below)
-        self._widths: dict[int, list[int]] = {}  # slots of each shown rung when `slots` last showed a layer
         self._twice: set[tuple[int, int, int]] = set()  # rung and layer whose slots another, lower one may hold too
         self._has_dropped = False
         self.changes = 0
@@ -109,8 +108,7 @@ class Ladder:
         Of the top alone where the ladder demotes.
         """
         found = [rung.tier.slots(layer) for rung in reversed(self._shown)]
-        self._widths[layer] = [s.n_slots for s in found]
-        return replace(beside(found), widths=tuple(self._widths[layer]))
+        return replace(beside(found), spans=self._spans(layer))
 
     def newest(self, layer: int, n: int) -> Slots:
         """The n slots that each head stored last."""
@@ -121,15 +119,8 @@ class Ladder:
         return compact(s, (rank < n) & (s.pos >= 0))
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
-        """Forget slots whose mask [K, S] is False, in the order that `slots` gave last; returns what fell out."""
-        if layer not in self._widths:
-            self.slots(layer)
-        widths = self._widths.pop(layer)
-        assert mask.shape[1] == sum(widths), "the mask is not of the slots that were shown last"
-        fell = []
-        for rung, part in zip(reversed(self._shown), mask.split_with_sizes(widths, dim=1), strict=True):
-            if part.shape[1]:
-                fell.append(rung.tier.keep(layer, part))
+        """Forget slots whose mask [K, S] is False, in the order of `slots`; returns what fell out."""
+        fell = [self._rungs[at].tier.keep(layer, part) for at, part in self._by_rung(layer, mask) if part.shape[1]]
         if any(s.n_slots for s in fell):
             self.changes += 1
         return beside(fell) if fell else empty_like(self._top.slots(layer))
@@ -140,7 +131,6 @@ class Ladder:
         self._has_dropped &= n > 0
         for at, layer, to in sorted(self._twice):
             self._once(at, layer, to)
-        self._widths.clear()
         for rung in self._rungs:
             rung.tier.crop(n)
 
@@ -183,7 +173,6 @@ class Ladder:
         for i, rung in enumerate(self._rungs):
             rung.tier.restore(given.part("rungs").part(str(i)))
         self._has_dropped = bool(given.number("has_dropped", 1))
-        self._widths.clear()
         self.changes += 1
 
     def usage(self) -> list[Usage]:
@@ -197,9 +186,19 @@ class Ladder:
         ]
         return [*top, *below]
 
+    def _spans(self, layer: int) -> list[Span]:
+        """How the slots lie that `slots` shows."""
+        return [Span(at, rung.tier.n_slots(layer), rung.group) for at, rung in enumerate(self._shown)][::-1]
+
+    def _by_rung(self, layer: int, said: Tensor) -> list[tuple[int, Tensor]]:
+        """What is said [K, S] of slots in the order of `slots`, by their rung."""
+        spans = self._spans(layer)
+        assert said.shape[1] == sum(span.n for span in spans), "it is not of the slots that are shown"
+        parts = said.split_with_sizes([span.n for span in spans], dim=1)
+        return [(span.rung, part) for span, part in zip(spans, parts, strict=True)]
+
     def _give_back(self, layer: int, end: int) -> None:
         if low := self._top.give_back(layer, end):
-            self._widths.pop(layer, None)
             for rung in [rung for rung in self._rungs[1:] if rung.tier.n_slots(layer)]:
                 pos = rung.tier.slots(layer).pos
                 # by whole groups: what shares scales with a slot that stays does so too, and nothing is rounded again
@@ -230,15 +229,12 @@ class Ladder:
         return lets_go
 
     def _move(self, layer: int, levels: Tensor) -> bool:
-        """Send slots to the rungs that levels [K, S] name, those of the lowest rung first; in the order that `slots`
-        gave last.
+        """Send slots to the rungs that levels [K, S] name, in the order of `slots`: those of the lowest rung first.
 
         True if any went.
         """
-        widths = self._widths.pop(layer)
-        assert levels.shape[1] == sum(widths), "the levels are not of the slots that were shown last"
-        parts, goes = levels.split_with_sizes(widths, dim=1), False
-        for at, part in zip(reversed(range(len(self._rungs))), parts, strict=True):
+        goes = False
+        for at, part in self._by_rung(layer, levels):
             if bool((part > at).any()):
                 slots = self._rungs[at].tier.slots(layer)
                 to = part.masked_fill(slots.pos < 0, at)
@@ -261,7 +257,6 @@ class Ladder:
         self._rungs[at].tier.keep(layer, to <= at)
         self._has_dropped |= bool((to == len(self._rungs)).any())
         self._twice -= sent
-        self._widths.pop(layer, None)
         self.changes += 1
 
     def _room_for(self, at: int, layer: int, s: Slots) -> Slots:

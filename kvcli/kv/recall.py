@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 UNREAD: Loss = "unread"
 AHEAD = 0.25  # of the pages that a row may choose: so many that were nearly chosen are fetched for the next pass
-ROWS = 64  # rows that choose at a time: their scores of all pages exist at once
+ROWS = 64  # rows that choose at a time, at most, and
+SCORES = 1 << 26  # scores that exist at once: of a cluster's index each slot has one
 
 
 @dataclass(slots=True)
@@ -97,7 +98,8 @@ class Recall:
         pages = self._pages.get(layer)
         if pages is None or pages.reads_all or sight.window is not None or sight.is_prompt:
             return self._tier.attend(layer, q, sight, pos, own)
-        old = [self._recall(layer, pages, q[:, a : a + ROWS], sight) for a in range(0, q.shape[1], ROWS)]
+        rows = min(ROWS, max(1, SCORES // (q.shape[0] * pages.open.shape[1])))
+        old = [self._recall(layer, pages, q[:, a : a + rows], sight) for a in range(0, q.shape[1], rows)]
         parts = old if len(old) == 1 else [Part(torch.cat([p.out for p in old], 1), torch.cat([p.lse for p in old], 1))]
         n = self._late[layer]
         if own is not None and serves(q, own.v):

@@ -46,6 +46,9 @@ class Chosen(Protocol):
     def per_slot(self, head_dim: int, number: int) -> float:
         """Bytes of index beside each slot of a KV head whose numbers take so many bytes: for the plan of memory."""
 
+    def per_head(self, head_dim: int) -> float:
+        """Bytes of index beside a KV head, whatever it holds."""
+
     def near(self, head_dim: int, number: int) -> float:
         """Bytes kept where rows are computed, beside each slot of a KV head that lies far from there."""
 
@@ -76,6 +79,9 @@ class Everything:
         return []
 
     def per_slot(self, head_dim: int, number: int) -> float:
+        return 0.0
+
+    def per_head(self, head_dim: int) -> float:
         return 0.0
 
     def near(self, head_dim: int, number: int) -> float:
@@ -118,6 +124,9 @@ class _Part:
 
     def layers(self, sights: Sequence[Sight | None]) -> list[int]:
         return [i for i, sight in enumerate(sights) if i >= self.dense_layers and sight and sight.window is None]
+
+    def per_head(self, head_dim: int) -> float:
+        return 16.0  # how many pages it has, and slots
 
     def near(self, head_dim: int, number: int) -> float:
         return 1.25 * self.fraction * 2 * head_dim * number  # with what is fetched ahead, as recall.AHEAD says
@@ -172,6 +181,9 @@ class Sketch(_Part):
 
     def per_slot(self, head_dim: int, number: int) -> float:
         return -(-head_dim // 4) + 2 + PER_PAGE / self.page
+
+    def per_head(self, head_dim: int) -> float:
+        return super().per_head(head_dim) + 2 * 4 * head_dim  # means and spreads
 
 
 @dataclass(frozen=True)
@@ -231,3 +243,6 @@ class LowRank(_Part):
 
     def per_slot(self, head_dim: int, number: int) -> float:
         return min(self.rank, head_dim) * number + PER_PAGE / self.page
+
+    def per_head(self, head_dim: int) -> float:
+        return super().per_head(head_dim) + 4 * min(self.rank, head_dim) * head_dim  # directions

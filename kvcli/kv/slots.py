@@ -62,13 +62,22 @@ def storing(sights: Sequence[Sight], shapes: Sequence[LayerShape]) -> list[Sight
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Columns of slots side by side that lie on one rung of a ladder."""
+
+    rung: int  # 0 = the top
+    n: int  # columns
+    unit: int  # slots of a head in a row that go down together; those behind its last whole one go one by one
+
+
+@dataclass(frozen=True, slots=True)
 class Slots:
     """What one layer of a tier holds. Slot order means nothing; position means everything."""
 
     k: Tensor  # [K, S, D]
     v: Tensor  # [K, S, D], of a size of their own where a layer's values have one; where keys are values, `k` itself
     pos: Tensor  # [K, S] int, -1 = empty (heads may hold different numbers of slots)
-    widths: Sequence[int] = field(default=(), kw_only=True)  # of a ladder's rungs side by side, the lowest first
+    spans: Sequence[Span] = field(default=(), kw_only=True)  # of what a ladder shows, the lowest rung first
 
     @property
     def n_slots(self) -> int:

@@ -16,9 +16,10 @@ import torch
 
 from kvcli.errors import BadConfig
 from kvcli.kernels import dispatch, gpu
-from kvcli.kv.budget import Spending, keys_in
+from kvcli.kv.budget import Spending, keys_in, unit
 from kvcli.kv.dense import Dense
-from kvcli.kv.footprint import STEP, is_ladder, packs_by_age
+from kvcli.kv.extents import FIRST
+from kvcli.kv.footprint import POSITION, STEP, is_ladder, packs_by_age
 from kvcli.kv.form import OfModel
 from kvcli.kv.form_kivi import Kivi
 from kvcli.kv.ladder import Ladder
@@ -70,7 +71,8 @@ class Plan:
             return self.recall.over(dense, dense, self._sights)
         top, below = self._dense(self.device, STEP), list[Rung]()
         if self.memory.budget:
-            below += [Rung(self._packed(self.device, bits)) for bits in self.memory.bits]
+            units = ((bits, unit(bits, self.kv.group)) for bits in self.memory.bits)
+            below += [Rung(self._packed(self.device, bits), group=group) for bits, group in units]
         if self.is_packed:
             below.append(self._rung(self._packed(self.device), self.room.on_device, self.kv.group))
         if self.room.host_bytes:
@@ -89,9 +91,9 @@ class Plan:
             top,
             below,
             holds=self.kv.residual if packs_by_age(self.kv, self.form, self.memory) else on_device,
-            group=self.kv.group if below else 1,
+            group=self.kv.group if below and not self.memory.budget else 1,
             sinks=self.kv.sinks,
-            demotes=self.memory.demotes,
+            demotes=self.memory.demotes and not self.memory.budget,
             drops=self.memory.drops or bool(self.memory.budget),
         )
         return ladder if below else self.recall.over(ladder, top, self._sights)
@@ -201,6 +203,13 @@ class Plan:
         read = self.recall.layers(self._sights) if is_lower else ()
         number = self.dtype.itemsize
         index = [self.recall.per_slot(of.k_dim, number) if i in read else 0.0 for i, of in enumerate(self.shapes)]
+        apart = list[float]()
+        if is_lower and self.memory.demotes:
+            here = self.device.type == "cpu"  # the positions of a file are here, too, and its extents grow by as many
+            near = [0.0 if here else self.recall.near(of.k_dim, number) for of in self.shapes]
+            index = [of + (2 * POSITION if here else near[i] if i in read else 0.0) for i, of in enumerate(index)]
+            first = FIRST * POSITION if here else 0
+            apart = [first + self.recall.per_head(of.k_dim) * (i in read) for i, of in enumerate(self.shapes)]
         return Spending(
             self.memory.budget.replace(" %", "%"),
             self.room.free,
@@ -209,6 +218,7 @@ class Plan:
             self.memory.bits,
             self.kv.group,
             index,
+            apart,
         )
 
     def _packed(self, device: torch.device, bits: int | None = None) -> Shelf:

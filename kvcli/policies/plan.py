@@ -8,7 +8,7 @@ times a constant: how many lie on each at some price is read off sorted worths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.kv.budget import Spending
+    from kvcli.kv.slots import Span
 
 # share of a slot's worth that is left in so many bits: one less the error that rounding it adds to its head's output,
 # over the error of leaving it out: means of the demo and of SmolLM2-135M (tests/bench/rounding.py)
 QUALITY = {16: 1.0, 8: 0.955, 4: 0.85, 2: 0.41, 0: 0.0}
+# share that is left of what came where recall finds it: the same, and the same means, where rows read one slot in 16 by
+# `sketch`, as a floor of 1,024 tokens has them of 16k; by others 0.70 (minmax) to 0.85 (lowrank)
+FOUND = 0.84
 HALVINGS = 48  # of the price, on a scale of factors
 
 
@@ -32,6 +36,7 @@ class Layer:
     number: int  # of the layer
     worth: Tensor  # [K, S] float32, +inf = stays where it is
     rung: Tensor  # [K, S] int8 where each lies, -1 = empty
+    columns: Sequence[int] = ()  # of each rung, the top first: heads of one are as long as its longest, with holes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,7 @@ class _Sorted:
     number: int
     ways: list[Way]
     worths: list[list[np.ndarray]]  # by rung and head, rising
+    columns: Sequence[int]
 
     def nbytes(self, price: float, spending: Spending) -> float:
         counts = [[0] * len(heads) for heads in self.worths]
@@ -106,6 +112,10 @@ class _Sorted:
                 below = [int(np.searchsorted(worths, _threshold(price, factor))) for factor in way.at]
                 for to, n, more in zip((rung, *way.to), (len(worths), *below), (*below, 0), strict=True):
                     counts[to][head] += n - more
+        if spending.recalls:  # its index has a place for each hole
+            there = spending.last - 1
+            new = max(n - len(held) for n, held in zip(counts[there], self.worths[there], strict=True))
+            counts[there] = [self.columns[there] + new] * len(counts[there])
         return spending.nbytes(self.number, counts)
 
 
@@ -117,32 +127,24 @@ def _threshold(price: float, factor: float) -> np.float32:
 def _sorted(layer: Layer, spending: Spending) -> _Sorted:
     worth, rung = layer.worth.cpu().numpy(), layer.rung.cpu().numpy()
     each = [[np.sort(w[r == at]) for w, r in zip(worth, rung, strict=True)] for at in range(spending.last + 1)]
-    return _Sorted(layer.number, _ways(layer.number, spending), each)
+    return _Sorted(layer.number, _ways(layer.number, spending), each, layer.columns)
 
 
 def _ways(number: int, spending: Spending) -> list[Way]:
-    return ways(spending.each(number), [QUALITY[bits] for bits in (16, *spending.bits, 0)])
+    costs, left = spending.each(number), [QUALITY[bits] for bits in (16, *spending.bits)]
+    if not spending.recalls:
+        return ways(costs, [*left, 0.0])
+    found = [ways(costs, [*left, FOUND * came, 0.0])[rung] for rung, came in enumerate(left)]
+    return [*found, Way((), ()), Way((), ())]  # what goes from there leaves holes, which take as much
 
 
-def together(worth: Tensor, rung: Tensor, spending: Spending, widths: Sequence[int]) -> Tensor:
-    """worth [K, S] with the mean of its group for each slot that shares scales: they go down together or not at all.
-
-    `widths`: columns of each rung, the lowest first. A group is so many slots of a head next to each other, as a packed
-    rung has them; those that wait for theirs to be full stand behind, each by itself.
-    """
-    found = worth.clone()
-    for first, end, group in _grouped(spending, widths):
-        for head in range(worth.shape[0]):
-            n = int((rung[head, first:end] >= 0).sum()) // group * group
-            part = found[head, first : first + n].view(-1, group)
+def together(worth: Tensor, rung: Tensor, spans: Sequence[Span]) -> Tensor:
+    """worth [K, S] with the mean of its unit for each slot that has one: its slots go down together or not at all."""
+    found, first = worth.clone(), 0
+    for span in spans:
+        for head in range(worth.shape[0]) if span.unit > 1 else ():
+            n = int((rung[head, first : first + span.n] >= 0).sum()) // span.unit * span.unit
+            part = found[head, first : first + n].view(-1, span.unit)
             part[:] = part.mean(1, keepdim=True)
+        first += span.n
     return found
-
-
-def _grouped(spending: Spending, widths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Columns and group of the rungs in which slots share scales."""
-    end = sum(widths)
-    for rung, width in enumerate(reversed(widths)):
-        if (group := spending.groups(rung)) > 1:
-            yield end - width, end, group
-        end -= width

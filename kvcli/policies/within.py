@@ -160,11 +160,10 @@ class Within(Usual):
     def _layer(self, at: Boundary, i: int) -> Layer:
         """What competes in a layer."""
         s, moment = at.layer(i)
-        last = len(s.widths) - 1  # the lowest rung comes first
-        rung = torch.cat([torch.full((width,), last - j) for j, width in enumerate(s.widths)]).to(s.pos.device)
+        rung = torch.cat([torch.full((span.n,), span.rung) for span in s.spans]).to(s.pos.device)
         rung = rung.expand_as(s.pos).masked_fill(s.pos < 0, -1).to(torch.int8)
         worth = at.memory.worth.total[i].gather(1, s.pos.clamp(min=0).long())
         if at.memory.heads:
             worth = worth * worth.new_tensor(at.memory.heads[i]).unsqueeze(1)
         worth = worth.masked_fill(moment.protected, float("inf"))
-        return Layer(i, together(worth, rung, self.spending, s.widths), rung)
+        return Layer(i, together(worth, rung, s.spans), rung, [span.n for span in reversed(s.spans)])

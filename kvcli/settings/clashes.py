@@ -259,7 +259,7 @@ def budget_clashes(profile: Profile) -> list[Clash]:
     others = {
         "policy.name": "" if spends else 'which spends no bytes: set policy.name = "budget"',
         packs[0] if packs else "": "which rounds by age: leave it out, and set memory.bits = [4] for four bits alone",
-        "memory.disposition": "which knows two rungs: leave it out" if memory.demotes else "",
+        "memory.disposition": _beside_budget(profile) if memory.demotes else "",
         "form.method": "whose bytes a budget does not count: leave [form] out" if is_other else "",
         "memory.device": "which is a second size of one place: leave it out" if memory.device != "auto" else "",
         "recall.method": 'which finds nothing further away: set memory.disk = "8GiB"'
@@ -278,6 +278,15 @@ def budget_clashes(profile: Profile) -> list[Clash]:
             Clash("memory.bits", key, f"{bits} are no falling rungs", "which is spent from rung to rung: [8, 4, 2]")
         )
     return found
+
+
+def _beside_budget(profile: Profile) -> str:
+    """Why "demote" is not for what a budget has no room for; "" = it is."""
+    away = [f"memory.{name}" for name in ("host", "disk") if _is_there(getattr(profile.memory, name))]
+    if len(away) != 1:
+        said = f"both {' and '.join(away)}: leave one out" if away else 'nowhere: set memory.disk = "8GiB"'
+        return f"which moves what there is no room for to one other place, and there is {said}"
+    return "" if profile.recall.reads else 'which is for what recall finds again: set recall.method = "sketch"'
 
 
 def cautions(profile: Profile, device: str) -> list[str]:
@@ -299,12 +308,12 @@ def idle_keys(profile: Profile) -> list[Clash]:
     packing = (packs, "kv.k_bits", bits, "so nothing is packed")
     moving = (packs or moves, "kv.k_bits", f"{bits} and {sizes}", "so nothing is packed, and nothing moves")
     acts = {"rotate": packing, "residual": packing, "group": moving, "sinks": moving}
-    if memory.budget:
-        chosen = "memory.budget", "memory.budget is spent", "so the policy says what moves"
-        acts |= {"residual": (False, *chosen), "sinks": (False, *chosen)}
     if memory.demotes:
         chosen = "memory.disposition", 'memory.disposition is "demote"', "so the policy says what moves"
         acts |= {"residual": (False, *chosen), "sinks": (moves, *chosen)}
+    if memory.budget:
+        chosen = "memory.budget", "memory.budget is spent", "so the policy says what moves"
+        acts |= {"residual": (False, *chosen), "sinks": (False, *chosen)}
     eight = kv.k_bits == kv.v_bits == 8
     acts["halves"] = (eight, "kv.k_bits" if kv.k_bits != 8 else "kv.v_bits", "not both are 8", "so no code has halves")
     plain = type(kv)()

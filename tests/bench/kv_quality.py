@@ -80,11 +80,13 @@ FEWER: dict[str, dict[str, Any]] = {  # numbers of old slots, in 16 bits
     **{f"cskv {r}": {"kv": {"group": 256}, "form": {"method": "cskv", "k_rank": r, "v_rank": r}} for r in (32, 16)},
 }
 READS = {"recall": {"method": "sketch", "floor": 128}}  # tokens of what lies below that a head reads for a row
+FILE = {"memory": {"disk": "4GiB"}}
 MOVED: dict[str, dict[str, Any]] = {  # where goes what a policy does not keep
     "dropped": {},
     "recalled": READS,
     "in 4 bits": FOUR,
     "in 4 bits, recalled": FOUR | READS,
+    "in a file, recalled": FILE | READS,
 }
 SNAP = {"name": "snap", "alloc": "uniform"}
 VARIANTS: dict[str, dict[str, Any]] = {  # of policies, as `--field` has them beside what each does by default
@@ -178,7 +180,9 @@ def asked(model: Any, sample: Sample, session: Any) -> Outcome:
     for one in sample.asked:
         right.append(all(hits[: len(one.value)]))
         hits = hits[len(one.value) :]
-    return {"right": right, "kept": kept(session), "bytes": sum(nbytes(session.kv).values())}
+    held = nbytes(session.kv)
+    here = sum(n for tier, n in held.items() if tier not in ("disk", "host"))
+    return {"right": right, "kept": kept(session), "bytes": sum(held.values()), "device": here}
 
 
 def head_map(model: Any, path: Path) -> str:
@@ -266,9 +270,14 @@ def moved(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
         for name in ("snap", "streaming", "random"):
             for way, more in MOVED.items():
                 change = {"policy": rival(name, share, n, i, mapped), **more}
-                change |= {"memory": {"disposition": "demote"}} if more else {}
+                change |= {"memory": {**more.get("memory", {}), "disposition": "demote"}} if more else {}
                 side = f"{name} {percent(share)} {way}"
                 yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
+        for way, more in {"dropped": {}, "in a file, recalled": FILE["memory"] | {"disposition": "demote"}}.items():
+            spends = {"policy": {"name": "budget"}, "memory": {**spent("budget", share)["memory"], **more}}
+            change = spends | (READS if more else {})
+            side = f"budget {percent(share)} {way}"
+            yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
 
 
 def field(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
@@ -319,6 +328,7 @@ def row(name: str, found: list[Outcome], full: list[Outcome] | None, ours: list[
         "side": name,
         "kept": round(fmean(o["kept"] for o in found), 4),
         "kv_mib": round(fmean(o["bytes"] for o in found) / 2**20, 3),
+        "device_mib": round(fmean(o.get("device", o["bytes"]) for o in found) / 2**20, 3),  # older runs used no file
         "accuracy": round(fmean(right), 4),
     }
     for key, others in (("less than full", full), ("fastgen better by", ours)):
@@ -408,7 +418,8 @@ def main() -> None:
         "machine": f"torch {about['torch']}, commit {about['commit']}",
         "command": " ".join(["python tests/bench/kv_quality.py", *sys.argv[1:]]).partition(" --out")[0],
         "rows": rows,
-        "note": "In brackets: 95 % intervals, a paired bootstrap over texts. kept: slots; kv mib: what is allocated.",
+        "note": "In brackets: 95 % intervals, a paired bootstrap over texts. kept: slots; kv mib: what is allocated, "
+        "device mib: but for files and host memory.",
         "t": {side: sorted(o["t"] for o in each) for side, each in found.items() if "t" in each[0]},
         "best": best if any(best.values()) else {},
     }

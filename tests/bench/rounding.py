@@ -1,11 +1,13 @@
-"""What is left of a slot's worth in 8, 4 and 2 bits: the constants of kvcli/policies/plan.py.
+"""What is left of a slot's worth in few bits, and where recall reads a part: the constants of kvcli/policies/plan.py.
 
-    python tests/bench/rounding.py [--model demo] [--length 1024] [--slots 64]
+    python tests/bench/rounding.py [--model demo] [--length 1024] [--slots 64] [--recall sketch,minmax]
 
 Of each layer and KV head slots are drawn by the attention that the newest 32 queries pay them; each is rounded alone
 (in the groups that it would share scales with), and left out alone. What is left is one less the error of the head's
-output when it is rounded over that when it is left out, both as norms over queries, summed over slots. Prints a row for
-each number of bits, then JSON on the last line.
+output when it is rounded over that when it is left out, both as norms over queries, summed over slots. Where recall
+reads a share of the slots, one is left out for the queries that do not choose it, and there is no error for the others;
+nothing is read but what is chosen. Prints a row for each number of bits and each way to recall, then JSON on the last
+line.
 """
 
 from __future__ import annotations
@@ -24,19 +26,26 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.bench.texts import text_of  # noqa: E402
+from kvcli.build import REGISTRIES  # noqa: E402
 from kvcli.engine.engine import run  # noqa: E402
 from kvcli.engine.feed import Feed  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.heads.sample import samples  # noqa: E402
 from kvcli.kv.budget import keys_in  # noqa: E402
+from kvcli.kv.dense import Dense  # noqa: E402
 from kvcli.kv.packed import Packed  # noqa: E402
-from kvcli.kv.slots import LayerShape, Slots  # noqa: E402
+from kvcli.kv.recall import _choose  # noqa: E402
+from kvcli.kv.recall_pages import Budget, Pages  # noqa: E402
+from kvcli.kv.slots import LayerShape, Sight, Slots  # noqa: E402
+from kvcli.settings.resolve import method_class  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 from tests.bench.kv_quality import opened  # noqa: E402
 
 QUERIES = 32
 SINKS = 4  # first tokens, which always stay
 HELD_OUT = 5_000  # seed of the text
+SHARES = (0.03, 0.0625, 0.125, 0.25)  # that recall reads
+Way = int | str  # bits, 0 = left out; or a method of recall and the share that it reads
 
 
 def rounded(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -48,13 +57,31 @@ def rounded(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return s.k[0], s.v[0]
 
 
-def errors(q: Tensor, k: Tensor, v: Tensor, scale: float, slots: int, g: torch.Generator) -> dict[int, Tensor]:
-    """q [N, D] over k, v [S, D] -> by bits (0 = left out) the error of each drawn slot [m], as a norm over queries."""
+def reads(q: Tensor, k: Tensor, v: Tensor, sight: Sight, method: str, share: float) -> Tensor:
+    """Which slots of k, v [K, S, D] each row of q [K, G, N, D] reads, [K, N, S]."""
+    tier = Dense([LayerShape(k.shape[0], k.shape[2], v.shape[2])], k.dtype)
+    tier.append(0, k, v, 0)
+    index = method_class(REGISTRIES["recall"][method])().index()
+    pages = Pages(index, Budget(share, 1, 0, 0))
+    pages.settle(0, tier)
+    score = index.score(q.flatten(1, 2), pages.kept, pages.shared, sight).view(*q.shape[:3], -1)
+    found = _choose(score, pages, -float("inf")).repeat_interleave(index.grain, 2)  # whole pages alone
+    return torch.nn.functional.pad(found, (0, k.shape[1] - found.shape[2]), value=True)
+
+
+def errors(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, slots: int, g: torch.Generator, read: dict[str, Tensor]
+) -> dict[Way, Tensor]:
+    """q [N, D] over k, v [S, D] -> by what is done to it the error of each drawn slot [m], as a norm over queries.
+
+    `read`: by way of recall which slots a query reads [N, S]."""
     q, k, v = q.double(), k.double(), v.double()
     p = (q @ k.T * scale).softmax(1)  # [N, S]
     out = p @ v
     at = SINKS + torch.multinomial(p.mean(0)[SINKS:], slots, generator=g)
-    found = {0: ((p[:, at] / (1 - p[:, at]))[..., None] * (out[:, None] - v[at])).square().sum((0, 2)).sqrt()}
+    gone = ((p[:, at] / (1 - p[:, at]))[..., None] * (out[:, None] - v[at])).square().sum(2)  # [N, m]
+    found: dict[Way, Tensor] = {0: gone.sum(0).sqrt()}
+    found |= {way: gone.masked_fill(mask[:, at], 0).sum(0).sqrt() for way, mask in read.items()}
     for bits in (8, 4, 2):
         rk, rv = (t.double() for t in rounded(k.float(), v.float(), bits))
         grow = (q @ (rk[at] - k[at]).T * scale).exp()  # of a slot's weight before it is normed again
@@ -70,6 +97,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--slots", type=int, default=64, help="drawn of each head")
+    parser.add_argument("--recall", default="", help="methods of [recall]")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model: Any = opened(args.model, Path(tempfile.gettempdir(), "kvcli-kv-quality"), {"load.dtype": "fp32"})
@@ -77,19 +105,23 @@ def main() -> None:
     sample = samples(model, 1, args.length, HELD_OUT, haystack)[0]
     rows = Rows.chain(sample.context[:-1], 0)
     (made,) = run([Feed(model.lm, rows, model.new_session().kv, hear=range(rows.n_rows - QUERIES, rows.n_rows))])
-    total: dict[int, float] = {}
+    total: dict[Way, float] = {}
     g = torch.Generator().manual_seed(0)
     for layer, q in enumerate(made.queries):
         fresh = made.fresh[layer]
-        kv = fresh.k.shape[0]
-        for head in range(kv):
-            of = q.view(kv, -1, *q.shape[1:])[head].flatten(0, 1)
-            sight = model.lm.sights[layer]
-            for bits, each in errors(
-                of, fresh.k[head, :-QUERIES], fresh.v[head, :-QUERIES], sight.scale, args.slots, g
-            ).items():
-                total[bits] = total.get(bits, 0.0) + float(each.sum())
-    found = [{"bits": bits, "left": round(1 - total[bits] / total[0], 4)} for bits in (8, 4, 2)]
+        sight, old = model.lm.sights[layer], (fresh.k[:, :-QUERIES], fresh.v[:, :-QUERIES])
+        groups = q.view(fresh.k.shape[0], -1, *q.shape[1:])  # [K, G, N, D]
+        read = {
+            f"{method} {share:.1%}": reads(groups, *old, sight, method, share)
+            for method in filter(None, args.recall.split(","))
+            for share in SHARES
+        }
+        for head, of in enumerate(groups):
+            mine = {way: mask[head].repeat(of.shape[0], 1) for way, mask in read.items()}
+            k, v = (t[head] for t in old)
+            for way, each in errors(of.flatten(0, 1), k, v, sight.scale, args.slots, g, mine).items():
+                total[way] = total.get(way, 0.0) + float(each.sum())
+    found = [{"in": way, "left": round(1 - error / total[0], 4)} for way, error in total.items() if way]
     for row in found:
         print(json.dumps(row))
     about = machine()

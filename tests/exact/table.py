@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -34,7 +35,7 @@ from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.kept.shelf import Shelf
 from kvcli.kernels.native import native
-from kvcli.kv.budget import Spending, keys_in
+from kvcli.kv.budget import Spending, keys_in, unit
 from kvcli.kv.bus import bus_of
 from kvcli.kv.checked import Checked
 from kvcli.kv.dense import Dense
@@ -108,7 +109,9 @@ FORMS |= {"gear": Gear("before", 0.5, 1), "squat": Squat(), "rotatekv": RotateKV
 # or in fewer numbers
 FORMS |= {"mustafar": Mustafar(), "freqkv": FreqKV(), "subgen": SubGen(centers=2, samples=2)}
 FORMS |= {"cskv": Cskv(k_rank=3, v_rank=2)}
-PARTS = (*INDEXES, *FORMS, "turned", "disk", "halves", "checked", "uneven turned", "rungs")
+# on which a policy places slots; the last of them one in which rows find a part again
+RUNGS = ("rungs", "rungs recalled")
+PARTS = (*INDEXES, *FORMS, "turned", "disk", "halves", "checked", "uneven turned", "rebuilt", *RUNGS)
 NATIVE = ("dense", "sliding", "uneven", "given", "blocks", *LOWER, *PARTS) if native() is not None else ()
 STORAGES += [(name, "bf16") for name in NATIVE]
 MODELS |= dict.fromkeys(PARTS, "llama") | {"uneven turned": "gemma4_shared"}
@@ -123,7 +126,7 @@ WAYS: dict[str, Way] = {"by query": ByQuery, "by kernel": ByKernel, "by stream":
 READ = ("kept", "lazy", "layers", "blend")
 MODELS |= dict.fromkeys(READ, "llama")
 TWINS = {"kept": "dense", "layers": "dense"}  # whose text it is
-UNJUDGED = (*TWINS, "blend", "rotatekv", "cskv")  # under no policy; these write heads together
+UNJUDGED = (*TWINS, "blend", "rotatekv", "cskv", "rebuilt")  # under no policy; these write heads together
 STORAGES += [(name, dtype) for name in READ for dtype in (("fp32", "bf16") if native() is not None else ("fp32",))]
 # rows go to two of five experts each, in full precision, in 8 and in 4 bits; no policy sees them
 EXPERTS = {"experts": "none", "experts in 8 bits": "int8", "experts in 4 bits": "int4"}
@@ -143,7 +146,9 @@ BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear 
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
 BITS = (8, 4, 2)  # of rungs that a policy places slots on
 SPENT = Spending("40%", 0, alike(3, 2, 16), 4, BITS, 16, [0.0] * 3)
-POLICIES |= {"budget": (Within(Spender(sinks=2, guard=5, every=16), SPENT), 16)}
+SPENDER = Spender(sinks=2, guard=5, every=16)
+POLICIES |= {"budget": (Within(SPENDER, SPENT), 16)}
+PLACED = {"rungs recalled": Within(SPENDER, replace(SPENT, beyond=[18.0] * 3, apart=[0.0] * 3))}
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 AHEAD = Snap(0.4, sinks=2, guard=5, queries=4, lookahead=3, keep_new=14, every=11, alloc="prefix", post="graph")
 POLICIES |= {"ahead": (AHEAD, 11)}  # tests/test_stages.py and test_topk.py have the others
@@ -308,7 +313,7 @@ def serves(storage: str, policy: str, drafter: str = CHAINS[0]) -> bool:
     if storage == "hybrid" and (drafter not in CHAINS or policy == "ahead"):  # an answer that is tried is refused there
         return False
     if policy == "budget":
-        return storage == "rungs"
+        return storage in RUNGS
     return policy == "all" if storage in UNJUDGED else policy != "all" or storage not in LOWER
 
 
@@ -329,10 +334,12 @@ def past(storage: str, model: LM) -> Store:
         part = Budget(0.1, 4, 2, 5)
         how: dict[str, Any] = {"epsilon": epsilon, "source": top, "is_shared": storage == "chosen once"}
         return RecallStore(top, INDEXES[storage], part, range(1, model.n_layers), **how)
-    if storage in FORMS:
+    if storage in FORMS or storage == "rebuilt":  # the latter as in ShadowKV
         of = OfModel(model.shapes, stored, model.sights, partial(rotaries, model))
-        coded = FORMS[storage].tier(of, model.device, Kv(k_bits=4, v_bits=4, group=5))
-        return Ladder(top, [Rung(coded)], holds=7, group=5, sinks=2)
+        form = FORMS.get(storage, Cskv(k_rank=3, v_rank=0))
+        coded = form.tier(of, model.device, Kv(k_bits=4, v_bits=4, group=5))
+        some = Recall(coded, LowRank(3, 5), Budget(0.1, 4, 2, 3), range(1, model.n_layers), source=coded)
+        return Ladder(top, [Rung(coded if storage in FORMS else some)], holds=7, group=5, sinks=2)
     if storage in WAYS:
         bus = FakeBus() if model.device.type == "cpu" else bus_of(model.device)
         far: Any = Mapped(model.shapes, stored, bus)
@@ -344,9 +351,11 @@ def past(storage: str, model: LM) -> Store:
         below: Floor = Disk(model.shapes, stored, 1 << 26, 1 << 30)
         if storage == "halves":
             below = Packed(model.shapes, stored, model.device, k_bits=8, v_bits=8, group=4, halves=True)
-        if storage == "rungs":
-            each = (Packed(model.shapes, stored, model.device, k_bits=keys_in(n), v_bits=n, group=16) for n in BITS)
-            return Ladder(top, [Rung(tier) for tier in each])
+        if storage in RUNGS:
+            each = [Packed(model.shapes, stored, model.device, k_bits=keys_in(n), v_bits=n, group=16) for n in BITS]
+            rungs = [Rung(tier, group=unit(n, 16)) for n, tier in zip(BITS, each, strict=True)]
+            found = Recall(below, Sketch(3), Budget(0.1, 4, 2, 3), range(1, model.n_layers), source=below)
+            return Ladder(top, rungs if storage == "rungs" else [*rungs, Rung(found)])
         if storage in ("turned", "checked", "uneven turned"):
             below = Packed(model.shapes, stored, model.device, k_bits=4, v_bits=8, group=5, rotate="hadamard")
         found = Ladder(top, [Rung(below)], holds=7, group=5, sinks=2)
@@ -375,6 +384,7 @@ def opened(
     """`seed`: of the constraint, where the sampler is held to one."""
     model = lm(storage, dtype, device)
     keep, every = POLICIES[policy]
+    keep = PLACED.get(storage, keep) if policy == "budget" else keep
     kv, every = past(storage, model), every or (16 if storage in PARTS else None)
     reads = view(model, kv, drafter)
     session = Session(
