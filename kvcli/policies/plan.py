@@ -32,6 +32,7 @@ class Layer:
     number: int  # of the layer
     worth: Tensor  # [K, S] float32, +inf = stays where it is
     rung: Tensor  # [K, S] int8 where each lies, -1 = empty
+    whole: float = 0.0  # worth of all tokens that compete, of those that are gone too
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,12 @@ def _sorted(layer: Layer, spending: Spending) -> _Sorted:
 
 
 def _ways(number: int, spending: Spending) -> list[Way]:
-    return ways(spending.each(number), [QUALITY[bits] for bits in (16, *spending.bits, 0)])
+    return ways(spending.each(number), quality(spending))
+
+
+def quality(spending: Spending) -> list[float]:
+    """Share of a slot's worth that is left, by rung."""
+    return [QUALITY[bits] for bits in (16, *spending.bits, 0)]
 
 
 def together(worth: Tensor, rung: Tensor, spending: Spending, widths: Sequence[int]) -> Tensor:

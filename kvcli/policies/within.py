@@ -15,6 +15,7 @@ from kvcli.errors import ContextOverflow
 from kvcli.kv.footprint import STEP
 from kvcli.kv.shortage import Shortage
 from kvcli.policies.headmap import head_rows
+from kvcli.policies.losing import counted, limit, lost
 from kvcli.policies.plan import Layer, levels, price, together
 from kvcli.policies.sums import Sums
 
@@ -40,6 +41,7 @@ class Known:
     worth: Sums  # by layer and position, of tokens that were scored
     heads: list[list[float]] = field(default_factory=list)  # [L][K] what heads weigh; [] = alike
     n: int = 0  # tokens that were scored
+    said: str = ""  # what came of the last boundary
 
     def state(self) -> State:
         """Worths, and what the score remembers."""
@@ -87,12 +89,16 @@ class Within(Usual):
         """All of them."""
         return n
 
+    def found(self, memory: Known) -> str:
+        """What came of the budget at the last boundary."""
+        return memory.said
+
     def choose(self, at: Boundary) -> Asks[Masks]:
         """By layer the rung of each slot. Raises Shortage where what always stays is more than the budget."""
         masks: list[Tensor | None] = [None] * len(at.layers)
-        most = self.spending.most(len(at.ids))
-        is_early = at.phase == "reading" and self.spending.is_share  # which is of a text, once it has been read
-        if is_early or not at.open or (at.is_whole and self._full(at, at.layers) <= most):
+        most, loses = self.spending.most(len(at.ids)), bool(self.spending.lose) and at.phase != "reading"
+        is_early = at.phase == "reading" and self.spending.is_late  # which is of a text, once it has been read
+        if is_early or not at.open or (at.is_whole and not loses and self._full(at, at.layers) <= most):
             return masks
         yield from self._score(at)
         layers = [self._layer(at, i) for i in at.open]
@@ -100,9 +106,25 @@ class Within(Usual):
         found = price(layers, self.spending, left)
         if found == float("inf") and not self.spending.is_share:
             raise self._shortage(layers, left, most - left)
+        found = max(found, limit(layers, self.spending, self.spending.lose)) if loses else found
         for layer in layers:
             masks[layer.number] = levels(layer, self.spending, found)
+        at.memory.said = self._told(at, layers, masks, most)
         return masks
+
+    def _told(self, at: Boundary, layers: Sequence[Layer], masks: Masks, most: int) -> str:
+        """What came of it, in words."""
+        rungs = [chosen for layer in layers if (chosen := masks[layer.number]) is not None]
+        whole = len(at.ids) * self.spending.of_token
+        held = self._full(at, [i for i in at.layers if i not in at.open]) + sum(
+            self.spending.nbytes(layer.number, counted(layer, rung, self.spending.last))
+            for layer, rung in zip(layers, rungs, strict=True)
+        )
+        if held > most and self.spending.is_share:
+            always = f"what always stays has it take {held / MIB:,.1f} MiB"
+            return f"beyond memory.budget = {self.spending.asked}, {most / MIB:,.1f} MiB: {always}"
+        share = lost(layers, self.spending, rungs)
+        return f"with {1 - share:.1%} of what it is worth in {held / whole:.0%} of its bytes"
 
     def _full(self, at: Boundary, layers: Container[int]) -> int:
         """Bytes of these layers, of which nothing went down: by their slots, as spare room hangs on how many
@@ -166,5 +188,11 @@ class Within(Usual):
         worth = at.memory.worth.total[i].gather(1, s.pos.clamp(min=0).long())
         if at.memory.heads:
             worth = worth * worth.new_tensor(at.memory.heads[i]).unsqueeze(1)
+        whole = self._whole(at, i) - float(worth.double()[moment.protected].sum())
         worth = worth.masked_fill(moment.protected, float("inf"))
-        return Layer(i, together(worth, rung, self.spending, s.widths), rung)
+        return Layer(i, together(worth, rung, self.spending, s.widths), rung, whole)
+
+    def _whole(self, at: Boundary, i: int) -> float:
+        """Worth of all tokens of a layer, wherever they are."""
+        of_heads = at.memory.worth.total[i].double().sum(1)
+        return float((of_heads * of_heads.new_tensor(at.memory.heads[i])).sum() if at.memory.heads else of_heads.sum())
