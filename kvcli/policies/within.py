@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.feed import Asks, asked
-from kvcli.engine.policy import Usual, Wants
+from kvcli.engine.policy import Wants
 from kvcli.errors import ContextOverflow
 from kvcli.kv.footprint import STEP
 from kvcli.kv.shortage import Shortage
+from kvcli.policies.budget import Budget
 from kvcli.policies.headmap import head_rows
 from kvcli.policies.losing import counted, limit, lost
 from kvcli.policies.plan import Layer, levels, price, together
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from kvcli.kv.budget import Spending
     from kvcli.kv.slots import Masks
     from kvcli.kv.state import Given, State
-    from kvcli.policies.budget import Budget
     from kvcli.policies.topk import Memory
 
 FLOOR = 0.2  # of the average weight, that a head map leaves every head
@@ -41,7 +41,7 @@ class Known:
     worth: Sums  # by layer and position, of tokens that were scored
     heads: list[list[float]] = field(default_factory=list)  # [L][K] what heads weigh; [] = alike
     n: int = 0  # tokens that were scored
-    said: str = ""  # what came of the last boundary
+    said: str = ""  # what came of the last prompt
 
     def state(self) -> State:
         """Worths, and what the score remembers."""
@@ -54,28 +54,17 @@ class Known:
         self.worth.restore(given.part("worth"))
 
 
-@dataclass(frozen=True)
-class Within(Usual):
-    """The policy, and what it may spend."""
+@dataclass(frozen=True, kw_only=True)
+class Within(Budget):
+    """The policy of texts whose stores have the rungs that are spent on."""
 
-    settings: Budget
     spending: Spending
-
-    is_uneven = True
-
-    @property
-    def every(self) -> int:
-        return self.settings.every
-
-    @property
-    def keeps(self) -> str:
-        return self.settings.keeps
 
     def wants(self, lm: LM) -> Wants:
         """What the score wants, whenever newcomers are scored. Raises as it does, and as a head map does."""
-        wants, rows = self.settings.scorer.wants(lm), []
-        if self.settings.headmap:
-            table = head_rows(self.settings.headmap, lm)
+        wants, rows = self.scorer.wants(lm), []
+        if self.headmap:
+            table = head_rows(self.headmap, lm)
             mean = sum(map(sum, table)) / sum(map(len, table)) or 1.0
             rows = [[FLOOR + (1 - FLOOR) * value / mean for value in row] for row in table]
 
@@ -85,12 +74,8 @@ class Within(Usual):
 
         return replace(wants, lasting=True, memory=memory)
 
-    def slots(self, n: int) -> int:
-        """All of them."""
-        return n
-
     def found(self, memory: Known) -> str:
-        """What came of the budget at the last boundary."""
+        """What came of the budget when the last prompt had been read."""
         return memory.said
 
     def choose(self, at: Boundary) -> Asks[Masks]:
@@ -103,13 +88,14 @@ class Within(Usual):
         yield from self._score(at)
         layers = [self._layer(at, i) for i in at.open]
         left = most - self._full(at, [i for i in at.layers if i not in at.open])
-        found = price(layers, self.spending, left)
+        found = price(layers, self.spending, left) if self.spending.asked else 0.0
         if found == float("inf") and not self.spending.is_share:
             raise self._shortage(layers, left, most - left)
         found = max(found, limit(layers, self.spending, self.spending.lose)) if loses else found
         for layer in layers:
             masks[layer.number] = levels(layer, self.spending, found)
-        at.memory.said = self._told(at, layers, masks, most)
+        if at.phase == "read":
+            at.memory.said = self._told(at, layers, masks, most)
         return masks
 
     def _told(self, at: Boundary, layers: Sequence[Layer], masks: Masks, most: int) -> str:
@@ -134,7 +120,7 @@ class Within(Usual):
 
     def _score(self, at: Boundary) -> Asks[None]:
         """What tokens are worth that were not scored yet; of a past that may have been taken back, all."""
-        known, n, scorer = at.memory, len(at.ids), self.settings.scorer
+        known, n, scorer = at.memory, len(at.ids), self.scorer
         first, own, is_seen = 0 if at.is_whole else known.n, replace(at, memory=known.scorer), True
         try:
             yield from asked(scorer.look(own, first))
@@ -157,14 +143,14 @@ class Within(Usual):
     def _share(self, score: Tensor, pos: Tensor) -> Tensor:
         """float32 [K, S] of a head's attention, where scores are not such shares as they come."""
         score = score.float()
-        if self.settings.score == "kvzip":
+        if self.score == "kvzip":
             return score
         low = score.masked_fill(pos < 0, torch.inf).amin(1, keepdim=True).clamp(max=0)
         score = (score - low).masked_fill(pos < 0, 0.0)
         return score / score.sum(1, keepdim=True).clamp(min=TINY)
 
     def _no_room(self, error: ContextOverflow) -> ContextOverflow:
-        said = f'policy.score = "{self.settings.score}" finds no room to repeat the text behind itself'
+        said = f'policy.score = "{self.score}" finds no room to repeat the text behind itself'
         return ContextOverflow(said, lines=error.lines, try_=["--set policy.score=expected", "a shorter text"])
 
     def _shortage(self, layers: Sequence[Layer], left: int, elsewhere: int) -> Shortage:
@@ -173,7 +159,7 @@ class Within(Usual):
         return Shortage(
             f"memory.budget = {self.spending.asked} has no room for a text",
             lines=[
-                f"what always stays ({self.settings.sinks} first and {self.settings.guard} newest tokens, the system "
+                f"what always stays ({self.sinks} first and {self.guard} newest tokens, the system "
                 f"prompt, what tools said) takes {always / MIB:,.1f} MiB of {max(0, left) / MIB:,.1f} MiB"
             ],
             try_=[f"--set memory.budget={-(-(2 * int(always) + elsewhere) // MIB)}MiB", "--set policy.protect=false"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -72,7 +73,6 @@ from kvcli.policies.budget import Budget as Spender
 from kvcli.policies.random import Random
 from kvcli.policies.snap import Snap
 from kvcli.policies.window import Window as Stream
-from kvcli.policies.within import Within
 from kvcli.prune.lazy import Lazy
 from kvcli.reuse.blend import Blend
 from kvcli.settings.schema import Kv
@@ -143,7 +143,8 @@ BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear 
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
 BITS = (8, 4, 2)  # of rungs that a policy places slots on
 SPENT = Spending("40%", 0, alike(3, 2, 16), 4, BITS, 16, [0.0] * 3)
-POLICIES |= {"budget": (Within(Spender(sinks=2, guard=5, every=16), SPENT), 16)}
+SPENDS = {"budget": SPENT, "lose": replace(SPENT, asked="", lose=0.05)}
+POLICIES |= {name: (Spender(sinks=2, guard=5, every=16).within(spent), 16) for name, spent in SPENDS.items()}
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 AHEAD = Snap(0.4, sinks=2, guard=5, queries=4, lookahead=3, keep_new=14, every=11, alloc="prefix", post="graph")
 POLICIES |= {"ahead": (AHEAD, 11)}  # tests/test_stages.py and test_topk.py have the others
@@ -307,7 +308,7 @@ def serves(storage: str, policy: str, drafter: str = CHAINS[0]) -> bool:
     """Without a policy nothing goes to a lower tier, and with one nothing is kept for others, or read by layers."""
     if storage == "hybrid" and (drafter not in CHAINS or policy == "ahead"):  # an answer that is tried is refused there
         return False
-    if policy == "budget":
+    if policy in SPENDS:
         return storage == "rungs"
     return policy == "all" if storage in UNJUDGED else policy != "all" or storage not in LOWER
 
