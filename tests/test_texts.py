@@ -334,7 +334,7 @@ def test_what_is_free_is_for_as_many_texts_as_are_said() -> None:
     first, second, other = model.open(), model.open(), model.open("exact")
     for text in (first, other):
         text.generate("How deep?", max_new_tokens=2)
-    with pytest.raises(DoesNotFit, match="memory.texts"):
+    with pytest.raises(DoesNotFit, match=r"memory\.texts"):
         second.generate("How deep?", max_new_tokens=2)
     with model.open(set={"memory.texts": 2}) as third:
         third.generate("How deep?", max_new_tokens=2)

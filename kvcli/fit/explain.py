@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import KvcliError
 from kvcli.fit.choice import plan_on
+from kvcli.fit.speed import at, by_rows
 from kvcli.policies.plan import QUALITY, ways
 from kvcli.schemas.fit import FitBudget, FitChange, FitPart, FitRung
 from kvcli.settings.schema import size_of
@@ -15,12 +16,16 @@ from kvcli.settings.schema import size_of
 if TYPE_CHECKING:
     from kvcli.fit.plan import Plan, Subject
     from kvcli.kv.budget import Spending
+    from kvcli.schemas.fit import CalibrationDocument
 
-TEXTS = 4  # that a head map is made from
+# what a head map is made from (heads/run.py): texts, tokens of one, and rows of the short passes behind it: without each
+# head in turn, with all of them, and two that check what was found
+TEXTS, SAMPLE, ROWS = 4, 1024, 64
 
 
-def budget(plan: Plan, has_map: bool) -> FitBudget | None:
-    """None for a profile without one. `has_map`: the model's own head map was made before."""
+def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -> FitBudget | None:
+    """None for a profile without one. `has_map`: the model's own head map was made before. `calibration`: what was
+    measured for it."""
     if (spent := plan.spending) is None:
         return None
     need, policy, memory = plan.need, plan.profile.policy, plan.profile.memory
@@ -30,6 +35,7 @@ def budget(plan: Plan, has_map: bool) -> FitBudget | None:
     whole = spent.of_token * need.context
     return FitBudget(
         asked=spent.asked,
+        lose=spent.lose,
         told=spent.told,
         bytes=min(need.budget, whole),
         whole=whole,
@@ -44,7 +50,8 @@ def budget(plan: Plan, has_map: bool) -> FitBudget | None:
         again=plan.run.again(need.context),
         headmap=policy.headmap,
         is_mapped=has_map if policy.headmap == "auto" else bool(policy.headmap),
-        passes=TEXTS * (1 + spent.heads) if policy.headmap == "auto" else 0,
+        passes=TEXTS * (3 + spent.heads) if policy.headmap == "auto" else 0,
+        map_seconds=_to_map(spent.heads, calibration) if policy.headmap == "auto" else None,
         recall=plan.profile.recall.reads if elsewhere else "",
         elsewhere=" and ".join(elsewhere),
     )
@@ -69,6 +76,17 @@ def alike(costs: list[float], quality: list[float], each: float) -> list[float]:
             return shares
     shares[path[-1]] = 1.0
     return shares
+
+
+def _to_map(heads: int, calibration: CalibrationDocument | None) -> float | None:
+    """Seconds that making a head map takes; None where passes of this model were not timed."""
+    if calibration is None or calibration.model is None:
+        return None
+    grid = by_rows(calibration.model.passes)
+    most = max(grid)
+    reading = -(-SAMPLE // most) * at(grid[most], SAMPLE)
+    short = at(grid[min((rows for rows in grid if rows >= ROWS), default=most)], SAMPLE)
+    return TEXTS * (reading + (3 + heads) * short)
 
 
 def parts(plan: Plan, subject: Subject) -> list[FitPart]:

@@ -63,6 +63,7 @@ class Run:
     lower: int | None  # bytes on the device of a slot of all layers that a policy moves down; None: it is forgotten
     spends: Spending | None  # what a policy may spend at a boundary; None: as many bytes as there are
     always: int  # tokens that it leaves whole, whatever there is to spend
+    texts: int  # among which it divides what is free
     drops: bool  # what is moved down is forgotten after all where there is no room
     base: int  # of the program; on a GPU, what earlier runs took there beyond their estimates
     is_uneven: bool = False  # heads keep different numbers of slots, in full precision
@@ -199,7 +200,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     beside = base + on_card + draft + working + behind
     newest, budget = top(stored(shape)[below:], min(held, fresh + STEP)), 0
     if run.spends is not None:  # what a pass adds comes on top
-        budget = replace(run.spends, free=max(0, run.caps.free - beside - newest)).most(context)
+        budget = replace(run.spends, free=max(0, (run.caps.free - beside) // run.texts - newest)).most(context)
     most = None if run.spends is None or run.spends.is_late else budget
     short = 0 if most is None or run.spends is None else min(context, run.always) * run.spends.of_token - most
     places = run.caps.spread(spread, chunk, beside)

@@ -165,6 +165,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         lower=lower if profile.memory.demotes else None,
         spends=_spending(profile, shape, kv_number, room),
         always=profile.policy.sinks + profile.policy.guard if profile.memory.spends else 0,
+        texts=profile.memory.texts,
         drops=profile.memory.drops,
         between=whole.policy.every,
         answer=profile.sample.max_new_tokens,

@@ -54,7 +54,7 @@ def document(
         plans=[
             _entry(outlook, plan, others, calibrations.get(plan.profile.name), host).model_copy(
                 update={
-                    "budget": (spent := budget(plan, has_map)),
+                    "budget": (spent := budget(plan, has_map, calibrations.get(plan.profile.name))),
                     "parts": parts(plan, subject) if explains and spent is None else None,
                 }
             )

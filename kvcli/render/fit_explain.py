@@ -18,7 +18,8 @@ GONE = "what has no room is gone: --set memory.disk=8GiB --set recall.method=ske
 def explained(plan: FitPlan, width: int) -> Iterator[list[Span]]:
     """A title, then a point a line or several, at most `width` columns wide."""
     budget, at = plan.budget, f"{plan.profile} at {f.count(plan.ctx)}"
-    what = "what takes memory" if budget is None else f"how memory.budget = {budget.asked} is spent"
+    asked = f"memory.budget = {budget.asked}" if budget is not None and budget.asked else "memory.lose"
+    what = "what takes memory" if budget is None else f"how {asked} is spent"
     yield from styled(f"{at}: {what}", width, "bold")
     for line in _parts(plan, plan.parts or []) if budget is None else _budget(plan, budget):
         for i, words in enumerate(folded(line, width, 4)):
@@ -33,7 +34,10 @@ def _parts(plan: FitPlan, parts: list[FitPart]) -> Iterator[str]:
 
 
 def _budget(plan: FitPlan, of: FitBudget) -> Iterator[str]:
-    yield f"keys and values: {f.long_size(of.bytes)} of {f.long_size(of.whole)} that all of it takes in full"
+    if of.asked:
+        yield f"keys and values: {f.long_size(of.bytes)} of {f.long_size(of.whole)} that all of it takes in full"
+    if of.lose:
+        yield f"no more than {of.lose:.1%} of what it is worth is lost{', if that is enough' if of.asked else ''}"
     first, more = f"{f.count(of.always)} first and newest tokens, {f.long_size(of.always_bytes)}", ""
     if of.always_bytes > of.bytes:
         more = f": more than the budget, by {f.long_size(of.always_bytes - of.bytes)}"
@@ -41,19 +45,24 @@ def _budget(plan: FitPlan, of: FitBudget) -> Iterator[str]:
     if of.is_late:
         yield f"until it has been read all of it is there: {f.long_size(plan.kv)} at most"
     yield f"beside it: {f.long_size(of.beside)}, {'' if of.is_late else 'of a pass, and '}what is remembered of tokens"
-    for rung in of.rungs:
+    for rung in of.rungs if of.asked else ():
         if rung.bits:
             lies = "in full" if rung.bits == 16 else f"in {rung.bits} bits"
             yield f"room for {f.count(rung.room)} tokens {lies}, {f.long_size(rung.token)} each"
     if len(set(of.layers)) > 1:
         yield f"bytes of a token in full by layer: {_runs(of.layers)}"
-    shares = [f"{f.percent(rung.share)} {_lies(rung.bits)}" for rung in of.rungs if rung.share]
-    yield f"were all {f.count(plan.ctx)} worth alike: {', '.join(shares)}"
+    if of.asked:
+        yield _shares(plan, of)
     again = f"; {f.count(of.again)} rows run once more for it" if of.again else ""
     yield f"a token's worth says {of.score}, by {of.by}{again}"
     yield _heads(of)
     read = f"recall reads {of.recall}" if of.recall else "all of it is read"
     yield f"what has no room lies on {of.elsewhere}: {read}" if of.elsewhere else GONE
+
+
+def _shares(plan: FitPlan, of: FitBudget) -> str:
+    shares = [f"{f.percent(rung.share)} {_lies(rung.bits)}" for rung in of.rungs if rung.share]
+    return f"were all {f.count(plan.ctx)} worth alike: {', '.join(shares)}"
 
 
 def _lies(bits: int) -> str:
@@ -66,7 +75,8 @@ def _heads(of: FitBudget) -> str:
         return given if of.headmap else "heads weigh alike: --set policy.headmap=auto finds out which need more"
     if of.is_mapped:
         return "heads weigh by a map of this model, which is there"
-    made = f"made when it is first run: {f.count(of.passes)} passes, most of them short"
+    takes = f"{f.count(of.passes)} short passes" if of.map_seconds is None else f"about {f.seconds(of.map_seconds)}"
+    made = f"made when it is first run: {takes}"
     return f"heads weigh by a map of this model, {made}"
 
 

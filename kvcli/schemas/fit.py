@@ -60,7 +60,8 @@ class FitRung(Json):
 class FitBudget(Json):
     """What `memory.budget` is spent on."""
 
-    asked: str
+    asked: str = Field(description='memory.budget; "": only memory.lose says how much')
+    lose: float = Field(ge=0, lt=1, description="memory.lose: share of a text's worth that may go")
     told: str = Field(description="the plan in a line")
     bytes: Bytes = Field(description="that keys and values may take at a boundary")
     whole: Bytes = Field(description="that the context would take in full")
@@ -75,7 +76,8 @@ class FitBudget(Json):
     again: Count = Field(description="rows that run once more behind a prompt of this length")
     headmap: str = Field(description='policy.headmap; "": heads weigh alike')
     is_mapped: bool = Field(description="a map that this asks for is there")
-    passes: Count = Field(description="that making the map takes, of which 4 read 1,024 tokens and others a few rows")
+    passes: Count = Field(description="that making the model's own map takes: few rows each, behind 4 texts")
+    map_seconds: Seconds | None = Field(description="that these take; null: there is none, or passes were not timed")
     recall: str = Field(description='how what is elsewhere is read; "": all of it, or there is no such place')
     elsewhere: str = Field(description='place of what has no room; "": it is gone')
 

@@ -120,11 +120,14 @@ def test_a_budget_is_explained(machine):
     machine.environ["COLUMNS"] = "120"
     out = machine(*args, "--set", "policy.headmap=auto").out
     assert "were all 8,192 worth alike: 85% in 4 bits, 15% without room" in out
-    assert "a map of this model, made when it is first run: 52 passes" in out
+    assert "a map of this model, made when it is first run: 60 short passes" in out
     heads = machine.folder / "home" / "data" / "heads"
     heads.mkdir(parents=True)
     (heads / "a.json").write_text('{"model": "demo"}')
     assert "a map of this model, which is there" in machine(*args, "--set", "policy.headmap=auto").out
+    loses = machine(*args, "--set", "memory.budget=", "--set", "memory.lose=0.01").out
+    assert "no more than 1.0% of what it is worth is lost" in loses
+    assert "worth alike" not in loses
     less = machine(*args, "--set", "memory.budget=0.1%").out
     assert "always in full: 64 first and newest tokens, 194 KiB: more than the budget, by" in less
 
