@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvcli.kv.budget import Spending
     from kvcli.schemas.fit import CalibrationDocument
 
-# what a head map is made from (heads/run.py): texts, tokens of one, and rows of the short passes behind it: without each
-# head in turn, with all of them, and two that check what was found
+# what a head map is made from (heads/run.py): texts, tokens of one, rows of the short passes behind it, which are one
+# without each head in turn, one with all of them, and two that check what was found
 TEXTS, SAMPLE, ROWS = 4, 1024, 64
 
 
