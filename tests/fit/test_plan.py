@@ -136,7 +136,9 @@ def test_what_always_stays_must_fit_into_a_budget(demo):
     found = planned(demo, profile, 1400)
     assert not found.fits
     assert found.need.over == 64 * (6 * (2 * 2 * 64 * 2 + 4)) - size_of("0.1MiB")
-    assert planned(demo, profile.replace(memory={"budget": "fit"}), 8000, found.least + 4 * MIB).fits
+    room = (found.least + 16 * MIB) * 10 // 9  # of which a tenth is kept free
+    assert planned(demo, profile.replace(memory={"budget": "fit"}), 8000, room).fits
+    assert not planned(demo, "exact", 8000, room).fits
 
 
 @pytest.mark.parametrize("profile", ["streaming", "lean"])
