@@ -235,6 +235,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
     from kvcli.kv import tiers
 
     most, rows = chunk(lm, profile), max(profile.spec.rows, profile.steps.rows)
+    is_fit = profile.memory.budget == "fit"  # which leaves room for passes on a CPU, too
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, NUMBERS[profile.kv.dtype])
     return tiers.Plan(
         lm.shapes,
@@ -246,9 +247,10 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
         lm.sights,
         most,
         held,
-        pass_bytes(lm, most, rows, dtype) if lm.is_apart else 0,
+        pass_bytes(lm, most, rows, dtype) if lm.is_apart or is_fit else 0,
         profile.form.settings,
         partial(rotaries, lm),
+        lm.spare if is_fit else 0,
     )
 
 
@@ -301,7 +303,7 @@ def session(
 def policy(lm: LM, profile: Profile) -> Policy:
     """What `[policy]` asks for, with the rungs that `memory.budget` is spent on."""
     chosen: Policy = profile.policy.settings
-    return profile.policy.within(plan(lm, profile).spending) if profile.memory.budget else chosen
+    return profile.policy.within(plan(lm, profile).spending) if profile.memory.spends else chosen
 
 
 def steps(lm: LM, profile: Profile, pair: Pair | None, words: PreTrainedTokenizerBase) -> Writer | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcli import build
+from kvcli.chat.losses import approx
 from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session
@@ -25,6 +26,7 @@ from kvcli.kv.rung import Rung
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import LayerShape, Slots, Span, alike, compact, nbytes
 from kvcli.policies.budget import Budget
+from kvcli.policies.losing import limit, lost
 from kvcli.policies.plan import FOUND, QUALITY, Layer, levels, price, together
 from kvcli.policies.within import Within
 from kvcli.settings.profile import Profile, load_profile
@@ -91,6 +93,44 @@ def test_no_choice_of_rungs_is_better_by_more_than_one_slot(seed: int, share: fl
     assert cost(found) <= most
     assert all(to >= int(r) for to, r in zip(found, rung.flatten(), strict=True))
     assert kept(found) >= best - float(worth.max())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.4, 0.9])
+def test_no_choice_that_loses_as_little_takes_fewer_bytes_by_more_than_one_slot(seed: int, share: float) -> None:
+    g = torch.Generator().manual_seed(seed)
+    worth = torch.rand(2, 3, generator=g) ** 3
+    rung = torch.randint(0, 3, worth.shape, generator=g).to(torch.int8)
+    plain = Plain("", 0, alike(1, 2, 8), 4, BITS, 64, [0.0])
+    costs, quality = plain.each(0), [QUALITY[bits] for bits in (16, *BITS, 0)]
+    whole = 1.2 * float(worth.sum())  # of it, a sixth is gone
+    layer = Layer(0, worth, rung, whole)
+
+    def losing(chosen: Sequence[int]) -> float:
+        return 1 - sum(float(v) * quality[r] for v, r in zip(worth.flatten(), chosen, strict=True)) / whole
+
+    def cost(chosen: Sequence[int]) -> float:
+        return sum(costs[r] for r in chosen)
+
+    before = rung.flatten().tolist()
+    found = levels(layer, plain, limit([layer], plain, share)).flatten().tolist()
+    assert lost([layer], plain, [torch.tensor(found, dtype=torch.int8).view_as(rung)]) == pytest.approx(losing(found))
+    choices = itertools.product(*(range(r, len(costs)) for r in before))
+    enough = [cost(one) for one in choices if losing(one) <= share]
+    if not enough:  # more was lost before
+        assert found == before
+        return
+    assert losing(found) <= share
+    assert cost(found) <= min(enough) + costs[0]
+
+
+def test_what_always_stays_counts_as_nothing_lost() -> None:
+    layer = replace(of([[float("inf"), 1.0, 2.0, 1.0]]), whole=4.0)
+    plain = Plain("", 0, alike(1, 1, 16), 4, (), 64, [0.0])
+    for share, gone in ((0.2, []), (0.26, []), (0.5, [1, 3]), (0.74, [1, 3]), (1.0, [1, 2, 3])):
+        found = levels(layer, plain, limit([layer], plain, share))
+        assert torch.nonzero(found[0]).flatten().tolist() == gone
+        assert lost([layer], plain, [found]) == pytest.approx(sum(float(layer.worth[0, i]) for i in gone) / 4)
 
 
 def test_what_is_worth_more_lies_no_lower() -> None:
@@ -290,6 +330,49 @@ def test_a_chunk_is_placed_as_soon_as_bytes_run_out() -> None:
     assert most <= 0.1 * (1 << 20) + 1.5 * fresh
 
 
+@pytest.mark.parametrize("score", SCORES)
+def test_a_text_loses_no_more_of_its_worth_than_was_asked(score: str) -> None:
+    took = []
+    for lose in (0.01, 0.05, 0.2):
+        session = build.session(model(), profile(policy={"score": score}, memory={"budget": "", "lose": lose}))
+        drive(session.read(families.prompt(400, seed=3)))
+        kept, bytes_ = (float(word.rstrip("%")) / 100 for word in session.memory.said.split() if "%" in word)
+        assert kept >= 1 - lose - 0.001
+        held = sum(nbytes(session.kv).values()) / (session.committed * 3 * 264)
+        assert held - 0.01 <= bytes_ <= held + 0.08  # of short texts much is room to grow
+        took.append(bytes_)
+    assert took == sorted(took, reverse=True)
+    assert took[-1] < took[0] <= 1
+
+
+def test_a_budget_is_the_most_that_a_quality_takes() -> None:
+    held = {}
+    for budget, lose in (("", 0.001), ("25%", 0.001), ("25%", 0.0), ("0.1MiB", 0.001)):
+        session = build.session(model(), profile(memory={"budget": budget, "lose": lose}))
+        drive(session.read(families.prompt(400, seed=3)))
+        held[budget, lose] = sum(nbytes(session.kv).values())
+    assert held["25%", 0.001] == held["25%", 0.0] < held["", 0.001]
+    assert held["0.1MiB", 0.001] <= 0.1 * (1 << 20)
+
+
+def test_a_share_that_what_stays_exceeds_says_so_in_numbers() -> None:
+    chosen = profile(memory={"budget": "1%"})
+    session = build.session(model(), chosen)
+    drive(session.read(families.prompt(200, seed=4)))
+    said = chosen.policy.within(build.plan(model(), chosen).spending).found(session.memory)
+    assert said.startswith("beyond memory.budget = 1%, 0.0 MiB: what always stays has it take 0.")
+    assert said in approx(chosen, session.lost, said)
+    held = sum(nbytes(session.kv).values()) / (1 << 20)
+    assert float(said.split()[-2]) == pytest.approx(held, abs=0.06)
+
+
+def test_what_is_free_is_one_number_for_all_texts_and_divided_among_them() -> None:
+    one, two = (build.plan(model(), profile(memory={"budget": "fit", "texts": n})).spending.free for n in (1, 2))
+    assert one == build.plan(model(), profile(memory={"budget": "fit"})).spending.free
+    assert 0 < two < one / 2
+    assert one < model().spare
+
+
 def drive_all(session: Session, ids: list[int]) -> Any:
     yield from events(session.read(ids))
 
@@ -339,7 +422,7 @@ def test_the_plan_is_told_in_a_line() -> None:
 
 def test_a_shortage_names_a_budget_that_has_room() -> None:
     layers = [of([[float("inf")] * 4])]
-    told = Within(Budget(), spending())._shortage(layers, 0, 50 << 20)
+    told = Within(spending=spending())._shortage(layers, 0, 50 << 20)
     assert told.try_[0] == "--set memory.budget=51MiB"
 
 
@@ -402,6 +485,9 @@ CLASHES = [
     ({"policy": {"name": "budget"}}, "memory.budget"),
     ({"memory": {"budget": "25%"}}, "policy.name"),
     ({"memory": {"bits": [4]}}, "memory.budget"),
+    ({"memory": {"lose": 0.1}}, "policy.name"),
+    ({"policy": {"name": "budget"}, "memory": {"lose": 0.1}, "kv": {"k_bits": 8}}, "memory.lose"),
+    ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "texts": 2}}, "memory.texts"),
     ({"policy": {"name": "budget"}, "memory": {"budget": "25%"}, "kv": {"k_bits": 8}}, "kv.k_bits"),
     ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "disposition": "demote"}}, "memory.disposition"),
     ({"policy": {"name": "budget"}, "memory": MOVING | {"disk": "1GiB"}}, "recall.method"),

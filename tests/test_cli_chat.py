@@ -135,6 +135,35 @@ def test_a_model_that_drafts_and_a_method_that_was_typed_exclude_each_other(mach
     assert "spec.method=off (env KVCLI_SPEC__METHOD) exclude each other" in machine(*asked, "spec.depth=3").err
 
 
+def test_a_budget_that_is_typed_brings_the_policy_that_spends_it(machine):
+    asked = ("chat", "--dry-run", "--json", "--budget", "25%")
+    for profile in ("exact", "ngram", "budget"):
+        plan = json.loads(machine(*asked, "-P", profile).out)
+        assert {key: plan["settings"][key] for key in ("policy.name", "memory.budget", "exactness")} == {
+            "policy.name": "budget", "memory.budget": "25%", "exactness": "approx"
+        }  # fmt: skip
+        assert {plan["origins"][key] for key in ("policy.name", "memory.budget", "exactness")} == {"--budget"}
+
+
+def test_a_budget_is_refused_where_something_else_forgets_or_nothing_may(machine):
+    asked = ("chat", "--dry-run", "--budget", "25%")
+    run = machine(*asked, "-P", "snap")
+    assert "--budget and profile snap exclude each other: its policy is snap" in run.err
+    assert "-P exact --budget 25%" in run.err
+    for typed in ("policy.name=snap", "exactness=exact"):
+        assert f"--budget and {typed} (--set) exclude each other" in machine(*asked, "--set", typed).err
+    assert "--exact cannot be kept" in machine(*asked, "--exact").err
+    assert '"much" is not allowed' in machine("chat", "--dry-run", "--budget", "much").err
+    assert "built-in lean sets kv.k_bits" in machine(*asked, "-P", "lean").err
+
+
+def test_a_budget_of_a_comparison_leaves_the_yardstick_as_it_is(machine):
+    asked = ("bench", "demo", "--dry-run", "--json")
+    plain, spent = (json.loads(machine(*asked, *more).out)["sides"] for more in ((), ("--budget", "25%")))
+    assert [side["name"] for side in spent] == ["exact", "ngram"]
+    assert [a["profile_hash"] == b["profile_hash"] for a, b in zip(plain, spent, strict=True)] == [True, False]
+
+
 def test_a_model_that_drafts_where_the_profile_drafts_nothing_is_said(machine):
     def said(profile):
         return " ".join(machine("chat", "-p", "How deep?", "-P", profile, "--draft", "demo").err.split())

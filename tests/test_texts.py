@@ -326,3 +326,19 @@ def test_who_ends_an_answer_elsewhere_waits_for_the_pass_that_it_is_in(monkeypat
 
     monkeypatch.setattr("kvcli.engine.engine.run", held)
     asyncio.run(ask())
+
+
+def test_what_is_free_is_for_as_many_texts_as_are_said() -> None:
+    fit = {"exactness": "approx", "policy.name": "budget", "memory.budget": "fit"}
+    model = kvcli.load("demo", set={"load.dtype": "fp32", **fit})
+    first, second, other = model.open(), model.open(), model.open("exact")
+    for text in (first, other):
+        text.generate("How deep?", max_new_tokens=2)
+    with pytest.raises(DoesNotFit, match=r"memory\.texts"):
+        second.generate("How deep?", max_new_tokens=2)
+    with model.open(set={"memory.texts": 2}) as third:
+        third.generate("How deep?", max_new_tokens=2)
+    first.close()
+    assert second.generate("How deep?", max_new_tokens=2).text
+    assert first.take_past(second)
+    assert first.generate("How deep?", max_new_tokens=2).text

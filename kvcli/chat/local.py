@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import asdict, replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from kvcli import build
 from kvcli.api import Events, Prompt, Turn
@@ -125,6 +125,7 @@ class Model:
         self.fits: Callable[[Profile], int] | None = None
         # what texts have read, and where they look before they read; set by who has a place for it
         self.shelf: Shelf | None = None
+        self.texts: WeakSet[OpenText] = WeakSet()  # that are open over these weights, under any profile
         self._second = partial(second, lm) if second is not None else None
         # loaded once while any text drafts with it, and no longer
         self._pairs: WeakValueDictionary[Second, Pair] = WeakValueDictionary()
@@ -240,7 +241,7 @@ class Model:
     @property
     def cautions(self) -> list[str]:
         """What the user should know of the profile on this device, one line each."""
-        spends = build.plan(self.lm, self.profile).spending.told if self.profile.memory.budget else ""
+        spends = build.plan(self.lm, self.profile).spending.told if self.profile.memory.spends else ""
         said = self._unkept, self.profile.prune.about(self.lm), spends
         return [*filter(None, said), *cautions(self.profile, self.lm.device.type)]
 

@@ -20,7 +20,7 @@ def keeps(profile: Profile) -> dict[Loss, str]:
     outlives = profile.context.on_overflow == "compress" and "holds what is older than the window in fewer slots"
     if forgotten := [*filter(None, (kept, profile.prune.reads and f"reads {profile.prune.reads}", outlives))]:
         words["forgotten"] = " and ".join(forgotten)
-    if profile.memory.budget:
+    if profile.memory.spends:
         words["rounded"] = f"holds the rest in {' and '.join(map(str, profile.memory.bits))} bits"
     elif min(kv.k_bits, kv.v_bits) < 16:
         alike = f"keys and values in {kv.k_bits} bits"
@@ -40,13 +40,13 @@ def keeps(profile: Profile) -> dict[Loss, str]:
     return words
 
 
-def approx(profile: Profile, lost: Collection[Loss]) -> str:
+def approx(profile: Profile, lost: Collection[Loss], found: str = "") -> str:
     """What a user should know of an answer before which this was lost; "" = it stands on the whole text.
 
-    A profile that bounds its error, or has none, promised so.
+    A profile that bounds its error, or has none, promised so. `found`: what its policy found out about the text.
     """
     if profile.exactness != "approx":
         return ""
     words = [words for kind, words in keeps(profile).items() if kind in lost]
-    words += filter(None, [profile.steps.takes])
+    words += filter(None, [profile.steps.takes, found])
     return f"approx: {profile.name} {', '.join(words)}: facts may be lost; -P exact loses none" if words else ""

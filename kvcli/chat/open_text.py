@@ -18,7 +18,7 @@ from kvcli.engine.feed import Work, until
 from kvcli.engine.kinds import QUESTION, Span
 from kvcli.errors import BadInput, BadModel
 from kvcli.kept.shelf import Kept
-from kvcli.kv.shortage import lacking
+from kvcli.kv.shortage import Shortage, lacking
 from kvcli.models.text import Messages, StopStrings
 from kvcli.settings.schema import ORDER
 
@@ -42,6 +42,7 @@ class OpenText:
         self._answer: Work[Event, Turn | None] | None = None  # the last that began
         self.pack: Pack | None = None  # what was read of the documents that it is asked about
         self._is_unkept = False  # what was read last could not be kept
+        model.texts.add(self)
 
     def __enter__(self) -> OpenText:
         return self
@@ -194,6 +195,8 @@ class OpenText:
             kind = BadModel if messages else BadInput  # of text, the tokenizer made it
             raise kind(f"token {outside[0]} is none of the model's {model.lm.vocab:,}", code="no_such_token")
         profile = self.profile
+        if profile.memory.budget == "fit":
+            self._refuse_crowd(profile.memory.texts)
         if changes := {key: value for key, value in sample.items() if value is not None}:
             profile = profile.changed({"sample": changes}, "what was asked of an answer")
         fits = partial(model.fits, self.profile) if model.fits is not None else None
@@ -214,6 +217,15 @@ class OpenText:
             constraint,
         )
         return self._only(Answering(self, asked).events())
+
+    def _refuse_crowd(self, most: int) -> None:
+        """Raises Shortage where others have read something on what is free, which this one would count as its own."""
+        others = [one for one in self.model.texts if one is not self and one.session.committed]
+        if (n := sum(one.profile.memory.budget == "fit" for one in others)) >= most:
+            raise Shortage(
+                f'memory.budget = "fit" is what {most} at a time may take (memory.texts), and {n} more have begun',
+                try_=[f"--set memory.texts={n + 1}", "--set memory.budget=1GiB, of each", "close a text first"],
+            )
 
     def kv_table(self) -> list[dict[str, object]]:
         """Slots and bytes by layer and tier, and what scouts read as one more."""

@@ -136,7 +136,8 @@ class Answering:
             return
         self._measured = time.perf_counter()
         if at_once:
-            stats.approx = approx(self._text.profile, session.lost)
+            found = session.policy.found(session.memory) if session.policy is not None else ""
+            stats.approx = approx(self._text.profile, session.lost, found)
         held = (session.kv, session.states, session.view, session.behind, session.drafter, self._text.writer)
         stats.kv, stats.near = nbytes(*held), hit_rate(held)
         stats.reach = next((use.how for use in session.kv.usage() if use.how), "")

@@ -37,6 +37,7 @@ def bench(
     device: f.Device = None,
     dtype: f.Dtype = None,
     quant: f.Quant = None,
+    budget: f.Budget = None,
     allow_pickle: f.Pickle = False,
     new: o.New = "128",
     reps: o.Reps = 5,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from os.path import expanduser
 from pathlib import Path
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # options that a result notes as they were typed
 AS_TYPED = (
-    "reps", "warmup", "interleave", "memory", "seed", "quality", "device", "dtype", "quant", "allow_pickle",
+    "reps", "warmup", "interleave", "memory", "seed", "quality", "device", "dtype", "quant", "budget", "allow_pickle",
     "query_visible", "quality_n", "quality_lengths",
 )  # fmt: skip
 
@@ -132,7 +132,8 @@ def _profiles(setup: Setup, asked: Asked) -> list[tuple[str, str, Profile]]:
     if names == []:
         raise UsageError("--profiles names none", try_=["--profiles exact,ngram"])
     loading = [item for item in setup.world.options.set if item.strip().startswith(("load.", "sample."))]
-    fixed = [] if names else [setup.resolve("exact", loading)]  # the yardstick: the same weights, nothing else set
+    plain = replace(setup, flags={key: flag for key, flag in setup.flags.items() if key.startswith("load.")})
+    fixed = [] if names else [plain.resolve("exact", loading)]  # the yardstick: the same weights, nothing else set
     found = [setup.resolve(name, setup.world.options.set) for name in names or ()] or [current]
     varies = [Vary.of(text) for text in asked.args.vary]
     check_keys(varies, {profile.name: list(profile.values) for profile in [*fixed, *found]})

@@ -62,6 +62,7 @@ def chat(
     device: o.Device = None,
     dtype: o.Dtype = None,
     quant: o.Quant = None,
+    budget: o.Budget = None,
     spec: o.Spec = None,
     draft: o.Draft = None,
     exact: o.Exact = False,

@@ -29,6 +29,7 @@ _RAM = "Memory of a machine you do not have."
 Ctx = Annotated[str | None, o.option("--ctx", metavar="N,..|auto", help=_CTX)]
 All = Annotated[bool, o.option("--all", help="Every profile.")]
 Names = Annotated[str | None, o.option("--profiles", metavar="A,B", help="These profiles.")]
+Explain = Annotated[bool, o.option("--explain", help="Say what takes the memory and what changes that.")]
 Vram = Annotated[str | None, o.option("--vram", metavar="SIZE", help="A GPU you do not have: 12GiB.")]
 Ram = Annotated[str | None, o.option("--ram", metavar="SIZE", help=_RAM)]
 
@@ -40,11 +41,13 @@ def fit(
     ctx: Ctx = None,
     all_: All = False,
     profiles: Names = None,
+    explain: Explain = False,
     vram: Vram = None,
     ram: Ram = None,
     device: o.Device = None,
     dtype: o.Dtype = None,
     quant: o.Quant = None,
+    budget: o.Budget = None,
     draft: o.Draft = None,
     allow_pickle: o.Pickle = False,
 ) -> int:
@@ -68,7 +71,7 @@ def fit(
     with busy_word(Screen.of(world), f"looking at {setup.name}"):
         outlook = look(setup, next(iter(chosen.values())), vram, ram, notes)
         plans = _plans(outlook, chosen, contexts, notes if all_ else None)
-    return _print(setup, outlook, plans, contexts[0], notes)
+    return _print(setup, outlook, plans, contexts[0], notes, explain)
 
 
 def _plans(
@@ -181,14 +184,26 @@ def _host(setup: Setup, outlook: Outlook, plans: Sequence[Plan]) -> CalibrationD
     return load_calibration(setup.world.paths.cache, machine_fingerprint("cpu"), "", outlook.notes.append)
 
 
-def _print(setup: Setup, outlook: Outlook, plans: Sequence[Plan], context: int | None, notes: Sequence[str]) -> int:
+def _has_map(setup: Setup, plans: Sequence[Plan]) -> bool:
+    """Whether the model's own head map was made before, where a plan asks for it."""
+    if all(plan.profile.values.get("policy.headmap") != "auto" for plan in plans):
+        return False
+    from kvcli.heads.own import was_made
+
+    return was_made(setup.name, setup.world.paths.data / "heads")
+
+
+def _print(
+    setup: Setup, outlook: Outlook, plans: Sequence[Plan], context: int | None, notes: Sequence[str], explains: bool
+) -> int:
     from kvcli.commands.show import print_cells, print_json
     from kvcli.fit.report import document
 
     world = setup.world
     known = _calibrations(setup, outlook, plans)
     others = {} if all(plan.fits for plan in plans) else others_of(setup)
-    made = document(outlook, plans, others, known, context, notes, _host(setup, outlook, plans))
+    of = (outlook, plans, others, known, context, notes, _host(setup, outlook, plans))
+    made = document(*of, explains=explains, has_map=_has_map(setup, plans))
     if world.options.json:
         print_json(world, made)
     else:
@@ -199,6 +214,6 @@ def _print(setup: Setup, outlook: Outlook, plans: Sequence[Plan], context: int |
         if world.options.plain:
             print_cells(world, plain_rows(made))
         else:
-            for spans in fit_lines(made, out.width):
+            for spans in fit_lines(made, out.width, explains):
                 out.line(*spans)
     return ExitStatus.OK if any(plan.fits for plan in plans) else ExitStatus.DOES_NOT_FIT

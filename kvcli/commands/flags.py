@@ -76,6 +76,9 @@ Ctx = Annotated[str | None, _model("--ctx", metavar="N|auto|max", help="The wind
 Device = Annotated[str | None, _model("--device", metavar="NAME", help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str | None, _model("--dtype", metavar="NAME", help="auto, bf16, fp16 or fp32.", rare=True)]
 Quant = Annotated[str | None, _model("--quant", metavar="NAME", help="Weights as none, int8, int4 or nf4.")]
+Budget = Annotated[
+    str | None, _model("--budget", metavar="SIZE", help="Keep what matters of a text in 6GiB, 25% of it, or what fits.")
+]
 Spec = Annotated[str | None, _model("--spec", metavar="|".join(REGISTRIES["spec"]), help=_SPEC, rare=True)]
 Draft = Annotated[str | None, _model("--draft", metavar="MODEL", help=_DRAFT)]
 Exact = Annotated[bool, _model("--exact", help="Refuse every setting that can change the text.")]
@@ -89,6 +92,7 @@ KEYS: Mapping[str, str] = {
     "--dtype": "load.dtype",
     "--quant": "load.quant",
     "--allow-pickle": "load.allow_pickle",
+    "--budget": "memory.budget",
     "--spec": "spec.method",
     "--draft": "spec.model",
     "--temperature": "sample.temperature",
@@ -120,6 +124,8 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
     found = {KEYS[flag]: (value, flag) for flag, value in given.items()}
     if "--draft" in given:
         found.setdefault("spec.method", ("model", "--draft"))
+    if "--budget" in given:
+        found |= {"policy.name": ("budget", "--budget"), "exactness": ("approx", "--budget")}
     return found
 
 
@@ -134,8 +140,9 @@ def refuse_implied(flags: Mapping[str, tuple[object, str]], typed: Settings) -> 
 
 
 def load_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]:
-    """The same of those that say how a model is loaded, where a command's other options are its own."""
-    return profile_flags({name: params.get(name) for name in ("device", "dtype", "quant", "allow_pickle")})
+    """The same of those that say how a model and its past are held, where a command's other options are its own."""
+    names = ("device", "dtype", "quant", "allow_pickle", "budget")
+    return profile_flags({name: params.get(name) for name in names})
 
 
 def listed(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvcli.commands.flags import refuse_implied
 from kvcli.commands.interrupt import insisting
 from kvcli.demo import BUNDLED
-from kvcli.errors import BadConfig, BadModel, KvcliError
+from kvcli.errors import BadConfig, BadModel, KvcliError, UsageError
 from kvcli.models import hub, source
 from kvcli.models.catalog import BY_NAME
 from kvcli.models.fetch import stands_for
@@ -196,6 +196,7 @@ class Setup:
             sets = [*(f"{key}={value}" for key, value in self.taken.items()), *sets]
         refuse_implied(flags, from_environ(self.world.environ) | from_sets(sets)[0])
         profile = load_profile(name, sources=sources(self.world), model=self.model, sets=sets, flags=flags)
+        self._refuse_other_policy(profile)
         if self.exact:
             refuse_inexact(profile)
             profile = profile.replace(load={"quant": "none"})  # said, so that nothing else is chosen
@@ -232,12 +233,25 @@ class Setup:
                 return profile.replace(spec=wanted | {"model": name})
         return profile
 
+    def _refuse_other_policy(self, profile: Profile) -> None:
+        """Raises UsageError where --budget replaces what a profile says of forgetting."""
+        said = self._said(profile, ("policy", "name"), "none")
+        if profile.origins["policy.name"] == "--budget" and said not in ("none", "budget"):
+            raise UsageError(
+                f"--budget and profile {profile.name} exclude each other: its policy is {said}",
+                try_=[f"-P exact --budget {profile.memory.budget}", "leave --budget out"],
+            )
+
+    def _said(self, profile: Profile, key: tuple[str, str], usual: str) -> object:
+        """What the files of a profile say, whatever was typed."""
+        files = (self.config.profiles[name].get(key) for name in profile.chain)
+        return next((setting.value for setting in files if setting is not None), usual)
+
     def overruled(self, profile: Profile) -> list[str]:
         """What a flag did that the chosen profile does not: it says that nothing drafts."""
         if profile.origins["spec.method"] != "--draft":
             return []
-        files = (self.config.profiles[name].get(("spec", "method")) for name in profile.chain)
-        said = next((setting.value for setting in files if setting is not None), "off")
+        said = self._said(profile, ("spec", "method"), "off")
         about = f"{profile.name} drafts nothing by itself: --draft has {profile.spec.model} draft, the text is the same"
         return [about] if said == "off" else []
 

@@ -46,6 +46,7 @@ def summarize(
     device: f.Device = None,
     dtype: f.Dtype = None,
     quant: f.Quant = None,
+    budget: f.Budget = None,
     spec: f.Spec = None,
     draft: f.Draft = None,
     exact: f.Exact = False,

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from kvcli.engine.frame import Frames
 from kvcli.engine.fused import fuse_
 from kvcli.engine.graphs import CudaGraphs
 from kvcli.engine.info import ModelInfo
-from kvcli.engine.memory import give_back
+from kvcli.engine.memory import give_back, spare_bytes
 from kvcli.engine.neighbours import rows_know_neighbours
 from kvcli.engine.pack import pack, placed, split
 from kvcli.engine.straight import Straight, straight_through
@@ -273,6 +273,11 @@ class LM:
             self.frames = Frames(CudaGraphs(self.device))
         how = f"passes not recorded: {why}" if why else "passes recorded"
         self.info = replace(self.info, backend=f"{self.info.backend}, {how}")
+
+    @cached_property
+    def spare(self) -> int:
+        """Bytes of its device that were free beside the weights when somebody first asked: one number for all texts."""
+        return spare_bytes(self.device)
 
     def release(self) -> None:
         """A text has ended: give back what its device held for it, passes recorded over its past and pinned memory."""

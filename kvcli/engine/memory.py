@@ -11,6 +11,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from kvcli.models.machine import kept_free
+
 
 def peak_bytes(device: torch.device) -> int:
     """The process's peak on a CPU (resident set), torch's peak allocation on a CUDA device."""
@@ -39,6 +41,15 @@ def used_bytes(device: torch.device) -> tuple[int, int]:
         return 0, 0
     free, total = torch.cuda.mem_get_info(device)
     return total - free, total
+
+
+def spare_bytes(device: torch.device) -> int:
+    """What is free there now, without what nothing plans with."""
+    if device.type == "cuda":
+        free, card = map(int, torch.cuda.mem_get_info(device))
+        return free - kept_free(free, card)
+    free = int(psutil.virtual_memory().available)
+    return free - kept_free(free)
 
 
 def give_back(t: Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvcli.kernels import gpu
 from kvcli.kernels.attend.cpu import FEW
 from kvcli.kernels.attend.reference import BLOCK
+from kvcli.kernels.attend_rows import why_not
 from kvcli.kv.fixed import MOST_ROWS
 from kvcli.models.shape import shape_of
 
@@ -35,7 +36,7 @@ ALLOCATOR = {"cpu": 1.6}
 
 
 def pass_bytes(lm: LM, chunk: int, rows: int, dtype: torch.dtype) -> int:
-    """Of a loaded model that is apart from the host, whose store holds such numbers; however many slots there are."""
+    """Of a loaded model whose store holds such numbers; however many slots there are."""
     shape = shape_of(lm.model.config.get_text_config().to_dict(), lm.info.id)
     return working_bytes(
         shape,
@@ -44,7 +45,8 @@ def pass_bytes(lm: LM, chunk: int, rows: int, dtype: torch.dtype) -> int:
         slots=max(lm.limit, BLOCK),
         number=lm.dtype.itemsize,
         kv_number=dtype.itemsize,
-        device="cuda",
+        device="cuda" if lm.is_apart else "cpu",
+        is_native=not any(why_not(lm.dtype, lm.device, of.k_dim, of.v_dim) for of in lm.shapes),
         is_fused=not gpu.why_not(lm.device, dtype),
         largest=0 if lm.info.quant == "none" else UNPACKED,
     )

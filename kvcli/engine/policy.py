@@ -142,6 +142,9 @@ class Policy(Protocol):
     def keeps(self) -> str:
         """What stays of a text that is too long for it, in words; "" = everything."""
 
+    def found(self, memory: Any) -> str:
+        """What it found out about one text, from what it remembers of it, in words; "" = nothing to tell."""
+
 
 class Usual:
     """What most share: nothing to be shown, a text read once, all heads alike."""
@@ -161,6 +164,10 @@ class Usual:
     def again(self, n: int) -> int:
         """Nothing is read twice."""
         return 0
+
+    def found(self, memory: Any) -> str:
+        """Nothing."""
+        return ""
 
 
 class EachLayer(Usual):

@@ -96,6 +96,8 @@ def binding(wrong: Plan) -> str:
         return "weights"
     if parts.over and wrong.run.on_card is not None:
         return "host memory, in which layers lie that the card has no room for"
+    if parts.over and wrong.run.spends is not None:
+        return "memory.budget, which has no room for what always stays"
     if parts.over:
         return "the room that memory.device, host and disk leave to keys and values"
     sizes = {"keys and values": parts.kv, "what drafts": parts.draft, "working memory": parts.working}

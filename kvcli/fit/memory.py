@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from kvcli.engine.pass_bytes import frames, fresh_bytes, recorded_bytes, working
 from kvcli.fit import card
 from kvcli.fit.places import Held
 from kvcli.fit.working import check_bytes, product_bytes
+from kvcli.kv.budget import PLACED, WORTH
 from kvcli.kv.fixed import MOST_ROWS
 from kvcli.kv.footprint import STEP
 from kvcli.kv.room import EVERY
@@ -21,6 +22,7 @@ from kvcli.kv.windows import Window, windows_of
 if TYPE_CHECKING:
     from kvcli.fit.places import Caps
     from kvcli.fit.weights import Weights
+    from kvcli.kv.budget import Spending
     from kvcli.models.shape import Shape
     from kvcli.settings.schema import Order
 
@@ -59,7 +61,9 @@ class Run:
     copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of
     second: Beside | None  # a model that drafts
     lower: int | None  # bytes on the device of a slot of all layers that a policy moves down; None: it is forgotten
-    budget: int | None  # bytes that keys and values may take at a boundary; None: as many as they are
+    spends: Spending | None  # what a policy may spend at a boundary; None: as many bytes as there are
+    always: int  # tokens that it leaves whole, whatever there is to spend
+    texts: int  # among which it divides what is free
     drops: bool  # what is moved down is forgotten after all where there is no room
     base: int  # of the program; on a GPU, what earlier runs took there beyond their estimates
     is_uneven: bool = False  # heads keep different numbers of slots, in full precision
@@ -94,6 +98,7 @@ class Need:
     over: int = 0  # and those for which `[memory]` leaves no room
     host_weights: int = 0  # of layers that run on the CPU behind a GPU, and of embeddings looked up there
     host_working: int = 0  # what these compute with
+    budget: int = 0  # of `kv`, what a policy may spend at a boundary; 0: nothing says how much
 
     @property
     def running(self) -> int:
@@ -175,13 +180,16 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     def nbytes(here: int) -> int:
         lower = (moved + 2 * STEP) * (run.lower or 0)  # with spare room, in which the top grew as well
         found = top(stored(shape)[below:], here) + lower + run.index(known, fresh)
-        return found if run.budget is None else min(found, run.budget + top(stored(shape)[below:], min(here, fresh)))
+        return found if most is None else min(found, most + newest)
 
     is_all = run.lower is not None  # stored, at a boundary too
     spread = Held(held, 0, nbytes, context, known, run.drops) if is_all else Held(settled, held - settled, nbytes)
     state = shape.folds.nbytes(run.number)
     working += state + shape.folds.layers * shape.folds.taped * run.rows * run.number  # what a pass makes of it
     behind = run.behind(context) * shape.hidden * run.number + state * (1 + run.checkpoints)
+    if run.spends is not None:
+        behind += WORTH * run.spends.heads * context
+        working = max(working, PLACED * run.spends.heads * context)
     on_card, on_host = (weights.memory, 0) if run.on_card is None else weights.split(run.on_card, shape.is_tied)
     base = run.base
     if run.records:
@@ -189,7 +197,13 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         base += card.captured(shape.layers, len(frames(run.rows))) + recorded_bytes(
             shape, rows=run.rows, slots=held + moved, number=number, kv_number=kv_number, draws=run.draws
         )
-    places = run.caps.spread(spread, chunk, base + on_card + draft + working + behind)
+    beside = base + on_card + draft + working + behind
+    newest, budget = top(stored(shape)[below:], min(held, fresh + STEP)), 0
+    if run.spends is not None:  # what a pass adds comes on top
+        budget = replace(run.spends, free=max(0, (run.caps.free - beside) // run.texts - newest)).most(context)
+    most = None if run.spends is None or run.spends.is_late else budget
+    short = 0 if most is None or run.spends is None else min(context, run.always) * run.spends.of_token - most
+    places = run.caps.spread(spread, chunk, beside)
     if run.device == "cuda" and below < shape.layers:  # a layer that grows is there twice, while nothing is computed
         grown = places.device // (shape.layers - below)
         working = max(working, fresh_bytes(shape, chunk, run.kv_number) + grown)
@@ -197,6 +211,9 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     loading, mapped = loading_bytes(shape, weights, run.number, run.device, check=run.check)
     loading -= on_host
     least = loading - mapped
+    over = places.over + max(0, short)
+    if on_host:
+        over += max(0, on_host + sum(of_host) + places.host - run.caps.host)
     if run.second is not None:
         beside = weights.memory + run.second.loading
         loading, least = max(loading, beside), max(least, beside - run.second.mapped)
@@ -211,9 +228,10 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         mapped=loading - least,
         host=places.host + of_host[0],
         disk=places.disk,
-        over=places.over + max(0, on_host + sum(of_host) + places.host - run.caps.host if on_host else 0),
+        over=over,
         host_weights=on_host,
         host_working=of_host[1],
+        budget=budget,
     )
 
 

@@ -15,6 +15,7 @@ from kvcli.fit.program import BASE
 from kvcli.fit.runs import NOTHING, Beyond
 from kvcli.fit.working import is_fused, is_native
 from kvcli.kv import room as kv_room
+from kvcli.kv.budget import Spending
 from kvcli.kv.footprint import POSITION, index_bytes, is_one_tier, layer_bytes, lower_bytes, narrow, packs_by_age, wide
 from kvcli.kv.room import EVERY
 from kvcli.kv.slots import Sight, storing
@@ -88,6 +89,11 @@ class Plan:
         return self.need.least
 
     @property
+    def spending(self) -> Spending | None:
+        """What `memory.budget` is spent on at this context; None: there is none."""
+        return self.run.spends and replace(self.run.spends, free=self.need.budget)
+
+    @property
     def usable(self) -> int:
         """Of the room, what a plan may use."""
         return self.room.usable
@@ -157,7 +163,9 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         reading=whole.policy.reading,
         again=profile.policy.again,
         lower=lower if profile.memory.demotes else None,
-        budget=_budget(profile),
+        spends=_spending(profile, shape, kv_number, room),
+        always=profile.policy.sinks + profile.policy.guard if profile.memory.spends else 0,
+        texts=profile.memory.texts,
         drops=profile.memory.drops,
         between=whole.policy.every,
         answer=profile.sample.max_new_tokens,
@@ -201,10 +209,17 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     )
 
 
-def _budget(profile: Profile) -> int | None:
-    """Of bytes, which a past has while it is read, too; a share is one of a past that was read in full."""
-    asked = profile.memory.budget
-    return None if asked in ("", "fit") or asked.endswith("%") else size_of(asked)
+def _spending(profile: Profile, shape: Shape, number: int, room: Room) -> Spending | None:
+    """What `memory.budget` is spent on; `free` is what a context leaves."""
+    memory_, layers = profile.memory, [of for of, _ in memory.stored(shape)]
+    if not memory_.spends:
+        return None
+    has_host = room.kind != "cpu" and (memory_.host == "auto" or size_of(memory_.host) > 0)
+    is_lower = has_host or size_of(memory_.disk) > 0
+    read = profile.recall.layers(storing(_sights(shape), layers)) if is_lower else ()
+    index = [profile.recall.per_slot(of.k_dim, number) if i in read else 0.0 for i, of in enumerate(layers)]
+    of_kv = layers, number, memory_.bits, profile.kv.group, index
+    return Spending(memory_.budget.replace(" %", "%"), 0, *of_kv, memory_.lose)
 
 
 def _base(room: Room, facts: Facts) -> int:

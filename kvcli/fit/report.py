@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvcli.fit.advice import binding, changes
 from kvcli.fit.before import gib
 from kvcli.fit.choice import chosen
+from kvcli.fit.explain import budget, parts
 from kvcli.fit.speed import speed, split
 from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns
 from kvcli.version import __version__
@@ -27,10 +28,14 @@ def document(
     context: int | None,
     notes: Sequence[str],
     host: CalibrationDocument | None = None,
+    *,
+    explains: bool = False,
+    has_map: bool = False,
 ) -> FitDocument:
     """`calibrations`: by profile name, where anything was measured for it; `host`: of the CPU behind a GPU.
 
-    At least one plan.
+    At least one plan. `explains`: say what takes the memory of each, and what would change that. `has_map`: the model's
+    own head map was made before.
     """
     subject, first = outlook.subject, plans[0]
     dates = [found.date for found in calibrations.values()]
@@ -46,7 +51,15 @@ def document(
         device=first.room.device,
         free_bytes=first.room.available,
         kept_free=first.room.kept_free,
-        plans=[_entry(outlook, plan, others, calibrations.get(plan.profile.name), host) for plan in plans],
+        plans=[
+            _entry(outlook, plan, others, calibrations.get(plan.profile.name), host).model_copy(
+                update={
+                    "budget": (spent := budget(plan, has_map, calibrations.get(plan.profile.name))),
+                    "parts": parts(plan, subject) if explains and spent is None else None,
+                }
+            )
+            for plan in plans
+        ],
         described=first.room.is_described,
         calibrated=min(dates, default=None),
         notes=[*notes_of(subject, first), *notes, *dict.fromkeys(outlook.notes)],
@@ -90,6 +103,8 @@ def _entry(
         split=split(plan, host),
         changes=[FitChange(type=c.type, total=c.total, ctx=c.context) for c in tried],
         speed=speed(plan, outlook.subject.shape, calibration, host),
+        budget=None,
+        parts=None,
     )
 
 

@@ -45,6 +45,17 @@ def own_map(model: Model, folder: Path, tell: Callable[[str], None] = lambda sai
     return path
 
 
+def was_made(model: str, folder: Path) -> bool:
+    """Is there a map of a model of this name, whose files may have changed since?"""
+    for path in folder.glob("*.json"):
+        try:
+            if json.loads(path.read_text(encoding="utf-8")).get("model") == model:
+                return True
+        except (OSError, ValueError, AttributeError):  # read or made anew where it is wanted
+            continue
+    return False
+
+
 def place(lm: LM, folder: Path) -> Path | None:
     """Where the map of a loaded model is kept, made or not; None where its weights lie in no files."""
     known = identity(lm)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SCALE = 2  # bytes of a scale, and of a zero beside it
 NOTED = 24  # bytes that a head of its own length is found by
+WORTH = 8  # bytes that are remembered of a token of a head, gone or not: what its score and its worth are
+PLACED = 10  # and that its worth, its rung and their order take beside these while slots are placed
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,17 @@ class Spending:
     group: int  # keys that share scales below 8 bits, and numbers of a value that do
     beyond: Sequence[float]  # by layer: bytes of the device beside a slot of one head that lies elsewhere
     apart: Sequence[float] = ()  # by layer: those beside a head, whatever lies there; () = recall finds nothing there
+    lose: float = 0.0  # share of a text's worth that may be lost, for as few bytes as that takes; 0 = bytes alone say
 
     @property
     def is_share(self) -> bool:
         """Of what the text would take in full, instead of bytes?"""
         return self.asked.endswith("%")
+
+    @property
+    def is_late(self) -> bool:
+        """Does only a text that was read say how many bytes that is?"""
+        return self.is_share or not self.asked
 
     @property
     def last(self) -> int:
@@ -58,9 +66,19 @@ class Spending:
         """Bytes that a text of n tokens may take."""
         if self.asked == "fit":
             return self.free
-        if not self.is_share:
+        if not self.is_late:
             return size_of(self.asked)
-        return int(float(self.asked[:-1]) / 100 * n * sum(self.whole(layer) for layer in range(len(self.shapes))))
+        return int((float(self.asked[:-1]) / 100 if self.asked else 1) * n * self.of_token)
+
+    @property
+    def of_token(self) -> int:
+        """Bytes of a token in full."""
+        return sum(self.whole(layer) for layer in range(len(self.shapes)))
+
+    @property
+    def heads(self) -> int:
+        """Of all layers, those that store."""
+        return sum(of.n_kv_heads for of in self.shapes if of.numbers)
 
     def whole(self, layer: int) -> int:
         """Bytes of a token of all heads in full."""
@@ -77,11 +95,18 @@ class Spending:
         return [*found, self.beyond[layer], *([0.0] if self.recalls else [])]
 
     @property
+    def by_rung(self) -> list[float]:
+        """Bytes of a token of all heads and layers, by rung."""
+        each = [(of.n_kv_heads, self.each(i)) for i, of in enumerate(self.shapes) if of.numbers]
+        return [sum(n * costs[rung] for n, costs in each) for rung in range(self.last + 1)]
+
+    @property
     def told(self) -> str:
-        """The plan in a line: how many tokens there is room for, were all of them on one rung."""
-        each = [self.each(i)[: self.last] for i in range(len(self.shapes))]
-        heads = [of.n_kv_heads if of.numbers else 0 for of in self.shapes]
-        rungs = [sum(n * of[rung] for n, of in zip(heads, each, strict=True)) for rung in range(self.last)]
+        """The plan in a line: how many tokens there is room for, were all of them on one rung, or what may be lost."""
+        loses = f"memory.lose = {self.lose}: as few bytes as leave {1 - self.lose:.1%} of what a text is worth"
+        if not self.asked:
+            return f"{loses}, known once it has been read"
+        rungs = self.by_rung[: self.last]
         share = float(self.asked[:-1]) / 100 if self.is_share else 0
         room = [
             f"{min(1, share * rungs[0] / one):.0%}" if self.is_share else f"{self.most(0) / one:,.0f}" for one in rungs
@@ -90,6 +115,7 @@ class Spending:
         ways = ", ".join(f"{n} {how}" for n, how in zip(room, lies, strict=False))
         return (
             f"memory.budget = {self.asked}: room for so many tokens{' of a text' * self.is_share}: {ways}, or a mixture"
+            + (f"; {loses}, at most these" if self.lose else "")
         )
 
     def nbytes(self, layer: int, counts: Sequence[Sequence[int]]) -> float:

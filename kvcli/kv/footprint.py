@@ -28,7 +28,7 @@ def is_ladder(kv: Kv, form: Form, memory: Memory) -> bool:
 def is_one_tier(kv: Kv, form: Form, memory: Memory) -> bool:
     """Whether all of a past lies in one dense tier, at every moment."""
     has_lower = memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
-    return not form.packs(kv) and not has_lower and not memory.demotes and not memory.budget
+    return not form.packs(kv) and not has_lower and not memory.demotes and not memory.spends
 
 
 def layer_bytes(kv: Kv, form: Form, memory: Memory, number: int, shape: LayerShape, slots: int, fresh: int) -> int:

@@ -19,7 +19,7 @@ from kvcli.kernels import dispatch, gpu
 from kvcli.kv.budget import Spending, keys_in, unit
 from kvcli.kv.dense import Dense
 from kvcli.kv.extents import FIRST
-from kvcli.kv.footprint import POSITION, STEP, is_ladder, packs_by_age
+from kvcli.kv.footprint import POSITION, STEP, is_ladder, packs_by_age, wide
 from kvcli.kv.form import OfModel
 from kvcli.kv.form_kivi import Kivi
 from kvcli.kv.ladder import Ladder
@@ -60,6 +60,7 @@ class Plan:
     working: int = 0  # bytes of the device that a pass takes beside keys and values
     form: Form = field(default_factory=Kivi)  # how slots lie that are packed
     turns: Callable[[], Sequence[Rotary | None]] = tuple  # how layers turn their keys, for forms that ask
+    spare: int = 0  # bytes of the device that texts share whose budget is what is free
 
     def store(self) -> Store:
         """The store; raises BadConfig or Shortage where what is asked for cannot be."""
@@ -70,7 +71,7 @@ class Plan:
             dense = self._dense(self.device)
             return self.recall.over(dense, dense, self._sights)
         top, below = self._dense(self.device, STEP), list[Rung]()
-        if self.memory.budget:
+        if self.memory.spends:
             units = ((bits, unit(bits, self.kv.group)) for bits in self.memory.bits)
             below += [Rung(self._packed(self.device, bits), group=group) for bits, group in units]
         if self.is_packed:
@@ -86,15 +87,15 @@ class Plan:
         if self.memory.demotes and not below:
             self._refuse_all_alike()
             below.append(Rung(self.recall.below(self._dense(self.device, STEP), self._sights), name="demoted"))
-        on_device = None if self.memory.budget else self.room.on_device  # there a policy says what stays
+        on_device = None if self.memory.spends else self.room.on_device  # there a policy says what stays
         ladder = Ladder(
             top,
             below,
             holds=self.kv.residual if packs_by_age(self.kv, self.form, self.memory) else on_device,
-            group=self.kv.group if below and not self.memory.budget else 1,
+            group=self.kv.group if below and not self.memory.spends else 1,
             sinks=self.kv.sinks,
-            demotes=self.memory.demotes and not self.memory.budget,
-            drops=self.memory.drops or bool(self.memory.budget),
+            demotes=self.memory.demotes and not self.memory.spends,
+            drops=self.memory.drops or self.memory.spends,
         )
         return ladder if below else self.recall.over(ladder, top, self._sights)
 
@@ -138,7 +139,7 @@ class Plan:
         Which setting has rows read it by kernels whose bits depend on who shares the pass; "" = none has.
         """
         found = next(filter(None, (tier.rounds_by_rows for tier in self._tiers())), "")
-        return "memory.bits" if self.memory.budget and found == "kv.k_bits" else found
+        return "memory.bits" if self.memory.spends and found == "kv.k_bits" else found
 
     def _tiers(self) -> Iterator[Tier]:
         """One of each kind, whether or not there is room for it."""
@@ -147,7 +148,7 @@ class Plan:
         for kv in (self.kv, *self._packings()):
             if self.form.packs(kv):
                 yield self.recall.below(replace(self, kv=kv)._packed(self.device), self._sights)
-        for bits in self.memory.bits if self.memory.budget else ():
+        for bits in self.memory.bits if self.memory.spends else ():
             yield self._packed(self.device, bits)
         if size_of(self.memory.disk):
             yield self.recall.below(self._disk(), self._sights)
@@ -210,15 +211,17 @@ class Plan:
             index = [of + (2 * POSITION if here else near[i] if i in read else 0.0) for i, of in enumerate(index)]
             first = FIRST * POSITION if here else 0
             apart = [first + self.recall.per_head(of.k_dim) * (i in read) for i, of in enumerate(self.shapes)]
+        newest = self.chunk * sum(wide(shape, number) for shape in self.shapes)  # of a pass, before it is placed
         return Spending(
             self.memory.budget.replace(" %", "%"),
-            self.room.free,
+            max(0, self.spare // self.memory.texts - self.working - newest),
             self.shapes,
             self.dtype.itemsize,
             self.memory.bits,
             self.kv.group,
             index,
             apart,
+            self.memory.lose,
         )
 
     def _packed(self, device: torch.device, bits: int | None = None) -> Shelf:

@@ -50,7 +50,7 @@ class Budget(Usual):
         """The policy of texts whose stores have these rungs."""
         from kvcli.policies.within import Within
 
-        return Within(self, spending)
+        return Within(**vars(self), spending=spending)
 
     def slots(self, n: int) -> int:
         """All of them, perhaps in few bits: only the text itself can say which are gone."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvcli.engine.feed import Asks
     from kvcli.engine.lm import LM
     from kvcli.kv.slots import Masks
+    from kvcli.policies.fastgen_heads import Heads
 
 Candidate = Literal[
     "special", "punct", "local", "frequent", "punct+local", "punct+frequent", "local+frequent", "punct+frequent+local"
@@ -168,6 +169,10 @@ class FastGen(Usual):
     def reading(self, n: int) -> int:
         """All of a prompt: heads are judged when it has been read."""
         return n
+
+    def found(self, memory: Heads) -> str:
+        """The recovery that was looked for."""
+        return f"by T = {memory.recovery:.2f}" if self.recovery == "auto" else ""
 
     is_uneven = True
 

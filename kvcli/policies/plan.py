@@ -37,6 +37,7 @@ class Layer:
     worth: Tensor  # [K, S] float32, +inf = stays where it is
     rung: Tensor  # [K, S] int8 where each lies, -1 = empty
     columns: Sequence[int] = ()  # of each rung, the top first: heads of one are as long as its longest, with holes
+    whole: float = 0.0  # worth of all tokens that compete, of those that are gone too
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def price(layers: Sequence[Layer], spending: Spending, most: float) -> float:
 def levels(layer: Layer, spending: Spending, at: float) -> Tensor:
     """int8 [K, S]: the rung of each slot at this price; empty ones stay on 0."""
     found = layer.rung.clamp(min=0).clone()
-    for rung, way in enumerate(_ways(layer.number, spending)):
+    for rung, way in enumerate(ways_of(layer.number, spending)):
         is_here = layer.rung == rung
         for to, factor in zip(way.to, way.at, strict=True):
             found[is_here & (layer.worth < _threshold(at, factor))] = to
@@ -127,15 +128,23 @@ def _threshold(price: float, factor: float) -> np.float32:
 def _sorted(layer: Layer, spending: Spending) -> _Sorted:
     worth, rung = layer.worth.cpu().numpy(), layer.rung.cpu().numpy()
     each = [[np.sort(w[r == at]) for w, r in zip(worth, rung, strict=True)] for at in range(spending.last + 1)]
-    return _Sorted(layer.number, _ways(layer.number, spending), each, layer.columns)
+    return _Sorted(layer.number, ways_of(layer.number, spending), each, layer.columns)
 
 
-def _ways(number: int, spending: Spending) -> list[Way]:
-    costs, left = spending.each(number), [QUALITY[bits] for bits in (16, *spending.bits)]
-    if not spending.recalls:
-        return ways(costs, [*left, 0.0])
-    found = [ways(costs, [*left, FOUND * came, 0.0])[rung] for rung, came in enumerate(left)]
-    return [*found, Way((), ()), Way((), ())]  # what goes from there leaves holes, which take as much
+def ways_of(number: int, spending: Spending) -> list[Way]:
+    """How slots of each rung go down; what goes from where recall finds it leaves holes, which take as much."""
+    costs = spending.each(number)
+    found = [ways(costs, quality(spending, rung))[rung] for rung in range(spending.last + 1)]
+    if spending.recalls:
+        found[-2] = Way((), ())
+    return found
+
+
+def quality(spending: Spending, rung: int = 0) -> list[float]:
+    """Share of its worth that is left, by rung, of a slot from this one: recall finds numbers as they went away."""
+    left = [QUALITY[bits] for bits in (16, *spending.bits)]
+    came = left[rung] if rung < len(left) else 1.0
+    return [*left, *([FOUND * came] if spending.recalls else []), 0.0]
 
 
 def together(worth: Tensor, rung: Tensor, spans: Sequence[Span]) -> Tensor:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.feed import Asks, asked
-from kvcli.engine.policy import Usual, Wants
+from kvcli.engine.policy import Wants
 from kvcli.errors import ContextOverflow
 from kvcli.kv.footprint import STEP
 from kvcli.kv.shortage import Shortage
+from kvcli.policies.budget import Budget
 from kvcli.policies.headmap import head_rows
+from kvcli.policies.losing import counted, limit, lost
 from kvcli.policies.plan import Layer, levels, price, together
 from kvcli.policies.sums import Sums
 
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from kvcli.kv.budget import Spending
     from kvcli.kv.slots import Masks
     from kvcli.kv.state import Given, State
-    from kvcli.policies.budget import Budget
     from kvcli.policies.topk import Memory
 
 FLOOR = 0.2  # of the average weight, that a head map leaves every head
@@ -40,6 +41,7 @@ class Known:
     worth: Sums  # by layer and position, of tokens that were scored
     heads: list[list[float]] = field(default_factory=list)  # [L][K] what heads weigh; [] = alike
     n: int = 0  # tokens that were scored
+    said: str = ""  # what came of the last prompt
 
     def state(self) -> State:
         """Worths, and what the score remembers."""
@@ -52,28 +54,17 @@ class Known:
         self.worth.restore(given.part("worth"))
 
 
-@dataclass(frozen=True)
-class Within(Usual):
-    """The policy, and what it may spend."""
+@dataclass(frozen=True, kw_only=True)
+class Within(Budget):
+    """The policy of texts whose stores have the rungs that are spent on."""
 
-    settings: Budget
     spending: Spending
-
-    is_uneven = True
-
-    @property
-    def every(self) -> int:
-        return self.settings.every
-
-    @property
-    def keeps(self) -> str:
-        return self.settings.keeps
 
     def wants(self, lm: LM) -> Wants:
         """What the score wants, whenever newcomers are scored. Raises as it does, and as a head map does."""
-        wants, rows = self.settings.scorer.wants(lm), []
-        if self.settings.headmap:
-            table = head_rows(self.settings.headmap, lm)
+        wants, rows = self.scorer.wants(lm), []
+        if self.headmap:
+            table = head_rows(self.headmap, lm)
             mean = sum(map(sum, table)) / sum(map(len, table)) or 1.0
             rows = [[FLOOR + (1 - FLOOR) * value / mean for value in row] for row in table]
 
@@ -83,26 +74,43 @@ class Within(Usual):
 
         return replace(wants, lasting=True, memory=memory)
 
-    def slots(self, n: int) -> int:
-        """All of them."""
-        return n
+    def found(self, memory: Known) -> str:
+        """What came of the budget when the last prompt had been read."""
+        return memory.said
 
     def choose(self, at: Boundary) -> Asks[Masks]:
         """By layer the rung of each slot. Raises Shortage where what always stays is more than the budget."""
         masks: list[Tensor | None] = [None] * len(at.layers)
-        most = self.spending.most(len(at.ids))
-        is_early = at.phase == "reading" and self.spending.is_share  # which is of a text, once it has been read
-        if is_early or not at.open or (at.is_whole and self._full(at, at.layers) <= most):
+        most, loses = self.spending.most(len(at.ids)), bool(self.spending.lose) and at.phase != "reading"
+        is_early = at.phase == "reading" and self.spending.is_late  # which is of a text, once it has been read
+        if is_early or not at.open or (at.is_whole and not loses and self._full(at, at.layers) <= most):
             return masks
         yield from self._score(at)
         layers = [self._layer(at, i) for i in at.open]
         left = most - self._full(at, [i for i in at.layers if i not in at.open])
-        found = price(layers, self.spending, left)
+        found = price(layers, self.spending, left) if self.spending.asked else 0.0
         if found == float("inf") and not self.spending.is_share:
             raise self._shortage(layers, left, most - left)
+        found = max(found, limit(layers, self.spending, self.spending.lose)) if loses else found
         for layer in layers:
             masks[layer.number] = levels(layer, self.spending, found)
+        if at.phase == "read":
+            at.memory.said = self._told(at, layers, masks, most)
         return masks
+
+    def _told(self, at: Boundary, layers: Sequence[Layer], masks: Masks, most: int) -> str:
+        """What came of it, in words."""
+        rungs = [chosen for layer in layers if (chosen := masks[layer.number]) is not None]
+        whole = len(at.ids) * self.spending.of_token
+        held = self._full(at, [i for i in at.layers if i not in at.open]) + sum(
+            self.spending.nbytes(layer.number, counted(layer, rung, self.spending.last))
+            for layer, rung in zip(layers, rungs, strict=True)
+        )
+        if held > most and self.spending.is_share:
+            always = f"what always stays has it take {held / MIB:,.1f} MiB"
+            return f"beyond memory.budget = {self.spending.asked}, {most / MIB:,.1f} MiB: {always}"
+        share = lost(layers, self.spending, rungs)
+        return f"with {1 - share:.1%} of what it is worth in {held / whole:.0%} of its bytes"
 
     def _full(self, at: Boundary, layers: Container[int]) -> int:
         """Bytes of these layers, of which nothing went down: by their slots, as spare room hangs on how many
@@ -112,7 +120,7 @@ class Within(Usual):
 
     def _score(self, at: Boundary) -> Asks[None]:
         """What tokens are worth that were not scored yet; of a past that may have been taken back, all."""
-        known, n, scorer = at.memory, len(at.ids), self.settings.scorer
+        known, n, scorer = at.memory, len(at.ids), self.scorer
         first, own, is_seen = 0 if at.is_whole else known.n, replace(at, memory=known.scorer), True
         try:
             yield from asked(scorer.look(own, first))
@@ -135,14 +143,14 @@ class Within(Usual):
     def _share(self, score: Tensor, pos: Tensor) -> Tensor:
         """float32 [K, S] of a head's attention, where scores are not such shares as they come."""
         score = score.float()
-        if self.settings.score == "kvzip":
+        if self.score == "kvzip":
             return score
         low = score.masked_fill(pos < 0, torch.inf).amin(1, keepdim=True).clamp(max=0)
         score = (score - low).masked_fill(pos < 0, 0.0)
         return score / score.sum(1, keepdim=True).clamp(min=TINY)
 
     def _no_room(self, error: ContextOverflow) -> ContextOverflow:
-        said = f'policy.score = "{self.settings.score}" finds no room to repeat the text behind itself'
+        said = f'policy.score = "{self.score}" finds no room to repeat the text behind itself'
         return ContextOverflow(said, lines=error.lines, try_=["--set policy.score=expected", "a shorter text"])
 
     def _shortage(self, layers: Sequence[Layer], left: int, elsewhere: int) -> Shortage:
@@ -151,7 +159,7 @@ class Within(Usual):
         return Shortage(
             f"memory.budget = {self.spending.asked} has no room for a text",
             lines=[
-                f"what always stays ({self.settings.sinks} first and {self.settings.guard} newest tokens, the system "
+                f"what always stays ({self.sinks} first and {self.guard} newest tokens, the system "
                 f"prompt, what tools said) takes {always / MIB:,.1f} MiB of {max(0, left) / MIB:,.1f} MiB"
             ],
             try_=[f"--set memory.budget={-(-(2 * int(always) + elsewhere) // MIB)}MiB", "--set policy.protect=false"],
@@ -165,5 +173,11 @@ class Within(Usual):
         worth = at.memory.worth.total[i].gather(1, s.pos.clamp(min=0).long())
         if at.memory.heads:
             worth = worth * worth.new_tensor(at.memory.heads[i]).unsqueeze(1)
+        whole = self._whole(at, i) - float(worth.double()[moment.protected].sum())
         worth = worth.masked_fill(moment.protected, float("inf"))
-        return Layer(i, together(worth, rung, s.spans), rung, [span.n for span in reversed(s.spans)])
+        return Layer(i, together(worth, rung, s.spans), rung, [span.n for span in reversed(s.spans)], whole)
+
+    def _whole(self, at: Boundary, i: int) -> float:
+        """Worth of all tokens of a layer, wherever they are."""
+        of_heads = at.memory.worth.total[i].double().sum(1)
+        return float((of_heads * of_heads.new_tensor(at.memory.heads[i])).sum() if at.memory.heads else of_heads.sum())

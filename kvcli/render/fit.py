@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.fit.calibration import age_days
 from kvcli.render import figures as f
+from kvcli.render.fit_explain import explained
 from kvcli.render.summary import joined
 from kvcli.render.tables import columns, turned, widest
 from kvcli.render.terminal import Span, cells
@@ -24,8 +25,10 @@ MEASURE = "not calibrated, so no times: kvcli bench --calibrate"
 DESCRIBED = "no times: a machine that is only described cannot be calibrated"
 
 
-def fit_lines(document: FitDocument, width: int) -> Iterator[list[Span]]:
-    """The model, a table or a list of plans, what does not fit and what would, times, notes."""
+def fit_lines(document: FitDocument, width: int, explains: bool = False) -> Iterator[list[Span]]:
+    """The model, a table or a list of plans, what does not fit and what would, times, notes.
+
+    `explains`: where the memory of each plan goes, before these."""
     for line in joined(_model(document), width):
         yield [(line, "bold")]
     yield []
@@ -34,6 +37,9 @@ def fit_lines(document: FitDocument, width: int) -> Iterator[list[Span]]:
     for plan in document.plans:
         if not plan.fits:
             yield from _refused(plan, document, width)
+    for plan in document.plans if explains else ():
+        yield from explained(plan, width)
+        yield []
     for text in _foot(document):
         yield from styled(text, width, "dim")
 
@@ -155,6 +161,8 @@ def _foot(document: FitDocument) -> Iterator[str]:
     for said, names in gave.items():
         yield f"{', '.join(names) if len(names) < len(document.plans) else 'all'}: {said}"
     for plan in document.plans:
+        if plan.budget is not None:
+            yield f"{plan.profile} at {f.count(plan.ctx)}: {plan.budget.told}"
         away = [f"{f.long_size(n)} {_AWAY[where]}" for where, n in plan.kv_tiers.items() if where in _AWAY]
         if away:
             yield f"{plan.profile} at {f.count(plan.ctx)}: of keys and values, {' and '.join(away)} are not in kv"

@@ -67,6 +67,7 @@ class BenchArgs(Json):
     device: str | None = None
     dtype: str | None = None
     quant: str | None = None
+    budget: str | None = None
     allow_pickle: bool = False
     query_visible: bool = False
     quality_n: Count | None = None

@@ -48,6 +48,48 @@ class FitSplit(Json):
     basis: Literal["machine", "assumed"] = Field(description="whether that was measured here")
 
 
+class FitRung(Json):
+    """Where slots lie under `memory.budget`, from staying whole to being gone."""
+
+    bits: Count = Field(description="16: as they come; 0: elsewhere or nowhere")
+    token: Bytes = Field(description="of all heads and layers; layers may differ")
+    room: Count = Field(description="tokens there is room for, were all of them here; 0 where they take nothing")
+    share: float = Field(ge=0, le=1, description="of the context, were all its tokens worth alike")
+
+
+class FitBudget(Json):
+    """What `memory.budget` is spent on."""
+
+    asked: str = Field(description='memory.budget; "": only memory.lose says how much')
+    lose: float = Field(ge=0, lt=1, description="memory.lose: share of a text's worth that may go")
+    told: str = Field(description="the plan in a line")
+    bytes: Bytes = Field(description="that keys and values may take at a boundary")
+    whole: Bytes = Field(description="that the context would take in full")
+    always: Count = Field(description="first and newest tokens that stay in full, as do system prompt and tool text")
+    always_bytes: Bytes
+    is_late: bool = Field(description="nothing is placed before a prompt has been read: it lies in memory whole")
+    beside: Bytes = Field(description="of kv, what comes on top of it: a pass, and what is remembered of tokens")
+    rungs: list[FitRung]
+    layers: list[Bytes] = Field(description="of a token in full, by layer")
+    score: str = Field(description="method that says what a token is worth")
+    by: str = Field(description="what it goes by")
+    again: Count = Field(description="rows that run once more behind a prompt of this length")
+    headmap: str = Field(description='policy.headmap; "": heads weigh alike')
+    is_mapped: bool = Field(description="a map that this asks for is there")
+    passes: Count = Field(description="that making the model's own map takes: few rows each, behind 4 texts")
+    map_seconds: Seconds | None = Field(description="that these take; null: there is none, or passes were not timed")
+    recall: str = Field(description='how what is elsewhere is read; "": all of it, or there is no such place')
+    elsewhere: str = Field(description='place of what has no room; "": it is gone')
+
+
+class FitPart(Json):
+    """What takes memory."""
+
+    name: str
+    bytes: Bytes
+    changes: list[FitChange] = Field(description="that make it smaller, each planned")
+
+
 class FitPlan(Json):
     """One profile at one context."""
 
@@ -83,6 +125,8 @@ class FitPlan(Json):
     split: FitSplit | None = Field(description="null: all of the model runs on one device")
     changes: list[FitChange]
     speed: FitSpeed | None
+    budget: FitBudget | None = Field(description="null: the profile has none")
+    parts: list[FitPart] | None = Field(description="with --explain, of a profile without a budget")
 
 
 class FitDocument(Json):

@@ -244,18 +244,24 @@ def demotion_clashes(profile: Profile) -> list[Clash]:
 
 
 def budget_clashes(profile: Profile) -> list[Clash]:
-    """Of `memory.budget`: one policy spends it, on rungs of its own, of one past."""
+    """Of `memory.budget` and `memory.lose`: one policy spends them, on rungs of its own, of one past."""
     memory, key, spends = profile.memory, "memory.budget", profile.policy.method == "budget"
     bits, fresh = json.dumps(list(memory.bits)), type(memory)().bits
-    if not memory.budget:
-        because = 'which is "": set memory.budget to "6GiB", "25%" or "fit"'
+    if memory.texts > 1 and memory.budget != "fit":
+        because = f'which is "{memory.budget}": only "fit" is divided'
+        return [Clash("memory.texts", key, f"{memory.texts} changes nothing", because)]
+    if not memory.spends:
+        because = 'which is "": set memory.budget to "6GiB", "25%" or "fit", or memory.lose to 0.02'
         found = [Clash("policy.name", key, '"budget" has nothing to spend', because)] if spends else []
         return found + ([Clash("memory.bits", key, f"{bits} changes nothing", because)] if memory.bits != fresh else [])
+    asked = json.dumps(memory.budget)
+    if not memory.budget:
+        key, asked = "memory.lose", f"{memory.lose}"
     is_away = _is_there(memory.host) or _is_there(memory.disk)
     packs = [f"kv.{name}" for name in ("k_bits", "v_bits") if getattr(profile.kv, name) < 16]
     steps = [step for step in memory.ladder if step.startswith(("kv.", "memory."))]
     is_other = profile.form.method != METHODS["form"][1] or profile.form.rope == "before"
-    is_whole_first = profile.prefill.order == "layers" and not memory.budget.endswith("%")
+    is_whole_first = profile.prefill.order == "layers" and memory.budget[-1:] not in ("", "%")
     others = {
         "policy.name": "" if spends else 'which spends no bytes: set policy.name = "budget"',
         packs[0] if packs else "": "which rounds by age: leave it out, and set memory.bits = [4] for four bits alone",
@@ -271,7 +277,7 @@ def budget_clashes(profile: Profile) -> list[Clash]:
         if is_whole_first
         else "",
     }
-    cannot = f'"{memory.budget}" cannot be kept'
+    cannot = f"{asked} cannot be kept"
     found = [Clash(key, other, cannot, because) for other, because in others.items() if other and because]
     if not memory.bits or list(memory.bits) != sorted(set(memory.bits), reverse=True):
         found.append(
@@ -300,7 +306,7 @@ def cautions(profile: Profile, device: str) -> list[str]:
 def idle_keys(profile: Profile) -> list[Clash]:
     """Keys of `[kv]` that say how to pack or move, where nothing is ever packed or moved."""
     kv, memory = profile.kv, profile.memory
-    packs = _packs(profile) or bool(memory.budget)
+    packs = _packs(profile) or memory.spends
     moves = _is_there(memory.host) or _is_there(memory.disk)
     moves = moves or any(step.startswith("memory.") for step in memory.ladder)
     moves = moves or memory.device != "auto"  # its budget counts what stays in the top
@@ -311,8 +317,8 @@ def idle_keys(profile: Profile) -> list[Clash]:
     if memory.demotes:
         chosen = "memory.disposition", 'memory.disposition is "demote"', "so the policy says what moves"
         acts |= {"residual": (False, *chosen), "sinks": (moves, *chosen)}
-    if memory.budget:
-        chosen = "memory.budget", "memory.budget is spent", "so the policy says what moves"
+    if memory.spends:
+        chosen = "policy.name", 'policy.name is "budget"', "so the policy says what moves"
         acts |= {"residual": (False, *chosen), "sinks": (False, *chosen)}
     eight = kv.k_bits == kv.v_bits == 8
     acts["halves"] = (eight, "kv.k_bits" if kv.k_bits != 8 else "kv.v_bits", "not both are 8", "so no code has halves")

@@ -135,11 +135,18 @@ class Memory:
     disk: Annotated[str, SIZE] = "0GiB"  # bytes of a private temporary file for what is older still; 0GiB = none
     disk_writes: Annotated[str, SIZE] = "256GiB"  # bytes written to that file at most, as disks wear
     budget: Annotated[str, BUDGET] = ""  # for policy "budget": bytes, share of a full past, or fit = what is free
+    lose: Annotated[float, Range(0, below=1)] = 0.0  # share of worth that may go; a budget is then the most. 0 = off
+    texts: Annotated[int, Range(1)] = 1  # over one model at a time, among which budget = "fit" is divided
     bits: tuple[Literal[8, 4, 2], ...] = (8, 4)  # of rungs on which a budget is spent, beside full; 2 = keys in 4
     disposition: Literal["drop", "demote"] = "drop"  # what a policy lets go is forgotten, or moves down a tier
     on_shortage: Literal["degrade", "fail"] = "degrade"  # take the steps of `ladder` in turn, or end with an error
     ladder: Annotated[tuple[str, ...], STEPS] = ()  # steps taken in this order when memory runs out, each once
     checkpoints: Annotated[int, Range(1, 256)] = 8  # of states, where layers keep one: points to go back to, at most
+
+    @property
+    def spends(self) -> bool:
+        """Does a policy say who lies in how many bits?"""
+        return bool(self.budget or self.lose)
 
     @property
     def demotes(self) -> bool:

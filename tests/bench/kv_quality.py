@@ -1,7 +1,7 @@
 """What policies and bits cost in answers: facts asked for once the text was compressed, at equal memory.
 
     python tests/bench/kv_quality.py [--model demo] [--tasks niah_single,mqar...] [--texts 200] [--length 2048]
-        [--shares 0.5,0.25] [--allocs | --moved | --forms | --field] [--out FILE]
+        [--shares 0.5,0.25] [--allocs | --moved | --forms | --field | --losing] [--out FILE]
 
 Four numbers are hidden in each held-out text, one in each quarter of it, and all are asked for when the text has been
 read and compressed: nothing saw the questions before. An answer is right if greedy decoding writes the number token for
@@ -11,9 +11,9 @@ published FastGen by the T at which its heads keep at least as much. "map" is Fa
 the four questions about one text are not independent. `--allocs` compares who shares the budget instead, and `--moved`
 where goes what a policy does not keep: away, or down a tier, and `--forms` in which form old slots lie: of the same
 bits, or of fewer numbers. `--field` has every policy that keeps a share, by itself and with what is done to scores,
-whose queries vote, who shares and what is one unit, between both controls. `--tasks`
-asks other questions, `--texts` of each, hidden in Moby-Dick: those that a model answers from the full cache; what is
-found is told by task, with what the budget gives beside the best of all others at the same share.
+whose queries vote, who shares and what is one unit, between both controls. `--losing` has budgets of a share of worth
+that may be lost. `--tasks` asks other questions, `--texts` of each, hidden in Moby-Dick: those that a model answers from
+the full cache; what is found is told by task, with what the budget gives beside the best of all others at the same share.
 
 Every answer goes to `--partial` at once, so a run that was cut off goes on where it was. Counts do not depend on the
 machine or its load; `ms` do: processor time of one thread, medians over texts, that compressing the text that was read
@@ -104,6 +104,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of policies, as `--field` has them be
     "kvzip, all layers": {"name": "kvzip", "alloc": "global"},
     "kvzip+, all layers": {"name": "kvzip", "alloc": "global", "plus": True},
 }
+LOSES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)  # of worth
 FINE = 2**-10  # of T
 SINKS, NEWEST = 4, 64  # that lots leave alone
 
@@ -313,11 +314,25 @@ def formed(answer: Answer, n: int, i: int, shares: list[float], known: Known, ma
             yield f"{name} {k} + {v}", known.of(f"{i} {name} {k} {v}", lambda change=change: answer(change)[0])
 
 
+def losing(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
+    """What `memory.lose` takes and costs, by score, heads alike and weighed by their map."""
+    yield "full", known.of(f"{i} full", lambda: answer({})[0])
+    maps = {"": "", " + map": mapped} if mapped else {"": ""}
+    for score in ("kvzip", "snap"):
+        for words, headmap in maps.items():
+            policy = {"policy": {"name": "budget", "score": score, "headmap": headmap}}
+            for lose in LOSES:
+                change = policy | {"memory": {"lose": lose}}
+                side = f"{score}{words} lose {lose}"
+                yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
+
+
 MODES = {  # what is compared, in the words of the title
     "allocs": (shared, "who shares the budget"),
     "moved": (moved, "by where goes what a policy does not keep"),
     "forms": (formed, "by the form of old slots"),
     "field": (field, "every policy at equal memory"),
+    "losing": (losing, "by the share of worth that a budget may lose"),
 }
 
 

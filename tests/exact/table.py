@@ -73,7 +73,6 @@ from kvcli.policies.budget import Budget as Spender
 from kvcli.policies.random import Random
 from kvcli.policies.snap import Snap
 from kvcli.policies.window import Window as Stream
-from kvcli.policies.within import Within
 from kvcli.prune.lazy import Lazy
 from kvcli.reuse.blend import Blend
 from kvcli.settings.schema import Kv
@@ -146,9 +145,11 @@ BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear 
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
 BITS = (8, 4, 2)  # of rungs that a policy places slots on
 SPENT = Spending("40%", 0, alike(3, 2, 16), 4, BITS, 16, [0.0] * 3)
+SPENDS = {"budget": SPENT, "lose": replace(SPENT, asked="", lose=0.05)}
 SPENDER = Spender(sinks=2, guard=5, every=16)
-POLICIES |= {"budget": (Within(SPENDER, SPENT), 16)}
-PLACED = {"rungs recalled": Within(SPENDER, replace(SPENT, beyond=[18.0] * 3, apart=[0.0] * 3))}
+POLICIES |= {name: (SPENDER.within(spent), 16) for name, spent in SPENDS.items()}
+AWAY = replace(SPENT, beyond=[18.0] * 3, apart=[0.0] * 3)
+PLACED = {"rungs recalled": SPENDER.within(AWAY)}
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 AHEAD = Snap(0.4, sinks=2, guard=5, queries=4, lookahead=3, keep_new=14, every=11, alloc="prefix", post="graph")
 POLICIES |= {"ahead": (AHEAD, 11)}  # tests/test_stages.py and test_topk.py have the others
@@ -312,8 +313,8 @@ def serves(storage: str, policy: str, drafter: str = CHAINS[0]) -> bool:
     """Without a policy nothing goes to a lower tier, and with one nothing is kept for others, or read by layers."""
     if storage == "hybrid" and (drafter not in CHAINS or policy == "ahead"):  # an answer that is tried is refused there
         return False
-    if policy == "budget":
-        return storage in RUNGS
+    if policy in SPENDS:
+        return storage == "rungs" or (storage in RUNGS and policy == "budget")
     return policy == "all" if storage in UNJUDGED else policy != "all" or storage not in LOWER
 
 

@@ -71,7 +71,10 @@ def test_without_room_for_any_table_each_plan_is_a_block(machine):
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "200"])
-@pytest.mark.parametrize("args", [("--all",), ("--ctx", "1m"), ("--ram", "0.5GiB", "--ctx", "8k")])
+@pytest.mark.parametrize(
+    "args",
+    [("--all",), ("--ctx", "1m"), ("--ram", "0.5GiB", "--ctx", "8k"), ("--explain",), ("-P", "budget", "--explain")],
+)
 def test_no_line_is_wider_than_the_terminal(machine, columns, args):
     machine.environ["COLUMNS"] = columns
     lines = machine("fit", "demo", *args).out.splitlines()
@@ -100,6 +103,43 @@ def test_what_does_not_fit_exits_5_and_says_what_would(machine):
     usable = found["free_bytes"] - found["kept_free"]
     assert plan["missing"] == plan["needed"] - usable > 0
     assert all(change["total"] <= usable for change in plan["changes"])
+
+
+def test_a_budget_is_explained(machine):
+    args = ("fit", "demo", "-P", "budget", "--ctx", "8k", "--ram", "8GiB", "--explain")
+    (plan,) = document(machine(*args, "--json"))["plans"]
+    found, token = plan["budget"], plan["kv_per_token"]
+    assert found["bytes"] == found["whole"] // 4
+    assert found["whole"] == 8192 * (token + 6 * 4)
+    assert [(rung["bits"], round(rung["room"] / 8192, 2)) for rung in found["rungs"]] == [
+        (16, 0.25), (8, 0.47), (4, 0.85), (0, 0.0)
+    ]  # fmt: skip
+    each = sum(rung["share"] * rung["token"] for rung in found["rungs"])
+    assert each == pytest.approx(found["bytes"] / 8192, rel=0.01)
+    assert (found["passes"], found["is_mapped"], plan["parts"]) == (0, False, None)
+    machine.environ["COLUMNS"] = "120"
+    out = machine(*args, "--set", "policy.headmap=auto").out
+    assert "were all 8,192 worth alike: 85% in 4 bits, 15% without room" in out
+    assert "a map of this model, made when it is first run: 60 short passes" in out
+    heads = machine.folder / "home" / "data" / "heads"
+    heads.mkdir(parents=True)
+    (heads / "a.json").write_text('{"model": "demo"}')
+    assert "a map of this model, which is there" in machine(*args, "--set", "policy.headmap=auto").out
+    loses = machine(*args, "--set", "memory.budget=", "--set", "memory.lose=0.01").out
+    assert "no more than 1.0% of what it is worth is lost" in loses
+    assert "worth alike" not in loses
+    less = machine(*args, "--set", "memory.budget=0.1%").out
+    assert "always in full: 64 first and newest tokens, 194 KiB: more than the budget, by" in less
+
+
+def test_without_a_budget_each_part_names_what_makes_it_smaller(machine):
+    (plan,) = document(machine("fit", "demo", "--ctx", "8k", "--ram", "8GiB", "--explain", "--json"))["plans"]
+    ways = {part["name"]: [change["type"] for change in part["changes"]] for part in plan["parts"]}
+    assert ways["weights"] == ["--quant int8", "--quant int4"]
+    assert ways["keys and values"] == ["--budget 6MiB"]  # ngram promises the text, so no bits
+    assert ways["working memory"] == ["--set prefill.chunk=256"]
+    assert all(change["total"] < plan["total"] for part in plan["parts"] for change in part["changes"])
+    assert document(machine("fit", "demo", "--json"))["plans"][0]["parts"] is None
 
 
 def test_a_context_typed_twice_is_planned_once(machine):

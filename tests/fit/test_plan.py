@@ -15,6 +15,7 @@ from kvcli.engine.pass_bytes import DRAWN, working_bytes
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.fit.advice import binding, changes
 from kvcli.fit.before import Outlook
+from kvcli.fit.explain import alike
 from kvcli.fit.memory import GIB, largest, need
 from kvcli.fit.plan import Facts, Subject, plan, subject_of
 from kvcli.fit.room import Room, choose, container_room, size
@@ -26,6 +27,7 @@ from kvcli.kernels.pack import LANES, pack_keys, pack_values
 from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import POSITION, STEP, narrow, wide
 from kvcli.kv.form_kivi import Kivi
+from kvcli.kv.ladder import Ladder
 from kvcli.kv.room import EVERY
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import LayerShape, Sight, nbytes
@@ -36,6 +38,7 @@ from kvcli.models.packing import Packing
 from kvcli.models.shape import shape_of
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime
 from kvcli.settings.profile import Profile
+from kvcli.settings.schema import size_of
 from tests import families, hybrids
 
 MIB = 1 << 20
@@ -103,6 +106,39 @@ def test_packed_keys_and_values_are_planned_as_they_lie(demo, packs):
         unpacked = sum(wide(shape, number) for shape in model.lm.shapes)
     # at most one chunk, one group and one step of growth lie unpacked, which nobody sees who looks behind a boundary
     assert most <= found <= most + (EVERY + model.profile.kv.group + STEP) * unpacked
+
+
+@pytest.mark.parametrize("budget", ["25%", "1MiB", "64MiB", "fit"])
+@pytest.mark.parametrize("chunk", [64, 512])
+def test_a_budget_is_planned_with_what_a_pass_adds(demo, budget, chunk, monkeypatch):
+    settle, held = Ladder.settle, []
+    monkeypatch.setattr(Ladder, "settle", lambda kv, *of: (held.append(sum(nbytes(kv).values())), settle(kv, *of))[1])
+    asked = {"memory.budget": budget, "policy.score": "keydiff", "prefill.chunk": chunk}
+    with load("demo", "budget", set={"load.device": "cpu", "load.verify": False, **asked}) as model:
+        ids = torch.randint(model.lm.vocab, (1400,), generator=torch.Generator().manual_seed(0))
+        drive(model.text.session.read(ids.tolist()))
+        remembered = sum(of.numel() for of in model.text.session.memory.worth.total.values()) * 8
+    found = planned(demo, model.profile, 1400).need.kv
+    assert max(held) + remembered <= found <= 1.1 * (max(held) + 8 * 12 * 1400) + STEP * planned(demo).per_token
+
+
+@pytest.mark.parametrize(
+    ("each", "shares"),
+    [(20, [1, 0, 0, 0]), (16, [1, 0, 0, 0]), (8, [0.2, 0, 0.8, 0]), (6, [0, 0, 1, 0]), (3, [0, 0, 0.5, 0.5])],
+)
+def test_tokens_worth_alike_lie_on_two_rungs_of_the_hull(each, shares):
+    # the second rung is never best: it costs half of what the third saves, and leaves less than half of the way
+    assert alike([16.0, 11.0, 6.0, 0.0], [1.0, 0.9, 0.85, 0.0], each) == pytest.approx(shares)
+
+
+def test_what_always_stays_must_fit_into_a_budget(demo):
+    profile = Profile.load("budget").replace(memory={"budget": "0.1MiB"})
+    found = planned(demo, profile, 1400)
+    assert not found.fits
+    assert found.need.over == 64 * (6 * (2 * 2 * 64 * 2 + 4)) - size_of("0.1MiB")
+    room = (found.least + 16 * MIB) * 10 // 9  # of which a tenth is kept free
+    assert planned(demo, profile.replace(memory={"budget": "fit"}), 8000, room).fits
+    assert not planned(demo, "exact", 8000, room).fits
 
 
 @pytest.mark.parametrize("profile", ["streaming", "lean"])
