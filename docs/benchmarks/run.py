@@ -78,6 +78,7 @@ RESULTS = {
     "kv-forms": "python tests/bench/kv_quality.py --forms --texts 12",
     "kv-field": "python tests/bench/kv_quality.py --field --texts 24 --shares 0.5,0.25,0.125,0.06",
     "presses": "python tests/bench/presses.py",  # of the packages it names, installed
+    "presses-smollm2": f"python tests/bench/presses.py --model {LISTED} --texts 2 --length 1024 --shares 0.25",
     "kv-moved": "python tests/bench/kv_quality.py --moved --texts 12 --shares 0.125",
     "agreement": f"python tests/bench/agreement.py --model {LISTED}",
     "agreement-demo": "python tests/bench/agreement.py --windows 16",
