@@ -68,9 +68,9 @@ def crush(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
     """A part of the budget goes to tokens that stand for the others (KVCrush, Jha et al., arXiv 2503.00022).
 
     A token is the list of the layer's heads that have it in the better half of those that compete, as in OpenVINO's
-    code for it. Those that a head does not keep by score are sorted by how many heads say otherwise than the majority (the
-    Hamming distance to an anchor) and cut into as many groups as places are left; one of each stays. Ours: the middle
-    one, of each head its own and token by token, where that code takes pages, the same in all heads.
+    code for it. Those that a head does not keep by score are sorted by how many heads say otherwise than the majority
+    (the Hamming distance to an anchor) and cut into as many groups as places are left; one of each stays. Ours: the
+    middle one, of each head its own and token by token, where that code takes pages, the same in all heads.
     """
     proxies = (PROXIES * counts).long()
     if not s.n_slots or not bool(proxies.any()):
