@@ -155,6 +155,17 @@ def test_representatives_stand_for_what_goes(each: int) -> None:
     assert torch.isposinf(found).sum(1).tolist() == [each] * 3
 
 
+def test_each_paragraph_keeps_its_share() -> None:
+    """Fair eviction: of 9 places, 2 are protected; paragraphs of 8, 4 and 2 tokens get 4, 2 and 1, each its best."""
+    score = torch.tensor([[torch.inf, 9, 8, 7, 6, 5, 4, 3, 2, 11, 10, 1, 0, 0.5, 0.4, torch.inf]], dtype=torch.float64)
+    kinds = torch.zeros(16, dtype=torch.int8)
+    kinds[[9, 13]] = SHOT
+    s = slots(torch.zeros(1, 16, 2))
+    found = post.fair(score, s, moment(s, kinds=kinds), torch.tensor([9]))
+    assert budgets.uniform(found, s.pos, 9)[0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 9, 10, 13, 15]
+    assert budgets.uniform(score, s.pos, 9)[0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 9, 10, 15]
+
+
 @pytest.mark.parametrize("name", ["critical", "graph", "crush"])
 def test_stages_change_what_is_kept_and_not_how_much(name: str) -> None:
     plain, s = session(keep=0.3, alloc="uniform"), session(keep=0.3, alloc="uniform", post=name)
@@ -339,6 +350,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "critical": {"post": "critical"},
     "graph": {"post": "graph", "alloc": "prefix"},
     "crush": {"post": "crush", "alloc": "global"},
+    "fair": {"post": "fair", "alloc": "ada"},
     "ahead": {"lookahead": 5},
     "grows": {"grow_new": 30},
     "reuse": {"unit": 4, "reuse_layers": 2},

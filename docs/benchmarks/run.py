@@ -81,6 +81,7 @@ RESULTS = {
     " --tasks niah_single,niah_multikey,niah_multikey_all,passkey,mqar,late_questions,copy_span,json_extract",
     "kv-moved": "python tests/bench/kv_quality.py --moved --texts 200 --shares 0.125",
     "presses": "python tests/bench/presses.py",  # of the packages it names, installed
+    "presses-smollm2": f"python tests/bench/presses.py --model {LISTED} --texts 2 --length 1024 --shares 0.25",
     "agreement": f"python tests/bench/agreement.py --model {LISTED}",
     "agreement-demo": "python tests/bench/agreement.py --windows 16",
     "agreement-long": f"python tests/bench/agreement.py --model {LISTED} --context 1024,2048,4096,7424 --windows 2"

@@ -178,9 +178,9 @@ class Model:
             )
         tells = self.profile.policy.every is not None or bool(self.profile.prune.reads)
         kinds = self._kinds() if tells else None
-        return build.session(self.lm, self._mapped(), self.costs, kinds, self._draft())
+        return build.session(self.lm, self.mapped(), self.costs, kinds, self._draft())
 
-    def _mapped(self) -> Profile:
+    def mapped(self) -> Profile:
         """The profile with the file of the model's own head map, where it asks for that."""
         if self.profile.values.get("policy.headmap") != "auto":
             return self.profile

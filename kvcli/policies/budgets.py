@@ -93,10 +93,10 @@ def by_weight(weights: Sequence[float], each: int, floor: float, most: int, leas
         left = sum(max(0.0, given[i] - most) for i in open_)
         given = [min(g, float(most)) for g in given]
         open_ = [i for i in open_ if given[i] < most]
-    return _whole(given, n * each, most)
+    return whole(given, n * each, most)
 
 
-def _whole(given: Sequence[float], total: int, most: int) -> list[int]:
+def whole(given: Sequence[float], total: int, most: int) -> list[int]:
     """Whole numbers nearest to these that sum to `total`: the largest remainders are rounded up."""
     down = [min(int(g + 1e-9), most) for g in given]
     by_rest = sorted(range(len(given)), key=lambda i: (down[i] - given[i], i))

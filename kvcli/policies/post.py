@@ -67,10 +67,10 @@ def graph(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
 def crush(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
     """A part of the budget goes to tokens that stand for the others (KVCrush, Jha et al., arXiv 2503.00022).
 
-    A token is the list of the layer's heads that have it in the better half of those that compete, as in the authors'
-    code. Those that a head does not keep by score are sorted by how many heads say otherwise than the majority (the
-    Hamming distance to an anchor) and cut into as many groups as places are left; one of each stays. Ours: the middle
-    one, of each head its own and token by token, where that code takes pages, the same in all heads.
+    A token is the list of the layer's heads that have it in the better half of those that compete, as in OpenVINO's
+    code for it. Those that a head does not keep by score are sorted by how many heads say otherwise than the majority
+    (the Hamming distance to an anchor) and cut into as many groups as places are left; one of each stays. Ours: the
+    middle one, of each head its own and token by token, where that code takes pages, the same in all heads.
     """
     proxies = (PROXIES * counts).long()
     if not s.n_slots or not bool(proxies.any()):
@@ -93,4 +93,27 @@ def crush(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
     return found
 
 
-POSTS: dict[str, Post] = {"critical": critical, "graph": graph, "crush": crush}
+def fair(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
+    """Each paragraph or message keeps its share of what the head keeps (fair eviction, Chen et al., arXiv 2510.00231).
+
+    So no instruction is forgotten for the sake of others. Which of its tokens, the score says; ours: that is the
+    method's own, where the paper has each span vote for itself.
+    """
+    if not s.n_slots:
+        return score
+    spans = units.numbered("shot", at.kinds, at.n, s.pos.device)[s.pos.clamp(min=0).long()]  # [K, S]
+    may, found = torch.isfinite(score), score.clone()
+    for head, count in enumerate((counts - torch.isposinf(score).sum(1)).clamp(min=0).tolist()):
+        rest = may[head].nonzero().flatten()
+        rest = rest[s.pos[head, rest].argsort(descending=True)]
+        rest = rest[score[head, rest].argsort(descending=True, stable=True)]
+        rest = rest[spans[head, rest].argsort(stable=True)]  # span by span, the best of each first
+        _, of, sizes = torch.unique_consecutive(spans[head, rest], return_inverse=True, return_counts=True)
+        given = [min(count, len(rest)) * size / max(1, len(rest)) for size in sizes.tolist()]
+        places = torch.tensor(budgets.whole(given, min(count, len(rest)), len(rest)), device=rest.device)
+        place = torch.arange(len(rest), device=rest.device) - (sizes.cumsum(0) - sizes)[of]
+        found[head, rest[place < places[of]]] = torch.inf
+    return found
+
+
+POSTS: dict[str, Post] = {"critical": critical, "graph": graph, "crush": crush, "fair": fair}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Alloc = Literal["uniform", "ada", "pyramid", "headmap", "global", "prefix"]
 Unit = Literal["sentence", "shot"] | Annotated[int, Range(1)]
-Post = Literal["none", "critical", "graph", "crush"]
+Post = Literal["none", "critical", "graph", "crush", "fair"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class TopK(Usual):
     headmap: str = ""  # of headmap: file of `kvcli profile-heads` or DuoAttention; auto = made once
     unit: Unit = 1  # judged together: neighbouring tokens (ChunkKV: 10 to 20), a sentence, an example of the prompt
     reuse_layers: Annotated[int, Range(1)] = 1  # layers on end that keep what the first of them does; ChunkKV takes 2
-    post: Post = "none"  # what is done with scores: values weighed, likeness damped, or representatives kept
+    post: Post = "none"  # done with scores: values weighed, likeness damped, representatives kept, each paragraph heard
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept
     guard: Annotated[int, Range(1)] = 64  # newest tokens, always kept
     protect: bool = True  # always keep the system prompt and what tools said
@@ -143,7 +143,8 @@ class TopK(Usual):
         heads = head_rows(self.headmap, lm) if self.headmap else []
         asked = {QUESTION} if self.protect_question else set()
         guard = Guard(self.sinks, self.guard, frozenset(asked | ({SYSTEM, TOOLS} if self.protect else set())))
-        marks = frozenset(asked | ({SHOT} if self.unit == "shot" else set()))
+        spans = self.unit == "shot" or self.post == "fair"
+        marks = frozenset(asked | ({SHOT} if spans else set()))
         outward = Outward(lm, f"policy.{self.weighs}") if self.weighs else None
         if self.reuse_layers > 1 and len({of.n_kv_heads for of in lm.shapes}) > 1:
             raise BadModel(
@@ -151,7 +152,7 @@ class TopK(Usual):
                 code="policy_unsupported",
                 try_=["--set policy.reuse_layers=1"],
             )
-        given = {"kinds": self.unit in ("sentence", "shot"), "marks": marks, "guard": guard, **more}
+        given = {"kinds": spans or self.unit == "sentence", "marks": marks, "guard": guard, **more}
         return Wants(memory=lambda: Memory(heads, own=own(), known=known, outward=outward), **given)
 
     @property

@@ -12,8 +12,9 @@ the four questions about one text are not independent. `--allocs` compares who s
 where goes what a policy does not keep: away, or down a tier, and `--forms` in which form old slots lie: of the same
 bits, or of fewer numbers. `--field` has every policy that keeps a share, by itself and with what is done to scores,
 whose queries vote, who shares and what is one unit, between both controls. `--losing` has budgets of a share of worth
-that may be lost. `--tasks` asks other questions, `--texts` of each, hidden in Moby-Dick: those that a model answers from
-the full cache; what is found is told by task, with what the budget gives beside the best of all others at the same share.
+that may be lost. `--tasks` asks other questions, `--texts` of each, hidden in Moby-Dick: those that a model answers
+from the full cache; what is found is told by task, with what the budget gives beside the best of all others at the same
+share.
 
 Every answer goes to `--partial` at once, so a run that was cut off goes on where it was. Counts do not depend on the
 machine or its load; `ms` do: processor time of one thread, medians over texts, that compressing the text that was read

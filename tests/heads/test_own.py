@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcli import load
+from kvcli.bench.same import tie_at
 from kvcli.chat.local import Model
 from kvcli.errors import BadConfig
 from kvcli.heads.ask import Ask
@@ -39,6 +40,7 @@ def test_the_map_is_that_of_the_command_and_is_made_once(model: Model, tmp_path:
             auto.new_session()
         auto.map_heads = partial(own_map, folder=tmp_path / "heads")
         assert auto.new_session().policy.headmap == str(path)  # type: ignore[union-attr]
+        assert tie_at(auto, auto.tokenizer.encode("The depot"), 5, 5).margin >= 0
 
 
 def test_weights_without_files_have_no_place(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
