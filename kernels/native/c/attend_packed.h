@@ -382,8 +382,105 @@ INLINE F table_of(int bits, float zero, float scale) {
   const F each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, by2 = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
   return rounded(splat(zero) + (bits == 4 ? each : by2) * splat(scale));
 }
+#if !defined(__AVX512F__)
+#define BY_BYTES 1
+// The bf16 that the sixteen codes of a group stand for, their lower bytes and then their upper ones: what `narrow` makes of all that
+// halves can say. Products of 4 bits and 11 are exact.
+INLINE void bytes_of(float zero, float scale, __m256i *table) {
+  const __m256 some = {0, 1, 2, 3, 8, 9, 10, 11}, others = {4, 5, 6, 7, 12, 13, 14, 15}, z = _mm256_set1_ps(zero), by = _mm256_set1_ps(scale);
+  const __m256i half = _mm256_set1_epi32(0x7fff), one = _mm256_set1_epi32(1);
+#define LANES_OF(a) _mm256_broadcastsi128_si256(_mm_setr_epi8 a)
+  const __m256i first = LANES_OF((2, 6, 10, 14, -1, -1, -1, -1, 3, 7, 11, 15, -1, -1, -1, -1)), second = LANES_OF((-1, -1, -1, -1, 2, 6, 10, 14, -1, -1, -1, -1, 3, 7, 11, 15));
+  __m256i x = (__m256i)_mm256_fmadd_ps(some, by, z), y = (__m256i)_mm256_fmadd_ps(others, by, z);
+  x = _mm256_add_epi32(_mm256_add_epi32(x, half), _mm256_and_si256(_mm256_srli_epi32(x, 16), one));
+  y = _mm256_add_epi32(_mm256_add_epi32(y, half), _mm256_and_si256(_mm256_srli_epi32(y, 16), one));
+  *table = _mm256_permute4x64_epi64(_mm256_or_si256(_mm256_shuffle_epi8(x, first), _mm256_shuffle_epi8(y, second)), 0xd8);
+}
+// What 32 codes stand for: lower or upper bytes
+INLINE __m256i look_up_bytes(const __m256i *table, int upper, __m256i codes) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table + upper)), codes);
+}
+INLINE __m256i lower_codes(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+INLINE __m256i upper_codes(__m256i x) { return lower_codes(_mm256_srli_epi16(x, 4)); }
+// Lower and upper bytes -> 32 numbers in fp32, as the bytes lie in halves of a vector
+INLINE void widen_bytes(__m256i low, __m256i high, U *w) {
+  const __m256i none = _mm256_setzero_si256(), a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);
+  const __m256i out[4] = {_mm256_unpacklo_epi16(none, a), _mm256_unpackhi_epi16(none, a), _mm256_unpacklo_epi16(none, b), _mm256_unpackhi_epi16(none, b)};
+  memcpy(w, out, sizeof out);
+}
+// 16 bytes of each of 32 slots -> by byte, of slots in such an order that `widen_bytes` gives them in theirs
+INLINE void turn_bytes(const char *codes, int64_t size, __m256i *a) {
+  __m256i b[16];
+  for (int i = 0; i < 16; i++) {
+    const char *from = codes + (i / 4 * 8 + i % 4) * size;
+    a[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)from)), _mm_loadu_si128((const __m128i *)(from + 4 * size)), 1);
+  }
+#define IN_PAIRS(to, from, by, name)                                            \
+  for (int i = 0; i < 16; i += 2 * (by))                                        \
+    for (int j = 0; j < (by); j++) {                                            \
+      (to)[i + 2 * j] = _mm256_unpacklo_##name((from)[i + j], (from)[i + j + (by)]);     \
+      (to)[i + 2 * j + 1] = _mm256_unpackhi_##name((from)[i + j], (from)[i + j + (by)]); \
+    }
+  IN_PAIRS(b, a, 1, epi8) IN_PAIRS(a, b, 2, epi16) IN_PAIRS(b, a, 4, epi32) IN_PAIRS(a, b, 8, epi64)
+#undef IN_PAIRS
+}
+// Keys of 4 bits of slots [at, at + 64), which share their scales -> [D][64] or sums
+INLINE void turn_keys_by_bytes(int rows, const Codes *c, int64_t D, int64_t at, Sums *s, uint32_t *kt) {
+  const int64_t size = D / 2, group = at / c->group * D;
+  none_yet(s, rows, 4);
+  for (int64_t d = 0; d < D; d += 32) {
+    float zero[32], scale[32];
+    __m256i tables[32], codes[16];
+    floats_of(c, group + d, 32, zero, scale);
+    for (int i = 0; i < 32; i++) bytes_of(zero[i], scale[i], tables + i);
+    for (int half = 0; half < 2; half++) {
+      turn_bytes(c->codes + (at + half * 32) * size + d / 2, size, codes);
+#pragma clang loop unroll(disable)
+      for (int i = 0; i < 16; i++) {
+        const __m256i x[2] = {lower_codes(codes[i]), upper_codes(codes[i])};
+        __builtin_prefetch(c->codes + (at + 64) * size + d * 32 + half * 512 + i / 2 * 64, 0, 3);
+        for (int odd = 0; odd < 2; odd++) {
+          const __m256i *table = tables + 2 * i + odd;
+          const int64_t word = d + 2 * i + odd;
+          U w[2];
+          widen_bytes(look_up_bytes(table, 0, x[odd]), look_up_bytes(table, 1, x[odd]), w);
+          meet_some(rows, half * 2, 2, w, word, s, kt + word * 64);
+        }
+      }
+    }
+  }
+}
+// Values of 4 bits of channels [e, e + 64), which share a group -> [64][width] or sums
+INLINE void lay_values_by_bytes(int rows, const Codes *c, int64_t E, int64_t e, int64_t at, const float *zero, const float *scale, Sums *s, uint32_t *vt, int64_t width) {
+  const int64_t groups = E / c->group, size = E / 2;
+  const __m256i by_words = LANES_OF((0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+  const char *codes = c->codes + at * size + e / 2;
+  __m256i tables[64];
+  for (int64_t j = 0; j < 64; j++) bytes_of(zero[j * groups + e / c->group], scale[j * groups + e / c->group], tables + j);
+  none_yet(s, rows, 4);
+#pragma clang loop unroll(disable)
+  for (int64_t j = 0; j < 64; j++, codes += size) {
+    const __m256i x = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)codes), by_words), 0xd8);
+    const __m256i even = lower_codes(x), odd = upper_codes(x);
+    const __m256i low[2] = {look_up_bytes(tables + j, 0, even), look_up_bytes(tables + j, 0, odd)}, high[2] = {look_up_bytes(tables + j, 1, even), look_up_bytes(tables + j, 1, odd)};
+    U w[4];
+    __builtin_prefetch(codes + 64 * size, 0, 3);
+    widen_bytes(_mm256_unpacklo_epi8(low[0], low[1]), _mm256_unpacklo_epi8(high[0], high[1]), w);
+    widen_bytes(_mm256_unpackhi_epi8(low[0], low[1]), _mm256_unpackhi_epi8(high[0], high[1]), w + 2);
+    meet_words(rows, 4, w, j, s, vt + j * width + e);
+  }
+}
+#else
+#define BY_BYTES 0
+#define turn_keys_by_bytes(rows, c, D, at, s, kt)
+#define lay_values_by_bytes(rows, c, E, e, at, zero, scale, s, vt, width)
+#endif
 // Keys of slots [at, at + 64), a channel at a time -> [D][64] or sums
 INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t D, int64_t at, Sums *s, uint32_t *kt) {
+  if (BY_BYTES && bits == 4 && is_one) {
+    turn_keys_by_bytes(rows, c, D, at, s, kt);
+    return;
+  }
   const int64_t size = D * bits / 8;
   const int wide = 128 / bits, parts = is_one ? 1 : 4;  // channels at a time; groups of slots
   F by_slot[4];
@@ -410,6 +507,10 @@ INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t
 }
 // Values of 4 or 2 bits of these slots, a slot at a time: of channels [e, e + vecs * 16), which share a group -> [64][width] or sums
 INLINE void lay_values_of(int bits, int rows, int vecs, const Codes *c, int64_t E, int64_t e, int64_t at, const float *zero, const float *scale, Sums *s, uint32_t *vt, int64_t width) {
+  if (BY_BYTES && bits == 4 && vecs == 4) {
+    lay_values_by_bytes(rows, c, E, e, at, zero, scale, s, vt, width);
+    return;
+  }
   const int64_t groups = E / c->group, size = E * bits / 8;
   const char *codes = c->codes + at * size;
   none_yet(s, rows, vecs);
