@@ -122,35 +122,42 @@ INLINE void release(const Room *room) {
 #define weigh_by_tiles(a, room)
 #define release(room)
 #endif
-// Scores of a row -> its weights, top and mass, and what its sums shrink by. `at`: the first slot's place in the sequence.
-INLINE void soften(int kind, const Rows *a, const Room *room, const int32_t *pos, int64_t at, int64_t r) {
+// Scores of a row, bent and those that it does not see hidden -> its top, and what its sums shrink by
+INLINE void find_top(const Rows *a, const Room *room, const int32_t *pos, int64_t at, int64_t r, float scale) {
   const I count = (I){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int64_t left = a->count[r] - at;
-  float scale = a->scale;
   F x[4];
   for (int g = 0; g < 4; g++) x[g] = load(F, room->s + r * B + g * 16);
-  if (a->cap > 0) {
-    for (int g = 0; g < 4; g++) x[g] = tanh_(x[g] * scale);
-    scale = a->cap;
-  }
+  if (a->cap > 0)
+    for (int g = 0; g < 4; g++) x[g] = tanh_(x[g] * a->scale);
   if (left < B)
     for (int g = 0; g < 4; g++) x[g] = pick(count < (int32_t)(left < 0 ? 0 : left) - g * 16, x[g], splat(NEVER));
   if (pos)
     for (int g = 0; g < 4; g++) x[g] = pick(load(I, pos + g * 16) > (int32_t)a->low[r], x[g], splat(NEVER));
+  for (int g = 0; g < 4 && (a->cap > 0 || left < B || pos); g++) store(room->s + r * B + g * 16, x[g]);
   const float was = a->top[r], top = top_across(larger(larger(x[0], x[1]), larger(x[2], x[3]))) * scale, now = top > was ? top : was;
-  const float shrink = now == was ? 1.f : exp2_1(was - now), base = now == NEVER ? 0.f : now;
-  for (int g = 0; g < 4; g++) {
-    x[g] = exp2_(fma_(x[g], splat(scale), splat(-base)));
-    if (kind != WIDE) {  // what is added up is what values are multiplied by
-      H h = narrow(x[g]);
-      x[g] = wide(h);
-      if (kind == PAIRED) store((bf16 *)(room->p + r * (B / 2)) + g * 16, h);
-    }
-    if (kind != PAIRED) store(room->p + r * B + g * 16, x[g]);
-  }
-  a->mass[r] = a->mass[r] * shrink + ((x[0] + x[1]) + (x[2] + x[3]));
+  room->shrink[r] = now == was ? 1.f : exp2_1(was - now);
   a->top[r] = now;
-  room->shrink[r] = shrink;
+}
+// Scores of all rows -> their weights, tops and masses, and what their sums shrink by. `at`: the first slot's place in the
+// sequence. First all tops, then all weights: within a row each waits for the one before.
+INLINE void soften(int kind, int64_t rows, const Rows *a, const Room *room, const int32_t *pos, int64_t at) {
+  const float scale = a->cap > 0 ? a->cap : a->scale;
+  for (int64_t r = 0; r < rows; r++) find_top(a, room, pos, at, r, scale);
+  for (int64_t r = 0; r < rows; r++) {
+    const float base = a->top[r] == NEVER ? 0.f : a->top[r];
+    F x[4];
+    for (int g = 0; g < 4; g++) {
+      x[g] = exp2_(fma_(load(F, room->s + r * B + g * 16), splat(scale), splat(-base)));
+      if (kind != WIDE) {  // what is added up is what values are multiplied by
+        H h = narrow(x[g]);
+        x[g] = wide(h);
+        if (kind == PAIRED) store((bf16 *)(room->p + r * (B / 2)) + g * 16, h);
+      }
+      if (kind != PAIRED) store(room->p + r * B + g * 16, x[g]);
+    }
+    a->mass[r] = a->mass[r] * room->shrink[r] + ((x[0] + x[1]) + (x[2] + x[3]));
+  }
 }
 // 16 keys' words of memory, all of them there if `is_whole` -> columns of kt
 INLINE void turn_some(int kind, int is_whole, int64_t n, const char *k, int64_t ld, uint32_t *kt) {
@@ -241,7 +248,7 @@ INLINE void block_of(int kind, const Rows *a, const Room *room, const Slots *b, 
   if (BY_TILES(kind)) scores_by_tiles(a, room);
   else TILES(a->n, B, CALL)
 #undef CALL
-  for (int64_t r = 0; r < a->n; r++) soften(kind, a, room, b->pos, at, r);
+  soften(kind, a->n, a, room, b->pos, at);
   if (kind == WIDE && b->k && a->E == a->width) vt = (const uint32_t *)b->v, ldv = b->ldv / 4;  // as they lie
   else if (b->v) pair_values(kind, a, room, b);
 #define CALL(m, n, r, e) weigh(kind, m, n, a, room, vt, ldv, b->next_v, r, e)

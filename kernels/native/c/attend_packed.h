@@ -132,16 +132,21 @@ INLINE void none_yet(Sums *s, int rows, int vecs) {
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) s->acc[m][n] = splat(0.f);
 }
-INLINE void meet_words(int rows, int vecs, const U *w, int64_t word, Sums *s, uint32_t *to) {
-  for (int n = 0; n < vecs && !rows; n++) store(to + n * 16, (U)w[n]);
+// `vecs` vectors of words, the first of which adds to sums `from`
+INLINE void meet_some(int rows, int from, int vecs, const U *w, int64_t word, Sums *s, uint32_t *to) {
+  for (int n = 0; n < vecs && !rows; n++) store(to + (from + n) * 16, (U)w[n]);
   for (int m = 0; m < rows; m++) {
     U x = (U){0} + s->x[m * s->ldx + word];
 #if defined(__AVX512F__)
     AS_IT_IS("+v", x);
 #endif
-    for (int n = 0; n < vecs; n++) s->acc[m][n] = LAID_OUT == PAIRED ? DOT2(s->acc[m][n], w[n], x) : fma_((F)w[n], (F)x, s->acc[m][n]);
+    for (int n = 0; n < vecs; n++) {
+      F *acc = &s->acc[m][from + n];
+      *acc = LAID_OUT == PAIRED ? DOT2(*acc, w[n], x) : fma_((F)w[n], (F)x, *acc);
+    }
   }
 }
+INLINE void meet_words(int rows, int vecs, const U *w, int64_t word, Sums *s, uint32_t *to) { meet_some(rows, 0, vecs, w, word, s, to); }
 #if defined(__AVX512BF16__)
 #define HAS_LOOKUP 1
 // Values of 4 bits to bf16: the sixteen numbers that a group's codes stand for are made once and looked up, 32 at a time
@@ -161,7 +166,7 @@ INLINE void values_by_four(const Codes *c, int64_t D, int64_t at, int64_t n, bf1
 // the sixteen of the second; 5 bits are looked at. 2 bits: a pair has sixteen forms, and one lookup of 4 bits gives it.
 #define LOOK_UP(codes, table) (U)_mm512_permutexvar_epi16((__m512i)(codes), (__m512i)(table))
 #define LOOK_UP_PAIR(codes, table) (U)_mm512_permutexvar_epi32((__m512i)(codes), (__m512i)(table))
-#define NUMBERS(each, zero, scale) (F)_mm512_set1_ps(zero) + (each) * (F)_mm512_set1_ps(scale)  // `splat` would add
+#define NUMBERS(each, zero, scale) fma_(each, (F)_mm512_set1_ps(scale), (F)_mm512_set1_ps(zero))  // products of 4 bits and 11 are exact; `splat` would add
 INLINE U in_pairs(F first, F second) {
   const H32 mixed = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return LOOK_UP(mixed, narrow2(first, second));
@@ -177,8 +182,61 @@ INLINE H32 table_of(int bits, float zero0, float scale0, float zero1, float scal
   if (bits == 4) return narrow2(NUMBERS(each, zero0, scale0), NUMBERS(each, zero1, scale1));
   return (H32)in_pairs(NUMBERS(low, zero0, scale0), NUMBERS(high, zero1, scale1));
 }
+// 16 bytes of 4 slots
+INLINE __m512i of_four_slots(const char *codes, int64_t size) {
+  __m512i a = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)codes));
+  a = _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(codes + 4 * size)), 1);
+  a = _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(codes + 8 * size)), 2);
+  return _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(codes + 12 * size)), 3);
+}
+#define SLOT_OF(i) ((i) < 4 ? (i) : (i) + 12)  // of 32, by fours: what is then unpacked in pairs lies in their order
+// 8 words of each of 32 slots -> by word
+INLINE void turn_words(const __m512i *a, __m512i *w) {
+  __m512i b[8], c[8];
+  for (int i = 0; i < 8; i += 2) b[i] = _mm512_unpacklo_epi16(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi16(a[i], a[i + 1]);
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) c[i + 2 * j] = _mm512_unpacklo_epi32(b[i + j], b[i + j + 2]), c[i + 2 * j + 1] = _mm512_unpackhi_epi32(b[i + j], b[i + j + 2]);
+  for (int i = 0; i < 4; i++) w[2 * i] = _mm512_unpacklo_epi64(c[i], c[i + 4]), w[2 * i + 1] = _mm512_unpackhi_epi64(c[i], c[i + 4]);
+}
+INLINE __m512i twice(const H32 *table, int half) { return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)table + half)); }
+// Keys of 4 bits of slots [at, at + 64), which share their scales, a channel at a time -> [D / 2][64] or sums. A table is there twice, so
+// that nobody looks at a fifth bit.
+INLINE void turn_keys_by_four(int rows, const Codes *c, int64_t D, int64_t at, Sums *s, uint32_t *kt) {
+  const int64_t size = D / 2, group = at / c->group * D;
+  const char *codes = c->codes + at * size, *next = codes + 64 * size;
+  float zero[D], scale[D];
+  H32 tables[D / 2];
+  floats_of(c, group, D, zero, scale);
+  for (int64_t i = 0; i < D / 2; i++) tables[i] = table_of(4, zero[2 * i], scale[2 * i], zero[2 * i + 1], scale[2 * i + 1]);
+  AS_IT_IS("+m", tables);
+  none_yet(s, rows, 4);
+  __m512i a[8];
+#pragma clang loop unroll(full)
+  for (int i = 0; i < 8; i++) a[i] = of_four_slots(codes + SLOT_OF(i) * size, size);
+#pragma clang loop unroll(full)
+  for (int half = 0; half < 2; half++) {
+#pragma clang loop unroll(disable)
+    for (int64_t d = 0; d < D; d += 32) {
+      const char *then = codes + (d + 32 < D ? half * 32 * size + d / 2 + 16 : 32 * size);
+      __m512i w[8];
+      turn_words(a, w);
+#pragma clang loop unroll(full)
+      for (int i = 0; i < 16; i++) {
+        const int64_t word = d / 2 + i;
+        const __m512i x = _mm512_srli_epi16(w[i / 2], i % 2 * 8);
+        const __m512i a0 = _mm512_permutexvar_epi16(x, twice(tables + word, 0)), b = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4), twice(tables + word, 1));
+        const U both[2] = {(U)_mm512_unpacklo_epi16(a0, b), (U)_mm512_unpackhi_epi16(a0, b)};
+        meet_some(rows, half * 2, 2, both, word, s, kt + word * 64);
+        if (i % 2) continue;
+        a[i / 2] = of_four_slots(then + SLOT_OF(i / 2) * size, size);
+        __builtin_prefetch(next + (half * D / 4 + d / 4 + i / 2) * 64, 0, 3);
+      }
+    }
+  }
+}
 // Keys of slots [at, at + 64), a pair of channels at a time -> [D / 2][64] or sums
 INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t D, int64_t at, Sums *s, uint32_t *kt) {
+  if (bits == 4 && is_one) return turn_keys_by_four(rows, c, D, at, s, kt);
   const int64_t size = D * bits / 8;
   const int wide = 128 / bits, parts = is_one ? 1 : 4;  // channels at a time; groups of slots
   F by_slot[4];
@@ -221,11 +279,37 @@ INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t
     }
   }
 }
+// Values of 4 bits of channels [e, e + 64) -> sums alone: even channels of 32 bytes and odd ones, which are put in order once, at the end
+INLINE void meet_values_by_four(int rows, const Codes *c, int64_t E, int64_t e, int64_t at, const float *zero, const float *scale, Sums *s) {
+  const int64_t groups = E / c->group, size = E / 2;
+  const char *x = c->codes + at * size + e / 2, *next = c->codes + (at + 64) * size + e * 32;
+  H32 tables[32];
+  for (int64_t j = 0, g = e / c->group; j < 32; j++, g += 2 * groups) tables[j] = table_of(4, zero[g], scale[g], zero[g + groups], scale[g + groups]);
+  AS_IT_IS("+m", tables);
+  none_yet(s, rows, 4);
+#pragma clang loop unroll(disable)
+  for (int64_t j = 0; j < 32; j++, x += 2 * size) {
+    const __m512i first = twice(tables + j, 0), second = twice(tables + j, 1);
+    __builtin_prefetch(next + j * 64, 0, 3);
+    const __m512i a = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)x)), b = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(x + size)));
+    const __m512i a0 = _mm512_permutexvar_epi16(a, first), a1 = _mm512_permutexvar_epi16(_mm512_srli_epi16(a, 4), first);
+    const __m512i b0 = _mm512_permutexvar_epi16(b, second), b1 = _mm512_permutexvar_epi16(_mm512_srli_epi16(b, 4), second);
+    const U w[4] = {(U)_mm512_unpacklo_epi16(a0, b0), (U)_mm512_unpackhi_epi16(a0, b0), (U)_mm512_unpacklo_epi16(a1, b1), (U)_mm512_unpackhi_epi16(a1, b1)};
+    meet_words(rows, 4, w, j, s, 0);
+  }
+  for (int m = 0; m < rows; m++) {
+    __m512 *acc = (__m512 *)s->acc[m], t[4], u[4];
+    for (int i = 0; i < 2; i++) t[2 * i] = _mm512_unpacklo_ps(acc[i], acc[i + 2]), t[2 * i + 1] = _mm512_unpackhi_ps(acc[i], acc[i + 2]);
+    for (int i = 0; i < 2; i++) u[2 * i] = _mm512_shuffle_f32x4(t[2 * i], t[2 * i + 1], 0x44), u[2 * i + 1] = _mm512_shuffle_f32x4(t[2 * i], t[2 * i + 1], 0xee);
+    for (int i = 0; i < 2; i++) acc[2 * i] = _mm512_shuffle_f32x4(u[i], u[i + 2], 0x88), acc[2 * i + 1] = _mm512_shuffle_f32x4(u[i], u[i + 2], 0xdd);
+  }
+}
 // Values of 4 or 2 bits of these slots, a pair of slots at a time: of channels [e, e + vecs * 16), which share a group -> [32][width] or sums
 INLINE void lay_values_of(int bits, int rows, int vecs, const Codes *c, int64_t E, int64_t e, int64_t at, const float *zero, const float *scale, Sums *s, uint32_t *vt, int64_t width) {
   const H32 from = {0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12};
   const H32 where = {0, 8, 0, 8, 0, 8, 0, 8, 1, 9, 1, 9, 1, 9, 1, 9, 2, 10, 2, 10, 2, 10, 2, 10, 3, 11, 3, 11, 3, 11, 3, 11};
   const U from2 = {0, 8, 4, 12, 16, 24, 20, 28, 0, 8, 4, 12, 16, 24, 20, 28}, where2 = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
+  if (bits == 4 && vecs == 4 && rows) return meet_values_by_four(rows, c, E, e, at, zero, scale, s);
   const int64_t groups = E / c->group, size = E * bits / 8;
   const char *x = c->codes + at * size + e * bits / 8;
   none_yet(s, rows, vecs);
@@ -298,8 +382,105 @@ INLINE F table_of(int bits, float zero, float scale) {
   const F each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, by2 = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
   return rounded(splat(zero) + (bits == 4 ? each : by2) * splat(scale));
 }
+#if !defined(__AVX512F__)
+#define BY_BYTES 1
+// The bf16 that the sixteen codes of a group stand for, their lower bytes and then their upper ones: what `narrow` makes of all that
+// halves can say. Products of 4 bits and 11 are exact.
+INLINE void bytes_of(float zero, float scale, __m256i *table) {
+  const __m256 some = {0, 1, 2, 3, 8, 9, 10, 11}, others = {4, 5, 6, 7, 12, 13, 14, 15}, z = _mm256_set1_ps(zero), by = _mm256_set1_ps(scale);
+  const __m256i half = _mm256_set1_epi32(0x7fff), one = _mm256_set1_epi32(1);
+#define LANES_OF(a) _mm256_broadcastsi128_si256(_mm_setr_epi8 a)
+  const __m256i first = LANES_OF((2, 6, 10, 14, -1, -1, -1, -1, 3, 7, 11, 15, -1, -1, -1, -1)), second = LANES_OF((-1, -1, -1, -1, 2, 6, 10, 14, -1, -1, -1, -1, 3, 7, 11, 15));
+  __m256i x = (__m256i)_mm256_fmadd_ps(some, by, z), y = (__m256i)_mm256_fmadd_ps(others, by, z);
+  x = _mm256_add_epi32(_mm256_add_epi32(x, half), _mm256_and_si256(_mm256_srli_epi32(x, 16), one));
+  y = _mm256_add_epi32(_mm256_add_epi32(y, half), _mm256_and_si256(_mm256_srli_epi32(y, 16), one));
+  *table = _mm256_permute4x64_epi64(_mm256_or_si256(_mm256_shuffle_epi8(x, first), _mm256_shuffle_epi8(y, second)), 0xd8);
+}
+// What 32 codes stand for: lower or upper bytes
+INLINE __m256i look_up_bytes(const __m256i *table, int upper, __m256i codes) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table + upper)), codes);
+}
+INLINE __m256i lower_codes(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+INLINE __m256i upper_codes(__m256i x) { return lower_codes(_mm256_srli_epi16(x, 4)); }
+// Lower and upper bytes -> 32 numbers in fp32, as the bytes lie in halves of a vector
+INLINE void widen_bytes(__m256i low, __m256i high, U *w) {
+  const __m256i none = _mm256_setzero_si256(), a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);
+  const __m256i out[4] = {_mm256_unpacklo_epi16(none, a), _mm256_unpackhi_epi16(none, a), _mm256_unpacklo_epi16(none, b), _mm256_unpackhi_epi16(none, b)};
+  memcpy(w, out, sizeof out);
+}
+// 16 bytes of each of 32 slots -> by byte, of slots in such an order that `widen_bytes` gives them in theirs
+INLINE void turn_bytes(const char *codes, int64_t size, __m256i *a) {
+  __m256i b[16];
+  for (int i = 0; i < 16; i++) {
+    const char *from = codes + (i / 4 * 8 + i % 4) * size;
+    a[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)from)), _mm_loadu_si128((const __m128i *)(from + 4 * size)), 1);
+  }
+#define IN_PAIRS(to, from, by, name)                                            \
+  for (int i = 0; i < 16; i += 2 * (by))                                        \
+    for (int j = 0; j < (by); j++) {                                            \
+      (to)[i + 2 * j] = _mm256_unpacklo_##name((from)[i + j], (from)[i + j + (by)]);     \
+      (to)[i + 2 * j + 1] = _mm256_unpackhi_##name((from)[i + j], (from)[i + j + (by)]); \
+    }
+  IN_PAIRS(b, a, 1, epi8) IN_PAIRS(a, b, 2, epi16) IN_PAIRS(b, a, 4, epi32) IN_PAIRS(a, b, 8, epi64)
+#undef IN_PAIRS
+}
+// Keys of 4 bits of slots [at, at + 64), which share their scales -> [D][64] or sums
+INLINE void turn_keys_by_bytes(int rows, const Codes *c, int64_t D, int64_t at, Sums *s, uint32_t *kt) {
+  const int64_t size = D / 2, group = at / c->group * D;
+  none_yet(s, rows, 4);
+  for (int64_t d = 0; d < D; d += 32) {
+    float zero[32], scale[32];
+    __m256i tables[32], codes[16];
+    floats_of(c, group + d, 32, zero, scale);
+    for (int i = 0; i < 32; i++) bytes_of(zero[i], scale[i], tables + i);
+    for (int half = 0; half < 2; half++) {
+      turn_bytes(c->codes + (at + half * 32) * size + d / 2, size, codes);
+#pragma clang loop unroll(disable)
+      for (int i = 0; i < 16; i++) {
+        const __m256i x[2] = {lower_codes(codes[i]), upper_codes(codes[i])};
+        __builtin_prefetch(c->codes + (at + 64) * size + d * 32 + half * 512 + i / 2 * 64, 0, 3);
+        for (int odd = 0; odd < 2; odd++) {
+          const __m256i *table = tables + 2 * i + odd;
+          const int64_t word = d + 2 * i + odd;
+          U w[2];
+          widen_bytes(look_up_bytes(table, 0, x[odd]), look_up_bytes(table, 1, x[odd]), w);
+          meet_some(rows, half * 2, 2, w, word, s, kt + word * 64);
+        }
+      }
+    }
+  }
+}
+// Values of 4 bits of channels [e, e + 64), which share a group -> [64][width] or sums
+INLINE void lay_values_by_bytes(int rows, const Codes *c, int64_t E, int64_t e, int64_t at, const float *zero, const float *scale, Sums *s, uint32_t *vt, int64_t width) {
+  const int64_t groups = E / c->group, size = E / 2;
+  const __m256i by_words = LANES_OF((0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+  const char *codes = c->codes + at * size + e / 2;
+  __m256i tables[64];
+  for (int64_t j = 0; j < 64; j++) bytes_of(zero[j * groups + e / c->group], scale[j * groups + e / c->group], tables + j);
+  none_yet(s, rows, 4);
+#pragma clang loop unroll(disable)
+  for (int64_t j = 0; j < 64; j++, codes += size) {
+    const __m256i x = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)codes), by_words), 0xd8);
+    const __m256i even = lower_codes(x), odd = upper_codes(x);
+    const __m256i low[2] = {look_up_bytes(tables + j, 0, even), look_up_bytes(tables + j, 0, odd)}, high[2] = {look_up_bytes(tables + j, 1, even), look_up_bytes(tables + j, 1, odd)};
+    U w[4];
+    __builtin_prefetch(codes + 64 * size, 0, 3);
+    widen_bytes(_mm256_unpacklo_epi8(low[0], low[1]), _mm256_unpacklo_epi8(high[0], high[1]), w);
+    widen_bytes(_mm256_unpackhi_epi8(low[0], low[1]), _mm256_unpackhi_epi8(high[0], high[1]), w + 2);
+    meet_words(rows, 4, w, j, s, vt + j * width + e);
+  }
+}
+#else
+#define BY_BYTES 0
+#define turn_keys_by_bytes(rows, c, D, at, s, kt)
+#define lay_values_by_bytes(rows, c, E, e, at, zero, scale, s, vt, width)
+#endif
 // Keys of slots [at, at + 64), a channel at a time -> [D][64] or sums
 INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t D, int64_t at, Sums *s, uint32_t *kt) {
+  if (BY_BYTES && bits == 4 && is_one) {
+    turn_keys_by_bytes(rows, c, D, at, s, kt);
+    return;
+  }
   const int64_t size = D * bits / 8;
   const int wide = 128 / bits, parts = is_one ? 1 : 4;  // channels at a time; groups of slots
   F by_slot[4];
@@ -326,6 +507,10 @@ INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t
 }
 // Values of 4 or 2 bits of these slots, a slot at a time: of channels [e, e + vecs * 16), which share a group -> [64][width] or sums
 INLINE void lay_values_of(int bits, int rows, int vecs, const Codes *c, int64_t E, int64_t e, int64_t at, const float *zero, const float *scale, Sums *s, uint32_t *vt, int64_t width) {
+  if (BY_BYTES && bits == 4 && vecs == 4) {
+    lay_values_by_bytes(rows, c, E, e, at, zero, scale, s, vt, width);
+    return;
+  }
   const int64_t groups = E / c->group, size = E * bits / 8;
   const char *codes = c->codes + at * size;
   none_yet(s, rows, vecs);
@@ -400,11 +585,11 @@ INLINE void score_few(int bits, int rows, const Rows *a, const Room *room, const
     for (int n = 0; n < 4; n++) store(room->s + m * B + n * 16, s.acc[m][n]);
 }
 INLINE void add_few(int rows, int vecs, const Rows *a, const Room *room, const Sums *s, int64_t e) {
-  for (int m = 0; m < rows; m++)
-    for (int n = 0; n < vecs; n++) {
-      float *o = a->o + m * a->width + e + n * 16;
-      store(o, fma_(load(F, o), splat(room->shrink[m]), s->acc[m][n]));
-    }
+  const int64_t width = a->width;
+  const float *shrink = room->shrink;
+  float *o = a->o + e;
+  for (int m = 0; m < rows; m++, o += width, shrink++)
+    for (int n = 0; n < vecs; n++) store(o + n * 16, fma_(load(F, o + n * 16), (F){} + *shrink, s->acc[m][n]));
 }
 INLINE void weigh_few(int rows, const Rows *a, const Room *room, const Codes *c, int64_t at) {
   const int64_t E = a->E, width = 0;
@@ -422,7 +607,7 @@ INLINE void block_for(int rows, const Rows *a, const Room *room, const Packed *p
   if (p->k.bits == 8) score_few(8, rows, a, room, &p->k, at);
   else if (p->k.bits == 4) score_few(4, rows, a, room, &p->k, at);
   else score_few(2, rows, a, room, &p->k, at);
-  for (int64_t r = 0; r < rows; r++) soften(LAID_OUT, a, room, pos, at, r);
+  soften(LAID_OUT, rows, a, room, pos, at);
   weigh_few(rows, a, room, &p->v, at);
 }
 // `block` for the few rows for which `can_multiply`, of a whole block of codes
