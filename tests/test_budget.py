@@ -104,7 +104,7 @@ def test_no_choice_that_loses_as_little_takes_fewer_bytes_by_more_than_one_slot(
     plain = Plain("", 0, alike(1, 2, 8), 4, BITS, 64, [0.0])
     costs, quality = plain.each(0), [QUALITY[bits] for bits in (16, *BITS, 0)]
     whole = 1.2 * float(worth.sum())  # of it, a sixth is gone
-    layer = Layer(0, worth, rung, whole)
+    layer = Layer(0, worth, rung, whole=whole)
 
     def losing(chosen: Sequence[int]) -> float:
         return 1 - sum(float(v) * quality[r] for v, r in zip(worth.flatten(), chosen, strict=True)) / whole
