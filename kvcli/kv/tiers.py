@@ -211,7 +211,7 @@ class Plan:
             self.memory.bits,
             self.kv.group,
             index,
-            self.memory.lose,
+            lose=self.memory.lose,
         )
 
     def _packed(self, device: torch.device, bits: int | None = None) -> Shelf:

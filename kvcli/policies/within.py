@@ -176,7 +176,7 @@ class Within(Budget):
             worth = worth * worth.new_tensor(at.memory.heads[i]).unsqueeze(1)
         whole = self._whole(at, i) - float(worth.double()[moment.protected].sum())
         worth = worth.masked_fill(moment.protected, float("inf"))
-        return Layer(i, together(worth, rung, self.spending, s.widths), rung, whole)
+        return Layer(i, together(worth, rung, self.spending, s.widths), rung, whole=whole)
 
     def _whole(self, at: Boundary, i: int) -> float:
         """Worth of all tokens of a layer, wherever they are."""
