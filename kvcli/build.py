@@ -303,7 +303,11 @@ def session(
 def policy(lm: LM, profile: Profile) -> Policy:
     """What `[policy]` asks for, with the rungs that `memory.budget` is spent on."""
     chosen: Policy = profile.policy.settings
-    return profile.policy.within(plan(lm, profile).spending) if profile.memory.spends else chosen
+    if not profile.memory.spends:
+        return chosen
+    from kvcli.policies.within import Within
+
+    return Within(**vars(chosen), spending=plan(lm, profile).spending)
 
 
 def steps(lm: LM, profile: Profile, pair: Pair | None, words: PreTrainedTokenizerBase) -> Writer | None:

@@ -359,7 +359,7 @@ def test_a_share_that_what_stays_exceeds_says_so_in_numbers() -> None:
     chosen = profile(memory={"budget": "1%"})
     session = build.session(model(), chosen)
     drive(session.read(families.prompt(200, seed=4)))
-    said = chosen.policy.within(build.plan(model(), chosen).spending).found(session.memory)
+    said = build.policy(model(), chosen).found(session.memory)
     assert said.startswith("beyond memory.budget = 1%, 0.0 MiB: what always stays has it take 0.")
     assert said in approx(chosen, session.lost, said)
     held = sum(nbytes(session.kv).values()) / (1 << 20)

@@ -12,6 +12,7 @@ from kvcli.engine.pass_bytes import frames, fresh_bytes, recorded_bytes, working
 from kvcli.fit import card
 from kvcli.fit.places import Held
 from kvcli.fit.working import check_bytes, product_bytes
+from kvcli.kernels.column_mass.reference import ROWS, SCORES
 from kvcli.kv.budget import PLACED, WORTH
 from kvcli.kv.fixed import MOST_ROWS
 from kvcli.kv.footprint import STEP
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 POSITION = 4  # bytes of a slot's position
+JUDGED = 12  # bytes of a score while tokens are judged: itself, its exponential, whether it counts, and spare room
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     if run.spends is not None:
         behind += WORTH * run.spends.heads * context
         working = max(working, PLACED * run.spends.heads * context)
+        working += 0 if run.is_fused else JUDGED * min(SCORES, ROWS * shape.heads * context)
     on_card, on_host = (weights.memory, 0) if run.on_card is None else weights.split(run.on_card, shape.is_tied)
     base = run.base
     if run.records:

@@ -219,7 +219,7 @@ def _spending(profile: Profile, shape: Shape, number: int, room: Room) -> Spendi
     read = profile.recall.layers(storing(_sights(shape), layers)) if is_lower else ()
     index = [profile.recall.per_slot(of.k_dim, number) if i in read else 0.0 for i, of in enumerate(layers)]
     of_kv = layers, number, memory_.bits, profile.kv.group, index
-    return Spending(memory_.budget.replace(" %", "%"), 0, *of_kv, memory_.lose)
+    return Spending(memory_.budget.replace(" %", "%"), 0, *of_kv, lose=memory_.lose)
 
 
 def _base(room: Room, facts: Facts) -> int:

@@ -221,7 +221,7 @@ class Plan:
             self.kv.group,
             index,
             apart,
-            self.memory.lose,
+            lose=self.memory.lose,
         )
 
     def _packed(self, device: torch.device, bits: int | None = None) -> Shelf:

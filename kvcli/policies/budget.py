@@ -17,8 +17,6 @@ from kvcli.engine.policy import Usual
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.engine.policy import Policy
-    from kvcli.kv.budget import Spending
     from kvcli.policies.topk import TopK
 
 
@@ -45,12 +43,6 @@ class Budget(Usual):
 
         kinds: dict[str, Callable[..., TopK]] = {"kvzip": KVzip, "expected": Expected, "snap": Snap, "keydiff": KeyDiff}
         return kinds[self.score](sinks=self.sinks, guard=self.guard, protect=self.protect)
-
-    def within(self, spending: Spending) -> Policy:
-        """The policy of texts whose stores have these rungs."""
-        from kvcli.policies.within import Within
-
-        return Within(**vars(self), spending=spending)
 
     def slots(self, n: int) -> int:
         """All of them, perhaps in few bits: only the text itself can say which are gone."""

@@ -69,10 +69,10 @@ from kvcli.kv.rung import Floor, Rung
 from kvcli.kv.slots import Store, alike
 from kvcli.kv.windows import Window, windows_of
 from kvcli.models.spelling import Spelling
-from kvcli.policies.budget import Budget as Spender
 from kvcli.policies.random import Random
 from kvcli.policies.snap import Snap
 from kvcli.policies.window import Window as Stream
+from kvcli.policies.within import Within
 from kvcli.prune.lazy import Lazy
 from kvcli.reuse.blend import Blend
 from kvcli.settings.schema import Kv
@@ -146,10 +146,10 @@ POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged()
 BITS = (8, 4, 2)  # of rungs that a policy places slots on
 SPENT = Spending("40%", 0, alike(3, 2, 16), 4, BITS, 16, [0.0] * 3)
 SPENDS = {"budget": SPENT, "lose": replace(SPENT, asked="", lose=0.05)}
-SPENDER = Spender(sinks=2, guard=5, every=16)
-POLICIES |= {name: (SPENDER.within(spent), 16) for name, spent in SPENDS.items()}
+SPENDER: dict[str, int] = {"sinks": 2, "guard": 5, "every": 16}
+POLICIES |= {name: (Within(**SPENDER, spending=spent), 16) for name, spent in SPENDS.items()}
 AWAY = replace(SPENT, beyond=[18.0] * 3, apart=[0.0] * 3)
-PLACED = {"rungs recalled": SPENDER.within(AWAY)}
+PLACED = {"rungs recalled": Within(**SPENDER, spending=AWAY)}
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 AHEAD = Snap(0.4, sinks=2, guard=5, queries=4, lookahead=3, keep_new=14, every=11, alloc="prefix", post="graph")
 POLICIES |= {"ahead": (AHEAD, 11)}  # tests/test_stages.py and test_topk.py have the others
