@@ -12,7 +12,7 @@ def eigenvectors(x: Tensor) -> Tensor:
     """Of symmetric x [.., n, n]: in columns, that of the largest value last. Raises BadModel where x is not finite."""
     try:
         found: Tensor = torch.linalg.eigh(x).eigenvectors
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # torch lists it nowhere
         raise BadModel(
             "the model's keys or values are not numbers",
             code="bad_slots",

@@ -57,9 +57,12 @@ class Cskv(Blocks):
         return *factors(_wide(k), self.k_rank), *(factors(_wide(v), self.v_rank) if self.v_rank else (halved(v),))
 
     def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
-        found = [_narrow(product(*codes[:2], exact), dims[0])]  # of [B, r, g] and [B, r, h D]
-        found.append(_narrow(product(*codes[2:], exact), dims[1]) if self.v_rank else codes[2].to(exact))
-        return found[0], found[1]
+        k_share, k_way, *of_values = codes  # [B, r, g] and [B, r, h D]
+        k = _narrow(product(k_share, k_way, exact), dims[0])
+        if not self.v_rank:
+            return k, of_values[0].to(exact)
+        v_share, v_way = of_values
+        return k, _narrow(product(v_share, v_way, exact), dims[1])
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -100,6 +100,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of policies, as `--field` has them be
     "criticalkv": SNAP | {"post": "critical"},
     "graphkv": SNAP | {"post": "graph"},
     "kvcrush": SNAP | {"post": "crush"},
+    "fair": SNAP | {"post": "fair"},
     "chunkkv": SNAP | {"unit": 16, "reuse_layers": 2},
     "sentences": SNAP | {"unit": "sentence"},
     "kvzip, all layers": {"name": "kvzip", "alloc": "global"},
