@@ -46,7 +46,7 @@ def pass_bytes(lm: LM, chunk: int, rows: int, dtype: torch.dtype) -> int:
         number=lm.dtype.itemsize,
         kv_number=dtype.itemsize,
         device="cuda" if lm.is_apart else "cpu",
-        is_native=not any(why_not(lm.dtype, lm.device, of.k_dim, of.v_dim) for of in lm.shapes),
+        is_native=not lm.is_apart and not any(why_not(lm.dtype, lm.device, of.k_dim, of.v_dim) for of in lm.shapes),
         is_fused=not gpu.why_not(lm.device, dtype),
         largest=0 if lm.info.quant == "none" else UNPACKED,
     )
