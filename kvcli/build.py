@@ -236,6 +236,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
 
     most, rows = chunk(lm, profile), max(profile.spec.rows, profile.steps.rows)
     is_fit = profile.memory.budget == "fit"  # which leaves room for passes on a CPU, too
+    kind = "cuda" if lm.is_apart else "cpu"
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, NUMBERS[profile.kv.dtype])
     return tiers.Plan(
         lm.shapes,
@@ -247,7 +248,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
         lm.sights,
         most,
         held,
-        pass_bytes(lm, most, rows, dtype) if lm.is_apart or is_fit else 0,
+        pass_bytes(lm, most, rows, dtype, kind) if lm.is_apart or is_fit else 0,
         profile.form.settings,
         partial(rotaries, lm),
         lm.spare if is_fit else 0,

@@ -362,6 +362,7 @@ def test_a_share_that_what_stays_exceeds_says_so_in_numbers() -> None:
     said = build.policy(model(), chosen).found(session.memory)
     assert said.startswith("beyond memory.budget = 1%, 0.0 MiB: what always stays has it take 0.")
     assert said in approx(chosen, session.lost, said)
+    assert approx(chosen, (), said).endswith(f"is {said}; nothing was lost")
     held = sum(nbytes(session.kv).values()) / (1 << 20)
     assert float(said.split()[-2]) == pytest.approx(held, abs=0.06)
 

@@ -48,5 +48,8 @@ def approx(profile: Profile, lost: Collection[Loss], found: str = "") -> str:
     if profile.exactness != "approx":
         return ""
     words = [words for kind, words in keeps(profile).items() if kind in lost]
-    words += filter(None, [profile.steps.takes, found])
+    words += filter(None, [profile.steps.takes])
+    if found and not words:
+        return f"{profile.name} is {found}; nothing was lost"
+    words += filter(None, [found])
     return f"approx: {profile.name} {', '.join(words)}: facts may be lost; -P exact loses none" if words else ""

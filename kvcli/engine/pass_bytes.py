@@ -35,7 +35,7 @@ UNPACKED = 64 << 20  # of a weight in few bits, at most, while a prompt is read
 ALLOCATOR = {"cpu": 1.6}
 
 
-def pass_bytes(lm: LM, chunk: int, rows: int, dtype: torch.dtype) -> int:
+def pass_bytes(lm: LM, chunk: int, rows: int, dtype: torch.dtype, device: str = "cuda") -> int:
     """Of a loaded model whose store holds such numbers; however many slots there are."""
     shape = shape_of(lm.model.config.get_text_config().to_dict(), lm.info.id)
     return working_bytes(
@@ -45,8 +45,8 @@ def pass_bytes(lm: LM, chunk: int, rows: int, dtype: torch.dtype) -> int:
         slots=max(lm.limit, BLOCK),
         number=lm.dtype.itemsize,
         kv_number=dtype.itemsize,
-        device="cuda" if lm.is_apart else "cpu",
-        is_native=not any(why_not(lm.dtype, lm.device, of.k_dim, of.v_dim) for of in lm.shapes),
+        device=device,
+        is_native=device == "cpu" and not any(why_not(lm.dtype, lm.device, of.k_dim, of.v_dim) for of in lm.shapes),
         is_fused=not gpu.why_not(lm.device, dtype),
         largest=0 if lm.info.quant == "none" else UNPACKED,
     )

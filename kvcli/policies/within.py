@@ -106,10 +106,11 @@ class Within(Budget):
             self.spending.nbytes(layer.number, counted(layer, rung, self.spending.last))
             for layer, rung in zip(layers, rungs, strict=True)
         )
-        if held > most and self.spending.is_share:
+        if held > most and self.spending.is_share and len(at.ids) > self.sinks + self.guard:
             always = f"what always stays has it take {held / MIB:,.1f} MiB"
             return f"beyond memory.budget = {self.spending.asked}, {most / MIB:,.1f} MiB: {always}"
-        share = lost(layers, self.spending, rungs)
+        if not (share := lost(layers, self.spending, rungs)):
+            return ""
         return f"with {1 - share:.1%} of what it is worth in {held / whole:.0%} of its bytes"
 
     def _full(self, at: Boundary, layers: Container[int]) -> int:
