@@ -24,12 +24,14 @@ def test_slots_in_few_bits_give_the_bits_that_they_give_unpacked(
     torch.manual_seed(0)
     # numbers of a head, channels and slots of a group, rows, query heads of a KV head: few for registers, and more
     few = [(64, 64, 64, 1, g) for g in (1, 2, 3, 4)]
-    more = [(64, 64, 64, 3, 2), (96, 24, 32, 3, 2), (128, 32, 16, 1, 2), (128, 64, 128, 1, 3)]
+    more = [(64, 64, 64, 3, 2), (96, 24, 32, 3, 2), (128, 32, 16, 1, 2), (128, 64, 128, 1, 3), (128, 128, 64, 1, 4)]
     for d, width, group, n, g in few + more:
         heads, ks, vs = [], [], []
         for length in (700, 0, 77):
             full = length if k_bits in (8, 16) else length // group * group
-            k, v = torch.randn(length, d).to(dtype), torch.randn(length, d).to(dtype)
+            # of all sizes that scales may have, down to where half precision has fewer digits
+            sizes = torch.logspace(-6, 2, d), torch.logspace(-6, 2, length).unsqueeze(1)
+            k, v = ((torch.randn(length, d) * by).to(dtype) for by in sizes)
             packed = PackedHead(pack_keys(k[:full], k_bits, group), k[full:], pack_values(v, v_bits, width), length)
             heads.append(packed)
             ks.append(torch.cat([unpack_keys(packed.keys, k), packed.rest]))
