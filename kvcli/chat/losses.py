@@ -15,7 +15,7 @@ def keeps(profile: Profile) -> dict[Loss, str]:
     """How the profile loses what it loses, by kind; nothing where it keeps, rounds or reads all as it is."""
     words: dict[Loss, str] = {}
     kv, held = profile.kv, profile.policy.keeps
-    demotes = bool(held) and profile.memory.demotes and not profile.memory.budget
+    demotes = bool(held) and profile.memory.demotes and not profile.memory.spends
     kept = "forgets what its tiers have no room for" if demotes else held and f"keeps {held}"
     outlives = profile.context.on_overflow == "compress" and "holds what is older than the window in fewer slots"
     if forgotten := [*filter(None, (kept, profile.prune.reads and f"reads {profile.prune.reads}", outlives))]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.errors import KvcliError
 from kvcli.fit.choice import plan_on
 from kvcli.fit.speed import at, by_rows
-from kvcli.policies.plan import QUALITY, ways
+from kvcli.policies.plan import quality, ways
 from kvcli.schemas.fit import FitBudget, FitChange, FitPart, FitRung
 from kvcli.settings.schema import size_of
 
@@ -58,16 +58,24 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
 
 
 def _rungs(spent: Spending, n: int, most: float) -> list[FitRung]:
-    costs, bits = spent.by_rung, [16, *spent.bits, 0]
-    shares = alike(costs, [QUALITY[b] for b in bits], most / n)
-    found = zip(bits, costs, shares, strict=True)
-    return [FitRung(bits=b, token=round(c), room=int(most / c) if c else 0, share=share) for b, c, share in found]
+    costs, bits = spent.by_rung, [16, *spent.bits, *([0] if spent.recalls else []), 0]
+    shares = alike(costs, quality(spent), most / n)
+    return [
+        FitRung(
+            bits=b,
+            is_found=not b and rung < spent.last,
+            token=round(cost),
+            room=int(most / cost) if cost else 0,
+            share=share,
+        )
+        for rung, (b, cost, share) in enumerate(zip(bits, costs, shares, strict=True))
+    ]
 
 
-def alike(costs: list[float], quality: list[float], each: float) -> list[float]:
+def alike(costs: list[float], left: list[float], each: float) -> list[float]:
     """Of tokens that are worth the same, with `each` bytes for one of them: the share on each rung. A mixture of two
-    next to each other among those that are ever best."""
-    path = [0, *ways(costs, quality)[0].to]
+    next to each other among those that are ever best; `left`: of its worth, by rung."""
+    path = [0, *ways(costs, left)[0].to]
     shares = [0.0] * len(costs)
     for upper, lower in pairwise(path):
         if costs[lower] <= each:

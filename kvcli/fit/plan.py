@@ -16,7 +16,17 @@ from kvcli.fit.runs import NOTHING, Beyond
 from kvcli.fit.working import is_fused, is_native
 from kvcli.kv import room as kv_room
 from kvcli.kv.budget import Spending
-from kvcli.kv.footprint import POSITION, index_bytes, is_one_tier, layer_bytes, lower_bytes, narrow, packs_by_age, wide
+from kvcli.kv.footprint import (
+    POSITION,
+    away,
+    index_bytes,
+    is_one_tier,
+    layer_bytes,
+    lower_bytes,
+    narrow,
+    packs_by_age,
+    wide,
+)
 from kvcli.kv.room import EVERY
 from kvcli.kv.slots import Sight, storing
 from kvcli.models.packing import Packing
@@ -217,8 +227,8 @@ def _spending(profile: Profile, shape: Shape, number: int, room: Room) -> Spendi
     has_host = room.kind != "cpu" and (memory_.host == "auto" or size_of(memory_.host) > 0)
     is_lower = has_host or size_of(memory_.disk) > 0
     read = profile.recall.layers(storing(_sights(shape), layers)) if is_lower else ()
-    index = [profile.recall.per_slot(of.k_dim, number) if i in read else 0.0 for i, of in enumerate(layers)]
-    of_kv = layers, number, memory_.bits, profile.kv.group, index
+    index, apart = away(profile.recall, memory_.demotes and is_lower, layers, read, number, room.kind)
+    of_kv = layers, number, memory_.bits, profile.kv.group, index, apart
     return Spending(memory_.budget.replace(" %", "%"), 0, *of_kv, lose=memory_.lose)
 
 

@@ -24,11 +24,12 @@ from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import WIDEST, Run, attend_part, serves
 from kvcli.kernels.merge import Part
 from kvcli.kv.folder import temporary_folder
+from kvcli.kv.footprint import FIRST
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import LayerShape, Sight, Slots, visible
 from kvcli.kv.state import State
 
-FIRST, LARGEST = 256, 4096  # slots of an extent: a layer's grow with what it holds
+LARGEST = 4096  # slots of an extent: a layer's grow with what it holds
 
 
 @dataclass(slots=True)

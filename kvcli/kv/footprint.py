@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.kv.dense import Dense
@@ -9,11 +10,13 @@ from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
     from kvcli.kv.form import Form
+    from kvcli.kv.recall_settings import Chosen
     from kvcli.kv.slots import LayerShape
     from kvcli.settings.schema import Kv, Memory
 
 STEP = 64  # slots by which the top of a ladder grows: it is short, or has little room
 POSITION = 4  # bytes
+FIRST = 256  # slots of the first extent of a layer, in a file or on the host
 
 
 def packs_by_age(kv: Kv, form: Form, memory: Memory) -> bool:
@@ -54,6 +57,24 @@ def index_bytes(kv: Kv, form: Form, memory: Memory, per_slot: float, slots: int,
     """
     below = slots - in_top(kv, form, memory, slots, fresh) if packs_by_age(kv, form, memory) else slots
     return int(below * per_slot)
+
+
+def away(
+    recall: Chosen, demotes: bool, shapes: Sequence[LayerShape], read: Container[int], number: int, kind: str
+) -> tuple[list[float], list[float]]:
+    """By layer: bytes of the device beside a slot of one head that lies elsewhere, and beside a head, whatever lies there.
+
+    `demotes`: recall finds what a policy moved there, where the second is not empty; `read`: layers that have an index;
+    `kind` of device.
+    """
+    slot = [recall.per_slot(of.k_dim, number) if i in read else 0.0 for i, of in enumerate(shapes)]
+    if not demotes:
+        return slot, []
+    is_here = kind == "cpu"  # the positions of a file are here, too, and its extents grow by as many
+    near = [2.0 * POSITION if is_here else recall.near(of.k_dim, number) * (i in read) for i, of in enumerate(shapes)]
+    first = FIRST * POSITION if is_here else 0
+    head = [first + recall.per_head(of.k_dim) * (i in read) for i, of in enumerate(shapes)]
+    return [a + b for a, b in zip(slot, near, strict=True)], head
 
 
 def in_top(kv: Kv, form: Form, memory: Memory, slots: int, fresh: int) -> int:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kv.bus import Bus
-from kvcli.kv.extents import FIRST, LARGEST, Extent, laid
+from kvcli.kv.extents import LARGEST, Extent, laid
+from kvcli.kv.footprint import FIRST
 from kvcli.kv.shelved import Shelved
 from kvcli.kv.slots import LayerShape, Usage, picked
 from kvcli.kv.state import Given

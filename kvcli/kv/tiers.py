@@ -18,8 +18,7 @@ from kvcli.errors import BadConfig
 from kvcli.kernels import dispatch, gpu
 from kvcli.kv.budget import Spending, keys_in, unit
 from kvcli.kv.dense import Dense
-from kvcli.kv.extents import FIRST
-from kvcli.kv.footprint import POSITION, STEP, is_ladder, packs_by_age, wide
+from kvcli.kv.footprint import STEP, away, is_ladder, packs_by_age, wide
 from kvcli.kv.form import OfModel
 from kvcli.kv.form_kivi import Kivi
 from kvcli.kv.ladder import Ladder
@@ -203,14 +202,7 @@ class Plan:
         is_lower = self.room.host_bytes > 0 or size_of(self.memory.disk) > 0
         read = self.recall.layers(self._sights) if is_lower else ()
         number = self.dtype.itemsize
-        index = [self.recall.per_slot(of.k_dim, number) if i in read else 0.0 for i, of in enumerate(self.shapes)]
-        apart = list[float]()
-        if is_lower and self.memory.demotes:
-            here = self.device.type == "cpu"  # the positions of a file are here, too, and its extents grow by as many
-            near = [0.0 if here else self.recall.near(of.k_dim, number) for of in self.shapes]
-            index = [of + (2 * POSITION if here else near[i] if i in read else 0.0) for i, of in enumerate(index)]
-            first = FIRST * POSITION if here else 0
-            apart = [first + self.recall.per_head(of.k_dim) * (i in read) for i, of in enumerate(self.shapes)]
+        index, apart = away(self.recall, self.memory.demotes and is_lower, self.shapes, read, number, self.device.type)
         newest = self.chunk * sum(wide(shape, number) for shape in self.shapes)  # of a pass, before it is placed
         return Spending(
             self.memory.budget.replace(" %", "%"),

@@ -10,7 +10,7 @@ from kvcli.render.terminal import Span
 from kvcli.render.wrap import folded, styled
 
 if TYPE_CHECKING:
-    from kvcli.schemas.fit import FitBudget, FitPart, FitPlan
+    from kvcli.schemas.fit import FitBudget, FitPart, FitPlan, FitRung
 
 GONE = "what has no room is gone: --set memory.disk=8GiB --set recall.method=sketch finds it again"
 
@@ -46,9 +46,8 @@ def _budget(plan: FitPlan, of: FitBudget) -> Iterator[str]:
         yield f"until it has been read all of it is there: {f.long_size(plan.kv)} at most"
     yield f"beside it: {f.long_size(of.beside)}, {'' if of.is_late else 'of a pass, and '}what is remembered of tokens"
     for rung in of.rungs if of.asked else ():
-        if rung.bits:
-            lies = "in full" if rung.bits == 16 else f"in {rung.bits} bits"
-            yield f"room for {f.count(rung.room)} tokens {lies}, {f.long_size(rung.token)} each"
+        if rung.bits or rung.is_found:
+            yield f"room for {f.count(rung.room)} tokens {_lies(rung)}, {f.long_size(rung.token)} each"
     if len(set(of.layers)) > 1:
         yield f"bytes of a token in full by layer: {_runs(of.layers)}"
     if of.asked:
@@ -61,12 +60,14 @@ def _budget(plan: FitPlan, of: FitBudget) -> Iterator[str]:
 
 
 def _shares(plan: FitPlan, of: FitBudget) -> str:
-    shares = [f"{f.percent(rung.share)} {_lies(rung.bits)}" for rung in of.rungs if rung.share]
+    shares = [f"{f.percent(rung.share)} {_lies(rung)}" for rung in of.rungs if rung.share]
     return f"were all {f.count(plan.ctx)} worth alike: {', '.join(shares)}"
 
 
-def _lies(bits: int) -> str:
-    return {16: "in full", 0: "without room"}.get(bits, f"in {bits} bits")
+def _lies(rung: FitRung) -> str:
+    if rung.is_found:
+        return "elsewhere, where recall finds them"
+    return {16: "in full", 0: "without room"}.get(rung.bits, f"in {rung.bits} bits")
 
 
 def _heads(of: FitBudget) -> str:
