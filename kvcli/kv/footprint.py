@@ -62,7 +62,7 @@ def index_bytes(kv: Kv, form: Form, memory: Memory, per_slot: float, slots: int,
 def away(
     recall: Chosen, demotes: bool, shapes: Sequence[LayerShape], read: Container[int], number: int, kind: str
 ) -> tuple[list[float], list[float]]:
-    """By layer: bytes of the device beside a slot of one head that lies elsewhere, and beside a head, whatever lies there.
+    """By layer: bytes of the device beside a slot of one head that lies elsewhere, and beside a head, whatever is there.
 
     `demotes`: recall finds what a policy moved there, where the second is not empty; `read`: layers that have an index;
     `kind` of device.
