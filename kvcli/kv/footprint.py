@@ -62,10 +62,10 @@ def index_bytes(kv: Kv, form: Form, memory: Memory, per_slot: float, slots: int,
 def away(
     recall: Chosen, demotes: bool, shapes: Sequence[LayerShape], read: Container[int], number: int, kind: str
 ) -> tuple[list[float], list[float]]:
-    """By layer: bytes of the device beside a slot of one head that lies elsewhere, and beside a head, whatever is there.
+    """By layer: bytes of the device beside a slot of one head that lies elsewhere, and beside a head, empty or not.
 
-    `demotes`: recall finds what a policy moved there, where the second is not empty; `read`: layers that have an index;
-    `kind` of device.
+    `demotes`: recall finds what a policy moved there; else the second is empty. `read`: layers that have an index.
+    `kind`: of the device.
     """
     slot = [recall.per_slot(of.k_dim, number) if i in read else 0.0 for i, of in enumerate(shapes)]
     if not demotes:
