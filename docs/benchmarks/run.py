@@ -76,8 +76,8 @@ RESULTS = {
     "kv-quality": "python tests/bench/kv_quality.py --shares 0.5,0.25,0.125",
     "kv-allocs": "python tests/bench/kv_quality.py --texts 48 --allocs",
     "kv-forms": "python tests/bench/kv_quality.py --forms --texts 24",
-    "kv-field": "python tests/bench/kv_quality.py --field --texts 100 --shares 0.5,0.25,0.125,0.06",
-    "kv-tasks": "python tests/bench/kv_quality.py --field --texts 12 --shares 0.5,0.25,0.125"
+    "kv-field": "python tests/bench/kv_quality.py --field --texts 12 --shares 0.5,0.25,0.125,0.06",
+    "kv-tasks": "python tests/bench/kv_quality.py --field --texts 6 --shares 0.5,0.25,0.125"
     " --tasks niah_single,niah_multikey,niah_multikey_all,passkey,mqar,late_questions,copy_span,json_extract",
     "kv-moved": "python tests/bench/kv_quality.py --moved --texts 200 --shares 0.125",
     "presses": "python tests/bench/presses.py",  # of the packages it names, installed
