@@ -83,6 +83,20 @@ def test_where_bits_hold_for_few_rows_they_have_passes_of_their_own(
         torch.testing.assert_close(one.logits, other.logits)
 
 
+def test_passes_through_no_layer_are_of_two_kinds() -> None:
+    """What is embedded, and norm and head behind the last layer: ranges without a number in them are equal."""
+    text, ids = session(), families.prompt(5)
+    rows, layers = Rows.chain(ids, 0), text.lm.n_layers
+    (deep,) = run([Feed(text.lm, rows, text.kv, layers=range(layers))])
+    ends = Feed(text.lm, rows, text.kv, want=[4], layers=range(layers, layers), hidden=deep.hidden)
+    begins = Feed(text.lm, rows, text.kv, layers=range(0))
+    (shown,), (said,) = run([begins]), run([ends])
+    together = run([ends, begins])
+    assert torch.equal(together[0].logits, said.logits)
+    assert together[1].hidden is not None
+    assert torch.equal(together[1].hidden, shown.hidden)
+
+
 def test_texts_of_two_models_share_a_round(passes: list[int]) -> None:
     many, texts = Engine(), [("llama", 1), ("llama", 2), ("gemma3", 3), ("llama", 4)]
     tickets = [many.add(answer(session(name), families.prompt(20, seed=seed), 6)) for name, seed in texts]

@@ -156,6 +156,15 @@ def test_representatives_stand_for_what_goes(each: int) -> None:
     assert torch.isposinf(found).sum(1).tolist() == [each] * 3
 
 
+def test_representatives_take_no_place_of_what_is_protected() -> None:
+    score = torch.arange(16, dtype=torch.float64).expand(2, -1).clone()
+    score[:, :6] = torch.inf
+    s = slots(torch.zeros(2, 16, 2))
+    for count, competing in ((7, 0), (10, 1)):  # a quarter of the places that are open
+        found = post.crush(score, s, moment(s), torch.full((2,), count))
+        assert torch.isposinf(found).sum(1).tolist() == [count if competing else 6] * 2
+
+
 def test_each_paragraph_keeps_its_share() -> None:
     """Fair eviction: of 9 places, 2 are protected; paragraphs of 8, 4 and 2 tokens get 4, 2 and 1, each its best."""
     score = torch.tensor([[torch.inf, 9, 8, 7, 6, 5, 4, 3, 2, 11, 10, 1, 0, 0.5, 0.4, torch.inf]], dtype=torch.float64)

@@ -207,6 +207,7 @@ class Model:
             return self._pair
         try:
             self._pair = self._pairs[wanted] = self._second(wanted)
+            self.lm.__dict__.pop("spare", None)  # of which it takes its part
             return self._pair
         except Exception as error:
             if isinstance(error, KvcliError) and as_shortage(error) is None:

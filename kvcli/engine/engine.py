@@ -33,10 +33,11 @@ def run(feeds: Sequence[Feed]) -> list[Made]:
 
 def passes_of(feeds: Sequence[Feed]) -> list[list[int]]:
     """Which feeds share a pass: those through the same layers of a model, and no more than leaves rows their bits."""
-    alike: dict[tuple[int, range | None, bool, bool], list[list[int]]] = {}
+    alike: dict[tuple[object, ...], list[list[int]]] = {}
     for i, feed in enumerate(feeds):
         most = feed.lm.most_rows
-        key = id(feed.lm), feed.layers, feed.only_kv, most is not None and feed.is_prompt
+        layers = None if feed.layers is None else (feed.layers.start, feed.layers.stop)  # empty ranges are all equal
+        key = id(feed.lm), layers, feed.only_kv, most is not None and feed.is_prompt
         passes = alike.setdefault(key, [[]])
         rows = sum(feeds[other].rows.n_rows for other in passes[-1])
         if most is not None and rows and not feed.is_prompt and rows + feed.rows.n_rows > most:

@@ -41,9 +41,8 @@ class Feed:
     grows: int = 0  # tokens that may be stored before a policy lets some go, or the answer ends
     states: States | None = None  # what mixers know of the past (mixers.py); None = this way of reading has none
     is_prompt: bool = False  # the rows are of a text being read: no tier leaves anything out for them
-    layers: range | None = (
-        None  # that it goes through; None = all; none behind the last = norm and head, range(0) = embedding
-    )
+    # that it goes through; None = all; none behind the last = norm and head, range(0) = embedding
+    layers: range | None = None
     hidden: Tensor | None = None  # [N, E]: what goes into the first of these, or a head beside its tokens; None = those
     only_kv: bool = False  # it ends where the last of these has keys and values
     shows: bool = False  # is the hidden state of each wanted row handed back, as the output layer is given it?

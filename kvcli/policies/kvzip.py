@@ -108,10 +108,10 @@ class KVzip(TopK):
         """A pass through each layer, as the stream is seen between passes; one through none shows what is embedded."""
         from kvcli.engine.feed import Feed
 
-        found: list[Heard]
+        found: list[Heard] = []
         made = yield Feed(at.lm, rows, at.kv, is_prompt=True, layers=range(0))
         assert made.hidden is not None
-        stream, found = made.hidden.clone(), []
+        stream = made.hidden.clone()
         for i in at.layers:
             hidden = stream if i else None
             made = yield Feed(

@@ -52,7 +52,7 @@ def graph(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
         return score
     k, may, found = units.wide(s.k), torch.isfinite(score), score.clone()
     k = k / k.norm(dim=2, keepdim=True).clamp_min(torch.finfo(k.dtype).tiny)
-    sources = budgets.top(score.masked_fill(~may, -torch.inf), s.pos, (SOURCES * counts).long())
+    sources = budgets.top(score.masked_fill(~may, -torch.inf), s.pos, (SOURCES * _open(score, counts)).long())
     for head in range(k.shape[0]):
         signal = torch.zeros_like(score[head])  # [S] the logarithm of what a score is multiplied by
         for those in torch.split(sources[head].nonzero().flatten(), BLOCK):
@@ -64,6 +64,11 @@ def graph(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
     return found
 
 
+def _open(score: Tensor, counts: Tensor) -> Tensor:
+    """[K] places of each head that what is protected leaves."""
+    return (counts - torch.isposinf(score).sum(1)).clamp(min=0)
+
+
 def crush(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
     """A part of the budget goes to tokens that stand for the others (KVCrush, Jha et al., arXiv 2503.00022).
 
@@ -72,7 +77,7 @@ def crush(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
     (the Hamming distance to an anchor) and cut into as many groups as places are left; one of each stays. Ours: the
     middle one, of each head its own and token by token, where that code takes pages, the same in all heads.
     """
-    proxies = (PROXIES * counts).long()
+    proxies = (PROXIES * _open(score, counts)).long()
     if not s.n_slots or not bool(proxies.any()):
         return score
     may = torch.isfinite(score)
@@ -103,7 +108,7 @@ def fair(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
         return score
     spans = units.numbered("shot", at.kinds, at.n, s.pos.device)[s.pos.clamp(min=0).long()]  # [K, S]
     may, found = torch.isfinite(score), score.clone()
-    for head, count in enumerate((counts - torch.isposinf(score).sum(1)).clamp(min=0).tolist()):
+    for head, count in enumerate(_open(score, counts).tolist()):
         rest = may[head].nonzero().flatten()
         rest = rest[s.pos[head, rest].argsort(descending=True)]
         rest = rest[score[head, rest].argsort(descending=True, stable=True)]

@@ -10,6 +10,7 @@ score best. A later prompt of a chat is compressed with what came since the one 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -177,7 +178,7 @@ class TopK(Usual):
         masks: list[Tensor | None] = [None] * len(at.layers)
         if (now := self._round(at, done)) is None or not at.open:
             return masks
-        judged: list[tuple[Tensor, Tensor, Tensor]] = []
+        judged: deque[tuple[Tensor, Tensor, Tensor]] = deque()
 
         def scored() -> Iterator[tuple[Tensor, Tensor]]:
             for i in at.open[:: self.reuse_layers]:
@@ -188,7 +189,8 @@ class TopK(Usual):
 
         firsts = at.open[:: self.reuse_layers]
         chosen = self._share(at, now)(scored(), now.each, now.most)
-        for i, mask, (pos, unit, score) in zip(firsts, chosen, judged, strict=True):
+        for i, mask in zip(firsts, chosen, strict=True):
+            pos, unit, score = judged.popleft()
             mask = units.uncut(mask, pos, unit, score.isfinite()) if self.unit != 1 else mask
             if self.post != "none":
                 counts = (mask & (score > -torch.inf)).sum(1)  # [K]

@@ -302,7 +302,8 @@ def field(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
             side = f"{name} {percent(share)}"
             yield side, known.of(f"{i} field {side}", lambda policy=policy: answer({"policy": policy})[0])
         planned = {"policy": {"name": "budget"}, **spent("budget", share)}
-        yield f"budget {percent(share)}", known.of(f"{i} budget {share}", lambda planned=planned: answer(planned)[0])
+        side = f"budget {percent(share)}"
+        yield side, known.of(f"{i} field {side}", lambda planned=planned: answer(planned)[0])
 
 
 def formed(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:

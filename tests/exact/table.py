@@ -148,8 +148,7 @@ SPENT = Spending("40%", 0, alike(3, 2, 16), 4, BITS, 16, [0.0] * 3)
 SPENDS = {"budget": SPENT, "lose": replace(SPENT, asked="", lose=0.05)}
 SPENDER: dict[str, int] = {"sinks": 2, "guard": 5, "every": 16}
 POLICIES |= {name: (Within(**SPENDER, spending=spent), 16) for name, spent in SPENDS.items()}
-AWAY = replace(SPENT, beyond=[18.0] * 3, apart=[0.0] * 3)
-PLACED = {"rungs recalled": Within(**SPENDER, spending=AWAY)}
+AWAY: dict[str, Any] = {"beyond": [18.0] * 3, "apart": [0.0] * 3}  # what that costs where recall finds slots again
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 AHEAD = Snap(0.4, sinks=2, guard=5, queries=4, lookahead=3, keep_new=14, every=11, alloc="prefix", post="graph")
 POLICIES |= {"ahead": (AHEAD, 11)}  # tests/test_stages.py and test_topk.py have the others
@@ -314,7 +313,7 @@ def serves(storage: str, policy: str, drafter: str = CHAINS[0]) -> bool:
     if storage == "hybrid" and (drafter not in CHAINS or policy == "ahead"):  # an answer that is tried is refused there
         return False
     if policy in SPENDS:
-        return storage == "rungs" or (storage in RUNGS and policy == "budget")
+        return storage in RUNGS
     return policy == "all" if storage in UNJUDGED else policy != "all" or storage not in LOWER
 
 
@@ -385,7 +384,8 @@ def opened(
     """`seed`: of the constraint, where the sampler is held to one."""
     model = lm(storage, dtype, device)
     keep, every = POLICIES[policy]
-    keep = PLACED.get(storage, keep) if policy == "budget" else keep
+    if storage == "rungs recalled" and policy in SPENDS:
+        keep = Within(**SPENDER, spending=replace(SPENDS[policy], **AWAY))
     kv, every = past(storage, model), every or (16 if storage in PARTS else None)
     reads = view(model, kv, drafter)
     session = Session(

@@ -384,8 +384,8 @@ INLINE F table_of(int bits, float zero, float scale) {
 }
 #if !defined(__AVX512F__)
 #define BY_BYTES 1
-// The bf16 that the sixteen codes of a group stand for, their lower bytes and then their upper ones: what `narrow` makes of all that
-// halves can say. Products of 4 bits and 11 are exact.
+// The bf16 that the sixteen codes of a group stand for, their lower bytes and then their upper ones: what `narrow` makes of all numbers
+// that halves can say; of NaN some become 0. Products of 4 bits and 11 are exact.
 INLINE void bytes_of(float zero, float scale, __m256i *table) {
   const __m256 some = {0, 1, 2, 3, 8, 9, 10, 11}, others = {4, 5, 6, 7, 12, 13, 14, 15}, z = _mm256_set1_ps(zero), by = _mm256_set1_ps(scale);
   const __m256i half = _mm256_set1_epi32(0x7fff), one = _mm256_set1_epi32(1);
