@@ -276,6 +276,11 @@ def moved(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
                 change |= {"memory": {**more.get("memory", {}), "disposition": "demote"}} if more else {}
                 side = f"{name} {percent(share)} {way}"
                 yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
+        for method in ("minmax", "cluster", "lowrank"):
+            change = {"policy": rival("snap", share, n, i, mapped), "memory": {"disposition": "demote"}}
+            change |= {"recall": {"method": method, "floor": READS["recall"]["floor"]}}
+            side = f"snap {percent(share)} recalled by {method}"
+            yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
         for way, more in {"dropped": {}, "in a file, recalled": FILE["memory"] | {"disposition": "demote"}}.items():
             spends = {"policy": {"name": "budget"}, "memory": {**spent("budget", share)["memory"], **more}}
             change = spends | (READS if more else {})
