@@ -345,6 +345,19 @@ def test_a_text_loses_no_more_of_its_worth_than_was_asked(score: str) -> None:
     assert took[-1] < took[0] <= 1
 
 
+def test_what_a_pruned_prompt_left_behind_is_worth_nothing() -> None:
+    lazy, held = {"method": "lazy", "least": 64, "num_prune": 1, "start_keep_ratio": 0.5, "end_keep_ratio": 0.5}, []
+    for lose in (0.001, 0.4):
+        memory, policy = {"budget": "", "lose": lose}, {"score": "keydiff"}
+        session = build.session(model(), profile(policy=policy, memory=memory, prune=lazy))
+        drive(session.read(families.prompt(400, seed=3)))
+        held.append(sum(nbytes(session.kv).values()))
+        worth = session.memory.worth.total[model().n_layers - 1]
+        assert ((worth > 0).sum(1) < 300).all()
+        assert (worth.sum(1) <= 1.001).all()  # shares of a head's sum
+    assert held[1] < 0.8 * held[0]
+
+
 def test_a_budget_is_the_most_that_a_quality_takes() -> None:
     held = {}
     for budget, lose in (("", 0.001), ("25%", 0.001), ("25%", 0.0), ("0.1MiB", 0.001)):

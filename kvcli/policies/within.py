@@ -128,16 +128,16 @@ class Within(Budget):
         except ContextOverflow as error:
             if at.phase != "answering":
                 raise self._no_room(error) from None
-            is_seen = False  # the end of a window cannot be repeated behind itself: its few tokens stay
+            is_seen = False  # the end of a window cannot be repeated behind itself: its few tokens are worth the most
         for i in at.open:
             s, moment = own.layer(i)
-            worth = torch.ones(s.pos.shape[0], n, device=s.pos.device)
+            worth = torch.zeros(s.pos.shape[0], n, device=s.pos.device)  # of what was never stored here
             if first:
                 worth[:, :first] = known.worth.total[i][:, :first]
-            if is_seen:
-                score, is_new = self._share(scorer.score(s, moment), s.pos), s.pos >= first
-                for head, new in enumerate(is_new):
-                    worth[head, s.pos[head, new].long()] = score[head, new]
+            most = worth.amax(1, keepdim=True) if first else torch.ones_like(worth[:, :1])
+            score = self._share(scorer.score(s, moment), s.pos) if is_seen else most.expand_as(s.pos)
+            for head, new in enumerate(s.pos >= first):
+                worth[head, s.pos[head, new].long()] = score[head, new]
             known.worth.total[i] = worth
         known.n = n
 
