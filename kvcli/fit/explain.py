@@ -58,7 +58,7 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
 
 
 def _rungs(spent: Spending, n: int, most: float) -> list[FitRung]:
-    costs, bits = spent.by_rung, [16, *spent.bits, *([0] if spent.recalls else []), 0]
+    costs, bits = spent.by_rung, [16, *spent.bits, *([0] if spent.has_place else []), 0]
     shares = alike(costs, quality(spent), most / n)
     return [
         FitRung(
