@@ -27,7 +27,7 @@ from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import LayerShape, Slots, Span, alike, compact, nbytes
 from kvcli.policies.budget import Budget
 from kvcli.policies.losing import limit, lost
-from kvcli.policies.plan import FOUND, QUALITY, Layer, levels, price, together
+from kvcli.policies.plan import FOUND, QUALITY, Layer, in_place, levels, price, together
 from kvcli.policies.within import Within
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
@@ -184,6 +184,28 @@ def test_bytes_of_rungs_are_at_least_those_held_and_hardly_more(number: int, dim
         assert (
             held <= plan.nbytes(0, counts) <= 1.01 * held + max(top, plan.nbytes(0, [[1] * 3, *[[0] * 3] * plan.last]))
         )
+
+
+@pytest.mark.parametrize("asked", ["1MiB", ""])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_more_goes_elsewhere_than_has_room_and_it_is_worth_the_most(seed: int, asked: str) -> None:
+    g = torch.Generator().manual_seed(seed)
+    worth, rung = torch.rand(2, 40, generator=g), torch.randint(-1, 5, (2, 40), generator=g).to(torch.int8)
+    layer = Layer(0, worth, rung, [0, 0, 0, 0, 9])
+    place = Spending(asked, 0, alike(1, 2, 8), 4, BITS, 64, [9.0], [0.0], holds=19)
+    all_ = torch.where(rung < 0, 0, 4).to(torch.int8)
+    assert in_place(layer, replace(place, holds=9 + 80), all_) is all_
+    found, left = in_place(layer, place, all_), 10
+    for start in range(4):
+        went = [(rung[head] == start) & (found[head] == 4) for head in range(2)]
+        stayed = [(rung[head] == start) & (found[head] != 4) for head in range(2)]
+        left -= max(int(each.sum()) for each in went)
+        for head in range(2):
+            assert (found[head, stayed[head]] == (5 if asked else start)).all()
+            if went[head].any() and stayed[head].any():
+                assert worth[head, went[head]].min() > worth[head, stayed[head]].max()
+    assert left == 0
+    assert (found[rung == 4] == 4).all()
 
 
 # ---- levels on a ladder ----

@@ -94,7 +94,7 @@ class Plan:
             group=self.kv.group if below and not self.memory.spends else 1,
             sinks=self.kv.sinks,
             demotes=self.memory.demotes and not self.memory.spends,
-            drops=self.memory.drops or self.memory.spends,
+            drops=self.memory.drops and not self.memory.spends,  # there a policy says what has room
         )
         return ladder if below else self.recall.over(ladder, top, self._sights)
 

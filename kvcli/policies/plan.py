@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,12 +106,14 @@ def in_place(layer: Layer, spending: Spending, found: Tensor) -> Tensor:
     if not spending.has_place or spending.holds is None:
         return found
     left = max(0, spending.holds - layer.columns[there])
-    goes = (found == there) & (layer.rung >= 0) & (layer.rung < there)  # [K, S]
-    if left >= int(goes.sum(1).max()):
-        return found
-    bound = layer.worth.masked_fill(~goes, -np.inf).topk(left + 1, dim=1).values[:, -1:]
-    instead = torch.full_like(found, spending.last) if spending.asked else layer.rung
-    return torch.where(goes & (layer.worth <= bound), instead, found)
+    for rung in range(there):  # each sends its own by itself, heads as long as the longest
+        goes = (found == there) & (layer.rung == rung)  # [K, S]
+        n = int(goes.sum(1).max())
+        if n > left:
+            bound = layer.worth.masked_fill(~goes, -np.inf).topk(left + 1, dim=1).values[:, -1:]
+            found = found.masked_fill(goes & (layer.worth <= bound), spending.last if spending.asked else rung)
+        left = max(0, left - n)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
