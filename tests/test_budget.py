@@ -334,12 +334,13 @@ def test_where_recall_finds_the_rest_again_the_device_stays_within_the_budget(me
 
 
 @pytest.mark.parametrize("recall", [{}, {"recall": {"method": "sketch", "floor": 16}}])
-@pytest.mark.parametrize("budget", ["15%", "0.1MiB"])
+@pytest.mark.parametrize("budget", ["8%", "0.08MiB"])
 def test_beside_a_file_the_device_stays_within_the_budget_however_it_is_read(budget: str, recall: Any) -> None:
-    chosen = profile(memory={"budget": budget, "disk": "1GiB"}, prefill={"chunk": 128}, **recall)
+    memory, policy = {"budget": budget, "disk": "1GiB"}, {"score": "keydiff"}
+    chosen = profile(policy=policy, memory=memory, prefill={"chunk": 128}, **recall)
     session = build.session(model(), chosen)
     spent = build.plan(model(), chosen).spending
-    drive(session.read(families.prompt(400, seed=3)))
+    drive(session.read(families.prompt(1500, seed=3)))
     for _ in range(3):
         held = nbytes(session.kv)
         assert held.pop("disk")
