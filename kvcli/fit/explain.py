@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import KvcliError
@@ -58,18 +59,37 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
 
 
 def _rungs(spent: Spending, n: int, most: float) -> list[FitRung]:
-    costs, bits = spent.by_rung, [16, *spent.bits, *([0] if spent.recalls else []), 0]
-    shares = alike(costs, quality(spent), most / n)
+    costs, bits = spent.by_rung, [16, *spent.bits, *([0] if spent.has_place else []), 0]
+    shares = _placed(spent, n, most / n)
     return [
         FitRung(
             bits=b,
             is_found=not b and rung < spent.last,
             token=round(cost),
-            room=int(most / cost) if cost else 0,
+            room=_room(spent, rung, cost, most),
             share=share,
         )
         for rung, (b, cost, share) in enumerate(zip(bits, costs, shares, strict=True))
     ]
+
+
+def _room(spent: Spending, rung: int, cost: float, most: float) -> int:
+    """Tokens, were all of them on this rung."""
+    held = spent.holds if spent.has_place and rung == spent.last - 1 else None
+    room = int(most / cost) if cost else held or 0
+    return room if held is None else min(room, held)
+
+
+def _placed(spent: Spending, n: int, each: float) -> list[float]:
+    """Shares of tokens worth the same, by rung; no more elsewhere than have room there, as the policy has it."""
+    costs, left, there = spent.by_rung, quality(spent), spent.last - 1
+    shares = alike(costs, left, each)
+    if not spent.has_place or spent.holds is None or shares[there] * n <= spent.holds:
+        return shares
+    full = alike([*costs[:there], inf, costs[-1]], left, each)
+    shares[-1] += shares[there] - spent.holds / n
+    shares[there] = spent.holds / n
+    return max(shares, full, key=lambda by: sum(share * of for share, of in zip(by, left, strict=True)))
 
 
 def alike(costs: list[float], left: list[float], each: float) -> list[float]:

@@ -28,6 +28,7 @@ from kvcli.kv.footprint import (
     wide,
 )
 from kvcli.kv.room import EVERY
+from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import Sight, storing
 from kvcli.models.packing import Packing
 from kvcli.models.refusals import refuse_quant, refuse_split
@@ -160,20 +161,21 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     below = sum(of_slot(of, kv_number) - POSITION for of in layers if of.numbers)
     is_cpu = room.kind == "cpu"
     lower = sum(lower_bytes(whole.kv, form, whole.memory, of, kv_number, is_cpu=is_cpu) for of in layers)
+    caps = replace(_caps(whole, shape, room, kv_number, usable), host=max(0, room.host - facts.base))
     run = memory.Run(
         device=room.kind,
         number=number,
         kv_number=kv_number,
         layer=partial(layer_bytes, whole.kv, form, whole.memory, kv_number),
         index=_index(whole, shape, kv_number),
-        caps=replace(_caps(whole, shape, room, kv_number, usable), host=max(0, room.host - facts.base)),
+        caps=caps,
         chunk=profile.prefill.chunk,
         rows=max(profile.spec.rows, profile.steps.rows),
         slots=whole.policy.slots,
         reading=whole.policy.reading,
         again=profile.policy.again,
         lower=lower if profile.memory.demotes else None,
-        spends=_spending(profile, shape, kv_number, room),
+        spends=_spending(profile, shape, kv_number, room, caps),
         always=profile.policy.sinks + profile.policy.guard if profile.memory.spends else 0,
         texts=profile.memory.texts,
         drops=profile.memory.drops,
@@ -219,7 +221,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     )
 
 
-def _spending(profile: Profile, shape: Shape, number: int, room: Room) -> Spending | None:
+def _spending(profile: Profile, shape: Shape, number: int, room: Room, caps: Caps) -> Spending | None:
     """What `memory.budget` is spent on; `free` is what a context leaves."""
     memory_, layers = profile.memory, [of for of, _ in memory.stored(shape)]
     if not memory_.spends:
@@ -227,9 +229,17 @@ def _spending(profile: Profile, shape: Shape, number: int, room: Room) -> Spendi
     has_host = room.kind != "cpu" and (memory_.host == "auto" or size_of(memory_.host) > 0)
     is_lower = has_host or size_of(memory_.disk) > 0
     read = profile.recall.layers(storing(_sights(shape), layers)) if is_lower else ()
-    index, apart = away(profile.recall, memory_.demotes and is_lower, layers, read, number, room.kind)
-    of_kv = layers, number, memory_.bits, profile.kv.group, index, apart
-    return Spending(memory_.budget.replace(" %", "%"), 0, *of_kv, lose=memory_.lose)
+    index, apart = away(profile.recall, is_lower, layers, read, number, room.kind)
+    of_kv = layers, number, memory_.bits, profile.kv.group, index, apart, not profile.recall.reads
+    return Spending(memory_.budget.replace(" %", "%"), 0, *of_kv, _elsewhere(profile, caps), memory_.lose)
+
+
+def _elsewhere(profile: Profile, caps: Caps) -> int | None:
+    """Slots a head for which a place beside the device has room; None = there is none."""
+    try:
+        return caps.room(profile.prefill.chunk, caps.free).elsewhere
+    except Shortage:  # as the plan says of the device
+        return 0
 
 
 def _base(room: Room, facts: Facts) -> int:

@@ -23,14 +23,13 @@ SCALE = 2  # bytes of a scale, and of a zero beside it
 NOTED = 24  # bytes that a head of its own length is found by
 WORTH = 8  # bytes that are remembered of a token of a head, gone or not: what its score and its worth are
 PLACED = 10  # and that its worth, its rung and their order take beside these while slots are placed
+FINDS = ", where recall finds them again"
+TINY = 1e-6  # of a token, which rounding may cost
 
 
 @dataclass(frozen=True)
 class Spending:
-    """Rung 0 is the top, i the i-th of `bits`, and the one behind them another place, or nowhere.
-
-    Where recall finds what lies in another place, that is a rung as others are, and the one behind it nowhere.
-    """
+    """Rung 0 is the top, i the i-th of `bits`, then comes another place where there is one, and the last is nowhere."""
 
     asked: str  # memory.budget
     free: int  # bytes that "fit" means
@@ -39,7 +38,9 @@ class Spending:
     bits: Sequence[int]  # of the rungs below the top
     group: int  # keys that share scales below 8 bits, and numbers of a value that do
     beyond: Sequence[float]  # by layer: bytes of the device beside a slot of one head that lies elsewhere
-    apart: Sequence[float] = ()  # by layer: those beside a head, whatever lies there; () = recall finds nothing there
+    apart: Sequence[float] = ()  # by layer: those beside a head, whatever lies there; () = there is no other place
+    is_read: bool = False  # is all of that place read? else recall finds what lies there
+    holds: int | None = None  # slots a head that have room there, None = all
     lose: float = 0.0  # share of a text's worth that may be lost, for as few bytes as that takes; 0 = bytes alone say
 
     @property
@@ -54,12 +55,12 @@ class Spending:
 
     @property
     def last(self) -> int:
-        """The rung of what may be lost."""
-        return len(self.bits) + (2 if self.recalls else 1)
+        """The rung of what is gone."""
+        return len(self.bits) + (2 if self.has_place else 1)
 
     @property
-    def recalls(self) -> bool:
-        """Does recall find what lies on the rung behind those of bits?"""
+    def has_place(self) -> bool:
+        """Is the rung behind those of bits another place, as a file is?"""
         return bool(self.apart)
 
     def most(self, n: int) -> int:
@@ -92,7 +93,7 @@ class Spending:
         for bits in self.bits:
             scales = 2 * SCALE if bits == 8 else 2 * SCALE * (k / self.group + _groups(v, self.group))
             found.append(POSITION + (k * keys_in(bits) + v * bits) / 8 + scales)
-        return [*found, self.beyond[layer], *([0.0] if self.recalls else [])]
+        return [*found, self.beyond[layer], *([0.0] if self.has_place else [])]
 
     @property
     def by_rung(self) -> list[float]:
@@ -108,11 +109,10 @@ class Spending:
             return f"{loses}, known once it has been read"
         rungs = self.by_rung[: self.last]
         share = float(self.asked[:-1]) / 100 if self.is_share else 0
-        room = [
-            f"{min(1, share * rungs[0] / one):.0%}" if self.is_share else f"{self.most(0) / one:,.0f}" for one in rungs
-        ]
-        lies = ["in full", *(f"in {bits} bits" for bits in self.bits), "elsewhere, where recall finds them again"]
-        ways = ", ".join(f"{n} {how}" for n, how in zip(room, lies, strict=False))
+        lies = ["in full", *(f"in {bits} bits" for bits in self.bits), "elsewhere" + FINDS * (not self.is_read)]
+        ways = ", ".join(f"{self._room(one, share * rungs[0])} {how}" for one, how in zip(rungs, lies, strict=False))
+        if self.has_place and self.holds is not None:
+            ways += f" (no more than {self.holds:,})"
         return (
             f"memory.budget = {self.asked}: room for so many tokens{' of a text' * self.is_share}: {ways}, or a mixture"
             + (f"; {loses}, at most these" if self.lose else "")
@@ -136,8 +136,15 @@ class Spending:
                     + (n - packed) * k * self.number
                 )
                 total += n * (v * bits / 8 + _groups(v, self.group) * 2 * SCALE)
-        apart = self.apart[layer] * len(counts[0]) if self.recalls else 0.0
+        apart = self.apart[layer] * len(counts[0]) if self.has_place else 0.0
         return total + self.beyond[layer] * sum(counts[len(self.bits) + 1]) + apart
+
+    def _room(self, one: float, each: float) -> str:
+        """Whole tokens, of so many bytes one, for which there is room; or of a text how many in a hundred, where there
+        are `each` for one."""
+        if self.is_share:
+            return f"{min(100, int(100 * each / max(one, TINY) + TINY))}%"
+        return f"{int(self.most(0) / max(one, TINY) + TINY):,}"
 
     def _full(self, layer: int) -> int:
         shape = self.shapes[layer]

@@ -60,15 +60,15 @@ def index_bytes(kv: Kv, form: Form, memory: Memory, per_slot: float, slots: int,
 
 
 def away(
-    recall: Chosen, demotes: bool, shapes: Sequence[LayerShape], read: Container[int], number: int, kind: str
+    recall: Chosen, is_lower: bool, shapes: Sequence[LayerShape], read: Container[int], number: int, kind: str
 ) -> tuple[list[float], list[float]]:
     """By layer: bytes of the device beside a slot of one head that lies elsewhere, and beside a head, empty or not.
 
-    `demotes`: recall finds what a policy moved there; else the second is empty. `read`: layers that have an index.
+    `is_lower`: there is another place; else the second is empty. `read`: layers that have an index there.
     `kind`: of the device.
     """
     slot = [recall.per_slot(of.k_dim, number) if i in read else 0.0 for i, of in enumerate(shapes)]
-    if not demotes:
+    if not is_lower:
         return slot, []
     is_here = kind == "cpu"  # the positions of a file are here, too, and its extents grow by as many
     near = [2.0 * POSITION if is_here else recall.near(of.k_dim, number) * (i in read) for i, of in enumerate(shapes)]

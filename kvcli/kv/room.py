@@ -82,6 +82,11 @@ class Room:
         return self._indexed(min(part // each for part, each in parts), self.in_host)
 
     @property
+    def elsewhere(self) -> int | None:
+        """Slots for which the first place beside the device has room; None = there is none."""
+        return (self.in_host or self.on_disk) if self._has_more else None
+
+    @property
     def host_bytes(self) -> int:
         """Of host memory, for what a GPU has no room for."""
         return self.host if self.memory.host == "auto" else size_of(self.memory.host)

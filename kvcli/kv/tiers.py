@@ -94,7 +94,7 @@ class Plan:
             group=self.kv.group if below and not self.memory.spends else 1,
             sinks=self.kv.sinks,
             demotes=self.memory.demotes and not self.memory.spends,
-            drops=self.memory.drops or self.memory.spends,
+            drops=self.memory.drops and not self.memory.spends,  # there a policy says what has room
         )
         return ladder if below else self.recall.over(ladder, top, self._sights)
 
@@ -202,7 +202,7 @@ class Plan:
         is_lower = self.room.host_bytes > 0 or size_of(self.memory.disk) > 0
         read = self.recall.layers(self._sights) if is_lower else ()
         number = self.dtype.itemsize
-        index, apart = away(self.recall, self.memory.demotes and is_lower, self.shapes, read, number, self.device.type)
+        index, apart = away(self.recall, is_lower, self.shapes, read, number, self.device.type)
         newest = self.chunk * sum(wide(shape, number) for shape in self.shapes)  # of a pass, before it is placed
         return Spending(
             self.memory.budget.replace(" %", "%"),
@@ -213,6 +213,8 @@ class Plan:
             self.kv.group,
             index,
             apart,
+            is_read=not self.recall.reads,
+            holds=self.room.elsewhere,
             lose=self.memory.lose,
         )
 

@@ -99,6 +99,23 @@ def levels(layer: Layer, spending: Spending, at: float) -> Tensor:
     return found
 
 
+def in_place(layer: Layer, spending: Spending, found: Tensor) -> Tensor:
+    """`found`, and itself if the other place has room for all that it sends there: else what of that is worth least is
+    gone, or stays where it is if no bytes are asked for."""
+    there = len(spending.bits) + 1
+    if not spending.has_place or spending.holds is None:
+        return found
+    left = max(0, spending.holds - layer.columns[there])
+    for rung in range(there):  # each sends its own by itself, heads as long as the longest
+        goes = (found == there) & (layer.rung == rung)  # [K, S]
+        n = int(goes.sum(1).max())
+        if n > left:
+            bound = layer.worth.masked_fill(~goes, -np.inf).topk(left + 1, dim=1).values[:, -1:]
+            found = found.masked_fill(goes & (layer.worth <= bound), spending.last if spending.asked else rung)
+        left = max(0, left - n)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Sorted:
     number: int
@@ -113,7 +130,7 @@ class _Sorted:
                 below = [int(np.searchsorted(worths, _threshold(price, factor))) for factor in way.at]
                 for to, n, more in zip((rung, *way.to), (len(worths), *below), (*below, 0), strict=True):
                     counts[to][head] += n - more
-        if spending.recalls:  # its index has a place for each hole
+        if spending.has_place:  # heads are as long there as the longest, and holes take as much
             there = spending.last - 1
             new = max(n - len(held) for n, held in zip(counts[there], self.worths[there], strict=True))
             counts[there] = [self.columns[there] + new] * len(counts[there])
@@ -132,19 +149,22 @@ def _sorted(layer: Layer, spending: Spending) -> _Sorted:
 
 
 def ways_of(number: int, spending: Spending) -> list[Way]:
-    """How slots of each rung go down; what goes from where recall finds it leaves holes, which take as much."""
+    """How slots of each rung go down; what goes from another place leaves holes, which take as much."""
     costs = spending.each(number)
+    if spending.has_place and spending.holds == 0:
+        costs[len(spending.bits) + 1] = np.inf
     found = [ways(costs, quality(spending, rung))[rung] for rung in range(spending.last + 1)]
-    if spending.recalls:
+    if spending.has_place:
         found[-2] = Way((), ())
     return found
 
 
 def quality(spending: Spending, rung: int = 0) -> list[float]:
-    """Share of its worth that is left, by rung, of a slot from this one: recall finds numbers as they went away."""
+    """Share of its worth that is left, by rung, of a slot from this one: numbers lie elsewhere as they went away."""
     left = [QUALITY[bits] for bits in (16, *spending.bits)]
     came = left[rung] if rung < len(left) else 1.0
-    return [*left, *([FOUND * came] if spending.recalls else []), 0.0]
+    there = came if spending.is_read else FOUND * came
+    return [*left, *([there] if spending.has_place else []), 0.0]
 
 
 def together(worth: Tensor, rung: Tensor, spans: Sequence[Span]) -> Tensor:

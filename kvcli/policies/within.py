@@ -17,7 +17,7 @@ from kvcli.kv.shortage import Shortage
 from kvcli.policies.budget import Budget
 from kvcli.policies.headmap import head_rows
 from kvcli.policies.losing import counted, limit, lost
-from kvcli.policies.plan import Layer, levels, price, together
+from kvcli.policies.plan import Layer, in_place, levels, price, quality, together
 from kvcli.policies.sums import Sums
 
 if TYPE_CHECKING:
@@ -39,19 +39,21 @@ class Known:
 
     scorer: Memory  # what the method that scores remembers
     worth: Sums  # by layer and position, of tokens that were scored
+    faded: Sums  # by layer, [K, 1]: and that rounding had taken of those that went elsewhere
     heads: list[list[float]] = field(default_factory=list)  # [L][K] what heads weigh; [] = alike
     n: int = 0  # tokens that were scored
     said: str = ""  # what came of the last prompt
 
     def state(self) -> State:
         """Worths, and what the score remembers."""
-        return {"n": self.n, "scorer": self.scorer.state(), "worth": self.worth.state()}
+        return {"n": self.n, "scorer": self.scorer.state(), "worth": self.worth.state(), "faded": self.faded.state()}
 
     def restore(self, given: Given) -> None:
         """Become what gave this."""
         self.n = given.number("n", given.n)
         self.scorer.restore(given.part("scorer"))
         self.worth.restore(given.part("worth"))
+        self.faded.restore(given.part("faded"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ class Within(Budget):
 
         def memory() -> Known:
             of_score: Memory = wants.memory()  # type: ignore[assignment]
-            return Known(of_score, Sums(lm), rows)
+            return Known(of_score, Sums(lm), Sums(lm), rows)
 
         return replace(wants, lasting=True, memory=memory)
 
@@ -88,15 +90,52 @@ class Within(Budget):
         yield from self._score(at)
         layers = [self._layer(at, i) for i in at.open]
         left = most - self._full(at, [i for i in at.layers if i not in at.open])
-        found = price(layers, self.spending, left) if self.spending.asked else 0.0
+        found = self._price(layers, self.spending, left)
         if found == float("inf") and not self.spending.is_share:
             raise self._shortage(layers, left, most - left)
-        found = max(found, limit(layers, self.spending, self.spending.lose)) if loses else found
-        for layer in layers:
-            masks[layer.number] = levels(layer, self.spending, found)
+        for layer, rung in zip(layers, self._rungs(layers, found, left, loses), strict=True):
+            masks[layer.number] = rung
         if at.phase == "read":
             at.memory.said = self._told(at, layers, masks, most)
+        self._fade(at, layers, masks)
         return masks
+
+    def _price(self, layers: Sequence[Layer], spending: Spending, left: float) -> float:
+        return price(layers, spending, left) if spending.asked else 0.0
+
+    def _rungs(self, layers: Sequence[Layer], found: float, left: float, loses: bool) -> list[Tensor]:
+        """By layer, at this price. Where another place has no room for all that goes there: with what it has, or as
+        though it had none, whichever loses less."""
+
+        def at(spending: Spending, found: float) -> list[Tensor]:
+            found = max(found, limit(layers, spending, spending.lose)) if loses else found
+            return [levels(layer, spending, found) for layer in layers]
+
+        chosen = at(self.spending, found)
+        held = [in_place(layer, self.spending, rung) for layer, rung in zip(layers, chosen, strict=True)]
+        if all(a is b for a, b in zip(held, chosen, strict=True)):
+            return chosen
+        full = replace(self.spending, holds=0)
+        if (found := self._price(layers, full, left)) == float("inf"):
+            return held
+        return min(held, at(full, found), key=lambda rungs: lost(layers, self.spending, rungs))
+
+    def _fade(self, at: Boundary, layers: Sequence[Layer], masks: Masks) -> None:
+        """What goes elsewhere no longer says in how many bits it came, so that it is worth what was left of it."""
+        for layer in layers if self.spending.has_place else ():
+            rung, there = masks[layer.number], self.spending.last - 1
+            goes = (rung == there) & (layer.rung > 0) & (layer.rung < there)
+            if not bool(goes.any()):
+                continue
+            worth, pos = at.memory.worth.total[layer.number], at.layer(layer.number)[0].pos
+            left = worth.new_tensor(quality(self.spending)[:there])[layer.rung.clamp(0, there - 1).long()]
+            less = torch.zeros_like(worth)
+            for head, of in enumerate(goes):
+                where = pos[head, of].long()
+                less[head, where] = worth[head, where] * (1 - left[head, of])
+            worth -= less
+            before = at.memory.faded.total.get(layer.number, 0.0)
+            at.memory.faded.total[layer.number] = before + less.sum(1, keepdim=True)
 
     def _told(self, at: Boundary, layers: Sequence[Layer], masks: Masks, most: int) -> str:
         """What came of it, in words."""
@@ -128,16 +167,18 @@ class Within(Budget):
         except ContextOverflow as error:
             if at.phase != "answering":
                 raise self._no_room(error) from None
-            is_seen = False  # the end of a window cannot be repeated behind itself: its few tokens stay
+            is_seen = False  # the end of a window cannot be repeated behind itself: its few tokens are worth the most
         for i in at.open:
             s, moment = own.layer(i)
-            worth = torch.ones(s.pos.shape[0], n, device=s.pos.device)
+            worth = torch.zeros(s.pos.shape[0], n, device=s.pos.device)  # of what was never stored here
             if first:
                 worth[:, :first] = known.worth.total[i][:, :first]
-            if is_seen:
-                score, is_new = self._share(scorer.score(s, moment), s.pos), s.pos >= first
-                for head, new in enumerate(is_new):
-                    worth[head, s.pos[head, new].long()] = score[head, new]
+            else:
+                known.faded.total.pop(i, None)
+            most = worth.amax(1, keepdim=True) if first else torch.ones_like(worth[:, :1])
+            score = self._share(scorer.score(s, moment), s.pos) if is_seen else most.expand_as(s.pos)
+            for head, new in enumerate(s.pos >= first):
+                worth[head, s.pos[head, new].long()] = score[head, new]
             known.worth.total[i] = worth
         known.n = n
 
@@ -181,4 +222,6 @@ class Within(Budget):
     def _whole(self, at: Boundary, i: int) -> float:
         """Worth of all tokens of a layer, wherever they are."""
         of_heads = at.memory.worth.total[i].double().sum(1)
+        if i in at.memory.faded.total:
+            of_heads = of_heads + at.memory.faded.total[i].double().sum(1)
         return float((of_heads * of_heads.new_tensor(at.memory.heads[i])).sum() if at.memory.heads else of_heads.sum())

@@ -66,7 +66,7 @@ def _shares(plan: FitPlan, of: FitBudget) -> str:
 
 def _lies(rung: FitRung) -> str:
     if rung.is_found:
-        return "elsewhere, where recall finds them"
+        return "elsewhere"
     return {16: "in full", 0: "without room"}.get(rung.bits, f"in {rung.bits} bits")
 
 

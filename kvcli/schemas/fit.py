@@ -52,7 +52,7 @@ class FitRung(Json):
     """Where slots lie under `memory.budget`, from staying whole to being gone."""
 
     bits: Count = Field(description="16: as they come; 0: elsewhere or nowhere")
-    is_found: bool = Field(description="does recall find elsewhere what lies here?")
+    is_found: bool = Field(description="is it another place, whose bytes are not the device's?")
     token: Bytes = Field(description="of all heads and layers; layers may differ")
     room: Count = Field(description="tokens there is room for, were all of them here; 0 where they take nothing")
     share: float = Field(ge=0, le=1, description="of the context, were all its tokens worth alike")

@@ -265,7 +265,9 @@ def budget_clashes(profile: Profile) -> list[Clash]:
     others = {
         "policy.name": "" if spends else 'which spends no bytes: set policy.name = "budget"',
         packs[0] if packs else "": "which rounds by age: leave it out, and set memory.bits = [4] for four bits alone",
-        "memory.disposition": _beside_budget(profile) if memory.demotes else "",
+        "memory.host": "beside memory.disk: what there is no room for goes to one place, so leave one out"
+        if _is_there(memory.host) and _is_there(memory.disk)
+        else "",
         "form.method": "whose bytes a budget does not count: leave [form] out" if is_other else "",
         "memory.device": "which is a second size of one place: leave it out" if memory.device != "auto" else "",
         "recall.method": 'which finds nothing further away: set memory.disk = "8GiB"'
@@ -284,15 +286,6 @@ def budget_clashes(profile: Profile) -> list[Clash]:
             Clash("memory.bits", key, f"{bits} are no falling rungs", "which is spent from rung to rung: [8, 4, 2]")
         )
     return found
-
-
-def _beside_budget(profile: Profile) -> str:
-    """Why "demote" is not for what a budget has no room for; "" = it is."""
-    away = [f"memory.{name}" for name in ("host", "disk") if _is_there(getattr(profile.memory, name))]
-    if len(away) != 1:
-        said = f"both {' and '.join(away)}: leave one out" if away else 'nowhere: set memory.disk = "8GiB"'
-        return f"which moves what there is no room for to one other place, and there is {said}"
-    return "" if profile.recall.reads else 'which is for what recall finds again: set recall.method = "sketch"'
 
 
 def cautions(profile: Profile, device: str) -> list[str]:

@@ -132,6 +132,22 @@ def test_a_budget_is_explained(machine):
     assert "always in full: 64 first and newest tokens, 194 KiB: more than the budget, by" in less
 
 
+def test_a_budget_is_explained_with_no_more_elsewhere_than_has_room_there(machine):
+    args = ("fit", "demo", "-P", "budget", "--ctx", "8k", "--ram", "8GiB", "--explain", "--set", "memory.budget=10%")
+    found = {}
+    for disk in ("1MiB", "1GiB"):
+        sets = ("--set", f"memory.disk={disk}", "--set", "recall.method=sketch")
+        (plan,) = document(machine(*args, *sets, "--json"))["plans"]
+        (found[disk],) = [rung for rung in plan["budget"]["rungs"] if rung["is_found"]]
+        assert found[disk]["share"] * 8192 <= found[disk]["room"] + 1
+    assert found["1MiB"]["room"] < 0.1 * found["1GiB"]["room"]
+    assert found["1MiB"]["share"] < 0.1 < 0.9 < found["1GiB"]["share"]
+    machine.environ["COLUMNS"] = "160"
+    out = machine(*args, "--set", "memory.disk=1GiB").out
+    assert "what has no room lies on the disk: all of it is read" in out
+    assert "tokens elsewhere, " in out
+
+
 def test_without_a_budget_each_part_names_what_makes_it_smaller(machine):
     (plan,) = document(machine("fit", "demo", "--ctx", "8k", "--ram", "8GiB", "--explain", "--json"))["plans"]
     ways = {part["name"]: [change["type"] for change in part["changes"]] for part in plan["parts"]}
