@@ -164,6 +164,15 @@ def test_a_budget_of_a_comparison_leaves_the_yardstick_as_it_is(machine):
     assert [a["profile_hash"] == b["profile_hash"] for a, b in zip(plain, spent, strict=True)] == [True, False]
 
 
+def test_profiles_that_are_named_under_a_budget_are_compared_with_a_yardstick_that_has_none(machine):
+    asked = ("bench", "demo", "--dry-run", "--json", "--profiles", "exact,ngram")
+    plain, spent = (json.loads(machine(*asked, *more).out)["sides"] for more in ((), ("--budget", "25%")))
+    assert [side["name"] for side in plain] == ["exact", "ngram"]
+    assert [side["name"] for side in spent] == ["exact", "exact #2", "ngram"]
+    assert spent[0]["profile_hash"] == plain[0]["profile_hash"]
+    assert not {side["profile_hash"] for side in spent[1:]} & {side["profile_hash"] for side in plain}
+
+
 def test_a_model_that_drafts_where_the_profile_drafts_nothing_is_said(machine):
     def said(profile):
         return " ".join(machine("chat", "-p", "How deep?", "-P", profile, "--draft", "demo").err.split())
