@@ -369,6 +369,20 @@ def test_a_chat_that_cannot_fit_is_refused_before_it_loads(machine, monkeypatch)
     assert "kvcli fit demo --all" in found["try"]
 
 
+def test_a_budget_too_small_for_any_text_is_named_with_one_that_is_not(machine, monkeypatch):
+    monkeypatch.setattr(Setup, "load", None)
+    asked = ("chat", "demo", "-p", "hi", "--json")
+    for typed, said in ((("--budget", "1KiB"), "--budget "), (("-P", "budget", "--set", "memory.budget=1KiB"), "--set ")):
+        found = json.loads(machine(*asked, *typed).out)
+        assert (found["code"], found["message"]) == (
+            "does_not_fit", "memory.budget = 1KiB has no room for what always stays"
+        )  # fmt: skip
+        assert found["try"][0] == f"{said}{'memory.budget=' * (said == '--set ')}1MiB"
+        assert not any(item.startswith("--ctx") for item in found["try"])
+    monkeypatch.undo()
+    assert machine(*asked, "--budget", "1MiB").exit == 0
+
+
 def test_a_window_beyond_the_model_is_refused_before_it_loads(machine, monkeypatch):
     monkeypatch.setattr(Setup, "load", None)
     done = machine("chat", "-p", "hi", "--ctx", "1m")
