@@ -152,6 +152,9 @@ def test_a_budget_is_refused_where_something_else_forgets_or_nothing_may(machine
     assert "-P exact --budget 25%" in run.err
     for typed in ("policy.name=snap", "exactness=exact"):
         assert f"--budget and {typed} (--set) exclude each other" in machine(*asked, "--set", typed).err
+    run = machine(*asked, "--set", "memory.budget=30%")
+    assert "--budget and memory.budget=30% (--set) exclude each other" in run.err
+    assert machine(*asked, "--set", "memory.budget=25%").exit == 0
     assert "--exact cannot be kept" in machine(*asked, "--exact").err
     assert '"much" is not allowed' in machine("chat", "--dry-run", "--budget", "much").err
     assert "built-in lean sets kv.k_bits" in machine(*asked, "-P", "lean").err

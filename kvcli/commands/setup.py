@@ -192,9 +192,10 @@ class Setup:
         return self._profile(name, options.set, self.flags)
 
     def _profile(self, name: str | None, sets: Sequence[str], flags: Flags) -> Profile:
+        own = from_sets(sets)[0]
         if name in (None, self._named):
             sets = [*(f"{key}={value}" for key, value in self.taken.items()), *sets]
-        refuse_implied(flags, from_environ(self.world.environ) | from_sets(sets)[0])
+        refuse_implied(flags, from_environ(self.world.environ) | from_sets(sets)[0], own)
         profile = load_profile(name, sources=sources(self.world), model=self.model, sets=sets, flags=flags)
         self._refuse_other_policy(profile)
         if self.exact:
