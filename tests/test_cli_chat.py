@@ -155,9 +155,15 @@ def test_a_budget_is_refused_where_something_else_forgets_or_nothing_may(machine
     run = machine(*asked, "--set", "memory.budget=30%")
     assert "--budget and memory.budget=30% (--set) exclude each other" in run.err
     assert machine(*asked, "--set", "memory.budget=25%").exit == 0
-    assert "--exact cannot be kept" in machine(*asked, "--exact").err
+    run = machine(*asked, "--exact")
+    assert "--exact cannot be kept" in run.err
+    assert "try: leave --budget out\n" in run.err  # and nothing that cannot be typed beside it
     assert '"much" is not allowed' in machine("chat", "--dry-run", "--budget", "much").err
-    assert "built-in lean sets kv.k_bits" in machine(*asked, "-P", "lean").err
+    for profile in ("balanced", "cpu", "gpu", "lean", "max-context"):
+        run = machine(*asked, "-P", profile)
+        assert "sets kv.k_bits, which rounds by age" in run.err
+        assert "try: --set kv.k_bits=16 --set kv.v_bits=16" in run.err
+        assert machine(*asked, "-P", profile, *"--set kv.k_bits=16 --set kv.v_bits=16".split()).exit == 0
 
 
 def test_a_budget_of_a_comparison_leaves_the_yardstick_as_it_is(machine):
