@@ -93,21 +93,25 @@ class Outlook:
         second = wrong.profile.spec.second or wrong.profile.steps.second
         what = self.name if second is None else f"{self.name} and {second.model}, which drafts,"
         tried = changes(self.subject, wrong, others, self.found, wrong.facts)
-        said = f"not enough memory to load {what} with {parts.context:,} tokens"
-        lines = [
-            f"needs {gib(wrong.least)} GiB ({listed})",
-            f"{gib(room.available)} GiB are available on {room.device}, of which "
-            f"{gib(room.available - wrong.usable)} are kept free",
-        ]
+        detail = {"needed": wrong.least, "available": room.available, "usable": wrong.usable, **sizes}
+        try_ = [*(change.type for change in tried), f"kvcli fit {self.name} --all", "--force tries it anyway"]
         if parts.short and wrong.fits_card:
-            said = f"memory.budget = {wrong.profile.memory.budget} has no room for what always stays"
-            mib = (parts.budget + parts.short) / MIB, parts.budget / MIB
-            lines = [f"{wrong.run.always} first and newest tokens in full take {mib[0]:,.2f} MiB of {mib[1]:,.2f} MiB"]
+            always, most = (parts.budget + parts.short) / MIB, parts.budget / MIB
+            return DoesNotFit(
+                f"memory.budget = {wrong.profile.memory.budget} has no room for what always stays",
+                lines=[f"{wrong.run.always} first and newest tokens in full take {always:,.2f} MiB of {most:,.2f} MiB"],
+                detail=detail,
+                try_=try_,
+            )
         return DoesNotFit(
-            said,
-            lines=lines,
-            detail={"needed": wrong.least, "available": room.available, "usable": wrong.usable, **sizes},
-            try_=[*(change.type for change in tried), f"kvcli fit {self.name} --all", "--force tries it anyway"],
+            f"not enough memory to load {what} with {parts.context:,} tokens",
+            lines=[
+                f"needs {gib(wrong.least)} GiB ({listed})",
+                f"{gib(room.available)} GiB are available on {room.device}, of which "
+                f"{gib(room.available - wrong.usable)} are kept free",
+            ],
+            detail=detail,
+            try_=try_,
         )
 
     # the run itself
