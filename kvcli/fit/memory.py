@@ -203,8 +203,9 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         )
     beside = base + on_card + draft + working + behind
     newest, budget = top(stored(shape)[below:], min(held, fresh + STEP)), 0
-    if run.spends is not None:  # what a pass adds comes on top
-        budget = replace(run.spends, free=max(0, (run.caps.free - beside) // run.texts - newest)).most(context)
+    if run.spends is not None:  # what a pass adds comes on top, for each text its own, as a store has it (kv/tiers.py)
+        each = (run.caps.free - (beside - working)) // run.texts - working - newest
+        budget = replace(run.spends, free=max(0, each)).most(context)
     most = None if run.spends is None or run.spends.is_late else budget
     short = 0 if most is None or run.spends is None else max(0, run.always * run.spends.of_token - most)
     places = run.caps.spread(spread, chunk, beside)
