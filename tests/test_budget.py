@@ -530,7 +530,8 @@ def test_the_plan_is_told_in_a_line() -> None:
 def test_a_shortage_names_a_budget_that_has_room() -> None:
     layers = [of([[float("inf")] * 4])]
     told = Within(spending=spending())._shortage(layers, 0, 50 << 20)
-    assert told.try_[0] == "--set memory.budget=51MiB"
+    # a flag wins over what a profile says, and nobody here knows which of them it was
+    assert told.try_[:2] == ("--budget 51MiB", "--set memory.budget=51MiB without --budget")
 
 
 @pytest.mark.parametrize("head_dim", [16, 24])

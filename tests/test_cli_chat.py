@@ -152,9 +152,18 @@ def test_a_budget_is_refused_where_something_else_forgets_or_nothing_may(machine
     assert "-P exact --budget 25%" in run.err
     for typed in ("policy.name=snap", "exactness=exact"):
         assert f"--budget and {typed} (--set) exclude each other" in machine(*asked, "--set", typed).err
-    assert "--exact cannot be kept" in machine(*asked, "--exact").err
+    run = machine(*asked, "--set", "memory.budget=30%")
+    assert "--budget and memory.budget=30% (--set) exclude each other" in run.err
+    assert machine(*asked, "--set", "memory.budget=25%").exit == 0
+    run = machine(*asked, "--exact")
+    assert "--exact cannot be kept" in run.err
+    assert "try: leave --budget out\n" in run.err  # and nothing that cannot be typed beside it
     assert '"much" is not allowed' in machine("chat", "--dry-run", "--budget", "much").err
-    assert "built-in lean sets kv.k_bits" in machine(*asked, "-P", "lean").err
+    for profile in ("balanced", "cpu", "gpu", "lean", "max-context"):
+        run = machine(*asked, "-P", profile)
+        assert "sets kv.k_bits, which rounds by age" in run.err
+        assert "try: --set kv.k_bits=16 --set kv.v_bits=16" in run.err
+        assert machine(*asked, "-P", profile, *"--set kv.k_bits=16 --set kv.v_bits=16".split()).exit == 0
 
 
 def test_a_budget_of_a_comparison_leaves_the_yardstick_as_it_is(machine):
@@ -162,6 +171,15 @@ def test_a_budget_of_a_comparison_leaves_the_yardstick_as_it_is(machine):
     plain, spent = (json.loads(machine(*asked, *more).out)["sides"] for more in ((), ("--budget", "25%")))
     assert [side["name"] for side in spent] == ["exact", "ngram"]
     assert [a["profile_hash"] == b["profile_hash"] for a, b in zip(plain, spent, strict=True)] == [True, False]
+
+
+def test_profiles_that_are_named_under_a_budget_are_compared_with_a_yardstick_that_has_none(machine):
+    asked = ("bench", "demo", "--dry-run", "--json", "--profiles", "exact,ngram")
+    plain, spent = (json.loads(machine(*asked, *more).out)["sides"] for more in ((), ("--budget", "25%")))
+    assert [side["name"] for side in plain] == ["exact", "ngram"]
+    assert [side["name"] for side in spent] == ["exact", "exact #2", "ngram"]
+    assert spent[0]["profile_hash"] == plain[0]["profile_hash"]
+    assert not {side["profile_hash"] for side in spent[1:]} & {side["profile_hash"] for side in plain}
 
 
 def test_a_model_that_drafts_where_the_profile_drafts_nothing_is_said(machine):

@@ -7,12 +7,13 @@ from functools import cache
 import pytest
 
 import kvcli
+from kvcli.chat.losses import approx
 from kvcli.commands.turn_json import Run, turn_document
 from kvcli.demo import report_path
 from kvcli.render.live import Look, live_row
 from kvcli.render.summary import brief, summary
 from kvcli.settings.layers import builtin_files
-from kvcli.settings.profile import Profile
+from kvcli.settings.profile import Profile, load_profile
 
 DRAFTED = ("draft", "specextend", "specextend-paper")
 SHIPPED = {file.profile: Profile.load(file.profile) for file in builtin_files() if file.profile not in DRAFTED}
@@ -94,6 +95,15 @@ def test_a_new_text_is_whole_again():
     ids = model.tokenizer.encode(report_path().read_text(encoding="utf-8"), add_special_tokens=False)
     assert model.generate(ids[:2500], max_new_tokens=1).stats.approx
     assert not model.generate(ids[700:760], max_new_tokens=1).stats.approx
+
+
+def test_a_budget_that_was_typed_is_named_as_what_loses():
+    flags = {"memory.budget": "25%", "policy.name": "budget", "exactness": "approx"}
+    for name in ("exact", "budget"):
+        typed = load_profile(name, flags={key: (value, "--budget") for key, value in flags.items()})
+        note = approx(typed, ["forgotten"])
+        assert note.startswith(f"approx: {name} --budget 25% keeps what a budget of bytes has room for")
+        assert note.endswith("; -P exact without --budget loses none")
 
 
 def test_numbers_of_fewer_bits_than_the_models_are_a_loss():

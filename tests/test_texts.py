@@ -342,3 +342,9 @@ def test_what_is_free_is_for_as_many_texts_as_are_said() -> None:
     assert second.generate("How deep?", max_new_tokens=2).text
     assert first.take_past(second)
     assert first.generate("How deep?", max_new_tokens=2).text
+    first.close()
+    for _ in range(2):  # the one that came first goes on
+        begun = first.answer("How deep?", max_new_tokens=2)  # and has read nothing when the other asks
+        with pytest.raises(DoesNotFit, match="and 1 have begun"):
+            second.answer("How deep?", max_new_tokens=2)
+        assert any(isinstance(event, End) for event in events(begun))

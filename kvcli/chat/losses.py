@@ -52,4 +52,9 @@ def approx(profile: Profile, lost: Collection[Loss], found: str = "") -> str:
     if found and not words:
         return f"{profile.name} is {found}; nothing was lost"
     words += filter(None, [found])
-    return f"approx: {profile.name} {', '.join(words)}: facts may be lost; -P exact loses none" if words else ""
+    if not words:
+        return ""
+    by, exact = profile.name, "-P exact"
+    if profile.origins["memory.budget"] == "--budget":  # which goes with -P exact too
+        by, exact = f"{by} --budget {profile.memory.budget}", f"{exact} without --budget"
+    return f"approx: {by} {', '.join(words)}: facts may be lost; {exact} loses none"

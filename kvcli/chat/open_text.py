@@ -42,6 +42,7 @@ class OpenText:
         self._answer: Work[Event, Turn | None] | None = None  # the last that began
         self.pack: Pack | None = None  # what was read of the documents that it is asked about
         self._is_unkept = False  # what was read last could not be kept
+        self.has_begun = False  # with an answer: of what memory.budget = "fit" means, a part is its own
         model.texts.add(self)
 
     def __enter__(self) -> OpenText:
@@ -53,6 +54,7 @@ class OpenText:
     def close(self) -> None:
         """End the answer under way, and free the keys and values."""
         self._end()
+        self.has_begun = False
         self.session = self.model.new_session(by_steps=True)
         self.session.lm.release()
 
@@ -140,6 +142,7 @@ class OpenText:
         for text in (self, other):
             text._end()
         self.session.take(other.session)
+        self.has_begun, other.has_begun = self.has_begun or other.has_begun, False
         return True
 
     def chat(self, system: str | None = None) -> Chat:
@@ -195,7 +198,7 @@ class OpenText:
             kind = BadModel if messages else BadInput  # of text, the tokenizer made it
             raise kind(f"token {outside[0]} is none of the model's {model.lm.vocab:,}", code="no_such_token")
         profile = self.profile
-        if profile.memory.budget == "fit":
+        if profile.memory.budget == "fit" and not self.has_begun:
             self._refuse_crowd(profile.memory.texts)
         if changes := {key: value for key, value in sample.items() if value is not None}:
             profile = profile.changed({"sample": changes}, "what was asked of an answer")
@@ -216,14 +219,15 @@ class OpenText:
             0 if ignore_eos else profile.sample.stop_loops,
             constraint,
         )
+        self.has_begun = True  # before it reads: others ask meanwhile
         return self._only(Answering(self, asked).events())
 
     def _refuse_crowd(self, most: int) -> None:
-        """Raises Shortage where others have read something on what is free, which this one would count as its own."""
-        others = [one for one in self.model.texts if one is not self and one.session.committed]
-        if (n := sum(one.profile.memory.budget == "fit" for one in others)) >= most:
+        """Raises Shortage where as many others have begun on what is free as may, which is divided among these."""
+        n = sum(one.has_begun and one.profile.memory.budget == "fit" for one in self.model.texts)
+        if n + 1 > most:
             raise Shortage(
-                f'memory.budget = "fit" is what {most} at a time may take (memory.texts), and {n} more have begun',
+                f'memory.budget = "fit" is what {most} at a time may take (memory.texts), and {n} have begun',
                 try_=[f"--set memory.texts={n + 1}", "--set memory.budget=1GiB, of each", "close a text first"],
             )
 

@@ -133,11 +133,14 @@ def _profiles(setup: Setup, asked: Asked) -> list[tuple[str, str, Profile]]:
         raise UsageError("--profiles names none", try_=["--profiles exact,ngram"])
     loading = [item for item in setup.world.options.set if item.strip().startswith(("load.", "sample."))]
     plain = replace(setup, flags={key: flag for key, flag in setup.flags.items() if key.startswith("load.")})
-    fixed = [] if names else [plain.resolve("exact", loading)]  # the yardstick: the same weights, nothing else set
+    is_plain = setup.flags == plain.flags  # a flag that changes the text changes it on every side that is named
+    fixed = [] if names and is_plain else [plain.resolve("exact", loading)]  # the yardstick: the same weights alone
     found = [setup.resolve(name, setup.world.options.set) for name in names or ()] or [current]
+    if names and fixed:
+        asked.notes.append("exact comes first as it is, beside what --profiles names under --budget")
     varies = [Vary.of(text) for text in asked.args.vary]
     check_keys(varies, {profile.name: list(profile.values) for profile in [*fixed, *found]})
-    sides = [(profile.name, profile) for profile in fixed if varies or profile.hash != current.hash]
+    sides = [(profile.name, profile) for profile in fixed if names or varies or profile.hash != current.hash]
     for profile in found:
         sides += _varied(setup, profile, varies, asked)
     return [(name, "profile", profile) for name, profile in _distinct(sides)]

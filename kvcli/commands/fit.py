@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.commands import flags as o
-from kvcli.errors import BadConfig, BadModel, ExitStatus, KvcliError, UsageError
+from kvcli.errors import BadConfig, BadInput, BadModel, ExitStatus, KvcliError, UsageError
 
 if TYPE_CHECKING:
     from kvcli.commands.setup import Setup
@@ -78,12 +78,16 @@ def _plans(
     outlook: Outlook, chosen: Mapping[str, Profile], contexts: Sequence[int | None], notes: list[str] | None
 ) -> list[Plan]:
     """Each profile at each context. With `notes`, one that this model or device refuses is left out if any is left."""
+    from kvcli.policies.headmap import read_headmap
+
     plans: list[Plan] = []
-    refused: dict[str, UsageError | BadConfig] = {}
+    refused: dict[str, UsageError | BadConfig | BadInput] = {}
     for name, profile in chosen.items():
         try:
+            if (path := profile.values.get("policy.headmap", "")) not in ("", "auto"):
+                read_headmap(str(path))
             plans += [outlook.plan(profile, n) for n in contexts]
-        except (UsageError, BadConfig) as error:
+        except (UsageError, BadConfig, BadInput) as error:
             refused[name] = error
     if refused and (notes is None or not plans):
         raise next(iter(refused.values()))

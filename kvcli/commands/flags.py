@@ -129,13 +129,16 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
     return found
 
 
-def refuse_implied(flags: Mapping[str, tuple[object, str]], typed: Settings) -> None:
-    """Raises UsageError where a flag implies another value of a key than was typed elsewhere."""
+def refuse_implied(flags: Mapping[str, tuple[object, str]], typed: Settings, sets: Settings) -> None:
+    """Raises UsageError where a flag implies another value of a key than was typed elsewhere, or `--set` gives its own
+    key another one: advice that names the key would change nothing."""
+    implying = {flag for key, (_, flag) in flags.items() if KEYS[flag] != key}
     for key, (value, flag) in flags.items():
-        other = typed.get(tuple(key.split(".")))
-        if KEYS[flag] != key and other is not None and other.value != value:
-            said, own = f"{key}={other.value} ({other.origin.name})", KEYS[flag]
-            instead = f"--set {own}={flags[own][0]} in place of {flag}"
+        own = KEYS[flag]
+        other = (sets if key == own else typed).get(tuple(key.split(".")))
+        if flag in implying and other is not None and other.value != value:
+            said = f"{key}={other.value} ({other.origin.name})"
+            instead = f"leave {flag} out" if key == own else f"--set {own}={flags[own][0]} in place of {flag}"
             raise UsageError(f"{flag} and {said} exclude each other", try_=[instead, f"leave {key} out"])
 
 

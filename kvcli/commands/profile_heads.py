@@ -119,7 +119,8 @@ def _ask(
     """What was typed, checked before anything is loaded."""
     from kvcli.bench.grid import contexts
     from kvcli.commands.ask import read_file
-    from kvcli.heads.ask import TEXTS, Ask
+    from kvcli.heads.ask import Ask
+    from kvcli.schemas.heads import TEXTS
 
     probes = _probes(probe)
     first, *others = contexts(context, "--context")

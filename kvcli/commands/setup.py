@@ -52,6 +52,8 @@ EXACT = {
 
 SMALLER = {"kv.k_bits", "kv.v_bits", "policy.name", "recall.method"}  # of these, those that make a past smaller
 
+WHOLE = ("kv.k_bits=16", "kv.v_bits=16")  # what a profile that packs by age needs beside --budget
+
 log = logging.getLogger("kvcli.setup")
 
 
@@ -192,10 +194,19 @@ class Setup:
         return self._profile(name, options.set, self.flags)
 
     def _profile(self, name: str | None, sets: Sequence[str], flags: Flags) -> Profile:
+        own = from_sets(sets)[0]
         if name in (None, self._named):
             sets = [*(f"{key}={value}" for key, value in self.taken.items()), *sets]
-        refuse_implied(flags, from_environ(self.world.environ) | from_sets(sets)[0])
-        profile = load_profile(name, sources=sources(self.world), model=self.model, sets=sets, flags=flags)
+        refuse_implied(flags, from_environ(self.world.environ) | from_sets(sets)[0], own)
+        read = partial(load_profile, name, sources=sources(self.world), model=self.model, flags=flags)
+        try:
+            profile = read(sets=sets)
+        except BadConfig as error:
+            if "memory.budget" in flags:
+                with suppress(BadConfig):  # then bits are not all that is in its way
+                    read(sets=[*sets, *WHOLE])
+                    error.try_ = (" ".join(f"--set {one}" for one in WHOLE), "leave --budget out", *error.try_)
+            raise
         self._refuse_other_policy(profile)
         if self.exact:
             refuse_inexact(profile)
@@ -369,18 +380,21 @@ def refuse_inexact(profile: Profile) -> None:
         wants["spec.strict"] = True  # whoever wants guesses that round otherwise cannot have both
     wrong = [key for key, value in wants.items() if values[key] != value]
     if wrong:
+        origins = dict.fromkeys(profile.origins[key] for key in wrong)
+        flags = [flag for flag in origins if flag.startswith("--") and flag != "--set"]  # --set does not win over these
         # what a smaller past would lose, a whole one may check
         checked = (
             ["--set exactness=exact --set spec.method=self"]
-            if wrong[0] == "exactness" and {*wrong[1:]} <= SMALLER
+            if wrong[0] == "exactness" and {*wrong[1:]} <= SMALLER and not flags
             else []
         )
+        sets = [f"--set {key}={set_value(wants[key])}" for key in wrong if profile.origins[key] not in flags]
         raise BadConfig(
             f"--exact cannot be kept with profile {profile.name}",
             code="not_exact",
             lines=[f"{key} = {set_value(values[key])} ({profile.origins[key]}) can change the text" for key in wrong],
             detail={key: values[key] for key in wrong},
-            try_=["-P exact", *checked, *(f"--set {key}={set_value(wants[key])}" for key in wrong)],
+            try_=[*(f"leave {flag} out" for flag in flags), *(["-P exact", *checked] if sets else []), *sets],
         )
 
 

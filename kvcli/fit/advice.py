@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvcli.fit.room import Room
     from kvcli.settings.profile import Profile
 
+MIB = 1 << 20
 MOST = 3
 ROUND = 1024  # a suggested context is a multiple of this many tokens where it is that long
 SMALL = 256  # rows from which products gain nothing more from being larger (docs/lab-log.md)
@@ -61,6 +62,11 @@ def _round(context: int) -> int:
 def _candidates(wrong: Plan, others: Mapping[str, Profile], rooms: Mapping[str, Room]) -> Iterator[tuple[Any, ...]]:
     """What to type, the profile then, the room, the context; in the order of what they cost the user."""
     profile, room, context = wrong.profile, wrong.room, wrong.need.context
+    if wrong.need.short and wrong.run.spends is not None:
+        # twice what always stays, as the policy says (policies/within.py)
+        size = f"{-(-2 * wrong.run.always * wrong.run.spends.of_token // MIB)}MiB"
+        flag = "--budget " if profile.origins["memory.budget"] == "--budget" else "--set memory.budget="
+        yield f"{flag}{size}", lambda: profile.replace(memory={"budget": size}), room, context
     if profile.spec.second is not None:
         words = "--spec ngram in place of --draft" if profile.origins["spec.model"] == "--draft" else "--spec ngram"
         yield words, lambda: profile.replace(spec={"method": "ngram"}), room, context
@@ -88,6 +94,8 @@ def binding(wrong: Plan) -> str:
     parts = wrong.need
     if wrong.need.context > wrong.limit:
         return "the model's own limit"
+    if wrong.need.short and wrong.fits_card:
+        return "memory.budget, which has no room for what always stays"
     if wrong.need.loading - wrong.need.mapped > wrong.need.running:
         return "loading, while numbers are converted"
     if parts.base > wrong.usable:
@@ -96,8 +104,6 @@ def binding(wrong: Plan) -> str:
         return "weights"
     if parts.over and wrong.run.on_card is not None:
         return "host memory, in which layers lie that the card has no room for"
-    if parts.over and wrong.run.spends is not None:
-        return "memory.budget, which has no room for what always stays"
     if parts.over:
         return "the room that memory.device, host and disk leave to keys and values"
     sizes = {"keys and values": parts.kv, "what drafts": parts.draft, "working memory": parts.working}

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from kvcli.errors import DoesNotFit
 from kvcli.fit import program, runs
-from kvcli.fit.advice import changes
+from kvcli.fit.advice import MIB, changes
 from kvcli.fit.choice import plan_on
 from kvcli.fit.plan import Facts, Plan, Subject, plan
 from kvcli.fit.program import BASE
@@ -93,6 +93,16 @@ class Outlook:
         second = wrong.profile.spec.second or wrong.profile.steps.second
         what = self.name if second is None else f"{self.name} and {second.model}, which drafts,"
         tried = changes(self.subject, wrong, others, self.found, wrong.facts)
+        detail = {"needed": wrong.least, "available": room.available, "usable": wrong.usable, **sizes}
+        try_ = [*(change.type for change in tried), f"kvcli fit {self.name} --all", "--force tries it anyway"]
+        if parts.short and wrong.fits_card:
+            always, most = (parts.budget + parts.short) / MIB, parts.budget / MIB
+            return DoesNotFit(
+                f"memory.budget = {wrong.profile.memory.budget} has no room for what always stays",
+                lines=[f"{wrong.run.always} first and newest tokens in full take {always:,.2f} MiB of {most:,.2f} MiB"],
+                detail=detail,
+                try_=try_,
+            )
         return DoesNotFit(
             f"not enough memory to load {what} with {parts.context:,} tokens",
             lines=[
@@ -100,8 +110,8 @@ class Outlook:
                 f"{gib(room.available)} GiB are available on {room.device}, of which "
                 f"{gib(room.available - wrong.usable)} are kept free",
             ],
-            detail={"needed": wrong.least, "available": room.available, "usable": wrong.usable, **sizes},
-            try_=[*(change.type for change in tried), f"kvcli fit {self.name} --all", "--force tries it anyway"],
+            detail=detail,
+            try_=try_,
         )
 
     # the run itself

@@ -12,6 +12,7 @@ from kvcli.fit.choice import plan_on
 from kvcli.fit.speed import at, by_rows
 from kvcli.policies.plan import quality, ways
 from kvcli.schemas.fit import FitBudget, FitChange, FitPart, FitRung
+from kvcli.schemas.heads import SAMPLE, TEXTS
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from kvcli.kv.budget import Spending
     from kvcli.schemas.fit import CalibrationDocument
 
-# what a head map is made from (heads/run.py): texts, tokens of one, rows of the short passes behind it, which are one
-# without each head in turn, one with all of them, and two that check what was found
-TEXTS, SAMPLE, ROWS = 4, 1024, 64
+# of the short passes behind a text of which a head map is made (heads/run.py): one without each head in turn, one with
+# all of them, and two that check what was found
+ROWS = 64
 
 
 def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -> FitBudget | None:

@@ -98,6 +98,7 @@ class Need:
     host: int = 0  # keys and values in host memory behind a GPU
     disk: int = 0  # and on the disk
     over: int = 0  # and those for which `[memory]` leaves no room
+    short: int = 0  # of these, what always stays beyond `memory.budget`, however short a text is
     host_weights: int = 0  # of layers that run on the CPU behind a GPU, and of embeddings looked up there
     host_working: int = 0  # what these compute with
     budget: int = 0  # of `kv`, what a policy may spend at a boundary; 0: nothing says how much
@@ -202,10 +203,11 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         )
     beside = base + on_card + draft + working + behind
     newest, budget = top(stored(shape)[below:], min(held, fresh + STEP)), 0
-    if run.spends is not None:  # what a pass adds comes on top
-        budget = replace(run.spends, free=max(0, (run.caps.free - beside) // run.texts - newest)).most(context)
+    if run.spends is not None:  # what a pass adds comes on top, for each text its own, as a store has it (kv/tiers.py)
+        each = (run.caps.free - (beside - working)) // run.texts - working - newest
+        budget = replace(run.spends, free=max(0, each)).most(context)
     most = None if run.spends is None or run.spends.is_late else budget
-    short = 0 if most is None or run.spends is None else min(context, run.always) * run.spends.of_token - most
+    short = 0 if most is None or run.spends is None else max(0, run.always * run.spends.of_token - most)
     places = run.caps.spread(spread, chunk, beside)
     if run.device == "cuda" and below < shape.layers:  # a layer that grows is there twice, while nothing is computed
         grown = places.device // (shape.layers - below)
@@ -214,7 +216,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     loading, mapped = loading_bytes(shape, weights, run.number, run.device, check=run.check)
     loading -= on_host
     least = loading - mapped
-    over = places.over + max(0, short)
+    over = places.over + short
     if on_host:
         over += max(0, on_host + sum(of_host) + places.host - run.caps.host)
     if run.second is not None:
@@ -232,6 +234,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         host=places.host + of_host[0],
         disk=places.disk,
         over=over,
+        short=short,
         host_weights=on_host,
         host_working=of_host[1],
         budget=budget,

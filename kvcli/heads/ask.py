@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.schemas.heads import Probe
+from kvcli.schemas.heads import SAMPLE, TEXTS, Probe
 
 if TYPE_CHECKING:
     from kvcli.documents import Document
@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 PROBES: tuple[Probe, ...] = ("prompt", "ablate", "needle", "reason", "repeat")
 # the first of them that ran makes the head map
 BEST: tuple[Probe, ...] = ("ablate", "reason", "needle", "repeat", "prompt")
-SAMPLE = 1024  # tokens of a text with hidden facts, at most: retrieval shows in short ones, and it is read many times
 RECENT = 256  # newest tokens that a restricted head keeps
-TEXTS = 4  # texts with four hidden facts each
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from kvcli.errors import BadConfig
 from kvcli.files import private_folder, write_private
-from kvcli.heads.ask import SAMPLE, Ask
+from kvcli.heads.ask import Ask
 from kvcli.heads.run import probe
 from kvcli.kept.identity import identity
 from kvcli.quality.controls import full_profile
+from kvcli.schemas.heads import SAMPLE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -198,13 +198,14 @@ class Within(Budget):
     def _shortage(self, layers: Sequence[Layer], left: int, elsewhere: int) -> Shortage:
         """What always stays takes more than there is; `elsewhere`: bytes of layers with windows."""
         always = sum(int(layer.worth.isinf().sum()) * self.spending.each(layer.number)[0] for layer in layers)
+        size = f"{-(-(2 * int(always) + elsewhere) // MIB)}MiB"
         return Shortage(
             f"memory.budget = {self.spending.asked} has no room for a text",
             lines=[
                 f"what always stays ({self.sinks} first and {self.guard} newest tokens, the system "
                 f"prompt, what tools said) takes {always / MIB:,.1f} MiB of {max(0, left) / MIB:,.1f} MiB"
             ],
-            try_=[f"--set memory.budget={-(-(2 * int(always) + elsewhere) // MIB)}MiB", "--set policy.protect=false"],
+            try_=[f"--budget {size}", f"--set memory.budget={size} without --budget", "--set policy.protect=false"],
         )
 
     def _layer(self, at: Boundary, i: int) -> Layer:

@@ -11,6 +11,9 @@ from kvcli.schemas.base import Bytes, Count, Json, Seconds, Share
 Probe = Literal["prompt", "ablate", "needle", "reason", "repeat"]
 ByHead = list[list[float]]  # [layers][KV heads]
 
+SAMPLE = 1024  # tokens of a text with hidden facts, at most: retrieval shows in short ones, and it is read many times
+TEXTS = 4  # texts with four hidden facts each
+
 
 class HeadsPrompt(Json):
     """What the prompt probe read. The text itself is not kept."""

@@ -65,7 +65,8 @@ DEVICE = Pattern(r"auto|cpu|cuda(:\d+)?|mps|xpu(:\d+)?", '"auto", "cpu", "cuda",
 _SIZE = r"\d+(\.\d+)? ?[KMGT]iB"
 SIZE = Pattern(_SIZE, 'a size with its unit, such as "6GiB" or "512MiB"')
 BUDGET = Pattern(
-    rf"(fit|{_SIZE}|(100|\d{{1,2}}(\.\d+)?) ?%)?", '"fit", a size such as "6GiB", a share such as "25%", or ""'
+    rf"(fit|(?!0*(\.0*)? ?[KMGT%])({_SIZE}|(100|\d{{1,2}}(\.\d+)?) ?%))?",
+    '"fit", a size such as "6GiB", a share such as "25%", or ""',
 )
 AUTO_SIZE = Pattern(f"auto|{_SIZE}", '"auto" or a size with its unit, such as "6GiB"')
 STEPS = Pattern(  # settings that can change under a text that is being written

@@ -148,6 +148,16 @@ def test_a_budget_is_explained_with_no_more_elsewhere_than_has_room_there(machin
     assert "tokens elsewhere, " in out
 
 
+def test_a_head_map_that_is_not_there_is_refused_and_no_budget_is_nothing(machine):
+    lost = machine("fit", "demo", "-P", "budget", "--set", "policy.headmap=/nonexistent", "--explain")
+    assert (lost.exit, lost.out) == (3, "")
+    assert "/nonexistent" in lost.err
+    for none in ("0%", "0.0%", "00 %", "0GiB", "0.0 MiB"):
+        assert "is not allowed" in machine("fit", "demo", "--budget", none).err
+    for little in ("0.5%", "5%", "0.1MiB", "10GiB"):
+        assert "is not allowed" not in machine("fit", "demo", "--budget", little).err
+
+
 def test_without_a_budget_each_part_names_what_makes_it_smaller(machine):
     (plan,) = document(machine("fit", "demo", "--ctx", "8k", "--ram", "8GiB", "--explain", "--json"))["plans"]
     ways = {part["name"]: [change["type"] for change in part["changes"]] for part in plan["parts"]}
@@ -383,6 +393,23 @@ def test_a_chat_that_cannot_fit_is_refused_before_it_loads(machine, monkeypatch)
     assert (done.exit, found["code"], found["exit"]) == (5, "does_not_fit", 5)
     assert found["detail"]["needed"] > found["detail"]["usable"]
     assert "kvcli fit demo --all" in found["try"]
+
+
+def test_a_budget_too_small_for_any_text_is_named_with_one_that_is_not(machine, monkeypatch):
+    monkeypatch.setattr(Setup, "load", None)
+    asked = ("chat", "demo", "-p", "hi", "--json")
+    for typed, said in (
+        (("--budget", "1KiB"), "--budget "),
+        (("-P", "budget", "--set", "memory.budget=1KiB"), "--set "),
+    ):
+        found = json.loads(machine(*asked, *typed).out)
+        assert (found["code"], found["message"]) == (
+            "does_not_fit", "memory.budget = 1KiB has no room for what always stays"
+        )  # fmt: skip
+        assert found["try"][0] == f"{said}{'memory.budget=' * (said == '--set ')}1MiB"
+        assert not any(item.startswith("--ctx") for item in found["try"])
+    monkeypatch.undo()
+    assert machine(*asked, "--budget", "1MiB").exit == 0
 
 
 def test_a_window_beyond_the_model_is_refused_before_it_loads(machine, monkeypatch):

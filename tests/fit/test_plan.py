@@ -142,6 +142,14 @@ def test_what_always_stays_must_fit_into_a_budget(demo):
     assert not planned(demo, share, 8000, room).fits
 
 
+def test_what_is_free_is_divided_before_what_each_text_takes_of_it(demo):
+    one, two = (
+        planned(demo, Profile.load("budget").replace(memory={"budget": "fit", "texts": n}), 4000, 2 * GIB).need
+        for n in (1, 2)
+    )
+    assert one.budget - 2 * two.budget > one.working == two.working > 0  # and the keys and values of a pass
+
+
 @pytest.mark.parametrize("profile", ["streaming", "lean"])
 def test_a_past_that_guesses_is_planned_beside_the_whole_one(demo, profile):
     checked = {"exactness": "exact", "spec.method": "self", "spec.copies": False, "prefill.chunk": 64}
