@@ -81,7 +81,7 @@ Budget = Annotated[
 ]
 Spec = Annotated[str | None, _model("--spec", metavar="|".join(REGISTRIES["spec"]), help=_SPEC, rare=True)]
 Draft = Annotated[str | None, _model("--draft", metavar="MODEL", help=_DRAFT)]
-Exact = Annotated[bool, _model("--exact", help="Refuse every setting that can change the text.")]
+Exact = Annotated[bool, _model("--exact", help="Refuse every setting that can change the text.", rare=True)]
 Force = Annotated[bool, _model("--force", help="Load even if it does not seem to fit.", rare=True)]
 Pickle = Annotated[bool, _model("--allow-pickle", help=_PICKLE, rare=True)]
 DryRun = Annotated[bool, _model("--dry-run", help="Print the settings and what they need; load nothing.", rare=True)]
