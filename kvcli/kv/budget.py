@@ -49,8 +49,13 @@ class Spending:
         return self.asked.endswith("%")
 
     @property
+    def share(self) -> float:
+        """Of what the text would take in full; where nothing is asked, all of it."""
+        return float(self.asked[:-1]) / 100 if self.is_share else 1.0
+
+    @property
     def is_late(self) -> bool:
-        """Does only a text that was read say how many bytes that is?"""
+        """Are the bytes known only when a text has been read, as of a share, or of a quality?"""
         return self.is_share or not self.asked
 
     @property
@@ -69,7 +74,7 @@ class Spending:
             return self.free
         if not self.is_late:
             return size_of(self.asked)
-        return int((float(self.asked[:-1]) / 100 if self.asked else 1) * n * self.of_token)
+        return int(self.share * n * self.of_token)
 
     @property
     def of_token(self) -> int:
@@ -108,9 +113,10 @@ class Spending:
         if not self.asked:
             return f"{loses}, known once it has been read"
         rungs = self.by_rung[: self.last]
-        share = float(self.asked[:-1]) / 100 if self.is_share else 0
         lies = ["in full", *(f"in {bits} bits" for bits in self.bits), "elsewhere" + FINDS * (not self.is_read)]
-        ways = ", ".join(f"{self._room(one, share * rungs[0])} {how}" for one, how in zip(rungs, lies, strict=False))
+        ways = ", ".join(
+            f"{self._room(one, self.share * rungs[0])} {how}" for one, how in zip(rungs, lies, strict=False)
+        )
         if self.has_place and self.holds is not None:
             ways += f" (no more than {self.holds:,})"
         return (

@@ -54,7 +54,8 @@ class Cskv(Blocks):
                 )
 
     def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
-        return *factors(_wide(k), self.k_rank), *(factors(_wide(v), self.v_rank) if self.v_rank else (halved(v),))
+        values = factors(_wide(v), self.v_rank) if self.v_rank else (halved(v),)
+        return *factors(_wide(k), self.k_rank), *values
 
     def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
         k_share, k_way, *of_values = codes  # [B, r, g] and [B, r, h D]

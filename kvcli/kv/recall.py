@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 UNREAD: Loss = "unread"
 AHEAD = 0.25  # of the pages that a row may choose: so many that were nearly chosen are fetched for the next pass
-ROWS = 64  # rows that choose at a time, at most, and
+ROWS = 64  # rows that choose at a time, at most
 SCORES = 1 << 26  # scores that exist at once: of a cluster's index each slot has one
 
 
