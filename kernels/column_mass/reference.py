@@ -1,7 +1,8 @@
 """Softmax mass per slot in plain PyTorch: the specification of `column_mass`.
 
 Two passes over blocks of slots: the first finds each row's log-sum-exp, the second the masses, which are folded over
-rows at once. What exists at a time is one block of scores.
+rows at once. One block of scores exists at a time, in memory that all of them share: blocks of their own leave malloc
+holding several.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 ROWS = 256  # queries at a time
-SCORES = 1 << 22  # scores at a time: 16 MiB in float32
+SCORES = 1 << 20  # scores at a time: 4 MiB in float32
 
 
 def column_mass(
@@ -27,30 +28,40 @@ def column_mass(
     g = h // kv
     exact = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
     out = torch.zeros((kv, g, w, s) if over == "none" else (kv, s), dtype=exact, device=k.device)
+    block = max(1, min(s, SCORES // max(1, h * min(ROWS, w))))
+    room = torch.empty(h * min(ROWS, w) * block, dtype=exact, device=k.device)
     for first in range(0, w, ROWS):
         at = q_pos[first : first + ROWS].view(1, 1, -1, 1)
         rows = q[:, first : first + ROWS].to(exact).reshape(kv, -1, d) * scale  # [K, G*R, D]
-        block = max(1, SCORES // (kv * rows.shape[1]))
         spans = [slice(a, min(a + block, s)) for a in range(0, s, block)]
-        lse = torch.full((kv, g, at.shape[2]), -torch.inf, dtype=exact, device=k.device)
-        one = None
+
+        def scores(span: slice, at: Tensor = at, rows: Tensor = rows) -> Tensor:
+            return _scores(rows, at, k[:, span].to(exact), pos[:, span], softcap, window, room)
+
+        top = torch.full((kv, g, at.shape[2], 1), -torch.inf, dtype=exact, device=k.device)
+        total = torch.zeros_like(top)
         for span in spans:
-            one = _scores(rows, at, k[:, span].to(exact), pos[:, span], softcap, window)
-            lse = torch.logaddexp(lse, torch.logsumexp(one, -1))
-        top = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)  # a row that sees nothing has no mass
+            one = scores(span)
+            higher = torch.maximum(top, one.amax(-1, keepdim=True))
+            base = higher.masked_fill(higher == -torch.inf, 0.0)  # a row that sees nothing has no mass
+            total = total * torch.exp(top - base) + one.sub_(base).exp_().sum(-1, keepdim=True)
+            top = higher
+        lse = (top + total.log()).masked_fill_(top == -torch.inf, 0.0)
         for span in spans:
-            if len(spans) > 1 or one is None:
-                one = _scores(rows, at, k[:, span].to(exact), pos[:, span], softcap, window)
-            _fold(out[..., span], torch.exp(one - top), first, over)
+            _fold(out[..., span], scores(span).sub_(lse).exp_(), first, over)
     return out.div_(w) if over == "mean" and w else out
 
 
-def _scores(rows: Tensor, at: Tensor, k: Tensor, pos: Tensor, softcap: float, window: int | None) -> Tensor:
-    """[K, G, R, B]: scaled scores, -inf where a row does not see."""
+def _scores(
+    rows: Tensor, at: Tensor, k: Tensor, pos: Tensor, softcap: float, window: int | None, room: Tensor
+) -> Tensor:
+    """[K, G, R, B] in `room`: scaled scores, -inf where a row does not see."""
     kv, n = pos.shape
-    score = (rows @ k.transpose(1, 2)).view(kv, -1, at.shape[2], n)
+    score = room[: kv * rows.shape[1] * n].view(kv, rows.shape[1], n)
+    torch.bmm(rows, k.transpose(1, 2), out=score)
+    score = score.view(kv, -1, at.shape[2], n)
     if softcap > 0:
-        score = softcap * torch.tanh(score / softcap)
+        score.div_(softcap).tanh_().mul_(softcap)
     slot = pos.view(kv, 1, 1, n)
     hidden = (slot < 0) | (slot > at)
     if window is not None:

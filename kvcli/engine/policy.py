@@ -134,6 +134,9 @@ class Policy(Protocol):
         queries is not counted.
         """
 
+    def judging(self, n: int, heads: int) -> int:
+        """Bytes that judging a prompt of n tokens by the attention of a layer of so many query heads takes."""
+
     @property
     def is_uneven(self) -> bool:
         """May heads keep different numbers of slots?"""
@@ -163,6 +166,10 @@ class Usual:
 
     def again(self, n: int) -> int:
         """Nothing is read twice."""
+        return 0
+
+    def judging(self, n: int, heads: int) -> int:
+        """None."""
         return 0
 
     def found(self, memory: Any) -> str:

@@ -12,7 +12,6 @@ from kvcli.engine.pass_bytes import frames, fresh_bytes, recorded_bytes, working
 from kvcli.fit import card
 from kvcli.fit.places import Held
 from kvcli.fit.working import check_bytes, product_bytes
-from kvcli.kernels.column_mass.reference import ROWS, SCORES
 from kvcli.kv.budget import PLACED, WORTH
 from kvcli.kv.fixed import MOST_ROWS
 from kvcli.kv.footprint import STEP
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 POSITION = 4  # bytes of a slot's position
-JUDGED = 12  # bytes of a score while tokens are judged: itself, its exponential, whether it counts, and spare room
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +55,7 @@ class Run:
     slots: Callable[[int], int]  # of n tokens, how many a head keeps
     reading: Callable[[int], int]  # of n tokens, how many a head holds while they are read, the last chunk aside
     again: Callable[[int], int]  # of n tokens, how many rows run once more behind them
+    judging: Callable[[int], int]  # of n tokens, bytes that judging them takes beside a pass
     between: int | None  # tokens between two evictions while answering; None: nothing is ever forgotten
     answer: int  # tokens of one at most: sliding layers give back what they hide when the next text is read
     tables: Callable[[int], int]  # bytes of host memory in which the drafter remembers n tokens
@@ -166,6 +165,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     if run.device == "cpu" and run.number == 2 and not run.is_native:
         uneven = sum(of.kv_heads for of in shape.stores if of.numbers) if run.is_uneven else 0
         working += product_bytes(run.rows, run.slots(context), uneven, is_packed=run.is_packed)
+    working += run.judging(context)
     if run.second is not None:
         working = max(working, run.second.working(context))
     copied = run.copied(held)
@@ -193,7 +193,6 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     if run.spends is not None:
         behind += WORTH * run.spends.heads * context
         working = max(working, PLACED * run.spends.heads * context)
-        working += 0 if run.is_fused else JUDGED * min(SCORES, ROWS * shape.heads * context)
     on_card, on_host = (weights.memory, 0) if run.on_card is None else weights.split(run.on_card, shape.is_tied)
     base = run.base
     if run.records:

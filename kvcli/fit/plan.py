@@ -174,6 +174,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         slots=whole.policy.slots,
         reading=whole.policy.reading,
         again=profile.policy.again,
+        judging=partial(whole.policy.judging, heads=shape.heads),
         lower=lower if profile.memory.demotes else None,
         spends=_spending(profile, shape, kv_number, room, caps),
         always=profile.policy.sinks + profile.policy.guard if profile.memory.spends else 0,

@@ -56,6 +56,10 @@ class Budget(Usual):
         """As the method that scores."""
         return self.scorer.again(n)
 
+    def judging(self, n: int, heads: int) -> int:
+        """The same."""
+        return self.scorer.judging(n, heads)
+
     @property
     def keeps(self) -> str:
         return f"what a budget of bytes has room for, by {self.scorer.by}"

@@ -170,6 +170,11 @@ class FastGen(Usual):
         """All of a prompt: heads are judged when it has been read."""
         return n
 
+    def judging(self, n: int, heads: int) -> int:
+        """In bfloat16, what each of the probed rows sees, as long as it may be held."""
+        seen = sum(row + 1 for row in self.probes(n))
+        return min(int(self.max_profile_mb * 2**20), 2 * heads * seen)
+
     def found(self, memory: Heads) -> str:
         """The recovery that was looked for."""
         return f"by T = {memory.recovery:.2f}" if self.recovery == "auto" else ""

@@ -37,6 +37,8 @@ Alloc = Literal["uniform", "ada", "pyramid", "headmap", "global", "prefix"]
 Unit = Literal["sentence", "shot"] | Annotated[int, Range(1)]
 Post = Literal["none", "critical", "graph", "crush", "fair"]
 
+SCORE = 6  # bytes of one while tokens are judged by attention: itself, whether it counts, and spare room
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -233,6 +235,12 @@ class TopK(Usual):
     def reading(self, n: int) -> int:
         """All of a prompt, unless it is compressed chunk by chunk."""
         return self.slots(n) if self.per_chunk else n
+
+    def judging(self, n: int, heads: int) -> int:
+        """A block of attention, which exists at a time."""
+        from kvcli.kernels.column_mass.reference import ROWS, SCORES
+
+        return SCORE * min(SCORES, ROWS * heads * n)
 
     @property
     def is_uneven(self) -> bool:  # type: ignore[override]

@@ -45,7 +45,8 @@ from kvcli.quality.answer import kept  # noqa: E402
 from kvcli.quality.fingerprint import fingerprint  # noqa: E402
 from kvcli.quality.statistics import bootstrap  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
-from tests.bench.kv_quality import BITS, Known, Outcome, Text, opened, published, rival  # noqa: E402
+from tests.bench.known import Known, Outcome  # noqa: E402
+from tests.bench.kv_quality import BITS, Text, opened, published, rival  # noqa: E402
 
 SCORED = 256  # tokens predicted behind a window
 BEHIND = ((1, 16), (17, 64), (65, SCORED))  # tokens behind the compressed text

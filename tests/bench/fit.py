@@ -1,11 +1,13 @@
 """Peak memory as `kvcli fit` foretells it against what `kvcli chat` uses, under every shipped profile.
 
-    python tests/bench/fit.py [--profiles exact,ngram,streaming] [--out FILE]
+    python tests/bench/fit.py [--models demo] [--tokens 2048] [--profiles exact,ngram,streaming] [--partial FILE]
+        [--out FILE]
 
 The demo model at 2k and nearly 8k tokens, the random 152M Llama at 2k, 8k and 16k. Each figure is of a command of its
 own with nothing known of this machine, which reads a report of so many tokens and answers in at most 16; its VmHWM is
-the measured peak. What the program takes is measured first, as `kvcli fit` does. Prints a
-table, then JSON on the last line.
+the measured peak. What the program takes is measured first, as `kvcli fit` does. Every peak goes to `--partial` at
+once, so a run that was cut off goes on where it was; several runs share one file. Prints a table, then JSON on the last
+line.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+
+from tests.bench.known import Known  # noqa: E402
 
 NEW = 16
 AROUND = 64  # tokens of the chat template, the question and the answer, at most
@@ -48,7 +53,7 @@ def drafted(profile: str) -> dict[str, str]:
     return {"model": "demo"} if Profile.load(profile).spec.method == "model" else {}
 
 
-def measured(model: str, profile: str, text: str) -> tuple[int, int]:
+def measured(model: str, profile: str, text: str) -> dict[str, int]:
     """Tokens in memory and peak bytes of a command of its own."""
     with tempfile.TemporaryDirectory() as home:
         file = Path(home, "report.md")
@@ -63,10 +68,12 @@ def measured(model: str, profile: str, text: str) -> tuple[int, int]:
     if done.returncode:
         sys.exit(f"{model} under {profile}: {done.stdout}{done.stderr}")
     turn = json.loads(done.stdout)
-    return turn["tokens"]["context"], turn["memory"]["peak_bytes"]
+    return {"context": turn["tokens"]["context"], "peak": turn["memory"]["peak_bytes"]}
 
 
-def compare(name: str, model: str, profiles: list[str], base: int) -> list[dict[str, Any]]:
+def compare(
+    name: str, model: str, lengths: Iterable[int], profiles: list[str], base: int, known: Known
+) -> list[dict[str, Any]]:
     """A row for each profile and context."""
     from kvcli.fit.plan import Facts, plan, subject_of
     from kvcli.fit.room import Room
@@ -75,10 +82,11 @@ def compare(name: str, model: str, profiles: list[str], base: int) -> list[dict[
 
     subject = subject_of(source.find(model))
     rows = []
-    for n in CONTEXTS[name]:
+    for n in lengths:
         text = text_of(n - AROUND)
         for profile in profiles:
-            context, peak = measured(model, profile, text)
+            run = known.of(f"{name} {n} {profile}", lambda profile=profile, text=text: measured(model, profile, text))
+            context, peak = run["context"], run["peak"]
             own = Profile.load(profile).replace(spec=drafted(profile))
             facts = Facts(base, find=lambda name: subject_of(source.find(name)))
             found = plan(subject, own, Room("cpu", 1 << 40), context, facts)
@@ -104,7 +112,10 @@ def compare(name: str, model: str, profiles: list[str], base: int) -> list[dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(CONTEXTS))
+    parser.add_argument("--tokens", help="commas between; as above unless given")
     parser.add_argument("--profiles", help="commas between; every shipped one unless given")
+    parser.add_argument("--partial", type=Path, help="file that holds what is known so far")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -116,10 +127,13 @@ def main() -> None:
     shipped = sorted(file.stem for file in (ROOT / "kvcli/profiles").glob("*.toml"))
     profiles = args.profiles.split(",") if args.profiles else shipped
     print(f"{'model':<12} {'profile':<14} {'tokens':>6}  {'estimate':>8}  {'measured':>8}  ratio     (MiB)")
-    rows = compare("demo", "demo", profiles, base)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder))
-        rows += compare("random 152M", folder, profiles, base)
+        write(Path(folder, "152M"))
+        known = Known(args.partial or Path(folder, "known.jsonl"))
+        for name in args.models.split(","):
+            lengths = map(int, args.tokens.split(",")) if args.tokens else CONTEXTS[name]
+            rows += compare(name, "demo" if name == "demo" else f"{folder}/152M", lengths, profiles, base, known)
     about = machine()
     result = {
         "title": "Peak memory, estimated and measured",

@@ -61,6 +61,7 @@ from kvcli.quality.statistics import bootstrap  # noqa: E402
 from kvcli.quality.tasks import TASKS  # noqa: E402
 from kvcli.world import Paths  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
+from tests.bench.known import Known, Outcome  # noqa: E402
 
 HELD_OUT = 5_000  # seed of the texts
 MAPPED = 1024  # tokens of the texts that the head map is made from
@@ -110,7 +111,6 @@ LOSES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)  # of worth
 FINE = 2**-10  # of T
 SINKS, NEWEST = 4, 64  # that lots leave alone
 
-Outcome = dict[str, Any]  # right [4], kept, bytes, and t where T was found
 Sides = Iterator[tuple[str, Outcome]]
 Answer = Callable[[dict[str, Any]], tuple[Outcome, Any]]  # changes of the profile -> what came of it, and the session
 
@@ -120,27 +120,6 @@ def opened(name: str, cache: Path, settings: dict[str, object]) -> Any:
     times as fast, and no rounding of weights or rows makes more of a difference than there is."""
     found = source.find(stands_for(name, Paths.of(os.environ).data))
     return load(unpack.ready(found, "fp32", cache, packs=False), "exact", set=settings)
-
-
-class Known:
-    """Outcomes so far, a line each on disk."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._found = path, dict[str, Outcome]()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                key, outcome = json.loads(line)
-            except ValueError:  # cut off while it was written
-                continue
-            self._found[key] = outcome
-
-    def of(self, key: str, make: Callable[[], Outcome]) -> Outcome:
-        if key not in self._found:
-            self._found[key] = make()
-            with self.path.open("a") as file:
-                file.write(json.dumps([key, self._found[key]]) + "\n")
-        return self._found[key]
 
 
 class Text:

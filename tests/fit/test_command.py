@@ -162,14 +162,14 @@ def test_without_a_budget_each_part_names_what_makes_it_smaller(machine):
     (plan,) = document(machine("fit", "demo", "--ctx", "8k", "--ram", "8GiB", "--explain", "--json"))["plans"]
     ways = {part["name"]: [change["type"] for change in part["changes"]] for part in plan["parts"]}
     assert ways["weights"] == ["--quant int8", "--quant int4"]
-    assert ways["keys and values"] == []  # judging tokens takes more than so few are, and ngram promises the text
+    assert ways["keys and values"] == ["--budget 6MiB"]  # ngram promises the text, and with a budget another one stands
     assert ways["working memory"] == ["--set prefill.chunk=256"]
     assert all(change["total"] < plan["total"] for part in plan["parts"] for change in part["changes"])
     assert document(machine("fit", "demo", "--json"))["plans"][0]["parts"] is None
     free = ("--ctx", "8k", "--ram", "8GiB", "--explain", "--json", "--set", "exactness=approx")
     (plan,) = document(machine("fit", "demo", *free))["plans"]
     (kv,) = (part for part in plan["parts"] if part["name"] == "keys and values")
-    assert [change["type"] for change in kv["changes"]] == ["--set kv.k_bits=8 --set kv.v_bits=8"]
+    assert [change["type"] for change in kv["changes"]] == ["--budget 6MiB", "--set kv.k_bits=8 --set kv.v_bits=8"]
 
 
 def test_a_context_typed_twice_is_planned_once(machine):

@@ -5,7 +5,6 @@
 // but for activations, whose e^x is another. In all of this a row is made by itself.
 #include "lanes.h"
 #include "pool.h"
-#include <stdlib.h>
 #define BAND 4  // rows of a chunk of work
 #define LOG2E 1.44269504088896341f
 #define LN2 0.693147180559945309f
@@ -163,18 +162,30 @@ static int product(const Product *w, const void *x, void *y, int64_t M, int is_w
   if (w->bias) add(w->bias, y, M, w->N, 0, is_wide);
   return 1;
 }
-// x [M, E] -> y [M, E]: down(act(gate(x)) * up(x)); act 0 = silu, 1 = gelu by tanh, 2 = gelu
-EXPORT(mlp)(const Mlp *w, const void *x, void *y, int64_t M) {
+static int mlp_some(const Mlp *w, const void *x, void *y, int64_t M) {
   const size_t bytes = (size_t)M * w->gate.N * (w->is_wide ? 4 : 2);
-  char *gate = malloc(2 * bytes), *up = gate + (gate ? bytes : 0);
+  char *gate = take_room(OF_MLP, 2 * bytes), *up = gate + (gate ? bytes : 0);
   int is_done = gate && product(&w->gate, x, gate, M, w->is_wide) && product(&w->up, x, up, M, w->is_wide);
   if (is_done) {
     Gated j = {w, gate, up};
     by_row(gated_row, &j, M);
     is_done = product(&w->down, gate, y, M, w->is_wide);
   }
-  free(gate);
+  give_room(OF_MLP, gate);
   return is_done;
+}
+// As many rows at a time as products take, so that what they compute with is no larger for a long prompt.
+#define BY_BLOCKS(some) \
+  for (int64_t m = 0; m < M; m += TALL) { \
+    const int64_t rows = M - m < TALL ? M - m : TALL; \
+    if (!(some)) return 0; \
+  } \
+  return 1
+#define AT(t, width) ((char *)(t) + m * (width) * size)
+// x [M, E] -> y [M, E]: down(act(gate(x)) * up(x)); act 0 = silu, 1 = gelu by tanh, 2 = gelu
+EXPORT(mlp)(const Mlp *w, const void *x, void *y, int64_t M) {
+  const int64_t size = w->is_wide ? 4 : 2;
+  BY_BLOCKS(mlp_some(w, AT(x, w->gate.K), AT(y, w->down.N), rows));
 }
 
 // ---- a layer ----
@@ -198,36 +209,44 @@ static void turn_row(const void *job, int64_t m) {
     }
   }
 }
-// x [M, E] -> q [M, heads, D], k, v [M, KV heads, D]; cos, sin [M, R], R = 0: keys do not turn
-EXPORT(layer_before)(const Layer *l, const void *x, const void *cos, const void *sin, void *q, void *k, void *v, int64_t M, int64_t R) {
+static int before_some(const Layer *l, const void *x, const void *cos, const void *sin, void *q, void *k, void *v, int64_t M, int64_t R) {
   const int is_wide = l->mlp.is_wide;
-  void *normed = malloc((size_t)M * l->first.H * (is_wide ? 4 : 2));
+  void *normed = take_room(OF_LAYER, (size_t)M * l->first.H * (is_wide ? 4 : 2));
   const int is_done = normed && JOIN(rms_norm, LEVEL)(&l->first, x, normed, M) && product(&l->q, normed, q, M, is_wide) &&
                       product(&l->k, normed, k, M, is_wide) && product(&l->v, normed, v, M, is_wide);
-  free(normed);
+  give_room(OF_LAYER, normed);
   if (!is_done) return 0;
   Turn of_q = {&l->of_q, cos, sin, q, l->q.N / l->D, l->D, R, is_wide}, of_k = {&l->of_k, cos, sin, k, l->k.N / l->D, l->D, R, is_wide};
   by_row(turn_row, &of_q, M);
   by_row(turn_row, &of_k, M);
   return 1;
 }
-// What attention gave [M, heads, D], and x [M, E] -> y [M, E]
-EXPORT(layer_after)(const Layer *l, const void *x, const void *attended, void *y, int64_t M) {
+// x [M, E] -> q [M, heads, D], k, v [M, KV heads, D]; cos, sin [M, R], R = 0: keys do not turn
+EXPORT(layer_before)(const Layer *l, const void *x, const void *cos, const void *sin, void *q, void *k, void *v, int64_t M, int64_t R) {
+  const int64_t size = l->mlp.is_wide ? 4 : 2;
+  BY_BLOCKS(before_some(l, AT(x, l->first.H), AT(cos, R), AT(sin, R), AT(q, l->q.N), AT(k, l->k.N), AT(v, l->v.N), rows, R));
+}
+static int after_some(const Layer *l, const void *x, const void *attended, void *y, int64_t M) {
   const int is_wide = l->mlp.is_wide;
   const int64_t E = l->first.H;
   const size_t bytes = (size_t)M * E * (is_wide ? 4 : 2);
-  char *middle = malloc(2 * bytes), *normed = middle + (middle ? bytes : 0);
+  char *middle = take_room(OF_LAYER, 2 * bytes), *normed = middle + (middle ? bytes : 0);
   int is_done = middle && product(&l->o, attended, middle, M, is_wide);
   if (is_done) {
     if (l->of_attention.w) JOIN(rms_norm, LEVEL)(&l->of_attention, middle, middle, M);
     add(x, middle, M, E, E, is_wide);
     JOIN(rms_norm, LEVEL)(&l->second, middle, normed, M);
-    is_done = JOIN(mlp, LEVEL)(&l->mlp, normed, y, M);
+    is_done = mlp_some(&l->mlp, normed, y, M);
   }
   if (is_done) {
     if (l->of_mlp.w) JOIN(rms_norm, LEVEL)(&l->of_mlp, y, y, M);
     add(middle, y, M, E, E, is_wide);
   }
-  free(middle);
+  give_room(OF_LAYER, middle);
   return is_done;
+}
+// What attention gave [M, heads, D], and x [M, E] -> y [M, E]
+EXPORT(layer_after)(const Layer *l, const void *x, const void *attended, void *y, int64_t M) {
+  const int64_t size = l->mlp.is_wide ? 4 : 2;
+  BY_BLOCKS(after_some(l, AT(x, l->first.H), AT(attended, l->o.K), AT(y, l->first.H), rows));
 }

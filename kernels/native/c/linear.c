@@ -192,7 +192,7 @@ EXPORT(linear)(const void *x, const void *w, const void *bias, void *y, int64_t 
   const int64_t most = M < TALL ? M : TALL, size = is_wide ? 4 : 2;
   uint32_t *apart = 0;
   if (most >= MANY || (may_widen && most > FEW)) {
-    apart = malloc((most + 15) * (S + DEPTH) * 4 * (may_widen ? 2 : 1));
+    apart = take_room(OF_ROWS, (most + 15) * (S + DEPTH) * 4 * (may_widen ? 2 : 1));
     if (!apart) return 0;
   }
   for (int64_t m = 0; m < M; m += TALL) {
@@ -206,6 +206,6 @@ EXPORT(linear)(const void *x, const void *w, const void *bias, void *y, int64_t 
     }
     pool_run(linear_chunk, &l, (int)((N + PANEL - 1) / PANEL), 0);
   }
-  free(apart);
+  give_room(OF_ROWS, apart);
   return 1;
 }

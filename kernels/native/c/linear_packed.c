@@ -250,7 +250,7 @@ static void digits_panel_chunk(void *arg, int c, char *) {
 EXPORT(linear_packed)(const void *x, const void *w, const void *scale, void *y, int64_t M, int64_t N, int64_t K, int bits, int64_t group, int is_wide) {
   const int by_digits = HAS_DIGITS && !is_wide, size = is_wide ? 4 : 2;
   const int64_t even = K % 128 == 0 ? 128 : K % 64 == 0 ? 64 : K % 32 == 0 ? 32 : 16, most = M < TALL ? M : TALL;
-  char *scratch = malloc(most * K * 4 + most * (K / (bits == 8 ? even : group)) * 12 + 16 * 128);  // tiles read 16 rows
+  char *scratch = take_room(OF_ROWS, most * K * 4 + most * (K / (bits == 8 ? even : group)) * 12 + 16 * 128);  // tiles read 16 rows
   if (!scratch) return 0;
   for (int64_t m = 0; m < M; m += TALL) {
     const int64_t rows = M - m < TALL ? M - m : TALL;
@@ -266,6 +266,6 @@ EXPORT(linear_packed)(const void *x, const void *w, const void *scale, void *y, 
     else for (int r = 0; r < rows; r++) before(&p, r, 0);
     pool_run(by_digits ? digits_panel_chunk : widened_chunk, &p, (int)((N + PANEL - 1) / PANEL), 0);
   }
-  free(scratch);
+  give_room(OF_ROWS, scratch);
   return 1;
 }

@@ -123,3 +123,14 @@ int pool_run(job_fn fn, void *arg, int chunks, size_t bytes) {
   free(all);
   return 1;
 }
+// Its size lies before it.
+static _Atomic(size_t *) kept[USES];
+void *take_room(int use, size_t bytes) {
+  size_t *room = atomic_exchange(&kept[use], 0);
+  if (room && *room < bytes) free(room), room = 0;
+  if (!room && (room = malloc(bytes + 64))) *room = bytes;
+  return room ? (char *)room + 64 : 0;
+}
+void give_room(int use, void *room) {
+  if (room) free(atomic_exchange(&kept[use], (size_t *)((char *)room - 64)));
+}
