@@ -190,8 +190,9 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     state = shape.folds.nbytes(run.number)
     working += state + shape.folds.layers * shape.folds.taped * run.rows * run.number  # what a pass makes of it
     behind = run.behind(context) * shape.hidden * run.number + state * (1 + run.checkpoints)
+    remembered = 0 if run.spends is None else WORTH * run.spends.heads * context
     if run.spends is not None:
-        behind += WORTH * run.spends.heads * context
+        behind += remembered
         working = max(working, PLACED * run.spends.heads * context)
     on_card, on_host = (weights.memory, 0) if run.on_card is None else weights.split(run.on_card, shape.is_tied)
     base = run.base
@@ -203,7 +204,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     beside = base + on_card + draft + working + behind
     newest, budget = top(stored(shape)[below:], min(held, fresh + STEP)), 0
     if run.spends is not None:  # what a pass adds comes on top, for each text its own, as a store has it (kv/tiers.py)
-        each = (run.caps.free - (beside - working)) // run.texts - working - newest
+        each = (run.caps.free - (beside - working - remembered)) // run.texts - working - newest
         budget = replace(run.spends, free=max(0, each)).most(context)
     most = None if run.spends is None or run.spends.is_late else budget
     short = 0 if most is None or run.spends is None else max(0, run.always * run.spends.of_token - most)

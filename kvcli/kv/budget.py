@@ -32,7 +32,7 @@ class Spending:
     """Rung 0 is the top, i the i-th of `bits`, then comes another place where there is one, and the last is nowhere."""
 
     asked: str  # memory.budget
-    free: int  # bytes that "fit" means
+    free: int  # bytes that "fit" means, with what is remembered of tokens
     shapes: Sequence[LayerShape]
     number: int  # bytes of one as it comes
     bits: Sequence[int]  # of the rungs below the top
@@ -71,7 +71,7 @@ class Spending:
     def most(self, n: int) -> int:
         """Bytes that a text of n tokens may take."""
         if self.asked == "fit":
-            return self.free
+            return max(0, self.free - WORTH * self.heads * n)
         if not self.is_late:
             return size_of(self.asked)
         return int(self.share * n * self.of_token)

@@ -23,6 +23,7 @@ from kvcli.fit.runs import Beyond
 from kvcli.fit.speed import at, by_rows, speed
 from kvcli.fit.weights import of_files, of_shape, panels, weigh
 from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS
+from kvcli.kernels.column_mass.reference import SCORES
 from kvcli.kernels.pack import LANES, pack_keys, pack_values
 from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import POSITION, STEP, narrow, wide
@@ -36,6 +37,8 @@ from kvcli.models import source
 from kvcli.models.headers import TensorHeader, WeightFile
 from kvcli.models.packing import Packing
 from kvcli.models.shape import shape_of
+from kvcli.policies.fastgen import FastGen
+from kvcli.policies.topk import SCORE
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import size_of
@@ -201,11 +204,25 @@ def test_heads_of_unequal_length_and_drafts_bring_products_of_their_own(demo, mo
     assert drafts == plain + LINEAR * WIDTHS * PRODUCT
     uneven = PROFILES["ngram"].replace(policy={"name": "snap"}, exactness="approx")
     heads = demo.shape.layers * demo.shape.kv_heads
-    assert planned(demo, uneven, 8192).need.working == drafts + 2 * AGAIN * heads * PRODUCT
+    judged = SCORE * SCORES  # a block of attention
+    assert planned(demo, uneven, 8192).need.working == drafts + judged + 2 * AGAIN * heads * PRODUCT
     even = PROFILES["ngram"].replace(policy={"name": "snap", "alloc": "uniform"}, exactness="approx")
-    assert planned(demo, even, 8192).need.working == drafts
+    assert planned(demo, even, 8192).need.working == drafts + judged
     wide = PROFILES["ngram"].replace(load={"dtype": "fp32"})  # whose products are not compiled
     assert planned(demo, wide).need.working == planned(demo, wide.replace(spec={"method": "off"})).need.working
+
+
+def test_judging_by_attention_takes_memory_and_what_is_held_has_a_bound(demo):
+    def working(**policy):
+        return planned(demo, PROFILES["exact"].replace(policy=policy, exactness="approx"), 8192).need.working
+
+    plain = planned(demo, "exact", 8192).need.working
+    few = 2 * demo.shape.heads * sum(row + 1 for row in FastGen().probes(8192))
+    assert working(name="fastgen") == plain + few
+    assert working(name="fastgen", paper=True) > plain + few
+    assert working(name="fastgen", paper=True, max_profile_mb=4.0) == plain + (4 << 20)
+    assert working(name="kvzip") == plain + SCORE * SCORES
+    assert working(name="window") == plain
 
 
 def ordered(subject, order, context, available=64 * GIB):

@@ -191,3 +191,22 @@ def test_a_row_does_not_know_its_neighbours(level: str, bits: int, dtype: torch.
     for m in range(1, 65):
         index = torch.tensor(draw.sample(range(64), m))
         assert all(torch.equal(part, every[index]) for part, every in zip(all_of(index), whole, strict=True)), m
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_a_prompt_is_computed_in_blocks_of_rows_and_says_the_same(level: str, bits: int, dtype: torch.dtype):
+    n, edge = 1100, 512  # as many at a time as in native/c/linear.c
+    given, x, cos = parts(dtype, level, "silu", bits), rows(n, E, dtype), rows(n, D, dtype)
+    attended = rows(n, HEADS * D, dtype).view(n, HEADS, D)
+
+    def all_of(at: slice) -> list[Tensor]:
+        made = before(given.layer, x[at], cos[at], cos[at].flip(1), level=level)
+        still = before(given.layer, x[at], None, None, level=level)
+        heads = [each.transpose(0, 1) for each in (*made, *still)]
+        return [*heads, gated_mlp(x[at], given.mlp, level=level), after(given.layer, x[at], attended[at], level=level)]
+
+    whole = all_of(slice(None))
+    for at in (slice(0, 1), slice(edge - 1, edge + 1), slice(2 * edge - 3, n), slice(n - 1, n)):
+        assert all(torch.equal(part, every[at]) for part, every in zip(all_of(at), whole, strict=True)), at
