@@ -15,10 +15,9 @@ from kvcli.fit.program import BASE
 from kvcli.fit.runs import NOTHING, Beyond
 from kvcli.fit.working import is_fused, is_native
 from kvcli.kv import room as kv_room
-from kvcli.kv.budget import Spending
+from kvcli.kv.budget import Spending, spending
 from kvcli.kv.footprint import (
     POSITION,
-    away,
     index_bytes,
     is_one_tier,
     layer_bytes,
@@ -33,7 +32,7 @@ from kvcli.kv.slots import Sight, storing
 from kvcli.models.packing import Packing
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
-from kvcli.settings.schema import NUMBERS, Memory, Second, size_of
+from kvcli.settings.schema import NUMBERS, Memory, Second
 from kvcli.settings.settings import DEFAULT
 
 if TYPE_CHECKING:
@@ -176,7 +175,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         again=profile.policy.again,
         judging=partial(whole.policy.judging, heads=shape.heads),
         lower=lower if profile.memory.demotes else None,
-        spends=_spending(profile, shape, kv_number, room, caps),
+        spends=_spending(profile, shape, kv_number, room.kind, caps),
         always=profile.policy.sinks + profile.policy.guard if profile.memory.spends else 0,
         texts=profile.memory.texts,
         drops=profile.memory.drops,
@@ -222,25 +221,18 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     )
 
 
-def _spending(profile: Profile, shape: Shape, number: int, room: Room, caps: Caps) -> Spending | None:
+def _spending(profile: Profile, shape: Shape, number: int, kind: str, caps: Caps) -> Spending | None:
     """What `memory.budget` is spent on; `free` is what a context leaves."""
-    memory_, layers = profile.memory, [of for of, _ in memory.stored(shape)]
-    if not memory_.spends:
+    if not profile.memory.spends:
         return None
-    has_host = room.kind != "cpu" and (memory_.host == "auto" or size_of(memory_.host) > 0)
-    is_lower = has_host or size_of(memory_.disk) > 0
-    read = profile.recall.layers(storing(_sights(shape), layers)) if is_lower else ()
-    index, apart = away(profile.recall, is_lower, layers, read, number, room.kind)
-    of_kv = layers, number, memory_.bits, profile.kv.group, index, apart, not profile.recall.reads
-    return Spending(memory_.budget.replace(" %", "%"), 0, *of_kv, _elsewhere(profile, caps), memory_.lose)
-
-
-def _elsewhere(profile: Profile, caps: Caps) -> int | None:
-    """Slots a head for which a place beside the device has room; None = there is none."""
+    room = caps.room(profile.prefill.chunk, caps.free)
     try:
-        return caps.room(profile.prefill.chunk, caps.free).elsewhere
+        holds = room.elsewhere
     except Shortage:  # as the plan says of the device
-        return 0
+        holds = 0
+    layers = [of for of, _ in memory.stored(shape)]
+    of_kv = profile.memory, profile.kv, profile.recall.settings, _sights(shape), layers, number
+    return spending(*of_kv, kind=kind, free=0, has_more=room.has_more, holds=holds)
 
 
 def _base(room: Room, facts: Facts) -> int:

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.kernels.pack import LANES
-from kvcli.kv.footprint import POSITION, STEP
+from kvcli.kv.footprint import POSITION, STEP, away
 from kvcli.kv.ragged import room_of
+from kvcli.kv.slots import storing
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.kv.slots import LayerShape
+    from kvcli.kv.recall_settings import Chosen
+    from kvcli.kv.slots import LayerShape, Sight
+    from kvcli.settings.schema import Kv, Memory
 
 SCALE = 2  # bytes of a scale, and of a zero beside it
 NOTED = 24  # bytes that a head of its own length is found by
@@ -155,6 +158,27 @@ class Spending:
     def _full(self, layer: int) -> int:
         shape = self.shapes[layer]
         return shape.numbers // shape.n_kv_heads * self.number + POSITION
+
+
+def spending(
+    memory: Memory,
+    kv: Kv,
+    recall: Chosen,
+    sights: Sequence[Sight],
+    shapes: Sequence[LayerShape],
+    number: int,
+    *,
+    kind: str,
+    free: int,
+    has_more: bool,
+    holds: int | None,
+) -> Spending:
+    """What `memory.budget` is spent on, on a device of such a kind; `has_more`: there is a place beside it, which
+    `holds` so many slots a head."""
+    read = recall.layers(storing(sights, shapes)) if has_more else ()
+    index, apart = away(recall, has_more, shapes, read, number, kind)
+    of_kv = shapes, number, memory.bits, kv.group, index, apart, not recall.reads
+    return Spending(memory.budget.replace(" %", "%"), free, *of_kv, holds, memory.lose)
 
 
 def keys_in(bits: int) -> int:

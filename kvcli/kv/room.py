@@ -65,9 +65,9 @@ class Room:
         if self._left is None:
             return None
         left = self._left - (self.in_host + self.on_disk) * self.far
-        is_indexed = self.is_packed or not self._has_more  # a top with rungs below is read in full
+        is_indexed = self.is_packed or not self.has_more  # a top with rungs below is read in full
         tokens = left // (self.narrow + (self.index if is_indexed else 0))
-        return tokens * SLACK // (SLACK + 1) if self._has_more else tokens
+        return tokens * SLACK // (SLACK + 1) if self.has_more else tokens
 
     @cached_property
     def in_host(self) -> int:
@@ -84,7 +84,7 @@ class Room:
     @property
     def elsewhere(self) -> int | None:
         """Slots for which the first place beside the device has room; None = there is none."""
-        return (self.in_host or self.on_disk) if self._has_more else None
+        return (self.in_host or self.on_disk) if self.has_more else None
 
     @property
     def host_bytes(self) -> int:
@@ -92,7 +92,8 @@ class Room:
         return self.host if self.memory.host == "auto" else size_of(self.memory.host)
 
     @property
-    def _has_more(self) -> bool:
+    def has_more(self) -> bool:
+        """Is there a place beside the device?"""
         return self.host_bytes > 0 or size_of(self.memory.disk) > 0
 
     def _indexed(self, slots: int, before: int = 0) -> int:
@@ -130,7 +131,7 @@ class Room:
         """Bytes that keys and values may take; None = no limit."""
         if self.memory.device != "auto":
             return size_of(self.memory.device)
-        return self.free if self._has_more else None
+        return self.free if self.has_more else None
 
 
 def _mib(nbytes: int) -> int:

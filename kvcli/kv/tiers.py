@@ -16,9 +16,9 @@ import torch
 
 from kvcli.errors import BadConfig
 from kvcli.kernels import dispatch, gpu
-from kvcli.kv.budget import Spending, keys_in, unit
+from kvcli.kv.budget import Spending, keys_in, spending, unit
 from kvcli.kv.dense import Dense
-from kvcli.kv.footprint import STEP, away, is_ladder, packs_by_age, wide
+from kvcli.kv.footprint import STEP, is_ladder, packs_by_age, wide
 from kvcli.kv.form import OfModel
 from kvcli.kv.form_kivi import Kivi
 from kvcli.kv.ladder import Ladder
@@ -199,23 +199,14 @@ class Plan:
     @cached_property
     def spending(self) -> Spending:
         """What `memory.budget` is spent on."""
-        is_lower = self.room.host_bytes > 0 or size_of(self.memory.disk) > 0
-        read = self.recall.layers(self._sights) if is_lower else ()
-        number = self.dtype.itemsize
-        index, apart = away(self.recall, is_lower, self.shapes, read, number, self.device.type)
-        newest = self.chunk * sum(wide(shape, number) for shape in self.shapes)  # of a pass, before it is placed
-        return Spending(
-            self.memory.budget.replace(" %", "%"),
-            max(0, self.spare // self.memory.texts - self.working - newest),
-            self.shapes,
-            self.dtype.itemsize,
-            self.memory.bits,
-            self.kv.group,
-            index,
-            apart,
-            is_read=not self.recall.reads,
+        newest = self.chunk * sum(wide(shape, self.dtype.itemsize) for shape in self.shapes)  # before it is placed
+        of_kv = self.memory, self.kv, self.recall, self.sights, self.shapes, self.dtype.itemsize
+        return spending(
+            *of_kv,
+            kind=self.device.type,
+            free=max(0, self.spare // self.memory.texts - self.working - newest),
+            has_more=self.room.has_more,
             holds=self.room.elsewhere,
-            lose=self.memory.lose,
         )
 
     def _packed(self, device: torch.device, bits: int | None = None) -> Shelf:
