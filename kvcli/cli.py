@@ -19,10 +19,10 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
+from kvcli import heap
 from kvcli.commands.log import start_log
 from kvcli.commands.options import take_common
 from kvcli.errors import ExitStatus, KvcliError, UsageError
-from kvcli.heap import give_back_large
 from kvcli.outlet import Foreign
 from kvcli.version import __version__
 from kvcli.world import World
@@ -132,7 +132,7 @@ def main() -> None:
         sys.exit(ExitStatus.CLOSED_PIPE)
     # torch and transformers make a million objects that stay; looking for garbage among them took a sixth of the start
     gc.set_threshold(20_000)
-    give_back_large()
+    heap.tighten()
     world = World.real()
     status = run(sys.argv[1:], world)
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):

@@ -1,20 +1,41 @@
-"""Large blocks of memory go back to the system as soon as they are freed, so that a run takes what lives in it.
+"""While a prompt is read, large blocks of memory go back to the system as they are freed: a run takes what lives in it.
 
 glibc raises the size from which on blocks have pages of their own to that of the largest one freed, up to 32 MiB, and
 before 2.38 an aligned block, as torch's are, does not fit where one of its size was. Behind a long prompt a tenth of
-the memory was holes (tests/bench/fit.py). No native kernel asks for large blocks in each call.
+the memory was holes (tests/bench/fit.py). In an answer the same blocks come again in every pass, logits of a large
+vocabulary above all, and their pages would cost more than the rest of it: there they are kept, as glibc would.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-M_MMAP_THRESHOLD = -3
-LARGE = 1 << 20  # bytes
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+LARGE = 1 << 20  # bytes, while a prompt is read
+LARGEST = 32 << 20  # glibc's own limit
 
 
-def give_back_large() -> None:
-    """For this process, where glibc makes its blocks; other libraries' ways are left alone."""
+@contextmanager
+def reading() -> Iterator[None]:
+    """For the whole process, where glibc makes its blocks; other libraries' ways are left alone."""
+    tighten()
+    try:
+        yield
+    finally:
+        _from(LARGEST, 2 * LARGEST)
+
+
+def tighten() -> None:
+    """As `reading` does, until an answer is written: for a program that is about to load a model."""
+    _from(LARGE, 128 << 10)
+
+
+def _from(large: int, kept: int) -> None:
+    """Blocks so large have pages of their own, and the heap keeps so many bytes at its end."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, LARGE)
+        libc.mallopt(M_MMAP_THRESHOLD, large)
+        libc.mallopt(M_TRIM_THRESHOLD, kept)
+        libc.malloc_trim(0)

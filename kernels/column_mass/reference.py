@@ -46,6 +46,9 @@ def column_mass(
             base = higher.masked_fill(higher == -torch.inf, 0.0)  # a row that sees nothing has no mass
             total = total * torch.exp(top - base) + one.sub_(base).exp_().sum(-1, keepdim=True)
             top = higher
+        if len(spans) == 1:  # nothing has taken its place
+            _fold(out, one.div_(total.masked_fill_(total == 0, 1.0)), first, over)
+            continue
         lse = (top + total.log()).masked_fill_(top == -torch.inf, 0.0)
         for span in spans:
             _fold(out[..., span], scores(span).sub_(lse).exp_(), first, over)

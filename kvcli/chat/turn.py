@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvcli import heap
 from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Turn
 from kvcli.chat.losses import approx
 from kvcli.chat.steady import Steady
@@ -65,7 +66,8 @@ class Answering:
             self._fetched = time.perf_counter() - began
             self._stats.order = session.order
             yield Live(self._stats)
-            yield from self._read()
+            with heap.reading():
+                yield from self._read()
             return (yield from self._write())
         except (GeneratorExit, Shortage):  # the session survives a lack of memory
             raise

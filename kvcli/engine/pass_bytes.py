@@ -78,12 +78,13 @@ def working_bytes(
     scores = [0 if is_native or is_fused else _scores(shape, n, slots, device) for n in (chunk, rows)]
     layer = max(_inner(shape, chunk, number), _attention(shape, chunk, number) + scores[0])
     fresh = fresh_bytes(shape, chunk, kv_number)
-    reading = layer + (fresh // shape.layers + waiting * shape.hidden * number if waiting else fresh)
+    reading = layer + (fresh // shape.layers if waiting else fresh)
     reading += 0 if device == "cpu" else min(UNPACKED, largest)
     logits = rows * shape.vocab * number if is_fused and draws else logits_bytes(shape, rows, device)
     writing = fresh_bytes(shape, rows, kv_number) + _attention(shape, rows, number) + scores[1] + logits
     writing += _parts(shape, rows, slots) if is_fused else 0
-    return int(kept * max(reading, writing))
+    # what waits is a block or two, as large as the prompt: those go back whole
+    return max(int(kept * reading) + waiting * shape.hidden * number, int(kept * writing))
 
 
 def recorded_bytes(shape: Shape, *, rows: int, slots: int, number: int, kv_number: int, draws: bool) -> int:

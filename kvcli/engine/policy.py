@@ -134,8 +134,11 @@ class Policy(Protocol):
         queries is not counted.
         """
 
-    def judging(self, n: int, heads: int) -> int:
-        """Bytes that judging a prompt of n tokens by the attention of a layer of so many query heads takes."""
+    def judging(self, n: int, heads: int, kind: str, number: int) -> int:
+        """Bytes beside a pass that judging a prompt of n tokens takes, by a layer of so many query heads.
+
+        `kind`: of the device. `number`: bytes of a number of attention.
+        """
 
     @property
     def is_uneven(self) -> bool:
@@ -168,7 +171,7 @@ class Usual:
         """Nothing is read twice."""
         return 0
 
-    def judging(self, n: int, heads: int) -> int:
+    def judging(self, n: int, heads: int, kind: str, number: int) -> int:
         """None."""
         return 0
 

@@ -31,8 +31,9 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
     if (spent := plan.spending) is None:
         return None
     need, policy, memory = plan.need, plan.profile.policy, plan.profile.memory
-    has_host = plan.room.kind != "cpu" and (memory.host == "auto" or size_of(memory.host) > 0)
-    elsewhere = ["host memory"] * has_host + ["the disk"] * (size_of(memory.disk) > 0)
+    has_disk = size_of(memory.disk) > 0
+    has_host = plan.room.kind != "cpu" and spent.has_place and (memory.host == "auto" or size_of(memory.host) > 0)
+    elsewhere = ["host memory"] * has_host + ["the disk"] * has_disk
     always = min(need.context, plan.run.always)
     whole = spent.of_token * need.context
     return FitBudget(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcli.engine.pass_bytes import working_bytes
+from kvcli.engine.pass_bytes import WIDE, working_bytes
 from kvcli.errors import BadInput
 from kvcli.fit import card, memory, weights
 from kvcli.fit.places import Caps
@@ -173,7 +173,7 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         slots=whole.policy.slots,
         reading=whole.policy.reading,
         again=profile.policy.again,
-        judging=partial(whole.policy.judging, heads=shape.heads),
+        judging=partial(profile.policy.judging, heads=shape.heads, kind=room.kind, number=2 if number == 2 else WIDE),
         lower=lower if profile.memory.demotes else None,
         spends=_spending(profile, shape, kv_number, room.kind, caps),
         always=profile.policy.sinks + profile.policy.guard if profile.memory.spends else 0,

@@ -56,9 +56,9 @@ class Budget(Usual):
         """As the method that scores."""
         return self.scorer.again(n)
 
-    def judging(self, n: int, heads: int) -> int:
-        """The same."""
-        return self.scorer.judging(n, heads)
+    def judging(self, n: int, heads: int, kind: str, number: int) -> int:
+        """As the method that scores."""
+        return self.scorer.judging(n, heads, kind, number)
 
     @property
     def keeps(self) -> str:

@@ -129,7 +129,11 @@ class FastGen(Usual):
 
     def of(self, lm: LM) -> FastGen:
         """The same settings, as they are read for this model: how many rows `auto` is."""
-        is_auto = self.probe_rows == "auto" and not self.paper and lm.device.type == "cpu"
+        return self.on(lm.device.type)
+
+    def on(self, kind: str) -> FastGen:
+        """The same for such a device."""
+        is_auto = self.probe_rows == "auto" and not self.paper and kind == "cpu"
         return replace(self, probe_rows=ROWS_ON_CPU) if is_auto else self
 
     def wants(self, lm: LM) -> Wants:
@@ -170,10 +174,10 @@ class FastGen(Usual):
         """All of a prompt: heads are judged when it has been read."""
         return n
 
-    def judging(self, n: int, heads: int) -> int:
-        """In bfloat16, what each of the probed rows sees, as long as it may be held."""
-        seen = sum(row + 1 for row in self.probes(n))
-        return min(int(self.max_profile_mb * 2**20), 2 * heads * seen)
+    def judging(self, n: int, heads: int, kind: str, number: int) -> int:
+        """What each of the probed rows sees, as long as it may be held."""
+        seen = sum(row + 1 for row in self.on(kind).probes(n))
+        return min(int(self.max_profile_mb * 2**20), number * heads * seen)
 
     def found(self, memory: Heads) -> str:
         """The recovery that was looked for."""

@@ -236,8 +236,8 @@ class TopK(Usual):
         """All of a prompt, unless it is compressed chunk by chunk."""
         return self.slots(n) if self.per_chunk else n
 
-    def judging(self, n: int, heads: int) -> int:
-        """A block of attention, which exists at a time."""
+    def judging(self, n: int, heads: int, kind: str, number: int) -> int:
+        """One block of attention in float32; scores that look at keys alone take less at most lengths."""
         from kvcli.kernels.column_mass.reference import ROWS, SCORES
 
         return SCORE * min(SCORES, ROWS * heads * n)

@@ -37,7 +37,6 @@ from kvcli.models import source
 from kvcli.models.headers import TensorHeader, WeightFile
 from kvcli.models.packing import Packing
 from kvcli.models.shape import shape_of
-from kvcli.policies.fastgen import FastGen
 from kvcli.policies.topk import SCORE
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime
 from kvcli.settings.profile import Profile
@@ -217,7 +216,8 @@ def test_judging_by_attention_takes_memory_and_what_is_held_has_a_bound(demo):
         return planned(demo, PROFILES["exact"].replace(policy=policy, exactness="approx"), 8192).need.working
 
     plain = planned(demo, "exact", 8192).need.working
-    few = 2 * demo.shape.heads * sum(row + 1 for row in FastGen().probes(8192))
+    rows = [*range(4096, 8176, 255), *range(8176, 8192)]  # 16 over the second half on a CPU, and the newest 16
+    few = 2 * demo.shape.heads * sum(row + 1 for row in rows)
     assert working(name="fastgen") == plain + few
     assert working(name="fastgen", paper=True) > plain + few
     assert working(name="fastgen", paper=True, max_profile_mb=4.0) == plain + (4 << 20)
@@ -233,10 +233,10 @@ def test_reading_by_layers_holds_one_layer_of_a_chunk_and_the_hidden_states_of_a
     shape, n, number = demo.shape, 4096, 2
     fresh, hidden = shape.kv_per_token * 2048 * number, n * shape.hidden * number
     chunks, layers = (ordered(demo, order, n).need.working for order in ("chunks", "layers"))
-    assert layers - chunks == pytest.approx(1.6 * (hidden - fresh + fresh / shape.layers), abs=2)
+    assert layers - chunks == pytest.approx(hidden - 1.6 * (fresh - fresh / shape.layers), abs=2)
     pruned = Profile.load("lazy").replace(spec={"method": "off"})
     assert planned(demo, pruned, n).run.order == "layers"
-    assert planned(demo, pruned, n).need.working - layers == pytest.approx(1.6 * hidden, abs=2)  # who goes on is copied
+    assert planned(demo, pruned, n).need.working - layers == pytest.approx(hidden, abs=2)  # who goes on is copied
 
 
 def test_what_may_come_back_is_planned_as_a_vector_a_token(demo):
