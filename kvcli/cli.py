@@ -19,7 +19,6 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
-from kvcli import heap
 from kvcli.commands.log import start_log
 from kvcli.commands.options import take_common
 from kvcli.errors import ExitStatus, KvcliError, UsageError
@@ -132,7 +131,6 @@ def main() -> None:
         sys.exit(ExitStatus.CLOSED_PIPE)
     # torch and transformers make a million objects that stay; looking for garbage among them took a sixth of the start
     gc.set_threshold(20_000)
-    heap.tighten()
     world = World.real()
     status = run(sys.argv[1:], world)
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):

@@ -21,16 +21,11 @@ LARGEST = 32 << 20  # glibc's own limit
 @contextmanager
 def reading() -> Iterator[None]:
     """For the whole process, where glibc makes its blocks; other libraries' ways are left alone."""
-    tighten()
+    _from(LARGE, 128 << 10)
     try:
         yield
     finally:
         _from(LARGEST, 2 * LARGEST)
-
-
-def tighten() -> None:
-    """As `reading` does, until an answer is written: for a program that is about to load a model."""
-    _from(LARGE, 128 << 10)
 
 
 def _from(large: int, kept: int) -> None:
