@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvcli.kernels.native import native
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGE = 1 << 20  # bytes, while a prompt is read
 LARGEST = 32 << 20  # glibc's own limit
@@ -25,6 +27,8 @@ def reading() -> Iterator[None]:
     try:
         yield
     finally:
+        if (functions := native()) is not None:
+            functions.release()  # a step's own rows need next to nothing of it
         _from(LARGEST, 2 * LARGEST)
 
 

@@ -56,10 +56,16 @@ class Native:
             setattr(self, name, function)
         self._threads = library["pool_threads"]
         self._threads.argtypes, self._threads.restype = (_I,), None
+        self._release = library["pool_release"]
+        self._release.argtypes, self._release.restype = (), None
 
     def use_threads(self, n: int) -> None:
         """How many threads share the work of each call from now on, in all levels."""
         self._threads(n)
+
+    def release(self) -> None:
+        """Give back what layers keep between calls to work in, which is as large as the longest pass yet."""
+        self._release()
 
 
 def _made(is_done: int) -> None:

@@ -58,8 +58,8 @@ def test_packed_experts_are_the_weights_that_their_codes_stand_for(
     want = reference.experts(x.float(), plain.plain(), ENDS)
     found = grouped.experts(x, codes, N, ENDS)
     torch.testing.assert_close(found.float(), want, rtol=0, atol=WITHIN[dtype] * float(want.abs().max()))
-    assert torch.equal(grouped.experts(x, Codes.of(weights(dtype), bits), N, ENDS), found) == (way != "plain")
     if way != "plain":
+        assert torch.equal(grouped.experts(x, Codes.of(weights(dtype), bits), N, ENDS), found)
         with pytest.raises(TypeError, match="cannot be looked at"):
             codes.plain()
 
