@@ -35,7 +35,7 @@ LN2 = tl.constexpr(1 / LOG2E)
 LARGEST = tl.constexpr(65504.0)  # of float16
 ABOVE = tl.constexpr(15.0)  # log2 of the largest weight
 MEETING = tl.constexpr(16)  # spans that are added up at once
-OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
 
 
 def _two_of(bits: int, first: int) -> str:

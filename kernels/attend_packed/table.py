@@ -17,7 +17,7 @@ SIZES = (64, 128, 256)  # of heads; what threads share has to be a power of two
 LEAST = 16  # slots of a tile
 ALIGNED = 16  # bytes
 NARROWEST = 256  # slots of a span; the fewest that are worth a part of their own
-SPANS = 64  # of the longest head, so that every processor of a card has work
+PROGRAMS = 256  # of all heads: two for each processor of a large card; with more, spans wait for their turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,9 @@ class Table:
 
     @property
     def span(self) -> int:
-        """Slots of one program. It depends on what is stored and on nothing of a pass."""
-        return max(NARROWEST, self.whole // SPANS)
+        """Slots of one program, a power of two. It depends on what is stored and on nothing of a pass."""
+        spans = 1 << max(1, PROGRAMS // len(self.heads)).bit_length() - 1
+        return max(NARROWEST, self.whole // spans)
 
     @property
     def whole(self) -> int:

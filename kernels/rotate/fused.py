@@ -14,14 +14,15 @@ OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 def turned(k: Tensor, pos: Tensor, inv_freq: Tensor, scaling: float, interleaved: bool, *, back: bool) -> Tensor:
     """k [..., S, D], pos [S] or [..., S] or what spreads to it."""
     out = torch.empty_like(k, memory_format=torch.contiguous_format)
+    if not out.numel():
+        return out
     s, d = k.shape[-2:]
     at = pos.expand(k.shape[:-1]).reshape(-1, s).contiguous()
-    if out.numel():
-        rotate_kernel[(triton.cdiv(s, SLOTS), at.shape[0])](
-            k.contiguous(), at, inv_freq.float(), out, scaling, s, R=inv_freq.shape[0], D=d, X=SLOTS,
-            P=triton.next_power_of_2(inv_freq.shape[0]), Y=triton.next_power_of_2(d),
-            NEAR=interleaved, BACK=back, **OPTIONS,
-        )  # fmt: skip
+    rotate_kernel[(triton.cdiv(s, SLOTS), at.shape[0])](
+        k.contiguous(), at, inv_freq.float(), out, scaling, s, R=inv_freq.shape[0], D=d, X=SLOTS,
+        P=triton.next_power_of_2(inv_freq.shape[0]), Y=triton.next_power_of_2(d),
+        NEAR=interleaved, BACK=back, **OPTIONS,
+    )  # fmt: skip
     return out
 
 

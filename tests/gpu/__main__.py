@@ -1,10 +1,11 @@
 """Everything that can only be found out on a GPU, in one command and a few minutes.
 
-    python -m tests.gpu --out FILE [--budget 520] [--only exact,steps] [--device cpu] [--list]
+    python -m tests.gpu --out FILE [--budget 520] [--only exact,steps] [--at-once] [--device cpu] [--list]
 
 Stage by stage, each in a process of its own with its share of the time, so that one which crashes, hangs or lacks a
 package takes nothing from the others. FILE is JSON, written anew after each stage; a line per stage is printed. Without
 a GPU it says so and ends with status 1; `--device cpu` tries every stage in a tiny form, which shows that it runs.
+`--at-once` runs the stages that measure neither time nor memory side by side, on a card with 24 GiB for them.
 
 A checkout and torch and transformers are enough to begin with: kvcli runs in place. What else it needs and the machine
 lacks may lie unpacked in `.gpu-wheels/` at the root of the checkout, where git ignores it; made for the Python that
@@ -36,6 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ SHARES = {
     "sanitizer": 25,
 }
 STAGES = tuple(SHARES)
+COUNTING = frozenset("kernels bits waits whole exact chat quantized sanitizer".split())  # neither time nor memory
 WHEELS = ROOT / ".gpu-wheels"
 
 
@@ -106,7 +109,13 @@ def no_gpu(environment: dict[str, Any]) -> str:
     return "" if gpu.get("name") else str(gpu.get("why"))
 
 
-def measure(names: Sequence[str], device: str, budget: float, file: Path) -> dict[str, Any]:
+def turns(names: Sequence[str], at_once: bool) -> list[list[str]]:
+    """Stages in their order, those that count together where the first of them stands."""
+    together = [name for name in names if at_once and name in COUNTING]
+    return [together if name in together else [name] for name in names if name not in together[1:]]
+
+
+def measure(names: Sequence[str], device: str, budget: float, file: Path, at_once: bool = False) -> dict[str, Any]:
     """The stages in turn, each with its share of what is left."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
     result: dict[str, Any] = {
@@ -117,16 +126,20 @@ def measure(names: Sequence[str], device: str, budget: float, file: Path) -> dic
         "is_tiny": device == "cpu",
         "stages": {},
     }
-    until = time.monotonic() + budget
-    with tempfile.TemporaryDirectory() as folder:
-        for at, name in enumerate(names):
-            weights = [SHARES[other] for other in names[at:]]
+    until, left = time.monotonic() + budget, turns(names, at_once)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(STAGES)) as pool:
+        while left:
+            weights = [max(SHARES[name] for name in turn) for turn in left]
             seconds = max(1.0, (until - time.monotonic()) * weights[0] / sum(weights))
-            found = result["stages"][name] = run_stage(name, device, seconds, Path(folder))
-            write(file, result)
-            says = found["why"] or next((row["says"] for row in reversed(found["rows"]) if "says" in row), "")
-            print(f"{name:12} {found['status']:8} {found['seconds']:6.1f} s  {says}", flush=True)
-            if device != "cpu" and name == "environment" and (why := no_gpu(found)):
+            turn = left.pop(0)
+            runs = {pool.submit(run_stage, name, device, seconds, Path(folder)): name for name in turn}
+            for run in as_completed(runs):
+                name, found = runs[run], run.result()
+                result["stages"][name] = found
+                write(file, result)
+                says = found["why"] or next((row["says"] for row in reversed(found["rows"]) if "says" in row), "")
+                print(f"{name:12} {found['status']:8} {found['seconds']:6.1f} s  {says}", flush=True)
+            if device != "cpu" and turn == ["environment"] and (why := no_gpu(result["stages"]["environment"])):
                 result["no_gpu"] = why
                 write(file, result)
                 break
@@ -138,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON")
     parser.add_argument("--budget", type=float, default=520, help="seconds for all stages")
     parser.add_argument("--only", default="", help="stages, by commas")
+    parser.add_argument("--at-once", action="store_true", help="side by side what measures neither time nor memory")
     parser.add_argument("--device", default="cuda", help="cpu tries every stage in a tiny form")
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args(argv)
@@ -148,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is None or set(only) - set(STAGES):
         parser.error(f"--out FILE, and of --only {', '.join(STAGES)}")
     names = [name for name in STAGES if name in only or (name == "environment" and args.device != "cpu")]
-    result = measure(names, args.device, args.budget, args.out)
+    result = measure(names, args.device, args.budget, args.out, args.at_once)
     if "no_gpu" in result:
         print(f"no GPU here: {result['no_gpu']}. --device cpu tries every stage in a tiny form")
         return 1

@@ -106,7 +106,7 @@ def _tried(lm: LM, name: str, want: list[int], make: Callable[[], Store], new: i
     for use in kv.usage():
         slots[use.tier] = slots.get(use.tier, 0) + use.slots
     row: Row = {"store": name, "slots": slots, "seconds": round(time.monotonic() - began, 2)}
-    row |= {"same": not want or session.ids == want, "ids": session.ids}
+    row |= {"same": not want or session.ids == want, "ids": list(session.ids)}  # steps follow
     try:
         row["drafting_changes_nothing"] = _written(lm, make(), True, new).ids == session.ids
     except ImportError as error:

@@ -2,7 +2,7 @@
 
 Random models, keys and values random too: 1.2 billion weights in bfloat16, and the shape of an 8B Llama in int4. Least,
 median and most of several steps in milliseconds, by events of the device, waits of the host included. `host_ms`: of
-recorded ones, what the host does beside waiting. `floor`: the time that the device's own copies take for as many bytes
+recorded ones, what the host does beside waiting. `floor`: the time in which copies move as many bytes, read and written,
 as weights and stored keys and values have, which a pass must read once.
 """
 
@@ -125,7 +125,7 @@ def _beside(lm: LM, model: Any, n: int, new: int, on: On) -> Row:
 
 
 def run(on: On) -> Iterator[Row]:
-    rate = copy_rate(on.device, 1 << 20 if on.is_tiny else 4 << 30) / 2  # only read
+    rate = copy_rate(on.device, 1 << 20 if on.is_tiny else 4 << 30)
     model = llama(on.device, on.is_tiny)
     lm = LM.of(model)
     lm.lay_out()
