@@ -2,8 +2,8 @@
 
 Rows of the table: storage x policy x drafter x sampler x precision. A new storage, policy or drafter adds its row here
 before anybody speaks of its speed. The short form runs rows in which any three of the columns meet, of which precision
-is one; of storages whose rows are multiplied, kept or read in as another's, or that round old slots, any two. The slow
-one runs all of them.
+is one; of storages whose rows are multiplied, kept, found or read in as another's, or that round old slots, any two. The
+slow one runs all of them.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def is_slow(storage: str, policy: str, sampler: str, drafter: str = CHAINS[1]) -
 COLUMNS = product(STORAGES, POLICIES, DRAFTERS, SAMPLERS)
 ROWS = [(*stored, policy, *rest) for stored, policy, *rest in COLUMNS if serves(stored[0], policy, rest[0])]
 QUICK = [row for row in ROWS if not is_slow(row[0], row[2], row[4], row[3])]
-OWN = (*INDEXES, *RUNGS)  # rows that choose what they read, and slots that a policy places
-ALIKE = {*PARTS, *READ, *EXPERTS, *LOWER} - {*OWN}  # but for a tier, how the prompt came in, or who multiplies
+OWN = ("minmax", "certified", *RUNGS)  # rows that choose what they read, and slots that a policy places
+# but for a tier, how the prompt came in, who multiplies, how pages are found, or what type or block of the prompt it is
+ALIKE = ({*PARTS, *READ, *EXPERTS, *LOWER, *INDEXES} | {"given", "rounded", "blocks"}) - {*OWN}
 SHORT = covering([row for row in QUICK if row[0] not in ALIKE]) | covering([row for row in QUICK if row[0] in ALIKE], 2)
 
 
