@@ -66,7 +66,7 @@ def rooms(vram: int | None = None, ram: int | None = None) -> dict[str, Room]:
     if vram is not None:
         found = {"cpu": found["cpu"], "cuda:0": Room("cuda:0", max(0, vram - CONTEXT), is_described=True, total=vram)}
     behind = found["cpu"].usable
-    return {kind: replace(room, host=0 if room.kind == "cpu" else behind) for kind, room in found.items()}
+    return {kind: replace(room, host=behind if room.kind == "cuda" else 0) for kind, room in found.items()}
 
 
 def look() -> Room:

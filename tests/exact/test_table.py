@@ -2,8 +2,8 @@
 
 Rows of the table: storage x policy x drafter x sampler x precision. A new storage, policy or drafter adds its row here
 before anybody speaks of its speed. The short form runs rows in which any three of the columns meet, of which precision
-is one; of storages whose rows are multiplied, kept, found or read in as another's, or that round old slots, any two. The
-slow one runs all of them.
+is one; of storages whose rows are multiplied, kept, found or read in as another's, or that round old slots, any two.
+The slow one runs all of them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from kvcli.fit.before import Outlook
 from kvcli.fit.explain import alike
 from kvcli.fit.memory import GIB, largest, need
 from kvcli.fit.plan import Facts, Subject, plan, subject_of
-from kvcli.fit.room import Room, choose, container_room, size
+from kvcli.fit.room import Room, choose, container_room, rooms, size
 from kvcli.fit.runs import Beyond
 from kvcli.fit.speed import at, by_rows, speed
 from kvcli.fit.weights import of_files, of_shape, panels, weigh
@@ -33,7 +33,7 @@ from kvcli.kv.room import EVERY
 from kvcli.kv.shortage import Shortage
 from kvcli.kv.slots import LayerShape, Sight, nbytes
 from kvcli.kv.windows import windows_of
-from kvcli.models import source
+from kvcli.models import machine, source
 from kvcli.models.headers import TensorHeader, WeightFile
 from kvcli.models.packing import Packing
 from kvcli.models.shape import shape_of
@@ -263,7 +263,10 @@ def test_what_may_come_back_is_planned_as_a_vector_a_token(demo):
         assert bool(held) == (scope == "prefill+decode")
 
 
-@pytest.mark.parametrize("table", [{}, {"start_keep_ratio": 0.9, "ratio_of": "current"}, {"method": "cut", "keep": 0.3}])
+FEWER = ({}, {"start_keep_ratio": 0.9, "ratio_of": "current"}, {"method": "cut", "keep": 0.3})
+
+
+@pytest.mark.parametrize("table", FEWER, ids=str)
 def test_layers_that_fewer_tokens_reach_are_planned_with_those(demo, table):
     """As much as a session holds once it has read, to the size of a step."""
     more = {"prune": {"method": "lazy"} | table, "sample": {"max_new_tokens": 16}, "exactness": "approx"}
@@ -471,6 +474,14 @@ def test_sizes_have_units():
     for wrong in ("12", "0GiB", "twelve", "-1GiB"):
         with pytest.raises(UsageError):
             size(wrong, "--vram")
+
+
+def test_memory_of_the_host_lies_behind_cards_alone(monkeypatch):
+    """Elsewhere a store has none of it (kv/tiers.py): on Apple's GPUs it is the same memory."""
+    kinds = ("cpu", "cuda:0", "mps")
+    found = [machine.Found(kind, kind, 8 * GIB, 8 * GIB) for kind in kinds]
+    monkeypatch.setattr(machine, "devices", lambda: found)
+    assert {kind: room.host > 0 for kind, room in rooms().items()} == {"cpu": False, "cuda:0": True, "mps": False}
 
 
 def test_the_container_counts_before_the_machine(tmp_path):

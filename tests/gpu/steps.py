@@ -2,8 +2,8 @@
 
 Random models, keys and values random too: 1.2 billion weights in bfloat16, and the shape of an 8B Llama in int4. Least,
 median and most of several steps in milliseconds, by events of the device, waits of the host included. `host_ms`: of
-recorded ones, what the host does beside waiting. `floor`: the time in which copies move as many bytes, read and written,
-as weights and stored keys and values have, which a pass must read once.
+recorded ones, what the host does beside waiting. `floor`: the time in which copies move as many bytes, read and
+written, as weights and stored keys and values have, which a pass must read once.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Thread
 
@@ -81,6 +82,37 @@ def test_memory_that_is_refused_is_an_error_and_nothing_is_lost(
         assert counts["requests"].value == at  # nothing goes on behind it
     counts["refused"].value = 0
     assert torch.equal(logits(), wanted)
+
+
+def test_threads_that_compute_at_once_share_nothing_they_work_in():
+    """And one gives back what is kept all the while."""
+    functions = built.native()
+    assert functions is not None
+    lms = [LM.of(family("qwen3", torch.bfloat16), quant=quant) for quant in ("none", "int8")]
+    over = Event()
+
+    def logits(lm: LM, at: int) -> Tensor:
+        kv = Dense(lm.shapes, lm.dtype)
+        (made,) = run([Feed(lm, Rows.chain([(at + i) % lm.vocab for i in range(600)], 0), kv, want=[599])])
+        return made.logits
+
+    def give_back() -> None:
+        while not over.is_set():
+            functions.release()
+
+    for lm in lms:
+        lm.lay_out()
+    jobs = [(lm, at) for lm in lms for at in range(4)]
+    wanted = [logits(*job) for job in jobs]
+    busy = Thread(target=give_back)
+    busy.start()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(3):
+                assert all(map(torch.equal, pool.map(lambda job: logits(*job), jobs), wanted))
+    finally:
+        over.set()
+        busy.join()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
