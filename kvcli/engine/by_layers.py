@@ -8,7 +8,7 @@ on: rows that stay behind are no longer computed, and those further on do not se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,7 +60,8 @@ class ByLayers:
         self._hear = frozenset(hear)
         self._live: Sequence[int] = range(rows.n_rows)  # rows that go through these
         self._at = 0  # of these, how many did
-        self._hidden: Tensor | None = None  # [len(live), E] what they are given, then what they gave
+        self._given: list[Tensor] = []  # [.., E] what the others are given: in parts, let go of one by one
+        self._gave: list[Tensor] = []  # [.., E] what those gave
         self._heard: list[Sequence[Tensor]] = []  # by part, of these layers
 
     @property
@@ -96,7 +97,7 @@ class ByLayers:
         live = self._live[mine]
         rows = self.rows.only(live)
         hear = [i for i, row in enumerate(live) if row in self._hear] if self._hear else []
-        given = self._hidden[mine] if self._hidden is not None and layers.start else None
+        given, left = _first(self._given, len(live))
         made = yield Feed(self._lm, rows, self._kv, hear=hear, is_prompt=True, layers=layers, hidden=given)
         end = 0 if self._comes_back else rows.pos[-1] + 1  # what windows hide behind it makes room, and then goes
         self._kv.settle((), end, [layer for layer in self._lm.sliding if layer in layers])
@@ -104,12 +105,11 @@ class ByLayers:
         self._kv.settle((), end, layers)
         if hear:
             self._heard.append(made.queries)
+        self._given, self._at = left, mine.stop
         if made.hidden is not None:
-            if self._hidden is None:
-                self._hidden = made.hidden.new_empty(len(self._live), made.hidden.shape[1])
-            self._hidden[mine] = made.hidden
-        self._at = mine.stop
+            self._gave.append(made.hidden)
         if self._at == len(self._live):
+            self._given, self._gave = self._gave, []
             self.queries += [torch.cat(parts, 1) for parts in zip(*self._heard, strict=True)]
             self._left, self._at, self._heard = self._left[1:], 0, []
 
@@ -119,12 +119,34 @@ class ByLayers:
         if chosen is not None and len(chosen) < len(self._live):
             on = set(chosen)
             assert self._hear <= on, "rows that are heard go through every layer"
+            if self._comes_back and self._given:
+                stay = [i for i, row in enumerate(self._live) if row not in on]
+                stopped = torch.cat([part[at] for part, at in _of_parts(self._given, stay)])
+                self.stopped[layers.start] = [self.rows.pos[self._live[i]] for i in stay], stopped
             go = [i for i, row in enumerate(self._live) if row in on]
-            stay = [i for i, row in enumerate(self._live) if row not in on]
-            if self._hidden is not None:
-                if self._comes_back:
-                    self.stopped[layers.start] = [self.rows.pos[self._live[i]] for i in stay], self._hidden[stay]
-                self._hidden = self._hidden[go]
+            for k, (part, at) in enumerate(_of_parts(self._given, go)):
+                self._given[k] = part[at]
             self._live = [self._live[i] for i in go]
         here = [layer for layer in self._lm.storing if layer in layers]
         self._kv.reserve(max(map(self._kv.n_slots, here)) + len(self._live), here)
+
+
+def _first(parts: Sequence[Tensor], n: int) -> tuple[Tensor | None, list[Tensor]]:
+    """The first n rows of what lies in parts, and the parts of the others; None of nothing."""
+    found, left = [], list(parts)
+    while n and left:
+        found.append(left[0][:n])
+        n -= len(found[-1])
+        left[0] = left[0][len(found[-1]) :]
+        left = left if len(left[0]) else left[1:]
+    return (torch.cat(found) if len(found) > 1 else found[0]) if found else None, left
+
+
+def _of_parts(parts: Sequence[Tensor], rows: Sequence[int]) -> Iterator[tuple[Tensor, list[int]]]:
+    """Each part, and which of its rows are among these, which rise."""
+    at = end = 0
+    for part in parts:
+        begin, end, first = end, end + len(part), at
+        while at < len(rows) and rows[at] < end:
+            at += 1
+        yield part, [row - begin for row in rows[first:at]]

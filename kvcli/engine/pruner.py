@@ -59,9 +59,6 @@ class Pruning(Protocol):
     def behind(self, n: int) -> int:
         """Of n tokens, how many are kept as one hidden vector at most: what memory is planned with."""
 
-    def reaches(self, n: int, layers: int) -> Sequence[float]:
-        """Which share of a prompt of n tokens reaches each of so many layers at most: what memory is planned with."""
-
     @property
     def guard(self) -> Guard:
         """Tokens that go through every layer whatever it judges."""

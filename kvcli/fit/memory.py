@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +80,6 @@ class Run:
     order: Order = "chunks"  # what of a prompt is finished first
     prunes: bool = False  # some of its tokens go no further
     behind: Callable[[int], int] = lambda n: 0  # of n tokens, how many are kept as one hidden vector instead
-    reaches: Callable[[int], Sequence[float]] | None = None  # of n tokens, which share each layer stores; None = all
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +139,6 @@ def stored(shape: Shape) -> tuple[tuple[LayerShape, int | None], ...]:
 def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     """What a text of `context` tokens needs."""
     chunk = min(run.chunk, context)
-    shares = [1.0] * shape.layers if run.reaches is None else run.reaches(context)
-    copied_on = max((share for share in shares if share < 1), default=float(run.prunes))  # of what waits, who goes on
     held = settled = run.slots(context)
     if run.between is not None:  # what pushes others out is stored before they are forgotten
         held = min(context, max(held + max(chunk, run.between), run.reading(context) + chunk))
@@ -161,7 +157,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         number=run.number,
         kv_number=run.kv_number,
         is_native=run.is_native,
-        waiting=int((1 + copied_on) * context) if run.order == "layers" else 0,
+        waiting=context if run.order == "layers" else 0,
     )
     working = sizes(
         device=run.device, is_fused=run.is_fused, draws=run.draws, largest=weights.largest if run.is_packed else 0
@@ -179,15 +175,14 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
 
     spare = MOST_ROWS if run.records else 0  # a layer never has more room than an answer may need, and these
 
-    def top(which: slice, here: int) -> int:
-        alike = Counter(list(zip(stored(shape), shares, strict=True))[which]).items()
-        each = ((n, of, share, window and Window(window).most(run.answer, chunk)) for ((of, window), share), n in alike)
-        reached = {share: min(here, math.ceil(share * context) + run.answer) for share in shares}
-        return sum(n * run.layer(of, min(reached[s], most or here) + spare, fresh) for n, of, s, most in each)
+    def top(layers: Sequence[tuple[LayerShape, int | None]], here: int) -> int:
+        alike = Counter(layers).items()
+        each = ((n, of, window and Window(window).most(run.answer, chunk)) for (of, window), n in alike)
+        return sum(n * run.layer(of, min(here, most or here) + spare, fresh) for n, of, most in each)
 
     def nbytes(here: int) -> int:
         lower = (moved + 2 * STEP) * (run.lower or 0)  # with spare room, in which the top grew as well
-        found = top(slice(below, None), here) + lower + run.index(known, fresh)
+        found = top(stored(shape)[below:], here) + lower + run.index(known, fresh)
         return found if most is None else min(found, most + newest)
 
     is_all = run.lower is not None  # stored, at a boundary too
@@ -207,7 +202,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
             shape, rows=run.rows, slots=held + moved, number=number, kv_number=kv_number, draws=run.draws
         )
     beside = base + on_card + draft + working + behind
-    newest, budget = top(slice(below, None), min(held, fresh + STEP)), 0
+    newest, budget = top(stored(shape)[below:], min(held, fresh + STEP)), 0
     if run.spends is not None:  # what a pass adds comes on top, for each text its own, as a store has it (kv/tiers.py)
         each = (run.caps.free - (beside - working - remembered)) // run.texts - working - newest
         budget = replace(run.spends, free=max(0, each)).most(context)
@@ -217,7 +212,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     if run.device == "cuda" and below < shape.layers:  # a layer that grows is there twice, while nothing is computed
         grown = places.device // (shape.layers - below)
         working = max(working, fresh_bytes(shape, chunk, run.kv_number) + grown)
-    of_host = top(slice(below), spread.most), sizes(device="cpu") if below else 0
+    of_host = top(stored(shape)[:below], spread.most), sizes(device="cpu") if below else 0
     loading, mapped = loading_bytes(shape, weights, run.number, run.device, check=run.check)
     loading -= on_host
     least = loading - mapped

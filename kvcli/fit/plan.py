@@ -199,7 +199,6 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
         check=load.verify,
         prunes=bool(profile.prune.reads),
         behind=profile.prune.behind,
-        reaches=partial(profile.prune.reaches, layers=shape.layers),
     )
     limit = profile.context.limit
     asked = context or (shape.limit if limit == "auto" else limit)

@@ -58,11 +58,6 @@ class Cut(Spared):
         how = f"through all layers, after a look through {cut}" if self.again else f"from layer {cut}"
         return f"of prompts of {self.least:,} tokens or more {self.keep:.0%} go on {how}; {self.always}"
 
-    def reaches(self, n: int, layers: int) -> Sequence[float]:
-        """All of it below the cut; a look goes no further."""
-        cut = nearest(range(1, max(2, layers)), self.layer * layers) if n >= self.least else layers
-        return [1.0] * cut + [self.keep] * (layers - cut)
-
     def at(self, lm: LM) -> int:
         """The first layer that fewer reach."""
         return nearest(below_all(lm), self.layer * lm.n_layers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,6 @@ class Everything:
     def behind(self, n: int) -> int:
         """Nobody."""
         return 0
-
-    def reaches(self, n: int, layers: int) -> Sequence[float]:
-        """All of it."""
-        return [1.0] * layers
 
     def about(self, lm: LM) -> str:
         """Nothing."""

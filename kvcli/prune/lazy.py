@@ -8,7 +8,6 @@ and values in the layers that it reached, and none above; with scope = "prefill+
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -73,10 +72,6 @@ class Lazy(Schedule):
     def behind(self, n: int) -> int:
         """All that the schedule stops, if they may come back."""
         return 0 if self.every is None or n < self.least else n - math.ceil(self.last * n)
-
-    def reaches(self, n: int, layers: int) -> Sequence[float]:
-        """All of it, if it may come back or attention says how much goes on."""
-        return [1.0] * layers if self.every is not None or self.mass else super().reaches(n, layers)
 
     def about(self, lm: LM) -> str:
         """The same, and where one that stays behind takes more than the keys and values that it is spared."""

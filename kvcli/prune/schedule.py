@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -60,24 +60,13 @@ class Schedule(Spared):
     def cuts(self, lm: LM) -> Mapping[int, float]:
         """By layer that fewer reach: which share does. A layer whose neighbour below does not see the whole text gives
         way to the nearest that can judge, and so do the last that are spared."""
-        return self._cuts(below_all(lm, self.spared), lm.n_layers)
-
-    def _cuts(self, shown: Sequence[int], n_layers: int) -> Mapping[int, float]:
-        first, last = self._ends(n_layers)
+        shown = below_all(lm, self.spared)
+        first, last = self._ends(lm.n_layers)
         found = {}
-        for at in self._wanted(n_layers):
+        for at in self._wanted(lm.n_layers):
             layer = nearest(shown, at)
             along = 0.0 if last == first else min(1.0, max(0.0, (layer - first) / (last - first)))
             found[layer] = self.start_keep_ratio + (self.end_keep_ratio - self.start_keep_ratio) * along
-        return found
-
-    def reaches(self, n: int, layers: int) -> Sequence[float]:
-        """As `cuts` has it, where every layer shows all of a text."""
-        cuts, share, found = self._cuts(range(1, max(2, layers)), layers), 1.0, []
-        for layer in range(layers):
-            if n >= self.least and layer in cuts:
-                share = cuts[layer] * (share if self.ratio_of == "current" else 1.0)
-            found.append(share)
         return found
 
     def _wanted(self, n_layers: int) -> list[float]:

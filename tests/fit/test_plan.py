@@ -236,9 +236,7 @@ def test_reading_by_layers_holds_one_layer_of_a_chunk_and_the_hidden_states_of_a
     assert layers - chunks == pytest.approx(hidden - 1.6 * (fresh - fresh / shape.layers), abs=2)
     pruned = Profile.load("lazy").replace(spec={"method": "off"})
     assert planned(demo, pruned, n).run.order == "layers"
-    assert planned(demo, pruned, n).need.working - layers == pytest.approx(hidden / 2, abs=2)  # who goes on is copied
-    back = pruned.replace(prune={"scope": "prefill+decode"})
-    assert planned(demo, back, n).need.working - layers == pytest.approx(hidden, abs=2)  # they may be all
+    assert planned(demo, pruned, n).need.working == layers  # who goes on is copied part by part
 
 
 def test_what_may_come_back_is_planned_as_a_vector_a_token(demo):
@@ -259,26 +257,8 @@ def test_what_may_come_back_is_planned_as_a_vector_a_token(demo):
             drive(session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
             held = nbytes(session.behind).get("behind", 0)
         more = planned(demo, profile, n).need.kv - planned(demo, "exact", n).need.kv
-        assert (held <= more <= 1.2 * held) if held else more <= 0, "the first and the newest are not behind"
+        assert held <= more <= 1.2 * held, "the first, the newest and the template's are not behind"
         assert bool(held) == (scope == "prefill+decode")
-
-
-FEWER = ({}, {"start_keep_ratio": 0.9, "ratio_of": "current"}, {"method": "cut", "keep": 0.3})
-
-
-@pytest.mark.parametrize("table", FEWER, ids=str)
-def test_layers_that_fewer_tokens_reach_are_planned_with_those(demo, table):
-    """As much as a session holds once it has read, to the size of a step."""
-    more = {"prune": {"method": "lazy"} | table, "sample": {"max_new_tokens": 16}, "exactness": "approx"}
-    profile = Profile.load("exact").replace(**more)
-    n = 3000
-    with load("demo", profile, set={"load.device": "cpu", "load.verify": False}) as model:
-        session = model.text.session
-        drive(session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
-        held = sum(use.nbytes for use in session.kv.usage())
-    assert held <= planned(demo, profile, n).need.kv <= 1.15 * held
-    short = profile.replace(prune={"least": n + 1})
-    assert planned(demo, short, n).need.kv == planned(demo, "exact", n).need.kv
 
 
 def test_chunks_come_first_and_layers_where_only_so_it_fits(demo):
