@@ -17,6 +17,7 @@ from kvcli.engine.feed import Feed, Made
 from kvcli.engine.forward import Pass
 from kvcli.engine.gate import Gate
 from kvcli.engine.lm import LM
+from kvcli.engine.pruner import Live
 from kvcli.engine.rows import Rows
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session, commit
@@ -270,6 +271,24 @@ def test_two_prompts_side_by_side_are_read_as_alone() -> None:
         drive(other.read(ids))
         for a, b in zip(held(s.kv, 3), held(other.kv, 3), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_what_waits_between_layers_is_one_copy(cut: int) -> None:
+    """And a part, in any layer, whoever goes on."""
+    model, part, n = lm("llama"), 7, 100
+    width = model.model.config.hidden_size * model.dtype.itemsize
+    most = list[int]()
+
+    def pruner(layer: int, live: Live) -> Sequence[int] | None:
+        return list(live.rows)[: 3 * len(live.rows) // 4] if layer >= cut else None
+
+    prompt = ByLayers(model, store(model, 0), Rows.chain(families.prompt(n), 0), part, pruner=pruner)
+    for _ in iter(lambda: prompt.is_over, True):
+        drive(prompt.go_on())
+        parts = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in (*prompt._given, *prompt._gave)}
+        most.append(sum(t.nbytes() for t in parts.values()))
+    assert n * width <= max(most) <= (n + 2 * part) * width
 
 
 @pytest.mark.parametrize("pruning", [None, LAZY], ids=["whole", "pruned"])
