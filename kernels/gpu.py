@@ -40,6 +40,12 @@ def _why_no_card(device: torch.device) -> str:
     return ""
 
 
+def tiles_under_way(device: torch.device) -> int:
+    """Of what a kernel of attention reads, for the loads of one to hide behind the others: where a processor shares more
+    than 100 KB, three and two programs. No bit depends on it."""
+    return 3 if device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 0), (9, 0)) else 2
+
+
 def serves(*tensors: Tensor) -> bool:
     """Whether kernels without matrix products take all these: they compute in float32."""
     return all(t.dtype in (*TYPES, torch.float32) and not why_not(t.device, TYPES[0]) for t in tensors)

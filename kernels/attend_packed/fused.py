@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels import gpu
 from kvcli.kernels.attend_packed.table import Table, table_of
 from kvcli.kernels.attend_rows.passes import MANY
 
@@ -35,7 +36,7 @@ LN2 = tl.constexpr(1 / LOG2E)
 LARGEST = tl.constexpr(65504.0)  # of float16
 ABOVE = tl.constexpr(15.0)  # log2 of the largest weight
 MEETING = tl.constexpr(16)  # spans that are added up at once
-OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def _two_of(bits: int, first: int) -> str:
@@ -96,10 +97,11 @@ def attend(
         q.contiguous(), table.at, table.at if at is None else at, parts, lses, by, cap, window, n, n_spans, span,
         G=g, D=d, M=tile, B=table.tile, K_BITS=table.k_bits, V_BITS=table.v_bits, GROUP=table.group, C=table.width,
         HAS_CAP=softcap > 0, SIGHT=2 if window else 1 if table.has_holes else 0,
-        BF16=table.heads[0].rest.dtype == torch.bfloat16, PTX=q.is_cuda, **OPTIONS,
+        BF16=table.heads[0].rest.dtype == torch.bfloat16, PTX=q.is_cuda,
+        num_stages=gpu.tiles_under_way(q.device), **OPTIONS,
     )  # fmt: skip
     out, lse = torch.empty_like(q, dtype=torch.float32), lses.new_empty(h, n)
-    meet_kernel[(h, n)](parts, lses, out, lse, n_spans, D=d, **OPTIONS)
+    meet_kernel[(h, n)](parts, lses, out, lse, n_spans, D=d, num_stages=2, **OPTIONS)
     return out, lse
 
 

@@ -17,7 +17,8 @@ SIZES = (64, 128, 256)  # of heads; what threads share has to be a power of two
 LEAST = 16  # slots of a tile
 ALIGNED = 16  # bytes
 NARROWEST = 256  # slots of a span; the fewest that are worth a part of their own
-PROGRAMS = 256  # of all heads: two for each processor of a large card; with more, spans wait for their turn
+SPANS = 64  # of the longest head at most: the parts that fit plans with
+PROGRAMS = 256  # of all heads at most: with more than two for each processor of a large card, spans wait for their turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Table:
     def span(self) -> int:
         """Slots of one program, a power of two. It depends on what is stored and on nothing of a pass."""
         spans = 1 << max(1, PROGRAMS // len(self.heads)).bit_length() - 1
-        return max(NARROWEST, self.whole // spans)
+        return max(NARROWEST, self.whole // min(SPANS, spans))
 
     @property
     def whole(self) -> int:

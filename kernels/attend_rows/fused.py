@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvcli.kernels import gpu
 from kvcli.kernels.attend_rows.tables import Table, Tree
 from kvcli.kernels.merge.fused import LN2, LOG2E, fold
 
@@ -272,7 +273,7 @@ def attend_rows(
         *(*bent, window or 0, *strides, n, before, paths, deep, late, spans),
         **sizes,
         **{"M": rows, "B": tile or block, "UNIT": unit},
-        **{"num_warps": 8 if is_prompt else 4, "num_stages": _stages(q.device), "enable_fp_fusion": False},
+        **{"num_warps": 8 if is_prompt else 4, "num_stages": gpu.tiles_under_way(q.device), "enable_fp_fusion": False},
     )
     fold(outs, lses, out, lse, sink=sink, rows=None if tree is None else tree.path_of, at_once=TOGETHER)
     return out, lse
@@ -286,8 +287,3 @@ def _strides(t: Tensor) -> tuple[int, int]:
 
 def _padded(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
-
-
-def _stages(device: torch.device) -> int:
-    """Tiles under way: cards with 100 KB of shared memory hold two."""
-    return 3 if device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 0), (9, 0)) else 2

@@ -103,6 +103,14 @@ def test_keys_turn_and_turn_back(dims: int, near: bool, dtype: torch.dtype, both
             torch.testing.assert_close(got, want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(3, 0, 16), (0, 5, 16)], ids=str)
+def test_no_keys_turn_into_none(shape: tuple[int, int, int], both: Any) -> None:
+    rotary, k = rotate.Rotary(100.0 ** (-torch.arange(0, 16, 2) / 16)), torch.empty(shape)
+    for pos in (torch.arange(shape[1]), torch.empty(shape[:2], dtype=torch.int64)):
+        got, want = both(lambda pos=pos: rotate.unrotate(k, pos, rotary))
+        assert got.shape == want.shape == shape
+
+
 @pytest.mark.parametrize("over", ["mean", "sum", "max", "none"])
 @pytest.mark.parametrize(("softcap", "window"), [(0.0, None), (1.5, 20)])
 def test_masses_are_those_of_the_reference(over: str, softcap: float, window: int | None, both: Any) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from kvcli.kernels import gpu
 from kvcli.kernels.attend_packed import PackedHead, attend_table, reference, table_of, why_not
+from kvcli.kernels.attend_packed.table import NARROWEST, PROGRAMS, SPANS, Table
 from kvcli.kv import packed
 from kvcli.kv.packed_head import Head, Precision
 from kvcli.kv.slots import Sight, Slots, alike
@@ -156,6 +159,19 @@ def test_a_partition_by_rows_would_be_caught(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(fused, "attend", by_rows)
     assert differing(rows(heads, 3), heads, (3,)) > 0
+
+
+@pytest.mark.parametrize("n_heads", [1, 2, 3, 8, 12, 40])
+@pytest.mark.parametrize("longest", [1, 300, 32_768, 100_000])
+def test_spans_are_as_many_as_a_card_has_room_for(n_heads: int, longest: int) -> None:
+    head = SimpleNamespace(length=longest)
+    table = Table(torch.empty(0), (head,) * n_heads, (), 4, 4, 64, 64, longest, False)  # type: ignore[arg-type]
+    spans = -(-longest // table.span)
+    assert table.span & (table.span - 1) == 0
+    assert spans <= SPANS
+    assert spans == 1 or (spans * n_heads <= PROGRAMS and table.span >= NARROWEST)
+    if longest == 100_000:  # and no fewer than half of it
+        assert 4 * spans >= min(SPANS, PROGRAMS // n_heads)
 
 
 def test_many_rows_go_through_one_span(monkeypatch: pytest.MonkeyPatch) -> None:

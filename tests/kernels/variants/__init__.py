@@ -6,8 +6,11 @@ One file an op, with a list `VARIANTS` in it; `tests/kernels/test_compiled.py` c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+
+ARCHS = (80, 86, 89, 90, 120)  # compute capabilities
 
 
 @dataclass(frozen=True)
@@ -25,4 +28,4 @@ class Variant:
     streams: bool = False  # reads gigabytes: loads have to be 16 bytes wide and go past the registers
     products: bool = False  # has matrix products: all variants of an op need the same layout of warps and instruction
     tile_bytes: int = 0  # that a step of the innermost loop reads of memory, of all warps; for the model of time
-    archs: tuple[int, ...] = field(default=(80, 86, 89, 90, 120))
+    archs: tuple[int, ...] = ARCHS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernels.variants import Variant
+from tests.kernels.variants import ARCHS, Variant
 
 KERNEL = "kvcli.kernels.attend_packed.fused:packed_kernel"
 TYPES = {
@@ -21,12 +21,13 @@ def form(
     cap: bool = False,
     sight: int = 0,
     streams: bool = True,
+    under_way: int = 2,
 ) -> Variant:
     tile = 32 if d > 128 else 64
     scales = 0 if bits == 8 else 2 * 2 * d + tile * 2 * 2 * (d // 64)
     return Variant(
         KERNEL,
-        f"{bits} bits, {rows} rows, heads of {d}" + ", soft cap" * cap + ", window" * (sight == 2),
+        f"{bits} bits, {rows} rows, heads of {d}" + ", soft cap" * cap + ", window" * (sight == 2) + ", three under way" * (under_way == 3),
         TYPES,
         {
             **{"G": 4, "D": d, "M": rows, "B": tile, "K_BITS": bits, "V_BITS": bits, "GROUP": 64, "C": 64},
@@ -36,6 +37,8 @@ def form(
         budget=budget,
         streams=streams,
         products=True,
+        stages=under_way,
+        archs=(80, 90) if under_way == 3 else ARCHS,
         tile_bytes=2 * tile * d * bits // 8 + scales + (2 * 2 * tile if bits == 8 else 0),
     )
 
@@ -51,6 +54,11 @@ VARIANTS = [
     form(4, 600, d=256),
     form(8, 820, rows=32, d=256),
     form(4, 770, cap=True, sight=2),
+    form(4, under_way=3),
+    form(8, under_way=3),
+    form(4, rows=32, under_way=3),
+    form(8, rows=32, under_way=3),
+    form(4, d=256, under_way=3),
     Variant(
         "kvcli.kernels.attend_packed.fused:meet_kernel",
         "spans meet",
