@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-
 ARCHS = (80, 86, 89, 90, 120)  # compute capabilities
 
 

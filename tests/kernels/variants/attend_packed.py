@@ -24,10 +24,14 @@ def form(
     under_way: int = 2,
 ) -> Variant:
     tile = 32 if d > 128 else 64
+    way = ", three under way" * (under_way == 3)
     scales = 0 if bits == 8 else 2 * 2 * d + tile * 2 * 2 * (d // 64)
     return Variant(
         KERNEL,
-        f"{bits} bits, {rows} rows, heads of {d}" + ", soft cap" * cap + ", window" * (sight == 2) + ", three under way" * (under_way == 3),
+        f"{bits} bits, {rows} rows, heads of {d}"
+        + ", soft cap" * cap
+        + ", window" * (sight == 2)
+        + ", three under way" * (under_way == 3),
         TYPES,
         {
             **{"G": 4, "D": d, "M": rows, "B": tile, "K_BITS": bits, "V_BITS": bits, "GROUP": 64, "C": 64},
