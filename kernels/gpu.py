@@ -41,8 +41,8 @@ def _why_no_card(device: torch.device) -> str:
 
 
 def tiles_under_way(device: torch.device) -> int:
-    """Of what a kernel of attention reads, for the loads of one to hide behind the others: where a processor shares more
-    than 100 KB, three and two programs. No bit depends on it."""
+    """Of what a kernel of attention reads, so that loads hide behind each other: three where a processor shares more
+    than 100 KB and has room for two programs of it all the same. No bit depends on it."""
     return 3 if device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 0), (9, 0)) else 2
 
 

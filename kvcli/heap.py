@@ -1,4 +1,4 @@
-"""While a prompt is read, large blocks of memory go back to the system as they are freed: a run takes what lives in it.
+"""While weights or a prompt are read, large blocks of memory go back to the system: a run takes what lives in it.
 
 glibc raises the size from which on blocks have pages of their own to that of the largest one freed, up to 32 MiB, and
 before 2.38 an aligned block, as torch's are, does not fit where one of its size was. Behind a long prompt a tenth of
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from kvcli.kernels.native import native
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-LARGE = 1 << 20  # bytes, while a prompt is read
+LARGE = 1 << 20  # bytes, while something is read
 LARGEST = 32 << 20  # glibc's own limit
 
 

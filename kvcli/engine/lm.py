@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging
 
+from kvcli import heap
 from kvcli.engine import forward, gate, seam, stated, stops, weights
 from kvcli.engine.few import few_layers
 from kvcli.engine.frame import Frames
@@ -152,6 +153,7 @@ class LM:
         return lm
 
     @staticmethod
+    @heap.reading()
     def load(
         source: Source,
         *,

@@ -136,6 +136,15 @@ def stored(shape: Shape) -> tuple[tuple[LayerShape, int | None], ...]:
     return tuple((of, windows[i].size if i in windows else None) for i, of in enumerate(shapes))
 
 
+def _waiting(shape: Shape, run: Run, context: int, held: int) -> int:
+    """Rows that wait between layers beside what these hold: what the last one is given goes as it stores, in memory that
+    the system brings as it is written."""
+    of, window = stored(shape)[-1]
+    is_brought = run.device == "cpu" and run.lower is None
+    last = of.numbers * min(held, window or held) * run.kv_number if is_brought else 0
+    return max(1, context - last // (shape.hidden * run.number))
+
+
 def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     """What a text of `context` tokens needs."""
     chunk = min(run.chunk, context)
@@ -157,7 +166,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         number=run.number,
         kv_number=run.kv_number,
         is_native=run.is_native,
-        waiting=context if run.order == "layers" else 0,
+        waiting=_waiting(shape, run, context, held) if run.order == "layers" else 0,
     )
     working = sizes(
         device=run.device, is_fused=run.is_fused, draws=run.draws, largest=weights.largest if run.is_packed else 0

@@ -28,10 +28,7 @@ def form(
     scales = 0 if bits == 8 else 2 * 2 * d + tile * 2 * 2 * (d // 64)
     return Variant(
         KERNEL,
-        f"{bits} bits, {rows} rows, heads of {d}"
-        + ", soft cap" * cap
-        + ", window" * (sight == 2)
-        + ", three under way" * (under_way == 3),
+        f"{bits} bits, {rows} rows, heads of {d}" + ", soft cap" * cap + ", window" * (sight == 2) + way,
         TYPES,
         {
             **{"G": 4, "D": d, "M": rows, "B": tile, "K_BITS": bits, "V_BITS": bits, "GROUP": 64, "C": 64},
