@@ -137,8 +137,8 @@ def stored(shape: Shape) -> tuple[tuple[LayerShape, int | None], ...]:
 
 
 def _waiting(shape: Shape, run: Run, context: int, held: int) -> int:
-    """Rows that wait between layers beside what these hold: what the last one is given goes as it stores, in memory that
-    the system brings as it is written."""
+    """Rows that wait between layers beside what these hold: what the last one is given goes as it stores, in memory
+    that the system brings as it is written."""
     of, window = stored(shape)[-1]
     is_brought = run.device == "cpu" and run.lower is None
     last = of.numbers * min(held, window or held) * run.kv_number if is_brought else 0
