@@ -20,7 +20,7 @@ from tests.bench.waits import opened
 from tests.fake_graphs import FakeGraphs
 from tests.gpu import __main__ as command
 from tests.gpu import clock, environment, sanitizer
-from tests.gpu.__main__ import SHARES, STAGES, main
+from tests.gpu.__main__ import SHARES, STAGES, main, turns
 from tests.gpu.stage import On, Row, stage_of
 
 if sys.platform == "linux":  # before a test imports triton: what is interpreted is decided there
@@ -48,6 +48,12 @@ def test_every_stage_has_a_file_and_a_share() -> None:
     files = {path.stem for path in (ROOT / "tests" / "gpu").glob("*.py")}
     assert files - HELPERS == set(STAGES) == set(SHARES)
     assert sum(SHARES.values()) == 520
+
+
+def test_stages_that_count_run_side_by_side_where_the_first_stands() -> None:
+    assert turns(STAGES, False) == [[name] for name in STAGES]
+    found = turns(["environment", "bits", "steps", "exact", "memory"], True)
+    assert found == [["environment"], ["bits", "exact"], ["steps"], ["memory"]]
 
 
 def test_environment_says_what_can_be_imported() -> None:

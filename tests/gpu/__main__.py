@@ -38,7 +38,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,12 +62,12 @@ SHARES = {
     "sanitizer": 25,
 }
 STAGES = tuple(SHARES)
-COUNTING = frozenset("kernels bits waits whole exact chat quantized sanitizer".split())  # neither time nor memory
+COUNTING = frozenset("kernels bits waits whole exact sanitizer".split())  # neither time nor memory
 WHEELS = ROOT / ".gpu-wheels"
 
 
-def run_stage(name: str, device: str, seconds: float, folder: Path) -> dict[str, Any]:
-    """One stage in a process of its own -> how it ended, and what it found until then."""
+def run_stage(name: str, device: str, seconds: float, folder: Path, stop: Event) -> dict[str, Any]:
+    """One stage in a process of its own, ended at `stop` -> how it ended, and what it found until then."""
     rows, said = folder / f"{name}.jsonl", folder / f"{name}.txt"
     carried = [str(WHEELS)] if any(WHEELS.rglob(f"*{sys.implementation.cache_tag}*")) else []
     paths = [str(ROOT), *carried, *os.environ.get("PYTHONPATH", "").split(":")]
@@ -83,10 +85,13 @@ def run_stage(name: str, device: str, seconds: float, folder: Path) -> dict[str,
             start_new_session=True,  # so that what it starts ends with it
         )
         try:
-            code, status = child.wait(seconds), "died"
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            code, status = child.wait(), "late"
+            while child.poll() is None and time.monotonic() - began < seconds and not stop.is_set():
+                stop.wait(0.1)
+        finally:
+            status = "died" if child.poll() is not None else "late"
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            code = child.wait()
     lines = [json.loads(line) for line in rows.read_text().splitlines() if line.endswith("}")] if rows.exists() else []
     why = f"ended after {seconds:.0f} s" if status == "late" else f"its process ended with {code}"
     status, why = next((line["end"] for line in lines if "end" in line), (status, why))
@@ -124,21 +129,26 @@ def measure(names: Sequence[str], device: str, budget: float, file: Path, at_onc
         "commit": commit.strip(),
         "device": device,
         "is_tiny": device == "cpu",
+        "at_once": at_once,
         "stages": {},
     }
-    until, left = time.monotonic() + budget, turns(names, at_once)
+    until, left, stop = time.monotonic() + budget, turns(names, at_once), Event()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(STAGES)) as pool:
         while left:
             weights = [max(SHARES[name] for name in turn) for turn in left]
             seconds = max(1.0, (until - time.monotonic()) * weights[0] / sum(weights))
             turn = left.pop(0)
-            runs = {pool.submit(run_stage, name, device, seconds, Path(folder)): name for name in turn}
-            for run in as_completed(runs):
-                name, found = runs[run], run.result()
-                result["stages"][name] = found
-                write(file, result)
-                says = found["why"] or next((row["says"] for row in reversed(found["rows"]) if "says" in row), "")
-                print(f"{name:12} {found['status']:8} {found['seconds']:6.1f} s  {says}", flush=True)
+            runs = {pool.submit(run_stage, name, device, seconds, Path(folder), stop): name for name in turn}
+            try:
+                for run in as_completed(runs):
+                    name, found = runs[run], run.result()
+                    result["stages"][name] = found
+                    write(file, result)
+                    says = found["why"] or next((row["says"] for row in reversed(found["rows"]) if "says" in row), "")
+                    print(f"{name:12} {found['status']:8} {found['seconds']:6.1f} s  {says}", flush=True)
+            finally:
+                stop.set()  # Ctrl-C ends what is under way
+            stop.clear()
             if device != "cpu" and turn == ["environment"] and (why := no_gpu(result["stages"]["environment"])):
                 result["no_gpu"] = why
                 write(file, result)
