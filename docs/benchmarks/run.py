@@ -79,6 +79,8 @@ RESULTS = {
     "kv-field": "python tests/bench/kv_quality.py --field --texts 12 --shares 0.5,0.25,0.125,0.06",
     "kv-tasks": "python tests/bench/kv_quality.py --field --texts 6 --shares 0.5,0.25,0.125"
     " --tasks niah_single,niah_multikey,niah_multikey_all,passkey,mqar,late_questions,copy_span,json_extract",
+    "kv-tasks-smollm2": f"python tests/bench/kv_quality.py --model {LISTED} --field --texts 1 --length 1024"
+    " --shares 0.5,0.25,0.125 --tasks niah_single,niah_uuid,passkey,mqar",
     "kv-moved": "python tests/bench/kv_quality.py --moved --texts 200 --shares 0.125,0.05",
     "presses": "python tests/bench/presses.py",  # of the packages it names, installed
     "presses-smollm2": f"python tests/bench/presses.py --model {LISTED} --texts 2 --length 1024 --shares 0.25",
