@@ -107,7 +107,8 @@ class ByLayers:
             self._heard.append(made.queries)
         self._given, self._at = left, mine.stop
         if made.hidden is not None:
-            self._gave.append(made.hidden)
+            gave = made.hidden  # of a pass with other texts it is a part, which would keep theirs
+            self._gave.append(gave if gave.untyped_storage().nbytes() == gave.nbytes else gave.clone())
         if self._at == len(self._live):
             self._given, self._gave = self._gave, []
             self.queries += [torch.cat(parts, 1) for parts in zip(*self._heard, strict=True)]
