@@ -75,6 +75,6 @@ def once(lm: LM, kv: Dense, rows: int, context: int) -> float:
     want = range(rows if rows < ROWS[-1] else 0)  # reading wants no logits
     settle(lm.device)
     began = time.perf_counter()
-    run([Feed(lm, built, kv, want=want, states=States(lm.mixers.like))])
+    run([Feed(lm, built, kv, want=want, states=States(lm.mixers.like), is_prompt=rows == ROWS[-1])])
     settle(lm.device)
     return time.perf_counter() - began

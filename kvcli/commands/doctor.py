@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,10 +32,15 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
-def doctor(context: typer.Context) -> int:
+def doctor(
+    context: typer.Context,
+    speed: Annotated[bool, typer.Option("--speed", help="Time one thread and all of them; some ten seconds.")] = False,
+) -> int:
     """Versions, devices, memory, paths: paste it into a bug report."""
     world: World = context.obj
     document = examine(world)
+    if speed:
+        document = document.model_copy(update={"steps": steps_by_threads()})
     if world.options.json:
         print_json(world, document)
     else:
@@ -71,8 +76,25 @@ def examine(world: World) -> DoctorDocument:
         },
         sandbox=means(),
         demo_model=(weights_dir() / "model.safetensors").exists(),
+        steps={},
         **hardware(world),
     )
+
+
+def steps_by_threads() -> dict[int, float]:
+    """Of one thread and of all."""
+    from kvcli.bench.scaling import random_model, steps_a_second
+    from kvcli.models import machine
+
+    return steps_a_second(random_model(), sorted({1, machine.threads()}))
+
+
+def speed_words(steps: dict[int, float]) -> list[str]:
+    """What one thread does and what more give; nothing where nothing was timed."""
+    one = steps.get(1, 0.0)
+    found = [f"{n} thread{'s' if n > 1 else ''} {rate:.1f}" for n, rate in steps.items()]
+    more = [f"{rate / one:.2f} times one thread" for n, rate in steps.items() if n > 1]
+    return [f"speed         {', '.join([*found, *more])} (steps a second, random 86M Llama in bf16)"] if steps else []
 
 
 def hardware(world: World) -> dict[str, Any]:
@@ -138,6 +160,7 @@ def words(document: DoctorDocument) -> list[str]:
     for device in document.devices[1:]:
         size = f", {long_size(device.free_bytes or 0)} free of {long_size(device.total_bytes or 0)}"
         machine.append(f"{device.kind:<14}{device.name}{size if device.total_bytes else ''}")
+    machine += speed_words(document.steps)
     kernels = [f"{k.device:<6} {k.op:<13} {k.choice}: {k.reason}" for k in document.kernels]
     kernels += [f"{device:<6} {'quant':<13} {backend}" for device, backend in document.quant.items()]
     paths = [f"{name:<14}{path}" for name, path in document.paths.items()]

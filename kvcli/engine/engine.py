@@ -13,7 +13,7 @@ from kvcli.engine.feed import Asks, E, Feed, Made, T, Work
 from kvcli.engine.forward import Pass, SideBySide
 from kvcli.engine.gate import Enough
 from kvcli.engine.readback import Readback, fetch
-from kvcli.engine.threads import use_device
+from kvcli.engine.threads import one_pool, use_device
 from kvcli.engine.trial import Trial, cache_name, under_way
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ def run(feeds: Sequence[Feed]) -> list[Made]:
     """
     made: dict[int, Made] = {}
     for some in passes_of(feeds):
-        made |= zip(some, _run(feeds[some[0]].lm, [feeds[i] for i in some]), strict=True)
+        lm, its = feeds[some[0]].lm, [feeds[i] for i in some]
+        with one_pool(lm.has_pool and not any(feed.is_prompt for feed in its)):  # what torch does of a prompt is large
+            made |= zip(some, _run(lm, its), strict=True)
     return [made[i] for i in range(len(feeds))]
 
 

@@ -81,6 +81,7 @@ class LM:
         self.generation = stated.generation(model, info.id)
         self.info = info
         self.is_row_invariant = False  # known to: a row has the same bits whoever shares its pass
+        self.has_pool = False  # native kernels share its steps among threads of their own, once laid out (threads.py)
         self.straight: Straight | None = None  # a way through it that leaves transformers' loop out, once laid out
         self.frames: Frames | None = None  # passes that its device records, where it does
         self.turns: tuple[Rotary | None, ...] | None = None  # of keys, by layer, once somebody asked (rope.py)
@@ -249,6 +250,8 @@ class LM:
         for swap, how in ((lay_out_, native), (lay_out_experts_, experts), skinny, blocked):
             if done := swap(self.model, give_back):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
+        serves = (not attend_rows.why_not(self.dtype, self.device, of.k_dim, of.v_dim) for of in self.shapes)
+        self.has_pool = not self.is_apart and any(serves)
         for latent in self.latents.values():
             latent.lay_out()
         self.mixers.settle()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli.engine.sample import STUCK
+from kvcli.engine.threads import one_pool
 from kvcli.errors import BadInput, BadModel
 
 if TYPE_CHECKING:
@@ -78,11 +79,13 @@ class Readback:
 
     def _draw(self, which: range) -> Tensor:
         assert self._feed.draw is not None, "nothing was to be drawn"
-        return self._feed.draw.behind(self._feed.rows, which, self._logits)
+        with one_pool(self._feed.lm.has_pool):  # the next step waits for it
+            return self._feed.draw.behind(self._feed.rows, which, self._logits)
 
     def _glean(self, which: slice) -> Tensor:
         assert self._feed.glean is not None, "nothing was to be gleaned"
-        return self._feed.glean(self._logits[which])
+        with one_pool(self._feed.lm.has_pool):
+            return self._feed.glean(self._logits[which])
 
 
 def fetch(texts: Sequence[Readback]) -> None:

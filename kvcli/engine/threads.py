@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from kvcli.kernels.native import native
@@ -18,3 +21,18 @@ def use_threads(n: int) -> None:
     torch.set_num_threads(n)
     if (kernels := native()) is not None:
         kernels.use_threads(n)
+
+
+@contextmanager
+def one_pool(has_pool: bool) -> Iterator[None]:
+    """Torch's own operations on this thread alone, where a model `has_pool`, the native one with threads of its own.
+
+    Torch's threads spin for milliseconds behind each operation that they share. In a step of one token the native
+    layers find a core taken then: two threads were as slow as one.
+    """
+    n = torch.get_num_threads()
+    torch.set_num_threads(1 if has_pool else n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n)

@@ -223,4 +223,7 @@ class DoctorDocument(Json):
     environment: dict[str, str]
     sandbox: list[str] = Field(description="what shuts in the process that parses documents: seccomp, landlock, limits")
     demo_model: bool
+    steps: dict[int, float] = Field(
+        description="with --speed: steps a second of a random 86M model in bf16, by threads"
+    )
     problems: list[str]

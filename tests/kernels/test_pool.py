@@ -9,15 +9,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import run
+from kvcli.drafts.off import Off
+from kvcli.engine.engine import drive, run
 from kvcli.engine.feed import Feed
 from kvcli.engine.lm import LM
 from kvcli.engine.rows import Draft, Rows
+from kvcli.engine.sample import Sampler
+from kvcli.engine.session import Session
 from kvcli.engine.threads import use_threads
 from kvcli.kernels import native as built
 from kvcli.kernels.linear import linear, pack
@@ -149,3 +153,41 @@ def test_a_forked_child_computes_and_so_does_its_parent(one_thread_after: None):
     finally:
         over.set()
         busy.join()
+
+
+@pytest.mark.parametrize("is_prompt", [False, True])
+def test_torch_computes_alone_beside_the_pool_but_for_prompts(is_prompt: bool, monkeypatch: pytest.MonkeyPatch):
+    """Its threads spin behind what they shared, on the cores that the pool's next job needs."""
+    lm = LM.of(family("llama", torch.bfloat16))
+    lm.lay_out()
+    seen: list[int] = []
+    draw, straight = Sampler.__call__, lm.straight
+    assert straight is not None
+
+    def passed(*args: Any) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return straight(*args)
+
+    def drawn(self: Sampler, *args: Any) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return draw(self, *args)
+
+    monkeypatch.setattr(lm, "straight", passed)
+    monkeypatch.setattr(Sampler, "__call__", drawn)
+    torch.set_num_threads(3)
+    try:
+        text = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+        drive(text.read([1, 2, 3]))
+        if not is_prompt:
+            seen.clear()
+            drive(text.stream(2))
+        assert set(seen) == ({3} if is_prompt else {1})
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_without_native_kernels_torch_keeps_its_threads():
+    lm = LM.of(family("llama", torch.float64))
+    lm.lay_out()
+    assert not lm.has_pool

@@ -156,16 +156,25 @@ static void add(const void *a, void *y, int64_t M, int64_t n, int64_t step, int 
   Sum j = {a, y, n, step, is_wide};
   by_row(sum_row, &j, M);
 }
-static int product(const Product *w, const void *x, void *y, int64_t M, int is_wide) {
-  if (!w->bits) return JOIN(linear, LEVEL)(x, w->w, w->bias, y, M, w->N, is_wide ? w->K : w->K / 2, is_wide);
-  if (!JOIN(linear_packed, LEVEL)(x, w->w, w->scale, y, M, w->N, w->K, w->bits, w->group, is_wide)) return 0;
-  if (w->bias) add(w->bias, y, M, w->N, 0, is_wide);
+// n products of the same rows, those of one form in one job
+static int products(const Product *const *w, void *const *y, int n, const void *x, int64_t M, int is_wide) {
+  Output some[3];
+  for (int i = 0, end; i < n; i = end) {
+    const Product *p = w[i];
+    for (end = i; end < n && w[end]->bits == p->bits && w[end]->group == p->group; end++)
+      some[end - i] = (Output){w[end]->w, w[end]->scale, w[end]->bias, y[end], w[end]->N};
+    if (!(p->bits ? packed_all(x, some, end - i, M, p->K, (int)p->bits, p->group, is_wide)
+                  : linear_all(x, some, end - i, M, is_wide ? p->K : p->K / 2, is_wide))) return 0;
+    for (int k = i; k < end; k++)
+      if (p->bits && w[k]->bias) add(w[k]->bias, y[k], M, w[k]->N, 0, is_wide);
+  }
   return 1;
 }
+static int product(const Product *w, const void *x, void *y, int64_t M, int is_wide) { return products(&w, &y, 1, x, M, is_wide); }
 static int mlp_some(const Mlp *w, const void *x, void *y, int64_t M) {
   const size_t bytes = (size_t)M * w->gate.N * (w->is_wide ? 4 : 2);
   char *gate = take_room(OF_MLP, 2 * bytes), *up = gate + (gate ? bytes : 0);
-  int is_done = gate && product(&w->gate, x, gate, M, w->is_wide) && product(&w->up, x, up, M, w->is_wide);
+  int is_done = gate && products((const Product *[]){&w->gate, &w->up}, (void *[]){gate, up}, 2, x, M, w->is_wide);
   if (is_done) {
     Gated j = {w, gate, up};
     by_row(gated_row, &j, M);
@@ -212,8 +221,8 @@ static void turn_row(const void *job, int64_t m) {
 static int before_some(const Layer *l, const void *x, const void *cos, const void *sin, void *q, void *k, void *v, int64_t M, int64_t R) {
   const int is_wide = l->mlp.is_wide;
   void *normed = take_room(OF_LAYER, (size_t)M * l->first.H * (is_wide ? 4 : 2));
-  const int is_done = normed && JOIN(rms_norm, LEVEL)(&l->first, x, normed, M) && product(&l->q, normed, q, M, is_wide) &&
-                      product(&l->k, normed, k, M, is_wide) && product(&l->v, normed, v, M, is_wide);
+  const int is_done = normed && JOIN(rms_norm, LEVEL)(&l->first, x, normed, M) &&
+                      products((const Product *[]){&l->q, &l->k, &l->v}, (void *[]){q, k, v}, 3, normed, M, is_wide);
   give_room(OF_LAYER, normed);
   if (!is_done) return 0;
   Turn of_q = {&l->of_q, cos, sin, q, l->q.N / l->D, l->D, R, is_wide}, of_k = {&l->of_k, cos, sin, k, l->k.N / l->D, l->D, R, is_wide};

@@ -33,11 +33,29 @@
 #define ONCE 1
 #endif
 
+// One of several products of the same rows, which are one job: a thread that waits for others waits once for all of them.
 typedef struct {
+  const void *w, *scale, *bias;  // scale: of packed weights; bias [N], as y
+  void *y;                       // [M, N] bf16 or fp32
+  int64_t N;
+} Output;
+static int panels(const Output *o, int n) {
+  int64_t all = 0;
+  for (int i = 0; i < n; i++) all += (o[i].N + PANEL - 1) / PANEL;
+  return (int)all;
+}
+// What chunk c of the job is a panel of; c becomes the number of that panel
+INLINE const Output *output_of(const Output *o, int *c) {
+  for (int n; *c >= (n = panels(o, 1)); o++) *c -= n;
+  return o;
+}
+
+typedef struct {
+  const Output *outputs;
   const uint32_t *x, *w;
-  const void *bias;  // [N], as y
-  void *y;           // [M, N] bf16 or fp32
-  int64_t M, N, S;
+  const void *bias;
+  void *y;
+  int64_t first, M, N, S;  // rows from `first` on; w, bias, y, N: of one chunk
   int is_wide;      // fp32
   uint32_t *apart;  // x in stretches of `depth` words, [ceil(S / depth)][rows][depth], widened where w is; or null
   int widens;
@@ -153,7 +171,9 @@ static void tiles_chunk(const Linear *l, int c) {
 #define tiles_chunk(l, c)
 #endif
 static void linear_chunk(void *arg, int c, char *) {
-  const Linear *l = arg;
+  Linear mine = *(const Linear *)arg, *l = &mine;
+  const Output *o = output_of(l->outputs, &c);
+  l->w = o->w, l->bias = o->bias, l->N = o->N, l->y = (char *)o->y + l->first * o->N * (l->is_wide ? 4 : 2);
   if (BY_TILES(l->is_wide)) {
     tiles_chunk(l, c);
     return;
@@ -186,10 +206,10 @@ static void apart_chunk(void *arg, int m, char *) {
       for (uint32_t i = 0, *to = l->apart + at * 2; i < here; i++) to[2 * i] = x[i] << 16, to[2 * i + 1] = x[i] & 0xffff0000u;
   }
 }
-// x [M, K], w packed, bias [N] or null -> y [M, N]; all fp32 (S = K) or all bf16 (S = K / 2)
-EXPORT(linear)(const void *x, const void *w, const void *bias, void *y, int64_t M, int64_t N, int64_t S, int is_wide) {
+// x [M, K] -> n outputs; all fp32 (S = K) or all bf16 (S = K / 2)
+static int linear_all(const void *x, const Output *outputs, int n, int64_t M, int64_t S, int is_wide) {
   const int may_widen = WIDENS && !is_wide;
-  const int64_t most = M < TALL ? M : TALL, size = is_wide ? 4 : 2;
+  const int64_t most = M < TALL ? M : TALL;
   uint32_t *apart = 0;
   if (most >= MANY || (may_widen && most > FEW)) {
     apart = take_room(OF_ROWS, (most + 15) * (S + DEPTH) * 4 * (may_widen ? 2 : 1));
@@ -197,15 +217,20 @@ EXPORT(linear)(const void *x, const void *w, const void *bias, void *y, int64_t 
   }
   for (int64_t m = 0; m < M; m += TALL) {
     const int64_t rows = M - m < TALL ? M - m : TALL;
-    Linear l = {(const uint32_t *)x + m * S, w, bias, (char *)y + m * N * size, rows, N, S, is_wide, 0, may_widen && rows > FEW, DEPTH, rows};
+    Linear l = {.outputs = outputs, .x = (const uint32_t *)x + m * S, .first = m, .M = rows, .S = S, .is_wide = is_wide};
+    l.widens = may_widen && rows > FEW, l.depth = DEPTH, l.rows = rows;
     if (BY_TILES(is_wide)) l.depth = 16, l.rows = rows > 16 ? UP(rows, 16) : rows;
     if (l.widens || rows >= MANY) {
       l.apart = apart;
       if (rows >= MANY) pool_run(apart_chunk, &l, (int)l.rows, 0);
       else for (int r = 0; r < rows; r++) apart_chunk(&l, r, 0);
     }
-    pool_run(linear_chunk, &l, (int)((N + PANEL - 1) / PANEL), 0);
+    pool_run(linear_chunk, &l, panels(outputs, n), 0);
   }
   give_room(OF_ROWS, apart);
   return 1;
+}
+// x [M, K], w packed, bias [N] or null -> y [M, N]
+EXPORT(linear)(const void *x, const void *w, const void *bias, void *y, int64_t M, int64_t N, int64_t S, int is_wide) {
+  return linear_all(x, &(Output){w, 0, bias, y, N}, 1, M, S, is_wide);
 }

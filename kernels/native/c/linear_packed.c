@@ -12,6 +12,8 @@
 #define STRETCH 32  // inputs whose codes are widened at a time
 
 typedef struct {
+  const Output *outputs;
+  int64_t first;          // rows from there on; scale, w, y, N: of one chunk
   const void *x, *scale;  // bf16 or fp32, as y
   const uint8_t *w;
   void *y;
@@ -116,15 +118,22 @@ INLINE void widened(int bits, const Packed *p, int c) {
   for (int64_t m = 0; m < p->M; m++)
     for (int64_t n = 0; n < width; n += 16) put(p, m, n0 + n, load(F, (bits == 8 ? part : total) + m * PANEL + n));
 }
+// The job with what chunk c is of, of which it becomes the number of the panel
+static Packed packed_of(const void *job, int *c) {
+  Packed p = *(const Packed *)job;
+  const Output *o = output_of(p.outputs, c);
+  p.scale = o->scale, p.w = o->w, p.N = o->N, p.y = (char *)o->y + p.first * o->N * (p.is_wide ? 4 : 2);
+  return p;
+}
 static void widened_chunk(void *arg, int c, char *) {
-  const Packed *p = arg;
+  const Packed mine = packed_of(arg, &c), *p = &mine;
   if (p->bits == 8) widened(8, p, c);
   else widened(4, p, c);
 }
 static void rows_chunk(void *arg, int m, char *) {
   const Packed *p = arg;
-  for (int64_t k = 0; k < p->K; k++)
-    p->rows[k / p->stretch * p->stretch * p->M + m * p->stretch + k % p->stretch] = number(p->x, m * p->K + k, p->is_wide);
+  for (int64_t k = 0; k < p->K; k += p->stretch)
+    for (int64_t i = 0; i < p->stretch; i++) p->rows[k * p->M + m * p->stretch + i] = number(p->x, m * p->K + k + i, p->is_wide);
   for (int64_t j = 0; j < p->K / p->group; j++) {
     float sum = 0;
     for (int64_t k = j * p->group; k < (j + 1) * p->group; k++) sum += number(p->x, m * p->K + k, p->is_wide);
@@ -236,7 +245,7 @@ INLINE void digits_panel(int bits, const Packed *p, int c) {
     for (int64_t n = 0; n < outputs(p, c); n += 16) put(p, m, c * PANEL + n, load(F, part + m * PANEL + n));
 }
 static void digits_panel_chunk(void *arg, int c, char *) {
-  const Packed *p = arg;
+  const Packed mine = packed_of(arg, &c), *p = &mine;
   if (p->bits == 8) digits_panel(8, p, c);
   else digits_panel(4, p, c);
 }
@@ -246,15 +255,15 @@ static void digits_panel_chunk(void *arg, int c, char *) {
 #define digits_panel_chunk widened_chunk
 #endif
 
-// x [M, K], packed w, scales -> y [M, N], all bf16 or all fp32. K is a multiple of 16; with 4 bits of the group, N of 16.
-EXPORT(linear_packed)(const void *x, const void *w, const void *scale, void *y, int64_t M, int64_t N, int64_t K, int bits, int64_t group, int is_wide) {
+// x [M, K] -> n outputs, all bf16 or all fp32, weights of one form. K is a multiple of 16; with 4 bits of the group, N of 16.
+static int packed_all(const void *x, const Output *outputs, int n, int64_t M, int64_t K, int bits, int64_t group, int is_wide) {
   const int by_digits = HAS_DIGITS && !is_wide, size = is_wide ? 4 : 2;
   const int64_t even = K % 128 == 0 ? 128 : K % 64 == 0 ? 64 : K % 32 == 0 ? 32 : 16, most = M < TALL ? M : TALL;
   char *scratch = take_room(OF_ROWS, most * K * 4 + most * (K / (bits == 8 ? even : group)) * 12 + 16 * 128);  // tiles read 16 rows
   if (!scratch) return 0;
   for (int64_t m = 0; m < M; m += TALL) {
     const int64_t rows = M - m < TALL ? M - m : TALL;
-    Packed p = {.x = (const char *)x + m * K * size, .scale = scale, .w = w, .y = (char *)y + m * N * size, .M = rows, .N = N, .K = K};
+    Packed p = {.outputs = outputs, .first = m, .x = (const char *)x + m * K * size, .M = rows, .K = K};
     p.group = bits == 8 ? even : group, p.bits = bits, p.is_wide = is_wide;
     const int64_t steps = rows * (K / p.group);
     p.stretch = even < STRETCH ? even : STRETCH;
@@ -264,8 +273,12 @@ EXPORT(linear_packed)(const void *x, const void *w, const void *scale, void *y, 
     const job_fn before = by_digits ? digits_chunk : rows_chunk;
     if (rows >= MANY) pool_run(before, &p, (int)rows, 0);
     else for (int r = 0; r < rows; r++) before(&p, r, 0);
-    pool_run(by_digits ? digits_panel_chunk : widened_chunk, &p, (int)((N + PANEL - 1) / PANEL), 0);
+    pool_run(by_digits ? digits_panel_chunk : widened_chunk, &p, panels(outputs, n), 0);
   }
   give_room(OF_ROWS, scratch);
   return 1;
+}
+// x [M, K], packed w, scales -> y [M, N]
+EXPORT(linear_packed)(const void *x, const void *w, const void *scale, void *y, int64_t M, int64_t N, int64_t K, int bits, int64_t group, int is_wide) {
+  return packed_all(x, &(Output){w, scale, 0, y, N}, 1, M, K, bits, group, is_wide);
 }

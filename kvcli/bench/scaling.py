@@ -1,0 +1,49 @@
+"""What more threads give: steps of one token of a random model, by threads that take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+
+from kvcli.calibrate.passes import filled, once
+from kvcli.engine.lm import LM, quiet
+from kvcli.engine.threads import use_threads
+
+CONTEXT = 512  # tokens
+TURNS = 12
+
+
+def random_model() -> LM:
+    """A Llama of 86 million weights in bf16, more than a cache holds: what is timed is arithmetic, not words."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=16384,
+        intermediate_size=2816,
+        tie_word_embeddings=True,
+    )
+    with quiet():
+        lm = LM.of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    lm.lay_out()
+    return lm
+
+
+def steps_a_second(lm: LM, threads: Sequence[int]) -> dict[int, float]:
+    """By threads: steps of one token behind 512. Leaves as many threads as there were."""
+    kv, were = filled(lm, CONTEXT), torch.get_num_threads()
+    times: dict[int, list[float]] = {n: [] for n in threads}
+    try:
+        for _ in range(TURNS):
+            for n in threads:
+                use_threads(n)
+                once(lm, kv, 1, CONTEXT)  # threads that slept are awake behind it
+                times[n].append(once(lm, kv, 1, CONTEXT))
+    finally:
+        use_threads(were)
+    return {n: 1 / median(took) for n, took in times.items()}
