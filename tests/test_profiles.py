@@ -32,9 +32,9 @@ def test_every_shipped_profile_is_sound_and_says_what_it_is_for(name: str) -> No
 
 
 def test_the_shipped_profiles() -> None:
-    exact = ["draft", "exact", "fafo", "fafo-paper", "lookahead", "ngram", "specextend", "specextend-paper"]
-    approx = ["balanced", "cpu", "expected", "fastgen", "fastgen-paper", "gpu", "kvzip", "lean", "max-context", "snap"]
-    approx += ["budget", "streaming", "lazy", "lazy-fast", "lazy-paper"]
+    exact = ["draft", "exact", "fafo", "fafo-paper", "gpu", "lookahead", "ngram", "specextend", "specextend-paper"]
+    approx = ["balanced", "cpu", "expected", "fastgen", "fastgen-paper", "kvzip", "lean", "max-context", "offload"]
+    approx += ["snap", "budget", "streaming", "lazy", "lazy-fast", "lazy-paper"]
     assert sorted(SHIPPED) == sorted(exact + approx)
     assert [name for name in sorted(SHIPPED) if load_profile(name).exactness == "exact"] == exact
     assert load_profile("exact").spec.method == "off"
