@@ -214,7 +214,7 @@ def test_a_model_that_a_pruner_cannot_judge_is_refused_when_it_is_opened() -> No
 def test_what_a_pruner_does_is_a_caution_once() -> None:
     made = Model(long_lm(), small_tokenizers.demo(), Profile.load("lazy"))
     (said,) = made.open().cautions
-    assert said.startswith("of prompts of 1,024 tokens or more")
+    assert said.startswith("of a prompt of 1,024 tokens or more")
     assert "the newest 64" in said
     assert "the question always do" in said
 

@@ -15,6 +15,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+
+from kvcli.bench.run import refuse_unbuilt  # noqa: E402
+
 RANDOM = "random-152M"  # a folder beside the command; written first where a command names it
 SEVERAL = "--baseline hf --baseline llama.cpp"
 LISTED = "smollm2-135m"  # a name of kvcli's list; fetched first, by pip, where a command names it
@@ -136,6 +140,7 @@ def main(names: list[str]) -> int:
     if unknown := [name for name in names if name not in RESULTS]:
         print(f"there is no result {unknown[0]}: take {', '.join(RESULTS)}", file=sys.stderr)
         return 2
+    refuse_unbuilt()
     failed = [name for name in names or RESULTS if not measure(name)]
     for name in failed:
         print(f"{name} was not measured, its old result stands", file=sys.stderr)

@@ -108,12 +108,17 @@ def why_not() -> str:
     return "" if levels() else "this CPU lacks AVX2"
 
 
+def is_unbuilt() -> bool:
+    """Whether this is a checkout, in which the library of this machine has yet to be built, or built again."""
+    path, written = _place()
+    return bool(written) and _library() is None and path.with_name("c").is_dir()
+
+
 def remedy() -> str:
     """What to type where `why_not` has a reason; "" where nothing would help."""
-    path, written = _place()
-    if not written or _library() is not None:
+    if not _place()[1] or _library() is not None:
         return ""
-    if path.with_name("c").is_dir():
+    if is_unbuilt():
         return "python -m pip install ziglang; python -m kvcli.kernels.native.build"
     return "in a checkout, with a network: pip install --force-reinstall --no-deps --no-cache-dir ."
 

@@ -15,6 +15,7 @@ from kvcli.bench.recipe import Recipe
 from kvcli.bench.same import Tie, first_difference, tie_at
 from kvcli.bench.workloads import prompt_of
 from kvcli.errors import ContextOverflow, KvcliError, UsageError
+from kvcli.kernels import native
 
 if TYPE_CHECKING:
     from kvcli.bench.side import Side
@@ -190,6 +191,14 @@ class Bench:
                 series.peak = peak_of(recipes[series.side], series.case.prompt, series.case.new, self.environ)
             except (KvcliError, OSError) as error:
                 self.notes.append(words_of(error))
+
+
+def refuse_unbuilt() -> None:
+    """Raises UsageError in a checkout whose native kernels were not built: torch would be timed, at half their speed."""
+    if native.is_unbuilt():
+        why = "the native kernels of this checkout are not built"
+        lines = [native.why_not(), "torch would be timed in their place"]
+        raise UsageError(why, code="not_built", lines=lines, try_=[native.remedy()])
 
 
 def check_room(ctx: Sequence[int], new: int, limit: int, model: str) -> None:

@@ -83,7 +83,7 @@ def bench(
 
 def run(setup: Setup, typed: Mapping[str, Any], out: Outlet, dry_run: bool) -> int:
     """Check everything that can be checked, then measure."""
-    from kvcli.bench.run import check_room
+    from kvcli.bench.run import check_room, refuse_unbuilt
     from kvcli.commands.bench_ask import understand
     from kvcli.commands.bench_quality import suite
     from kvcli.models.shape import of_source
@@ -99,6 +99,7 @@ def run(setup: Setup, typed: Mapping[str, Any], out: Outlet, dry_run: bool) -> i
             from kvcli.commands.bench_out import print_dry_run
 
             return print_dry_run(setup.world, asked)
+        refuse_unbuilt()
         bench = prepare(setup, asked, found, quality, bar)
         status = measure(bench)
     return out.finish(bench, status)

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 def print_calibration(setup: Setup) -> int:
     """Measure, and print the document: an object with --json, one line for each figure with --plain, else in words."""
+    from kvcli.bench.run import refuse_unbuilt
     from kvcli.calibrate.run import run_calibration
     from kvcli.render.bench_progress import progress
     from kvcli.render.screen import Screen
 
     world = setup.world
+    refuse_unbuilt()
     with progress(Screen.of(world)) as bar:
         bar.show(0, 0, f"loading {setup.name}")
         document = run_calibration(world, setup.load, setup.profile(), lambda words: bar.show(0, 0, words))

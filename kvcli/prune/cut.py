@@ -56,7 +56,7 @@ class Cut(Spared):
         """Which layers fewer reach. Raises BadModel for a model that cannot be judged."""
         cut = self.at(lm)
         how = f"through all layers, after a look through {cut}" if self.again else f"from layer {cut}"
-        return f"of prompts of {self.least:,} tokens or more {self.keep:.0%} go on {how}; {self.always}"
+        return f"of a prompt of {self.least:,} tokens or more {self.keep:.0%} go on {how}; {self.always}"
 
     def at(self, lm: LM) -> int:
         """The first layer that fewer reach."""

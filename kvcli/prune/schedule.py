@@ -34,7 +34,11 @@ class Schedule(Spared):
     @property
     def reads(self) -> str:
         """How much of a long prompt goes through all layers, in words."""
-        return f"{self.last:.0%} of a prompt of {self.least:,} tokens or more in the upper layers"
+        return f"{self.last:.0%} of a prompt{self._long} in the upper layers"
+
+    @property
+    def _long(self) -> str:
+        return f" of {self.least:,} tokens or more" if self.least > 1 else ""
 
     @property
     def last(self) -> float:
@@ -55,7 +59,7 @@ class Schedule(Spared):
         last = f", nor one of the last {self.spared}" if self.spared else ""
         why = f"as the layer below must see all of a text{last}"
         moved = f" (not {', '.join(map(str, sorted(wanted)))}, {why})" if wanted != set(cuts) else ""
-        return f"of prompts of {self.least:,} tokens or more {shares}{moved}; {self.always}"
+        return f"of a prompt{self._long} {shares}{moved}; {self.always}"
 
     def cuts(self, lm: LM) -> Mapping[int, float]:
         """By layer that fewer reach: which share does. A layer whose neighbour below does not see the whole text gives

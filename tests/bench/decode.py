@@ -171,7 +171,12 @@ def measure(model: Any, lm: Any, n: int, new: int, reps: int) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
+    """Where it runs; refuses a checkout that would time torch in the place of its kernels."""
     import transformers
+
+    from kvcli.bench.run import refuse_unbuilt
+
+    refuse_unbuilt()
 
     about = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(":")[1].strip() for line in about if "model name" in line), "")

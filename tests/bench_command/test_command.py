@@ -15,6 +15,7 @@ from kvcli.bench.same import tie_at
 from kvcli.demo import weights_dir
 from kvcli.engine.engine import drive, events
 from kvcli.errors import ExitStatus
+from kvcli.kernels import native
 from kvcli.schemas.documents import DOCUMENTS
 from kvcli.settings.profile import Profile
 from tests.fakes import Machine
@@ -174,3 +175,13 @@ def test_lossless_profiles_write_one_text_in_fp32(machine: Machine):
     assert "kv>1KiB" in beyond.err
     past = machine("bench", "demo", "--history", "--json")
     assert len(json.loads(past.out)["entries"]) == 6
+
+
+@pytest.mark.parametrize("args", [["--ctx", "512"], ["--calibrate"]])
+def test_a_checkout_without_its_kernels_times_nothing(
+    machine: Machine, args: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(native, "is_unbuilt", lambda: True)
+    result = machine("bench", "demo", "--json", *args)
+    assert result.exit == ExitStatus.USAGE
+    assert json.loads(result.out)["code"] == "not_built"
