@@ -194,7 +194,7 @@ class Bench:
 
 
 def refuse_unbuilt() -> None:
-    """Raises UsageError in a checkout whose native kernels were not built: torch would be timed, at half their speed."""
+    """Raises UsageError in a checkout whose native kernels are not built: torch would be timed, at half the speed."""
     if native.is_unbuilt():
         why = "the native kernels of this checkout are not built"
         lines = [native.why_not(), "torch would be timed in their place"]
