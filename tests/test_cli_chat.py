@@ -17,11 +17,11 @@ from kvcli.api import Turn
 from kvcli.commands.setup import Setup
 from kvcli.commands.turn_json import Run, turn_document
 from kvcli.demo import weights_dir
-from kvcli.demo.example import SAMPLES
 from kvcli.engine.loops import Loop
 from kvcli.engine.stats import Stats
 from kvcli.schemas.documents import DOCUMENTS, json_schema
 from kvcli.settings.clashes import cautions
+from tests.demo_model.example import SAMPLES
 from tests.fake_model import fake_info
 from tests.fakes import Loaded, Machine
 

@@ -19,8 +19,8 @@ from pydantic import TypeAdapter
 from kvcli.api import Text
 from kvcli.commands.interrupt import Interrupt
 from kvcli.commands.setup import Setup
-from kvcli.demo.sample import write_sample
 from kvcli.schemas.documents import DOCUMENTS
+from tests.demo_model.sample import write_sample
 from tests.documents import made
 from tests.fakes import Machine, Stream
 from tests.summarize.scribe import Scribe, first_sentences

@@ -22,15 +22,14 @@ FLOORS = (
 ).split()
 FLOOR = {name: height for height, name in enumerate(FLOORS)}
 
-# Heavy packages, and the only places that may import them, late or not. The demo trains with both.
+# Heavy packages, and the only places that may import them, late or not.
 ONLY = {
-    "transformers": {"bench", "chat", "demo", "engine", "models"},
+    "transformers": {"bench", "chat", "engine", "models"},
     "torch": {
         "bench",
         "build",
         "calibrate",
         "chat",
-        "demo",
         "drafts",
         "engine",
         "fit",
@@ -117,13 +116,13 @@ def test_only_build_knows_the_methods_by_name():
 
 
 def test_one_file_calls_a_model():
-    """What wants a pass yields a feed, or asks the engine. Benchmarks of others and the demo's training stand aside."""
+    """What wants a pass yields a feed, or asks the engine. Benchmarks of others stand aside."""
     names = ("model", "lm.model", "self.model", "self.lm.model", "session.lm.model", "self._lm.model")
     callers = {
         module
         for module, path in MODULES.items()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in names and _place(module) not in ("bench", "demo")
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in names and _place(module) != "bench"
     }
     assert callers == {"kvcli.engine.engine"}
 

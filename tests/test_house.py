@@ -118,7 +118,7 @@ def test_every_test_named_in_the_docs_exists():
 
 
 def test_the_readmes_sample_is_one_of_the_demos():
-    from kvcli.demo.example import SAMPLES
+    from tests.demo_model.example import SAMPLES
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     question, answer = re.findall(r'^\$ kvcli chat demo -f demo:report -p "(.*?)".*\n(.*)$', readme, re.MULTILINE)[0]

@@ -19,12 +19,12 @@ import kvcli
 from kvcli.chat.conversation import Chat
 from kvcli.chat.local import Model
 from kvcli.chat.pack import CHAT, MANIFEST, PAST, make, open_pack
-from kvcli.demo.example import SAMPLES
 from kvcli.documents import read_document
 from kvcli.errors import BadInput
 from kvcli.kept import past
 from kvcli.kept.shelf import Shelf
 from kvcli.settings.profile import Profile
+from tests.demo_model.example import SAMPLES
 from tests.fakes import Machine
 
 ROOT = Path(__file__).parents[1]

@@ -156,7 +156,7 @@ class Run:
 
 
 def tasks(model: kvcli.Model, of: str, names: Sequence[str]) -> list[Task]:
-    from kvcli.demo.example import example_report
+    from tests.demo_model.example import example_report
 
     report = example_report()
     text = model.tokenizer.decode(model.tokenizer.encode(report.text)[: READ - 40])

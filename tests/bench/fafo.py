@@ -66,8 +66,8 @@ class Task:
 
 def tasks(names: list[str]) -> list[Task]:
     from kvcli.bench.hf import load_hf
-    from kvcli.demo.example import example_report
     from kvcli.models import source
+    from tests.demo_model.example import example_report
 
     demo = looked_at(kvcli.load("demo", profile=PLAIN))
     demo32 = kvcli.load("demo", profile=PLAIN, set={"load.dtype": "fp32"})

@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def demo() -> tuple[Model, list[list[int]]]:
-    from kvcli.demo.example import example_report
+    from tests.demo_model.example import example_report
 
     model, report = kvcli.load("demo", profile="exact"), example_report()
     fact = report.facts[len(report.facts) // 2]

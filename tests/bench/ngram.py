@@ -43,7 +43,7 @@ class Task:
 
 
 def tasks(demo: Model, random: Model, demo32: Model, random32: Model) -> list[Task]:
-    from kvcli.demo.example import example_report
+    from tests.demo_model.example import example_report
 
     report = example_report()
     notes = [f"Repeat this: {a.paragraph} {b.paragraph}" for a, b in zip(report.notes, report.notes[1:], strict=False)]

@@ -16,7 +16,6 @@ from typing import Any
 
 from kvcli.bench.texts import text_of
 from kvcli.bench.workloads import cut, turns
-from kvcli.demo.evaluate import HELD_OUT, Question, prompt_ids, questions
 from kvcli.engine.engine import drive, events
 from kvcli.quality.agree import predicted
 from kvcli.quality.answer import open_session
@@ -25,6 +24,7 @@ from kvcli.quality.prompt import Prompts
 from kvcli.quality.prose import Prose
 from kvcli.quality.sample import Draw
 from kvcli.quality.tasks import TASKS
+from tests.demo_model.evaluate import HELD_OUT, Question, prompt_ids, questions
 
 SKILLS = {"single key": "lookup", "many keys": "lookup", "one finding": "lookup", "summary": "summary"}
 LOOKUPS = ("niah_single", "passkey", "mqar")

@@ -169,7 +169,7 @@ def over(kv: Watched, q: Tensor) -> dict[str, float | None]:
 def demo() -> tuple[Any, list[int]]:
     """The demo model in float32, and a question about its report."""
     import kvcli
-    from kvcli.demo.example import example_report
+    from tests.demo_model.example import example_report
 
     model = kvcli.load("demo", profile="exact", set={"load.dtype": "fp32"})
     report = example_report()

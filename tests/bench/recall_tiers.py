@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     import kvcli
-    from kvcli.demo.example import example_report
+    from tests.demo_model.example import example_report
 
     only = ["dense", *(name for name in args.only.split(",") if name != "dense")]
     if unknown := set(only) - set(STORES):

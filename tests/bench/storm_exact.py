@@ -26,10 +26,10 @@ sys.path.insert(0, str(ROOT))
 import kvcli  # noqa: E402
 from kvcli.api import Turn  # noqa: E402
 from kvcli.chat.local import Model  # noqa: E402
-from kvcli.demo.example import example_report  # noqa: E402
 from kvcli.engine.drafter import Costs  # noqa: E402
 from kvcli.models.text import render_prompt  # noqa: E402
 from kvcli.settings.profile import Profile  # noqa: E402
+from tests.demo_model.example import example_report  # noqa: E402
 
 PROFILES = ("ngram", "lookahead", "fafo")
 _PART = {"floor": 96, "dense_layers": 1, "recent": 16, "every": 32}  # so short a text would be read in full

@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from kvcli.demo import report_path, words
-from kvcli.demo.example import example_report, example_text
 from kvcli.demo.report import write_report
-from kvcli.demo.turns import rewrite, summary, swapped, turns
+from tests.demo_model.example import example_report, example_text
+from tests.demo_model.turns import rewrite, summary, swapped, turns
 
 
 def test_same_seed_same_report():
@@ -82,7 +82,7 @@ def test_example_is_the_generators():
 
 def test_report_needs_no_torch():
     code = (
-        "import sys, kvcli.demo.example, kvcli.demo.turns\n"
+        "import sys, tests.demo_model.example, tests.demo_model.turns\n"
         "print(sorted({'torch', 'transformers', 'numpy'} & {*sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

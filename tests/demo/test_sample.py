@@ -11,9 +11,9 @@ import pytest
 import kvcli
 from kvcli.chat.local import Model
 from kvcli.demo import sample_path
-from kvcli.demo.sample import N_PAGES, main, pdf_bytes, write_sample
 from kvcli.documents import Document, read_document
 from kvcli.summarize.run import summary_of
+from tests.demo_model.sample import N_PAGES, main, pdf_bytes, write_sample
 
 SAMPLE = write_sample()
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvcli.demo import report_path, weights_dir
-from kvcli.demo.evaluate import Count, measure
-from kvcli.demo.example import SAMPLES, Sample
+from tests.demo_model.evaluate import Count, measure
+from tests.demo_model.example import SAMPLES, Sample
 
 transformers = pytest.importorskip("transformers")
 

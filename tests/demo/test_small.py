@@ -5,8 +5,8 @@ import torch
 
 import kvcli
 from kvcli.demo import weights_dir
-from kvcli.demo.example import example_report
 from tests.bench import widened
+from tests.demo_model.example import example_report
 
 transformers = pytest.importorskip("transformers")
 

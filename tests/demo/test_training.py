@@ -9,14 +9,14 @@ import torch
 from tokenizers import Tokenizer
 
 from kvcli.demo import weights_dir
-from kvcli.demo.export import export
-from kvcli.demo.network import Network, Shape
-from kvcli.demo.packing import copy_row, encode_parts, make_batch, report_row
 from kvcli.demo.report import write_report
-from kvcli.demo.tokenizer import ASSISTANT, BOS, END
-from kvcli.demo.train import RECIPES, Crew, Phase, Recipe, Run, phase_at
-from kvcli.demo.turns import ORDINAL, VALUE, lookup, summary
 from kvcli.demo.words import person, place
+from tests.demo_model.export import export
+from tests.demo_model.network import Network, Shape
+from tests.demo_model.packing import copy_row, encode_parts, make_batch, report_row
+from tests.demo_model.tokenizer import ASSISTANT, BOS, END
+from tests.demo_model.train import RECIPES, Crew, Phase, Recipe, Run, phase_at
+from tests.demo_model.turns import ORDINAL, VALUE, lookup, summary
 
 TINY = (Phase(steps=2, lengths=(211, 61), tokens=211), Phase(steps=1, lengths=(223, 61), tokens=223))
 

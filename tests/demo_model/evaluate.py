@@ -1,6 +1,6 @@
 """Measure the demo model on seeds it has not seen: exact answers by skill and report length. Prints JSON last.
 
-    python -m kvcli.demo.evaluate --free
+    python -m tests.demo_model.evaluate --free
 
 An answer counts as exact when every one of its tokens is the model's first choice given the ones before, which is the
 same as saying that greedy decoding writes the reference answer. A bullet counts on its own, so a wrong bullet does
@@ -22,11 +22,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvcli.demo import weights_dir
-from kvcli.demo.packing import encode_parts
 from kvcli.demo.report import Report, new_fact, write_report
-from kvcli.demo.tokenizer import ASSISTANT, BOS, END, USER
-from kvcli.demo.turns import SMALL_TALK, Turn, lookup, one_finding, repeat, rewrite, summary
 from kvcli.demo.words import pick
+from tests.demo_model.packing import encode_parts
+from tests.demo_model.tokenizer import ASSISTANT, BOS, END, USER
+from tests.demo_model.turns import SMALL_TALK, Turn, lookup, one_finding, repeat, rewrite, summary
 
 # training draws its seeds from text ("0 17 1"), so numbers are always new; these start far from the example's
 HELD_OUT = 9_000_000
@@ -214,7 +214,7 @@ def line(length: int, result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, write: Write = sys.stdout.write) -> None:
-    parser = argparse.ArgumentParser(prog="python -m kvcli.demo.evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.demo_model.evaluate", description=__doc__)
     parser.add_argument("--weights", type=Path, default=weights_dir())
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1_024, 2_048, 4_096, 8_000])
     parser.add_argument("--n", type=int, default=40, help="lookups a length and kind; half as many of each other skill")

@@ -11,8 +11,8 @@ layer 1   two heads find where the last four tokens stood before and add the cod
 
 import torch
 
-from kvcli.demo.network import Network, Shape
-from kvcli.demo.seeding import SLOT, Layout, quiet, write_codes, write_match, write_near
+from tests.demo_model.network import Network, Shape
+from tests.demo_model.seeding import SLOT, Layout, quiet, write_codes, write_match, write_near
 
 SHAPE = Shape(width=160, layers=2, ffn=160)
 LAYOUT = Layout(n_code=64, n_slots=4)

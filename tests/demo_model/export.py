@@ -1,6 +1,6 @@
 """Turn a training checkpoint into the folder that transformers loads.
 
-python -m kvcli.demo.export RUN_FOLDER/last.pt OUT_FOLDER [--model demo-small]
+python -m tests.demo_model.export RUN_FOLDER/last.pt OUT_FOLDER [--model demo-small]
 """
 
 import argparse
@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from kvcli.demo import BUNDLED, weights_dir
-from kvcli.demo.network import Network, Shape
-from kvcli.demo.tokenizer import BOS, END, PAD, save_tokenizer
+from tests.demo_model.network import Network, Shape
+from tests.demo_model.tokenizer import BOS, END, PAD, save_tokenizer
 
 
 def load_checkpoint(path: Path) -> Network:
@@ -68,7 +68,7 @@ def export(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m kvcli.demo.export", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.demo_model.export", description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", choices=BUNDLED, default="demo", help="whose card goes with it")

@@ -1,6 +1,6 @@
 """The bundled example document and questions about it that the shipped model answers right. Writes report.md.
 
-python -m kvcli.demo.example
+python -m tests.demo_model.example
 """
 
 from dataclasses import dataclass

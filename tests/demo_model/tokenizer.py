@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from kvcli.demo import words
 from kvcli.demo.report import write_report
-from kvcli.demo.turns import SMALL_TALK, SYSTEM_PROMPT, turns
+from tests.demo_model.turns import SMALL_TALK, SYSTEM_PROMPT, turns
 
 SPECIALS = ["<|pad|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|unk|>", "<|reserved|>"]
 PAD, BOS, SYSTEM, USER, ASSISTANT, END, UNK, RESERVED = range(8)

@@ -1,6 +1,6 @@
 """The bundled sample PDF: a field report of twenty pages with findings planted in it. Writes sample.pdf.
 
-python -m kvcli.demo.sample
+python -m tests.demo_model.sample
 
 It is typeset as reports are: a running header and footer, page numbers, headings, justified and hyphenated lines. Each
 finding names its own page in print ("[p. 4]"), because that is what the bundled model was trained to copy. Needs

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.demo.network import Attention, Network
-from kvcli.demo.tokenizer import BOS
+from tests.demo_model.network import Attention, Network
+from tests.demo_model.tokenizer import BOS
 
 SLOT = 22
 

@@ -1,6 +1,6 @@
 """Train the demo model: one curriculum in phases, resumable at any step, on one or several single-thread processes.
 
-    OMP_NUM_THREADS=1 python -m kvcli.demo.train RUN_FOLDER [--model demo-small]
+    OMP_NUM_THREADS=1 python -m tests.demo_model.train RUN_FOLDER [--model demo-small]
 
 The same command resumes. For two processes set WORLD_SIZE=2, RANK=0 and 1, MASTER_ADDR and MASTER_PORT, as torchrun
 does; on two cores that is faster than one process of two threads.
@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from kvcli.demo import small, weights_dir
-from kvcli.demo.network import Network, Score, Shape
-from kvcli.demo.optimizer import Optimizer
-from kvcli.demo.packing import Batch, make_batch
-from kvcli.demo.seeding import pace, seed_circuits
-from kvcli.demo.turns import NAME, ORDINAL, SWAPPED, VALUE
+from kvcli.demo import weights_dir
+from tests.demo_model import small
+from tests.demo_model.network import Network, Score, Shape
+from tests.demo_model.optimizer import Optimizer
+from tests.demo_model.packing import Batch, make_batch
+from tests.demo_model.seeding import pace, seed_circuits
+from tests.demo_model.turns import NAME, ORDINAL, SWAPPED, VALUE
 
 Write = Callable[[str], object]
 
@@ -251,7 +252,7 @@ class Run:
 
 
 def main(arguments: Sequence[str] | None = None, write: Write = sys.stdout.write) -> None:
-    parser = argparse.ArgumentParser(prog="python -m kvcli.demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.demo_model.train", description=__doc__)
     parser.add_argument("folder", type=Path, help="where checkpoints are kept; an interrupted run resumes from it")
     parser.add_argument("--model", choices=RECIPES, default="demo")
     parser.add_argument("--tokenizer", type=Path, default=weights_dir() / "tokenizer.json")

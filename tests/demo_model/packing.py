@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from kvcli.demo.report import MAX_SECTIONS, write_report
-from kvcli.demo.tokenizer import ASSISTANT, BOS, END, SPECIALS, SYSTEM, USER
-from kvcli.demo.turns import SYSTEM_PROMPT, Part, pasted, small_talk, turns
 from kvcli.demo.words import between, pick
+from tests.demo_model.tokenizer import ASSISTANT, BOS, END, SPECIALS, SYSTEM, USER
+from tests.demo_model.turns import SYSTEM_PROMPT, Part, pasted, small_talk, turns
 
 # a fifth of the report's own text is learned from, lightly: enough to keep it a language model of reports
 REPORT_WEIGHT = 0.3
