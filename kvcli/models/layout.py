@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadInput, BadModel
 from kvcli.models.control_words import PLACE
+from kvcli.models.foreign import blamed
+from kvcli.models.template import broken
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,10 +23,9 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, str]]
 
 LEAST = 0.5  # of the words of a text: with fewer it counts as left out
-_PLACES = re.compile(PLACE.format(r"(\d+)"))
-_SPACE, _WORD = re.compile(r"\s*"), re.compile(r"\w+")
+_PLACES, _WORD = re.compile(PLACE.format(r"(\d+)")), re.compile(r"\w+")
 _THOUGHT = re.compile(r".*(?:</[^<>\s]+>|\[/[A-Z_]+\])", re.DOTALL)  # of an answer; templates may drop it
-_NAMES = {"user": "question", "assistant": "answer"}
+_NAMES = {"user": "question", "assistant": "answer", "system": "system text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,91 +44,90 @@ class Layout:
 
     @property
     def between(self) -> str:
-        """What it writes before what it does not take for an answer: the words that begin and end turns."""
-        return "".join(
-            own for own, i in zip(self.own, self.order, strict=False) if self.messages[i]["role"] != "assistant"
-        )
+        """What it writes before all but answers: the words that end and begin turns."""
+        return "".join(w for w, i in zip(self.own, self.order, strict=False) if not self.is_answer(i))
+
+    def is_answer(self, i: int) -> bool:
+        return self.messages[i]["role"] == "assistant"
 
     def name(self, i: int) -> str:
         role = self.messages[i]["role"]
-        n = sum(m["role"] == role for m in self.messages[: i + 1])
-        return f"{_NAMES[role]} {n}" if role in _NAMES else f"the {role} text"
+        return f"{_NAMES.get(role, role)} {sum(m['role'] == role for m in self.messages[: i + 1])}"
 
 
 def layout(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Layout:
-    """The first way of handing the messages to the template in which it has a place for each.
+    """The first way of handing the messages to the template in which it has a place for each, but for answers.
 
-    Raises BadModel where a question has none in any, and what the template itself says where it refuses them all.
+    Raises BadModel where there is none, and what the template itself says where it refuses them all.
     """
     folds = messages[0]["role"] == "system" and messages[0]["content"].strip() and len(messages) > 1
-    refused: BadInput | BadModel | None = None
-    found: list[tuple[int, Layout]] = []
+    found, refused = list[Layout](), list[BadInput | BadModel]()
     for given in (messages, fold_system(messages)) if folds else (messages,):
         in_parts = frozenset[str]()
-        for _ in "as text", "in parts":
+        for _ in ("as text", "what was lost in parts"):
             try:
-                one = _tried(tokenizer, given, in_parts)
+                found.append(_tried(tokenizer, given, in_parts))
             except (BadInput, BadModel) as error:
                 if error.code == "template_too_heavy":
                     raise
-                refused = refused if in_parts else error
+                refused += [] if in_parts else [error]
                 in_parts = frozenset(m["role"] for m in given)
-                continue
-            if not one.lost:
-                return one
-            found.append((sum(given[i]["role"] != "assistant" for i in one.lost), one))
-            in_parts = frozenset(given[i]["role"] for i in one.lost)
-    if refused is not None and not found:
-        raise refused
-    n_lost, best = min(found, key=lambda pair: pair[0])
-    if n_lost:
-        raise left_out(best, next(i for i in best.lost if best.messages[i]["role"] != "assistant"))
+            else:
+                if not (lost := found[-1].lost):
+                    return found[-1]
+                in_parts = frozenset(given[i]["role"] for i in lost)
+    if not found:
+        raise refused[-1]
+    best = min(found, key=lambda one: sum(not one.is_answer(i) for i in one.lost))
+    for i in best.lost:
+        if not best.is_answer(i):
+            raise _left_out(best, i, "none of it is in the prompt")
     return best
 
 
 def _tried(tokenizer: PreTrainedTokenizerBase, messages: Messages, in_parts: frozenset[str]) -> Layout:
-    marks = [
-        {**m, "content": PLACE.format(i) if m["content"].strip() else m["content"]} for i, m in enumerate(messages)
-    ]
-    pieces = _PLACES.split(render(tokenizer, marks, in_parts))
+    texts = [PLACE.format(i) if m["content"].strip() else m["content"] for i, m in enumerate(messages)]
+    pieces = _PLACES.split(render(tokenizer, Layout(messages, in_parts), texts))
     return Layout(messages, in_parts, pieces[::2], [int(i) for i in pieces[1::2]])
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, in_parts: frozenset[str]) -> str:
-    """What the template makes of the messages."""
+def render(tokenizer: PreTrainedTokenizerBase, laid: Layout, texts: Sequence[str]) -> str:
+    """What the template makes of the messages with these texts."""
     from jinja2 import TemplateError
 
-    given: list[dict[str, Any]] = [
-        {**m, "content": [{"type": "text", "text": m["content"]}]} if m["role"] in in_parts else dict(m)
-        for m in messages
-    ]
-    try:
-        return str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
-        raise BadInput(
-            f"the model's chat template refuses this conversation: {error}",
-            code="chat_template",
-            lines=["messages: " + ", ".join(m["role"] for m in messages)],
-            try_=["ask without a system message"],
-        ) from None
+    given: list[dict[str, Any]] = [{**m, "content": text} for m, text in zip(laid.messages, texts, strict=True)]
+    for message in given:
+        if message["role"] in laid.in_parts:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    with blamed(broken):
+        try:
+            return str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True))
+        except TemplateError as error:
+            raise BadInput(
+                f"the model's chat template refuses this conversation: {error}",
+                code="chat_template",
+                lines=["messages: " + ", ".join(m["role"] for m in given)],
+                try_=["ask without a system message"],
+            ) from None
 
 
 def changed(laid: Layout, texts: Sequence[str], prompt: str) -> list[int]:
-    """The messages that do not stand in the prompt as they are, but for space at their ends.
+    """The messages that do not stand in the prompt as they are, but for space at their ends and thoughts of answers.
 
-    `texts`: of all messages. Each is looked for behind what the template wrote before it, and directly behind that
-    unless the template writes otherwise with these texts. Of an answer the thought may be missing.
-    Raises BadModel where most of a text is missing.
+    `texts`: of all messages. Each is looked for directly behind what the template wrote before it, or anywhere later
+    where it writes otherwise with these texts. Raises BadModel where most of one is missing.
     """
     at, stands = 0, set[int]()
     for own, i in zip(laid.own, laid.order, strict=False):
         begins, said = prompt.find(own, at), texts[i].strip()
         is_near = begins >= 0 and not prompt[at:begins].strip()
         at = begins + len(own) if begins >= 0 else at
-        start = _found(prompt, said, at, is_near=is_near)
-        if start < 0 and laid.messages[i]["role"] == "assistant":
+        start = prompt.find(said, at)
+        if start < 0 and laid.is_answer(i):
             said = _THOUGHT.sub("", said, count=1).strip()
-            start = _found(prompt, said, at, is_near=False)
+            start = prompt.find(said, at)
+        elif is_near and prompt[at : max(at, start)].strip():
+            start = -1
         if start >= 0:
             at = start + len(said)
             stands.add(i)
@@ -136,20 +136,11 @@ def changed(laid: Layout, texts: Sequence[str], prompt: str) -> list[int]:
     for i in missed:
         words = Counter(_WORD.findall(texts[i].casefold()))
         if (left := (words & there).total()) < LEAST * words.total():
-            raise left_out(laid, i, f"of its {words.total():,} words {left:,} are in the prompt")
+            raise _left_out(laid, i, f"of its {words.total():,} words {left:,} are in the prompt")
     return missed
 
 
-def _found(prompt: str, said: str, at: int, *, is_near: bool) -> int:
-    if not is_near:
-        return prompt.find(said, at)
-    space = _SPACE.match(prompt, at)
-    start = space.end() if space else at
-    return start if prompt.startswith(said, start) else -1
-
-
-def left_out(laid: Layout, i: int, how: str = "none of it is in the prompt") -> BadModel:
-    """The refusal of a prompt in which a message is missing."""
+def _left_out(laid: Layout, i: int, how: str) -> BadModel:
     return BadModel(
         f"the model's chat template leaves out {laid.name(i)}",
         code="bad_template",

@@ -156,12 +156,11 @@ def render_text(
         tell("this model's chat template has no system role: the system text heads the first question")
     for i in laid.lost:
         tell(f"this model's chat template leaves out {laid.name(i)}")
-    if cut := cut_up(tokenizer, laid.own):
-        tell(
-            f"this model's tokenizer reads {', '.join(cut)} of its chat template letter by letter: answers may be poor"
-        )
-    given = [{**m, "content": text} for m, text in zip(laid.messages, texts, strict=True)]
-    prompt = render(tokenizer, given, laid.in_parts)
+    with blamed(tokenizer_failed):
+        cut = cut_up(tokenizer, laid.own)
+    if cut:
+        tell(f"the model's tokenizer reads {', '.join(cut)} of its chat template letter by letter: answers may be poor")
+    prompt = render(tokenizer, laid, texts)
     for i in changed(laid, texts, prompt):
         tell(f"this model's chat template changes {laid.name(i)}: the model reads it otherwise than it was said")
     return prompt, True

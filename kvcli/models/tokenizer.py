@@ -64,19 +64,18 @@ def _refuse_unread(found: Source) -> None:
     """A vocabulary that a missing package would read; transformers names the last one that it tries."""
     from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available, is_tiktoken_available
 
-    file = next((f for f in sorted(found.path.glob("*.model")) if f.is_file()), None)
-    if file is None or any((found.path / name).exists() for name in ("tokenizer.json", "vocab.json", "tekken.json")):
+    held = [found.path / name for name in ("tokenizer.json", "vocab.json", "tekken.json", "tokenizer.model")]
+    if not (file := next((f for f in held if f.is_file()), held[0])).match("*.model"):
         return
     with file.open("rb") as stream:
-        if stream.read(1) == b"\n":  # the first field of sentencepiece's
-            has = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
-        else:
-            has = {"tiktoken": is_tiktoken_available()}
-    if missing := [name for name, is_there in has.items() if not is_there]:
+        is_pieces = stream.read(1) == b"\n"  # the first field of sentencepiece's
+    has = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
+    has = has if is_pieces else {"tiktoken": is_tiktoken_available()}
+    if missing := " ".join(name for name, is_there in has.items() if not is_there):
         raise BadModel(
-            f"{found.id} has its vocabulary in {file.name}, and {' and '.join(missing)} to read it is not installed",
+            f"{found.id} has its vocabulary in {file.name}, and what reads it is not installed: {missing}",
             code="package_missing",
-            try_=[f"pip install {' '.join(missing)}", "a model with a tokenizer.json"],
+            try_=[f"pip install {missing}", "a model with a tokenizer.json"],
         )
 
 
