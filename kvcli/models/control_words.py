@@ -34,7 +34,7 @@ def spelled(text: str) -> list[str]:
     return [word for word in _SHAPES.findall(text) if not _PLAIN.fullmatch(word)]
 
 
-def control_words(tokenizer: PreTrainedTokenizerBase, written: str) -> set[str]:
+def acting(tokenizer: PreTrainedTokenizerBase, written: str) -> set[str]:
     """The words of the vocabulary that act: flagged, of that shape, or in `written`, what a template writes.
 
     Runs of spaces and words of letters are none: vocabularies have tokens for these as well.
@@ -49,12 +49,21 @@ def flagged(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return {str(token) for token in added if token.special} | set(getattr(tokenizer, "all_special_tokens", ())) - {""}
 
 
-def fence(text: str, words: Iterable[str]) -> str:
+def fence(tokenizer: PreTrainedTokenizerBase, text: str, words: Iterable[str]) -> str:
     """The text with fences around each of `words`. What was in the text like fences is dropped."""
-    text = text.translate(_OURS)
+    text = _as_read(tokenizer, text.translate(_OURS))
     shaped = set(_SHAPES.findall(text))
     found = {word for word in words if (word in shaped if _SHAPE.fullmatch(word) else word in text)}
     return re.sub(_any(found), lambda m: f"{OPEN}{m[0]}{CLOSE}", text) if found else text
+
+
+def _as_read(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text as the tokenizer tidies it up first, where that makes a control word of what is none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    words = [str(token) for token in added if token.normalized and spelled(str(token))]
+    tidies = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    tidy = tidies.normalize_str(text) if words and tidies else text
+    return tidy if any(tidy.count(word) > text.count(word) for word in words) else text
 
 
 def unfenced(text: str) -> str:

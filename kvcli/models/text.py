@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadInput, BadModel
-from kvcli.models.control_words import FENCED, OPEN, control_words, cut_up, encode_fenced, fence, flagged, unfenced
+from kvcli.models import control_words
+from kvcli.models.control_words import FENCED, OPEN
 from kvcli.models.foreign import blamed
 from kvcli.models.layout import Layout, Messages, changed, layout, render
 from kvcli.outlet import BROKEN
@@ -143,10 +144,11 @@ def render_text(
         raise BadInput("there is nothing to ask", code="empty_prompt")
     has_template = bool(getattr(tokenizer, "chat_template", None))
     laid = layout(tokenizer, messages) if has_template else Layout(messages)
-    words = control_words(tokenizer, "".join(laid.own))
+    words = control_words.acting(tokenizer, "".join(laid.own))
     # in an answer stand the model's own marks of a thought, for the template to find
-    of_answers = flagged(tokenizer) | {word for word in words if word in laid.between}
-    texts = [fence(m["content"], of_answers if m["role"] == "assistant" else words) for m in laid.messages]
+    of_answers = control_words.flagged(tokenizer) | {word for word in words if word in laid.between}
+    inert = [of_answers if laid.is_answer(i) else words for i in range(len(laid.messages))]
+    texts = [control_words.fence(tokenizer, m["content"], of) for m, of in zip(laid.messages, inert, strict=True)]
     if any(OPEN in text for text in texts):
         tell("the text spells control tokens of this model; they are read as plain letters")
     if not has_template:
@@ -157,7 +159,7 @@ def render_text(
     for i in laid.lost:
         tell(f"this model's chat template leaves out {laid.name(i)}")
     with blamed(tokenizer_failed):
-        cut = cut_up(tokenizer, laid.own)
+        cut = control_words.cut_up(tokenizer, laid.own)
     if cut:
         tell(f"the model's tokenizer reads {', '.join(cut)} of its chat template letter by letter: answers may be poor")
     prompt = render(tokenizer, laid, texts)
@@ -171,9 +173,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False)
     with blamed(tokenizer_failed):
         opening = opening_ids(tokenizer) if special else []
         if not FENCED.search(text):
-            return opening + tokenizer.encode(unfenced(text), add_special_tokens=False)
+            return opening + tokenizer.encode(control_words.unfenced(text), add_special_tokens=False)
         if getattr(tokenizer, "is_fast", False):
-            return opening + encode_fenced(tokenizer, text)
+            return opening + control_words.encode_fenced(tokenizer, text)
         for i, segment in enumerate(FENCED.split(text)):
             letters = {"split_special_tokens": True} if i % 2 else {}
             opening += tokenizer.encode(segment, add_special_tokens=False, **letters)

@@ -24,6 +24,7 @@ from kvcli.errors import BadModel, writing
 from kvcli.files import check_room, private_folder, replacing_folder
 from kvcli.kernels.linear_packed import reference
 from kvcli.models import source
+from kvcli.models.control_words import spelled
 from kvcli.models.foreign import blamed
 from kvcli.models.gguf.blocks import Bytes, numbers, packed, stays_packed, stretches
 from kvcli.models.gguf.config import DIGITS, WHOLE, Described, Piece, describe
@@ -192,37 +193,31 @@ def _write_words(folder: Path, found: Source, header: Header, described: Describ
         from transformers.integrations.gguf import get_gguf_tokenizer
 
         _, words, _ = get_gguf_tokenizer(str(header.path))
-        most, special = _mend(folder / "tokenizer.json", described.split, words)
+        most = _mend(folder / "tokenizer.json", described.split, words)
     if most >= described.config["vocab_size"]:
         raise _no_words(found, f"its token {most:,} has no row in the embedding")
     said = [header.meta.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
-    return sorted({i for i in said if type(i) is int} | {i for word, i in special.items() if word in _ENDS})
+    return sorted({i for i in said if type(i) is int} | {i for i, word in enumerate(words["tokens"]) if word in _ENDS})
 
 
-def _mend(file: Path, split: str, words: Mapping[str, Any]) -> tuple[int, dict[str, int]]:
-    """What transformers overlooks; returns the largest id and the added tokens.
+def _mend(file: Path, split: str, words: Mapping[str, Any]) -> int:
+    """What transformers overlooks; returns the largest id.
 
-    That is the rule by which text is cut, whether a space leads it, and tokens that act and are not spelled in a
-    vocabulary of bytes as it spells words: they keep the ids of the file.
+    That is the rule by which text is cut, that no space leads it, and control words that a vocabulary of bytes does not
+    spell in its bytes: they get the ids of the file.
     """
     made = json.loads(file.read_text(encoding="utf-8"))
     vocab, added = made["model"]["vocab"], {token["content"]: token for token in made["added_tokens"]}
-    spelled = {i: word for word, i in vocab.items()}
+    known = {i: word for word, i in vocab.items()}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     for i, (word, kind) in enumerate(zip(words["tokens"], words.get("token_type") or repeat(1), strict=False)):
-        if word not in added and (kind in (3, 4) or word.startswith("<\uff5c")):
-            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            added[word] = {"content": word, **flags, "special": kind != 4}
-        if word in added and spelled.get(i) != word:
-            vocab.pop(spelled.get(i), None)
-            vocab[word] = i
-        if word in added:
-            added[word]["id"] = i
+        if word in added or kind == 4 or (spelled(word) and (kind == 3 or word[1] == "\uff5c")):
+            added.setdefault(word, {"content": word, **flags, "special": kind != 4})["id"] = i
+            if known.get(i) != word:
+                vocab.pop(known.get(i), None)
+                vocab[word] = i
     made["added_tokens"] = sorted(added.values(), key=lambda token: int(token["id"]))
-    if (
-        words.get("add_prefix_space") is False
-        and made["pre_tokenizer"]
-        and made["pre_tokenizer"]["type"] == "Metaspace"
-    ):
+    if words.get("add_prefix_space") is False and (made["pre_tokenizer"] or {}).get("type") == "Metaspace":
         made["pre_tokenizer"]["prepend_scheme"] = "never"
         made["decoder"]["decoders"] = [step for step in made["decoder"]["decoders"] if step["type"] != "Strip"]
     if split in DIGITS:
@@ -231,8 +226,7 @@ def _mend(file: Path, split: str, words: Mapping[str, Any]) -> tuple[int, dict[s
     if split in WHOLE:
         made["model"]["ignore_merges"] = True
     file.write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
-    ids = {word: int(token["id"]) for word, token in added.items()}
-    return max([*vocab.values(), *ids.values()], default=-1), ids
+    return max([*vocab.values(), *(int(token["id"]) for token in made["added_tokens"])], default=-1)
 
 
 def _no_words(found: Source, said: str) -> BadModel:
