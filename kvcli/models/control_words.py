@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 OPEN, CLOSE, STANDS, CUT, PLACE = "\ufdd0", "\ufdd1", "\ufdd4{}\ufdd5", "\ufdd6", "\ufdd7{}\ufdd8"
 FENCED = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
 _OURS = dict.fromkeys(map(ord, OPEN + CLOSE + (STANDS + CUT + PLACE).format("", "")))
-_SHAPE = re.compile(r"<[^\s<>]+>|\[/?[A-Z][A-Z_]*\]")
+_SHAPE = re.compile(r"<[^\s<>]+>|\[/?[A-Z][A-Z_]*\]|\[\|[^\s|]+\|\]")
 _SHAPES = re.compile(f"(?=({_SHAPE.pattern}))")  # also where one lies in another
-_TURN = re.compile(r"<[|\uff5c].*[|\uff5c]>")
+_TURN = re.compile(r"[<\[][|\uff5c].*[|\uff5c][>\]]")
 # bytes, and tags of HTML, of which some vocabularies have tokens: words like others
 _PLAIN = re.compile(
     r"<0x[0-9A-F]{2}>|</?(?:[abipsu]|h[1-6]|[bht]r|[dlt][dhilt]|[ou]l|em|su[bp]|div|pre|img|code|span|table|caption"
@@ -78,7 +78,7 @@ def encode_fenced(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """
     from tokenizers import AddedToken, Tokenizer
 
-    known: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    known: Any = tokenizer.backend_tokenizer
     named, fenced = tokenizer.added_tokens_decoder, set(FENCED.findall(text))
     stands = {token.content: STANDS.format(i) for i, token in named.items() if token.content in fenced}
     ids = {stands.get(token.content, token.content): i for i, token in named.items()}

@@ -184,7 +184,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False)
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the tokenizer puts before a text. What it puts behind one has no place in a text that goes on."""
-    whole, bare = (list(tokenizer.encode("a", add_special_tokens=special)) for special in (True, False))
+    whole, bare = ([*map(int, tokenizer.encode("a", add_special_tokens=special))] for special in (True, False))
     return whole[: next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)]
 
 

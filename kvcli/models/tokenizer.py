@@ -72,11 +72,8 @@ def _refuse_unread(found: Source) -> None:
     has = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
     has = has if is_pieces else {"tiktoken": is_tiktoken_available()}
     if missing := " ".join(name for name, is_there in has.items() if not is_there):
-        raise BadModel(
-            f"{found.id} has its vocabulary in {file.name}, and what reads it is not installed: {missing}",
-            code="package_missing",
-            try_=[f"pip install {missing}", "a model with a tokenizer.json"],
-        )
+        said = f"what reads its {file.name} is not installed: {missing}"
+        raise no_tokenizer(found.id, said, f"pip install {missing}")
 
 
 def _unreadable(found: Source, said: str) -> BadModel:

@@ -175,7 +175,7 @@ def _check_words(said: _Said, rows: int) -> str:
     kinds, leads = meta.get("tokenizer.ggml.token_type"), meta.get("tokenizer.ggml.add_space_prefix")
     if isinstance(kinds, Listed) and kinds.count != words.count:
         raise said.refused(f"its vocabulary has {words.count:,} tokens, and {kinds.count:,} have a type")
-    if leads is True and (kind == "gpt2" or said.layout.is_gemma):
+    if leads and (kind == "gpt2" or said.layout.is_gemma):
         raise said.refused("tokenizer.ggml.add_space_prefix = True is not read for such a vocabulary")
     for key, value in meta.items():
         name = key.removeprefix("tokenizer.")

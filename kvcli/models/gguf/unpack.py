@@ -217,7 +217,7 @@ def _mend(file: Path, split: str, words: Mapping[str, Any]) -> int:
                 vocab.pop(known.get(i), None)
                 vocab[word] = i
     made["added_tokens"] = sorted(added.values(), key=lambda token: int(token["id"]))
-    if words.get("add_prefix_space") is False and (made["pre_tokenizer"] or {}).get("type") == "Metaspace":
+    if not words.get("add_prefix_space", True) and (made["pre_tokenizer"] or {}).get("type") == "Metaspace":
         made["pre_tokenizer"]["prepend_scheme"] = "never"
         made["decoder"]["decoders"] = [step for step in made["decoder"]["decoders"] if step["type"] != "Strip"]
     if split in DIGITS:
