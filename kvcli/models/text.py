@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadInput, BadModel
 from kvcli.models import control_words
 from kvcli.models.control_words import FENCED, OPEN
 from kvcli.models.foreign import blamed
-from kvcli.models.layout import Layout, Messages, changed, layout, render
+from kvcli.models.layout import Layout, changed, layout, render
 from kvcli.outlet import BROKEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Messages = Sequence[Mapping[str, str]]
 Note = Callable[[str], None]
 
 WINDOW = 4  # tokens kept as context; an unfinished character has at most three bytes, so at most three tokens
@@ -173,7 +174,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False)
     with blamed(tokenizer_failed):
         opening = opening_ids(tokenizer) if special else []
         if not FENCED.search(text):
-            return opening + tokenizer.encode(control_words.unfenced(text), add_special_tokens=False)
+            return [*opening, *tokenizer.encode(control_words.unfenced(text), add_special_tokens=False)]
         if getattr(tokenizer, "is_fast", False):
             return opening + control_words.encode_fenced(tokenizer, text)
         for i, segment in enumerate(FENCED.split(text)):
