@@ -226,6 +226,15 @@ def test_control_words_of_a_template_are_tokens_whatever_their_type_and_of_no_te
     assert max(words.get_vocab().values()) == VOCAB - 1
 
 
+def test_runs_of_spaces_stay_words_whatever_their_type(tmp_path: Path):
+    said = vocabulary("gemma2", VOCAB)
+    said["tokenizer.ggml.tokens"][-1] = "  "
+    said["tokenizer.ggml.token_type"][-1] = 4
+    write(tmp_path / "tiny.gguf", "gemma2", keys=said)
+    words = load_tokenizer(unpack.ready(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, packs=True), False)
+    assert words.tokenize("a  b") == ["a", "\u2581\u2581", "b"]
+
+
 def test_a_vocabulary_says_whether_a_space_leads_its_text(tmp_path: Path):
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"abt"]
     tokens += [f"<unused{i}>" for i in range(VOCAB - len(tokens))]

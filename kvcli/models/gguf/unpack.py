@@ -211,7 +211,7 @@ def _mend(file: Path, split: str, words: Mapping[str, Any]) -> int:
     known = {i: word for word, i in vocab.items()}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     for i, (word, kind) in enumerate(zip(words["tokens"], words.get("token_type") or repeat(1), strict=False)):
-        if word in added or kind == 4 or (spelled(word) and (kind == 3 or word[1] == "\uff5c")):
+        if word in added or (kind == 4 and word.strip()) or (spelled(word) and (kind == 3 or word[1] == "\uff5c")):
             added.setdefault(word, {"content": word, **flags, "special": kind != 4})["id"] = i
             if known.get(i) != word:
                 vocab.pop(known.get(i), None)
