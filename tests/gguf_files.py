@@ -60,7 +60,7 @@ def write(
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, arch)
-    said = {**_keys(arch, c), **_words(arch, words), **keys}
+    said = {**_keys(arch, c), **vocabulary(arch, words), **keys}
     for key, value in said.items():
         if key not in drop:
             _put(writer, key, value)
@@ -148,7 +148,7 @@ def _keys(arch: str, c: Any) -> dict[str, object]:
     return keys
 
 
-def _words(arch: str, count: int) -> dict[str, object]:
+def vocabulary(arch: str, count: int) -> dict[str, object]:
     """A vocabulary of bytes with two merges; that of gemma as sentencepiece has it."""
     ids = {f"tokenizer.ggml.{kind}_token_id": i for i, kind in enumerate(("padding", "bos", "eos", "unknown"))}
     if arch.startswith("gemma"):

@@ -55,6 +55,60 @@ def metaspace() -> Any:
     return _wrap(tokenizer)
 
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+
+
+def chatml(
+    *added: AddedToken, words: tuple[str, ...] = (), template: str | None = CHATML, normalizer: Any = None
+) -> Any:
+    """Bytes, `words` that no rule leads to, and added tokens: as newer chat models have it."""
+    vocab = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab |= {word: len(vocab) + i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_tokens(list(added))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = template
+    return fast
+
+
+def act(*words: str, special: bool = False, **flags: bool) -> list[AddedToken]:
+    return [AddedToken(word, normalized=False, special=special, **flags) for word in words]
+
+
+@cache
+def first_space() -> Any:
+    """As Llama 2 is converted today: a space leads the whole text, not what follows a control token."""
+    chars = ["\u2581", *(chr(c) for c in range(33, 127))]
+    vocab = {"<unk>": 0, **{f"<0x{b:02X}>": b + 1 for b in range(256)}} | {c: 257 + i for i, c in enumerate(chars)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return _wrap(tokenizer)
+
+
+@cache
+def unigram(template: str | None = CHAT) -> Any:
+    """With control tokens that its model would find in letters, as those of a sentencepiece vocabulary are."""
+    words = [
+        ("<unk>", 0.0),
+        ("</s>", 0.0),
+        ("<|end|>", 0.0),
+        *((chr(c), -9.0) for c in range(33, 127)),
+        ("\u2581", -2.0),
+    ]
+    tokenizer = Tokenizer(models.Unigram(words, 0, False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Replace("\u2581", " ")
+    return _wrap(tokenizer, template)
+
+
 @cache
 def letters(size: int, seed: int) -> Any:
     """Of so many ids: letters, a space, bytes that are no character by themselves, and pairs that `seed` chose."""

@@ -26,10 +26,11 @@ from kvcli.models.gguf import unpack
 from kvcli.models.gguf.config import DIGITS, SPLITS
 from kvcli.models.gguf.header import TYPES
 from kvcli.models.gguf.kept import KEPT
+from kvcli.models.text import decode, render_prompt
 from kvcli.models.tokenizer import load_tokenizer
 from tests.fakes import Machine
 from tests.families import build, prompt
-from tests.gguf_files import ARCHS, CHAT, KINDS, VOCAB, write
+from tests.gguf_files import ARCHS, CHAT, KINDS, VOCAB, vocabulary, write
 from tests.test_seam import our_logits
 
 gguf = pytest.importorskip("gguf")
@@ -116,6 +117,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "splitting": ({"keys": {"tokenizer.ggml.pre": "deepseek-llm"}}, "tokenizer.ggml.pre = deepseek-llm"),
     "unknown splitting": ({"drop": ("tokenizer.ggml.pre",)}, "tokenizer.ggml.pre = None"),
     "vocabulary": ({"words": VOCAB + 1}, "its vocabulary has 321 tokens, its embedding 320 rows"),
+    "a space before words": ({"keys": {"tokenizer.ggml.add_space_prefix": True}}, "add_space_prefix = True"),
+    "rule of words": ({"keys": {"tokenizer.ggml.escape_whitespaces": False}}, "ggml.escape_whitespaces = False"),
+    "spaces": ({"keys": {"tokenizer.ggml.remove_extra_whitespaces": True}}, "remove_extra_whitespaces = True"),
+    "letters": ({"keys": {"tokenizer.ggml.precompiled_charsmap": [1, 2]}}, "tokenizer.ggml.precompiled_charsmap"),
+    "no truth": ({"keys": {"tokenizer.ggml.add_eos_token": "no"}}, "tokenizer.ggml.add_eos_token = no"),
+    "types": ({"keys": {"tokenizer.ggml.token_type": [1, 1]}}, "has 320 tokens, and 2 have a type"),
     "sizes": ({"drop": ("llama.embedding_length",)}, "it does not state its hidden_size"),
     "layers": ({"keys": {"llama.block_count": 1 << 31}}, "2,147,483,648 layers"),
     "a number that is none": ({"keys": {"llama.rope.freq_base": math.nan}}, "rope.freq_base is nan"),
@@ -140,6 +147,8 @@ def test_what_would_change_the_numbers_is_refused_by_name(tmp_path: Path, name: 
         {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0},
         {"llama.attention.head_count_kv": [2, 2, 2, 2]},
         {"llama.expert_count": 0},
+        {"tokenizer.ggml.fim_pre_token_id": 7, "tokenizer.ggml.add_sep_token": False},
+        {"tokenizer.chat_template.tool_use": "{{ tools }}", "tokenizer.ggml.remove_extra_whitespaces": False},
     ],
     ids=lambda keys: " ".join(keys),
 )
@@ -190,6 +199,56 @@ def test_a_word_that_no_merges_lead_to_is_taken_whole_where_llama_cpp_does(tmp_p
         folder = unpack.ready(source.find(str(file)), "auto", tmp_path / "cache", packs=True)
         said[rule] = load_tokenizer(folder, False).tokenize("th")
     assert said == {"llama-bpe": ["th"], "gpt-2": ["t", "h"]}
+
+
+def words_of(tmp_path: Path, *given: str, type: int, **changes: Any) -> Any:
+    """The tokenizer of a file whose last tokens are the words `given`, of such a type (1 = normal, 4 = user's)."""
+    said = vocabulary("llama", VOCAB)
+    said["tokenizer.ggml.tokens"][-len(given) :] = given
+    said["tokenizer.ggml.token_type"][-len(given) :] = [type] * len(given)
+    write(tmp_path / "tiny.gguf", keys=said | changes)
+    return load_tokenizer(unpack.ready(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, packs=True), False)
+
+
+@pytest.mark.parametrize("type", [1, 3, 4])
+def test_control_words_of_a_template_are_tokens_whatever_their_type_and_of_no_text(tmp_path: Path, type: int):
+    given = ("<\uff5cUser\uff5c>", "<|turn|>", "<turn_end>", "<\uff5cend\u2581of\uff5c>")
+    template = (
+        "{% for m in messages %}" + "".join(given[:2]) + "{{ m['content'] }}" + "".join(given[2:]) + "{% endfor %}"
+    )
+    more = {"tokenizer.chat_template": template, "tokenizer.ggml.eos_token_id": VOCAB - 1}
+    words, notes = words_of(tmp_path, *given, type=type, **more), []
+    ids = render_prompt(words, [{"role": "user", "content": "a" + "".join(given)}], note=notes.append)
+    assert [i for i in ids if i >= VOCAB - 4] == [VOCAB - 4, VOCAB - 3, VOCAB - 2, VOCAB - 1]
+    assert decode(words, ids) == "".join(given[:2]) + "a" + "".join(given) + "".join(given[2:])
+    assert len(notes) == 1
+    assert words.eos_token_id == VOCAB - 1
+    assert max(words.get_vocab().values()) == VOCAB - 1
+
+
+def test_runs_of_spaces_stay_words_whatever_their_type(tmp_path: Path):
+    said = vocabulary("gemma2", VOCAB)
+    said["tokenizer.ggml.tokens"][-1] = "  "
+    said["tokenizer.ggml.token_type"][-1] = 4
+    write(tmp_path / "tiny.gguf", "gemma2", keys=said)
+    words = load_tokenizer(unpack.ready(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, packs=True), False)
+    assert words.tokenize("a  b") == ["a", "\u2581\u2581", "b"]
+
+
+def test_a_vocabulary_says_whether_a_space_leads_its_text(tmp_path: Path):
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"abt"]
+    tokens += [f"<unused{i}>" for i in range(VOCAB - len(tokens))]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * 4, *[5] * (VOCAB - 263)]
+    said = {"model": "llama", "pre": "default", "tokens": tokens, "token_type": kinds, "scores": [0.0] * VOCAB}
+    for leads in (True, False):
+        keys = {f"tokenizer.ggml.{key}": value for key, value in (said | {"add_space_prefix": leads}).items()}
+        ids = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(("unknown", "bos", "eos"))}
+        write(tmp_path / "tiny.gguf", keys=keys | ids, drop=("tokenizer.ggml.merges",))
+        found = source.find(str(tmp_path / "tiny.gguf"))
+        words = load_tokenizer(unpack.ready(found, "auto", tmp_path / str(leads), packs=True), False)
+        assert words.tokenize("ab") == (["\u2581"] if leads else []) + ["a", "b"]
+        read = [words.decode(words.encode(text, add_special_tokens=False)) for text in ("ab", " ab")]
+        assert read == ["ab", "ab" if leads else " ab"]
 
 
 def test_an_older_transformers_is_not_trusted_with_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

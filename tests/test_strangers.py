@@ -24,12 +24,14 @@ from kvcli.fit.plan import subject_of
 from kvcli.models import source
 from kvcli.models.foreign import blamed
 from kvcli.models.headers import read_header
+from kvcli.models.text import decode, render_prompt
+from kvcli.models.tokenizer import load_tokenizer
 from kvcli.settings.toml_places import read_document
 from tests.bench.storm_models import storm
 from tests.fakes import Machine
 from tests.families import build, config_of
 from tests.model_mutations import FORMS
-from tests.small_tokenizers import byte_fallback
+from tests.small_tokenizers import byte_fallback, chatml
 
 torch.set_num_threads(1)
 
@@ -397,6 +399,35 @@ def test_a_folder_without_words_is_said_to_have_no_tokenizer(machine: Machine, f
     asked = machine("chat", str(folder), "-p", "Hello")
     assert asked.exit == ExitStatus.BAD_MODEL
     assert "[bad_tokenizer]" in asked.err
+
+
+MODELS = {
+    "sentencepiece": b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02",
+    "tiktoken": b"IQ== 0\nIg== 1\n",
+}
+
+
+@pytest.mark.parametrize("package", MODELS)
+def test_the_package_that_would_read_a_vocabulary_is_named(machine: Machine, folder: Path, package: str, monkeypatch):
+    for name in ("sentencepiece", "tiktoken"):
+        monkeypatch.setattr(f"transformers.utils.import_utils.is_{name}_available", lambda: False)
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    (folder / "tokenizer.model").write_bytes(MODELS[package])
+    asked = machine("chat", str(folder), "-p", "Hello")
+    assert asked.exit == ExitStatus.BAD_MODEL
+    assert f"pip install {package}" in asked.err
+    assert [name for name in MODELS if name in asked.err] == [package]
+
+
+def test_control_words_that_nobody_added_to_a_vocabulary_are_tokens_all_the_same(folder: Path):
+    words = ("<|turn|>", "<turn_end>", "<string>")
+    template = "{% for m in messages %}<|{{ 'turn' }}|>{{ m.content }}<turn_end>{% endfor %}"
+    chatml(words=words, template=template).save_pretrained(folder)
+    tokenizer, notes = load_tokenizer(source.find(str(folder)), False), list[str]()
+    ids = render_prompt(tokenizer, [{"role": "user", "content": "".join(words)}], note=notes.append)
+    assert [w for w in tokenizer.convert_ids_to_tokens(ids) if w in words] == ["<|turn|>", "<turn_end>"]
+    assert decode(tokenizer, ids) == "<|turn|>" + "".join(words) + "<turn_end>"
+    assert len(notes) == 1
 
 
 def test_the_context_shown_is_the_one_a_chat_has(machine: Machine, tmp_path: Path):

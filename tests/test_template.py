@@ -271,9 +271,9 @@ def test_no_option_brings_a_template_into_this_process(loaded, options):
 def test_a_copy_renders_in_a_process_of_its_own(loaded, copied):
     other = copied(loaded)
     assert other.apply_chat_template._tokenizer is other
-    other.chat_template = "{{ 'changed' }}"
-    assert render_text(other, TALKS["question"]) == ("changed", True)
-    assert render_text(loaded, TALKS["question"])[0] != "changed"
+    other.chat_template = "changed {{ messages[0].content }}"
+    assert render_text(other, TALKS["question"]) == ("changed Hello", True)
+    assert render_text(loaded, TALKS["question"])[0] != "changed Hello"
 
 
 def _with(chats: Chats) -> Any:

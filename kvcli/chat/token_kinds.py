@@ -14,7 +14,8 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvcli.engine.kinds import END, NEWLINE, PUNCT, QUESTION, SHOT, SPECIAL, SYSTEM, TEXT, TOOLS, Span
-from kvcli.models.text import CLOSE, OPEN, Messages, decode, encode, encode_with_places, render_text, special_ids
+from kvcli.models.control_words import CLOSE, OPEN
+from kvcli.models.text import Messages, decode, encode, encode_with_places, render_text, special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -86,15 +86,23 @@ def with_documents(question: str, documents: Sequence[Document]) -> str:
     """The user message for a question about documents: texts first, then a blank line, then the question.
 
     A single document stands bare, which is how most models (and the bundled one) were trained. Several get a
-    header line each, so that the question can name them. Change the form here; nothing else knows it.
+    header line each, so that the question can name them. Change the form here; nothing else knows it. A line of a
+    text that looks like such a header loses its signs, as lines that look like marks do: `(Document 2: contract)`.
     """
     if not documents:
         return question
-    if len(documents) == 1:
-        parts = [documents[0].text.strip("\n")]
-    else:
-        parts = [
-            f"=== Document {i}: {document.name} ===\n{document.text.strip(chr(10))}"
-            for i, document in enumerate(documents, 1)
+    texts = [_HEAD.sub(_without_signs, document.text.strip("\n")) for document in documents]
+    if len(documents) > 1:
+        names = [re.sub(f"={{2,}}|[{_BREAKS}]+", " ", document.name) for document in documents]
+        texts = [
+            f"=== Document {i}: {name} ===\n{text}" for i, (name, text) in enumerate(zip(names, texts, strict=True), 1)
         ]
-    return "\n\n".join([*parts, question] if question else parts)
+    return "\n\n".join([*texts, question] if question else texts)
+
+
+def _without_signs(head: re.Match[str]) -> str:
+    return f"({re.sub('={2,}', '', head[1]).strip()})"
+
+
+_BREAKS = "\n-\r\x85\u2028\u2029"
+_HEAD = re.compile(rf"(?<!=)={{2,}}+[^\S\n]*+(document[^\S\n]++\d++[^\S\n]*+:[^{_BREAKS}]*)", re.IGNORECASE)

@@ -26,12 +26,13 @@ def blamed(say: Callable[[str], KvcliError]) -> Iterator[None]:
 
 
 def _is_foreign(error: BaseException) -> bool:
-    if is_out_of_memory(error) or not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+    rusts = type(error) is Exception or type(error).__name__ == "PanicException"  # which has no line of its own
+    if is_out_of_memory(error) or not (isinstance(error, Exception) or rusts):
         return False
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
-    return at is not None and not str(at.tb_frame.f_globals.get("__name__")).startswith("kvcli")
+    return rusts or (at is not None and not str(at.tb_frame.f_globals.get("__name__")).startswith("kvcli"))
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.models.foreign import blamed
-from kvcli.models.text import decode, special_ids, tokenizer_failed
+from kvcli.models.text import decode, opening_ids, special_ids, tokenizer_failed
 from kvcli.outlet import BROKEN
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Words:
         self.special = special_ids(tokenizer)
         self._seam = self._encode(_SEAM)
         with blamed(tokenizer_failed):
-            self.opening: Sequence[int] = tokenizer.encode("", add_special_tokens=True)
+            self.opening: Sequence[int] = opening_ids(tokenizer)
 
     def text(self, ids: Sequence[int], before: Sequence[int] | None = None) -> str:
         """What `ids` spell behind `before`, None = somewhere; the last character perhaps in part: it is BROKEN then."""

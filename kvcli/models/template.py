@@ -79,7 +79,7 @@ class Chats:
         try:
             return str(self._tokenizer.get_chat_template())
         except ValueError as error:  # several, and none of them the default
-            raise _broken(str(error)) from None
+            raise broken(str(error)) from None
 
     def _ask(self, line: bytes) -> bytes:
         if len(line) > self._room:
@@ -100,7 +100,7 @@ class Chats:
             if answer is None and process is not None:
                 process.end()
         if answer is None:
-            raise _broken("it ended the process it ran in")
+            raise broken("it ended the process it ran in")
         self._process = process
         return answer
 
@@ -118,7 +118,7 @@ def _text(answer: bytes) -> str:
     if word == "heavy":
         raise _heavy("it takes too much memory")
     if word != "text" or not isinstance(said, str):
-        raise _broken(str(said))
+        raise broken(str(said))
     return said
 
 
@@ -131,5 +131,5 @@ def _heavy(why: str) -> BadModel:
     )
 
 
-def _broken(why: str) -> BadModel:
+def broken(why: str) -> BadModel:
     return BadModel("the model's chat template cannot be used", code="bad_template", lines=[why], try_=[REPAIR])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadInput, BadModel
+from kvcli.models import control_words
+from kvcli.models.control_words import FENCED, OPEN
 from kvcli.models.foreign import blamed
+from kvcli.models.layout import Layout, changed, layout, render
 from kvcli.outlet import BROKEN
 
 if TYPE_CHECKING:
@@ -17,10 +19,6 @@ Messages = Sequence[Mapping[str, str]]
 Note = Callable[[str], None]
 
 WINDOW = 4  # tokens kept as context; an unfinished character has at most three bytes, so at most three tokens
-
-# Text that spells a control token is put between these while the template runs. Both are noncharacters, which Unicode
-# keeps free for such inner use.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 
 # --- ids to text
@@ -145,33 +143,50 @@ def render_text(
     tell = note or (lambda _: None)
     if not messages:
         raise BadInput("there is nothing to ask", code="empty_prompt")
-    messages = [{"role": m["role"], "content": _fence(tokenizer, m["content"])} for m in messages]
-    if any(OPEN in m["content"] for m in messages):
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    laid = layout(tokenizer, messages) if has_template else Layout(messages)
+    words = control_words.acting(tokenizer, "".join(laid.own))
+    # in an answer stand the model's own marks of a thought, for the template to find
+    of_answers = control_words.flagged(tokenizer) | {word for word in words if word in laid.between}
+    inert = [of_answers if laid.is_answer(i) else words for i in range(len(laid.messages))]
+    texts = [control_words.fence(tokenizer, m["content"], of) for m, of in zip(laid.messages, inert, strict=True)]
+    if any(OPEN in text for text in texts):
         tell("the text spells control tokens of this model; they are read as plain letters")
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_template:
         tell("this model has no chat template: it continues the plain text")
-        return "\n\n".join(m["content"] for m in messages), False
-    system = messages[0]["content"].strip() if messages[0]["role"] == "system" else ""
-    try:
-        text = _template(tokenizer, messages)
-        if system in text:  # some templates drop what they do not know without a word
-            return text, True
-    except BadInput:
-        if not system or len(messages) == 1:
-            raise
-    text = _template(tokenizer, fold_system(messages))
-    tell("this model's chat template has no system role: the system text heads the first question")
-    return text, True
+        return "\n\n".join(texts), False
+    if len(laid.messages) < len(messages):
+        tell("this model's chat template has no system role: the system text heads the first question")
+    for i in laid.lost:
+        tell(f"this model's chat template leaves out {laid.name(i)}")
+    with blamed(tokenizer_failed):
+        cut = control_words.cut_up(tokenizer, laid.own)
+    if cut:
+        tell(f"the model's tokenizer reads {', '.join(cut)} of its chat template letter by letter: answers may be poor")
+    prompt = render(tokenizer, laid, texts)
+    for i in changed(laid, texts, prompt):
+        tell(f"this model's chat template changes {laid.name(i)}: the model reads it otherwise than it was said")
+    return prompt, True
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
     """Rendered text to ids; `special` adds what the tokenizer puts around a text, its first token for example."""
-    ids: list[int] = []
-    for i, segment in enumerate(re.split(f"{OPEN}(.*?){CLOSE}", text)):
-        letters = {"split_special_tokens": True} if i % 2 else {}
-        with blamed(tokenizer_failed):
-            ids += tokenizer.encode(segment, add_special_tokens=special and i == 0, **letters)
-    return ids
+    with blamed(tokenizer_failed):
+        opening = opening_ids(tokenizer) if special else []
+        if not FENCED.search(text):
+            return [*opening, *tokenizer.encode(control_words.unfenced(text), add_special_tokens=False)]
+        if getattr(tokenizer, "is_fast", False):
+            return opening + control_words.encode_fenced(tokenizer, text)
+        for i, segment in enumerate(FENCED.split(text)):
+            letters = {"split_special_tokens": True} if i % 2 else {}
+            opening += tokenizer.encode(segment, add_special_tokens=False, **letters)
+    return opening
+
+
+def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before a text. What it puts behind one has no place in a text that goes on."""
+    whole, bare = ([*map(int, tokenizer.encode("a", add_special_tokens=special))] for special in (True, False))
+    return whole[: next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)]
 
 
 def encode_with_places(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -209,36 +224,3 @@ def resume_ids(
     if cut and spans[cut - 1][1] > len(known):
         return fresh  # a token spans the seam
     return [*ids, *fresh[cut:]]
-
-
-def fold_system(messages: Messages) -> list[Mapping[str, str]]:
-    """The same messages with the system text at the head of the first user message."""
-    system, first, *rest = messages
-    return [{"role": first["role"], "content": f"{system['content']}\n\n{first['content']}"}, *rest]
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        as_dicts = [dict(m) for m in messages]
-        return str(tokenizer.apply_chat_template(as_dicts, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
-        raise BadInput(
-            f"the model's chat template refuses this conversation: {error}",
-            code="chat_template",
-            lines=["messages: " + ", ".join(m["role"] for m in messages)],
-            try_=["ask without a system message"],
-        ) from None
-
-
-def _fence(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Mark what spells a control token, and drop marks that were in the text."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    names = {str(token) for token in added.values() if token.special}
-    names |= set(getattr(tokenizer, "all_special_tokens", ()))
-    text = text.replace(OPEN, "").replace(CLOSE, "")
-    if not any(name in text for name in names if name):
-        return text
-    spelled = "|".join(re.escape(name) for name in sorted(filter(None, names), key=len, reverse=True))
-    return re.sub(spelled, lambda m: f"{OPEN}{m[0]}{CLOSE}", text)

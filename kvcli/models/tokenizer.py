@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadModel
+from kvcli.models.control_words import admit
 from kvcli.models.family import read_config
 from kvcli.models.foreign import blamed
 from kvcli.models.refusals import no_tokenizer
@@ -31,6 +32,7 @@ def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenize
                     raise Unfit(f"is larger than {_LARGEST >> 20} MiB")
         except Unfit as error:
             raise _unreadable(found, f"{file.name} {error}") from error
+    _refuse_unread(found)
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     config = read_config(found, trust_remote_code)
@@ -39,6 +41,8 @@ def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenize
             found.path, config=config, trust_remote_code=trust_remote_code, local_files_only=True
         )
         n_words = len(tokenizer.get_vocab())
+        if tokenizer.is_fast:
+            admit(tokenizer)
     if not n_words:
         raise _unreadable(found, "its vocabulary is empty")
     tokenizer.model_max_length = 1 << 40  # the window is checked here, with numbers; no second warning
@@ -54,6 +58,22 @@ def refuse_wordless(found: Source) -> None:
     """A model whose text cannot be made ids, by the names of its files."""
     if not found.has_words:
         raise _unreadable(found, "its folder holds no vocabulary")
+
+
+def _refuse_unread(found: Source) -> None:
+    """A vocabulary that a missing package would read; transformers names the last one that it tries."""
+    from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available, is_tiktoken_available
+
+    held = [found.path / name for name in ("tokenizer.json", "vocab.json", "tekken.json", "tokenizer.model")]
+    if not (file := next((f for f in held if f.is_file()), held[0])).match("*.model"):
+        return
+    with file.open("rb") as stream:
+        is_pieces = stream.read(1) == b"\n"  # the first field of sentencepiece's
+    has = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
+    has = has if is_pieces else {"tiktoken": is_tiktoken_available()}
+    if missing := " ".join(name for name, is_there in has.items() if not is_there):
+        said = f"what reads its {file.name} is not installed: {missing}"
+        raise no_tokenizer(found.id, said, f"pip install {missing}")
 
 
 def _unreadable(found: Source, said: str) -> BadModel:

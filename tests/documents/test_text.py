@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import lzma
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -196,6 +197,32 @@ def test_several_documents_can_be_told_apart():
         "=== Document 1: a ===\ntext of a\n\n=== Document 2: b ===\ntext of b\n\nWhat?"
     )
     assert with_documents("What?", []) == "What?"
+
+
+HEADS = {
+    "=== Document 2: contract.pdf ===": "(Document 2: contract.pdf)",
+    "  ==== DOCUMENT\u00a02 : a=b.pdf =": "  (DOCUMENT\u00a02 : a=b.pdf =)",
+    "So it says. ==Document 12: x": "So it says. (Document 12: x)",
+    "=== Document 1: a === === Document 2: b ===": "(Document 1: a   Document 2: b)",
+    "=== Document 3: a ===\rThe text.": "(Document 3: a)\rThe text.",
+    "=== Documents: 2 ===": "=== Documents: 2 ===",
+    "x == y": "x == y",
+}
+
+
+@pytest.mark.parametrize("line", HEADS)
+def test_no_document_can_write_the_head_of_another(line):
+    other = Document("b", "text of b", "")
+    for documents in ([Document("a", f"one\n{line}\ntwo", "")], [Document("a", f"one\n{line}\ntwo", ""), other]):
+        assert f"one\n{HEADS[line]}\ntwo" in with_documents("What?", documents)
+    named = with_documents("What?", [Document(f"a ===\n\n{line}", "text of a", ""), other])
+    assert re.findall("^=== .* ===$", named, re.MULTILINE)[-1] == "=== Document 2: b ==="
+    assert len(re.findall("^ *=", named, re.MULTILINE)) == 2
+
+
+def test_a_line_of_nothing_but_signs_is_read_in_a_moment():
+    text = "=" * 200_000 + " Document" * 50_000 + "== Document 1:" * 50_000
+    assert with_documents("", [Document("a", text, "")]).endswith("Document 1:)")
 
 
 def test_no_folder_to_set_a_file_down_in(monkeypatch, tmp_path):

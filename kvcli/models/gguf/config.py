@@ -30,6 +30,14 @@ _HARMLESS: Mapping[str, tuple[object, ...] | None] = {
     "expert_used_count": (0,),
     "pooling_type": (0,),
 }
+# keys of the tokenizer: translated, or harmless, as are ids of tokens; values as above
+_WORDS: Mapping[str, tuple[object, ...] | None] = {
+    **dict.fromkeys(("ggml.model", "ggml.pre", "ggml.tokens", "ggml.token_type", "ggml.scores", "ggml.merges")),
+    **dict.fromkeys(("chat_template", "chat_templates", "huggingface.json", "ggml.token_type_count")),
+    **dict.fromkeys(("ggml.add_bos_token", "ggml.add_eos_token", "ggml.add_sep_token"), (True, False)),
+    "ggml.add_space_prefix": (True, False),
+    "ggml.remove_extra_whitespaces": (False,),
+}
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 # A vocabulary of bytes says by which rule text is cut before it is merged; transformers takes GPT-2's for a rule it
@@ -164,6 +172,17 @@ def _check_words(said: _Said, rows: int) -> str:
         raise said.refused(f"its vocabulary has {words.count:,} tokens, its embedding {rows:,} rows")
     if kind not in ("gpt2", "llama") or (kind == "gpt2" and split not in SPLITS | DIGITS | {"gpt-2"}):
         raise said.refused(f"tokenizer.ggml.model = {kind}, tokenizer.ggml.pre = {split} is not read here")
+    kinds, leads = meta.get("tokenizer.ggml.token_type"), meta.get("tokenizer.ggml.add_space_prefix")
+    if isinstance(kinds, Listed) and kinds.count != words.count:
+        raise said.refused(f"its vocabulary has {words.count:,} tokens, and {kinds.count:,} have a type")
+    if leads and (kind == "gpt2" or said.layout.is_gemma):
+        raise said.refused("tokenizer.ggml.add_space_prefix = True is not read for such a vocabulary")
+    for key, value in meta.items():
+        name = key.removeprefix("tokenizer.")
+        if name != key and not name.startswith("chat_template.") and not name.endswith("_token_id"):
+            harmless = _WORDS.get(name, ())
+            if harmless is not None and value not in harmless:
+                raise said.refused(f"{key} = {str(value)[:60]} is not understood, and may matter")
     return str(split) if kind == "gpt2" else ""
 
 

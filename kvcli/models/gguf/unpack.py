@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import repeat
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from kvcli.errors import BadModel, writing
 from kvcli.files import check_room, private_folder, replacing_folder
 from kvcli.kernels.linear_packed import reference
 from kvcli.models import source
+from kvcli.models.control_words import spelled
 from kvcli.models.foreign import blamed
 from kvcli.models.gguf.blocks import Bytes, numbers, packed, stays_packed, stretches
 from kvcli.models.gguf.config import DIGITS, WHOLE, Described, Piece, describe
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
     from kvcli.models.source import Source
 
-VERSION = 1  # of what is written below
+VERSION = 2  # of what is written below
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors'
 # end an answer whatever the file calls its end of text (llama.cpp looks for them as well)
 _ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
@@ -187,25 +189,44 @@ def _write_words(folder: Path, found: Source, header: Header, described: Describ
             name_or_path=str(header.path.parent), gguf_file=header.path.name, local_files_only=True
         )
         tokenizer.init_kwargs.pop("local_files_only", None)
-        most = max(tokenizer.get_vocab().values(), default=-1)
         tokenizer.save_pretrained(folder)
-        special = tokenizer.get_added_vocab()
-    _mend(folder / "tokenizer.json", described.split)
+        from transformers.integrations.gguf import get_gguf_tokenizer
+
+        _, words, _ = get_gguf_tokenizer(str(header.path))
+        most = _mend(folder / "tokenizer.json", described.split, words)
     if most >= described.config["vocab_size"]:
         raise _no_words(found, f"its token {most:,} has no row in the embedding")
     said = [header.meta.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
-    return sorted({i for i in said if type(i) is int} | {i for word, i in special.items() if word in _ENDS})
+    return sorted({i for i in said if type(i) is int} | {i for i, word in enumerate(words["tokens"]) if word in _ENDS})
 
 
-def _mend(file: Path, split: str) -> None:
-    """What transformers overlooks of the rule by which text is cut."""
+def _mend(file: Path, split: str, words: Mapping[str, Any]) -> int:
+    """What transformers overlooks; returns the largest id.
+
+    That is the rule by which text is cut, that no space leads it, and control words that a vocabulary of bytes does not
+    spell in its bytes: they get the ids of the file.
+    """
     made = json.loads(file.read_text(encoding="utf-8"))
+    vocab, added = made["model"]["vocab"], {token["content"]: token for token in made["added_tokens"]}
+    known = {i: word for word, i in vocab.items()}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for i, (word, kind) in enumerate(zip(words["tokens"], words.get("token_type") or repeat(1), strict=False)):
+        if word in added or (kind == 4 and word.strip()) or (spelled(word) and (kind == 3 or word[1] == "\uff5c")):
+            added.setdefault(word, {"content": word, **flags, "special": kind != 4})["id"] = i
+            if known.get(i) != word:
+                vocab.pop(known.get(i), None)
+                vocab[word] = i
+    made["added_tokens"] = sorted(added.values(), key=lambda token: int(token["id"]))
+    if not words.get("add_prefix_space", True) and (made["pre_tokenizer"] or {}).get("type") == "Metaspace":
+        made["pre_tokenizer"]["prepend_scheme"] = "never"
+        made["decoder"]["decoders"] = [step for step in made["decoder"]["decoders"] if step["type"] != "Strip"]
     if split in DIGITS:
         cuts = [{"type": "Digits", "individual_digits": True}, made["pre_tokenizer"]]
         made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
     if split in WHOLE:
         made["model"]["ignore_merges"] = True
     file.write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
+    return max([*vocab.values(), *(int(token["id"]) for token in made["added_tokens"])], default=-1)
 
 
 def _no_words(found: Source, said: str) -> BadModel:

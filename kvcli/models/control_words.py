@@ -1,0 +1,132 @@
+"""Control words: what a vocabulary holds as one token that acts (<|end|>, <start_of_turn>, [INST]).
+
+Those of a template must become their tokens. Those in a text must not, whatever flag the tokenizer puts on the token:
+they are fenced, and read letter by letter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Noncharacters, which Unicode keeps free for such inner use: around text that is to be read letter by letter, for a
+# control word that acts, inside one that does not, and for a message while it is found out where a template writes it.
+OPEN, CLOSE, STANDS, CUT, PLACE = "\ufdd0", "\ufdd1", "\ufdd4{}\ufdd5", "\ufdd6", "\ufdd7{}\ufdd8"
+FENCED = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
+_OURS = dict.fromkeys(map(ord, OPEN + CLOSE + (STANDS + CUT + PLACE).format("", "")))
+_SHAPE = re.compile(r"<[^\s<>]+>|\[/?[A-Z][A-Z_]*\]|\[\|[^\s|]+\|\]")
+_SHAPES = re.compile(f"(?=({_SHAPE.pattern}))")  # also where one lies in another
+_TURN = re.compile(r"[<\[][|\uff5c].*[|\uff5c][>\]]")
+# bytes, and tags of HTML, of which some vocabularies have tokens: words like others
+_PLAIN = re.compile(
+    r"<0x[0-9A-F]{2}>|</?(?:[abipsu]|h[1-6]|[bht]r|[dlt][dhilt]|[ou]l|em|su[bp]|div|pre|img|code|span|table|caption"
+    r"|t(?:head|body|foot)|strong|center|blockquote)/?>"
+)
+
+
+def spelled(text: str) -> list[str]:
+    """What looks like a control word in a text, in order."""
+    return [word for word in _SHAPES.findall(text) if not _PLAIN.fullmatch(word)]
+
+
+def acting(tokenizer: PreTrainedTokenizerBase, written: str) -> set[str]:
+    """The words of the vocabulary that act: flagged, of that shape, or in `written`, what a template writes.
+
+    Runs of spaces and words of letters are none: vocabularies have tokens for these as well.
+    """
+    added = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+    return flagged(tokenizer) | {w for w in added if spelled(w) or (w in written and re.search(r"[^\w\s]", w))}
+
+
+def flagged(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Those that the tokenizer calls special."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return {str(token) for token in added if token.special} | set(getattr(tokenizer, "all_special_tokens", ())) - {""}
+
+
+def fence(tokenizer: PreTrainedTokenizerBase, text: str, words: Iterable[str]) -> str:
+    """The text with fences around each of `words`. What was in the text like fences is dropped."""
+    text = _as_read(tokenizer, text.translate(_OURS))
+    shaped = set(_SHAPES.findall(text))
+    found = {word for word in words if (word in shaped if _SHAPE.fullmatch(word) else word in text)}
+    return re.sub(_any(found), lambda m: f"{OPEN}{m[0]}{CLOSE}", text) if found else text
+
+
+def _as_read(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text as the tokenizer tidies it up first, where that makes a control word of what is none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    words = [str(token) for token in added if token.normalized and spelled(str(token))]
+    tidies = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    tidy = tidies.normalize_str(text) if words and tidies else text
+    return tidy if any(tidy.count(word) > text.count(word) for word in words) else text
+
+
+def unfenced(text: str) -> str:
+    return text.replace(OPEN, "").replace(CLOSE, "")
+
+
+def encode_fenced(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a text with fences, read as a whole: nothing is added beside what is fenced.
+
+    The same vocabulary and rules serve a second tokenizer, to which the fenced words are no tokens. Where they act,
+    others stand for them.
+    """
+    from tokenizers import AddedToken, Tokenizer
+
+    known: Any = tokenizer.backend_tokenizer
+    named, fenced = tokenizer.added_tokens_decoder, set(FENCED.findall(text))
+    stands = {token.content: STANDS.format(i) for i, token in named.items() if token.content in fenced}
+    ids = {stands.get(token.content, token.content): i for i, token in named.items()}
+    other = Tokenizer(known.model)
+    other.normalizer, other.pre_tokenizer = known.normalizer, known.pre_tokenizer
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    other.add_tokens([AddedToken(w, **{flag: getattr(named[i], flag) for flag in flags}) for w, i in ids.items()])
+    other.add_tokens([AddedToken(CUT, normalized=True)])
+    pieces, inert = FENCED.split(text), {known.token_to_id(word) for word in fenced}
+    pieces[::2] = [re.sub(_any(stands) or "$^", lambda m: stands[m[0]], unfenced(piece)) for piece in pieces[::2]]
+    for cut in ("", CUT):  # a model that has the word in its vocabulary may find it in its letters
+        pieces[1::2] = [word[:1] + cut + word[1:] for word in pieces[1::2]]
+        read = other.encode("".join(pieces), add_special_tokens=False)
+        tokens = [(word, i) for word, i in zip(read.tokens, read.ids, strict=True) if word != CUT]
+        if not any(i in inert and word not in ids for word, i in tokens):
+            break
+    return [ids.get(word, i) for word, i in tokens]
+
+
+def _any(words: Iterable[str]) -> str:
+    return "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+
+
+def admit(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have the control words of a vocabulary read as one token each, though nobody added them to it.
+
+    Those are words like <|end|>, and what the chat template spells and the vocabulary's own rules cut up.
+    """
+    from tokenizers import AddedToken
+
+    template, added = str(getattr(tokenizer, "chat_template", None) or ""), tokenizer.get_added_vocab()
+    found = [w for w in tokenizer.get_vocab() if w[:1] in "<[" and w not in added and spelled(w) == [w]]
+    found = [w for w in found if _TURN.fullmatch(w) or (w in template and _is_cut_up(tokenizer, w))]
+    if found:
+        tokenizer.add_tokens([AddedToken(w, normalized=False, special=bool(_TURN.fullmatch(w))) for w in found])
+
+
+def cut_up(tokenizer: PreTrainedTokenizerBase, written: Sequence[str]) -> list[str]:
+    """The control words in `written`, pieces of a prompt, that the vocabulary has and reads as something else."""
+    words = Counter(spelled("\n".join(written)))
+    if not words or not hasattr(tokenizer, "convert_tokens_to_ids"):
+        return []
+    whole: dict[str, Any] = {word: tokenizer.convert_tokens_to_ids(word) for word in words}
+    known = [word for word, i in whole.items() if i is not None and i != tokenizer.unk_token_id]
+    read = Counter(i for piece in written if piece for i in tokenizer.encode(piece, add_special_tokens=False))
+    added = tokenizer.get_added_vocab() if known else {}
+    return [w for w in known if read[whole[w]] < words[w] and (w in added or _is_cut_up(tokenizer, w))]
+
+
+def _is_cut_up(tokenizer: PreTrainedTokenizerBase, word: str) -> bool:
+    return tokenizer.convert_tokens_to_ids(word) not in tokenizer.encode(word, add_special_tokens=False)

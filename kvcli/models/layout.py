@@ -1,0 +1,155 @@
+"""How a model's chat template writes a conversation, and whether all that was said stands in what it wrote.
+
+A template is a stranger's program: it may drop a role, all but the last turn, or every text that does not come as a
+list of parts. It is tried with a mark in place of each text first. Where the marks come out, the texts must.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvcli.errors import BadInput, BadModel
+from kvcli.models.control_words import PLACE
+from kvcli.models.foreign import blamed
+from kvcli.models.template import broken
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = Sequence[Mapping[str, str]]
+
+LEAST = 0.5  # of the words of a text: with fewer it counts as left out
+_PLACES, _WORD = re.compile(PLACE.format(r"(\d+)")), re.compile(r"\w+")
+_THOUGHT = re.compile(r".*(?:</[^<>\s]+>|\[/[A-Z_]+\])", re.DOTALL)  # of an answer; templates may drop it
+_NAMES = {"user": "question", "assistant": "answer", "system": "system text"}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a template writes which of the messages."""
+
+    messages: Messages  # as it gets them: with the system text in the first question where it knows no such role
+    in_parts: frozenset[str] = frozenset()  # roles whose text it takes as a list of parts
+    own: Sequence[str] = ()  # what it writes itself, before each place and behind the last
+    order: Sequence[int] = ()  # of the messages in the places
+
+    @property
+    def lost(self) -> list[int]:
+        """The messages that have a text and no place."""
+        return [i for i, m in enumerate(self.messages) if m["content"].strip() and i not in self.order]
+
+    @property
+    def between(self) -> str:
+        """What it writes before all but answers: the words that end and begin turns."""
+        return "".join(w for w, i in zip(self.own, self.order, strict=False) if not self.is_answer(i))
+
+    def is_answer(self, i: int) -> bool:
+        return self.messages[i]["role"] == "assistant"
+
+    def name(self, i: int) -> str:
+        role = self.messages[i]["role"]
+        return f"{_NAMES.get(role, role)} {sum(m['role'] == role for m in self.messages[: i + 1])}"
+
+
+def layout(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Layout:
+    """The first way of handing the messages to the template in which it has a place for each, but for answers.
+
+    Raises BadModel where there is none, and what the template itself says where it refuses them all.
+    """
+    folds = messages[0]["role"] == "system" and messages[0]["content"].strip() and len(messages) > 1
+    found, refused = list[Layout](), list[BadInput | BadModel]()
+    for given in (messages, fold_system(messages)) if folds else (messages,):
+        in_parts = frozenset[str]()
+        for _ in ("as text", "what was lost in parts"):
+            try:
+                found.append(_tried(tokenizer, given, in_parts))
+            except (BadInput, BadModel) as error:
+                if error.code == "template_too_heavy":
+                    raise
+                refused += [] if in_parts else [error]
+                in_parts = frozenset(m["role"] for m in given)
+            else:
+                if not (lost := found[-1].lost):
+                    return found[-1]
+                in_parts = frozenset(given[i]["role"] for i in lost)
+    if not found:
+        raise refused[-1]
+    best = min(found, key=lambda one: sum(not one.is_answer(i) for i in one.lost))
+    for i in best.lost:
+        if not best.is_answer(i):
+            raise _left_out(best, i, "none of it is in the prompt")
+    return best
+
+
+def _tried(tokenizer: PreTrainedTokenizerBase, messages: Messages, in_parts: frozenset[str]) -> Layout:
+    texts = [PLACE.format(i) if m["content"].strip() else m["content"] for i, m in enumerate(messages)]
+    pieces = _PLACES.split(render(tokenizer, Layout(messages, in_parts), texts))
+    return Layout(messages, in_parts, pieces[::2], [int(i) for i in pieces[1::2]])
+
+
+def render(tokenizer: PreTrainedTokenizerBase, laid: Layout, texts: Sequence[str]) -> str:
+    """What the template makes of the messages with these texts."""
+    from jinja2 import TemplateError
+
+    given: list[dict[str, Any]] = [{**m, "content": text} for m, text in zip(laid.messages, texts, strict=True)]
+    for message in given:
+        if message["role"] in laid.in_parts:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    with blamed(broken):
+        try:
+            return str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True))
+        except TemplateError as error:
+            raise BadInput(
+                f"the model's chat template refuses this conversation: {error}",
+                code="chat_template",
+                lines=["messages: " + ", ".join(m["role"] for m in given)],
+                try_=["ask without a system message"],
+            ) from None
+
+
+def changed(laid: Layout, texts: Sequence[str], prompt: str) -> list[int]:
+    """The messages that do not stand in the prompt as they are, but for space at their ends and thoughts of answers.
+
+    `texts`: of all messages. Each is looked for directly behind what the template wrote before it, or anywhere later
+    where it writes otherwise with these texts. Raises BadModel where most of one is missing.
+    """
+    at, stands = 0, set[int]()
+    for own, i in zip(laid.own, laid.order, strict=False):
+        begins, said = prompt.find(own, at), texts[i].strip()
+        is_near = begins >= 0 and not prompt[at:begins].strip()
+        at = begins + len(own) if begins >= 0 else at
+        start = prompt.find(said, at)
+        if start < 0 and laid.is_answer(i):
+            said = _THOUGHT.sub("", said, count=1).strip()
+            start = prompt.find(said, at)
+        elif is_near and prompt[at : max(at, start)].strip():
+            start = -1
+        if start >= 0:
+            at = start + len(said)
+            stands.add(i)
+    missed = sorted({*laid.order} - stands)
+    there = Counter(_WORD.findall(prompt.casefold())) if missed else Counter[str]()
+    for i in missed:
+        words = Counter(_WORD.findall(texts[i].casefold()))
+        if (left := (words & there).total()) < LEAST * words.total():
+            raise _left_out(laid, i, f"of its {words.total():,} words {left:,} are in the prompt")
+    return missed
+
+
+def _left_out(laid: Layout, i: int, how: str) -> BadModel:
+    return BadModel(
+        f"the model's chat template leaves out {laid.name(i)}",
+        code="bad_template",
+        lines=[how],
+        try_=["a new conversation" if i < len(laid.messages) - 1 else "another model"],
+    )
+
+
+def fold_system(messages: Messages) -> list[Mapping[str, str]]:
+    """The same messages with the system text at the head of the first user message."""
+    system, first, *rest = messages
+    return [{"role": first["role"], "content": f"{system['content']}\n\n{first['content']}"}, *rest]
