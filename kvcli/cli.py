@@ -20,7 +20,7 @@ import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from kvcli.commands.log import start_log
-from kvcli.commands.options import take_common
+from kvcli.commands.options import NARROW, take_common
 from kvcli.errors import ExitStatus, KvcliError, UsageError
 from kvcli.outlet import Foreign
 from kvcli.version import __version__
@@ -79,7 +79,8 @@ class Lazy(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         app = import_module(f"kvcli.commands.{str(self.name).replace('-', '_')}").app
-        command = take_common(typer.main.get_command(app), rare=bool(extra.get("resilient_parsing")))
+        rare, width = bool(extra.get("resilient_parsing")), parent.obj.width() if parent is not None else NARROW
+        command = take_common(typer.main.get_command(app), rare=rare, width=width)
         command.name = self.name
         return command.make_context(info_name, args, parent=parent, **extra)
 
@@ -154,7 +155,7 @@ def run(args: Sequence[str], world: World) -> int:
 
     start_log(world)
     world.paths.sweep()
-    command = take_common(typer.main.get_command(app))
+    command = take_common(typer.main.get_command(app), width=world.width())
     if "_KVCLI_COMPLETE" in world.environ:  # the shell asks for completions; Typer answers and exits
         command.main(list(args), prog_name="kvcli", complete_var="_KVCLI_COMPLETE")
     try:

@@ -232,13 +232,6 @@ class Sessions:
         self._has_files = True
 
 
-def users_sessions() -> Sessions:
-    """Where conversations are kept unless the caller says otherwise."""
-    from platformdirs import user_data_path
-
-    return Sessions(user_data_path("kvcli", appauthor=False))
-
-
 def _entry(row: tuple[Any, ...]) -> SessionEntry:
     name, title, model, saved, questions, documents = row
     about = {"id": tables.sound(name), "title": title and str(title), "model": str(model), "saved": str(saved)}
