@@ -155,9 +155,10 @@ def run(args: Sequence[str], world: World) -> int:
 
     start_log(world)
     world.paths.sweep()
-    command = take_common(typer.main.get_command(app), width=world.width())
-    if "_KVCLI_COMPLETE" in world.environ:  # the shell asks for completions; Typer answers and exits
-        command.main(list(args), prog_name="kvcli", complete_var="_KVCLI_COMPLETE")
+    completes = "_KVCLI_COMPLETE" in world.environ  # the shell asks; Typer answers and exits
+    command = take_common(typer.main.get_command(app), rare=completes, width=world.width())
+    if completes:
+        command.main(list(args), prog_name="kvcli", complete_var="_KVCLI_COMPLETE", obj=world)
     try:
         out, err = cast("TextIO", Foreign(world.stdout)), cast("TextIO", Foreign(world.stderr))
         with redirect_stdout(out), redirect_stderr(err):  # libraries write to those of Python

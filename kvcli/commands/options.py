@@ -64,6 +64,7 @@ def take_common(command: Any, *, rare: bool = False, width: int = NARROW) -> Any
     command.params += [copy(param) for param in _params() if not taken & set(param.opts)]
     if rare:
         show_rare(command)
+        _complete(command)
     command.context_settings = {**command.context_settings, "help_option_names": ["-h", "--help"]}
     help_ = command.get_help_option(command.context_class(command, **command.context_settings))
     for param in [*command.params, *filter(None, [help_])]:
@@ -95,6 +96,15 @@ def take_model(command: Any) -> None:
         (named,) = _params_of(_named)
         named.expose_value, named.callback, model.callback = False, _note_model, _one_model
         command.params.append(named)
+
+
+def _complete(command: Any) -> None:
+    """Have the Tab key complete what the option parser cannot know."""
+    from kvcli.commands.complete import complete
+
+    for param in command.params:
+        if param.metavar:
+            param.shell_complete = partial(complete, param)
 
 
 def show_rare(command: Any) -> None:

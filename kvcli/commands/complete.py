@@ -1,0 +1,107 @@
+"""What the Tab key of a shell completes: names of models, profiles and chats, and values that a setting may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from kvcli.build import REGISTRIES
+from kvcli.commands.flags import KEYS
+from kvcli.errors import KvcliError
+from kvcli.settings.schema import METHODS, TABLES
+from kvcli.settings.values import keys_of, words
+
+if TYPE_CHECKING:
+    from kvcli.world import World
+
+Found = Mapping[str, str] | Iterable[str]  # words, with what they are where something says it
+
+
+def complete(param: Any, context: Any, incomplete: str) -> list[Any]:
+    """Words for a parameter, in the form that the option parser hands to the shell. None = it completes file names."""
+    world: World = context.find_root().obj
+    metavar, name = param.metavar or "", param.opts[0]
+    last = incomplete.rpartition(",")[2] if "," in metavar else incomplete
+    before = incomplete[: len(incomplete) - len(last)]
+    found: Found = []
+    with suppress(KvcliError, OSError):  # what is wrong with the files is for the command to say
+        if (key := KEYS.get(name)) is not None:
+            found = values(key)
+        elif name in ("--set", "--vary"):
+            key, equals, _ = incomplete.partition("=")
+            found = [f"{key}={value}" for value in values(key)] if equals else _keys(world)
+        elif kind := KINDS.get(f"{context.command_path.partition(' ')[2]} {metavar}") or KINDS.get(metavar):
+            found = kind(world)
+        elif name in ("--profile", "--profiles", "--extends"):
+            found = profiles(world)
+    if "|" in metavar and not found:
+        found = [word for word in metavar.split("|") if word.islower()]
+    about = found if isinstance(found, Mapping) else {}
+    return [
+        SimpleNamespace(value=before + word, type="plain", help=about.get(word) or None)
+        for word in found
+        if word.startswith(last)
+    ]
+
+
+def values(key: str) -> list[str]:
+    """What a profile key may be, where that is one of some words."""
+    table, _, name = key.partition(".")
+    if METHODS.get(table, ("",))[0] == name:
+        return list(REGISTRIES[table])
+    hint = keys_of(TABLES[table])[name].hint if name and name in keys_of(TABLES.get(table, object)) else None
+    return ["auto", "cpu", "cuda", "mps"] if key == "load.device" else words(hint)
+
+
+def models(world: World) -> Found:
+    from kvcli.commands.known import known
+    from kvcli.commands.setup import config_of
+
+    return dict(known(config_of(world), world.paths.data))
+
+
+def profiles(world: World) -> Found:
+    from kvcli.commands.setup import config_of
+
+    config = config_of(world)
+    said = {name: config.profiles[name].get(("description",)) for name in config.names()}
+    return {name: str(setting.value) if setting else "" for name, setting in said.items()}
+
+
+def _listed(_: World) -> Found:
+    from kvcli.models.catalog import CATALOG
+
+    return {one.name: one.about for one in CATALOG}
+
+
+def _chats(world: World) -> Found:
+    from kvcli.commands.keep import sessions_of
+
+    return {entry.id: entry.title or "" for entry in sessions_of(world).entries()}
+
+
+def _kinds(_: World) -> Found:
+    from kvcli.commands.cache import BY_NAME, KINDS
+
+    return {**KINDS, **BY_NAME}
+
+
+def _keys(world: World) -> Found:
+    from kvcli.commands.setup import sources
+    from kvcli.settings.profile import load_profile
+
+    return [f"{key}=" for key in load_profile(sources=sources(world)).values]
+
+
+KINDS: Mapping[str, Callable[[World], Found]] = {  # by what stands for a value in the help, behind a command's name
+    "MODEL": models,
+    "CHAT": _chats,
+    "KIND": _kinds,
+    "A": profiles,
+    "B": profiles,
+    "models get NAME": _listed,
+    "models remove NAME": models,
+    "profiles show NAME": profiles,
+}
