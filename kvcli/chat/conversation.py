@@ -261,6 +261,12 @@ class Chat:
         self.shown = shown_of(self, saved.left_out)
         return self
 
+    def go_to(self, model: OpenText, called: str) -> None:
+        """Go on in another text, perhaps of another model; the one before is closed."""
+        before, self.model, self.called = self.model, model, called
+        self.heard, self.shown = Heard(), Shown()  # ids of other tokens; and this window may be another one
+        before.close()
+
     def close(self) -> None:
         """Let other processes have its session; the next `save` makes a new one."""
         if self.kept is not None:

@@ -273,6 +273,11 @@ class Setup:
     def names(self) -> list[str]:
         return config_of(self.world).names()
 
+    def models(self) -> list[str]:
+        from kvcli.commands.known import known
+
+        return [name for name, _ in known(self.config, self.world.paths.data)]
+
     def keys(self) -> list[str]:
         return list(self.profile().values)
 
