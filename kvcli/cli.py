@@ -58,6 +58,19 @@ HABITS = {
     "heads": "profile-heads",
     "history": "sessions list",
     "resume": "chat --resume",
+    **dict.fromkeys(("pull", "get", "download", "import"), "models get"),
+    **dict.fromkeys(("rm", "remove", "delete"), "models remove"),
+    "show": "models show",
+    "logs": "sessions list",
+    "create": "profiles new",
+    "templates": "profiles list",
+    "prompt": "chat -p",
+}
+ABSENT = {  # of other programs
+    **dict.fromkeys(("serve", "server", "start"), "there is no server: a command loads its model, and ends with it"),
+    **dict.fromkeys(("ps", "status", "load", "unload", "stop"), "no model stays loaded from one command to the next"),
+    **dict.fromkeys(("push", "cp"), "models are not copied or sent anywhere"),
+    "embed": "there are no embeddings",
 }
 
 SHORT_HELP = """\
@@ -97,9 +110,11 @@ class Tree(TyperGroup):
         if name in self.commands or name.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         near = [HABITS[name]] if name in HABITS else get_close_matches(name, self.commands)
+        usual = ["kvcli models list", "kvcli --help"] if name in ABSENT else [f"kvcli chat {name}", "kvcli --help"]
         raise UsageError(
             f"there is no command {name!r}",
-            try_=[f"kvcli {command}" for command in near] or [f"kvcli chat {name}", "kvcli --help"],
+            lines=[ABSENT[name]] if name in ABSENT else [],
+            try_=[f"kvcli {command}" for command in near if name not in ABSENT] or usual,
         )
 
 

@@ -75,7 +75,7 @@ def chat(
     The answer goes to stdout, all else to stderr. "kv" in the figures is the
     cache: keys and values of every token read, so nothing is read twice.
     """
-    from kvcli.commands.ask import STDIN, read_question
+    from kvcli.commands.ask import STDIN, files_of, read_question
     from kvcli.commands.held import read_grammar
     from kvcli.commands.offer import find_model, tell_toy
     from kvcli.commands.packed import model_of as packed_model
@@ -87,6 +87,7 @@ def chat(
         raise UsageError("--stream needs --json", try_=["--json --stream"])
     others = [file, system, system_file, continue_, resume, dry_run]
     packed = pack_of(world, pack, others, ALONE) if pack is not None else None
+    file = files_of(world, file or [])
     with kept(world, continue_, resume, no_save) as opened:
         named = model
         if named is None and packed is not None:
@@ -97,15 +98,15 @@ def chat(
             named = model_of(world, opened)
         setup = Setup(world, named, o.profile_flags(context.params), exact, is_typed=model is not None)
         keeps = not no_save and setup.keeps_chats
-        find_model(setup, file or [])
+        find_model(setup, file)
         rules = read_grammar(world, schema, grammar, json_object)
         profile = profile_of(setup, packed)
         if dry_run:
             from kvcli.commands.plan import print_plan
 
-            return print_plan(setup, profile, file or [])
+            return print_plan(setup, profile, file)
         setup.look(profile)
-        question = read_question(world, prompt, file or [], system, system_file)
+        question = read_question(world, prompt, file, system, system_file)
         if packed is not None:
             question = about_pack(question, packed)
         find_model(setup, [d.name for d in question.documents if d.name == STDIN])

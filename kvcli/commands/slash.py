@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.commands import slash_sessions as kept
-from kvcli.commands.ask import notes_of, read_file
+from kvcli.commands.ask import files_of, notes_of, read_file
 from kvcli.errors import BadConfig, BadInput, UsageError
 from kvcli.render import figures as f
 from kvcli.render import tables
@@ -147,13 +147,20 @@ def _edit(repl: Repl, _: str) -> None:
 # --- documents and settings
 
 
-@slash("file", "PATH", "attach a file to the next question; paper.pdf:3-9 for pages", completes="path")
+@slash(
+    "file", "PATH", "attach a file, a folder or *.txt to the next question; paper.pdf:3-9 for pages", completes="path"
+)
 def _file(repl: Repl, argument: str) -> None:
     path = argument.strip("\"'")
     if not path:
         raise UsageError("which file?", try_=["/file report.md", "/file paper.pdf:3-9", "/file demo:report"])
     if repl.before_file is not None:
         repl.before_file(path)
+    for file in files_of(repl.world, [path]):
+        _attach(repl, file)
+
+
+def _attach(repl: Repl, path: str) -> None:
     document = read_file(repl.world, path)
     name = document.name
     if (place := repl.chat.place(document)) is not None:
