@@ -25,19 +25,16 @@ def complete(param: Any, context: Any, incomplete: str) -> list[Any]:
     metavar, name = param.metavar or "", param.opts[0]
     last = incomplete.rpartition(",")[2] if "," in metavar else incomplete
     before = incomplete[: len(incomplete) - len(last)]
-    found: Found = []
+    found: Found = [word for word in metavar.split("|") if word.islower()] if "|" in metavar else []
+    kind = KINDS.get(f"{context.command_path.partition(' ')[2]} {metavar}") or KINDS.get(metavar) or KINDS.get(name)
     with suppress(KvcliError, OSError):  # what is wrong with the files is for the command to say
-        if (key := KEYS.get(name)) is not None:
-            found = values(key)
+        if kind is not None:
+            found = kind(world)
         elif name in ("--set", "--vary"):
             key, equals, _ = incomplete.partition("=")
             found = [f"{key}={value}" for value in values(key)] if equals else _keys(world)
-        elif kind := KINDS.get(f"{context.command_path.partition(' ')[2]} {metavar}") or KINDS.get(metavar):
-            found = kind(world)
-        elif name in ("--profile", "--profiles", "--extends"):
-            found = profiles(world)
-    if "|" in metavar and not found:
-        found = [word for word in metavar.split("|") if word.islower()]
+        elif name in KEYS:
+            found = found or values(KEYS[name])
     about = found if isinstance(found, Mapping) else {}
     return [
         SimpleNamespace(value=before + word, type="plain", help=about.get(word) or None)
@@ -99,9 +96,7 @@ KINDS: Mapping[str, Callable[[World], Found]] = {  # by what stands for a value 
     "MODEL": models,
     "CHAT": _chats,
     "KIND": _kinds,
-    "A": profiles,
-    "B": profiles,
+    **dict.fromkeys(("A", "B", "--profile", "--profiles", "--extends", "profiles show NAME"), profiles),
     "models get NAME": _listed,
     "models remove NAME": models,
-    "profiles show NAME": profiles,
 }

@@ -16,7 +16,7 @@ from kvcli.commands.log import start_log
 from kvcli.errors import UsageError
 from kvcli.world import World
 
-NARROW = 60  # columns below which help has no boxes
+NARROW, LEAST = 60, 20  # columns below which help has no boxes, and that it has at least
 
 _option = partial(option, panel="Options of every command")
 
@@ -85,7 +85,7 @@ def _one_below_the_other(command: Any, width: int) -> None:
             super().write_dl(rows, col_max=2)
 
     command.context_class = type("Context", (usual,), {"formatter_class": Formatter})
-    command.context_settings = {**command.context_settings, "terminal_width": width - 1}
+    command.context_settings = {**command.context_settings, "terminal_width": max(LEAST, width - 1)}
     command.rich_markup_mode = None
     command.short_help = (command.help or "").partition("\n")[0]  # whole, in the list of the command above
 
