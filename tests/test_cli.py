@@ -411,6 +411,9 @@ def test_completion_scripts_are_printed(tmp_path):
         ("kvcli chat -r 2", ["CHAT"]),
         ("kvcli sessions rm 2", ["CHAT"]),
         ("kvcli chat -f ", []),  # the shell knows files
+        ("kvcli chat --set nonsense=", []),
+        ("kvcli chat --set policy.budget=", []),
+        ("kvcli chat --set load.device=c", ["load.device=cpu", "load.device=cuda"]),
     ],
 )
 def test_completion_completes(tmp_path, line, words):

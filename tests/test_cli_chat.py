@@ -233,7 +233,7 @@ def test_stats_modes(machine, mode, shown):
         (["-p", ""], b"", "empty_prompt", "the prompt is empty"),
         (["-p", "-"], b"", "empty_prompt", "the prompt is empty"),
         (["-p", "Hi", "-f", "missing.md"], b"", "file_missing", "no such file: missing.md"),
-        (["-p", "Hi", "-f", "no/*.md"], b"", "no_files", "no/*.md has 0 documents"),
+        (["-p", "Hi", "-f", "no/*.md"], b"", "file_count", "no/*.md has 0 documents"),
         (["-p", "Hi", "-f", "zero"], b"", "not_text", "zero byte at offset 2"),
         (["-p", "Hi", "-f", "latin"], b"", "bad_encoding", "byte 1, line 1"),
         (["-p", "Hi", "-f", "empty"], b"", "empty_file", "empty is empty"),

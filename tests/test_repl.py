@@ -297,8 +297,8 @@ def test_a_folder_and_a_pattern_attach_what_is_in_them(talk, tmp_path):
     assert [document.name for document in talk.chat.documents] == ["a.md", "b.txt"]
     assert "left out: c.png" in said
     assert "as 2 of /files" in talk.type("/file notes/*.txt")
-    assert "[no_files]" in talk.type("/file notes/*.pdf")
-    assert "[no_files]" in talk.type("/file notes/below")
+    assert "[file_count]" in talk.type("/file notes/*.pdf")
+    assert "[file_count]" in talk.type("/file notes/below")
     (tmp_path / "notes" / "[x].txt").write_text("a file whose name looks like a pattern")
     assert "attached [x].txt" in talk.type("/file notes/[x].txt")
 

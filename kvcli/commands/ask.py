@@ -103,7 +103,7 @@ def files_of(world: World, names: Sequence[str]) -> list[str]:
         if not 0 < len(more) <= MOST:
             raise BadInput(
                 f"{name} has {len(more):,} documents, and 1 to {MOST} can be attached at once",
-                code="no_files" if not more else "many_files",
+                code="file_count",
                 try_=["-f FILE", "-f FOLDER", "-f 'FOLDER/*.txt'"],
             )
         found += more

@@ -46,10 +46,12 @@ def complete(param: Any, context: Any, incomplete: str) -> list[Any]:
 def values(key: str) -> list[str]:
     """What a profile key may be, where that is one of some words."""
     table, _, name = key.partition(".")
-    if METHODS.get(table, ("",))[0] == name:
+    if table in METHODS and METHODS[table][0] == name:
         return list(REGISTRIES[table])
-    hint = keys_of(TABLES[table])[name].hint if name and name in keys_of(TABLES.get(table, object)) else None
-    return ["auto", "cpu", "cuda", "mps"] if key == "load.device" else words(hint)
+    if key == "load.device":
+        return ["auto", "cpu", "cuda", "mps"]
+    known = keys_of(TABLES[table]) if table in TABLES else {}  # those of a method are its own
+    return words(known[name].hint) if name in known else []
 
 
 def models(world: World) -> Found:
