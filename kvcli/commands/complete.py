@@ -8,8 +8,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.build import REGISTRIES
+from kvcli.commands import cache
 from kvcli.commands.flags import KEYS
+from kvcli.commands.known import known
+from kvcli.commands.setup import config_of, sources
 from kvcli.errors import KvcliError
+from kvcli.models.catalog import CATALOG
+from kvcli.settings.profile import load_profile
 from kvcli.settings.schema import METHODS, TABLES
 from kvcli.settings.values import keys_of, words
 
@@ -32,7 +37,8 @@ def complete(param: Any, context: Any, incomplete: str) -> list[Any]:
             found = kind(world)
         elif name in ("--set", "--vary"):
             key, equals, _ = incomplete.partition("=")
-            found = [f"{key}={value}" for value in values(key)] if equals else _keys(world)
+            every = () if equals else load_profile(sources=sources(world)).values
+            found = [f"{key}={value}" for value in values(key)] if equals else [f"{one}=" for one in every]
         elif name in KEYS:
             found = found or values(KEYS[name])
     about = found if isinstance(found, Mapping) else {}
@@ -50,29 +56,14 @@ def values(key: str) -> list[str]:
         return list(REGISTRIES[table])
     if key == "load.device":
         return ["auto", "cpu", "cuda", "mps"]
-    known = keys_of(TABLES[table]) if table in TABLES else {}  # those of a method are its own
-    return words(known[name].hint) if name in known else []
+    its = keys_of(TABLES[table]) if table in TABLES else {}  # those of a method are its own
+    return words(its[name].hint) if name in its else []
 
 
-def models(world: World) -> Found:
-    from kvcli.commands.known import known
-    from kvcli.commands.setup import config_of
-
-    return dict(known(config_of(world), world.paths.data))
-
-
-def profiles(world: World) -> Found:
-    from kvcli.commands.setup import config_of
-
+def _profiles(world: World) -> Found:
     config = config_of(world)
     said = {name: config.profiles[name].get(("description",)) for name in config.names()}
     return {name: str(setting.value) if setting else "" for name, setting in said.items()}
-
-
-def _listed(_: World) -> Found:
-    from kvcli.models.catalog import CATALOG
-
-    return {one.name: one.about for one in CATALOG}
 
 
 def _chats(world: World) -> Found:
@@ -81,24 +72,14 @@ def _chats(world: World) -> Found:
     return {entry.id: entry.title or "" for entry in sessions_of(world).entries()}
 
 
-def _kinds(_: World) -> Found:
-    from kvcli.commands.cache import BY_NAME, KINDS
-
-    return {**KINDS, **BY_NAME}
-
-
-def _keys(world: World) -> Found:
-    from kvcli.commands.setup import sources
-    from kvcli.settings.profile import load_profile
-
-    return [f"{key}=" for key in load_profile(sources=sources(world)).values]
+def _models(world: World) -> Found:
+    return dict(known(config_of(world), world.paths.data))
 
 
 KINDS: Mapping[str, Callable[[World], Found]] = {  # by what stands for a value in the help, behind a command's name
-    "MODEL": models,
+    **dict.fromkeys(("MODEL", "models remove NAME"), _models),
+    **dict.fromkeys(("A", "B", "--profile", "--profiles", "--extends", "profiles show NAME"), _profiles),
     "CHAT": _chats,
-    "KIND": _kinds,
-    **dict.fromkeys(("A", "B", "--profile", "--profiles", "--extends", "profiles show NAME"), profiles),
-    "models get NAME": _listed,
-    "models remove NAME": models,
+    "KIND": lambda _: {**cache.KINDS, **cache.BY_NAME},
+    "models get NAME": lambda _: {one.name: one.about for one in CATALOG},
 }

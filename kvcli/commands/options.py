@@ -78,13 +78,9 @@ def take_common(command: Any, *, rare: bool = False, width: int = NARROW) -> Any
 
 def _one_below_the_other(command: Any, width: int) -> None:
     """Help without boxes, which would cut the names of options: each on a line of its own, and what it does below."""
-    usual = command.context_class
-
-    class Formatter(usual.formatter_class):  # type: ignore[misc]
-        def write_dl(self, rows: Any, *_: Any) -> None:
-            super().write_dl(rows, col_max=2)
-
-    command.context_class = type("Context", (usual,), {"formatter_class": Formatter})
+    usual, formatter = command.context_class, command.context_class.formatter_class
+    below = {"write_dl": lambda self, rows, *_: formatter.write_dl(self, rows, col_max=2)}
+    command.context_class = type("Context", (usual,), {"formatter_class": type("Formatter", (formatter,), below)})
     command.context_settings = {**command.context_settings, "terminal_width": max(LEAST, width - 1)}
     command.rich_markup_mode = None
     command.short_help = (command.help or "").partition("\n")[0]  # whole, in the list of the command above
