@@ -11,7 +11,7 @@ with kvcli.load("demo", profile="exact") as model:
             print(ticket.result().text)
 
     async def reply(question: str) -> int:
-        with model.open() as text:
+        async with model.open() as text:
             async for event in text.astream(question):
                 if isinstance(event, Text):
                     ...  # to the browser: event.text

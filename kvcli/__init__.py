@@ -16,15 +16,16 @@ from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
-    from kvcli.chat.local import Model, load
+    from kvcli.chat.local import Model
     from kvcli.documents import Document, read_document
+    from kvcli.door import load
     from kvcli.engine.engine import together
     from kvcli.errors import KvcliError
     from kvcli.models.grammar import Grammar
     from kvcli.settings.profile import Profile
 
 _HOMES = {
-    "load": "kvcli.chat.local",
+    "load": "kvcli.door",
     "Model": "kvcli.chat.local",
     "together": "kvcli.engine.engine",
     "Chat": "kvcli.chat.conversation",

@@ -20,7 +20,7 @@ import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from kvcli.commands.log import start_log
-from kvcli.commands.options import take_common
+from kvcli.commands.options import NARROW, take_common
 from kvcli.errors import ExitStatus, KvcliError, UsageError
 from kvcli.outlet import Foreign
 from kvcli.version import __version__
@@ -58,6 +58,19 @@ HABITS = {
     "heads": "profile-heads",
     "history": "sessions list",
     "resume": "chat --resume",
+    **dict.fromkeys(("pull", "get", "download", "import"), "models get"),
+    **dict.fromkeys(("rm", "remove", "delete"), "models remove"),
+    "show": "models show",
+    "logs": "sessions list",
+    "create": "profiles new",
+    "templates": "profiles list",
+    "prompt": "chat -p",
+}
+ABSENT = {  # of other programs
+    **dict.fromkeys(("serve", "server", "start"), "there is no server: a command loads its model, and ends with it"),
+    **dict.fromkeys(("ps", "status", "load", "unload", "stop"), "no model stays loaded from one command to the next"),
+    **dict.fromkeys(("push", "cp"), "models are not copied or sent anywhere"),
+    "embed": "there are no embeddings",
 }
 
 SHORT_HELP = """\
@@ -79,7 +92,8 @@ class Lazy(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         app = import_module(f"kvcli.commands.{str(self.name).replace('-', '_')}").app
-        command = take_common(typer.main.get_command(app), rare=bool(extra.get("resilient_parsing")))
+        rare, width = bool(extra.get("resilient_parsing")), parent.obj.width() if parent is not None else NARROW
+        command = take_common(typer.main.get_command(app), rare=rare, width=width)
         command.name = self.name
         return command.make_context(info_name, args, parent=parent, **extra)
 
@@ -96,9 +110,11 @@ class Tree(TyperGroup):
         if name in self.commands or name.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         near = [HABITS[name]] if name in HABITS else get_close_matches(name, self.commands)
+        usual = ["kvcli models list", "kvcli --help"] if name in ABSENT else [f"kvcli chat {name}", "kvcli --help"]
         raise UsageError(
             f"there is no command {name!r}",
-            try_=[f"kvcli {command}" for command in near] or [f"kvcli chat {name}", "kvcli --help"],
+            lines=[ABSENT[name]] if name in ABSENT else [],
+            try_=[f"kvcli {command}" for command in near if name not in ABSENT] or usual,
         )
 
 
@@ -154,9 +170,10 @@ def run(args: Sequence[str], world: World) -> int:
 
     start_log(world)
     world.paths.sweep()
-    command = take_common(typer.main.get_command(app))
-    if "_KVCLI_COMPLETE" in world.environ:  # the shell asks for completions; Typer answers and exits
-        command.main(list(args), prog_name="kvcli", complete_var="_KVCLI_COMPLETE")
+    completes = "_KVCLI_COMPLETE" in world.environ  # the shell asks; Typer answers and exits
+    command = take_common(typer.main.get_command(app), rare=completes, width=world.width())
+    if completes:
+        command.main(list(args), prog_name="kvcli", complete_var="_KVCLI_COMPLETE", obj=world)
     try:
         out, err = cast("TextIO", Foreign(world.stdout)), cast("TextIO", Foreign(world.stderr))
         with redirect_stdout(out), redirect_stderr(err):  # libraries write to those of Python

@@ -51,6 +51,10 @@ class KvcliError(Exception):
         self.detail = dict(detail or {})
         self.try_ = tuple(try_)
 
+    def __str__(self) -> str:
+        """All of it, as a program prints it that knows nothing of its parts."""
+        return "\n  ".join([self.message, *self.lines, *(f"try: {one}" for one in self.try_)])
+
 
 class UsageError(KvcliError):
     code, exit = "usage", ExitStatus.USAGE

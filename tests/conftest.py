@@ -9,12 +9,16 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 # Triton kernels run in its interpreter here: it asks for this when it is imported, which transformers does
 os.environ["TRITON_INTERPRET"] = "1"
+# what whoever runs the tests has in a config file, or keeps, is none of theirs
+_HOME = tempfile.TemporaryDirectory(prefix="kvcli-tests-")
+os.environ["KVCLI_HOME"] = _HOME.name
 
 
 def pytest_configure() -> None:

@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 import torch
 
+from kvcli import load
 from kvcli.calibrate import machine, passes
 from kvcli.calibrate.passes import contexts, pass_times
 from kvcli.calibrate.quick import quick_costs, quick_times
 from kvcli.calibrate.run import calibrate, fingerprint_of, model_fingerprint
-from kvcli.chat.local import load
 from kvcli.commands.setup import Setup
 from kvcli.drafts.clock import Clock
 from kvcli.errors import KvcliError

@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 import kvcli
+from kvcli.chat.conversation import Chat
+from kvcli.chat.sessions import Sessions
 from kvcli.cli import COMMANDS
 from kvcli.commands.setup import Setup
 from kvcli.errors import BadModel, ExitStatus
+from tests.fake_model import FakeModel
 from tests.fakes import ClosedPipe, Machine, Stream
 
 KVCLI = [sys.executable, "-m", "kvcli"]
@@ -386,10 +389,102 @@ def test_completion_scripts_are_printed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "words"), [("kvcli ch", ["chat"]), ("kvcli chat --dry", ["--dry-run"]), ("kvcli models l", ["list"])]
+    ("line", "words"),
+    [
+        ("kvcli ch", ["chat"]),
+        ("kvcli chat --dry", ["--dry-run"]),
+        ("kvcli models l", ["list"]),
+        ("kvcli chat -P fa", ["fafo", "fastgen", "fafo-paper", "fastgen-paper"]),
+        ("kvcli -P mi", ["mine"]),
+        ("kvcli fit --profiles exact,mi", ["exact,mine"]),
+        ("kvcli profiles diff exact stre", ["streaming"]),
+        ("kvcli chat de", ["demo", "demo-small"]),
+        ("kvcli chat --draft bi", ["big"]),
+        ("kvcli models get smollm3", ["smollm3-3b"]),
+        ("kvcli chat --quant int", ["int8", "int4"]),
+        ("kvcli chat --device c", ["cpu", "cuda"]),
+        ("kvcli chat --ctx ", ["auto", "max"]),
+        ("kvcli chat --set sample.top", ["sample.top_k=", "sample.top_p="]),
+        ("kvcli chat --set kv.k_bits=", ["kv.k_bits=16", "kv.k_bits=8", "kv.k_bits=4", "kv.k_bits=2"]),
+        ("kvcli bench --vary spec.method=n", ["spec.method=ngram"]),
+        ("kvcli cache prune cal", ["calibration"]),
+        ("kvcli chat -r 2", ["CHAT"]),
+        ("kvcli sessions rm 2", ["CHAT"]),
+        ("kvcli chat -f ", []),  # the shell knows files
+        ("kvcli chat --set nonsense=", []),
+        ("kvcli chat --set policy.budget=", []),
+        ("kvcli chat --set load.device=c", ["load.device=cpu", "load.device=cuda"]),
+    ],
 )
 def test_completion_completes(tmp_path, line, words):
     at = str(line.count(" "))
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.toml").write_text("[models.big]\npath = 'x'\n[profiles.mine]\nextends = 'exact'\n")
+    chat = Chat(FakeModel(), sessions=Sessions(tmp_path / "data"))
+    chat.send("a question")
+    words = [chat.save() if word == "CHAT" else word for word in words]
     env = environment(tmp_path) | {"_KVCLI_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": at}
     done = subprocess.run(KVCLI, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == words
+
+
+def test_what_is_wrong_with_the_config_does_not_disturb_the_tab_key(tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.toml").write_text("[profiles.mine")
+    more = {"_KVCLI_COMPLETE": "complete_bash", "COMP_WORDS": "kvcli chat -P ", "COMP_CWORD": "3"}
+    done = subprocess.run(KVCLI, cwd=ROOT, env=environment(tmp_path) | more, capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("", "")
+
+
+# --- habits of other programs
+
+
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        ("pull", "kvcli models get"),
+        ("rm", "kvcli models remove"),
+        ("show", "kvcli models show"),
+        ("list", "kvcli models list"),
+        ("logs", "kvcli sessions list"),
+        ("run", "kvcli chat"),
+        ("create", "kvcli profiles new"),
+        ("templates", "kvcli profiles list"),
+    ],
+)
+def test_a_verb_of_another_program_is_answered_by_ours(machine, typed, advice):
+    done = machine(typed, "x", "--json")
+    assert json.loads(done.out)["try"] == [advice]
+
+
+@pytest.mark.parametrize("typed", ["serve", "server", "ps", "stop", "load", "push", "cp", "embed"])
+def test_what_others_do_and_we_do_not_is_said(machine, typed):
+    found = json.loads(machine(typed, "--json").out)
+    assert found["exit"] == ExitStatus.USAGE
+    assert len(found["lines"]) == 1
+    assert f"kvcli chat {typed}" not in found["try"]
+
+
+# --- help on a narrow terminal
+
+
+@pytest.mark.parametrize("columns", [1, 30, 40, 59])
+@pytest.mark.parametrize(
+    "args", [("--help",), ("chat", "--help-all"), ("models", "--help"), ("sessions", "prune", "-h")]
+)
+def test_no_word_is_cut_in_narrow_help(machine, args, columns):
+    machine.environ["COLUMNS"] = str(columns)
+    os.environ.pop("COLUMNS", None)
+    done = machine(*args)
+    assert done.exit == 0
+    assert not set("…│╭") & set(done.out)
+    if columns >= 30:
+        assert all(len(line) < columns for line in done.out.splitlines() if line.startswith("   "))
+    names = {word.rstrip(",") for line in done.out.splitlines() if line.startswith("  -") for word in line.split()}
+    assert {"--help", "--profile"} <= names or columns < 30
+    assert args[0] != "chat" or columns < 30 or {"--repetition-penalty", "--max-new-tokens"} <= names
+
+
+def test_from_60_columns_on_help_has_its_boxes(machine):
+    machine.environ["COLUMNS"] = "60"
+    assert "╭" in machine("chat", "--help").out

@@ -233,7 +233,7 @@ def test_stats_modes(machine, mode, shown):
         (["-p", ""], b"", "empty_prompt", "the prompt is empty"),
         (["-p", "-"], b"", "empty_prompt", "the prompt is empty"),
         (["-p", "Hi", "-f", "missing.md"], b"", "file_missing", "no such file: missing.md"),
-        (["-p", "Hi", "-f", "."], b"", "is_a_folder", "is a folder"),
+        (["-p", "Hi", "-f", "no/*.md"], b"", "file_count", "no/*.md has 0 documents"),
         (["-p", "Hi", "-f", "zero"], b"", "not_text", "zero byte at offset 2"),
         (["-p", "Hi", "-f", "latin"], b"", "bad_encoding", "byte 1, line 1"),
         (["-p", "Hi", "-f", "empty"], b"", "empty_file", "empty is empty"),
@@ -515,3 +515,18 @@ def test_a_reader_that_leaves_ends_the_answer(kvcli):
     started.stdout.close()
     assert started.stderr.read() == b""
     assert started.wait(timeout=120) == -signal.SIGPIPE
+
+
+@pytest.mark.parametrize("typed", ["notes", "./notes/", "notes/*.txt", "n*/*"])
+def test_a_folder_and_a_pattern_attach_what_is_in_them(machine, typed):
+    (machine.folder / "notes").mkdir()
+    for i in (2, 1):
+        (machine.folder / "notes" / f"{i}.txt").write_text(f"note {i}")
+    done = machine("chat", "-p", "Hi", "-f", typed)
+    assert done.exit == 0, done.err
+    assert asked(machine).index("note 1") < asked(machine).index("note 2")
+
+
+def test_names_that_a_shell_made_of_a_pattern_are_told_how_to_type_it(machine):
+    done = machine("chat", "-f", "a.md", "b.md", "c.md", "-p", "Hi", "--json")
+    assert "-f FOLDER, for the documents in it" in json.loads(done.out)["try"]

@@ -17,6 +17,7 @@ from kvcli.chat.local import Model
 from kvcli.engine.constraint import Vocabulary, is_whole
 from kvcli.engine.sample import Sampler
 from kvcli.errors import BadInput, BadModel
+from kvcli.installing import pip
 from kvcli.models.grammar import Grammar
 from tests import small_tokenizers
 from tests.fake_model import FakeTokenizer
@@ -201,7 +202,7 @@ def test_without_the_extra_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(BadInput) as error:
         Grammar.json_object()
-    assert error.value.try_ == ("pip install 'kvcli[schema]'",)
+    assert error.value.try_ == (pip("llguidance"),)
 
 
 def test_texts_of_several_threads_may_be_held_to_the_same() -> None:

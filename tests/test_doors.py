@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from kvcli.engine.seam import _ours
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.fit.plan import subject_of
 from kvcli.fit.weights import weigh
+from kvcli.installing import EXTRAS, pip
 from kvcli.models import packing, source
 from kvcli.models.packing import Packing
 from tests.all_families import config_of, lively, ours
@@ -115,12 +118,12 @@ def test_fit_knows_what_a_packed_file_unpacks_to(tmp_path: Path, name: str, quan
 @pytest.mark.parametrize(
     ("settings", "missing", "types"),
     [
-        ({"quant_method": "fp8"}, ["accelerate"], "pip install 'kvcli[formats]'"),
-        ({"quant_method": "mxfp4"}, ["accelerate"], "pip install 'kvcli[formats]'"),
-        ({"quant_method": "compressed-tensors"}, ["compressed-tensors"], "pip install 'kvcli[formats]'"),
-        ({"load_in_4bit": True}, ["accelerate", "bitsandbytes"], "pip install bitsandbytes"),
-        ({"quant_method": "gptq", "bits": 4}, ["optimum", "gptqmodel"], "pip install optimum gptqmodel"),
-        ({"quant_method": "awq", "bits": 4}, ["gptqmodel", "accelerate"], "pip install gptqmodel"),
+        ({"quant_method": "fp8"}, ["accelerate"], pip("accelerate")),
+        ({"quant_method": "mxfp4"}, ["accelerate"], pip("accelerate")),
+        ({"quant_method": "compressed-tensors"}, ["compressed-tensors"], pip("compressed-tensors")),
+        ({"load_in_4bit": True}, ["accelerate", "bitsandbytes"], pip("accelerate", "bitsandbytes")),
+        ({"quant_method": "gptq", "bits": 4}, ["optimum", "gptqmodel"], pip("optimum", "gptqmodel")),
+        ({"quant_method": "awq", "bits": 4}, ["gptqmodel", "accelerate"], pip("gptqmodel", "accelerate")),
     ],
 )
 def test_a_package_that_is_missing_is_named_before_a_weight_is_read(
@@ -143,8 +146,9 @@ def test_on_a_gpu_what_stays_packed_is_placed_by_a_package(monkeypatch: pytest.M
 
 def test_what_extras_bring():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for package in packing.EXTRA:
-        assert any(line.startswith(package) for line in extras["formats"])
+    for name, packages in EXTRAS.items():
+        assert tuple(line.partition(">")[0] for line in extras[name]) == packages
+    assert pip("lxml") == f"{shlex.quote(sys.executable)} -m pip install lxml"  # no other Python's
 
 
 @pytest.mark.parametrize("method", ["modelopt", "nvfp4", "torchao", "eetq", "unnamed"])
@@ -158,11 +162,11 @@ def test_what_nothing_reads_is_no_plain_numbers(folder: Path, method: str):
 
 def test_a_package_of_a_package_is_named_too(folder: Path):
     error = weights._unloadable(source.find(str(folder)), "ModuleNotFoundError: No module named 'loguru'")
-    assert (error.code, error.try_) == ("package_missing", ("pip install -U 'loguru'",))
+    assert (error.code, error.try_) == ("package_missing", (pip("-U", "loguru"),))
     error = weights._unloadable(source.find(str(folder)), "ImportError: requires x: `pip install 'x>=3'`")
-    assert error.try_ == ("pip install -U 'x>=3'",)  # which no shell takes for a file
+    assert error.try_ == (pip("-U", "x>=3"),)  # which no shell takes for a file
     error = weights._unloadable(source.find(str(folder)), "ImportError: y is old: pip install -U y>=0.46. Then again")
-    assert error.try_ == ("pip install -U 'y>=0.46'",)
+    assert error.try_ == (pip("-U", "y>=0.46"),)
 
 
 def test_numbers_that_stay_packed_where_kernels_read_them(monkeypatch: pytest.MonkeyPatch):

@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[1]
 # Lowest first: a folder of kvcli/ with all that is in it, or a file; "kvcli" is __init__.py itself. Each imports only
 # itself and those before it, types included.
 FLOORS = (
-    "version errors kernels heap files outlet outside sandbox world settings demo models kv engine kept policies prune "
-    "reuse drafts steps api documents schemas build chat kvcli fit calibrate summarize quality bench heads render "
-    "commands cli __main__"
+    "version errors installing kernels heap files outlet outside sandbox world settings demo models kv engine kept "
+    "policies prune reuse drafts steps api documents schemas build chat fit calibrate summarize quality bench heads "
+    "render commands door kvcli cli __main__"
 ).split()
 FLOOR = {name: height for height, name in enumerate(FLOORS)}
 

@@ -20,6 +20,7 @@ from kvcli.engine.lm import LM
 from kvcli.errors import BadInput, BadModel, ExitStatus
 from kvcli.fit.plan import subject_of
 from kvcli.fit.weights import weigh
+from kvcli.installing import pip
 from kvcli.kernels.linear_packed.module import PackedLinear
 from kvcli.models import source
 from kvcli.models.gguf import unpack
@@ -254,7 +255,7 @@ def test_a_vocabulary_says_whether_a_space_leads_its_text(tmp_path: Path):
 def test_an_older_transformers_is_not_trusted_with_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write(tmp_path / "tiny.gguf")
     monkeypatch.setattr("kvcli.models.gguf.unpack.find_spec", lambda _: None)
-    assert refused(lambda: loaded(tmp_path / "tiny.gguf")).try_ == ("pip install -U transformers",)
+    assert refused(lambda: loaded(tmp_path / "tiny.gguf")).try_ == (pip("-U", "transformers"),)
 
 
 def test_a_file_without_a_vocabulary_is_no_model_here(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import kvcli
 from kvcli.api import End, Live, Read, Text
 from kvcli.chat.local import Model
 from kvcli.chat.open_text import OpenText
+from kvcli.chat.sessions import Sessions
+from kvcli.demo import weights_dir
 from kvcli.engine.lm import LM
 from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow, DoesNotFit, ExitStatus
 from kvcli.kv.slots import nbytes
@@ -396,3 +399,96 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Any) -> None:
     with pytest.raises(BadModel, match="has no tokenizer") as caught:
         kvcli.load(str(tmp_path), profile="exact")
     assert caught.value.exit == ExitStatus.BAD_MODEL
+
+
+# ---- by the settings and in the folders of the commands ----
+
+
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **environ: str) -> Path:
+    for name in ("KVCLI_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (environ or {"KVCLI_HOME": str(tmp_path / "home")}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home"
+
+
+def write_config(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(text)
+
+
+CONFIG = f"""default_model = "mine"
+default_profile = "short"
+[models.mine]
+path = "{weights_dir()}"
+[profiles.short]
+extends = "exact"
+sample.max_new_tokens = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("environ", "config", "data"),
+    [
+        ({"KVCLI_HOME": "home"}, "home/config", "home/data"),
+        ({"XDG_CONFIG_HOME": "a", "XDG_DATA_HOME": "b"}, "a/kvcli", "b/kvcli"),
+    ],
+)
+def test_the_library_has_the_users_config_and_keeps_chats_where_commands_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], config: str, data: str
+) -> None:
+    home(tmp_path, monkeypatch, **{name: str(tmp_path / value) for name, value in environ.items()})
+    write_config(tmp_path / config, CONFIG)
+    with kvcli.load() as m:
+        assert (m.info.id, m.profile.name) == ("mine", "short")
+        assert "mine" in repr(m)
+        assert "8,192 tokens" in repr(m)
+        chat = m.chat()
+        assert chat.send("Hello").stats.new == 3
+        name = chat.save()
+    assert [entry.id for entry in Sessions(tmp_path / data).entries()] == [name]
+
+
+def test_what_commands_read_of_a_project_and_the_environment_counts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home(tmp_path, monkeypatch)
+    (tmp_path / ".kvcli.toml").write_text("[profiles.here]\nextends = 'exact'\nsample.top_k = 7\n")
+    monkeypatch.setenv("KVCLI_SAMPLE__SEED", "5")
+    monkeypatch.setenv("KVCLI_PROFILE", "here")
+    with kvcli.load("demo", set={"sample.temperature": 0.5}) as m:
+        sample = m.profile.sample
+        assert (sample.top_k, sample.seed, sample.temperature) == (7, 5, 0.5)
+
+
+def test_a_name_of_the_list_is_found_as_commands_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = home(tmp_path, monkeypatch)
+    with pytest.raises(BadModel, match="try: kvcli models get smollm2-135m"):
+        kvcli.load("smollm2-135m")
+    with pytest.raises(BadModel, match="did you mean demo"):
+        kvcli.load("dmo")
+    file = folder / "data" / "models" / "smollm2-135m.gguf"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"GGUF and no more")
+    with pytest.raises(BadModel) as caught:  # found, and looked at
+        kvcli.load("smollm2-135m")
+    assert str(file) in str(caught.value) or "gguf" in str(caught.value).lower()
+
+
+def test_an_error_says_all_of_it_where_nobody_prints_its_parts() -> None:
+    text = model()
+    for typed, meant in [("max_tokens", "max_new_tokens"), ("temp", "temperature"), ("repeat_penalty", "repetition_p")]:
+        with pytest.raises(BadConfig, match=f'did you mean "sample.{meant}'):
+            text.generate("hi", **{typed: 5})
+    error = BadModel("it is gone", lines=["two", "lines"], try_=["this", "that"])
+    assert str(error) == "it is gone\n  two\n  lines\n  try: this\n  try: that"
+    assert error.args == ("it is gone",)
+
+
+def test_a_chat_that_nobody_gave_a_place_is_kept_nowhere() -> None:
+    chat = model().chat()
+    chat.send("hi", max_new_tokens=2)
+    with pytest.raises(BadInput) as caught:
+        chat.save()
+    assert caught.value.code == "no_place"

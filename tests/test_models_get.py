@@ -586,13 +586,17 @@ def test_one_gguf_file_of_the_hub_is_held_against_its_checksum(tmp_path: Path):
 
 @pytest.fixture
 def suggested(machine: Machine, monkeypatch: pytest.MonkeyPatch):
-    def ask(gib: float, *args: str, **more: object) -> str:
-        monkeypatch.setattr(room, "look", lambda: room.Room("cpu", int(gib * 2**30)))
+    def ask(gib: float, *args: str, of: float = 0, **more: object) -> str:
+        monkeypatch.setattr(room, "look", lambda: room.Room("cpu", int(gib * 2**30), total=int(of * 2**30)))
         done = machine("models", "suggest", *args, **more)
         assert done.exit == 0
         return done.out
 
     return ask
+
+
+def usable(gib: int) -> int:
+    return room.Room("cpu", gib << 30).usable
 
 
 def test_what_runs_with_ease_stands_first_and_what_does_not_fit_last(suggested):
@@ -610,6 +614,55 @@ def test_what_runs_with_ease_stands_first_and_what_does_not_fit_last(suggested):
     assert by_name["qwen3-4b"]["quant"] == "int8"
     assert not by_name["qwen3-30b-a3b"]["fits"]
     assert by_name["gemma-3-270m"]["terms"] == "ai.google.dev/gemma/terms"
+    assert [e["name"] for e in found if e["recommended"]] == ["qwen3-0.6b"]
+    groups = ["with ease", "takes most", "does not fit"]
+    assert [e["group"] for e in found] == sorted((e["group"] for e in found), key=groups.index)
+    assert {e["group"] for e in found} == set(groups)
+    assert all((e["group"] == "with ease") == (2 * e["needs_bytes"] <= usable(10)) for e in found)
+
+
+@pytest.mark.parametrize("free", [22.4, 20.2, 6.0, 0.5])
+def test_what_is_free_at_the_moment_moves_no_model(suggested, free: float):
+    """What else runs then is closed more easily than another model is fetched."""
+    usual = json.loads(suggested(22.4, "--json", of=32))
+    now = json.loads(suggested(free, "--json", of=32))
+    assert now["models"] == usual["models"]
+    assert (now["available_bytes"], now["total_bytes"]) == (int(free * 2**30), 32 << 30)
+    assert [e["name"] for e in now["models"] if e["recommended"]] == ["qwen3-4b"]
+
+
+def test_what_is_free_at_the_moment_is_said(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    said = []
+    for free in (22, 6):
+        monkeypatch.setattr(room, "look", lambda free=free: room.Room("cpu", free << 30, total=32 << 30))
+        said.append(machine("models", "suggest").err)
+    ample, scarce = said
+    assert "6.0 GiB of 32.0 GiB are free" in scarce
+    assert "too little for qwen3-4b" in scarce
+    assert "qwen3-4b" not in ample
+
+
+def test_on_a_gpu_the_whole_card_ranks_but_for_what_its_driver_takes(suggested):
+    card = room.Room("cuda:0", 1 << 30, total=24 << 30)
+    assert card.empty.available == (24 << 30) - room.CONTEXT
+    assert room.Room("cpu", 5 << 30).empty.available == 5 << 30  # nobody knows the total
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_groups_stand_apart_and_one_model_is_marked(suggested, machine: Machine, columns: int):
+    machine.environ["COLUMNS"] = str(columns)
+    lines = suggested(10, tty=TTY, of=32).splitlines()
+    heads = [line for line in lines if line.endswith(":")]
+    assert heads == ["with ease:", "takes most:", "does not fit:"]
+    assert [line.split()[0] for line in lines if " * " in line] == ["qwen3-4b"]
+    if columns >= 60:  # to be copied
+        assert any(line.endswith("kvcli models get qwen3-4b") for line in lines)
+
+
+def test_for_programs_there_are_neither_heads_nor_marks(suggested):
+    rows = [line.split("\t") for line in suggested(10, "--plain", of=32).splitlines()]
+    assert {len(row) for row in rows} == {7}
+    assert [row[0] for row in rows[1:3]] == ["qwen3-4b", "phi-4-mini"]
 
 
 def test_the_context_that_is_named_takes_what_there_is():
@@ -626,7 +679,7 @@ def test_every_width_says_what_to_type(suggested, machine: Machine, columns: int
     machine.environ["COLUMNS"] = str(columns)
     text = suggested(24, tty=TTY)
     assert all(len(line) < columns for line in text.splitlines())
-    at = text.splitlines()[0].index("type")
+    at = text.splitlines()[0].index("to get it")
     typed = " ".join(line[at:] for line in text.splitlines())
     assert "kvcli models get qwen3-4b" in " ".join(typed.split())
 

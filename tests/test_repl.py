@@ -45,7 +45,7 @@ class Profiles:
         return ["exact", "fafo", "lean"]
 
     def keys(self):
-        return ["kv.dtype", "sample.temperature"]
+        return ["kv.dtype", "load.dtype", "sample.temperature"]
 
     def resolve(self, name, sets):
         if name not in self.names():
@@ -289,6 +289,37 @@ def test_documents(talk, tmp_path):
     assert "[file_missing]" in talk.type("/file nothing.md")
 
 
+def test_a_folder_and_a_pattern_attach_what_is_in_them(talk, tmp_path):
+    (tmp_path / "notes" / "below").mkdir(parents=True)
+    for name, data in (("b.txt", b"two"), ("a.md", b"one"), ("c.png", b"\x89PNG\0"), (".hidden", b"x")):
+        (tmp_path / "notes" / name).write_bytes(data)
+    said = talk.type("/file notes")
+    assert [document.name for document in talk.chat.documents] == ["a.md", "b.txt"]
+    assert "left out: c.png" in said
+    assert "as 2 of /files" in talk.type("/file notes/*.txt")
+    assert "[file_count]" in talk.type("/file notes/*.pdf")
+    assert "[file_count]" in talk.type("/file notes/below")
+    (tmp_path / "notes" / "[x].txt").write_text("a file whose name looks like a pattern")
+    assert "attached [x].txt" in talk.type("/file notes/[x].txt")
+
+
+def test_too_many_files_of_a_pattern_are_refused(talk, tmp_path):
+    for i in range(201):
+        (tmp_path / f"{i}.txt").write_text("x")
+    assert "*.txt has 201 documents, and 1 to 200" in " ".join(talk.type("/file *.txt").split())
+    assert talk.chat.documents == []
+
+
+def test_another_model_answers_from_the_next_question_on(talk):
+    assert "fake" in talk.type("/model") or talk.model.info.id in talk.type("/model")
+    other = FakeModel(answer="of another", info=fake_info(id="other"))
+    talk.repl.change_model = lambda repl, name: repl.chat.go_to(other, name)
+    assert "other answers from the next question on; the conversation is read again" in talk.type("one", "/model other")
+    talk.type("two")
+    assert [m.text for m in talk.chat.messages[1::2]] == ["an answer", "of another"]
+    assert (talk.chat.called, talk.chat.heard.ids == talk.model.prompts) == ("other", False)
+
+
 def test_a_document_longer_than_the_window_is_announced(talk):
     (talk.world.cwd / "long.md").write_text("x" * 3000)
     assert "warning: long.md alone is longer than the window of 2,048 tokens" in talk.type("/file long.md")
@@ -315,6 +346,8 @@ def test_another_profile_takes_over_with_the_next_question(talk):
     assert talk.chat.model.profile.name == "lean"
     assert "lean with sample.temperature=0.2 from" in talk.type("/set sample.temperature 0.2")
     assert talk.type("/profile").strip() == "lean with sample.temperature=0.2"
+    assert "lean with sample.temperature=0.3 from" in talk.type("/set temperature 0.3")
+    assert "lean with sample.temperature=0.2 from" in talk.type("/set temperature=0.2")
     assert talk.type("/profile exact", "/profile").strip().endswith("exact with sample.temperature=0.2")
 
 
@@ -398,7 +431,7 @@ def test_tab_completes_commands_and_their_arguments(talk, tmp_path):
     talk.chat.attach(Document("a", "a", ""))
     assert completions(talk, "/s") == ["save ", "sessions ", "set ", "spec", "stats ", "system "]
     assert completions(talk, "/profile f") == ["fafo"]
-    assert completions(talk, "/set ") == ["kv.dtype", "sample.temperature"]
+    assert completions(talk, "/set ") == ["kv.dtype", "load.dtype", "sample.temperature"]
     assert completions(talk, "/set kv.dtype ") == []
     assert completions(talk, "/stats l") == ["live", "last"]
     assert completions(talk, "/file re") == ["port.md"]

@@ -86,13 +86,16 @@ def test_another_one_takes_the_place_of_the_earlier(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [MemoryError("no room"), RuntimeError("broken")])
-def test_one_that_cannot_be_loaded_for_want_of_memory_or_by_a_fault_is_done_without(fault: Exception) -> None:
-    def find(name: str) -> source.Source:
+def test_one_that_cannot_be_loaded_for_want_of_memory_or_by_a_fault_is_done_without(
+    fault: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise fault
 
+    monkeypatch.setattr("kvcli.chat.local.load_second", fails)
     with (
         kvcli.load("demo", "exact", set={"load.verify": False, "sample.temperature": 0.0}) as plain,
-        kvcli.load("demo", "draft", set=ITSELF | {"sample.temperature": 0.0}, find=find) as model,
+        kvcli.load("demo", "draft", set=ITSELF | {"sample.temperature": 0.0}) as model,
     ):
         assert model.profile.spec.method == "off"
         why = "there is no memory for it" if isinstance(fault, MemoryError) else "RuntimeError: broken"

@@ -18,6 +18,7 @@ from kvcli.chat.database import NAME, VERSION
 from kvcli.chat.sessions import Sessions
 from kvcli.commands.setup import Setup
 from kvcli.documents import Document
+from kvcli.errors import BadInput
 from kvcli.render.terminal import cells
 from tests.bench.storm_chats import storm
 from tests.fake_model import FakeModel, fake_info
@@ -507,3 +508,42 @@ def test_a_short_storm_of_kills_loses_nothing_that_was_said_to_be_kept():
 def test_a_long_storm_of_kills_loses_nothing_that_was_said_to_be_kept():
     found = storm(kills=200, pairs=0, turns=0, seed=3)
     assert (found["tried"], found["bad"]) == (200, 0), found
+
+
+# --- found by what its documents are called
+
+
+def with_documents(sessions: Sessions, *names: str) -> str:
+    chat = Chat(model(), sessions=sessions)
+    for name in names:
+        chat.attach(Document(name, f"text of {name}", name))
+    chat.send("What is in it?")
+    return chat.save()
+
+
+@pytest.mark.parametrize(
+    "typed", ["faq.pdf", "FAQ.pdf", "faq", "annual", "2024_annual-report.docx", "report 2024", "what faq"]
+)
+def test_a_chat_is_found_by_the_name_of_its_document(sessions: Sessions, machine: Machine, typed: str):
+    name = with_documents(sessions, "faq.pdf", "2024_annual-report.docx")
+    with_documents(sessions, "other.md")
+    hold_talk(sessions, "pdf")
+    assert sessions.find(typed) == name
+    assert [entry.id for entry in sessions.search(typed)] == [name]
+    if " " not in typed:
+        assert "goes on with What is in it?" in machine("chat", "-r", typed, "-p", "And?").err
+
+
+def test_of_several_with_one_document_none_is_chosen(sessions: Sessions):
+    names = {with_documents(sessions, "faq.pdf") for _ in range(2)}
+    with pytest.raises(BadInput, match=r"several conversations are called faq\.pdf"):
+        sessions.find("faq.pdf")
+    assert {entry.id for entry in sessions.search("faq.pdf")} == names
+
+
+def test_documents_are_named_in_the_list(sessions: Sessions, machine: Machine):
+    with_documents(sessions, "faq.pdf", "b.md", "c.md")
+    hold_talk(sessions, "none")
+    assert "faq.pdf +2" in machine("sessions", "list").out
+    held = json.loads(machine("sessions", "list", "--json").out)["sessions"]
+    assert [(e["documents"], e["files"]) for e in held] == [(0, []), (3, ["faq.pdf", "b.md", "c.md"])]

@@ -348,3 +348,47 @@ def test_what_is_free_is_for_as_many_texts_as_are_said() -> None:
         with pytest.raises(DoesNotFit, match="and 1 have begun"):
             second.answer("How deep?", max_new_tokens=2)
         assert any(isinstance(event, End) for event in events(begun))
+
+
+@pytest.mark.parametrize("way", ["aclose", "async with"])
+def test_closing_in_a_coroutine_does_not_hold_the_loop(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass of another text goes on meanwhile, and so do the other tasks."""
+    busy, text, held = demo().open(), demo().open(), threading.Event()
+    plain = demo().engine._engine.round
+
+    def slow() -> bool:
+        if held.is_set():
+            time.sleep(0.1)
+        return plain()
+
+    monkeypatch.setattr(demo().engine._engine, "round", slow)
+
+    async def ask() -> int:
+        task = asyncio.create_task(turn_of(busy.astream("Hello", ignore_eos=True, max_new_tokens=40)))
+        await turn_of(text.astream("Hello", max_new_tokens=2))
+        held.set()
+        await asyncio.sleep(0.02)  # into a round
+        if way == "aclose":
+            closing = asyncio.ensure_future(text.aclose())
+        else:
+            closing = asyncio.ensure_future(text.__aexit__(None, None, None))
+        turns = 0
+        while not closing.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        await closing
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return turns
+
+    assert asyncio.run(ask()) > 5
+    assert text.session.committed == 0
+
+
+def test_a_text_that_no_loop_asked_is_closed_in_a_coroutine_as_well() -> None:
+    async def ask() -> OpenText:
+        async with demo().open() as text:
+            text.generate("Hello", max_new_tokens=2)
+        return text
+
+    assert asyncio.run(ask()).session.committed == 0

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 
-from kvcli import __version__
 from kvcli.models import machine
 from kvcli.models.machine import installed
 from kvcli.schemas.bench import BenchEnv
+from kvcli.version import __version__
 
 PACKAGES = ("torch", "transformers", "tokenizers")
 BUSY = 0.25  # share of the cores that others may use before a machine counts as busy

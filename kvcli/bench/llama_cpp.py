@@ -20,6 +20,7 @@ import numpy as np
 from kvcli.bench.gguf_export import DTYPES, export
 from kvcli.bench.side import Sample
 from kvcli.errors import BadModel, UsageError
+from kvcli.installing import EXTRAS, pip
 
 if TYPE_CHECKING:
     from kvcli.models.source import Source
@@ -48,7 +49,7 @@ def require() -> None:
                 "llama-cpp-python comes as source: installing it builds llama.cpp with cmake and gcc,",
                 "about 10 minutes on 2 cores",
             ],
-            try_=["pip install 'kvcli[llama]'"],
+            try_=[pip(*EXTRAS["llama"])],
         )
 
 
@@ -245,7 +246,7 @@ class LlamaCpp:
                 f"the model runs on {self.device}, and this llama-cpp-python was built without GPU support",
                 code="missing_extra",
                 try_=[
-                    "CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-cache-dir 'kvcli[llama]'",
+                    "CMAKE_ARGS=-DGGML_CUDA=on " + pip("--force-reinstall", "--no-cache-dir", *EXTRAS["llama"]),
                     "--device cpu",
                 ],
             )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.api import End, Event, Finish, Text, Turn, turn_of
 from kvcli.chat.heard import Heard, heard
 from kvcli.chat.overflow import Shown, leave_out, shown_of
-from kvcli.chat.sessions import Kept, Opened, Sessions, users_sessions
+from kvcli.chat.sessions import Kept, Opened, Sessions
 from kvcli.chat.transcript import Message, as_document, documents_of, export_chat, figures_of, messages_of, save_chat
 from kvcli.documents import Document
 from kvcli.errors import BadInput, ContextOverflow, DoesNotFit
@@ -56,7 +56,7 @@ class Chat:
         holds: bool = False,
         called: str = "",
     ) -> None:
-        """`model`: the text it is held in. `sessions`: where `save` keeps it; None = in the user's data folder.
+        """`model`: the text it is held in. `sessions`: where `save` keeps it; None = nowhere.
 
         `holds`: no other process can open it so until it is closed. `called`: how the model is named when the
         conversation is opened again, if not by its id.
@@ -64,7 +64,7 @@ class Chat:
         self.model = model
         self.system = system
         self.title = title
-        self.sessions = sessions or users_sessions()
+        self._sessions = sessions
         self.holds = holds
         self.called = called
         self.kept: Kept | None = None  # the session that it was saved as or loaded from
@@ -74,6 +74,13 @@ class Chat:
         self.notes: list[str] = []  # what the user should know about how the prompt was made, each once
         self._retries = 0
         self.heard = Heard()
+
+    @property
+    def sessions(self) -> Sessions:
+        """Where it is kept, and others are. Raises BadInput where nobody said."""
+        if self._sessions is None:
+            raise BadInput("this chat has no place to be kept", code="no_place", try_=["Chat(..., sessions=...)"])
+        return self._sessions
 
     # --- asking
 
@@ -253,6 +260,12 @@ class Chat:
         self.messages, self.pending = messages_of(saved), list(documents_of(saved.pending))
         self.shown = shown_of(self, saved.left_out)
         return self
+
+    def go_to(self, model: OpenText, called: str) -> None:
+        """Go on in another text, perhaps of another model; the one before is closed."""
+        before, self.model, self.called = self.model, model, called
+        self.heard, self.shown = Heard(), Shown()  # ids of other tokens; and this window may be another one
+        before.close()
 
     def close(self) -> None:
         """Let other processes have its session; the next `save` makes a new one."""

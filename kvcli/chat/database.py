@@ -103,7 +103,7 @@ class Database:
                 raise BadInput(
                     f"{self.path} was written by a newer kvcli: its form is {version}, this one knows {VERSION}",
                     code="newer_sessions",
-                    try_=["pip install -U kvcli", "KVCLI_HOME=FOLDER, for conversations of its own", "--no-save"],
+                    try_=["install the newer kvcli", "KVCLI_HOME=FOLDER, for conversations of its own", "--no-save"],
                 )
             if version < VERSION:
                 raise Damaged("it has no form")

@@ -60,6 +60,13 @@ class EngineThread:
         else:
             self._pool.submit(act).result()
 
+    async def apart(self, act: Callable[[], object]) -> None:
+        """The same for an event loop, which goes on meanwhile; a task that is cancelled leaves it to its end."""
+        if self._pool is None:
+            act()
+        else:
+            await asyncio.shield(asyncio.wrap_future(self._pool.submit(act)))
+
     def _join(self, work: Work[Any, Any], tell: Callable[[Any], object]) -> Any:
         self._ident = get_ident()
         ticket = self._engine.add(work, tell)

@@ -51,49 +51,37 @@ log = logging.getLogger("kvcli.chat")
 
 
 def load(
-    model: str | Source = "demo",
-    profile: str | Profile | None = None,
-    set: Mapping[str, object] | None = None,
+    model: str | Source,
+    profile: Profile,
     *,
-    revision: str | None = None,
+    cache: Path,
+    find: Callable[[str], Source] | None = None,
     offline: bool = False,
     tell: Callable[[str], None] | None = None,
-    cache: Path | None = None,
-    find: Callable[[str], Source] | None = None,
 ) -> Model:
-    """Load `demo`, a folder, a GGUF file, a hub id at `revision`, or files already found.
+    """Load `demo`, a folder, a GGUF file, a hub id, or files already found; nothing of a user's config is asked.
 
-    `set` overrides profile keys: {"load.device": "cpu"}. A hub id is downloaded only with `offline=False` and a `tell`
-    to say so to. A GGUF file is unpacked below `cache`, by default the user's. `find`: by name, the files of a model
-    that drafts; by default found as `model` is. Raises KvcliError subclasses.
+    A hub id is downloaded only with `offline=False` and a `tell` to say so to. A GGUF file is unpacked below `cache`.
+    `find`: by name, the files of a model that drafts; by default found as `model` is. Raises KvcliError subclasses.
     """
     from kvcli.engine.lm import LM
     from kvcli.engine.weights import keeps_blocks
     from kvcli.models import source
     from kvcli.models.gguf import unpack
-    from kvcli.settings.profile import Profile
-    from kvcli.world import Paths
 
-    chosen = profile if isinstance(profile, Profile) else Profile.load(profile)
-    if set:
-        chosen = chosen.replace(**_nested(set))
-    began = time.perf_counter()
-    wants = chosen.load
-    found = (
-        source.find(model, offline=offline, revision=revision, allow_pickle=wants.allow_pickle, tell=tell)
-        if isinstance(model, str)
-        else model
-    )
-    packs, cache = keeps_blocks(wants), cache or Paths.of({}).cache
+    began, wants = time.perf_counter(), profile.load
+    named = partial(source.find, offline=offline, tell=tell)
+    found = named(model, allow_pickle=wants.allow_pickle) if isinstance(model, str) else model
+    packs = keeps_blocks(wants)
     given, found = found, unpack.ready(found, wants.dtype, cache, packs=packs, tell=tell)
     # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
     tokenizer = load_tokenizer(found, wants.trust_remote_code)
     lm = LM.load(found, **asdict(wants))  # the table's keys are what a model is loaded by
     notes = unpack.told(given, packs, lm.info.dtype)
     lm.info = replace(lm.info, notes=(*lm.info.notes, *notes))
-    named = find or partial(source.find, offline=offline, tell=tell, may_assist=True)
-    second = partial(load_second, words=tokenizer, load=wants, find=named, cache=cache, tell=tell)
-    return Model(lm, tokenizer, chosen, load_seconds=time.perf_counter() - began, second=second)
+    find = find or partial(named, may_assist=True)
+    second = partial(load_second, words=tokenizer, load=wants, find=find, cache=cache, tell=tell)
+    return Model(lm, tokenizer, profile, load_seconds=time.perf_counter() - began, second=second)
 
 
 class Model:
@@ -116,6 +104,7 @@ class Model:
         self.profile, self._unkept = build.settled(lm, profile)
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
         self.engine = EngineThread()  # of the texts that event loops ask
+        self.data: Path | None = None  # the user's folder, where chats are kept; None = nobody said which
         self.costs: Costs | None = None  # what passes take here; None = nobody measured it
         self.time_passes: Callable[[Model], Costs | None] | None = None  # finds out what passes take; set by who may
         self.map_heads: Callable[[Model], Path] | None = None  # its own head map, made at need; set as the one above
@@ -133,6 +122,10 @@ class Model:
         self._draft()
         self._kinds = cache(partial(kinds_by_id, tokenizer, lm.vocab))
         self._vocabulary = cache(partial(_vocabulary, tokenizer, lm))  # for constraints
+
+    def __repr__(self) -> str:
+        info = self.info
+        return f"<kvcli.Model {info.id}: {info.dtype} on {info.device}, {self.limit:,} tokens, {self.profile.name}>"
 
     def __enter__(self) -> Model:
         return self
@@ -162,7 +155,7 @@ class Model:
             loaded, origins = asdict(self.profile.load), chosen.origins
             chosen = chosen.replace(load={key: loaded[key] for key in loaded if origins[f"load.{key}"] == "default"})
         if set:
-            chosen = chosen.replace(**_nested(set))
+            chosen = chosen.replace(**nested(set))
         return OpenText(self if chosen is self.profile else self.with_profile(chosen))
 
     def new_session(self, *, by_steps: bool = False) -> Session:
@@ -312,7 +305,7 @@ def _changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     return [f"load.{key}: {old[key]} -> {new[key]}" for key in old if old[key] != new[key]]
 
 
-def _nested(flat: Mapping[str, object]) -> dict[str, Any]:
+def nested(flat: Mapping[str, object]) -> dict[str, Any]:
     """{"kv.k_bits": 8} -> {"kv": {"k_bits": 8}}."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():

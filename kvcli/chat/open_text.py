@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class OpenText:
-    """One text, with a past of its own. A context manager; closing frees the past.
+    """One text, with a past of its own. A context manager, for `with` and `async with`; closing frees the past.
 
     What the past holds of a prompt is not read again. It has one answer at a time: another one ends that before it.
     """
@@ -50,6 +50,16 @@ class OpenText:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> OpenText:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """The same as `close` in a coroutine: the event loop goes on while a pass comes to its end."""
+        await self.model.engine.apart(self.close)
 
     def close(self) -> None:
         """End the answer under way, and free the keys and values."""
@@ -148,8 +158,9 @@ class OpenText:
     def chat(self, system: str | None = None) -> Chat:
         """A conversation in this text."""
         from kvcli.chat.conversation import Chat
+        from kvcli.chat.sessions import Sessions
 
-        return Chat(self, system)
+        return Chat(self, system, sessions=Sessions(self.model.data) if self.model.data else None)
 
     def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
         """One answer, all at once. Options are those of `answer`."""

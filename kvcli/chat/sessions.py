@@ -29,12 +29,14 @@ from kvcli.schemas.chat import ChatDocument
 from kvcli.schemas.sessions import SessionEntry
 
 NAMES = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
+PARTS = re.compile(r"[\W_]+")  # what parts the words of a file's name
 AT_ONCE = 100  # locks, each an open file
 SHOWN = 10  # of a list of which one is to be chosen
 AROUND = 40  # characters before and behind what was searched, where it is no word
 LISTED = (
     "SELECT name, title, model, saved, (SELECT count(*) FROM turns WHERE session = sessions.id),"
-    f" (SELECT count(*) FROM documents WHERE session = sessions.id AND n <> {tables.LEFT_OUT})"
+    " (SELECT group_concat(name, char(10)) FROM"
+    f" (SELECT name FROM documents WHERE session = sessions.id AND n <> {tables.LEFT_OUT} ORDER BY id))"
     " FROM sessions"
 )
 T = TypeVar("T")
@@ -150,7 +152,9 @@ class Sessions:
         return self._run(lambda db: list(map(_entry, db.execute(f"{LISTED} ORDER BY latest DESC"))), [])
 
     def find(self, wanted: str | None) -> str:
-        """The name of one: a name or its beginning, a number of the list, words of its title; the latest for None."""
+        """The name of one: a name or its beginning, a number of the list, words of its title or of what its documents
+        are called; the latest for None.
+        """
         entries = self.entries()
         if wanted is None:
             found = entries[:1]
@@ -174,9 +178,8 @@ class Sessions:
         raise BadInput(f"no conversation is called {wanted}", code="no_chat", lines=lines, try_=try_)
 
     def search(self, text: str) -> list[SessionEntry]:
-        """Those whose title has the beginnings of all words, then those with a turn that has, the best first.
-
-        Where there is none of either, those with a turn that has the text as it stands.
+        """Those whose title, with the names of documents, has the beginnings of all words, then those with a turn that
+        has, the best first. Where there is none of either, those with a turn that has the text as it stands.
         """
         text = SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text.replace("\0", " ")).strip()
         if not text:
@@ -232,17 +235,11 @@ class Sessions:
         self._has_files = True
 
 
-def users_sessions() -> Sessions:
-    """Where conversations are kept unless the caller says otherwise."""
-    from platformdirs import user_data_path
-
-    return Sessions(user_data_path("kvcli", appauthor=False))
-
-
 def _entry(row: tuple[Any, ...]) -> SessionEntry:
     name, title, model, saved, questions, documents = row
     about = {"id": tables.sound(name), "title": title and str(title), "model": str(model), "saved": str(saved)}
-    return SessionEntry(**about, questions=questions, documents=documents)
+    files = str(documents).split("\n") if documents is not None else []
+    return SessionEntry(**about, questions=questions, documents=len(files), files=files)
 
 
 def _take_in(db: sqlite3.Connection, stamp: str, path: Path, digest: str, made: Mapping[str, Any]) -> None:
@@ -274,10 +271,11 @@ def _new_name() -> str:
 
 
 def _titled(entries: Iterable[SessionEntry], text: str) -> list[SessionEntry]:
-    """Those with all these words in their title, or beginnings of them."""
-    wanted = text.casefold().split()
-    return [
-        entry
-        for entry in entries
-        if all(any(word.startswith(one) for word in (entry.title or "").casefold().split()) for one in wanted)
-    ]
+    """Those with all these words, or beginnings of them, in their title and the names of their documents."""
+    wanted, found = text.casefold().split(), []
+    for entry in entries:
+        names = " ".join(entry.files)
+        words = f"{entry.title or ''} {names} {re.sub(PARTS, ' ', names)}".casefold().split()
+        if all(any(word.startswith(one) for word in words) for one in wanted):
+            found.append(entry)
+    return found

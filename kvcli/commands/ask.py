@@ -7,6 +7,7 @@ import select
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
+from glob import glob
 
 from kvcli.documents import (
     BUNDLED,
@@ -19,11 +20,13 @@ from kvcli.documents import (
     too_large,
 )
 from kvcli.documents.read import most_bytes
-from kvcli.documents.sniff import HEAD
-from kvcli.errors import BadInput, UsageError
+from kvcli.documents.sniff import HEAD, looks_readable
+from kvcli.errors import BadInput, UsageError, reading
 from kvcli.world import World
 
 STDIN = "standard input"
+MOST = 200  # documents that a folder or a pattern may stand for
+FEW = 5  # names of others that are said
 PATIENCE = 1.0  # seconds before the user is told what we wait for
 
 
@@ -75,6 +78,36 @@ def read_file(
     with busy_word(Screen.of(world), f"reading {name}"):
         path = name if bundled else world.cwd / os.path.expanduser(name)
         return read_document(path, name=name, pages=pages, type=type, password=password)
+
+
+def files_of(world: World, names: Sequence[str]) -> list[str]:
+    """Files by name; for a folder the documents that lie in it, for a pattern like `notes/*.txt` what it matches."""
+    found: list[str] = []
+    for name in names:
+        path = world.cwd / os.path.expanduser(name)
+        with reading(name):
+            if path.is_dir():
+                inside = [file for file in sorted(path.iterdir()) if file.is_file() and not file.name.startswith(".")]
+                left = [file.name for file in inside if not looks_readable(file)]
+                more = [os.path.join(name, file.name) for file in inside if file.name not in left]
+                if left:
+                    tell(
+                        world,
+                        f"{name}: no documents, and left out: {', '.join(left[:FEW])}{', ...' * (len(left) > FEW)}",
+                    )
+            elif set(name) & set("*?[") and not os.path.lexists(path):
+                matching = sorted(glob(os.path.expanduser(name), root_dir=world.cwd, recursive=True))
+                more = [file for file in matching if (world.cwd / file).is_file()]
+            else:
+                more = [name]
+        if not 0 < len(more) <= MOST:
+            raise BadInput(
+                f"{name} has {len(more):,} documents, and 1 to {MOST} can be attached at once",
+                code="file_count",
+                try_=["-f FILE", "-f FOLDER", "-f 'FOLDER/*.txt'"],
+            )
+        found += more
+    return found
 
 
 def notes_of(document: Document) -> list[str]:

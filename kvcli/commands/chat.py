@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,17 +11,17 @@ import typer
 
 from kvcli.commands import flags as o
 from kvcli.commands.outlook import Wanted
-from kvcli.errors import ExitStatus, UsageError
+from kvcli.errors import DoesNotFit, ExitStatus, UsageError
 
 if TYPE_CHECKING:
     from kvcli.api import Event, Turn
     from kvcli.chat.conversation import Chat
-    from kvcli.chat.open_text import OpenText
     from kvcli.chat.pack import Pack
     from kvcli.chat.sessions import Opened
     from kvcli.commands.ask import Question
     from kvcli.commands.held import Held
     from kvcli.commands.outlook import Prepared
+    from kvcli.commands.repl import Repl
     from kvcli.commands.setup import Setup
     from kvcli.models.grammar import Grammar
     from kvcli.render.screen import Screen
@@ -75,7 +75,7 @@ def chat(
     The answer goes to stdout, all else to stderr. "kv" in the figures is the
     cache: keys and values of every token read, so nothing is read twice.
     """
-    from kvcli.commands.ask import STDIN, read_question
+    from kvcli.commands.ask import STDIN, files_of, read_question
     from kvcli.commands.held import read_grammar
     from kvcli.commands.offer import find_model, tell_toy
     from kvcli.commands.packed import model_of as packed_model
@@ -87,6 +87,7 @@ def chat(
         raise UsageError("--stream needs --json", try_=["--json --stream"])
     others = [file, system, system_file, continue_, resume, dry_run]
     packed = pack_of(world, pack, others, ALONE) if pack is not None else None
+    file = files_of(world, file or [])
     with kept(world, continue_, resume, no_save) as opened:
         named = model
         if named is None and packed is not None:
@@ -97,15 +98,15 @@ def chat(
             named = model_of(world, opened)
         setup = Setup(world, named, o.profile_flags(context.params), exact, is_typed=model is not None)
         keeps = not no_save and setup.keeps_chats
-        find_model(setup, file or [])
+        find_model(setup, file)
         rules = read_grammar(world, schema, grammar, json_object)
         profile = profile_of(setup, packed)
         if dry_run:
             from kvcli.commands.plan import print_plan
 
-            return print_plan(setup, profile, file or [])
+            return print_plan(setup, profile, file)
         setup.look(profile)
-        question = read_question(world, prompt, file or [], system, system_file)
+        question = read_question(world, prompt, file, system, system_file)
         if packed is not None:
             question = about_pack(question, packed)
         find_model(setup, [d.name for d in question.documents if d.name == STDIN])
@@ -163,7 +164,9 @@ def answer(
     from kvcli.chat.conversation import Chat
 
     talk = Chat(text, sessions=sessions_of(world), holds=True, called=setup.lasting_name)
-    with text, closing(talk):
+    with ExitStack() as ends:
+        ends.callback(lambda: talk.model.close())  # /model may have put another one there
+        ends.callback(talk.close)
         if packed is not None:
             packed.refuse_other(text)
             text.pack = packed
@@ -172,7 +175,8 @@ def answer(
             tell(world, note)
         held = hold(text.model, rules, screen) if rules is not None else None
         if question.text is None:
-            return converse(setup, run, text, talk, screen, keeps, held)
+            del text  # so that nothing but the chat holds the weights
+            return converse(setup, run, talk, screen, keeps, held, rules)
         if opened is not None:
             tell(world, f"goes on with {about(talk)}")
         try:
@@ -247,10 +251,18 @@ def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[
 
 
 def converse(
-    setup: Setup, run: Prepared, text: OpenText, talk: Chat, screen: Screen, keeps: bool, held: Held | None = None
+    setup: Setup,
+    run: Prepared,
+    talk: Chat,
+    screen: Screen,
+    keeps: bool,
+    held: Held | None = None,
+    rules: Grammar | None = None,
 ) -> int:
     """The interactive chat."""
+    from kvcli.commands.held import hold
     from kvcli.commands.keep import about
+    from kvcli.commands.loading import load_model
     from kvcli.commands.offer import find_model
     from kvcli.commands.repl import run_repl
     from kvcli.models.machine import threads
@@ -265,6 +277,24 @@ def converse(
             screen.note(held.missed(turn) if held is not None else "")
             screen.note(run.record(talk.model.profile, turn))
 
+    def change(repl: Repl, name: str) -> None:
+        nonlocal setup, run, held
+        wanted = replace(setup, model=name, is_typed=True, found=None, most=0, settled={})
+        find_model(wanted, [document.name for document in talk.documents], may_ask=False)
+        under = wanted.resolve(repl.profile_name, [*repl.given, *repl.said])
+        try:
+            run, text = load_model(wanted, under, Wanted(), screen)
+        except DoesNotFit as error:
+            error.try_ = (f"/exit, then kvcli chat {talk.goes_on if talk.is_kept else ''} -m {name}", *error.try_)
+            raise
+        held = hold(text.model, rules, screen) if rules is not None else None
+        repl.profiles = setup = wanted
+        repl.constraint = held.constraint if held is not None else None
+        talk.go_to(text, setup.lasting_name)
+        for note in (*run.notes, *text.cautions, *text.info.notes):
+            screen.note(note)
+
+    text = talk.model
     if not screen.quiet:
         opening = Opening(
             __version__,
@@ -281,6 +311,7 @@ def converse(
         lines += [f"attached {d.name} · {count(d.lines)} lines" for d in talk.documents]
         for line in lines:
             screen.err.line((line, ""))
+    del text
     return run_repl(
         talk,
         screen,
@@ -292,5 +323,6 @@ def converse(
         history=world.paths.state / "history" if keeps else None,
         after_turn=after_turn,
         constraint=held.constraint if held is not None else None,
+        change_model=change,
         before_file=lambda name: find_model(setup, [name], may_ask=False),
     )

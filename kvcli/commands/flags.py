@@ -34,7 +34,7 @@ _model = partial(option, panel="The model")
 
 MODEL = "demo, a name from kvcli models suggest or your config, a folder, a GGUF file, or a Hugging Face id."
 _PROMPT = "Ask this and end; - reads standard input."
-_FILE = "Attach a file; paper.pdf:3-9 for pages of it; demo:report is an example. Repeatable."
+_FILE = "Attach a file, a folder of files or a quoted '*.txt'; paper.pdf:3-9 for pages of it. Repeatable."
 _MIN_P = "Leave out what is below this share of the best."
 _FIGURES = "Figures while answering, after it, or not at all."
 _PICKLE = "Load weights from pickle files, which can run code."
@@ -50,7 +50,9 @@ System = Annotated[str | None, _ask("--system", "-s", metavar="TEXT", help="Syst
 SystemFile = Annotated[str | None, _ask("--system-file", metavar="PATH", help="The same from a file.", rare=True)]
 
 Continue = Annotated[bool, _ask("--continue", "-c", help="Go on with the latest chat.")]
-Resume = Annotated[str | None, _ask("--resume", "-r", metavar="CHAT", help="Go on with this one: name, title or file.")]
+Resume = Annotated[
+    str | None, _ask("--resume", "-r", metavar="CHAT", help="Go on with this one: name, title or document.")
+]
 NoSave = Annotated[bool, _ask("--no-save", help="Do not keep this chat.")]
 
 Most = Annotated[str | None, _answer("--max-new-tokens", "-n", metavar="N", help="Longest answer; 4k is 4096 tokens.")]

@@ -62,7 +62,7 @@ class Outlet:
             elif form == "html":
                 from kvcli.render.heads_html import html
 
-                yield "heads.html", html(document, tokens)
+                yield "heads.html", html(document, tokens, self._where)
             elif form == "npz":
                 yield "profile.npz", files.arrays(document)
             elif form == "tsv":
@@ -89,6 +89,11 @@ class Outlet:
             said = [f"wrote {', '.join(new)}" if new else "", f"replaced {', '.join(old)}" if old else ""]
             self.world.stderr.write(f"{'; '.join(filter(None, said))} in {_short(self.folder, self.world.cwd)}/\n")
 
+    @property
+    def _where(self) -> str | None:
+        """The folder of the map, as it is typed; None = none is written."""
+        return _short(self.folder, self.world.cwd) if "json" in self.forms else None
+
     def _print(self, document: HeadsDocument) -> None:
         from kvcli.render.heads import Look, heads_lines, plain_rows
 
@@ -101,8 +106,7 @@ class Outlet:
             return
         is_true = out.colour and self.world.environ.get("COLORTERM", "") in TRUECOLOR
         look: Look = "truecolor" if is_true else "shade" if out.unicode else "digit"
-        where = _short(self.folder, self.world.cwd) if "json" in self.forms else None
-        for spans in heads_lines(document, self.show, self.top, out.width, look, where):
+        for spans in heads_lines(document, self.show, self.top, out.width, look, self._where):
             out.line(*spans)
 
 

@@ -19,9 +19,11 @@ from kvcli.models.hub import cached_folder, cached_ids, may_fetch, verify
 
 if TYPE_CHECKING:
     from kvcli.models.packages import Packed
-    from kvcli.schemas.listings import Suggestion
+    from kvcli.schemas.listings import Group, Suggestion
     from kvcli.world import World
 
+GROUPS: tuple[Group, ...] = ("with ease", "takes most", "does not fit")
+WIDE = 60  # columns from which a command stands on one line, to be copied
 NAME = "A name of the list, or OWNER/NAME of the hub."
 Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
 
@@ -34,24 +36,37 @@ def suggest(context: typer.Context) -> int:
 
     world: World = context.obj
     found = room.look()
-    entries = ranked(world, found.usable)
+    entries, whole = ranked(world, found.empty.usable), found.empty.available
     if world.options.json:
-        print_json(world, SuggestionsDocument(device=found.device, available_bytes=found.available, models=entries))
+        document = SuggestionsDocument(
+            device=found.device, available_bytes=found.available, total_bytes=whole, models=entries
+        )
+        print_json(world, document)
         return ExitStatus.OK
-    tell(world, f"{long_size(found.available)} are available on {found.device}; takes: with {count(TOKENS)} tokens")
-    rows = [["model", "download", "takes", "context", "good for", "licence", "type"]]
+    free = f"{long_size(found.available)} of {long_size(whole)} are free on {found.device}"
+    tell(world, f"{free}; takes: with {count(TOKENS)} tokens; *: recommended")
+    if now := [e.name for e in entries if e.fits and e.needs_bytes > found.usable]:
+        tell(world, f"what is free now is too little for {', '.join(now)}: close other programs first")
+    rows, group = [["model", "download", "takes", "context", "good for", "licence", "to get it"]], ""
     for e in entries:
+        if e.group != group and not world.options.plain:
+            rows += [[""] * 7, [f"{(group := e.group)}:", *[""] * 6]]
         typed = e.command or f"– (takes {long_size(e.needs_bytes)})"
         size, takes = long_size(e.download_bytes), long_size(e.needs_bytes)
-        rows.append([e.name, size, takes, count(e.context) if e.fits else "–", e.about, e.licence, typed])
-    print_table(world, rows, drop=["licence", "download", "good for", "model", "takes"])
+        name = f"{e.name}{' *' * (e.recommended and not world.options.plain)}"
+        rows.append([name, size, takes, count(e.context) if e.fits else "–", e.about, e.licence, typed])
+    unbroken = ["download", "takes", *(["to get it"] if world.width() >= WIDE else [])]
+    print_table(world, rows, drop=["licence", "good for", "download", "context", "takes"], unbroken=unbroken)
     return ExitStatus.OK
 
 
 def ranked(world: World, usable: int) -> list[Suggestion]:
-    """From the largest down: what takes half the memory at most, then what takes more, then what does not fit."""
+    """By group, in each from the largest down; recommended is the first that has no terms to accept."""
     entries = [_suggestion(world, known, usable) for known in BY_NAME.values()]
-    return sorted(entries, key=lambda e: (not e.fits, 2 * e.needs_bytes > usable, -e.parameters))
+    entries.sort(key=lambda e: (GROUPS.index(e.group), -e.parameters))
+    for e in [e for e in entries if e.fits and not e.terms][:1]:
+        e.recommended = True
+    return entries
 
 
 def _suggestion(world: World, known: Known, usable: int) -> Suggestion:
@@ -73,6 +88,8 @@ def _suggestion(world: World, known: Known, usable: int) -> Suggestion:
         needs_bytes=known.needs(quant),
         quant=quant,
         fits=bool(fitting),
+        group=GROUPS[2 if not fitting else 2 * known.needs(quant) > usable],
+        recommended=False,
         context=known.room(usable, quant) if fitting else 0,
         fetched=fetched,
         command=None if not fitting else use if fetched else f"kvcli models get {known.name}",

@@ -16,6 +16,8 @@ from kvcli.commands.log import start_log
 from kvcli.errors import UsageError
 from kvcli.world import World
 
+NARROW, LEAST = 60, 20  # columns below which help has no boxes, and that it has at least
+
 _option = partial(option, panel="Options of every command")
 
 
@@ -50,13 +52,19 @@ def _named(model_: ModelOption = None) -> None:
     """What stands beside MODEL in every command that has one."""
 
 
-def take_common(command: Any, *, rare: bool = False) -> Any:
-    """Give a command, and all commands below it, the common options. `rare`: its help is to have the rare ones, too."""
+def take_common(command: Any, *, rare: bool = False, width: int = NARROW) -> Any:
+    """Give a command, and all commands below it, the common options. `rare`: its help is to have the rare ones, too.
+
+    `width`: columns that its help is for.
+    """
+    if width < NARROW:
+        _one_below_the_other(command, width)
     take_model(command)
     taken = {name for param in command.params for name in param.opts}
     command.params += [copy(param) for param in _params() if not taken & set(param.opts)]
     if rare:
         show_rare(command)
+        _complete(command)
     command.context_settings = {**command.context_settings, "help_option_names": ["-h", "--help"]}
     help_ = command.get_help_option(command.context_class(command, **command.context_settings))
     for param in [*command.params, *filter(None, [help_])]:
@@ -64,8 +72,18 @@ def take_common(command: Any, *, rare: bool = False) -> Any:
             param.metavar = ""  # Typer would write <bool>
     for below in getattr(command, "commands", {}).values():
         command.no_args_is_help = not getattr(command, "invoke_without_command", False)
-        take_common(below, rare=rare)
+        take_common(below, rare=rare, width=width)
     return command
+
+
+def _one_below_the_other(command: Any, width: int) -> None:
+    """Help without boxes, which would cut the names of options: each on a line of its own, and what it does below."""
+    usual, formatter = command.context_class, command.context_class.formatter_class
+    below = {"write_dl": lambda self, rows, *_: formatter.write_dl(self, rows, col_max=2)}
+    command.context_class = type("Context", (usual,), {"formatter_class": type("Formatter", (formatter,), below)})
+    command.context_settings = {**command.context_settings, "terminal_width": max(LEAST, width - 1)}
+    command.rich_markup_mode = None
+    command.short_help = (command.help or "").partition("\n")[0]  # whole, in the list of the command above
 
 
 def take_model(command: Any) -> None:
@@ -74,6 +92,15 @@ def take_model(command: Any) -> None:
         (named,) = _params_of(_named)
         named.expose_value, named.callback, model.callback = False, _note_model, _one_model
         command.params.append(named)
+
+
+def _complete(command: Any) -> None:
+    """Have the Tab key complete what the option parser cannot know."""
+    from kvcli.commands.complete import complete
+
+    for param in command.params:
+        if param.metavar:
+            param.shell_complete = partial(complete, param)
 
 
 def show_rare(command: Any) -> None:

@@ -40,6 +40,7 @@ class Profiles(Protocol):
     """What the settings files offer. Handed in by the command that read them."""
 
     def names(self) -> Sequence[str]: ...
+    def models(self) -> Sequence[str]: ...
     def keys(self) -> Sequence[str]:
         """Keys that /set can complete."""
         ...
@@ -64,19 +65,21 @@ class Repl:
         after_turn: Callable[[Turn | None], None] | None = None,
         memory: Callable[[], Memory | None] | None = None,
         before_file: Callable[[str], None] | None = None,
+        change_model: Callable[[Repl, str], None] | None = None,
         history: Path | None = None,
         keeps: bool = False,
         constraint: Constraint | None = None,
     ) -> None:
-        """`before_file` may refuse a document; `after_turn` is handed the last turn. With `keeps` the chat is on the
-        disk whenever a line can be typed. `memory` is shown in the live row (default: the process's RSS). Every answer
-        is held to `constraint`.
+        """`before_file` may refuse a document; `change_model` puts another model under the chat; `after_turn` is handed
+        the last turn. With `keeps` the chat is on the disk whenever a line can be typed. `memory` is shown in the live
+        row (default: the process's RSS). Every answer is held to `constraint`.
         """
         self.keeps, self.constraint = keeps, constraint
         self.chat, self.screen, self.world = chat, screen, world
         self.profiles, self.profile_name = profiles, profile
         self.given, self.said = list(sets), list[str]()  # KEY=VALUE of the command line, and of /set
-        self.memory, self.after_turn, self.before_file = memory, after_turn, before_file
+        self.memory, self.change_model = memory, change_model
+        self.after_turn, self.before_file = after_turn, before_file
         self.reader = prompt.reader(world, self._words(), history)
         self.last: Turn | None = None
         self.is_over = False
@@ -264,10 +267,10 @@ class Repl:
             return decode(file.read_bytes(), "the edited question")
 
     def _words(self) -> dict[str, prompt.Words]:
-        profiles = self.profiles
         return {
-            "profile": lambda: profiles.names() if profiles else (),
-            "key": lambda: profiles.keys() if profiles else (),
+            "profile": lambda: self.profiles.names() if self.profiles else (),
+            "model": lambda: self.profiles.models() if self.profiles else (),
+            "key": lambda: self.profiles.keys() if self.profiles else (),
             "stats": lambda: ("live", "turn", "off", "last"),
             "chat": lambda: [entry.id for entry in self.chat.sessions.entries()],
             "command": lambda: tuple(slash.COMMANDS),

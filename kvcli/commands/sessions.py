@@ -26,11 +26,17 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, help="Kept conversations: list, search, show, export, remove.")
 
-CHAT = "The beginning of its name, its number in the list, or words of its title; none means the latest."
+CHAT = "The beginning of its name, its number in the list, words of its title or of its files; none means the latest."
+LONG = 24  # columns of a document's name
 ENOUGH = 15  # columns of a text, for which other columns of a list go
 Chat = Annotated[str | None, typer.Argument(metavar="CHAT", help=CHAT)]
 Chats = Annotated[list[str], typer.Argument(metavar="CHAT", help="As show takes them.")]
-Words = Annotated[list[str], typer.Argument(metavar="WORD", help="Beginnings of words, all in one turn or title.")]
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="WORD", help="Beginnings of words, all in one turn, or in a title with the names of documents."
+    ),
+]
 Most = Annotated[int, option("--number", "-n", metavar="N", help="How many are shown; default 20.")]
 Out = Annotated[str, option("--output", "-o", metavar="FILE", help="The file: .md, .json or .jsonl.")]
 LONGEST = 100_000  # days
@@ -153,7 +159,8 @@ def _print(
         return ExitStatus.OK
     rows = [["", "name", "questions", "files", "model", "kept"]]
     for i, e in enumerate(shown, 1):
-        rows.append([str(i), e.id, str(e.questions), str(e.documents), e.model, e.saved[:16].replace("T", " ")])
+        files = clip(e.files[0], LONG) + f" +{len(e.files) - 1}" * (len(e.files) > 1) if e.files else "–"
+        rows.append([str(i), e.id, str(e.questions), files, e.model, e.saved[:16].replace("T", " ")])
     texts = ["what", *(" ".join((e.found or e.title or "").split()) for e in shown)]
     print_table(world, _with_texts(world, rows if numbered else [row[1:] for row in rows], texts))
     if len(entries) > len(shown):

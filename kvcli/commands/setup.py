@@ -88,6 +88,7 @@ def find(
     tell: Callable[[str], None] | None = None,
     *,
     may_assist: bool = False,
+    revision: str | None = None,
 ) -> source.Source:
     """The checked files of a model by any of its names, downloaded only with a `tell` to say so to. Raises BadModel."""
     config = config_of(world)
@@ -107,7 +108,7 @@ def find(
         return source.find(
             entry.path,
             offline=offline,
-            revision=entry.revision or None,
+            revision=revision or entry.revision or None,
             allow_pickle=allow_pickle,
             tell=tell,
             may_assist=may_assist,
@@ -140,6 +141,7 @@ class Setup:
     model: str | None = None  # as typed, or as a saved chat has it; None = the default model
     flags: Flags = field(default_factory=dict)
     exact: bool = False
+    revision: str | None = None  # of a hub id, instead of what the config says
     is_typed: bool = True  # of `model`: who opens a saved chat again names no model
     most: int = 0  # tokens the loaded model can hold; 0 before it is loaded
     found: source.Source | None = None  # its files, once they were looked for
@@ -213,13 +215,13 @@ class Setup:
             profile = profile.replace(load={"quant": "none"})  # said, so that nothing else is chosen
             if profile.spec.method != "off":
                 profile = profile.replace(spec={"strict": True})
-        profile = self._by_its_own(profile)
+        profile = self.suited(profile)
         log.info("profile %s, hash %s", profile.name, profile.hash)
         for key, value in profile.values.items():
             log.debug("%s = %r (%s)", key, value, profile.origins[key])
         return profile
 
-    def _by_its_own(self, profile: Profile) -> Profile:
+    def suited(self, profile: Profile) -> Profile:
         """The same, where "auto" is to draft and the model's files bring a layer for it: nothing else is as cheap. Or
         where what is to draft is an assistant, or one that was made for the model is at hand.
 
@@ -237,7 +239,7 @@ class Setup:
                 self._absent = ""
                 by = profile.origins["spec.model"]
                 return profile.changed({"spec": wanted}, by) if is_assistant(found.config) else profile
-            found = self.found or find(self.world, self.model, profile.load.allow_pickle)
+            found = self.fetch(profile)
             if has_mtp(found) and "spec.quant" not in said:
                 return profile.replace(spec={"method": "mtp"})
             if name := assistant_for(found, at_hand(self.world, may_assist=True)):
@@ -270,6 +272,11 @@ class Setup:
 
     def names(self) -> list[str]:
         return config_of(self.world).names()
+
+    def models(self) -> list[str]:
+        from kvcli.commands.known import known
+
+        return [name for name, _ in known(self.config, self.world.paths.data)]
 
     def keys(self) -> list[str]:
         return list(self.profile().values)
@@ -306,7 +313,7 @@ class Setup:
 
     def fetch(self, profile: Profile, tell: Callable[[str], None] | None = None) -> source.Source:
         """The model's checked files; `tell` hears of a download."""
-        self.found = self.found or find(self.world, self.model, profile.load.allow_pickle, tell)
+        self.found = self.found or find(self.world, self.model, profile.load.allow_pickle, tell, revision=self.revision)
         return self.found
 
     def draft(self, name: str, tell: Callable[[str], None] | None = None) -> source.Source:
@@ -323,12 +330,12 @@ class Setup:
 
         return cache(lambda name: subject_of(self.draft(name, tell)))
 
-    def load(self, profile: Profile, tell: Callable[[str], None] | None = None) -> Model:
-        """Load the model; `tell` hears of a download."""
+    def load(self, profile: Profile, tell: Callable[[str], None] | None = None, *, times: bool = True) -> Model:
+        """Load the model; `tell` hears of a download. With `times`, what passes take here is measured."""
         found = self.fetch(profile, tell)
         if self._absent and profile.spec.model == self._absent:
             self.draft(self._absent, tell)
-            profile = self._by_its_own(profile)
+            profile = self.suited(profile)
         # transformers reads it when imported; its warnings are about what kvcli checks itself
         self.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         with insisting():
@@ -336,7 +343,7 @@ class Setup:
 
             model = load(found, profile, tell=tell, cache=self.world.paths.cache, find=partial(self.draft, tell=tell))
         info = model.info = replace(model.info, id=self.name)
-        model.time_passes = partial(self.costs, tell=tell or log.info)
+        model.time_passes = partial(self.costs, tell=tell or log.info) if times else None
         model.map_heads = partial(self.map_heads, tell=tell or log.info)
         model.prepare()
         if self.reuses and self.config.keep_kv:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.outlet import escaped, neutralise
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from kvcli.world import World
 
 
+GLUE = "\ue000"  # between two words that stay together
+
+
 def print_json(world: World, document: Json | dict[str, object]) -> None:
     """One document on one line; what the stream cannot write or what would steer a terminal is escaped."""
     plain = document if isinstance(document, dict) else document.document()
@@ -22,10 +25,13 @@ def print_json(world: World, document: Json | dict[str, object]) -> None:
     Terminal.of(world, "stdout").write(f"{text}\n")
 
 
-def print_table(world: World, rows: Sequence[Sequence[str]], drop: Sequence[str] = ()) -> None:
+def print_table(
+    world: World, rows: Sequence[Sequence[str]], drop: Sequence[str] = (), unbroken: Collection[str] = ()
+) -> None:
     """Rows under their header; with --plain, tabs between the cells and nothing else.
 
-    On a terminal, words wrap inside their cells, and where one would be cut, columns go in the order of `drop`.
+    On a terminal, words wrap inside their cells, but for those of the columns `unbroken`, and where one would be cut,
+    columns go in the order of `drop`.
     """
     if world.options.plain:
         print_cells(world, rows)
@@ -33,10 +39,11 @@ def print_table(world: World, rows: Sequence[Sequence[str]], drop: Sequence[str]
     out = Terminal.of(world, "stdout")
     width = out.width - 1 if out.is_tty else WIDEST
     clean = [[neutralise(cell, one_line=True) for cell in row] for row in rows]
+    clean = [[c.replace(" ", GLUE) if h in unbroken else c for c, h in zip(row, rows[0], strict=True)] for row in clean]
     rows = fitting(clean, width, drop, wraps=True)
     # a word that is too long, a path mostly, is the terminal's to break: so it can be copied
     for line in columns(rows, width if least(rows) <= width else 0, left=range(len(rows[0]))):
-        out.line((line, ""))
+        out.line((line.replace(GLUE, " "), ""))
 
 
 def print_lines(world: World, lines: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.commands import slash_sessions as kept
-from kvcli.commands.ask import notes_of, read_file
+from kvcli.commands.ask import files_of, notes_of, read_file
 from kvcli.errors import BadConfig, BadInput, UsageError
 from kvcli.render import figures as f
 from kvcli.render import tables
@@ -29,7 +29,7 @@ class Slash:
     help: str
     run: Handler
     also: tuple[str, ...] = ()
-    completes: str = ""  # path | profile | key | stats | command | document | chat
+    completes: str = ""  # path | profile | model | key | stats | command | document | chat
 
     @property
     def call(self) -> str:
@@ -147,13 +147,20 @@ def _edit(repl: Repl, _: str) -> None:
 # --- documents and settings
 
 
-@slash("file", "PATH", "attach a file to the next question; paper.pdf:3-9 for pages", completes="path")
+@slash(
+    "file", "PATH", "attach a file, a folder or *.txt to the next question; paper.pdf:3-9 for pages", completes="path"
+)
 def _file(repl: Repl, argument: str) -> None:
     path = argument.strip("\"'")
     if not path:
         raise UsageError("which file?", try_=["/file report.md", "/file paper.pdf:3-9", "/file demo:report"])
     if repl.before_file is not None:
         repl.before_file(path)
+    for file in files_of(repl.world, [path]):
+        _attach(repl, file)
+
+
+def _attach(repl: Repl, path: str) -> None:
     document = read_file(repl.world, path)
     name = document.name
     if (place := repl.chat.place(document)) is not None:
@@ -201,11 +208,18 @@ def _system(repl: Repl, argument: str) -> None:
     repl.say(f"system text {word}; the conversation is read again with the next question")
 
 
-@slash("set", "KEY VALUE", "change a profile key from the next question on", completes="key")
+@slash(
+    "set",
+    "KEY VALUE",
+    "change a profile key from the next question on; its last part will do where that names one",
+    completes="key",
+)
 def _set(repl: Repl, argument: str) -> None:
     key, _, value = argument.replace("=", " ", 1).partition(" ")
     if not key or not value.strip():
         raise UsageError("a key and a value are needed", try_=["/set sample.temperature 0.2"])
+    ends = [one for one in (repl.profiles.keys() if repl.profiles else ()) if one.endswith(f".{key}")]
+    key = ends[0] if len(ends) == 1 else key
     said = [item for item in repl.said if item.partition("=")[0] != key]
     repl.reconfigure(repl.profile_name, [*said, f"{key}={value.strip()}"])
 
@@ -223,6 +237,16 @@ def _profile(repl: Repl, argument: str) -> None:
         left = ", ".join(repl.said)
         repl.reconfigure(argument, [])
         repl.warn(f"{left} was left out: {error.message}")
+
+
+@slash("model", "[NAME]", "go on with another model, or show this one", completes="model")
+def _model(repl: Repl, name: str) -> None:
+    if not name or repl.change_model is None:
+        repl.say(f"{repl.chat.model.info.id}; to change it: /model NAME, one of kvcli models list")
+        return
+    repl.change_model(repl, name)
+    again = "; the conversation is read again with it" if repl.chat.messages else ""
+    repl.say(f"{repl.chat.model.info.id} answers from the next question on{again}")
 
 
 # --- figures

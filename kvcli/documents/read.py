@@ -53,7 +53,11 @@ def read_document(
     found = _bundled(file) if file in BUNDLED else Path(os.path.expanduser(file))
     with reading(shown):
         if found.is_dir():
-            raise BadInput(f"{shown} is a folder, not a file", code="is_a_folder", try_=[f"a file in it: {shown}/FILE"])
+            raise BadInput(
+                f"{shown} is a folder, not a file",
+                code="is_a_folder",
+                try_=[f"a file in it: {shown}/FILE", f"chat -f {shown} attaches those in it"],
+            )
         try:
             stream = found.open("rb")
         except FileNotFoundError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from kvcli.documents.decode import PDF_HEADER
 from kvcli.errors import UsageError
@@ -62,6 +62,14 @@ def sniff(head: bytes, name: str) -> str:
     if PurePath(name).suffix == "" and not body.startswith(b"#!") and len(HEADING.findall(body)) > 1:
         return "markdown"
     return "text"
+
+
+def looks_readable(file: Path) -> bool:
+    """Whether a file that nobody named, of a folder, is a document by its beginning."""
+    with file.open("rb") as stream:
+        head = stream.read(HEAD)
+    kind, promised = sniff(head, file.name), named_kind(file.name)
+    return bool(promised) or kind in ("pdf", "html") or (kind != "zip" and b"\0" not in head and bool(head.strip()))
 
 
 def disagreement(name: str, kind: str) -> str | None:

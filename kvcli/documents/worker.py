@@ -14,6 +14,7 @@ from kvcli.documents.parsed import Job, Parsed, damaged
 from kvcli.documents.sniff import WORDS
 from kvcli.documents.zipped import kind_of
 from kvcli.errors import BadInput, KvcliError
+from kvcli.installing import EXTRAS, pip
 from kvcli.sandbox import bound, preload, shut
 
 READERS = ("pdf", "html", "epub", "docx")
@@ -69,7 +70,7 @@ def parse(file: IO[bytes], job: Job, missing: Mapping[str, str] | None = None) -
             f"{job.name} is {WORDS[kind]}, whose reader is not installed",
             code="missing_extra",
             lines=[f"there is no module {missing[kind]}"],
-            try_=["pip install 'kvcli[docs]'"],
+            try_=[pip(*EXTRAS["docs"])],
         )
     parsed: Parsed = import_module(f"kvcli.documents.{kind}").read(file, job)
     return parsed

@@ -16,6 +16,7 @@ from kvcli.engine.budget import within
 from kvcli.engine.experts import while_loading
 from kvcli.engine.memory import give_back
 from kvcli.errors import BadModel, UsageError
+from kvcli.installing import pip
 from kvcli.kernels import gpu
 from kvcli.kernels.linear_packed import Bits
 from kvcli.kernels.linear_packed.experts import quantize_experts_, stay
@@ -95,7 +96,7 @@ def _unloadable(source: Source, said: str) -> BadModel:
         f"{source.id} ({source.family}) needs a package that is not here, or too old",
         code="package_missing",
         lines=[said],
-        try_=[f"pip install -U '{(named[1] or named[2]).rstrip('.,')}'"] if named else [INSTEAD],
+        try_=[pip("-U", (named[1] or named[2]).rstrip(".,"))] if named else [INSTEAD],
     )
 
 

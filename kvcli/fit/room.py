@@ -32,7 +32,7 @@ class Room:
     name: str = ""
     is_described: bool = False  # not of this machine, but as --vram or --ram say
     host: int = 0  # of a GPU: bytes of host memory behind it that keys and values may take
-    total: int = 0  # bytes of a GPU, whoever has them; 0 = what is available is all
+    total: int = 0  # bytes of the device, whoever has them; 0 = what is available is all
     capability: tuple[int, int] | None = None  # of a GPU; None = nobody knows
     unserved: str = ""  # why a GPU's fused kernels do not run there; "" = they do, as on a card that is described
 
@@ -49,6 +49,11 @@ class Room:
     def usable(self) -> int:
         """What a plan may use."""
         return self.available - self.kept_free
+
+    @property
+    def empty(self) -> Room:
+        """The same while nothing else takes memory: unlike what is available, it does not change from hour to hour."""
+        return replace(self, available=max(self.available, self.total - CONTEXT * (self.kind == "cuda")))
 
 
 def rooms(vram: int | None = None, ram: int | None = None) -> dict[str, Room]:
@@ -77,7 +82,9 @@ def look() -> Room:
             said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
             free, total = (int(number) << 20 for number in said.splitlines()[0].split(","))
             return Room("cuda:0", max(0, free - CONTEXT), total=total)
-    return Room("cpu", min(psutil.virtual_memory().available, container_room()))
+    memory = psutil.virtual_memory()
+    total = min(memory.total, container_room(is_empty=True))
+    return Room("cpu", min(memory.available, container_room()), total=total)
 
 
 def choose(found: dict[str, Room], device: str) -> Room:
@@ -96,15 +103,21 @@ def choose(found: dict[str, Room], device: str) -> Room:
     return found[wanted]
 
 
-def container_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that the container, or the group of processes we are in, leaves; a very large number without a limit."""
+def container_room(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup"), *, is_empty: bool = False
+) -> int:
+    """Bytes that the container, or the group of processes we are in, leaves; a very large number without a limit.
+
+    With `is_empty`: that it would leave if nothing were taken.
+    """
     left = 1 << 62
     for most, used, field in _LIMITS:
         for group in _groups(own):
             folder = (root / most).parent / group
             limit, now = _read(folder / Path(most).name), _read(folder / Path(used).name)
             if limit is not None and now is not None:
-                left = min(left, max(0, limit - now + _stat(folder / "memory.stat", field)))
+                taken = 0 if is_empty else now - _stat(folder / "memory.stat", field)
+                left = min(left, max(0, limit - taken))
     return left
 
 

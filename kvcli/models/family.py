@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from kvcli.errors import BadModel
+from kvcli.installing import pip
 from kvcli.models.foreign import blamed
 from kvcli.models.packing import INSTEAD, Packing
 from kvcli.models.source import Source
@@ -37,7 +38,7 @@ def read_config(source: Source, trust_remote_code: bool) -> Any:
             f"{source.id} has an unknown architecture: {family}",
             code="model_unsupported",
             lines=[f"transformers {transformers.__version__} knows {len(known)} others"],
-            try_=["pip install -U transformers", *([f'is model_type "{near[0]}"?'] if near else [])],
+            try_=[pip("-U", "transformers"), *([f'is model_type "{near[0]}"?'] if near else [])],
         )
     with blamed(partial(unreadable, source, "its config.json does not fit its architecture")):
         config = transformers.AutoConfig.from_pretrained(
@@ -86,7 +87,7 @@ def refuse_unknown_packing(source: Source, packing: Packing) -> None:
             f"{source.id} comes packed as {packing.method}, which transformers cannot read",
             code="model_unsupported",
             lines=["by quant_method in its config.json; no weight was read"],
-            try_=[INSTEAD, "pip install -U transformers"],
+            try_=[INSTEAD, pip("-U", "transformers")],
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcli.errors import BadInput
+from kvcli.installing import EXTRAS, pip
 from kvcli.models.foreign import blamed
 
 # Between two signs of JSON, as in llama.cpp: with as much as JSON allows, a small model may indent for ever.
@@ -60,7 +61,7 @@ def library() -> Any:
             "schemas and grammars need llguidance, which is not installed",
             code="missing_extra",
             lines=[str(error)],
-            try_=["pip install 'kvcli[schema]'"],
+            try_=[pip(*EXTRAS["schema"])],
         ) from None
     return llguidance
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvcli.errors import BadModel
+from kvcli.installing import pip
 
 # Packages that transformers reads a format with, by its `quant_method`, beside accelerate, which puts what stays packed
 # on a GPU.
@@ -26,7 +27,6 @@ _READ_WITH: dict[str, tuple[str, ...]] = {
     "bitnet": ("accelerate",),
     "quanto": ("optimum-quanto", "accelerate"),
 }
-EXTRA = {"accelerate", "compressed-tensors"}  # what kvcli[formats] brings
 _MODULES = {"optimum-quanto": "optimum.quanto"}  # of packages that are imported by another name
 _UNPACK = {"fp8", "mxfp8", "mxfp4", "compressed-tensors"}  # to the numbers of the run, while loading
 _BY_KERNELS = {
@@ -113,18 +113,13 @@ def refuse_unpackable(name: str, config: Mapping[str, Any], kind: str) -> None:
             try_=[INSTEAD, *(["--device cuda"] if is_elsewhere else [])],
         )
     if missing := packing.missing(kind):
-        ours, theirs = [p for p in missing if p in EXTRA], [p for p in missing if p not in EXTRA]
         raise BadModel(
             f"{name} comes packed as {packing.method}, which needs the package{'s' * (len(missing) > 1)} "
             f"{' and '.join(missing)}",
             code="package_missing",
             lines=[f"transformers reads such weights with {'it' if len(missing) == 1 else 'them'}; none was read"],
             detail={"missing": missing},
-            try_=[
-                *(["pip install 'kvcli[formats]'"] if ours else []),
-                *([f"pip install {' '.join(theirs)}"] if theirs else []),
-                INSTEAD,
-            ],
+            try_=[pip(*missing), INSTEAD],
         )
 
 

@@ -39,7 +39,7 @@ def heads_lines(
             yield [(line, "" if i else "dim")]
     for note in document.notes:
         yield from styled(f"note: {note}", width, "dim")
-    word, command = _next(document, folder)
+    word, command = next_step(document, folder)
     if cells(word + command) + 4 < width:
         yield [(f"{word}:  ", ""), (command, "green")]
         return
@@ -103,7 +103,7 @@ def _legend(document: HeadsDocument, show: str, width: int, look: Look) -> Itera
     yield [*c.scale(document, show, look)]
 
 
-def _next(document: HeadsDocument, folder: str | None) -> tuple[str, str]:
+def next_step(document: HeadsDocument, folder: str | None) -> tuple[str, str]:
     """What to type, and what for."""
     model = document.model
     if document.ranked_by == "prompt":

@@ -33,7 +33,7 @@ RAMP = ("#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b7
 # after Okabe and Ito, from cheap to everything
 PALETTE = {
     "S": "#9aa0a8", "P": "#56b4e9", "L": "#0072b2", "H": "#e69f00", "B": "#cc79a7", "F": "#d55e00", "W": "#5c6067",
-    "N": "#009e73",
+    "N": "#009e73", "h": "#f0e442", "b": "#7b3294",
 }  # fmt: skip
 _LETTER = {
     frozenset(): "S",
@@ -86,7 +86,7 @@ def cell(
     if show == "policy":
         letter = mark(document, show, layer, head)
         if look == "truecolor":
-            return [(f" {letter}", f"{ink(PALETTE[letter.upper()])} on {PALETTE[letter.upper()]}"), (" ", "")]
+            return [(f" {letter}", f"{ink(PALETTE[letter])} on {PALETTE[letter]}"), (" ", "")]
         return [(f" {letter} ", "bold" if letter == "F" else "")]
     value = level(document, show, layer, head)
     if look == "truecolor":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.render import heads_cells as c
 from kvcli.render.figures import long_size
+from kvcli.render.heads import next_step
 from kvcli.render.heads_text import facts, top_table
 from kvcli.render.html import Markup, data_table, file, head, plain, section, tag
 
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 LISTED = 20  # heads in the table
 
 
-def html(document: HeadsDocument, strip: Strip | None) -> str:
-    """The page of a document; `strip`: the tokens of its prompt, which the document itself does not hold."""
+def html(document: HeadsDocument, strip: Strip | None, folder: str | None = None) -> str:
+    """The page of a document; `strip`: the tokens of its prompt, which the document itself does not hold; `folder`:
+    where its map is written, as it is typed.
+    """
     script = file("heads_report.js")
     digest = b64encode(sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -32,7 +35,14 @@ def html(document: HeadsDocument, strip: Strip | None) -> str:
     body = tag(
         "body",
         tag(
-            "main", _title(document), _warnings(document), _glance(document), *_views(document, strip), _list(document)
+            "main",
+            _title(document),
+            _warnings(document),
+            _glance(document),
+            *_views(document, strip),
+            _list(document),
+            _words(),
+            _next(document, folder),
         ),
         # what ends a script element may not stand in one, whatever a token reads like
         tag("script", Markup(data.replace("<", "\\u003c")), type="application/json", id="data"),
@@ -59,22 +69,31 @@ def _warnings(document: HeadsDocument) -> Markup:
 def _glance(document: HeadsDocument) -> Markup:
     cards = [tag("div", tag("h3", what), tag("p", big, class_="big"), tag("p", small)) for what, big, small in
              _cards(document)]  # fmt: skip
-    said = tag("ul", [tag("li", text) for text in facts(document)], class_="legendtext")
-    return section("At a glance", tag("div", cards, class_="cards"), said)
+    said = [tag("li", text) for text in facts(document, beside=True)]
+    return section(
+        "At a glance", tag("div", cards, class_="cards"), tag("ul", said, class_="legendtext") if said else ""
+    )
 
 
 def _cards(document: HeadsDocument) -> list[tuple[str, str, str]]:
     found = []
     kv, policy, total = document.kv[0], document.policy, len(document.probed) * document.kv_heads
     if policy is not None and kv.policy is not None:
-        small = f"of {long_size(kv.whole)} at {kv.context:,} tokens"
+        small = f"of {long_size(kv.whole)} at {kv.context:,} tokens; {100 * policy.kept:.1f} % of them are kept"
         found.append(("Memory under these policies", long_size(kv.policy), small))
         found.append(("Attention recovered", f"{policy.recovered:.3f}", f"{policy.worst:.3f} in the worst rows"))
     if document.ranked_by != "prompt":
         few = f"{len(document.suggest.full)} of {total}"
-        found.append(("Heads that need the whole past", few, f"by the probe “{document.ranked_by}”"))
+        by = f"{100 * document.suggest.carried:.0f} % of what the probe “{document.ranked_by}” finds"
+        found.append(("Heads that need the whole past", few, f"{by}; {long_size(kv.headmap)} if only these keep it"))
     if (check := document.check) is not None:
-        found.append(("Hidden facts, others restricted", f"{check.restricted} of {check.of}", f"{check.whole} whole"))
+        found.append(
+            (
+                "Hidden facts, others restricted",
+                f"{check.restricted} of {check.of}",
+                f"{check.whole} whole, {check.without} without these",
+            )
+        )
     return found
 
 
@@ -100,6 +119,25 @@ def _views(document: HeadsDocument, strip: Strip | None) -> list[Markup]:
 def _list(document: HeadsDocument) -> Markup:
     first, *rest = top_table(document, LISTED)
     return section("Heads by the head map", data_table(first, rest))
+
+
+def _words() -> Markup:
+    """What the terms of the page mean."""
+    said = [line.split(": ", 1) for line in file("heads_words.txt").splitlines()]
+    return section("The words", tag("dl", [tag("div", tag("dt", word), tag("dd", text)) for word, text in said]))
+
+
+def _next(document: HeadsDocument, folder: str | None) -> Markup:
+    """What to type now."""
+    what, typed = next_step(document, folder)
+    steps = [(what, typed)]
+    if what != "use it" and folder is not None:
+        steps.append(
+            ("use this map", f"kvcli chat {document.model} -P fastgen --set policy.headmap={folder}/profile.json")
+        )
+    return section(
+        "What to type next", [tag("p", f"{what}: ", tag("code", typed), class_="step") for what, typed in steps]
+    )
 
 
 def _data(document: HeadsDocument, strip: Strip | None) -> dict[str, Any]:

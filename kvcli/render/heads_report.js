@@ -126,7 +126,13 @@
 
   // ---- the map ----
 
-  const size1 = Math.max(15, Math.min(34, Math.floor(960 / L)));
+  let size1 = 34;  // of a cell, in pixels: as many layers as the page has room for
+  function measure() {
+    size1 = Math.max(15, Math.min(34, Math.floor((byId("map").clientWidth - 58) / L)));
+  }
+  function hint(box) {  // where something lies beyond the edge
+    if (box.scrollWidth > box.clientWidth + 1) box.append(el("p", { class: "note hint" }, "more to the right: scroll →"));
+  }
   const most = (name) =>
     D.shares.includes(name) ? 1 : Math.max(...D.scalars[name].flat().map(Math.abs)) || 1;
   const probed = new Set(D.probed);
@@ -137,7 +143,7 @@
     if (state.show !== "policy") return [mixed(D.ramp, level(state.show, l, k)), ""];
     const c = state.chosen[l][k];
     const letter = c < 0 ? "W" : D.letters[c];
-    return [D.palette[letter.toUpperCase()][0], letter, D.palette[letter.toUpperCase()][1]];
+    return [D.palette[letter][0], letter, D.palette[letter][1]];
   }
   function words(l, k) {
     const said = [`layer ${l}, head ${k}`];
@@ -194,6 +200,7 @@
       byId("map").firstChild.focus();
     });
     byId("map").replaceChildren(drawn);
+    hint(byId("map"));
     mark();
     drawScale();
   }
@@ -207,7 +214,7 @@
       const used = new Set(state.chosen.flat());
       const keys = P.candidates.map((name, c) => [c, D.letters[c], name]).concat([[-1, "W", "sees a window only"]]);
       scale.replaceChildren(...keys.filter(([c]) => used.has(c)).map(([, letter, name]) =>
-        el("span", {}, el("span", { class: "swatch", style: { background: D.palette[letter.toUpperCase()][0] } }), ` ${letter} ${name}`)));
+        el("span", {}, el("span", { class: "swatch", style: { background: D.palette[letter][0] } }), ` ${letter} ${name}`)));
       scale.append(el("span", { class: "note" }, "bars: share of tokens kept by the layer"));
     } else {
       const bar = el("span", { class: "bar", style: { background: `linear-gradient(90deg, ${D.ramp.join(",")})` } });
@@ -236,13 +243,14 @@
         if (!n || !probed.has(l)) continue;
         const height = (tall * n) / K, letter = c < 0 ? "W" : D.letters[c];
         y -= height;
-        const bar = svg("rect", { x: left + l * size1 + 1, y, width: size1 - 2, height, fill: D.palette[letter.toUpperCase()][0] });
+        const bar = svg("rect", { x: left + l * size1 + 1, y, width: size1 - 2, height, fill: D.palette[letter][0] });
         bar.append(svg("title", {}, `layer ${l}: ${n} of ${K} heads ${c < 0 ? "see a window only" : P.candidates[c]}`));
         drawn.append(bar);
       }
     }
     axes(drawn, left, top, tall);
     byId("shares").replaceChildren(drawn);
+    hint(byId("shares"));
   }
 
   // ---- the frontier ----
@@ -348,7 +356,7 @@
         [i < 2 ? String(i) : i === 2 ? "2–3" : `${2 ** (i - 1)}–${2 ** i - 1}`, value]))));
     if (D.kinds) parts.push(el("div", {}, el("h3", {}, "mass by kind of token"), bars(Object.entries(D.kinds).map(([name, table]) => [name, table[l][k]]))));
     if (D.top && D.top[l][k].length)
-      parts.push(el("div", {}, el("h3", {}, "tokens it looks at most"), bars(D.top[l][k].map(([at, text, value]) => [`${at} “${text.trim()}”`, value, percent(value)]))));
+      parts.push(el("div", {}, el("h3", {}, "tokens it looks at most"), bars(D.top[l][k].map(([at, text, value]) => [`${at} “${text.trim() || text.replace(/\s/g, "␣")}”`, value, percent(value)]))));
     one.replaceChildren(el("div", { class: "twofold" }, ...parts));
   }
 
@@ -397,6 +405,7 @@
   // ---- all ----
 
   function drawAll() {
+    measure();
     drawMap();
     drawOne();
     if (P) { drawShares(); drawFrontier(); }
@@ -406,6 +415,8 @@
   drawControls();
   if (P) buildFrontier();
   if (S) buildStrip();
-  if (D.compare) drawCompare();
   drawAll();
+  if (D.compare) drawCompare();
+  for (const table of document.querySelectorAll(".scroll > table")) hint(table.parentElement);
+  addEventListener("resize", drawAll);
 })();

@@ -26,17 +26,17 @@ LISTED = {
 }
 
 
-def facts(document: HeadsDocument) -> Iterator[str]:
-    """What the figures come to, a sentence each."""
-    if (policy := document.policy) is not None:
+def facts(document: HeadsDocument, *, beside: bool = False) -> Iterator[str]:
+    """What the figures come to, a sentence each; `beside`: without those that the page shows large."""
+    if (policy := document.policy) is not None and not beside:
         yield (
             f"policies keep {100 * policy.kept:.1f} % of the tokens of this prompt; attention recovered: "
             f"mean {policy.recovered:.3f}, worst tenth of rows {policy.worst:.3f}"
         )
-    for kv in document.kv:
+    for kv in document.kv[beside:]:
         yield _memory(kv, document)
     suggest, total = document.suggest, len(document.probed) * document.kv_heads
-    if document.ranked_by != "prompt":
+    if document.ranked_by != "prompt" and not beside:
         what = {
             "ablate": "what is lost by restricting heads",
             "needle": "the weight on hidden facts",
@@ -46,7 +46,7 @@ def facts(document: HeadsDocument) -> Iterator[str]:
             f"{len(suggest.full)} of {total} heads carry {100 * suggest.carried:.0f} % of {what}; "
             f"the others restricted: first {suggest.sinks} and newest {suggest.window} tokens"
         )
-    if (check := document.check) is not None:
+    if (check := document.check) is not None and not beside:
         yield (
             f"hidden facts answered right: {check.whole} of {check.of} with all heads whole, {check.restricted} with "
             f"only these whole, {check.without} with only these restricted"

@@ -119,6 +119,9 @@ class CheckDocument(Json):
     notes: list[str]
 
 
+Group = Literal["with ease", "takes most", "does not fit"]  # of the memory
+
+
 class Suggestion(Json):
     """A model of the list, and what it would be here."""
 
@@ -131,7 +134,9 @@ class Suggestion(Json):
     download_bytes: Bytes
     needs_bytes: Bytes = Field(description="memory with 8,192 tokens, its weights as `quant` says")
     quant: str
-    fits: bool
+    fits: bool = Field(description="into the memory of the device, whatever else takes some of it now")
+    group: Group = Field(description="with ease: into half of it")
+    recommended: bool = Field(description="true of one model at most")
     context: Count = Field(description="tokens that fit here")
     fetched: bool
     command: str | None = Field(description="what to type; null where it does not fit")
@@ -143,6 +148,7 @@ class SuggestionsDocument(Json):
     schema_: Literal["kvcli.suggestions/1"] = Field(default="kvcli.suggestions/1", alias="schema")
     device: str
     available_bytes: Bytes
+    total_bytes: Bytes = Field(description="by which the models are ranked")
     models: list[Suggestion]
 
 

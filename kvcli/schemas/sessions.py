@@ -16,6 +16,7 @@ class SessionEntry(Json):
     saved: str = Field(description="when")
     questions: Count
     documents: Count
+    files: list[str] = Field(default_factory=list, description="what its documents are called")
     found: str | None = Field(default=None, description="search: the words, with their neighbours")
 
 

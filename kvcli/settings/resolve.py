@@ -17,6 +17,13 @@ from kvcli.settings.values import WrongValue, check, keys_of, noun
 
 Registries = Mapping[str, Mapping[str, str]]  # table -> name of a method -> "module:Class"
 DEEPEST = 8  # profiles below the chosen one
+# what other programs call a key -> what it is called here
+ELSEWHERE = {
+    **dict.fromkeys(["max_tokens", "num_predict", "n_predict", "max_length", "max_output_tokens"], "max_new_tokens"),
+    **dict.fromkeys(["num_ctx", "n_ctx", "max_context", "context_length"], "limit"),
+    "repeat_penalty": "repetition_penalty",
+    "temp": "temperature",
+}
 
 
 @dataclass
@@ -117,14 +124,16 @@ def _problem(keys: Keys, setting: Setting, around: Settings, registries: Registr
 
 def unknown(keys: Keys, setting: Setting, known: Iterable[str], everywhere: Sequence[str]) -> Problem:
     """The problem of a key that nothing honours, with the nearest ones that something does."""
-    table, name = keys[0], keys[-1]
+    table, name = keys[0], ELSEWHERE.get(keys[-1], keys[-1])
     here = f"keys of {table}: {', '.join(known)}" if len(keys) > 1 else f"tables: {', '.join(ORDER)}"
     if not isinstance(setting.origin, Typed):
         near = did_you_mean(name, known if len(keys) > 1 else [*keys_of(Header), *ORDER])
         return setting.problem(keys, "unknown key", near or here)
     # typed keys are whole paths: the right key of a wrong table is worth naming too
-    ends = [key for key in everywhere if did_you_mean(setting.origin.keys[-1], [key.rpartition(".")[2]])]
-    near = did_you_mean(".".join(setting.origin.keys), everywhere) or (f"did you mean {any_of(ends)}?" if ends else "")
+    ends = [key for key in everywhere if did_you_mean(name, [key.rpartition(".")[2]])]
+    near = did_you_mean(".".join([*setting.origin.keys[:-1], name]), everywhere) or (
+        f"did you mean {any_of(ends)}?" if ends else ""
+    )
     near = near or (did_you_mean(table, ORDER) if len(keys) == 1 else "")
     return setting.problem(keys, "unknown key", " ".join(filter(None, [near, here])))
 

@@ -170,10 +170,14 @@ def _wrong(hint: object, value: object) -> WrongValue:
     kinds = {_kind(part) for part in parts}
     if type(value) not in kinds and not (type(value) is int and float in kinds):
         return WrongValue(f"{toml_value(value)} is {noun(value)}", use)
-    literals = [_base(part)[0] for part in parts if typing.get_origin(_base(part)[0]) is Literal]
-    words = [str(word) for literal in literals for word in typing.get_args(literal)]
-    near = did_you_mean(value, words) if isinstance(value, str) else ""
+    near = did_you_mean(value, words(hint)) if isinstance(value, str) else ""
     return WrongValue(f"{toml_value(value)} is not allowed", "; ".join(filter(None, [use, near])))
+
+
+def words(hint: object) -> list[str]:
+    """Those that a value may be, where it is one of some."""
+    literals = [_base(part)[0] for part in _unpacked(hint)[0] if typing.get_origin(_base(part)[0]) is Literal]
+    return [str(word) for literal in literals for word in typing.get_args(literal)]
 
 
 def _kind(hint: object) -> object:

@@ -34,7 +34,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import kvcli  # noqa: E402
-from kvcli.chat.local import Model, load  # noqa: E402
+from kvcli import load  # noqa: E402
+from kvcli.chat.local import Model  # noqa: E402
 from kvcli.documents import read_document  # noqa: E402
 from kvcli.engine.engine import run  # noqa: E402
 from kvcli.engine.feed import Feed  # noqa: E402

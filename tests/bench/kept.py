@@ -82,7 +82,7 @@ def resumed(n: int, reps: int) -> dict[str, Any]:
     """Reading n tokens, and going on from what was kept of them."""
     import torch
 
-    from kvcli.chat.local import load
+    from kvcli import load
     from kvcli.kept.shelf import Shelf
     from tests.bench.random_model import write
 

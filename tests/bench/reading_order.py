@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 
 def opened(name: str, quant: str, threads: int) -> Any:
-    from kvcli.chat.local import load
+    from kvcli import load
 
     return load(name, "exact", {"load.quant": quant, "load.threads": threads, "load.device": "cpu"})
 

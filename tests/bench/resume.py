@@ -26,7 +26,7 @@ def resumed(n: int, reps: int, profile: str) -> dict[str, Any]:
     """A second question behind n tokens: all of it read, and gone on from what was kept."""
     import torch
 
-    from kvcli.chat.local import load
+    from kvcli import load
     from kvcli.kept.shelf import Shelf
     from tests.bench.random_model import write
 

@@ -25,7 +25,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.chat.local import load  # noqa: E402
+from kvcli import load  # noqa: E402
 from kvcli.engine.engine import drive  # noqa: E402
 from kvcli.models.text import decode  # noqa: E402
 from kvcli.quality.fit import fitted  # noqa: E402

@@ -18,6 +18,7 @@ from kvcli.bench.gguf_export import export
 from kvcli.bench.llama_cpp import BATCH, LlamaCpp, require
 from kvcli.engine import weights
 from kvcli.errors import BadModel, UsageError
+from kvcli.installing import pip
 from kvcli.models import family, source
 from tests import gguf_files
 from tests.families import build, prompt
@@ -29,7 +30,7 @@ def test_without_the_extra_the_message_says_how_to_get_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(llama_cpp, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match="needs llama-cpp-python") as caught:
         require()
-    assert caught.value.try_ == ("pip install 'kvcli[llama]'",)
+    assert caught.value.try_ == (pip("llama-cpp-python"),)
     assert "10 minutes" in " ".join(caught.value.lines)
 
 

@@ -382,7 +382,7 @@ def test_a_calibration_under_other_threads_is_found_by_the_profile_that_has_them
 
 
 def small(monkeypatch, mib):
-    monkeypatch.setattr(room, "container_room", lambda: mib << 20)
+    monkeypatch.setattr(room, "container_room", lambda **_: mib << 20)
 
 
 def test_a_chat_that_cannot_fit_is_refused_before_it_loads(machine, monkeypatch):

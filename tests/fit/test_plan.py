@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcli.chat.local import _nested, load
+from kvcli import load
+from kvcli.chat.local import nested
 from kvcli.engine.engine import drive, events
 from kvcli.engine.latent import Latent
 from kvcli.engine.lm import LM
@@ -318,7 +319,7 @@ CHUNK = {"prefill.chunk": 512}
     ],
 )
 def test_a_store_holds_the_longest_text_that_is_promised_and_no_longer_one(demo, profile, sets):
-    most = planned(demo, Profile.load(profile).replace(**_nested(sets))).most
+    most = planned(demo, Profile.load(profile).replace(**nested(sets))).most
     assert 100 < most < 8192 - 2
 
     def read(n):
@@ -472,6 +473,7 @@ def test_the_container_counts_before_the_machine(tmp_path):
     assert container_room(tmp_path) == 600
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 150\n")
     assert container_room(tmp_path) == 750
+    assert container_room(tmp_path, is_empty=True) == 1000
     (tmp_path / "memory.max").write_text("max\n")
     assert container_room(tmp_path) > 1 << 60
 

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from kvcli.chat.local import load
+from kvcli import load
 from kvcli.engine.stats import Stats
 from kvcli.fit import runs
 from kvcli.fit.before import Outlook

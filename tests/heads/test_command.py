@@ -15,7 +15,8 @@ from pydantic import TypeAdapter
 from kvcli.commands import interrupt
 from kvcli.heads.report import Strip
 from kvcli.render.heads import heads_lines
-from kvcli.render.heads_html import html
+from kvcli.render.heads_html import _cards, html
+from kvcli.render.heads_text import facts
 from kvcli.render.terminal import cells, codes
 from kvcli.schemas.documents import DOCUMENTS
 from kvcli.schemas.heads import HeadsDocument
@@ -275,6 +276,43 @@ def test_no_token_and_no_name_breaks_out_of_the_page(made):
     assert json.loads(page.scripts[0][1])["strip"]["texts"][:2] == ["</script>", "<!--"]
     assert "\u202e" not in text
     assert ("b", {}) not in page.tags
+
+
+def test_the_page_says_its_words_and_what_to_type(made):
+    folder, _ = made
+    page = Page((folder / "heads.html").read_text())
+    text = (folder / "heads.html").read_text()
+    words = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))
+    assert {"special", "punct", "frequent", "local", "full", "mass recovered", "cvar10", "sink", "far", "n90"} <= {
+        *words
+    }
+    assert all(len(meaning.split()) >= 5 for meaning in words.values())
+    titles = re.findall(r"<h2>(.*?)</h2>", text)
+    assert titles[-2:] == ["The words", "What to type next"]
+    typed = re.findall(r"<code>(.*?)</code>", text)
+    assert re.fullmatch(r"kvcli chat demo -P fastgen --set policy.headmap=\S*it/profile.json", typed[-1])
+    assert [t for t, _ in page.tags if t == "dl"] == ["dl"]
+
+
+def test_what_the_page_shows_large_is_not_said_again(made):
+    folder, _ = made
+    found = document(folder)
+    large = [small for _, _, small in _cards(found)]
+    assert f"{100 * found.policy.kept:.1f} % of them are kept" in large[0]
+    assert set(facts(found, beside=True)) < set(facts(found))
+    assert not any("policies keep" in text for text in facts(found, beside=True))
+
+
+def test_no_two_policies_have_one_colour():
+    from kvcli.render.heads_cells import _LETTER, PALETTE, ink
+
+    assert len(set(PALETTE.values())) == len(PALETTE)
+    for letter in {*_LETTER.values()}:
+        assert PALETTE[letter] != PALETTE.get(letter.lower(), "")
+    doubled = [letter for letter in set(_LETTER.values()) if list(_LETTER.values()).count(letter) > 1]
+    assert sorted(doubled) == ["B", "H"]
+    assert all(letter.lower() in PALETTE for letter in doubled)  # the second of two that share one
+    assert {ink(colour) for colour in PALETTE.values()} == {"#000000", "#ffffff"}
 
 
 def test_profiles_own_settings_count(machine):

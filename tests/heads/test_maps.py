@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcli.chat.local import Model, load
+from kvcli import load
+from kvcli.chat.local import Model
 from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.engine.engine import drive
 from kvcli.engine.lm import LM

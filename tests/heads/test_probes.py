@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcli.chat.local import load
+from kvcli import load
 from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.engine.engine import run
 from kvcli.engine.feed import Feed

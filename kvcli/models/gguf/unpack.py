@@ -22,6 +22,7 @@ import torch
 
 from kvcli.errors import BadModel, writing
 from kvcli.files import check_room, private_folder, replacing_folder
+from kvcli.installing import pip
 from kvcli.kernels.linear_packed import reference
 from kvcli.models import source
 from kvcli.models.control_words import spelled
@@ -181,7 +182,7 @@ def _write_words(folder: Path, found: Source, header: Header, described: Describ
         raise BadModel(
             f"{found.id} is a GGUF file, and this transformers is too old to build its tokenizer",
             code="package_missing",
-            try_=["pip install -U transformers"],
+            try_=[pip("-U", "transformers")],
         )
     with blamed(partial(_no_words, found)):
         # by itself, not from_pretrained: files that lie beside this one are of other models

@@ -1,0 +1,49 @@
+"""`kvcli.load`: a model by its name, under the settings and in the folders that the commands use.
+
+The only module of the Python API that reads the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli.commands.setup import Setup, sources
+from kvcli.settings.profile import Profile
+from kvcli.world import World
+
+if TYPE_CHECKING:
+    from kvcli.chat.local import Model
+
+
+def load(
+    model: str | None = None,
+    profile: str | Profile | None = None,
+    set: Mapping[str, object] | None = None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    tell: Callable[[str], None] | None = None,
+    cache: Path | None = None,
+) -> Model:
+    """Load a model by any name that a command takes: `demo`, of `kvcli models list`, a folder, a GGUF file, a hub id.
+
+    Config files, `KVCLI_HOME`, the XDG folders and `KVCLI_...` settings count as for a command; without a model or a
+    profile, those of the config. `set` overrides profile keys: {"load.device": "cpu"}. A hub id at `revision` is
+    downloaded only with `offline=False` and a `tell` to say so to. `cache`: another place for copies of GGUF files.
+    Raises KvcliError subclasses.
+    """
+    from kvcli.chat.local import nested
+
+    world = World.real()
+    world.environ = dict(world.environ)  # what a command sets there is not for the caller's process
+    world.options.offline = offline
+    world.paths = replace(world.paths, cache=cache or world.paths.cache)
+    setup = Setup(world, model, revision=revision)
+    chosen = profile if isinstance(profile, Profile) else Profile.load(profile, sources=sources(world), model=model)
+    chosen = setup.suited(chosen.changed(nested(set), "set") if set else chosen)
+    made = setup.load(chosen, tell, times=False)
+    made.data = world.paths.data
+    return made
