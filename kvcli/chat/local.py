@@ -70,6 +70,7 @@ def load(
     from kvcli.engine.lm import LM
     from kvcli.engine.weights import keeps_blocks
     from kvcli.models import source
+    from kvcli.models.ends import ends
     from kvcli.models.gguf import unpack
     from kvcli.settings.profile import Profile
     from kvcli.world import Paths
@@ -89,7 +90,9 @@ def load(
     # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
     tokenizer = load_tokenizer(found, wants.trust_remote_code)
     lm = LM.load(found, **asdict(wants))  # the table's keys are what a model is loaded by
-    notes = unpack.told(given, packs, lm.info.dtype)
+    ids, strings = ends(tokenizer, lm.vocab)
+    lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
+    notes = (*unpack.told(given, packs, lm.info.dtype), *source.beside(given))
     lm.info = replace(lm.info, notes=(*lm.info.notes, *notes))
     named = find or partial(source.find, offline=offline, tell=tell, may_assist=True)
     second = partial(load_second, words=tokenizer, load=wants, find=named, cache=cache, tell=tell)

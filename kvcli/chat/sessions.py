@@ -34,7 +34,7 @@ SHOWN = 10  # of a list of which one is to be chosen
 AROUND = 40  # characters before and behind what was searched, where it is no word
 LISTED = (
     "SELECT name, title, model, saved, (SELECT count(*) FROM turns WHERE session = sessions.id),"
-    f" (SELECT count(*) FROM documents WHERE session = sessions.id AND n <> {tables.LEFT_OUT})"
+    f" (SELECT count(*) FROM documents WHERE session = sessions.id AND n >= {tables.PENDING})"
     " FROM sessions"
 )
 T = TypeVar("T")

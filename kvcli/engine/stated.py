@@ -17,6 +17,13 @@ from kvcli.models.sizes import count
 from kvcli.settings.schema import Sample
 from kvcli.settings.values import WrongValue, check, keys_of
 
+# settings of generation_config.json that change answers and are not kept -> the value that changes nothing
+_UNKEPT = dict.fromkeys(
+    """suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias no_repeat_ngram_size forced_bos_token_id
+    encoder_no_repeat_ngram_size forced_eos_token_id exponential_decay_length_penalty min_length min_new_tokens
+    penalty_alpha epsilon_cutoff eta_cutoff top_h watermarking_config""".split()
+) | dict.fromkeys(["num_beams", "guidance_scale", "encoder_repetition_penalty", "typical_p"], 1)
+
 
 def limit(text: Any, name: str) -> tuple[int, tuple[str, ...]]:
     """Positions the model was made for."""
@@ -83,6 +90,20 @@ def stop_ids(model: Any, name: str) -> frozenset[int]:
         each = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
         stop |= {count(i, "eos_token_id", name, least=-1) for i in each}
     return frozenset(stop - {-1})  # by which some say that there is none
+
+
+def stop_strings(model: Any) -> tuple[str, ...]:
+    """Strings that end an answer, by its generation config."""
+    said = getattr(getattr(model, "generation_config", None), "stop_strings", None) or ()
+    return tuple(s for s in ([said] if isinstance(said, str) else said) if isinstance(s, str) and s)
+
+
+def unkept(model: Any) -> tuple[str, ...]:
+    """A note on what its generation config says of answers and is not done here."""
+    given = getattr(model, "generation_config", None)
+    said = {key: getattr(given, key, None) for key in _UNKEPT}
+    names = [key for key, value in said.items() if value is not None and value not in (_UNKEPT[key], [], 0)]
+    return (f"not kept of generation_config.json: {', '.join(names)}",) if names else ()
 
 
 def generation(model: Any, name: str) -> Mapping[str, Any]:

@@ -329,7 +329,7 @@ def test_what_only_shows_differently_is_not_asked_again(tmp_path: Path):
     assert all(cached for _, cached in began(list(summarize(Scribe(first_sentences), [TEN], quoted, cache=cache))))
 
 
-DAMAGE = [b"", b"{", b"\xff\xfe", b"[]", b'{"schema": "kvcli.part/0"}', b'{"schema":"kvcli.part/1","text":3}', b"null"]
+DAMAGE = [b"", b"{", b"\xff\xfe", b"[]", b'{"schema": "kvcli.part/0"}', b'{"schema":"kvcli.part/2","text":3}', b"null"]
 
 
 DAMAGE += [b"[" * 100_000, b'{"a":' * 100_000]
@@ -368,7 +368,7 @@ def test_a_damaged_entry_is_computed_again(tmp_path: Path, damage: bytes):
     for file in files:
         file.write_bytes(damage)
     assert not any(cached for _, cached in began(list(summarize(Scribe(first_sentences), [TEN], SMALL, cache=cache))))
-    assert all(json.loads(file.read_bytes())["schema"] == "kvcli.part/1" for file in files)
+    assert all(json.loads(file.read_bytes())["schema"] == "kvcli.part/2" for file in files)
 
 
 def test_a_cache_that_cannot_be_written_is_noted_once(tmp_path: Path):
