@@ -30,12 +30,16 @@ class FakeTokenizer:
     chat_template = "fake"
     is_fast = False
     all_special_ids: tuple[int, ...] = ()
+    unk_token_id = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) for c in text]
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return "".join(map(chr, ids))
+
+    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[None]:
+        return [None] * len(tokens)
 
     def apply_chat_template(self, messages: Sequence[dict[str, str]], **_: Any) -> str:
         return "".join(f"<{m['role']}>{m['content']}\n" for m in messages) + "<assistant>"

@@ -32,6 +32,7 @@ from kvcli.summarize.points import point_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Answered, Point, Summary
 from kvcli.summarize.wording import Messages, merge_messages, part_messages, wording_of
+from kvcli.summarize.words import sentences
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
@@ -227,7 +228,8 @@ class _Run:
             words.push(token)
         line = turn.text.rfind("\n") + 1
         rest = turn.text[line : max(line, len(words.text))]
-        return replace(turn, text=turn.text[: line + max((m.end() for m in _ENDS.finditer(rest) if m[1]), default=0)])
+        ends = [m.end() for m in _ENDS.finditer(rest) if m[1] and len(sentences(f"{rest[: m.start() + 1]} Next")) > 1]
+        return replace(turn, text=turn.text[: line + max(ends, default=0)])
 
     def _kept(self, messages: Messages) -> Turn | None:
         return self.cache.get(messages, self.plan.answer) if self.cache is not None else None
