@@ -52,6 +52,7 @@ class Outlet(io.TextIOBase):
         """`is_vital`: a write that fails is an error. What else is lost is words about the work, not the work."""
         self.stream, self.is_vital = stream, is_vital
         self.lost: OSError | None = None  # why nothing can be written any more
+        self.has_written = False
 
     def write(self, text: str) -> int:
         """Write it. What the stream cannot encode becomes `?`."""
@@ -59,6 +60,7 @@ class Outlet(io.TextIOBase):
             text = neutralise(text.replace("\r\n", "\n"))
         if self.lost is not None:
             self._failed(self.lost)
+        self.has_written = True
         try:
             try:
                 self.stream.write(text)
