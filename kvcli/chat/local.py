@@ -92,7 +92,12 @@ def load(
     lm = LM.load(found, **asdict(wants))  # the table's keys are what a model is loaded by
     ids, strings = ends(tokenizer, lm.vocab)
     lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
-    notes = (*unpack.told(given, packs, lm.info.dtype), *source.beside(given))
+    notes = unpack.told(given, packs, lm.info.dtype)
+    if not given.is_gguf and any(given.path.glob("adapter_*")):
+        notes = (
+            *notes,
+            "an adapter lies beside the weights and is not applied: merge it into them first",
+        )
     lm.info = replace(lm.info, notes=(*lm.info.notes, *notes))
     named = find or partial(source.find, offline=offline, tell=tell, may_assist=True)
     second = partial(load_second, words=tokenizer, load=wants, find=named, cache=cache, tell=tell)

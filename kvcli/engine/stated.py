@@ -17,12 +17,10 @@ from kvcli.models.sizes import count
 from kvcli.settings.schema import Sample
 from kvcli.settings.values import WrongValue, check, keys_of
 
-# settings of generation_config.json that change answers and are not kept -> the value that changes nothing
-_UNKEPT = dict.fromkeys(
-    """suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias no_repeat_ngram_size forced_bos_token_id
-    encoder_no_repeat_ngram_size forced_eos_token_id exponential_decay_length_penalty min_length min_new_tokens
-    penalty_alpha epsilon_cutoff eta_cutoff top_h watermarking_config""".split()
-) | dict.fromkeys(["num_beams", "guidance_scale", "encoder_repetition_penalty", "typical_p"], 1)
+# settings of generation_config.json that change answers and are not kept
+_UNKEPT = """suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias no_repeat_ngram_size min_length num_beams
+    min_new_tokens encoder_no_repeat_ngram_size encoder_repetition_penalty forced_bos_token_id forced_eos_token_id top_h
+    guidance_scale exponential_decay_length_penalty penalty_alpha typical_p epsilon_cutoff eta_cutoff""".split()
 
 
 def limit(text: Any, name: str) -> tuple[int, tuple[str, ...]]:
@@ -95,14 +93,13 @@ def stop_ids(model: Any, name: str) -> frozenset[int]:
 def stop_strings(model: Any) -> tuple[str, ...]:
     """Strings that end an answer, by its generation config."""
     said = getattr(getattr(model, "generation_config", None), "stop_strings", None) or ()
-    return tuple(s for s in ([said] if isinstance(said, str) else said) if isinstance(s, str) and s)
+    return (said,) if isinstance(said, str) else tuple(map(str, said))
 
 
 def unkept(model: Any) -> tuple[str, ...]:
-    """A note on what its generation config says of answers and is not done here."""
+    """A note on what its generation config says of answers and is not done here; 0 and 1 change nothing."""
     given = getattr(model, "generation_config", None)
-    said = {key: getattr(given, key, None) for key in _UNKEPT}
-    names = [key for key, value in said.items() if value is not None and value not in (_UNKEPT[key], [], 0)]
+    names = [key for key in _UNKEPT if (value := getattr(given, key, None)) and value != 1]
     return (f"not kept of generation_config.json: {', '.join(names)}",) if names else ()
 
 

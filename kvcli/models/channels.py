@@ -6,32 +6,39 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.models.text import Detokenizer, StopStrings, decode
+from kvcli.models.text import OPEN, Detokenizer, StopStrings, decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Piece = tuple[bool, str]  # whether it is a thought, and its text
 
+TAIL = 32  # tokens of a prompt that say how its answer begins
 _TAG = r"(?:\w+[:_])?(?:think(?:ing)?|thoughts?|reasoning)"
 _CLOSE = rf"</{_TAG}(?::\w+)?>|<\|(?:/|end_(?:of_)?){_TAG}\|>|<\|{_TAG}_end\|>|\[/think\]|◁/think▷|<\|inner_suffix\|>"
 _CLOSE += r"|<channel\|>|\[unused17\]|<unused95>|(?-i:Here(?: is|['’]s) my response:)"
-_LABELLED = r"<\|channel>|<unused94>"  # a line with the channel's name follows
-_LABEL = re.compile(r"\w*[ \t]*(\n?)")
-_OPEN = rf"<{_TAG}(?::\w+)?>|<\|{_TAG}(?:_start)?\|>|\[think\]|◁think▷|<\|inner_prefix\|>|\[unused16\]|{_LABELLED}"
-_OPEN += r"|(?-i:Here(?: is|['’]s) my thought process:)"
-_MARK = re.compile(rf"(?P<close>{_CLOSE})|(?P<open>{_OPEN})|(?P<frame></?(?:answer|response)>)", re.IGNORECASE)
-_BEGUN = re.compile(rf"(?P<open>{_OPEN})(?:thought)?\s*\Z", re.IGNORECASE)  # by the prompt
-_PART = re.compile(r"(?:<[|/]?[\w:]{0,40}\|?|\[/?\w{0,9}|◁/?\w{0,9})\Z")  # of a mark, perhaps
+_LABELLED = r"(?:<\|channel>|<unused94>)"  # a line with the channel's name may follow
+_BEGIN = rf"<{_TAG}(?::\w+)?>|<\|{_TAG}(?:_start)?\|>|\[think\]|◁think▷|<\|inner_prefix\|>|\[unused16\]"
+_BEGIN += rf"|(?-i:Here(?: is|['’]s) my thought process:)|{_LABELLED}(?:\w+[ \t]*\n)?"
+# OPEN stands before what a control token spells. A message of harmony has a header: start, role, channel, its name
+_HEAD = rf"(?:{OPEN}<\|(?:start|channel)\|>[^{OPEN}]*)+"
+_MARK = re.compile(
+    rf"(?P<head>{_HEAD}(?:{OPEN}<\|message\|>|\Z))|{OPEN}<\|(?:message|end|call|return)\|>|"
+    rf"{OPEN}?(?:(?P<close>{_CLOSE})|(?P<begin>{_BEGIN}))|(?P<frame></?(?:answer|response)>)",
+    re.IGNORECASE,
+)
 _PHRASES = [f"Here{is_} my {what}:" for is_ in (" is", "'s", "’s") for what in ("thought process", "response")]
-_HARMONY = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"})
-_HEADED = re.compile(r"<\|start\|>assistant((?:(?!<\|start\|>|<\|end\|>).)*)\Z", re.DOTALL)
-_QUOTES = frozenset("`\"'“«\u2018")
-TAIL = 32  # tokens of a prompt that say how its answer begins
+_PHRASE = "|".join({phrase[:n] for phrase in _PHRASES for n in range(1, len(phrase))})
+_TORN = rf"{_HEAD}|{OPEN}?{_LABELLED}\w*[ \t]*|<[|/]?[\w:]{{0,40}}\|?|\[/?\w{{0,9}}|◁/?\w{{0,9}}|^[ \t]*(?:{_PHRASE})"
+_PART = re.compile(rf"(?:{_TORN})\Z", re.MULTILINE)  # of a mark, perhaps
+_BEGUN = re.compile(rf"(?:{_BEGIN})(?:thought)?\s*\Z", re.IGNORECASE)  # by the prompt
+_HEADED = re.compile(r"<\|start\|>(?:(?!<\|(?:start|end)\|>).)*\Z", re.DOTALL)
+_HARMONY = re.compile(r"<\|(?:start|channel|message|end|call|return)\|>")
+_NAME = re.compile(r"\A\s*(?:assistant)?\s*(analysis|commentary|final|)")
 
 
 class Channels:
-    """Ids in, pieces of each channel out. A mark that the answer quotes is text; one token or many may spell it."""
+    """Ids in, pieces of each channel out. One token or many may spell a mark; one that the answer quotes is text."""
 
     def __init__(
         self,
@@ -45,91 +52,63 @@ class Channels:
         self.text = self.thinking = ""  # so far
         self._words, self._stops, self._is_split = Detokenizer(tokenizer), stops or StopStrings(()), is_split
         self._marks = mark_ids(tokenizer) if is_split else {}
-        self._thinks = self._is_seam = self._is_gap = False
-        self._opener = self._held = ""
-        self._header: str | None = None  # of a message, as far as it goes
         tail = decode(tokenizer, prompt[-TAIL:]) if prompt and is_split else ""
-        if "<|message|>" in self._marks.values() and (headed := _HEADED.search(tail)):
-            self._header, is_over, _ = headed[1].replace("<|channel|>", " ").partition("<|message|>")
-            self._mark("<|message|>" if is_over else "<|channel|>")
-        elif begun := _BEGUN.search(tail):
-            self._mark(begun["open"])
-            self._header = None
+        begun, headed = _BEGUN.search(tail), _HEADED.search(tail)
+        self._thinks = self._is_seam = begun is not None
+        self._opener, self._is_gap = begun[0] if begun else "", False
+        has_messages = headed is not None and "<|message|>" in self._marks.values()
+        self._held = _HARMONY.sub(lambda mark: OPEN + mark[0], headed[0]) if headed and has_messages else ""
 
     def push(self, token: int) -> list[Piece]:
         """The pieces that became certain with this token."""
         if token in self._marks:
-            found = self._take(self._words.finish(), whole=True)
-            return [*found, *self._mark(self._marks[token])]
+            return self._take(f"{self._words.finish()}{OPEN}{self._marks[token]}")
         self._is_gap |= self._is_split and token in self._words.special
         return self._take(self._words.push([token]))
 
     def finish(self) -> list[Piece]:
         """What was held back, for the end of the answer."""
-        found = self._take(self._words.finish(), whole=True)
-        if self._header is not None and not self._thinks:  # a message whose header has no end
-            name = re.match(r"\s*(?:assistant)?\s*(analysis|commentary|final)?", self._header)
-            self._thinks = name is not None and name[1] not in (None, "final")
-            found += self._say(self._header[name.end() if name else 0 :])
-        rest = self._stops.finish()
+        found, rest = self._take(self._words.finish(), whole=True), self._stops.finish()
         self.text += rest
         return [*found, (False, rest)] if rest else found
 
     def _take(self, text: str, *, whole: bool = False) -> list[Piece]:
-        text, self._held, found = self._held + text, "", list[Piece]()
-        if not self._is_split:
-            return self._say(text)
-        while text:
-            if self._header is not None:
-                text, self._header = self._header + text, None
-                label = _LABEL.match(text)
-                if not self._thinks or (label is not None and label.end() == len(text) and not label[1]):
-                    text, self._header = "", text
-                elif label is not None and label[1]:
-                    text = text[label.end() :]
-            elif mark := next((mark for mark in _MARK.finditer(text) if self._acts(mark)), None):
-                found += [*self._say(text[: mark.start()]), *self._mark(mark[0])]
-                text = text[mark.end() :]
-            else:
-                break
-        if not whole and (begun := _PART.search(text)) is not None:
-            text, self._held = text[: begun.start()], begun[0]
-        elif not whole and (not self.text or self._opener.startswith("Here")):
-            line = text.rpartition("\n")[2].lstrip()
-            if line and any(phrase.startswith(line) for phrase in _PHRASES):
-                text, self._held = text.removesuffix(line), line
-        return found + self._say(text)
+        text, self._held, found, at = self._held + text, "", list[Piece](), 0
+        if self._is_split and not whole and (part := _PART.search(text)) is not None:
+            text, self._held = text[: part.start()], part[0]
+        for mark in _MARK.finditer(text) if self._is_split else ():
+            if mark[0].startswith(OPEN) or self._acts(mark, text[at : mark.start()]):
+                found += [*self._say(text[at : mark.start()]), *self._go(mark)]
+                at = mark.end()
+        return found + self._say(text[at:])
 
-    def _acts(self, mark: re.Match[str]) -> bool:
-        """Whether a mark in the text is one, and not spoken of."""
+    def _acts(self, mark: re.Match[str], before: str) -> bool:
+        """Whether a mark that is text is one, and not spoken of."""
         is_phrase = mark[0].startswith("Here")
         if self._thinks:
             return mark["close"] is not None and (not is_phrase or self._opener.startswith("Here"))
-        before = self.text + mark.string[: mark.start()]
-        if before[-1:] in _QUOTES or before.count("```") % 2:
+        before = self.text + before
+        if before.endswith(tuple("`\"'“«\u2018")) or before.count("```") % 2:
             return False
         if is_phrase:
-            return mark["open"] is not None and not before.strip()
+            return mark["begin"] is not None and not before.strip()
         return mark["frame"] is None or bool(self.thinking)
 
-    def _mark(self, mark: str) -> list[Piece]:
-        """Go where a mark leads."""
-        found, self._is_seam = list[Piece](), True
-        kind = _MARK.fullmatch(mark)
-        if mark in ("<|start|>", "<|channel|>"):
-            self._thinks, self._header = False, (self._header or "") + " " if mark == "<|channel|>" else ""
-        elif mark == "<|message|>":
-            header, self._header = re.findall(r"\w+", self._header or ""), None
-            self._thinks = "final" not in header and bool({*header} - {"assistant"})
-        elif kind is not None and kind["open"]:
-            self._thinks, self._opener = True, mark
-            self._header = "" if re.fullmatch(_LABELLED, mark) else None
-        else:
-            if kind is not None and kind["close"] and self.text and not (self._thinks or self.thinking):
-                self.thinking, self.text = self.text, ""  # all so far was a thought that nothing began
-                found = [(False, "\n")]
-            self._thinks, self._header = False, None
-        return found
+    def _go(self, mark: re.Match[str]) -> list[Piece]:
+        """Into the channel that a mark leads to."""
+        is_orphan = mark["close"] is not None and not (self._thinks or self.thinking) and self.text
+        self._is_seam, self._thinks = True, mark["begin"] is not None
+        if self._thinks:
+            self._opener = mark["begin"]
+        elif mark["head"] is not None:
+            _, name, rest = _NAME.split(_HARMONY.sub(" ", mark["head"].replace(OPEN, "")), maxsplit=1)
+            is_whole = mark["head"].endswith("<|message|>")
+            self._thinks = name != "final" and bool(name or (is_whole and rest.strip()))
+            return [] if is_whole else self._say(rest)
+        elif is_orphan:  # all so far was a thought that nothing began
+            self.thinking, self.text = self.text, ""
+            return [(False, "\n")]
+        return []
 
     def _say(self, text: str) -> list[Piece]:
         before = self.thinking if self._thinks else self.text
@@ -149,11 +128,10 @@ class Channels:
 
 
 def mark_ids(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Tokens that lead from one channel to another, by id; those that are text as well are found in the text."""
+    """Control tokens that lead from one channel to another, by id."""
     added = {i: (str(token), token.special) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
-    has_messages = {"<|channel|>", "<|message|>"} <= {name for name, _ in added.values()}
-    return {
-        i: name
-        for i, (name, is_special) in added.items()
-        if (name in _HARMONY and has_messages) or (is_special and _MARK.fullmatch(name))
-    }
+    names = {name for name, _ in added.values()}
+    marks = {i: name for i, (name, is_special) in added.items() if is_special and _MARK.fullmatch(name)}
+    if {"<|channel|>", "<|message|>"} <= names:
+        marks |= {i: name for i, (name, _) in added.items() if _HARMONY.fullmatch(name)}
+    return marks

@@ -109,13 +109,6 @@ def find(
     return _checked(name, *hub.download(repo, file, revision, at), allow_pickle, may_assist)
 
 
-def beside(found: Source) -> tuple[str, ...]:
-    """Notes on what lies beside whole weights and changes nothing here."""
-    if found.is_gguf or not any(found.path.glob("adapter_*")):
-        return ()
-    return ("an adapter lies beside the weights and is not applied: merge it into them to have its answers",)
-
-
 def look_up(name: str, revision: str | None = None) -> Source:
     """Of a hub id what its headers say: config and words are fetched, weights stay there."""
     if ":" in name:
