@@ -15,6 +15,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from kvcli.__main__ import main
 from kvcli.chat import local
 from kvcli.commands import outlook
 from kvcli.commands.ends import interrupted
@@ -115,6 +116,19 @@ def test_ctrl_c_that_python_drops_comes_again(
         with pytest.raises(KeyboardInterrupt), outer():
             load()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("more", [["--json"], ["--json", "--stream"]])
+def test_before_anything_is_imported_it_is_the_same_object(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kvcli", *more])
+    monkeypatch.setattr("kvcli.cli.main", MagicMock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match="130"):
+        main()
+    world = Machine(tmp_path).world()
+    interrupted(world, more)
+    assert json.loads(capsys.readouterr().out) == json.loads(world.stdout.stream.text)
 
 
 def test_one_object_and_no_other_is_printed(tmp_path: Path) -> None:
