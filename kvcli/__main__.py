@@ -2,6 +2,11 @@
 
 import sys
 
+ERROR = (  # as commands/ends.py has it, of which nothing is imported yet
+    '{"schema": "kvcli.error/1", "code": "interrupted", "exit": 130, "message": "interrupted before there was a result"'
+    ', "lines": [], "detail": {}, "try": []}'
+)
+
 
 def main() -> None:
     try:
@@ -9,7 +14,10 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        if "--json" in sys.argv:
+            print(f'{{"event": "error", "error": {ERROR}}}' if "--stream" in sys.argv else ERROR)
+        else:
+            sys.stderr.write("interrupted\n")
         sys.exit(130)
 
 

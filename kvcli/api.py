@@ -32,6 +32,14 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """The same of what a model thinks, or writes for others than the user, before its answer or in it."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Live:
     """The turn's stats so far: one object that keeps counting, safe to read from another thread."""
 
@@ -45,7 +53,7 @@ class End:
     turn: Turn
 
 
-Event = Read | Text | Live | End
+Event = Read | Text | Thought | Live | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,7 @@ class Turn:
     finish: Finish
     stats: Stats
     loop: Loop | None = None  # in which it ended, where finish is "loop"
+    thinking: str = ""  # no part of the text
 
 
 Cancel = Callable[[], bool]  # asked between passes; True ends the turn and keeps the text

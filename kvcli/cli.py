@@ -19,6 +19,7 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
+from kvcli.commands.interrupt import press_again
 from kvcli.commands.log import start_log
 from kvcli.commands.options import NARROW, take_common
 from kvcli.errors import ExitStatus, KvcliError, UsageError
@@ -147,6 +148,7 @@ def main() -> None:
         sys.exit(ExitStatus.CLOSED_PIPE)
     # torch and transformers make a million objects that stay; looking for garbage among them took a sixth of the start
     gc.set_threshold(20_000)
+    sys.unraisablehook = press_again
     world = World.real()
     status = run(sys.argv[1:], world)
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):
@@ -183,7 +185,7 @@ def run(args: Sequence[str], world: World) -> int:
     except SystemExit:  # rich, which prints the help, ends the program like this when the reader has gone
         return ExitStatus.CLOSED_PIPE
     except (KeyboardInterrupt, typer.Abort):
-        return ends.interrupted(world)
+        return ends.interrupted(world, args)
     except KvcliError as error:
         return ends.failed(world, args, error)
     except ends.UsageProblem as problem:

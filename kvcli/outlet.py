@@ -12,10 +12,11 @@ from typing import TextIO
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # how decoders write bytes that are not, or not yet, a character
 
 _PICTURES = {c: chr(0x2400 + c) for c in range(32) if c not in (9, 10)} | {127: "\N{SYMBOL FOR DELETE}"}
-# C1 controls, marks of direction, separators of lines and paragraphs with overrides, isolates and what else is unseen
-# format, halves of characters, the mark of byte order, and tags, which nobody sees (and which also spell three flags)
-_RANGES = [(0x80, 0xA0), (0x61C, 0x61D), (0x200E, 0x2010), (0x2028, 0x202F), (0x2066, 0x2070), (0xD800, 0xE000)]
-_RANGES += [(0xFEFF, 0xFF00), (0xE0000, 0xE0080)]
+# C1 controls, separators of lines and paragraphs with overrides, isolates and what else is unseen format, halves of
+# characters, the mark of byte order, and tags, which nobody sees, but for those of flags. Marks of direction (RLM, LRM,
+# ALM) and joiners stay: they do no more than a letter of Hebrew, Arabic or Hindi does.
+_RANGES = [(0x80, 0xA0), (0x2028, 0x202F), (0x2066, 0x2070), (0xD800, 0xE000), (0xFEFF, 0xFF00), (0xE0000, 0xE0080)]
+_FLAGS = re.compile("(\U0001f3f4[\U000e0061-\U000e007a]{3,6}\U000e007f)")
 _SIGNS = dict.fromkeys([c for first, end in _RANGES for c in range(first, end)], BROKEN)
 _HARMLESS = _PICTURES | _SIGNS
 _ONE_LINE = _HARMLESS | {9: " ", 10: "\N{SYMBOL FOR NEWLINE}"}
@@ -28,7 +29,9 @@ def neutralise(text: str, *, one_line: bool = False) -> str:
 
     Newlines and tabs stay, unless `one_line`, which is for names. One sign for one character.
     """
-    return text.translate(_ONE_LINE if one_line else _HARMLESS)
+    pieces = _FLAGS.split(text)
+    signs = _ONE_LINE if one_line else _HARMLESS
+    return "".join(piece if i % 2 else piece.translate(signs) for i, piece in enumerate(pieces))
 
 
 def escaped(document: str) -> str:
@@ -49,6 +52,7 @@ class Outlet(io.TextIOBase):
         """`is_vital`: a write that fails is an error. What else is lost is words about the work, not the work."""
         self.stream, self.is_vital = stream, is_vital
         self.lost: OSError | None = None  # why nothing can be written any more
+        self.has_written = False
 
     def write(self, text: str) -> int:
         """Write it. What the stream cannot encode becomes `?`."""
@@ -56,6 +60,7 @@ class Outlet(io.TextIOBase):
             text = neutralise(text.replace("\r\n", "\n"))
         if self.lost is not None:
             self._failed(self.lost)
+        self.has_written = True
         try:
             try:
                 self.stream.write(text)

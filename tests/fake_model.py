@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Turn
+from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Thought, Turn
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.loops import Loop
 from kvcli.engine.stats import Stats
@@ -30,12 +30,16 @@ class FakeTokenizer:
     chat_template = "fake"
     is_fast = False
     all_special_ids: tuple[int, ...] = ()
+    unk_token_id = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) for c in text]
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return "".join(map(chr, ids))
+
+    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[None]:
+        return [None] * len(tokens)
 
     def apply_chat_template(self, messages: Sequence[dict[str, str]], **_: Any) -> str:
         return "".join(f"<{m['role']}>{m['content']}\n" for m in messages) + "<assistant>"
@@ -81,6 +85,7 @@ class FakeModel:
     held: list[object] = field(default_factory=list)  # and held to what
     loop: Loop | None = None  # in which the answer ends
     approx: str = ""  # what it may miss of the text
+    thought: str = ""  # before its answer
     idled: int = 0  # how often it could do what it had left
 
     def stream(
@@ -111,10 +116,12 @@ class FakeModel:
         yield Live(stats)
         cancelled = cancel or (lambda: False)
         yield from self._read(len(ids), stats, cancelled)
+        if self.thought:
+            yield Thought(self.thought, ())
         said = yield from self._write(stats, len(ids), max_new_tokens or 10**9, cancelled)
         finish: Finish = "interrupted" if cancelled() else "length" if said != self.answer else "stop"
         finish = "loop" if self.loop else finish
-        yield End(Turn(said, tuple(map(ord, said)), finish, stats, self.loop))
+        yield End(Turn(said, tuple(map(ord, said)), finish, stats, self.loop, self.thought))
 
     def _read(self, n: int, stats: Stats, cancelled: Cancel) -> Iterator[Event]:
         for i in range(1, self.chunks + 1):

@@ -127,3 +127,17 @@ def letters(size: int, seed: int) -> Any:
 
 
 KINDS = {"byte-level": demo, "byte fallback": byte_fallback, "metaspace": metaspace}
+
+
+@cache
+def marked(special: tuple[str, ...] = (), added: tuple[str, ...] = (), template: str | None = CHAT) -> Any:
+    """Byte-level, a letter a token; with control tokens, and with added ones that are text as well."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in added])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = template
+    return fast

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
 
-from kvcli.api import Turn
+from kvcli.api import End, Turn
 from kvcli.commands.setup import Setup
 from kvcli.commands.turn_json import Run, turn_document
 from kvcli.demo import weights_dir
@@ -299,6 +300,47 @@ def test_a_turn_is_one_object(machine):
     assert (document["schema"], document["text"], document["finish"]) == ("kvcli.turn/1", ANSWER, "stop")
     assert (document["profile"], document["exactness"]) == ("ngram", "exact")
     assert document["memory"]["estimate_bytes"] is None
+
+
+THOUGHT = "Wells are deep.\nBut this one?"
+
+
+def test_a_thought_is_shown_and_kept_beside_the_answer(machine):
+    machine.model.thought = THOUGHT
+    done = machine("chat", "-p", "How deep?")
+    assert done.out == f"{ANSWER}\n"
+    assert done.err.splitlines()[:2] == THOUGHT.splitlines()
+    assert machine("chat", "-q", "-p", "How deep?").err == ""
+    machine("chat", "-c", "-p", "Why?")
+    assert "Wells" not in asked(machine)
+    kept = json.loads(machine("sessions", "show", "--json").out)
+    assert [message["thinking"] for message in kept["messages"]] == ["", THOUGHT, "", THOUGHT]
+    assert [message["text"] for message in kept["messages"]][1::2] == [ANSWER, ANSWER]
+    assert json.loads(machine("sessions", "list", "--json").out)["sessions"][0]["documents"] == 0
+    assert f"*Wells are deep. But this one?*\n\n{ANSWER}" in machine("sessions", "show").out
+
+
+def test_a_thought_has_a_field_and_an_event_of_its_own(machine):
+    machine.model.thought = THOUGHT
+    document = json.loads(machine("chat", "-p", "How deep?", "--json").out)
+    assert (document["text"], document["thinking"]) == (ANSWER, THOUGHT)
+    lines = machine("chat", "-p", "How deep?", "--json", "--stream").out.splitlines()
+    events = [json.loads(line) for line in lines]
+    TypeAdapter(DOCUMENTS["event"]).validate_json(lines[-2], strict=True)
+    assert [e["text"] for e in events if e["event"] == "thinking"] == [THOUGHT]
+    assert "".join(e["text"] for e in events if e["event"] == "text") == ANSWER
+
+
+def test_an_answer_that_is_all_thought_says_so(machine):
+    machine.model = Loaded(answer="", thought=THOUGHT)
+    real = machine.model.stream
+
+    def stream(*args, **options):
+        for event in real(*args, **options):
+            yield End(replace(event.turn, finish="length")) if isinstance(event, End) else event
+
+    machine.model.stream = stream
+    assert "went into a thought" in machine("chat", "-p", "How deep?").err
 
 
 @pytest.mark.parametrize("drafts", [True, False])

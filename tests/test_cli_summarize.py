@@ -524,6 +524,11 @@ def test_ctrl_c_says_when_nothing_is_kept(office, in_third):
     assert "stopped: parts 1 and 2 of 5 are done but could not be kept; run it again to begin anew" in said
 
 
+def test_ctrl_c_with_json_is_one_error_and_not_nothing(office, in_third):
+    done = office(*long_file(office), "--json")
+    assert (done.exit, done.err, json.loads(done.out)["code"]) == (130, "", "interrupted")
+
+
 def test_ctrl_c_after_fresh_says_how_to_go_on(office, in_third):
     done = office(*long_file(office), "--fresh")
     said = "stopped: parts 1 and 2 of 5 are kept; run it again without --fresh to go on"

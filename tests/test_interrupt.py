@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -13,9 +15,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from kvcli.__main__ import main
 from kvcli.chat import local
 from kvcli.commands import outlook
-from kvcli.commands.interrupt import Interrupt, insisting
+from kvcli.commands.ends import interrupted
+from kvcli.commands.interrupt import Interrupt, insisting, press_again
 from kvcli.commands.loading import load_model
 from kvcli.errors import ExitStatus
 from kvcli.render import stream
@@ -88,6 +92,55 @@ def test_every_command_that_loads_hears_it(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(local, "load", load)
     done = Machine(tmp_path)(*command.split(), "-m", "demo")
     assert (done.exit, done.out) == (ExitStatus.INTERRUPTED, "")
+    done = Machine(tmp_path)(*command.split(), "-m", "demo", "--json")
+    assert done.exit == ExitStatus.INTERRUPTED
+    said = json.loads(done.out)
+    assert (said["schema"], said["code"], said["exit"], done.err) == ("kvcli.error/1", "interrupted", 130, "")
+
+
+def test_ctrl_c_that_python_drops_comes_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Closes:
+        def __del__(self) -> None:
+            press()
+            time.sleep(0.01)  # where it is heard
+
+    monkeypatch.setattr("sys.unraisablehook", press_again)
+
+    def load() -> None:
+        Closes()
+        time.sleep(5)
+
+    for outer in (nullcontext, insisting):
+        with pytest.raises(KeyboardInterrupt), outer():
+            load()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("more", [["--json"], ["--json", "--stream"]])
+def test_before_anything_is_imported_it_is_the_same_object(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kvcli", *more])
+    monkeypatch.setattr("kvcli.cli.main", MagicMock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match="130"):
+        main()
+    world = Machine(tmp_path).world()
+    interrupted(world, more)
+    assert json.loads(capsys.readouterr().out) == json.loads(world.stdout.stream.text)
+
+
+def test_one_object_and_no_other_is_printed(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    for args in (["--json"], ["--json", "--stream"]):
+        world = machine.world()
+        assert interrupted(world, args) == ExitStatus.INTERRUPTED
+        event = json.loads(world.stdout.stream.text)
+        assert event["code" if len(args) == 1 else "event"] == ("interrupted" if len(args) == 1 else "error")
+    world = machine.world()
+    world.stdout.write("{}")
+    assert (interrupted(world, ["--json"]), world.stdout.stream.text) == (130, "{}")
 
 
 def test_what_is_looked_at_before_loading_hears_it_too(monkeypatch: pytest.MonkeyPatch) -> None:

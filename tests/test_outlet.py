@@ -19,6 +19,7 @@ import pytest
 from kvcli.cli import run
 from kvcli.models.source import find
 from kvcli.outlet import Foreign, Outlet, Styled, escaped, neutralise
+from kvcli.render.terminal import cells
 from kvcli.world import Paths, World
 from tests.fakes import Stream
 
@@ -32,16 +33,17 @@ STEERING = {
     "c1": "\x9b5;35m",
     "bidi": "\u202egnp.",
     "isolate": "\u2066",
-    "mark": "\u200f\u061c\ufeff",
+    "mark": "\ufeff",
     "backspace": "\b\b\b",
     "overprint": "\rall is well",
     "delete": "\x7f",
     "separator": "\u2028",
     "tag": "\U000e0041",
 }
+SCOTLAND = "\U0001f3f4\U000e0067\U000e0062\U000e0073\U000e0063\U000e0074\U000e007f"
 EVIL = "evil" + "".join(STEERING.values())
 NEVER = {chr(c) for c in [*range(127, 160), *range(0x2028, 0x202F), *range(0x2066, 0x2070), *range(0xE0000, 0xE0080)]}
-NEVER |= {*"\u061c\u200e\u200f\ufeff"}
+NEVER |= {"\ufeff"}
 
 
 # --- the outlet
@@ -53,7 +55,10 @@ def test_nothing_steers_a_terminal():
     assert shown & (NEVER | set(map(chr, range(32)))) == {"\n", "\t"}
     assert neutralise("\x1b]52;c;AAAA\x07red\x1b[31m") == "␛]52;c;AAAA␇red␛[31m"
     assert neutralise("a\nb\tc.md", one_line=True) == "a␤b c.md"
-    assert neutralise("naïve 😀 עברית\n\t") == "naïve 😀 עברית\n\t"
+    for said in ("naïve 😀 עברית\n", "קו\u200f 5%", "\u200eA \u061c\u0627", "\u0646\u200c\u0647 👩\u200d👧", SCOTLAND):
+        assert neutralise(said) == said
+    assert cells("קו\u200f\u200e\u061c") == 2
+    assert not NEVER & set(neutralise(f"{SCOTLAND[1:]} \U0001f3f4\U000e0041 {SCOTLAND[:4] * 3}"))
     shown.update(neutralise("\ud800"))
     "".join(shown).encode()  # halves of characters could not be written
 

@@ -36,6 +36,17 @@ def test_a_long_answer_leaves_each_word_once(columns):
     assert "  651 tokens" in term.text
 
 
+def test_a_thought_stands_on_lines_of_its_own_before_the_answer():
+    facts = {"answer": NUMBERED, "delay": 0.004, "thought": "Hm, well. " * 12 + "\nSo?"}
+    term = Terminal("turn", facts, 60, lines=40)
+    assert term.finish() == 0
+    text = [line.strip() for line in term.lines if line.strip()]
+    at = text.index("So?")
+    assert " ".join(text[:at]) == ("Hm, well. " * 12).strip()
+    assert words_on(text[at + 1 :]) == WORDS
+    assert "\x1b[2mSo?" in term.raw
+
+
 def test_a_widened_window_tears_nothing():
     term = Terminal("turn", {"answer": NUMBERED, "delay": 0.008}, 60, lines=40)
     for columns, word in ((81, "w030"), (83, "w060"), (120, "w090"), (200, "w120")):

@@ -109,8 +109,9 @@ class Chat:
                     said.append(event.text)
                 elif isinstance(event, End):
                     ended = True
-                    self._keep(question, event.turn.text, event.turn.finish, figures_of(event.turn.stats))
-                    text_, ids = heard(self.model.tokenizer, asked.text, asked.ids, event.turn)
+                    turn = event.turn
+                    self._keep(question, turn.text, turn.finish, figures_of(turn.stats), turn.thinking)
+                    text_, ids = heard(self.model.tokenizer, asked.text, asked.ids, turn)
                     now = Heard(text_, ids) if text_ else Heard(asked.text, asked.ids)
                     self.heard = now.after(self.heard, asked.text, len(asked.ids))
                 yield event
@@ -279,10 +280,12 @@ class Chat:
 
     # --- inside
 
-    def _keep(self, question: Message, answer: str, finish: Finish, took: Figures | None = None) -> None:
+    def _keep(
+        self, question: Message, answer: str, finish: Finish, took: Figures | None = None, thinking: str = ""
+    ) -> None:
         if finish == "interrupted" and not answer:
             return
-        self.messages += [question, Message("assistant", answer, finish=finish, figures=took)]
+        self.messages += [question, Message("assistant", answer, finish=finish, figures=took, thinking=thinking)]
         self.pending = [d for d in self.pending if not any(d is used for used in question.documents)]
 
     def rendered(self, messages: Sequence[Message], shown: Shown | None = None) -> Rendered:

@@ -67,6 +67,7 @@ def load(
     from kvcli.engine.lm import LM
     from kvcli.engine.weights import keeps_blocks
     from kvcli.models import source
+    from kvcli.models.ends import ends
     from kvcli.models.gguf import unpack
 
     began, wants = time.perf_counter(), profile.load
@@ -77,7 +78,14 @@ def load(
     # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
     tokenizer = load_tokenizer(found, wants.trust_remote_code)
     lm = LM.load(found, **asdict(wants))  # the table's keys are what a model is loaded by
+    ids, strings = ends(tokenizer, lm.vocab)
+    lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
     notes = unpack.told(given, packs, lm.info.dtype)
+    if not given.is_gguf and any(given.path.glob("adapter_*")):
+        notes = (
+            *notes,
+            "an adapter lies beside the weights and is not applied: merge it into them first",
+        )
     lm.info = replace(lm.info, notes=(*lm.info.notes, *notes))
     find = find or partial(named, may_assist=True)
     second = partial(load_second, words=tokenizer, load=wants, find=find, cache=cache, tell=tell)

@@ -224,7 +224,7 @@ class OpenText:
             spans,
             window.room(len(ids), profile.sample.max_new_tokens),
             () if ignore_eos else model.lm.stop_ids,
-            StopStrings([stop] if isinstance(stop, str) else stop),
+            StopStrings([*([stop] if isinstance(stop, str) else stop), *(() if ignore_eos else model.lm.stop_strings)]),
             cancel or (lambda: False),
             build.sampler(model.lm, profile),
             0 if ignore_eos else profile.sample.stop_loops,

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvcli.api import Cancel, End, Event, Text
+from kvcli.api import Cancel, End, Event, Text, Thought
 from kvcli.chat.transcript import Message
 from kvcli.errors import ContextOverflow
 
@@ -114,6 +114,6 @@ def _notes(chat: Chat, left: int, n: int, options: dict[str, Any]) -> Generator[
         for event in chat.model.stream(asked.ids, messages=asked.contents, **own):
             if isinstance(event, End):
                 return "" if event.turn.finish == "interrupted" else event.turn.text.strip()
-            if not isinstance(event, Text):
+            if not isinstance(event, Text | Thought):
                 yield event
     return ""

@@ -36,7 +36,7 @@ AROUND = 40  # characters before and behind what was searched, where it is no wo
 LISTED = (
     "SELECT name, title, model, saved, (SELECT count(*) FROM turns WHERE session = sessions.id),"
     " (SELECT group_concat(name, char(10)) FROM"
-    f" (SELECT name FROM documents WHERE session = sessions.id AND n <> {tables.LEFT_OUT} ORDER BY id))"
+    f" (SELECT name FROM documents WHERE session = sessions.id AND n >= {tables.PENDING} ORDER BY id))"
     " FROM sessions"
 )
 T = TypeVar("T")

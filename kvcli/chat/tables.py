@@ -17,8 +17,8 @@ from kvcli.chat.database import SOUND, Damaged
 from kvcli.schemas.chat import SCHEMA, ChatDocument, Figures
 
 # instead of a turn's number: of documents that nothing was asked about yet; of notes on how many messages, that their
-# name says, the model is shown no more
-PENDING, LEFT_OUT = -1, -2
+# name says, the model is shown no more; of what it thought before it answered in turn n, -3 - n
+PENDING, LEFT_OUT, THOUGHT = -1, -2, -3
 ABOUT = ("title", "model", "system", "saved")
 FIGURES = tuple(Figures.model_fields)
 ID = "(SELECT id FROM sessions WHERE name = ?)"
@@ -57,7 +57,7 @@ def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
     ):
         documents[n].append(dict(zip(("name", "sha256", "text"), map(str, words), strict=True)))
     messages: list[Mapping[str, object]] = []
-    keys = f"n, question, answer, finish, {', '.join(FIGURES)}"
+    keys = f"{NUMBER}, question, answer, finish, {', '.join(FIGURES)}"
     for n, question, answer, finish, *took in db.execute(
         f"SELECT {keys} FROM turns NOT INDEXED WHERE session = ? ORDER BY n", about[:1]
     ):
@@ -67,6 +67,7 @@ def read(db: sqlite3.Connection, name: str) -> tuple[ChatDocument, int] | None:
         messages.append({"role": "user", "text": str(question), "documents": documents[n], "finish": None})
         messages.append(
             {"role": "assistant", "text": str(answer), "documents": [], "finish": ended, "figures": figures}
+            | {"thinking": "".join(thought["text"] for thought in documents[THOUGHT - n])}
         )
     by_index = db.execute("SELECT n FROM turns WHERE session = ? ORDER BY n", about[:1]).fetchall()
     if by_index != db.execute("SELECT n FROM turns NOT INDEXED WHERE session = ? ORDER BY n", about[:1]).fetchall():
@@ -105,6 +106,9 @@ def write(db: sqlite3.Connection, name: str, made: Mapping[str, Any], had: Mappi
         )
         _attach(db, name, n, question["documents"])
     _attach(db, name, PENDING, made["pending"])
+    for n, (_, answer) in zip([*numbers[:same], *range(first, first + len(new))], new, strict=False):
+        if thought := answer.get("thinking"):
+            _attach(db, name, THOUGHT - n, [{"name": "", "sha256": "", "text": thought}])
     if left := made.get("left_out"):
         _attach(db, name, LEFT_OUT, [{"name": str(left["messages"]), "sha256": "", "text": left["notes"]}])
     db.execute(f"INSERT INTO words (rowid, {SAID}) SELECT id, {SAID} FROM turns {FROM}", [name, first])

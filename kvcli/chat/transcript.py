@@ -38,6 +38,7 @@ class Message:
     documents: tuple[Document, ...] = ()
     finish: Finish | None = None  # of an answer: how it ended
     figures: Figures | None = None  # of an answer: what it took
+    thinking: str = ""  # of an answer: kept, and read no more
 
     @property
     def content(self) -> str:
@@ -46,7 +47,7 @@ class Message:
 
 
 def messages_of(saved: ChatDocument) -> list[Message]:
-    return [Message(m.role, m.text, documents_of(m.documents), m.finish, m.figures) for m in saved.messages]
+    return [Message(m.role, m.text, documents_of(m.documents), m.finish, m.figures, m.thinking) for m in saved.messages]
 
 
 def documents_of(saved: Sequence[SavedDocument]) -> tuple[Document, ...]:
@@ -115,6 +116,7 @@ def as_document(chat: Chat) -> ChatDocument:
                 documents=[_saved(d) for d in m.documents],
                 finish=m.finish,
                 figures=m.figures,
+                thinking=m.thinking,
             )
             for m in chat.messages
         ],
@@ -141,7 +143,8 @@ def markdown(saved: ChatDocument) -> str:
             parts.append(f"## You\n\n{files}{message.text}")
         else:
             mark = FINISH_MARKS[message.finish or "stop"]
-            parts.append(f"## {saved.model}\n\n{message.text}{mark}")
+            thought = f"*{' '.join(message.thinking.split())}*\n\n" if message.thinking else ""
+            parts.append(f"## {saved.model}\n\n{thought}{message.text}{mark}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from kvcli import heap
-from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Turn
+from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, Turn
 from kvcli.chat.losses import approx
 from kvcli.chat.steady import Steady
 from kvcli.engine.feed import Work
@@ -17,7 +18,8 @@ from kvcli.engine.memory import peak_bytes, used_bytes
 from kvcli.engine.stats import Stats
 from kvcli.kv.shortage import Shortage, lacking
 from kvcli.kv.slots import hit_rate, nbytes
-from kvcli.models.text import Detokenizer, StopStrings
+from kvcli.models.channels import Channels, Piece
+from kvcli.models.text import StopStrings
 
 if TYPE_CHECKING:
     from kvcli.chat.open_text import OpenText
@@ -89,7 +91,7 @@ class Answering:
 
     def _write(self) -> Work[Event, Turn]:
         stats, asked = self._stats, self._asked
-        words, said = Detokenizer(self._text.tokenizer), self._steady.said
+        words = Channels(self._text.tokenizer, asked.ids, asked.strings, is_split=asked.constraint is None)
         text, answer = list(asked.ids), list[int]()
         before = self._text.session.drafter.report()
         loops, loop = Loops(asked.stop_loops, asked.ids), None
@@ -102,32 +104,36 @@ class Answering:
             text += added
             stats.first_token = stats.first_token or self._fetched + stats.read + stats.decode
             self._measure()
-            piece = ""
+            pieces = list[Piece]()
             for i in added:  # one by one: behind a stop string nothing counts, however many tokens a pass gave
                 answer.append(i)
-                piece += asked.strings.push(words.push([i] if i not in asked.stops else []))
+                pieces += words.push(i) if i not in asked.stops else []
                 loop = loops.hear(i) if i not in asked.stops and not asked.strings.is_hit else None
                 if asked.strings.is_hit or loop:
                     break
-            if piece:
-                said.append(piece)
-                yield Text(piece, tuple(answer[shown:]))
+            if pieces:
+                yield from self._tell(pieces, answer[shown:])
                 shown = len(answer)
             if asked.strings.is_hit or loop or answer[-1] in asked.stops:
                 finish = "loop" if loop else "stop"
                 break
         if finish == "length" and len(answer) < min(asked.new, self._text.limit - stats.prompt):
             finish = "interrupted"
-        rest = asked.strings.push(words.finish()) + asked.strings.finish()
-        if rest:
-            said.append(rest)
-            yield Text(rest, tuple(answer[shown:]))
+        yield from self._tell(words.finish(), answer[shown:])
         self._measure(at_once=True)
         if (foretell := self._text.foretell) is not None:
             stats.estimate, stats.available = foretell(self._text.profile, stats.context)
         if (report := self._text.session.drafter.report()) is not None and before is not None:
             stats.hear(before, report)
-        return Turn("".join(said), tuple(answer), finish, stats, loop)
+        return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip())
+
+    def _tell(self, pieces: Sequence[Piece], ids: Sequence[int]) -> Iterator[Event]:
+        """Pieces side by side of one channel as one event; the ids go with the first."""
+        for thinks, group in groupby(pieces, key=lambda piece: piece[0]):
+            piece = "".join(text for _, text in group)
+            self._steady.said += [] if thinks else [piece]
+            yield (Thought if thinks else Text)(piece, tuple(ids))
+            ids = ()
 
     def _measure(self, at_once: bool = False) -> None:
         """Memory as it is now; as often as people can read it, since asking takes a tenth of a small model's pass."""

@@ -83,9 +83,16 @@ def _as_json(world: World, args: Sequence[str], error: KvcliError) -> bool:
     return True
 
 
-def interrupted(world: World) -> int:
-    """Ctrl-C where nothing was left to be kept: one line for people."""
-    if not world.options.json and not world.options.quiet:
+class Interrupted(KvcliError):
+    code, exit = "interrupted", ExitStatus.INTERRUPTED
+
+
+def interrupted(world: World, args: Sequence[str]) -> int:
+    """Ctrl-C where nothing was left to be kept: one line for people, with --json the one object that is promised."""
+    if world.options.json or "--json" in args:
+        if "--stream" in args or not getattr(world.stdout, "has_written", False):
+            return failed(world, args, Interrupted("interrupted before there was a result"))
+    elif not world.options.quiet:
         with suppress(OSError, ValueError):  # the terminal may have gone with the key
             world.stderr.write("interrupted\n")
     return ExitStatus.INTERRUPTED

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -74,6 +76,15 @@ def insisting() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if heard:
         raise KeyboardInterrupt
+
+
+def press_again(lost: sys.UnraisableHookArgs) -> None:
+    """For `sys.unraisablehook`: Ctrl-C that fell into a `__del__` or a callback, where Python drops it, comes again."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        with suppress(RuntimeError):  # the program is over
+            threading.Timer(0.05, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _is_ours() -> bool:

@@ -41,6 +41,8 @@ def run(job: Job, *, dry_run: bool) -> int:
     status = _summarize(job)
     if status != ExitStatus.INTERRUPTED:
         job.out.close()
+    elif job.setup.world.options.json:
+        raise KeyboardInterrupt  # said as an error
     return status
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from kvcli.api import End, Event, Live, Read, Text, Turn, turn_of
+from kvcli.api import End, Event, Live, Read, Text, Thought, Turn, turn_of
 from kvcli.commands.show import print_json
 from kvcli.engine.info import ModelInfo
 from kvcli.schemas.turn import (
@@ -56,6 +56,7 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
         profile_hash=run.profile_hash,
         exactness=run.exactness,
         text=turn.text,
+        thinking=turn.thinking,
         finish=turn.finish,
         order=stats.order,
         approx=bool(stats.approx),
@@ -135,9 +136,10 @@ def print_events(world: World, events: Iterable[Event], info: ModelInfo, run: Ru
                 world,
                 ReadEvent(event="read", done=event.done, total=event.total, cached=event.cached, seconds=event.seconds),
             )
-        elif isinstance(event, Text):
+        elif isinstance(event, Text | Thought):
             tokens += len(event.ids)
-            print_json(world, TextEvent(event="text", text=event.text, tokens=tokens))
+            kind: Literal["text", "thinking"] = "thinking" if isinstance(event, Thought) else "text"
+            print_json(world, TextEvent(event=kind, text=event.text, tokens=tokens))
             tell_stats(None)
         elif isinstance(event, Live):
             tell_stats(event.stats)

@@ -78,6 +78,7 @@ class LM:
         self.n_heads, self.n_kv_heads, self.head_dim = info.heads, info.kv_heads, info.head_dim  # the most of any layer
         self.limit = info.limit  # tokens
         self.stop_ids = stated.stop_ids(model, info.id)
+        self.stop_strings = stated.stop_strings(model)
         self.generation = stated.generation(model, info.id)
         self.info = info
         self.is_row_invariant = False  # known to: a row has the same bits whoever shares its pass
@@ -146,7 +147,7 @@ class LM:
             weight_bytes=_weight_bytes(model),
             load_seconds=time.perf_counter() - began,
             revision=revision,
-            notes=(*notes, *of_limit, *of_rope, *shape.notes, *of_layers),
+            notes=(*notes, *of_limit, *of_rope, *shape.notes, *of_layers, *stated.unkept(model)),
         )
         lm = LM(model, shape, info, places)
         if verify:

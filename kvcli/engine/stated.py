@@ -17,6 +17,11 @@ from kvcli.models.sizes import count
 from kvcli.settings.schema import Sample
 from kvcli.settings.values import WrongValue, check, keys_of
 
+# settings of generation_config.json that change answers and are not kept
+_UNKEPT = """suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias no_repeat_ngram_size min_length num_beams
+    min_new_tokens encoder_no_repeat_ngram_size encoder_repetition_penalty forced_bos_token_id forced_eos_token_id top_h
+    guidance_scale exponential_decay_length_penalty penalty_alpha typical_p epsilon_cutoff eta_cutoff""".split()
+
 
 def limit(text: Any, name: str) -> tuple[int, tuple[str, ...]]:
     """Positions the model was made for."""
@@ -83,6 +88,19 @@ def stop_ids(model: Any, name: str) -> frozenset[int]:
         each = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
         stop |= {count(i, "eos_token_id", name, least=-1) for i in each}
     return frozenset(stop - {-1})  # by which some say that there is none
+
+
+def stop_strings(model: Any) -> tuple[str, ...]:
+    """Strings that end an answer, by its generation config."""
+    said = getattr(getattr(model, "generation_config", None), "stop_strings", None) or ()
+    return (said,) if isinstance(said, str) else tuple(map(str, said))
+
+
+def unkept(model: Any) -> tuple[str, ...]:
+    """A note on what its generation config says of answers and is not done here; 0 and 1 change nothing."""
+    given = getattr(model, "generation_config", None)
+    names = [key for key in _UNKEPT if (value := getattr(given, key, None)) and value != 1]
+    return (f"not kept of generation_config.json: {', '.join(names)}",) if names else ()
 
 
 def generation(model: Any, name: str) -> Mapping[str, Any]:

@@ -33,7 +33,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._special = special_ids(tokenizer)
+        self.special = special_ids(tokenizer)
         self._bytes = byte_ids(tokenizer)
         self._window: list[int] = []
         self._shown = 0  # characters of the decoded window that were handed out
@@ -43,7 +43,7 @@ class Detokenizer:
         """The text that became certain with these ids; often a word, sometimes nothing."""
         before = len(self._window)
         for i in ids:
-            if i in self._special:
+            if i in self.special:
                 continue
             self._held.append(i)
             if i not in self._bytes:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from kvcli.api import End, Event, Live, Read, Text, Turn
+from kvcli.api import End, Event, Live, Read, Text, Thought, Turn
 from kvcli.engine.stats import Stats
 from kvcli.outlet import Styled
 from kvcli.render.keys import echo, suspendable
@@ -48,9 +48,10 @@ def show_turn(events: Iterable[Event], screen: Screen, look: Look | None = None)
 
 
 def loop_notes(turn: Turn) -> list[str]:
-    """What to do about an answer that ended in a loop."""
+    """What to do about an answer that ended in a loop, or in a thought."""
     if turn.loop is None:
-        return []
+        is_cut = turn.finish == "length" and turn.thinking and not turn.text.strip()
+        return [f"all {len(turn.ids):,} tokens went into a thought: -n with more has room for an answer"] * bool(is_cut)
     more = "ask again (/retry) or another model; --set sample.stop_loops=0 lets it go on"
     return [f"stopped: {turn.loop}; {more}"]
 
@@ -74,8 +75,8 @@ class TurnView:
         self.read: Read | None = None
         self.said: deque[str] = deque()  # not drawn yet; a deque may be filled and emptied by two threads
         self.has_said = False
-        self.ended_line = True  # the answer's last character was a newline, where it goes out unwrapped
-        self.wrapper = Wrapper()
+        self.ended_line = True  # the answer's last character was a newline
+        self.wrapper, self.thought = Wrapper(), Wrapper()
         self.started = screen.clock()
         self.region = _region(screen)
 
@@ -84,7 +85,10 @@ class TurnView:
     def on(self, event: Event) -> None:
         """Take one event."""
         if isinstance(event, Text):
+            self._think("", whole=True)
             self._say(event.text)
+        elif isinstance(event, Thought):
+            self._think(event.text)
         elif isinstance(event, Live):
             self.stats = event.stats
         elif isinstance(event, Read):
@@ -94,6 +98,7 @@ class TurnView:
 
     def _say(self, text: str) -> None:
         self.has_said = self.has_said or bool(text)
+        self.ended_line = text.endswith("\n") if text else self.ended_line
         out = self.screen.out
         if self.region is not None and self.screen.shared:
             self.said.append(text)
@@ -102,7 +107,18 @@ class TurnView:
                 # `| tee` writes to the same terminal: rows would land on the answer
                 self.region.end()
             out.write(text)
-            self.ended_line = text.endswith("\n")
+
+    def _think(self, text: str, *, whole: bool = False) -> None:
+        """Dim lines beside the answer: on stderr, or among its lines where both are one terminal."""
+        lines = self.thought.feed(text, self.screen.err.width - 1) if text else []
+        lines += [rest] if whole and (rest := self.thought.rest()) else []
+        if lines and not self.ended_line:
+            self._say("\n")
+        for line in lines if not self.screen.quiet else ():
+            if self.region is not None and self.screen.shared:
+                self.said.append(self.screen.err.paint([(line, "dim")]))
+            else:
+                self.screen.err.line((line, "dim"))
 
     # --- drawing
 
@@ -132,10 +148,11 @@ class TurnView:
         self.region.draw(lines, rows)
 
     def _take(self, width: int) -> list[str]:
-        pieces = []
+        lines = list[str]()
         while self.said:
-            pieces.append(self.said.popleft())
-        return self.wrapper.feed("".join(pieces), width) if pieces else []
+            piece = self.said.popleft()
+            lines += [piece] if isinstance(piece, Styled) else self.wrapper.feed(piece, width)
+        return lines
 
     def _rows(self, width: int) -> list[list[Span]]:
         """What stands below the answer."""
@@ -164,6 +181,7 @@ class TurnView:
 
     def _finish(self) -> None:
         """Remove the rows and end the answer's line, marking an answer that was stopped."""
+        self._think("", whole=True)
         stopped = self.has_said and (self.turn is None or self.turn.finish == "interrupted")
         out = self.screen.out
         mark = out.paint([(STOPPED, "dim")]) if stopped and out.is_tty else ""

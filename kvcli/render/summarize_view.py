@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.api import Event as TurnEvent
-from kvcli.api import Text
+from kvcli.api import Text, Thought
 from kvcli.render import figures as f
 from kvcli.render.live import NARROWEST, Look
 from kvcli.render.stream import TurnView
@@ -42,7 +42,7 @@ class SummaryView(TurnView):
     def on(self, event: Event | TurnEvent) -> None:
         """Take one event."""
         match event:
-            case Text() | Planned():  # a point is said when it is complete and checked
+            case Text() | Thought() | Planned():  # a point is said when it is complete and checked
                 pass
             case PartBegan() | MergeBegan():
                 self.step, self.stats, self.read = event, None, None

@@ -42,6 +42,7 @@ class SavedMessage(Json):
     documents: list[SavedDocument]
     finish: Finish | None = Field(description="of an answer: how it ended")
     figures: Figures | None = Field(default=None, description="of an answer")
+    thinking: str = Field(default="", description="of an answer: what the model thought before it; it reads it no more")
 
 
 class LeftOut(Json):

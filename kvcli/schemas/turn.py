@@ -87,6 +87,7 @@ class TurnDocument(Json):
     profile_hash: str | None
     exactness: str | None
     text: str
+    thinking: str = Field(description="what the model thought before its answer; no part of the text")
     finish: Finish
     order: Order = Field(description="what of the prompt was finished first while it was read: a chunk, or a layer")
     approx: bool = Field(description="the answer stands on less than the text: facts may be lost")
@@ -129,7 +130,7 @@ class ReadEvent(Json):
 
 
 class TextEvent(Json):
-    event: Literal["text"]
+    event: Literal["text", "thinking"]
     text: str
     tokens: Count = Field(description="tokens of the answer so far")
 

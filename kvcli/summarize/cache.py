@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvcli.engine.info import ModelInfo
     from kvcli.settings.profile import Profile
 
-SCHEMA = "kvcli.part/1"
+SCHEMA = "kvcli.part/2"
 FOLDER = "summaries"
 
 
@@ -48,13 +48,16 @@ class Cache:
             saved = json.loads(self._file(messages, most).read_text(encoding="utf-8"))
             if saved["schema"] != SCHEMA:
                 return None
-            text, ids, stats = saved["text"], saved["ids"], Stats(**saved["stats"])
-            if not isinstance(text, str) or saved["finish"] not in ("stop", "length", "loop") or not _is_whole(stats):
+            text, thinking, ids, stats = saved["text"], saved["thinking"], saved["ids"], Stats(**saved["stats"])
+            if not type(text) is type(thinking) is str or not _is_whole(stats):
+                return None
+            if saved["finish"] not in ("stop", "length", "loop"):
                 return None
             if not isinstance(ids, list) or not all(type(i) is int for i in ids):
                 return None
-            json.dumps([text, saved["stats"]], ensure_ascii=False).encode()  # half of a pair can be written nowhere
-            return Turn(text, tuple(ids), saved["finish"], stats)
+            # half of a pair can be written nowhere
+            json.dumps([text, thinking, saved["stats"]], ensure_ascii=False).encode()
+            return Turn(text, tuple(ids), saved["finish"], stats, thinking=thinking)
         except (OSError, ValueError, KeyError, TypeError, RecursionError):  # not there, damaged, or of another version
             return None
 
@@ -64,6 +67,7 @@ class Cache:
         entry: dict[str, Any] = {
             "schema": SCHEMA,
             "text": turn.text,
+            "thinking": turn.thinking,
             "ids": list(turn.ids),
             "finish": turn.finish,
             "stats": dataclasses.asdict(turn.stats),

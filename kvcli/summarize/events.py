@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcli.api import Live, Read, Text
+from kvcli.api import Live, Read, Text, Thought
 from kvcli.summarize.parts import Part
 from kvcli.summarize.plan import Plan
 from kvcli.summarize.result import Answered, Point, Summary
@@ -80,4 +80,5 @@ class Done:
     summary: Summary
 
 
-Event = Planned | PartBegan | Live | Read | Text | PartEnded | MergeBegan | MergeEnded | Said | Unkept | Stopped | Done
+_End = Stopped | Done
+Event = Planned | PartBegan | Live | Read | Text | Thought | PartEnded | MergeBegan | MergeEnded | Said | Unkept | _End

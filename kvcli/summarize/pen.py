@@ -13,8 +13,7 @@ from kvcli.summarize.split import Raw, Splitter
 class Pen:
     """Points of an answer as it grows; where they are final, each is said at once.
 
-    `documents`: their names, where citations have them. `thinks`: the answer begins inside a thought. `take`: what
-    counts of an answer.
+    `documents`: their names, where citations have them. `take`: what counts of an answer.
     """
 
     def __init__(
@@ -23,13 +22,12 @@ class Pen:
         documents: Sequence[str] = (),
         *,
         is_final: bool,
-        thinks: bool = False,
         take: Callable[[str], str] = str,
     ) -> None:
         self.points: list[Point] = []
         self.repeated = 0
         self._point_of, self._take, self._is_final = point_of, take, is_final
-        self._splitter = Splitter(documents, thinks)
+        self._splitter = Splitter(documents)
         self._taken = 0  # characters of the answer, in whole lines
         self._is_begun = False  # what follows them told already that the point before it is complete
         self._n_raws = 0  # that became points
@@ -50,6 +48,11 @@ class Pen:
             self._is_begun, raws = bool(after), [*raws, *after]
         fresh, self._n_raws = raws[self._n_raws :], max(self._n_raws, len(raws))
         yield from self._add([self._point_of(raw) for raw in fresh])
+
+    def forget(self) -> None:
+        """Begin anew: what was written so far turned out to be a thought."""
+        self.points, self._splitter = [], Splitter(self._splitter.documents)
+        self._taken, self._is_begun, self._n_raws = 0, False, 0
 
     def _add(self, fresh: Sequence[Point]) -> Iterator[Said]:
         kept = unique([*self.points, *fresh])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvcli.api import Cancel, End, Text, Turn
-from kvcli.models.text import decode, render_prompt, render_text
+from kvcli.models.channels import Channels
+from kvcli.models.text import render_prompt
 from kvcli.summarize.check import Checker, Passage
 from kvcli.summarize.events import (
     Done,
@@ -31,6 +32,7 @@ from kvcli.summarize.points import point_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Answered, Point, Summary
 from kvcli.summarize.wording import Messages, merge_messages, part_messages, wording_of
+from kvcli.summarize.words import sentences
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
@@ -73,6 +75,10 @@ def summary_of(
     raise KeyboardInterrupt  # only `cancel` ends it earlier
 
 
+# The end of a sentence with what it cites, and brackets, in which there is none
+_ENDS = re.compile(r"[\[(][^\])\n]*[\])]?|([.!?…\u3002\uff01\uff1f](?:\s*\[[^\[\]\n]*\])*)(?=\s)")
+
+
 class _Cancelled(Exception):
     """A turn was cut short."""
 
@@ -93,12 +99,6 @@ class _Run:
     @property
     def request(self) -> Request:
         return self.plan.request
-
-    @cached_property
-    def _thinks(self) -> bool:
-        """Whether the chat template begins a thought, so that an answer has only the end of it."""
-        text, _ = render_text(self.model.tokenizer, [{"role": "user", "content": "?"}])
-        return text.rstrip().endswith(("<think>", "<thinking>"))
 
     def events(self) -> Iterator[Event]:
         found: list[list[Point]] = []
@@ -202,7 +202,9 @@ class _Run:
             if isinstance(event, End):
                 if event.turn.finish == "interrupted":
                     raise _Cancelled
-                turn = self._without_loop(event.turn)
+                turn = self._without_loop(event.turn, ids)
+                if not said.startswith(turn.text):
+                    pen.forget()
                 last = list(pen.write(turn.text, whole=True))
                 if pen.points or keeps_nothing:  # before the last points go out: whoever reads them may stop reading
                     yield from self._keep(messages, turn)
@@ -214,12 +216,20 @@ class _Run:
                 yield from pen.write(said)
         raise AssertionError("a stream ends with End")
 
-    def _without_loop(self, turn: Turn) -> Turn:
-        """What was said before it went round in a loop, without the sentence in which that began."""
+    def _without_loop(self, turn: Turn, prompt: Sequence[int]) -> Turn:
+        """What was said before it went round in a loop, without the sentence in which that began.
+
+        Lines that were whole went out while it was said, and are kept with it: those of the loop say nothing new.
+        """
         if turn.loop is None:
             return turn
-        before = decode(self.model.tokenizer, turn.ids[: len(turn.ids) - turn.loop.length + turn.loop.period])
-        return replace(turn, text=before[: max(before.rfind(end) + 1 for end in ("\n", ". "))])
+        words = Channels(self.model.tokenizer, prompt)
+        for token in turn.ids[: len(turn.ids) - turn.loop.length + turn.loop.period]:
+            words.push(token)
+        line = turn.text.rfind("\n") + 1
+        rest = turn.text[line : max(line, len(words.text))]
+        ends = [m.end() for m in _ENDS.finditer(rest) if m[1] and len(sentences(f"{rest[: m.start() + 1]} Next")) > 1]
+        return replace(turn, text=turn.text[: line + max(ends, default=0)])
 
     def _kept(self, messages: Messages) -> Turn | None:
         return self.cache.get(messages, self.plan.answer) if self.cache is not None else None
@@ -250,7 +260,6 @@ class _Run:
             lambda raw: point_of(raw, checker, names, quotes=request.quotes, places=places),
             names,
             is_final=is_final,
-            thinks=self._thinks,
             take=lambda answer: self.plan.wording.taken(answer, "\n".join(p.text for p in passages)),
         )
 

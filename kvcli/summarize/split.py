@@ -30,7 +30,6 @@ _ABOUT = re.compile(
 )
 _CLOSED = re.compile(r"[.!?…\u3002\uff01\uff1f][\"')\]”’»*_]*\Z")
 _CERTAIN = re.compile(rf"[ \t]*(?:(?:{_SIGN}|#{{1,6}})[ \t]+[*_]{{0,2}}[^\W_]|[^\W\d_])")
-_THINKS, _THOUGHT = re.compile(r"\s*<think(?:ing)?>", re.IGNORECASE), re.compile(r"</think(?:ing)?>", re.IGNORECASE)
 WIDTH = 2  # spaces of one level
 DEEPEST = 5
 LONGEST_TITLE = 8  # words of a first line without a full stop; what has more is a statement
@@ -48,7 +47,7 @@ class Raw:
 
 
 def split(answer: str, documents: Sequence[str] = ()) -> list[Raw]:
-    """All points of an answer. A preface ("Here is ...:") and what the model thought before it are dropped."""
+    """All points of an answer. A preface ("Here is ...:") is dropped."""
     splitter = Splitter(documents)
     for line in answer.splitlines():
         splitter.feed(line)
@@ -58,13 +57,9 @@ def split(answer: str, documents: Sequence[str] = ()) -> list[Raw]:
 
 @dataclass
 class Splitter:
-    """Takes an answer by line. `found`: the points that no later line changes.
-
-    `thinks`: it is inside a thought; from the beginning where the prompt began one.
-    """
+    """Takes an answer by line. `found`: the points that no later line changes."""
 
     documents: Sequence[str] = ()
-    thinks: bool = False
     found: list[Raw] = field(default_factory=list)
     _held: Raw | None = None  # may still get the citation of a line of its own
     _bullet: Raw | None = None  # begun, still without its text
@@ -75,37 +70,9 @@ class Splitter:
     _leads: bool = False  # citations stand above their text, not below it
     _is_tight: bool = False  # without an empty line between
     _is_first: bool = True
-    _begun: bool = False
 
     def feed(self, line: str) -> None:
         """The next line, without its end."""
-        if not self._begun and (thinks := _THINKS.match(line)):
-            self.thinks, line = True, line[thinks.end() :]
-        if self.thinks:
-            thought = _THOUGHT.search(line)
-            self._begun = True
-            if thought is None:
-                return
-            self.thinks, line = False, line[thought.end() :]
-        self._begun = self._begun or bool(line.strip())
-        self._take(line)
-
-    def end(self) -> None:
-        """No line follows."""
-        self._close()
-        if self._held is not None and self._held.kind != "heading" and self._lead and not self._is_spent:
-            self._held = replace(self._held, text=f"{self._held.text} {self._lead}")
-        self._release()
-
-    def after(self, begun: str) -> list[Raw]:
-        """What will be found once a line is whole that so far begins like this."""
-        if not _CERTAIN.match(begun):
-            return []
-        copy = replace(self, found=[], _lines=list(self._lines))
-        copy.feed(begun)
-        return copy.found
-
-    def _take(self, line: str) -> None:
         if bullet := _BULLET.fullmatch(line):
             level = len(bullet["pad"].expandtabs(WIDTH)) // WIDTH
             self._close()
@@ -125,6 +92,21 @@ class Splitter:
         else:
             self._close()
             self._begin(line.strip())
+
+    def end(self) -> None:
+        """No line follows."""
+        self._close()
+        if self._held is not None and self._held.kind != "heading" and self._lead and not self._is_spent:
+            self._held = replace(self._held, text=f"{self._held.text} {self._lead}")
+        self._release()
+
+    def after(self, begun: str) -> list[Raw]:
+        """What will be found once a line is whole that so far begins like this."""
+        if not _CERTAIN.match(begun):
+            return []
+        copy = replace(self, found=[], _lines=list(self._lines))
+        copy.feed(begun)
+        return copy.found
 
     def _goes_on(self, line: str) -> bool:
         """Whether a plain line belongs to what the lines before it began."""

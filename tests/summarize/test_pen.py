@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcli.summarize.events import Said
 from kvcli.summarize.pen import Pen, unique
 from kvcli.summarize.points import point_of
-from kvcli.summarize.request import Request
 from kvcli.summarize.result import Point, written
-from kvcli.summarize.run import summarize
-from kvcli.summarize.split import Raw, Splitter, split
-from tests.summarize.scribe import Scribe, WordTokenizer, paged
+from kvcli.summarize.split import Splitter, split
 
 DOCUMENTS = ["a.pdf", "b.txt"]
 
@@ -46,13 +39,13 @@ LINES = st.sampled_from(
     [p. 6]|[p. 7] The mill burned.|The bridge failed. [p. 8] It was rebuilt.|[a.pdf p. 1]|It rose [b.txt p. 2].|[p. 9
     (see p. 9)|[p. 10] [p. 11]|  goes on [p. 12]|# Costs|## [p. 13]|**Revenue:**|**[p. 14]**|__Debt__|Here is the list:
     Sure, below is it:|Sure!|Here is a summary:|**Here’s the summary:**|Overview:|Summary|References|[p. 1-3]
-    <think>|</think>|</think>- Then|<think>Hm.</think>|- “Quoted”|- ...|?|- |-|+ A [c.md p. 1]
+    - “Quoted”|- ...|?|- |-|+ A [c.md p. 1]
     5|5.|5. |(5) Five|- 5|- **|- _A_|é|# |#|\u4e2d\u6587。[p. 15]\u597d""".replace("\n    ", "|").split("|")
 )
 ENDS = st.sampled_from(["\n", "\n", "\n", "\n\n", "\r\n", "\r", " ", "", "\n \n", "\u2028", "\x0b"])
 ANSWERS = (
     st.lists(st.tuples(LINES, ENDS).map("".join), max_size=12).map("".join)
-    | st.text("-*#[]p. 12\n\r§()aA<>/think", max_size=80)
+    | st.text("-*#[]p. 12\n\r§()aA", max_size=80)
     | st.text(max_size=60)
 )
 
@@ -87,8 +80,6 @@ SOON = {
     "- One.\n- Two.\nN": ["One.", "Two."],
     "One. Two. [p. 2]\n\n": ["One."],
     "One. Two.\n\n# C": ["One.", "Two."],
-    "<think>\n- One.\n- Two.\n- T": [],
-    "<think>\n- One.\n</think>\n- Two.\n- T": ["Two."],
 }
 
 
@@ -102,46 +93,8 @@ def test_a_preface_is_one_only_at_the_beginning():
     assert written(streamed(list(answer))) == written(whole(answer)) == "- One.\n\nHere are the losses:\n- Two.\n"
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "<think>Perhaps [p. 9]?\n\n- A draft.\n</think>\n\n- One [p. 1].",
-        "\n <think>Hm.</think>- One [p. 1].",
-        "<thinking>\nHm.\n</thinking>\n- One [p. 1].",
-    ],
-)
-def test_what_a_model_thinks_before_its_answer_is_no_point(answer: str):
-    assert [point.marked for point in streamed(list(answer))] == ["One [p. 1]."]
-
-
-class Thinker(WordTokenizer):
-    """Its template begins a thought."""
-
-    def apply_chat_template(self, messages: Sequence[dict[str, str]], **options: Any) -> str:
-        return f"{super().apply_chat_template(messages, **options)}<think>\n"
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "wanted"), [(Thinker(), ["One [p. 1]."]), (WordTokenizer(), ["A draft.", "One [p. 1]."])]
-)
-def test_a_thought_that_the_prompt_began_is_no_point(tokenizer: WordTokenizer, wanted: list[str]):
-    answer = "- A draft.\n</think>\n- One [p. 1]."
-    model = Scribe(lambda _: answer, limit=20_000, tokenizer=tokenizer)
-    events = list(summarize(model, [paged("One.", "Two.")], Request(check=False)))
-    marked = [event.point.marked for event in events if isinstance(event, Said)]
-    assert [text for text in marked if "think" not in text] == wanted
-
-
-def test_thinking_without_an_end_says_nothing():
-    assert streamed(["<think>\n- One", " [p. 1].\n- Two."]) == []
-
-
 def test_points_that_come_again_are_counted():
     own = pen()
     list(own.write("- One.\n- One.\n- One."))
     list(own.write("- One.\n- One.\n- One.\n- Two.", whole=True))
     assert ([point.text for point in own.points], own.repeated) == (["One.", "Two."], 2)
-
-
-def test_a_thought_in_the_middle_is_text():
-    assert split("- One.\n<think>Two.") == [Raw("One.", "bullet"), Raw("<think>Two.", "sentence", opens=True)]

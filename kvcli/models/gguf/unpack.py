@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 VERSION = 2  # of what is written below
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors'
-# end an answer whatever the file calls its end of text (llama.cpp looks for them as well)
-_ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
 
 
 def ready(found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable[[str], None] | None = None) -> Source:
@@ -175,7 +173,7 @@ def _write_weights(file: Path, plan: Sequence[_Out]) -> None:
 
 
 def _write_words(folder: Path, found: Source, header: Header, described: Described) -> list[int]:
-    """The tokenizer and its chat template; returns the tokens that end an answer."""
+    """The tokenizer and its chat template; returns the tokens that the file says end an answer."""
     from transformers import PreTrainedTokenizerFast
 
     if find_spec("transformers.integrations.gguf") is None:  # before 5.23 it cut text by GPT-2's rule, whatever is said
@@ -198,7 +196,7 @@ def _write_words(folder: Path, found: Source, header: Header, described: Describ
     if most >= described.config["vocab_size"]:
         raise _no_words(found, f"its token {most:,} has no row in the embedding")
     said = [header.meta.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
-    return sorted({i for i in said if type(i) is int} | {i for i, word in enumerate(words["tokens"]) if word in _ENDS})
+    return sorted({i for i in said if type(i) is int})
 
 
 def _mend(file: Path, split: str, words: Mapping[str, Any]) -> int:

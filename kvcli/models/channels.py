@@ -1,0 +1,137 @@
+"""An answer's channels: its text, and what a model thinks or tells tools beside it, however a family marks that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvcli.models.text import OPEN, Detokenizer, StopStrings, decode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Piece = tuple[bool, str]  # whether it is a thought, and its text
+
+TAIL = 32  # tokens of a prompt that say how its answer begins
+_TAG = r"(?:\w+[:_])?(?:think(?:ing)?|thoughts?|reasoning)"
+_CLOSE = rf"</{_TAG}(?::\w+)?>|<\|(?:/|end_(?:of_)?){_TAG}\|>|<\|{_TAG}_end\|>|\[/think\]|◁/think▷|<\|inner_suffix\|>"
+_CLOSE += r"|<channel\|>|\[unused17\]|<unused95>|(?-i:Here(?: is|['’]s) my response:)"
+_LABELLED = r"(?:<\|channel>|<unused94>)"  # a line with the channel's name may follow
+_BEGIN = rf"<{_TAG}(?::\w+)?>|<\|{_TAG}(?:_start)?\|>|\[think\]|◁think▷|<\|inner_prefix\|>|\[unused16\]"
+_BEGIN += rf"|(?-i:Here(?: is|['’]s) my thought process:)|{_LABELLED}(?:\w+[ \t]*\n)?"
+# OPEN stands before what a control token spells. A message of harmony has a header: start, role, channel, its name
+_HEAD = rf"(?:{OPEN}<\|(?:start|channel)\|>[^{OPEN}]*)+"
+_MARK = re.compile(
+    rf"(?P<head>{_HEAD}(?:{OPEN}<\|message\|>|\Z))|{OPEN}<\|(?:message|end|call|return)\|>|"
+    rf"{OPEN}?(?:(?P<close>{_CLOSE})|(?P<begin>{_BEGIN}))|(?P<frame></?(?:answer|response)>)",
+    re.IGNORECASE,
+)
+_PHRASES = [f"Here{is_} my {what}:" for is_ in (" is", "'s", "’s") for what in ("thought process", "response")]
+_PHRASE = "|".join({phrase[:n] for phrase in _PHRASES for n in range(1, len(phrase))})
+_TORN = rf"{_HEAD}|{OPEN}?{_LABELLED}\w*[ \t]*|<[|/]?[\w:]{{0,40}}\|?|\[/?\w{{0,9}}|◁/?\w{{0,9}}|^[ \t]*(?:{_PHRASE})"
+_PART = re.compile(rf"(?:{_TORN})\Z", re.MULTILINE)  # of a mark, perhaps
+_BEGUN = re.compile(rf"(?:{_BEGIN})(?:thought)?\s*\Z", re.IGNORECASE)  # by the prompt
+_HEADED = re.compile(r"<\|start\|>(?:(?!<\|(?:start|end)\|>).)*\Z", re.DOTALL)
+_HARMONY = re.compile(r"<\|(?:start|channel|message|end|call|return)\|>")
+_NAME = re.compile(r"\A\s*(?:assistant)?\s*(analysis|commentary|final|)")
+
+
+class Channels:
+    """Ids in, pieces of each channel out. One token or many may spell a mark; one that the answer quotes is text."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int] = (),
+        stops: StopStrings | None = None,
+        *,
+        is_split: bool = True,
+    ) -> None:
+        """`prompt`: its end may begin a thought. `stops`: of the text. Without `is_split` all is text, as of JSON."""
+        self.text = self.thinking = ""  # so far
+        self._words, self._stops, self._is_split = Detokenizer(tokenizer), stops or StopStrings(()), is_split
+        self._marks = mark_ids(tokenizer) if is_split else {}
+        tail = decode(tokenizer, prompt[-TAIL:]) if prompt and is_split else ""
+        begun, headed = _BEGUN.search(tail), _HEADED.search(tail)
+        self._thinks = self._is_seam = begun is not None
+        self._opener, self._is_gap = begun[0] if begun else "", False
+        has_messages = headed is not None and "<|message|>" in self._marks.values()
+        self._held = _HARMONY.sub(lambda mark: OPEN + mark[0], headed[0]) if headed and has_messages else ""
+
+    def push(self, token: int) -> list[Piece]:
+        """The pieces that became certain with this token."""
+        if token in self._marks:
+            return self._take(f"{self._words.finish()}{OPEN}{self._marks[token]}")
+        self._is_gap |= self._is_split and token in self._words.special
+        return self._take(self._words.push([token]))
+
+    def finish(self) -> list[Piece]:
+        """What was held back, for the end of the answer."""
+        found, rest = self._take(self._words.finish(), whole=True), self._stops.finish()
+        self.text += rest
+        return [*found, (False, rest)] if rest else found
+
+    def _take(self, text: str, *, whole: bool = False) -> list[Piece]:
+        text, self._held, found, at = self._held + text, "", list[Piece](), 0
+        if self._is_split and not whole and (part := _PART.search(text)) is not None:
+            text, self._held = text[: part.start()], part[0]
+        for mark in _MARK.finditer(text) if self._is_split else ():
+            if mark[0].startswith(OPEN) or self._acts(mark, text[at : mark.start()]):
+                found += [*self._say(text[at : mark.start()]), *self._go(mark)]
+                at = mark.end()
+        return found + self._say(text[at:])
+
+    def _acts(self, mark: re.Match[str], before: str) -> bool:
+        """Whether a mark that is text is one, and not spoken of."""
+        is_phrase = mark[0].startswith("Here")
+        if self._thinks:
+            return mark["close"] is not None and (not is_phrase or self._opener.startswith("Here"))
+        before = self.text + before
+        if before.endswith(tuple("`\"'“«\u2018")) or before.count("```") % 2:
+            return False
+        if is_phrase:
+            return mark["begin"] is not None and not before.strip()
+        return mark["frame"] is None or bool(self.thinking)
+
+    def _go(self, mark: re.Match[str]) -> list[Piece]:
+        """Into the channel that a mark leads to."""
+        is_orphan = mark["close"] is not None and not (self._thinks or self.thinking) and self.text
+        self._is_seam, self._thinks = True, mark["begin"] is not None
+        if self._thinks:
+            self._opener = mark["begin"]
+        elif mark["head"] is not None:
+            _, name, rest = _NAME.split(_HARMONY.sub(" ", mark["head"].replace(OPEN, "")), maxsplit=1)
+            is_whole = mark["head"].endswith("<|message|>")
+            self._thinks = name != "final" and bool(name or (is_whole and rest.strip()))
+            return [] if is_whole else self._say(rest)
+        elif is_orphan:  # all so far was a thought that nothing began
+            self.thinking, self.text = self.text, ""
+            return [(False, "\n")]
+        return []
+
+    def _say(self, text: str) -> list[Piece]:
+        before = self.thinking if self._thinks else self.text
+        text = text.lstrip() if self._is_seam else text
+        if not text:
+            return []
+        is_glued = self._is_gap and before[-1:].isalnum() and text[0].isalnum()  # a control token stood between
+        if is_glued or (self._is_seam and before and not before.endswith("\n")):
+            text = f"\n{text}"
+        self._is_seam = self._is_gap = False
+        if self._thinks:
+            self.thinking += text
+            return [(True, text)]
+        text = self._stops.push(text)
+        self.text += text
+        return [(False, text)] if text else []
+
+
+def mark_ids(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Control tokens that lead from one channel to another, by id."""
+    added = {i: (str(token), token.special) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    names = {name for name, _ in added.values()}
+    marks = {i: name for i, (name, is_special) in added.items() if is_special and _MARK.fullmatch(name)}
+    if {"<|channel|>", "<|message|>"} <= names:
+        marks |= {i: name for i, (name, _) in added.items() if _HARMONY.fullmatch(name)}
+    return marks
