@@ -148,7 +148,7 @@ def test_the_raised_sign_of_a_note_is_no_power():
     note = f'<w:footnotes xmlns:w="{WORD}"><w:footnote w:id="2">{paragraph("See there.")}</w:footnote></w:footnotes>'
     body = f"<w:p>{letters('said')}{pointer}</w:p>"
     data = word(body, targets={"footnotes": "footnotes.xml"}, files={"word/footnotes.xml": note})
-    assert text_of(data) == "said [note 2]\n\n[note 2] See there."
+    assert text_of(data) == "said [note 1]\n\n[note 1] See there."
 
 
 def test_equations_keep_powers_fractions_and_brackets():
