@@ -16,7 +16,7 @@ from kvcli.documents.zipped import kind_of
 from kvcli.errors import BadInput, KvcliError
 from kvcli.sandbox import bound, preload, shut
 
-READERS = ("pdf", "html", "epub", "docx")
+READERS = {kind: kind for kind in ("pdf", "html", "epub", "docx", "mail", "notebook")} | {"mhtml": "mail"}
 
 
 def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
@@ -52,7 +52,7 @@ def prepare(kind: str) -> dict[str, str]:
     missing = {}
     for reader in ("epub", "docx") if kind == "zip" else {kind} & {*READERS}:
         try:
-            import_module(f"kvcli.documents.{reader}")
+            import_module(f"kvcli.documents.{READERS[reader]}")
         except ModuleNotFoundError as error:
             missing[reader] = str(error.name)
     preload("encodings")
@@ -71,7 +71,7 @@ def parse(file: IO[bytes], job: Job, missing: Mapping[str, str] | None = None) -
             lines=[f"there is no module {missing[kind]}"],
             try_=["pip install 'kvcli[docs]'"],
         )
-    parsed: Parsed = import_module(f"kvcli.documents.{kind}").read(file, job)
+    parsed: Parsed = import_module(f"kvcli.documents.{READERS[kind]}").read(file, job)
     return parsed
 
 
