@@ -16,10 +16,9 @@ from kvcli.documents.plain import sections_of
 from kvcli.documents.repair import clean
 
 HEADERS = ("From", "To", "Cc", "Date", "Subject")
-POSTED = re.compile(
-    rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))From [^\n]*\d:\d\d[^\n]*\n(?=[A-Za-z-]+:)"
-)  # begins a message
+POSTED = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))From [^\n]*\d:\d\d[^\n]*\n(?=[A-Za-z-]+:)")  # begins a message
 QUOTED = re.compile(rb"^>(>*From )", re.M)  # such a line within one
+LONGEST = 10_000  # characters of a header
 NAMED = 20  # attachments named in a note
 
 Headed = list[tuple[str, str]]
@@ -28,14 +27,16 @@ Headed = list[tuple[str, str]]
 def read(file: IO[bytes], job: Job) -> Parsed:
     """Sections by headings and messages. Of a web archive only the page itself, without its frames."""
     refuse_pages(job.name, job.spans, "it is mail" if job.kind == "mail" else "it is a web archive")
-    data, found, notes, attached = file.read(), Headed(), list[str](), list[str]()
+    data, found, notes, attached, size = file.read(), Headed(), list[str](), list[str](), 0
     title = None
     is_box = POSTED.match(data)
     for raw in filter(bytes.strip, POSTED.split(data)) if is_box else [data]:
         message = BytesParser().parsebytes(QUOTED.sub(rb"\1", raw) if is_box else raw)
         title = title or _header(message, "Subject") or None
-        found += _message(message, job, notes, attached) if job.kind == "mail" else _archive(message, job, notes)
-        refuse_too_much(job.name, sum(len(body) for _, body in found), len(found), paged=False)
+        new = _message(message, job, notes, attached) if job.kind == "mail" else _archive(message, job, notes)
+        found += new
+        size += sum(len(body) for _, body in new)
+        refuse_too_much(job.name, size, len(found), paged=False)
     if not any(body.strip() for _, body in found):
         raise no_text(job.name, "there are only attachments in it")
     if attached:
@@ -102,7 +103,7 @@ def _charset(part: Any) -> str:
 
 
 def _header(message: Message, name: str) -> str:
-    raw = next((str(value) for key, value in message.raw_items() if key.lower() == name.lower()), "")
+    raw = next((str(value)[:LONGEST] for key, value in message.raw_items() if key.lower() == name.lower()), "")
     return _plain(raw.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
 
 

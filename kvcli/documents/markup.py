@@ -38,7 +38,7 @@ RAISED = re.compile(
     re.I,
 )
 LISTED = re.compile(
-    r"(?<![\w-])list-style(?:-type)?\s*:[^;]*?(?<![\w-])"
+    r"(?<![\w-])list-style(?:-type)?\s*:[^;]{0,80}?(?<![\w-])"
     r"(decimal(?:-leading-zero)?|(?:lower|upper)-(?:alpha|latin|roman)|cjk-ideographic|disc|circle|square)(?![\w-])",
     re.I,
 )
@@ -121,10 +121,11 @@ def rules_of(sheets: Iterable[str]) -> dict[str, str]:
     rules: dict[str, str] = {}
     for rule in (rule for sheet in sheets for rule in _without(sheet, "/*", "*/").split("}")):
         selectors, _, declared = rule.rpartition("{")
-        if RAISED.search(declared) or LISTED.search(declared):
-            for selector in selectors.rpartition("{")[2].split(","):
-                if found := SELECTOR.fullmatch(selector.strip()):
-                    rules[found[1]] = f"{rules.get(found[1], '')};{declared}"
+        if said := [found[0] for pattern in (RAISED, LISTED) if (found := pattern.search(declared))]:
+            selectors = (each.strip() for each in selectors.rpartition("{")[2].split(","))
+            rules |= dict.fromkeys(
+                (found[1] for each in selectors if (found := SELECTOR.fullmatch(each))), ";".join(said)
+            )
     return rules
 
 
