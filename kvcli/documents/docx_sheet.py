@@ -99,7 +99,7 @@ class Sheet:
         )
         root, levels, anew, fresh = self._lists.get(num, ("", {}, {}, set()))
         keys = [attribute(style, "styleId") for style in chain] if levels else []
-        at = _number(depth, next((n for n, level in levels.items() if level.style in keys), 0))
+        at = _number(depth, next((n for key in keys for n, level in levels.items() if level.style == key), 0))
         if at not in levels or num == "0":
             return ""
         counts, first = self._counts.setdefault(root, {}), {n: level.start for n, level in levels.items()} | anew
