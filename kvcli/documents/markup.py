@@ -122,10 +122,8 @@ def rules_of(sheets: Iterable[str]) -> dict[str, str]:
     for rule in (rule for sheet in sheets for rule in _without(sheet, "/*", "*/").split("}")):
         selectors, _, declared = rule.rpartition("{")
         if said := [found[0] for pattern in (RAISED, LISTED) if (found := pattern.search(declared))]:
-            selectors = (each.strip() for each in selectors.rpartition("{")[2].split(","))
-            rules |= dict.fromkeys(
-                (found[1] for each in selectors if (found := SELECTOR.fullmatch(each))), ";".join(said)
-            )
+            alone = (SELECTOR.fullmatch(each.strip()) for each in selectors.rpartition("{")[2].split(","))
+            rules |= dict.fromkeys((found[1] for found in alone if found), ";".join(said))
     return rules
 
 

@@ -11,8 +11,8 @@ FORMS |= {"i": "roman", "lowerroman": "roman", "lower-roman": "roman", "decimalz
 FORMS |= {"I": "ROMAN", "upperroman": "ROMAN", "upper-roman": "ROMAN", "decimal-leading-zero": "zero"}
 FORMS |= dict.fromkeys(("chinesecounting", "chinesecountingthousand", "japanesecounting", "taiwanesecounting"), "han")
 FORMS |= {"cjk-ideographic": "han", "decimalenclosedcircle": "circle", "none": "none", "bullet": "none"}
-ROMAN = ((1000, "m"), (900, "cm"), (500, "d"), (400, "cd"), (100, "c"), (90, "xc"), (50, "l"), (40, "xl"), (10, "x"))
-ROMAN += ((9, "ix"), (5, "v"), (4, "iv"), (1, "i"))
+ROMAN = {1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix", 5: "v"}
+ROMAN |= {4: "iv", 1: "i"}
 
 
 def numeral(n: int, form: str, *, repeats: bool = False) -> str:
@@ -28,12 +28,12 @@ def numeral(n: int, form: str, *, repeats: bool = False) -> str:
     if not 0 < n <= MOST.get(kind.lower(), 0):
         return str(n)
     if kind == "han":
-        return (HAN[n // 10] if n > 19 else "") + "十" * (n > 9) + HAN[n % 10]
+        return f"{HAN[n // 10] if n > 19 else ''}{'十' if n > 9 else ''}{HAN[n % 10]}"
     if kind == "circle":
         return chr(0x245F + n)
     written = ""
     if kind.lower() == "roman":
-        for value, sign in ROMAN:
+        for value, sign in ROMAN.items():
             written += sign * (n // value)
             n %= value
     elif repeats:
