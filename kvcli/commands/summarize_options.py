@@ -19,7 +19,7 @@ _read = partial(option, panel="The documents")
 _made = partial(option, panel="How it is made")
 _kept = partial(option, panel="The result")
 
-_FILES = "PDF, HTML, EPUB, DOCX, markdown or text; - is standard input, paper.pdf:3-9 pages of it, demo:pdf an example."
+_FILES = "PDF, HTML, EPUB, DOCX, mail, text, ...; - is standard input, paper.pdf:3-9 pages of it, demo:pdf an example."
 _MODE = "Read it whole, in parts (map), or whole if it fits."
 _CHECK = "Hold every citation against the page it names."
 _QUOTES = "Under each point the sentence that confirms it."
@@ -31,7 +31,7 @@ _CHUNK = "Parts of at most this many tokens."
 _OVERLAP = "Tokens that a part repeats of the one before it."
 _DRY = "Print the plan; load no weights."
 _PASSWORD = "A file whose first line opens encrypted documents."
-_TYPE = "pdf, html, epub, docx, markdown or text, whatever the file looks like."
+_TYPE = "pdf, html, epub, docx, mail, mhtml, notebook, markdown or text, whatever the file looks like."
 
 Files = Annotated[list[str] | None, typer.Argument(metavar="FILE", help=_FILES, show_default=False)]
 

@@ -1,6 +1,6 @@
 """Files as documents: read or refused with the reason, in sections that can be cited, ready to stand before a question.
 
-Text and markdown are read in this process. PDF, HTML, EPUB and DOCX are parsed in a process of their own whose
+Text and markdown are read in this process. All other kinds are parsed in a process of their own whose
 memory and time are bounded (outside.py), and their parsers are imported nowhere else.
 """
 

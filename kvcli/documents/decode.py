@@ -31,11 +31,19 @@ KNOWN = (  # offset, bytes that stand there, what they say it is, and what to ty
     (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", "7z x {}"),
     (0, b"Rar!\x1a\x07", "a RAR archive", "unrar x {}"),
     (257, b"ustar", "a tar archive", "tar xf {}"),
-    (0, b"\xd0\xcf\x11\xe0", "an old Office file (.doc, .xls, .ppt)", ""),
+    (0, b"\xd0\xcf\x11\xe0", "an old Office file or a message of Outlook (.doc, .xls, .ppt, .msg)", ""),
     (0, b"{\\rtf", "an RTF file", ""),
+    (0, b"%!PS", "PostScript", "ps2pdf {}"),
+    (0, b"bplist00", "a property list, such as a web archive of Safari", ""),
+    (0, b"WARC/", "a web crawl (WARC)", ""),
+    (60, b"BOOKMOBI", "a Kindle book", ""),
+    (0, b"AT&TFORM", "a DjVu file", ""),
+    (0, b"SQLite format 3", "a database (SQLite)", ""),
     (0, b"\x89PNG", "an image (PNG)", ""),
     (0, b"\xff\xd8\xff", "an image (JPEG)", ""),
 )
+# XML that a program shows as a page
+SHOWN = re.compile(rb"<(FictionBook|office:document|w:wordDocument|pkg:package|fo:root)[\s>]|>(WebMainResource)<")
 
 
 def decode(data: bytes, name: str) -> str:
@@ -54,13 +62,15 @@ def decode(data: bytes, name: str) -> str:
 def _refuse_binary(data: bytes, name: str) -> None:
     known = ((kind, command) for at, start, kind, command in KNOWN if data.startswith(start, at))
     kind, command = ("a PDF", "") if PDF_HEADER.match(data) else next(known, ("", ""))
+    if not kind and data.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<") and (shown := SHOWN.search(data[:SNIFFED])):
+        kind = f"a document in XML ({(shown[1] or shown[2]).decode()})"
     if kind:
         if command and (name.endswith(".tgz") or ".tar." in name):
             command = "tar xf {}"
         raise BadInput(
             f"{name} is {kind}, not text",
             code="not_text",
-            lines=["read are PDF, HTML, EPUB, DOCX, markdown and text"],
+            lines=["read are PDF, HTML, EPUB, DOCX, mail, web archives (MHTML), notebooks, markdown and text"],
             try_=[command.format(quote(name)) if command else CONVERT],
         )
     head = data[:SNIFFED]

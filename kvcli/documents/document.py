@@ -42,7 +42,7 @@ class Document:
     sha256: str
     unit: Unit = "line"
     sections: tuple[Section, ...] = ()
-    kind: str = "text"  # "pdf", "html", "epub", "docx", "markdown" or "text"
+    kind: str = "text"  # one of sniff.KINDS
     without_text: tuple[int, ...] = ()  # pages that were read and have none, though there is something on them
     blank: int = 0  # pages that were read and have nothing to read on them
     n_pages: int | None = None  # of the file, however many were asked for; None where there are no pages

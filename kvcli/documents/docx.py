@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import IO, Any
+from typing import IO
 
-from kvcli.documents.docx_parts import Parts
-from kvcli.documents.docx_words import PARAGRAPH, TABLE, attribute, inside, nearest, table, tags, value, words
+from kvcli.documents.docx_parts import Parts, attribute, tags
+from kvcli.documents.docx_sheet import BULLET, NOTES, Sheet
+from kvcli.documents.docx_words import PARAGRAPH, TABLE, inside, nearest, table, words
 from kvcli.documents.parsed import Job, Parsed, damaged, no_text, refuse_pages, refuse_too_much
 from kvcli.documents.plain import sections_of
 from kvcli.documents.repair import clean, unmarked
 from kvcli.documents.zipped import open_zip
-
-NOTES = {"footnotes": "note", "endnotes": "endnote"}
 
 
 def read(file: IO[bytes], job: Job) -> Parsed:
@@ -33,22 +32,22 @@ def _headed(parts: Parts, name: str) -> list[tuple[str, str]]:
     body = next((child for child in parts.tree(main) if child.tag in tags("body")), None)
     if body is None:
         raise damaged(name, "a DOCX", f"there is no text in {main[:80]!r}")
-    notes, levels = _notes(parts, main), _levels(parts, main)
+    sheet = Sheet(parts, main)
+    notes = _notes(parts, main, sheet)
     found: list[tuple[str, list[str], list[str]]] = [("", [], [])]
     for block in nearest(body, PARAGRAPH | TABLE):
-        pointed: list[str] = []
         if block.tag in TABLE:
-            text = table(block, pointed)
+            text = table(block, sheet)
         else:
-            text = words(block, pointed)
-            level = _outline(block)
-            level = levels.get(value(block, "pPr", "pStyle") or "", 0) if level is None else level
+            text = words(block, sheet)
+            level = sheet.level(block)
             if level and text.strip():
-                found.append((" ".join(text.split()), [], []))
-                text = f"{'#' * level} {' '.join(text.split())}"
+                found.append((" ".join(text.split()).removeprefix(f"{BULLET} "), [], []))
+                text = f"{'#' * level} {found[-1][0]}"
         if text.strip():
             found[-1][1].append(text.strip("\n"))
-        found[-1][2].extend(f"[{key}] {notes[key]}" for key in pointed if notes.get(key))
+        found[-1][2].extend(f"[{called}] {notes[key]}" for key, called in sheet.pointed if notes.get(key))
+        sheet.pointed.clear()
     return [(heading, text) for heading, blocks, under in found if (text := _joined([*blocks, *under]))]
 
 
@@ -57,50 +56,17 @@ def _joined(blocks: list[str]) -> str:
     return unmarked("\n".join(lines).strip("\n"))
 
 
-def _levels(parts: Parts, main: str) -> dict[str, int]:
-    """Levels of heading styles by their id, 0 for the others. Names are English in the file, whatever the program's."""
-    levels: dict[str, int] = {}
-    titles, above = [], {}
-    for path in (path for kind, path in parts.relations(main) if kind == "styles"):
-        for style in parts.tree(path).iter(*tags("style")):
-            key, said = attribute(style, "styleId"), (value(style, "name") or "").casefold().split()
-            own = _outline(style)
-            if len(said) == 2 and said[0] == "heading" and said[1].isdecimal():
-                own = max(1, min(6, int(said[1])))
-            if said == ["title"]:
-                titles.append(key)  # what is based on it, a subtitle, is no heading
-            elif own is not None:
-                levels[key] = own
-            else:
-                above[key] = value(style, "basedOn") or ""
-    for key in above:
-        chain: dict[str, None] = {}
-        while key not in levels and key in above and key not in chain:
-            chain[key] = None
-            key = above[key]
-        levels |= dict.fromkeys(chain, levels.get(key, 0))
-    return levels | dict.fromkeys(titles, 1)
-
-
-def _outline(element: Any) -> int | None:
-    """The level that a paragraph or a style says itself: 0 for none, None where it leaves it to others."""
-    said = value(element, "pPr", "outlineLvl")
-    if not said or not said.isdecimal():
-        return None
-    return min(6, int(said) + 1) if int(said) < 9 else 0
-
-
-def _notes(parts: Parts, main: str) -> dict[str, str]:
+def _notes(parts: Parts, main: str, sheet: Sheet) -> dict[str, str]:
     """Footnotes and endnotes by what points at them."""
     notes = {}
     for kind, path in parts.relations(main):
-        if kind not in NOTES:
+        if kind.removesuffix("s") not in NOTES:
             continue
         wanted = tags(kind.removesuffix("s"))
         for note in (element for element in parts.tree(path) if element.tag in wanted):
-            text = " ".join(inside(note, []).split())
+            text = " ".join(inside(note, sheet).split())
             if text and attribute(note, "type") in ("", "normal"):  # the others are rules between text and notes
-                notes[f"{NOTES[kind]} {attribute(note, 'id')}"] = text
+                notes[f"{NOTES[kind.removesuffix('s')]} {attribute(note, 'id')}"] = text
     return notes
 
 

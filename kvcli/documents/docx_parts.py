@@ -1,9 +1,10 @@
-"""The parts of a DOCX that are read, each found through the relations of the part before it."""
+"""The parts of a DOCX that are read, each found through the relations of the part before it, and what is in them."""
 
 from __future__ import annotations
 
 import posixpath
 import zipfile
+from functools import cache
 from typing import Any
 from urllib.parse import unquote
 
@@ -11,7 +12,36 @@ from kvcli.documents.parsed import damaged
 from kvcli.documents.xml_tree import parse_xml
 from kvcli.documents.zipped import member
 
+SPACES = (
+    "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
+    "http://purl.oclc.org/ooxml/wordprocessingml/main",  # of the strict form
+)
+MATH = (
+    "http://schemas.openxmlformats.org/officeDocument/2006/math",
+    "http://purl.oclc.org/ooxml/officeDocument/math",
+)
 Relations = list[tuple[str, str]]
+
+
+@cache
+def tags(*names: str, spaces: tuple[str, ...] = SPACES) -> frozenset[str]:
+    """The names with each of their namespaces."""
+    return frozenset(f"{{{space}}}{name}" for space in spaces for name in names)
+
+
+def value(element: Any, *path: str) -> str | None:
+    """The `w:val` at the end of a path of first children; "" where it is not said, None where the path ends before."""
+    for name in path:
+        names = tags(name)
+        element = next((child for child in element if child.tag in names), None)
+        if element is None:
+            return None
+    return attribute(element, "val")
+
+
+def attribute(element: Any, name: str) -> str:
+    """An attribute by its name, in whichever namespace."""
+    return next((str(v) for key, v in element.items() if key.rpartition("}")[2] == name), "")
 
 
 class Parts:

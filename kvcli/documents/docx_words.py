@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from itertools import groupby
 from typing import Any
 
-from kvcli.documents.raised import grouped, raised
-
-SPACES = (
-    "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
-    "http://purl.oclc.org/ooxml/wordprocessingml/main",  # of the strict form
-)
-MATH = (
-    "http://schemas.openxmlformats.org/officeDocument/2006/math",
-    "http://purl.oclc.org/ooxml/officeDocument/math",
-)
-
-
-@cache
-def tags(*names: str, spaces: tuple[str, ...] = SPACES) -> frozenset[str]:
-    """The names with each of their namespaces."""
-    return frozenset(f"{{{space}}}{name}" for space in spaces for name in names)
-
+from kvcli.documents.docx_parts import MATH, attribute, tags, value
+from kvcli.documents.docx_sheet import BULLET, NOTES, Sheet
+from kvcli.documents.raised import apart, grouped
 
 PARAGRAPH, TABLE, ROW, CELL, RUN = tags("p"), tags("tbl"), tags("tr"), tags("tc"), tags("r")
 # deleted text, text moved away, and the second copy of a drawing for older programs
@@ -36,11 +21,11 @@ SIGNS = {
     for name, sign in (("tab", " "), ("br", "\n"), ("cr", "\n"), ("noBreakHyphen", "-"), ("softHyphen", ""))
     for tag in tags(name)
 }
-KINDS = {"footnoteReference": "note", "endnoteReference": "endnote"}
-POINTERS = {tag: KINDS[name] for name in KINDS for tag in tags(name)}
+POINTERS = {tag: NOTES[name] for name in NOTES for tag in tags(f"{name}Reference")}
 POWER, FRACTION, FENCED, ROOT = (tags(name, spaces=MATH) for name in ("sup", "f", "d", "rad"))
 FENCES = tags("dPr", spaces=MATH)
 SCRIPTED = tags("sSup", "sSubSup", spaces=MATH)
+RUBY, BASE, READING = tags("ruby"), tags("rubyBase"), tags("rt")
 
 
 def nearest(holder: Any, wanted: frozenset[str]) -> Iterator[Any]:
@@ -54,74 +39,67 @@ def nearest(holder: Any, wanted: frozenset[str]) -> Iterator[Any]:
             todo.extend(reversed(element))
 
 
-def value(element: Any, *path: str) -> str | None:
-    """The `w:val` at the end of a path of first children; "" where it is not said, None where the path ends before."""
-    for name in path:
-        names = tags(name)
-        element = next((child for child in element if child.tag in names), None)
-        if element is None:
-            return None
-    return attribute(element, "val")
-
-
-def attribute(element: Any, name: str) -> str:
-    """An attribute by its name, in whichever namespace."""
-    return next((str(v) for key, v in element.items() if key.rpartition("}")[2] == name), "")
-
-
-def words(paragraph: Any, pointed: list[str]) -> str:
-    """The text of a paragraph, then that of boxes anchored in it. The notes it points at are added to `pointed`."""
-    letters: list[tuple[bool, str]] = []  # whether they are raised
+def words(paragraph: Any, sheet: Sheet) -> str:
+    """The text of a paragraph behind its number, then that of boxes anchored in it."""
+    letters: list[tuple[str, str]] = []  # with the height at which they stand
     boxes: list[Any] = []
-    todo = [(element, False) for element in reversed(paragraph)]
+    todo = [(element, "") for element in reversed(paragraph)]
     while todo:
-        element, up = todo.pop()
+        element, height = todo.pop()
         if element.tag in SKIPPED or _is_hidden(element):
             continue
         if element.tag in LETTERS:
-            letters.append((up, element.text or ""))
+            letters.append((height, element.text or ""))
         elif element.tag in SIGNS:
-            letters.append((up, SIGNS[element.tag]))
+            letters.append((height, SIGNS[element.tag]))
         elif element.tag in BOX:
             boxes.append(element)
         elif element.tag in POINTERS:
-            pointed.append(f"{POINTERS[element.tag]} {attribute(element, 'id')}")
-            letters.append((False, f" [{pointed[-1]}]"))
-        elif (equation := _equation(element, pointed)) is not None:
-            letters.append((False, equation))
+            letters.append(("", f" [{sheet.note(element, POINTERS[element.tag])}]"))
+        elif (equation := _equation(element, sheet)) is not None:
+            letters.append(("", equation))
         else:
-            up = up or _is_raised(element)
-            todo.extend((child, up) for child in reversed(element))
-    inner = [words(p, pointed) for box in boxes for p in nearest(box, PARAGRAPH)]
-    runs = (("".join(text for _, text in run), up) for up, run in groupby(letters, key=lambda pair: pair[0]))
-    return "\n".join(["".join(raised(text) if up else text for text, up in runs), *filter(str.strip, inner)])
+            if element.tag in RUN and not any(child.tag in POINTERS for child in element):
+                height = height or sheet.height(element)
+            todo.extend((child, height) for child in reversed(element))
+    runs = [("", ""), *((h, "".join(text for _, text in run)) for h, run in groupby(letters, lambda pair: pair[0]))]
+    text = ""
+    for (_, before), (height, run), (_, after) in zip(runs, runs[1:], [*runs[2:], ("", "")], strict=False):
+        text += apart(run, before, after, is_below=height == "subscript") if height else run
+    if paragraph.tag in PARAGRAPH and (text.strip() or not _is_gone(paragraph)):
+        lead = sheet.lead(paragraph)
+        text = f"{lead}{text}" if text.strip() or lead.strip() != BULLET else text
+    return "\n".join([text, *filter(str.strip, (words(p, sheet) for box in boxes for p in nearest(box, PARAGRAPH)))])
 
 
-def table(element: Any, pointed: list[str]) -> str:
+def table(element: Any, sheet: Sheet) -> str:
     """A line a row; a table within a cell is part of the cell's text."""
     lines = []
     for row in nearest(element, ROW):
-        cells = [" ".join(inside(cell, pointed).split()) for cell in nearest(row, CELL)]
+        cells = [" ".join(inside(cell, sheet).split()) for cell in nearest(row, CELL)]
         if any(cells):
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def inside(holder: Any, pointed: list[str]) -> str:
+def inside(holder: Any, sheet: Sheet) -> str:
     """The words of all paragraphs in a cell or a note."""
-    return " ".join(words(p, pointed) for p in nearest(holder, PARAGRAPH))
+    return " ".join(words(p, sheet) for p in nearest(holder, PARAGRAPH))
 
 
-def _equation(element: Any, pointed: list[str]) -> str | None:
-    """The parts of an equation whose place on the paper carries meaning, with a sign for it; None for all else."""
+def _equation(element: Any, sheet: Sheet) -> str | None:
+    """Parts of equations and readings whose place on the paper carries meaning, with a sign for it; None for others."""
     if element.tag in FRACTION:
-        return "/".join(grouped(words(part, pointed)) for part in element if part.tag.endswith(("}num", "}den")))
+        return "/".join(grouped(words(part, sheet)) for part in element if part.tag.endswith(("}num", "}den")))
     if element.tag in FENCED:
-        return _fence(element, "begChr", "(") + words(element, pointed) + _fence(element, "endChr", ")")
+        return _fence(element, "begChr", "(") + words(element, sheet) + _fence(element, "endChr", ")")
     if element.tag in ROOT:
-        return "√" + grouped(words(element, pointed))
+        return "√" + grouped(words(element, sheet))
+    if element.tag in RUBY:
+        base, reading = (" ".join(words(e, sheet) for e in element if e.tag in names) for names in (BASE, READING))
+        return f"{base}({reading})" if reading.strip() else base
     if element.tag in POWER and element.getparent().tag in SCRIPTED:
-        return f"^{grouped(words(element, pointed))}"
+        return f"^{grouped(words(element, sheet))}"
     return None
 
 
@@ -138,8 +116,6 @@ def _is_hidden(element: Any) -> bool:
     return any(v is not None and v not in ("0", "false", "off") for v in said)
 
 
-def _is_raised(element: Any) -> bool:
-    """Whether it is a run above the line, and not the sign of a note."""
-    if element.tag not in RUN or value(element, "rPr", "vertAlign") != "superscript":
-        return False
-    return not any(child.tag in POINTERS for child in element)
+def _is_gone(paragraph: Any) -> bool:
+    """Whether the end of a paragraph is deleted, moved away or hidden."""
+    return any(value(paragraph, "pPr", "rPr", name) is not None for name in ("del", "moveFrom", "vanish"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import posixpath
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import IO, Any
 from urllib.parse import unquote
 
-from kvcli.documents.markup import read_markup
+from kvcli.documents.markup import read_markup, rules_of
 from kvcli.documents.parsed import Job, Parsed, damaged, no_text, refuse_pages, refuse_too_much
 from kvcli.documents.plain import number
 from kvcli.documents.repair import clean
@@ -37,9 +38,9 @@ def read(file: IO[bytes], job: Job) -> Parsed:
         _refuse_locked(archive, spine, job.name)
         names = _contents(archive, items, job.name)
         chapters: list[tuple[str, str]] = []
-        size = 0
+        size, notes, rules = 0, list[str](), _rules(archive, items, job.name)
         for path in spine:
-            title, headed = read_markup(member(archive, path, job.name), job.name, WHAT)
+            title, headed = read_markup(member(archive, path, job.name), job.name, WHAT, notes, rules=rules)
             if not headed:
                 continue  # a cover, a picture
             chapters += _chapters(headed, names.get(path, []), title or f"Chapter {len(chapters) + 1}")
@@ -47,7 +48,7 @@ def read(file: IO[bytes], job: Job) -> Parsed:
             refuse_too_much(job.name, size, len(chapters), paged=False)
     if not chapters:
         raise no_text(job.name, "its chapters hold pictures only")
-    return Parsed("epub", "chapter", number(chapters), title=_title(book))
+    return Parsed("epub", "chapter", number(chapters), title=_title(book), notes=notes)
 
 
 def _all(element: Any, tag: str) -> list[Any]:
@@ -87,6 +88,15 @@ def _spine(book: Any, items: dict[str, tuple[str, str, str]]) -> list[str]:
     """Paths of the chapters in order, each once: a book that names one a thousand times is no longer for it."""
     refs = [items.get(ref.get("idref", "")) for ref in _all(book, "itemref")]
     return list(dict.fromkeys(item[0] for item in refs if item and item[1] in PAGES))
+
+
+def _rules(archive: zipfile.ZipFile, items: dict[str, tuple[str, str, str]], name: str) -> dict[str, str]:
+    """What the book's style sheets say of raised letters and lists; one that is missing or broken says nothing."""
+    rules: dict[str, str] = {}
+    for path, kind, _ in items.values():
+        with suppress(BadInput):
+            rules |= rules_of([member(archive, path, name).decode("utf-8", "replace")] if kind == "text/css" else [])
+    return rules
 
 
 def _refuse_locked(archive: zipfile.ZipFile, spine: list[str], name: str) -> None:

@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from bs4 import BeautifulSoup, Comment, UnicodeDammit
+from bs4 import BeautifulSoup, Comment
+from bs4.dammit import EncodingDetector
 from markdownify import MarkdownConverter
 
+from kvcli.documents.charsets import page_text
+from kvcli.documents.numerals import numeral
 from kvcli.documents.parsed import damaged
-from kvcli.documents.raised import raised
+from kvcli.documents.raised import LONGEST, apart
 from kvcli.documents.repair import clean, unmarked
 
 # holds no text for a reader, text that no longer holds, or text that a browser shows only when something fails
 DROPPED = ["script", "style", "noscript", "template", "head", "svg", "math", "iframe", "object", "embed", "canvas"]
-DROPPED += ["audio", "video", "map", "datalist", "select", "del", "s", "strike"]
+DROPPED += ["audio", "video", "map", "datalist", "select", "del", "s", "strike", "rp"]
 HIDDEN = re.compile(
     r"(?<![\w-])(display\s*:\s*none|visibility\s*:\s*hidden|opacity\s*:\s*0(\.0+)?\s*(;|$)"
     r"|font-size\s*:\s*0(?![.\d]*[1-9]))",
     re.I,
 )
 SIGN = "\ue000"  # leads the line of a heading; taken out of the text first, so it is ours alone
-ENTITY = re.compile(rb"<!ENTITY", re.I)
+ENTITY = re.compile(r"<!ENTITY", re.I)
+HEAD = 1 << 14  # bytes in which a page declares its encoding
 SPACES = re.compile(r"\n{3,}")
+LEAD = "kvcli-lead"  # the attribute that carries the number of an entry of a list
+INDENTED = re.compile(r"\n(?=[^\n])")
+INLINE = ["a", "abbr", "b", "big", "em", "font", "i", "small", "span", "strong", "sub", "sup", "u"]
+# declarations that raise letters above their line, and one that says the form of an ordered list's numbers
+RAISED = re.compile(
+    r"(?<![\w-])(vertical-align\s*:\s*(super|text-top|0?\.[2-9]\d*r?em|[2-9]\d?%|[3-9](\.\d+)?p[xt])"
+    r"|font-variant-position\s*:\s*super|top\s*:\s*-0?\.[2-9]\d*r?em)",
+    re.I,
+)
+LISTED = re.compile(
+    r"(?<![\w-])list-style(?:-type)?\s*:[^;]{0,80}?(?<![\w-])"
+    r"(decimal(?:-leading-zero)?|(?:lower|upper)-(?:alpha|latin|roman)|cjk-ideographic|disc|circle|square)(?![\w-])",
+    re.I,
+)
+RULES = dict.fromkeys(("sup", "super", "superscript"), "vertical-align:super")  # classes that need no style sheet
+SELECTOR = re.compile(r"[\w-]*\.([\w-]+)")  # of a class alone
+NOTED = re.compile(r"(?<![a-z])(doc-)?(note-?ref|footnote|endnote|fnref|fn)(?![a-z])|(foot|end)note-?ref", re.I)
+NOTE = re.compile(r"\d{1,3}|[a-z]|[ivx]{1,5}|[*\u2020\u2021\u00a7]+", re.I)
+WORDLIKE = re.compile(r"[\w.,;:!?'\"\u2019\u201d\u00bb)\]\u2026\u3002]")
 
 
 class Plain(MarkdownConverter):
@@ -37,14 +61,27 @@ class Plain(MarkdownConverter):
     def convert_sup(self, el: Any, text: str, parent_tags: Any) -> str:
         if "_noformat" in parent_tags or not text.strip():
             return text
-        link = el.find("a", href=True) or el.find_parent("a", href=True)
-        if link is not None and "#" in link["href"]:  # points at a note; as a power it would change a number
-            return text if text.strip().startswith(("[", "(")) else f" [{text.strip()}]"
-        return raised(text)
+        before, after = _beside(el)
+        link = el if el.get("href") else el.find("a", href=True) or el.find_parent("a", href=True) or el
+        if "#" in link.get("href", "") or _is_note(link) or _is_note(el):  # as a power it would change a number
+            if text.strip().startswith(("[", "(")):
+                return text
+            return f"{' ' * bool(before.strip())}[{text.strip()}]{' ' * after[:1].isalnum()}"
+        return apart(text, before, after)
+
+    def convert_sub(self, el: Any, text: str, parent_tags: Any) -> str:
+        return text if "_noformat" in parent_tags else apart(text, *_beside(el), is_below=True)
+
+    def convert_li(self, el: Any, text: str, parent_tags: Any) -> str:
+        lead = f"{el.get(LEAD, '-')} "
+        return f"{lead}{INDENTED.sub(chr(10) + ' ' * len(lead), text.strip())}\n" if text.strip() else "\n"
+
+    def convert_rt(self, el: Any, text: str, parent_tags: Any) -> str:
+        return f"({text.strip()})" if text.strip() else ""  # a reading stands behind its word
 
 
 CONVERTER = Plain(
-    strip=["a", "b", "strong", "em", "i", "u", "sub", "img", "code", "kbd", "samp"],
+    strip=["a", "b", "strong", "em", "i", "u", "img", "code", "kbd", "samp"],
     bullets="-",
     escape_asterisks=False,
     escape_underscores=False,
@@ -53,23 +90,100 @@ CONVERTER = Plain(
 )
 
 
-def read_markup(data: bytes, name: str, what: str) -> tuple[str | None, list[tuple[str, str]]]:
-    """The title, and the text under each heading; what stands before the first one has an empty heading."""
-    if ENTITY.search(_without_comments(data[: 1 << 16])):
+def read_markup(
+    data: bytes, name: str, what: str, notes: list[str], *, said: str = "", rules: Mapping[str, str] | None = None
+) -> tuple[str | None, list[tuple[str, str]]]:
+    """The title, and the text under each heading; what stands before the first one has an empty heading.
+
+    `said` is the encoding and `rules` are those of style sheets that came with it; what was guessed goes to `notes`.
+    """
+    head = _without(data[:HEAD].decode("latin-1"), "<!--", "-->")
+    said = said or EncodingDetector.find_declared_encoding(head, is_html=True, search_entire_document=True) or ""
+    page, guessed = page_text(data, name, said)
+    notes += [note for note in guessed if note not in notes]
+    if ENTITY.search(_without(page[: 1 << 16], "<!--", "-->")):
         raise damaged(name, what, "it declares entities of its own, which can be made to fill memory")
     try:
-        page = UnicodeDammit(data, is_html=True).unicode_markup or ""
         soup = BeautifulSoup(page.replace(SIGN, ""), "lxml")
         title = clean(" ".join(soup.title.get_text().split())) if soup.title else None
+        rules = {**RULES, **(rules or {}), **rules_of(sheet.get_text() for sheet in soup.find_all("style"))}
         _drop(soup)
+        _raise(soup, rules)
+        _count(soup, rules)
         text = CONVERTER.convert_soup(soup)
     except RecursionError:
         raise damaged(name, what, "its elements are nested too deeply") from None
     return title or None, _headed(text)
 
 
-def _without_comments(head: bytes) -> bytes:
-    return b"".join(part.partition(b"<!--")[0] for part in head.split(b"-->"))
+def rules_of(sheets: Iterable[str]) -> dict[str, str]:
+    """Class -> what style sheets declare for it alone, where that raises letters or names a form of numbers."""
+    rules: dict[str, str] = {}
+    for rule in (rule for sheet in sheets for rule in _without(sheet, "/*", "*/").split("}")):
+        selectors, _, declared = rule.rpartition("{")
+        if said := [found[0] for pattern in (RAISED, LISTED) if (found := pattern.search(declared))]:
+            alone = (SELECTOR.fullmatch(each.strip()) for each in selectors.rpartition("{")[2].split(","))
+            rules |= dict.fromkeys((found[1] for found in alone if found), ";".join(said))
+    return rules
+
+
+def _without(text: str, start: str, end: str) -> str:
+    """Without the comments between these signs."""
+    return "".join(part.partition(start)[0] for part in text.split(end))
+
+
+def _style(el: Any, rules: Mapping[str, str]) -> str:
+    return ";".join([*(rules.get(key, "") for key in el.get("class", ())), str(el.get("style", ""))])
+
+
+def _raise(soup: BeautifulSoup, rules: Mapping[str, str]) -> None:
+    """Name `sup` what is raised by its style, and links to notes that stand at a word without a space between."""
+    for el in soup.find_all(INLINE):  # sub and sup among them stay what they are
+        is_raised, is_note = bool(RAISED.search(_style(el, rules))), _is_note(el)
+        is_link = el.name == "a" and "#" in el.get("href", "")
+        if not (is_raised or is_note or is_link) or el.name == "sup" or el.find("sup") or el.find_parent("sup"):
+            continue
+        text = el.get_text().strip()
+        if NOTE.fullmatch(text):
+            is_raised |= is_note or (is_link and bool(WORDLIKE.match(_beside(el)[0])))
+        if (is_raised and len(text) <= LONGEST) or (is_note and text.isdigit()):
+            el.name = "sup"
+
+
+def _is_note(el: Any) -> bool:
+    """Whether an element calls itself a link to a note."""
+    said = (el.get("epub:type"), el.get("role"), el.get("rel"), el.get("class"))
+    return any(NOTED.search(" ".join(value) if isinstance(value, list) else value) for value in said if value)
+
+
+def _beside(el: Any) -> tuple[str, str]:
+    """The characters before and after an element in its line."""
+    found = []
+    for side, end in (("previous_sibling", slice(-1, None)), ("next_sibling", slice(1))):
+        at = el
+        while getattr(at, side) is None and at.parent is not None and at.parent.name in INLINE:
+            at = at.parent
+        beside = getattr(at, side)
+        found.append("" if beside is None else str(beside.get_text())[end])
+    return found[0], found[1]
+
+
+def _count(soup: BeautifulSoup, rules: Mapping[str, str]) -> None:
+    """Write down with each entry of an ordered list what a browser writes before it."""
+    for ol in soup.find_all("ol"):
+        entries = ol.find_all("li", recursive=False)
+        is_down = "reversed" in ol.attrs
+        n = _whole(ol.get("start"), len(entries) if is_down else 1)
+        for li in entries:
+            n = _whole(li.get("value"), n)
+            styled = LISTED.search(_style(li, rules)) or LISTED.search(_style(ol, rules))
+            form = styled[1] if styled else li.get("type", ol.get("type", ""))
+            li[LEAD] = "-" if form in ("disc", "circle", "square") else f"{numeral(n, form)}."
+            n += -1 if is_down else 1
+
+
+def _whole(said: str | None, usual: int) -> int:
+    return int(said) if said and re.fullmatch(r"\s*[-+]?\d{1,9}\s*", said) else usual
 
 
 def _drop(soup: BeautifulSoup) -> None:

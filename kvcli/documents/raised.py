@@ -23,3 +23,15 @@ def grouped(text: str) -> str:
     """In brackets where a sign beside it would take hold of a part only."""
     inner = text.strip()
     return inner if NUMBER.fullmatch(inner) or (inner[:1], inner[-1:]) == ("(", ")") else f"({inner})"
+
+
+def apart(text: str, before: str, after: str, *, is_below: bool = False) -> str:
+    """What is raised or lowered, kept out of the numbers on either side: `10^6`, `3 1/2`, `101_2`, but `H2O`."""
+    inner, follows = text.strip(), before[-1:].isdigit()
+    if is_below:
+        text = f"_{text}" if follows and inner[:1].isdigit() else text
+    elif inner.isdigit() and after[:1] in ("/", "\u2044"):
+        text = f" {text}" if follows else text
+    else:
+        text = raised(text)
+    return f"{text} " if text[-1:].isdigit() and after[:1].isdigit() else text

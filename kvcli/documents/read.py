@@ -37,7 +37,7 @@ def read_document(
     type: str | None = None,
     limits: Limits | None = None,
 ) -> Document:
-    """Read a PDF, HTML, EPUB, DOCX, markdown or text file, or a bundled example: `demo:report`, `demo:pdf`.
+    """Read a PDF, HTML, EPUB, DOCX, mail, notebook or text file, or a bundled example: `demo:report`, `demo:pdf`.
 
     `paper.pdf:3-9` reads those pages, as `pages` does, unless a file of that whole name exists. What the file is shows
     in its content first; `type` overrides that. Messages call the file by `name`, as the user typed it; the document

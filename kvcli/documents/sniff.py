@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from kvcli.documents.decode import PDF_HEADER
 from kvcli.errors import UsageError
 
-KINDS = ("pdf", "html", "epub", "docx", "markdown", "text")
+KINDS = ("pdf", "html", "epub", "docx", "mail", "mhtml", "notebook", "markdown", "text")
 SUFFIXES = {
     ".pdf": "pdf",
     ".html": "html",
@@ -16,17 +16,27 @@ SUFFIXES = {
     ".xhtml": "html",
     ".epub": "epub",
     ".docx": "docx",
+    ".eml": "mail",
+    ".mbox": "mail",
+    ".mht": "mhtml",
+    ".mhtml": "mhtml",
+    ".ipynb": "notebook",
     ".md": "markdown",
     ".markdown": "markdown",
     ".txt": "text",
     ".text": "text",
 }
 WORDS = {"pdf": "PDF", "html": "HTML", "epub": "EPUB", "docx": "DOCX", "markdown": "markdown", "text": "text"}
+WORDS |= {"mail": "mail", "mhtml": "MHTML", "notebook": "a notebook"}
 HEAD = 4096  # bytes looked at
 PDF_WITHIN = 1024  # bytes before the header that readers of PDF tolerate
 COMMENTS = rb"(<!--((?!-->).){0,2000}-->\s*)*"  # one way to match each: no backtracking through many
 HTML = re.compile(rb"\s*(<\?xml[^>]{0,200}>\s*)?" + COMMENTS + rb"(<!doctype\s+html|<html[\s>])", re.I | re.S)
 TAG = re.compile(rb"\s*(<\?xml[^>]{0,200}>\s*)?<[!a-zA-Z]", re.S)
+HEADERS = re.compile(rb"(?:From [^\n]*\n)?(?:[A-Za-z][\w-]*:[^\n]*(?:\n|\Z)(?:[ \t][^\n]*(?:\n|\Z))*)+")
+POSTED = {b"message-id", b"received", b"mime-version", b"return-path", b"delivered-to"}  # nobody writes these by hand
+USUAL = POSTED | {b"from", b"to", b"date", b"subject", b"content-type", b"dkim-signature", b"arc-seal"}
+NOTEBOOK = re.compile(rb'\s*\{\s*"(cells|metadata|nbformat|worksheets)"\s*:')
 HEADING = re.compile(rb"^#{1,6} \S.*\n\s*\n", re.M)
 
 
@@ -37,7 +47,7 @@ def named_kind(name: str) -> str | None:
 
 def check_type(type: str | None) -> str | None:
     """A kind as typed; refuses a word that is none."""
-    kind = {"md": "markdown", "txt": "text", "htm": "html"}.get(type, type) if type else None
+    kind = SUFFIXES.get(f".{type}", type) if type else None
     if kind is not None and kind not in KINDS:
         raise UsageError(f"there is no type {type!r}", code="unknown_type", try_=[f"--type {k}" for k in KINDS])
     return kind
@@ -57,6 +67,10 @@ def sniff(head: bytes, name: str) -> str:
         return "zip"
     if HTML.match(_narrow(body)) or (promised == "html" and TAG.match(_narrow(body))):
         return "html"
+    if (posted := _posted(body, promised)) is not None:
+        return posted
+    if NOTEBOOK.match(body) and (promised == "notebook" or b'"cell_type"' in body or b'"nbformat"' in body):
+        return "notebook"
     if promised in ("markdown", "text"):
         return promised
     if PurePath(name).suffix == "" and not body.startswith(b"#!") and len(HEADING.findall(body)) > 1:
@@ -70,6 +84,17 @@ def looks_readable(file: Path) -> bool:
         head = stream.read(HEAD)
     kind, promised = sniff(head, file.name), named_kind(file.name)
     return bool(promised) or kind in ("pdf", "html") or (kind != "zip" and b"\0" not in head and bool(head.strip()))
+
+
+def _posted(head: bytes, promised: str | None) -> str | None:
+    """Mail or a web archive by its headers, None for what has no such headers."""
+    found = HEADERS.match(head)
+    names = {name.lower() for name in re.findall(rb"^([\w-]+):", found[0], re.M)} if found else set()
+    if promised not in ("mail", "mhtml") and (len(names & USUAL) < 3 or not names & POSTED):
+        return None
+    if b"multipart/related" in head and (promised == "mhtml" or not names & {b"to", b"received", b"message-id"}):
+        return "mhtml"
+    return "mail" if names else None
 
 
 def disagreement(name: str, kind: str) -> str | None:

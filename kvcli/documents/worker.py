@@ -17,7 +17,7 @@ from kvcli.errors import BadInput, KvcliError
 from kvcli.installing import EXTRAS, pip
 from kvcli.sandbox import bound, preload, shut
 
-READERS = ("pdf", "html", "epub", "docx")
+READERS = {kind: kind for kind in ("pdf", "html", "epub", "docx", "mail", "notebook")} | {"mhtml": "mail"}
 
 
 def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
@@ -53,7 +53,7 @@ def prepare(kind: str) -> dict[str, str]:
     missing = {}
     for reader in ("epub", "docx") if kind == "zip" else {kind} & {*READERS}:
         try:
-            import_module(f"kvcli.documents.{reader}")
+            import_module(f"kvcli.documents.{READERS[reader]}")
         except ModuleNotFoundError as error:
             missing[reader] = str(error.name)
     preload("encodings")
@@ -72,7 +72,7 @@ def parse(file: IO[bytes], job: Job, missing: Mapping[str, str] | None = None) -
             lines=[f"there is no module {missing[kind]}"],
             try_=[pip(*EXTRAS["docs"])],
         )
-    parsed: Parsed = import_module(f"kvcli.documents.{kind}").read(file, job)
+    parsed: Parsed = import_module(f"kvcli.documents.{READERS[kind]}").read(file, job)
     return parsed
 
 

@@ -15,6 +15,14 @@ MAX_MEMBER = 64 * 2**20  # bytes of a member that is read
 MAX_RATIO = 200  # inflated to packed, of a member larger than SMALL; text packs three to twenty times
 SMALL = 1 << 20
 CHUNK = 1 << 16
+OTHERS = {  # how the name of a file in it begins
+    "xl/": "an Excel file",
+    "ppt/": "a PowerPoint file",
+    "content.xml": "an OpenDocument file",
+    "Index/Document.iwa": "a file of Pages, Numbers or Keynote",
+    "FixedDoc": "an XPS file",
+    "Contents/content.hpf": "a HWPX file",
+}
 
 
 def open_zip(file: IO[bytes], name: str) -> zipfile.ZipFile:
@@ -66,13 +74,13 @@ def kind_of(file: IO[bytes], name: str) -> str:
     if "word/document.xml" in names or ("_rels/.rels" in names and any(n.startswith("word/") for n in names)):
         return "docx"  # whose text may be called otherwise
     what = next(
-        (w for p, w in (("xl/", "an Excel file"), ("ppt/", "a PowerPoint file")) for n in names if n.startswith(p)),
+        (what for start, what in OTHERS.items() if any(n.startswith(start) for n in names)),
         "a zip archive",
     )
     raise BadInput(
         f"{name} is {what}; of archives only EPUB and DOCX are read",
         code="not_text",
-        try_=[f"unzip {quote(name)}" if what == "a zip archive" else "save it as PDF"],
+        try_=[f"unzip {quote(name)}" if what == "a zip archive" else "save it as DOCX or PDF"],
     )
 
 

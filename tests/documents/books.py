@@ -61,6 +61,11 @@ def zipped(files: Mapping[str, str | bytes]) -> bytes:
     return out.getvalue()
 
 
+def unzipped(data: bytes) -> dict[str, str | bytes]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 RELATED = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 MATH = "http://schemas.openxmlformats.org/officeDocument/2006/math"

@@ -135,12 +135,23 @@ UP = '<w:vertAlign w:val="superscript"/>'
         (letters("the 1") + letters("st", UP) + letters(" day"), "the 1st day"),
         (letters("so*") + letters("*", UP), "so**"),
         (letters("H") + letters("2", '<w:vertAlign w:val="subscript"/>') + letters("O"), "H2O"),
+        (letters("10") + letters("6", '<w:rStyle w:val="Up"/>') + letters("5"), "10^6 5"),
+        (letters("10") + letters("6", '<w:position w:val="8"/>') + letters(" m"), "10^6 m"),
+        (letters("101") + letters("2", '<w:vertAlign w:val="subscript"/>'), "101_2"),
+        (letters("3") + letters("1", UP) + letters("/2"), "3 1/2"),
         (letters("80") + letters("100", "<w:strike/>"), "80"),
         (letters("80") + letters("100", '<w:strike w:val="0"/>'), "80100"),
     ],
 )
 def test_raised_letters_and_struck_ones_change_no_number(runs, text):
-    assert text_of(word(f"<w:p>{runs}</w:p>")) == text
+    styles = f'<w:style w:styleId="Base"><w:rPr>{UP}</w:rPr></w:style>'
+    styles += '<w:style w:styleId="Up"><w:basedOn w:val="Base"/></w:style>'
+    assert text_of(word(f"<w:p>{runs}</w:p>", styles=styles)) == text
+
+
+def test_a_reading_stands_behind_its_word():
+    ruby = f"<w:ruby><w:rt>{letters('かんじ')}</w:rt><w:rubyBase>{letters('漢字')}</w:rubyBase></w:ruby>"
+    assert text_of(word(f"<w:p>{run(ruby)}{letters('を')}</w:p>")) == "漢字(かんじ)を"
 
 
 def test_the_raised_sign_of_a_note_is_no_power():
@@ -148,7 +159,7 @@ def test_the_raised_sign_of_a_note_is_no_power():
     note = f'<w:footnotes xmlns:w="{WORD}"><w:footnote w:id="2">{paragraph("See there.")}</w:footnote></w:footnotes>'
     body = f"<w:p>{letters('said')}{pointer}</w:p>"
     data = word(body, targets={"footnotes": "footnotes.xml"}, files={"word/footnotes.xml": note})
-    assert text_of(data) == "said [note 2]\n\n[note 2] See there."
+    assert text_of(data) == "said [note 1]\n\n[note 1] See there."
 
 
 def test_equations_keep_powers_fractions_and_brackets():
@@ -160,6 +171,120 @@ def test_equations_keep_powers_fractions_and_brackets():
     fenced = f"<m:d><m:dPr><m:endChr m:val='['/></m:dPr><m:e>{m('x')}</m:e></m:d>"
     whole = f"<m:oMath>{m('E=m')}{power}{m(' or ')}{fraction}{fenced}</m:oMath>"
     assert text_of(word(f"<w:p>{letters('So ')}{whole}</w:p>")) == "So E=mc^2 or 1/(a+b)(x["
+
+
+# --- numbers
+
+
+def lvl(depth: int, form: str, text: str, start: int = 1, more: str = "") -> str:
+    inner = f'<w:start w:val="{start}"/><w:numFmt w:val="{form}"/>{more}<w:lvlText w:val="{text}"/>'
+    return f'<w:lvl w:ilvl="{depth}">{inner}</w:lvl>'
+
+
+def numbered(paragraphs: str, lists: dict[int, str], nums: dict[int, tuple[int, str]], styles: str = "") -> bytes:
+    """A DOCX whose lists are these levels; a number names its list and what it changes there."""
+    held = "".join(f'<w:abstractNum w:abstractNumId="{key}">{levels}</w:abstractNum>' for key, levels in lists.items())
+    held += "".join(
+        f'<w:num w:numId="{key}"><w:abstractNumId w:val="{of}"/>{more}</w:num>' for key, (of, more) in nums.items()
+    )
+    numbering = f'<w:numbering xmlns:w="{WORD}">{held}</w:numbering>'
+    return word(
+        paragraphs, styles=styles, targets={"numbering": "numbering.xml"}, files={"word/numbering.xml": numbering}
+    )
+
+
+def entry(text: str, num: int, depth: int = 0, mark: str = "") -> str:
+    place = f'<w:numPr><w:ilvl w:val="{depth}"/><w:numId w:val="{num}"/></w:numPr>'
+    return f"<w:p><w:pPr>{place}<w:rPr>{mark}</w:rPr></w:pPr>{letters(text) if text else ''}</w:p>"
+
+
+LEGAL = (
+    lvl(0, "decimal", "%1.")
+    + lvl(1, "decimal", "%1.%2")
+    + lvl(2, "lowerLetter", "(%3)")
+    + lvl(3, "upperRoman", "%4:", 3)
+)
+AGAIN = '<w:lvlOverride w:ilvl="0"><w:startOverride w:val="1"/></w:lvlOverride>'
+
+
+@pytest.mark.parametrize(
+    ("places", "leads"),
+    [  # number of a list and depth of each paragraph, and what stands before it
+        ("10 11 11 12 13 13 12 10 11 12", "1. 1.1 1.2 (a) III: IV: (b) 2. 2.1 (a)"),
+        ("10 10 20 10 30 30 30", "1. 2. 3. 4. 1. 2. 3."),  # a second number of one list counts on, a third begins anew
+        ("11 10 11", "1.1 2. 2.1"),  # a number that is named has been counted
+        ("40 41 41 40 41", "I. I.A I.B II. II.C"),  # a level that never begins anew
+        ("50 50 50", "08 09 10"),
+        ("60 60", "第一条 第二条"),
+        ("00 99 70", "  "),  # no list, one that is not there, and one that is not in the file
+        ("80 80", "- -"),
+    ],
+)
+def test_paragraphs_are_numbered_as_their_list_says(places, leads):
+    own = lvl(0, "upperRoman", "%1.") + lvl(1, "upperLetter", "%1.%2", more='<w:lvlRestart w:val="0"/>')
+    lists = {0: LEGAL, 1: own, 2: lvl(0, "decimalZero", "%1", 8)}
+    lists |= {3: lvl(0, "chineseCounting", "第%1条"), 4: lvl(0, "bullet", "\uf0b7")}
+    nums = {1: (0, ""), 2: (0, ""), 3: (0, AGAIN), 4: (1, ""), 5: (2, ""), 6: (3, ""), 7: (9, ""), 8: (4, "")}
+    body = "".join(entry("x", int(num), int(depth)) for num, depth in map(list, places.split()))
+    assert text_of(numbered(body, lists, nums)).split("\n\n") == [f"{lead} x".lstrip() for lead in leads.split(" ")]
+
+
+def test_a_legal_level_has_digits_and_an_override_its_own_form():
+    lists = {0: lvl(0, "upperRoman", "Article %1") + lvl(1, "decimal", "Section %1.%2", more="<w:isLgl/>")}
+    over = f'<w:lvlOverride w:ilvl="0">{lvl(0, "lowerLetter", "%1)", 27)}</w:lvlOverride>'
+    body = entry("a", 1) + entry("b", 1, 1) + entry("c", 2)
+    assert text_of(numbered(body, lists, {1: (0, ""), 2: (0, over)})) == "Article I a\n\nSection 1.1 b\n\nb) c"
+    body = entry("c", 2) + entry("d", 2)
+    assert text_of(numbered(body, lists, {2: (0, over)})) == "aa) c\n\nbb) d"
+
+
+def test_numbers_come_by_style_into_headings_cells_and_citations():
+    levels = lvl(0, "decimal", "%1", more='<w:pStyle w:val="H1"/>') + lvl(
+        1, "decimal", "%1.%2", more='<w:pStyle w:val="H2"/>'
+    )
+    linked = "<w:numStyleLink w:val='Clauses'/>"
+    lists = {0: levels, 1: f"<w:styleLink w:val='Clauses'/>{LEGAL}", 2: linked}
+    of_list = '<w:pPr><w:numPr><w:numId w:val="{}"/></w:numPr></w:pPr>'
+    styles = "".join(
+        f'<w:style w:styleId="{key}"><w:name w:val="{name}"/><w:basedOn w:val="{base}"/>'
+        f"{of_list.format(num) * bool(num)}</w:style>"
+        for key, name, base, num in (
+            ("H1", "heading 1", "", 1),
+            ("H2", "heading 2", "H1", 0),
+            ("Clause", "Clause", "", 2),
+            ("Own", "Own", "Clause", 0),
+        )
+    )
+    cells = "".join(f"<w:tr><w:tc>{entry('', 2)}</w:tc><w:tc>{paragraph(t)}</w:tc></w:tr>" for t in "pq")
+    body = paragraph("River", style="H1") + paragraph("Ice", style="H2") + paragraph("held", style="Own")
+    body += f"<w:tbl>{cells}</w:tbl>" + paragraph("Bridge", style="H1") + paragraph("Bolts", style="H2")
+    document = document_of(numbered(body, lists, {1: (0, ""), 2: (2, "")}, styles), "a.docx")
+    assert [(s.label, s.text) for s in document.sections] == [
+        ("1 River", "# 1 River"),
+        ("1.1 Ice", "## 1.1 Ice\n\n1. held\n\n| 2. | p |\n| 3. | q |"),
+        ("2 Bridge", "# 2 Bridge"),
+        ("2.1 Bolts", "## 2.1 Bolts"),
+    ]
+
+
+def test_a_paragraph_that_is_deleted_is_not_counted():
+    body = entry("a", 1) + entry("", 1, mark="<w:del/>") + entry("", 1, mark="<w:vanish/>") + entry("b", 1)
+    assert text_of(numbered(body, {0: LEGAL}, {1: (0, "")})) == "1. a\n\n2. b"
+
+
+def test_notes_are_counted_but_for_those_with_a_sign_of_their_own():
+    def pointed(key: int, more: str = "", sign: str = "") -> str:
+        return letters("in 1848") + run(f'<w:footnoteReference w:id="{key}" {more}/>{sign}', UP)
+
+    each = "".join(f'<w:footnote w:id="{n}">{paragraph(f"Note of {n}.")}</w:footnote>' for n in (4, 5, 9))
+    notes = f'<w:footnotes xmlns:w="{WORD}">{each}</w:footnotes>'
+    signed = pointed(4, 'w:customMarkFollows="1"', "<w:t>*</w:t>")
+    body = f"<w:p>{pointed(9)}{signed}{pointed(5)}</w:p>"
+    data = word(body, targets={"footnotes": "footnotes.xml"}, files={"word/footnotes.xml": notes})
+    assert text_of(data) == (
+        "in 1848 [note 1]in 1848 [note]*in 1848 [note 2]\n\n"
+        "[note 1] Note of 9.\n\n[note] Note of 4.\n\n[note 2] Note of 5."
+    )
 
 
 # --- headings

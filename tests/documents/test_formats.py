@@ -95,7 +95,7 @@ def test_footnotes_of_a_docx_stand_under_their_section():
         b"Said again.</w:t></w:r>", b'Said again.</w:t></w:r><w:r><w:footnoteReference w:id="2"/></w:r>'
     )
     document = document_of(books.zipped(files), "l.docx")
-    assert document.sections[-1].text == "## Results\n\nSaid again. [note 2]\n\n[note 2] See the survey."
+    assert document.sections[-1].text == "## Results\n\nSaid again. [note 1]\n\n[note 1] See the survey."
 
 
 MARKDOWN = """intro

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from random import Random
 
@@ -16,6 +17,7 @@ from kvcli.documents.parsed import Job, Parsed
 from kvcli.documents.worker import parse
 from kvcli.errors import KvcliError
 from tests.documents import books, made
+from tests.documents import test_mail as mails
 from tests.documents.test_formats import PAGE
 
 EQUATION = "<w:p><m:f><m:num><m:r><m:t>1</m:t></m:r></m:num><m:den/></m:f><w:txbxContent><w:p/></w:txbxContent></w:p>"
@@ -24,6 +26,11 @@ SEEDS = {
     "html": [PAGE.encode()],
     "epub": [books.epub()],
     "docx": [books.docx_file(), books.word(books.paragraph("10") + EQUATION, styles="<w:style/>")],
+}
+SEEDS |= {
+    "mail": [mails.box(), mails.rich()],
+    "mhtml": [mails.archive()],
+    "notebook": [json.dumps(mails.BOOK).encode()],
 }
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SPLICE = st.tuples(st.integers(0, 1 << 20), st.integers(0, 64), st.binary(max_size=24))
@@ -47,7 +54,7 @@ def inside(kind: str, data: bytes) -> None:
     assert all(section.text.strip() for section in parsed.sections)
 
 
-@pytest.mark.parametrize("kind", ["html", "epub", "docx", "zip"])
+@pytest.mark.parametrize("kind", ["html", "epub", "docx", "zip", "mail", "mhtml", "notebook"])
 @QUICK
 @given(data=st.data())
 def test_a_reader_takes_any_mutation_of_a_valid_file(kind: str, data: st.DataObject):

@@ -1,0 +1,132 @@
+"""The encoding of a page: its byte order mark, what it declares, UTF-8, or a guess by its letters, which a note says.
+
+Labels mean what they mean to browsers (encoding.spec.whatwg.org): a page that declares `iso-8859-1` is windows-1252.
+"""
+
+# ruff: noqa: RUF001 - letters of many alphabets
+
+from __future__ import annotations
+
+import codecs
+import re
+from shlex import quote
+
+from kvcli.documents.decode import MARKS
+from kvcli.errors import BadInput
+
+BEYOND = bytes(range(128, 256))
+SAMPLE = 1 << 16  # bytes that a guess looks at, from the first one beyond ASCII
+LEAST, APART = 0.4, 0.04  # share of the characters beyond ASCII that a language's common letters make, and its lead
+ISO = re.compile(r"iso[-_]?8859[-_]?(\d+)(?:[-_]?[ei])?")
+# labels that Python does not know; Python's names where browsers read a wider encoding; all others that they read
+OTHER = {"koi": "koi8-r", "koi8": "koi8-r", "koi8-ru": "koi8-u", "mac": "mac-roman", "macintosh": "mac-roman"}
+OTHER |= {"dos-874": "cp874", "windows-874": "cp874", "logical": "iso8859-8", "visual": "iso8859-8", "cn-big5": "big5"}
+OTHER |= dict.fromkeys("windows-949 iso-ir-149 ksc_5601 ks_c_5601-1989 ksc56011987".split(), "cp949")
+OTHER |= {"gb_2312": "gbk", "gb_2312-80": "gbk", "windows-31j": "cp932", "sun_eu_greek": "iso8859-7"}
+OTHER |= {"isolatin9": "iso8859-15", "mac-ukrainian": "mac-cyrillic", "user-defined": "cp1252", "unicode": "utf-8"}
+WIDER = {"ascii": "cp1252", "iso8859-1": "cp1252", "iso8859-9": "cp1254", "iso8859-11": "cp874", "tis-620": "cp874"}
+WIDER |= {"gb2312": "gb18030", "gbk": "gb18030", "big5": "big5hkscs", "euc_kr": "cp949", "shift_jis": "cp932"}
+WIDER |= {"euc_jp": "euc_jis_2004", "utf-16": "utf-8", "utf-16-le": "utf-8", "utf-16-be": "utf-8"}
+SINGLE = re.compile(r"cp(125\d|8\d\d)|iso8859-\d+|koi8-[ru]|mac-(roman|cyrillic)")  # a byte a character
+SEVERAL = ("utf-8", "cp932", "cp949", "gb18030", "big5hkscs", "iso2022_jp", "euc_jis_2004")
+# what a guess tries, with letters that make most of what is beyond ASCII in a language, or in each of several;
+# the first is what browsers take where they know nothing
+LETTERS = {"windows-1252": "éèàêçôâîûùëïœ äöüß áéíóúñü ãáâàçéêíóôõú åäöæø àèéìòù áéíóúýþðæö àçèéíïòóúü"}
+LETTERS |= dict.fromkeys(
+    ("windows-1250", "iso-8859-2"), "ąćęłńóśźż áčďéěíňřšťúůýž áéíóöőúüű ăâîşţ čćšžđ áäčďéíľĺňóôŕšťúýž"
+)
+LETTERS |= {"windows-1254": "çğıöşü", "windows-1257": "ąčęėįšųūž āčēģīķļņšūž äõöüšž"}
+LETTERS |= dict.fromkeys(("windows-1251", "koi8-u", "ibm866", "iso-8859-5"), "оеаинтсрвлкмдпуяыізьбгчй")
+LETTERS |= {"windows-1253": "αοιετνσρκπυηλμςόίάέήώύθγδ", "windows-1255": "יוהלאתרבמשנדםקחעפט"}
+LETTERS |= {"windows-1256": "اليمنترهوبسعدقفةكحپیک", "windows-874": "านรกอเงมยวลดทสต่้ัิีะแคหปขโไบ"}
+LETTERS |= dict.fromkeys(
+    ("shift_jis", "euc-jp"), "のにたいをはとるがしでてなかっれらもすりこさんくまあスントルイー、。・「」"
+)
+LETTERS |= {
+    "gbk": "的一是不了在人有我他这中大来上个国到说们以时要和就出会可也你对生能而子那得于下自之年过发后作里，。：、“",
+    "big5": "的一是不了在人有我他這中大來上個國到說們以時要和就出會可也你對生能而子那得於下自之年過發後作裡，。：、「",
+    "euc-kr": "이다는에의을가고를한은하로지기사도인어서자나대아그시리으일해정수있전라보부들제여만과장주상적조게스구원",
+}
+SIGNS = "“”„‘’‚–—…«»€£§°©®·\u00a0"
+ALONG = r"(?<=[a-zA-Z])[{0}]|[{0}](?=[a-zA-Z])|(?<!\w)([{0}](?!\w)|[{1}](?=[a-z]))|[{2}]"  # letters of a Latin word
+APART_FROM = r"(?<=[^\W\d_a-zA-Z])[{0}](?![a-zA-Z])|(?<![a-zA-Z])[{0}](?=[^\W\d_a-zA-Z])|[{2}]"  # of another
+
+
+def page_text(data: bytes, name: str, said: str = "") -> tuple[str, list[str]]:
+    """The text of a page, and in notes what was guessed or could not be decoded; `said` is the label it came with."""
+    for mark, encoding in MARKS:
+        if data.startswith(mark):
+            return data[len(mark) :].decode(encoding, "replace"), []
+    codec, notes = codec_of(said), []
+    if codec is None and b"\x1b$" in data[:SAMPLE]:
+        codec = "iso2022_jp"
+    text = data.decode("utf-8", "replace")
+    beyond = len(data) - len(data.translate(None, BEYOND))
+    lost = text.count("\ufffd") - data.count("\ufffd".encode())
+    if codec in (None, "utf-8") and lost * 50 <= beyond:
+        codec = "utf-8"  # what is broken in a place or two is UTF-8 nevertheless
+    elif codec in (None, "utf-8"):
+        why = f"declares {said[:40]!r}, which it is not" if said else "does not declare its encoding"
+        label, codec = _guessed(data, name)
+        notes.append(f"{name} {why}: it was read as {label}, a guess by its letters")
+    elif beyond and not lost and SINGLE.fullmatch(codec):
+        codec = "utf-8"
+        notes.append(f"{name} declares {said[:40]!r}, but is UTF-8 throughout: it was read as UTF-8")
+    if codec != "utf-8":
+        text = data.decode(codec, "replace")
+        lost = text.count("\ufffd")
+    if lost:
+        notes.append(f"{name} has bytes that are no {codec.upper()}: {lost:,} of its characters are \ufffd")
+    return text, notes
+
+
+def codec_of(label: str) -> str | None:
+    """What decodes a page that declares this label, None where browsers do not know it."""
+    plain = re.sub(r"^(x-)+", "", label.strip().lower())
+    for key in (plain, plain.removeprefix("cs")):
+        iso = ISO.fullmatch(key)
+        try:
+            known = codecs.lookup(f"iso8859-{iso[1]}" if iso else OTHER.get(key, key)).name
+        except (LookupError, ValueError):
+            continue
+        codec = WIDER.get(known, known)
+        return codec if SINGLE.fullmatch(codec) or codec in SEVERAL else None
+    return None
+
+
+def _guessed(data: bytes, name: str) -> tuple[str, str]:
+    """The label whose letters most of the text is in, and its codec; refuses where no alphabet is clearly ahead."""
+    start = next(re.finditer(rb"[\x80-\xff]", data)).start()
+    sample = b" ".join(part.rpartition(b">")[2] for part in data[start : start + SAMPLE].split(b"<"))
+    tried = sorted(((_share(sample, label), label) for label in LETTERS), reverse=True)
+    share, label = tried[0]
+    second = next(other for other, with_ in tried if not (_is_latin(label) and _is_latin(with_)) and with_ != label)
+    if share < LEAST or share - second < APART:
+        raise BadInput(
+            f"{name} does not say its encoding, and its letters do not show it",
+            code="bad_encoding",
+            lines=[f"byte {start:,} is 0x{data[start]:02x}, which is no UTF-8"],
+            detail={"offset": start},
+            try_=[f"iconv -f ENCODING -t utf-8 {quote(name)} > utf8.html"],
+        )
+    return label, codec_of(label) or "utf-8"
+
+
+def _is_latin(label: str) -> bool:
+    return LETTERS[label] < "\u0250"
+
+
+def _share(sample: bytes, label: str) -> float:
+    """How much of what is beyond ASCII are letters of a label where they may stand; 0 where the bytes do not fit."""
+    try:
+        text = codecs.getincrementaldecoder(codec_of(label) or "")().decode(sample)
+    except UnicodeDecodeError:
+        return 0.0
+    is_cjk = LETTERS[label] > "\u2e80"
+    where = "[{0}]" if is_cjk else ALONG if _is_latin(label) else APART_FROM
+    found = max(
+        sum(1 for _ in re.finditer(where.format(each, each.upper(), SIGNS), text)) for each in LETTERS[label].split()
+    )
+    share = found / max(1, sum(c > "\x7f" for c in text))
+    # half of a Chinese text is common signs; windows-1252 is ahead where two do as well
+    return min(1.0, 2 * share if is_cjk else share) + APART * (label == "windows-1252")

@@ -1,0 +1,138 @@
+"""What a DOCX says beside its text: levels of headings, heights of letters, and how numbers and bullets are counted."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvcli.documents.docx_parts import Parts, attribute, tags, value
+from kvcli.documents.numerals import numeral
+
+NOTES = {"footnote": "note", "endnote": "endnote"}
+BULLET = "-"
+PLACE = re.compile(r"%([1-9])")  # of the number of a level in the text of another
+OFF = ("0", "false", "off")
+
+
+class Level(NamedTuple):
+    """How a list counts at a depth."""
+
+    start: int
+    form: str
+    text: str  # with the places of its number and of those above it
+    restart: int  # begins anew after each entry above this depth
+    is_legal: bool  # all its numbers in digits
+    style: str | None  # whose paragraphs are at this level
+
+    @classmethod
+    def of(cls, lvl: Any) -> Level:
+        depth, legal = _number(attribute(lvl, "ilvl"), 0), value(lvl, "isLgl")
+        restart, start = _number(value(lvl, "lvlRestart"), depth), _number(value(lvl, "start"), 0)
+        form, text = value(lvl, "numFmt") or "decimal", value(lvl, "lvlText") or ""
+        return cls(start, form, text, restart, legal is not None and legal not in OFF, value(lvl, "pStyle"))
+
+
+class Sheet:
+    """The style sheet and the lists of a text. Paragraphs and notes are counted as they are asked for, in order."""
+
+    def __init__(self, parts: Parts, main: str) -> None:
+        roots = [parts.tree(path) for kind, path in parts.relations(main) if kind in ("styles", "numbering")]
+        styles, lists, nums = ([e for r in roots for e in r.iter(*tags(n))] for n in ("style", "abstractNum", "num"))
+        self._styles = {attribute(style, "styleId"): style for style in styles}
+        usual = (s for s in styles if attribute(s, "type") == "paragraph" and attribute(s, "default") not in ("", *OFF))
+        self._chains: dict[str, Sequence[Any]] = {"": list(usual)[:1]}
+        of_style = {link: found for found in lists if (link := value(found, "styleLink"))}
+        named = {attribute(a, "abstractNumId"): of_style.get(value(a, "numStyleLink") or "", a) for a in lists}
+        self._lists: dict[str, tuple[str, dict[int, Level], dict[int, int], set[int]]] = {}
+        for num in nums:
+            found, changes = named.get(value(num, "abstractNumId") or "", ()), list(num.iterfind("{*}lvlOverride"))
+            lvls = [e for holder in (found, *changes) for e in holder if e.tag in tags("lvl")]
+            starts = {_number(attribute(e, "ilvl"), 0): value(e, "startOverride") for e in changes}
+            anew = {at: _number(n, 1) for at, n in starts.items() if n is not None}
+            levels = {_number(attribute(e, "ilvl"), 0): Level.of(e) for e in lvls}
+            name = attribute(found, "abstractNumId") if levels and found != () else ""
+            self._lists[attribute(num, "numId")] = name, levels, anew, {*anew}
+        self._counts: dict[Any, dict[int, int]] = {}  # list -> level -> its latest number
+        self._notes: Counter[str] = Counter()
+        self.pointed: list[
+            tuple[str, str]
+        ] = []  # notes that were pointed at: how the file calls them, and how a reader
+
+    def level(self, paragraph: Any) -> int:
+        """The level of a heading, 0 for other paragraphs. Names are English in the file, whatever the program's."""
+        chain = self._chain(value(paragraph, "pPr", "pStyle") or "")
+        for style in (paragraph, *chain):
+            said, outline = (value(style, "name") or "").casefold().split(), value(style, "pPr", "outlineLvl")
+            if said == ["title"]:
+                return int(style is chain[0])  # what is based on it, a subtitle, is no heading
+            if len(said) == 2 and said[0] == "heading" and said[1].isdecimal():
+                return max(1, min(6, int(said[1])))
+            if outline and outline.isdecimal():
+                return min(6, int(outline) + 1) if int(outline) < 9 else 0
+        return 0
+
+    def height(self, run: Any) -> str:
+        """ "superscript", "subscript" or nothing, as the run or its style says."""
+        for style in (run, *self._chain(value(run, "rPr", "rStyle") or " ")):
+            if (said := value(style, "rPr", "vertAlign")) is not None:
+                return said.removesuffix("baseline")
+            if abs(up := _number(value(style, "rPr", "position"), 0)) > 3:  # half points
+                return "superscript" if up > 0 else "subscript"
+        return ""
+
+    def note(self, pointer: Any, kind: str) -> str:
+        """What a reader calls the note that is pointed at: they are counted, but for those with a sign of their own."""
+        is_signed = attribute(pointer, "customMarkFollows") not in ("", *OFF)
+        self._notes[kind] += not is_signed
+        called = kind if is_signed else f"{kind} {self._notes[kind]}"
+        self.pointed.append((f"{kind} {attribute(pointer, 'id')}", called))
+        return called
+
+    def lead(self, paragraph: Any) -> str:
+        """The number or the bullet before the words of the next paragraph, with a space; nothing for most."""
+        chain = self._chain(value(paragraph, "pPr", "pStyle") or "")
+        num, depth = (
+            next((v for s in (paragraph, *chain) if (v := value(s, "pPr", "numPr", name)) is not None), "")
+            for name in ("numId", "ilvl")
+        )
+        root, levels, anew, fresh = self._lists.get(num, ("", {}, {}, set()))
+        keys = [attribute(style, "styleId") for style in chain] if levels else []
+        at = _number(depth, next((n for key in keys for n, level in levels.items() if level.style == key), 0))
+        if at not in levels or num == "0":
+            return ""
+        counts, first = self._counts.setdefault(root, {}), {n: level.start for n, level in levels.items()} | anew
+        if at in fresh:  # a number that begins a list anew does so once
+            fresh.remove(at)
+            counts.pop(at, None)
+        counts[at] = counts.get(at, first[at] - 1) + 1
+        for below in [n for n in counts if n > at and (n not in levels or at < levels[n].restart)]:
+            del counts[below]
+        if levels[at].form == "bullet":
+            return f"{'  ' * at}{BULLET} "
+
+        def counted(place: re.Match[str]) -> str:
+            n = int(place[1]) - 1
+            if n > at or n not in levels:
+                return ""
+            form = "decimal" if levels[at].is_legal else levels[n].form
+            return numeral(counts.setdefault(n, first[n]), form, repeats=True)
+
+        text = PLACE.sub(counted, levels[at].text).strip()
+        return f"{text} " if text else ""
+
+    def _chain(self, key: str) -> Sequence[Any]:
+        """A style and those that it is based on."""
+        if key not in self._chains:
+            chain: dict[str, Any] = {}
+            at = key
+            while at in self._styles and at not in chain:
+                chain[at] = self._styles[at]
+                at = value(chain[at], "basedOn") or ""
+            self._chains[key] = list(chain.values())
+        return self._chains[key]
+
+
+def _number(said: str | None, usual: int) -> int:
+    return int(said) if said and re.fullmatch(r"-?\d{1,9}", said) else usual

@@ -1,0 +1,120 @@
+"""Mail (a message, or a box of them) and web archives: the part that a reader sees, and attachments by their names."""
+
+from __future__ import annotations
+
+import re
+from email.errors import HeaderParseError
+from email.header import decode_header
+from email.message import Message
+from email.parser import BytesParser
+from typing import IO, Any
+
+from kvcli.documents.charsets import codec_of, page_text
+from kvcli.documents.markup import read_markup, rules_of
+from kvcli.documents.parsed import Job, Parsed, no_text, refuse_pages, refuse_too_much
+from kvcli.documents.plain import sections_of
+from kvcli.documents.repair import clean
+
+HEADERS = ("From", "To", "Cc", "Date", "Subject")
+POSTED = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))From [^\n]*\d:\d\d[^\n]*\n(?=[A-Za-z-]+:)")  # begins a message
+QUOTED = re.compile(rb"^>(>*From )", re.M)  # such a line within one
+LONGEST = 10_000  # characters of a header
+NAMED = 20  # attachments named in a note
+
+Headed = list[tuple[str, str]]
+
+
+def read(file: IO[bytes], job: Job) -> Parsed:
+    """Sections by headings and messages. Of a web archive only the page itself, without its frames."""
+    refuse_pages(job.name, job.spans, "it is mail" if job.kind == "mail" else "it is a web archive")
+    data, found, notes, attached, size = file.read(), Headed(), list[str](), list[str](), 0
+    title = None
+    is_box = POSTED.match(data)
+    for raw in filter(bytes.strip, POSTED.split(data)) if is_box else [data]:
+        message = BytesParser().parsebytes(QUOTED.sub(rb"\1", raw) if is_box else raw)
+        title = title or _header(message, "Subject") or None
+        new = _message(message, job, notes, attached) if job.kind == "mail" else _archive(message, job, notes)
+        found += new
+        size += sum(len(body) for _, body in new)
+        refuse_too_much(job.name, size, len(found), paged=False)
+    if not any(body.strip() for _, body in found):
+        raise no_text(job.name, "there are only attachments in it")
+    if attached:
+        more = f" and {len(attached) - NAMED:,} more" if len(attached) > NAMED else ""
+        notes.append(f"attached to {job.name} and not read: {', '.join(attached[:NAMED])}{more}")
+    unit, sections = sections_of(found)
+    return Parsed(job.kind, unit, sections, title=title, notes=notes)
+
+
+def _message(message: Any, job: Job, notes: list[str], attached: list[str]) -> Headed:
+    """The headers that readers are shown, and what follows them."""
+    own: list[str] = []
+    body = _texts(message, job, notes, own)
+    attached += own
+    lines = [f"{name}: {said}" for name in HEADERS if (said := _header(message, name))]
+    lines += [f"Attached: {name}" for name in own]
+    found = [(_header(message, "Subject"), "\n".join(lines))]
+    for heading, text in body:
+        if heading:
+            found.append((heading, text))
+        else:
+            found[-1] = (found[-1][0], f"{found[-1][1]}\n\n{text}")
+    return found
+
+
+def _archive(message: Any, job: Job, notes: list[str]) -> Headed:
+    parts = {kind: [p for p in message.walk() if p.get_content_type() == kind] for kind in ("text/html", "text/css")}
+    rules = rules_of(page_text(_bytes(part), job.name, _charset(part))[0] for part in parts["text/css"])
+    pages = parts["text/html"][:1]
+    return [pair for page in pages for pair in _markup(page, job, notes, rules)]
+
+
+def _texts(part: Any, job: Job, notes: list[str], attached: list[str]) -> Headed:
+    kind, is_attached = part.get_content_type(), part.get_content_disposition() == "attachment"
+    if kind == "message/rfc822" and part.is_multipart():
+        return [("Forwarded", ""), *_message(part.get_payload(0), job, notes, attached)]
+    if part.is_multipart():
+        children = part.get_payload()
+        if kind == "multipart/alternative":  # a mail program shows the richest that it can
+            rich = [child for child in children if any(p.get_content_type() == "text/html" for p in child.walk())]
+            children = (rich or [c for c in children if c.get_content_type() == "text/plain"] or children)[-1:]
+        return [pair for child in children for pair in _texts(child, job, notes, attached)]
+    if kind == "text/html" and not is_attached:
+        return _markup(part, job, notes, {})
+    if kind == "text/plain" and not is_attached:
+        text, guessed = page_text(_bytes(part), job.name, _charset(part))
+        notes += [note for note in guessed if note not in notes]
+        return [("", text.replace("\r\n", "\n").strip("\n"))]
+    if is_attached or not (part.get("Content-ID") and kind.startswith("image/")):  # pictures of the page have an id
+        attached.append(f"{_plain(part.get_filename() or 'without a name')} ({kind}, {len(_bytes(part)):,} bytes)")
+    return []
+
+
+def _markup(part: Any, job: Job, notes: list[str], rules: dict[str, str]) -> Headed:
+    return read_markup(_bytes(part), job.name, "mail", notes, said=_charset(part), rules=rules)[1]
+
+
+def _bytes(part: Any) -> bytes:
+    return part.get_payload(decode=True) or b""
+
+
+def _charset(part: Any) -> str:
+    return str(part.get_content_charset() or "")
+
+
+def _header(message: Message, name: str) -> str:
+    raw = next((str(value)[:LONGEST] for key, value in message.raw_items() if key.lower() == name.lower()), "")
+    return _plain(raw.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
+
+
+def _plain(said: str) -> str:
+    """A header in letters; words that are encoded as nobody knows stay as they are."""
+    try:
+        parts = decode_header(said)
+    except HeaderParseError:
+        parts = [(said, None)]
+    words = [
+        p if isinstance(p, str) else p.decode((codec_of(code) or "utf-8") if code else "raw-unicode-escape", "replace")
+        for p, code in parts
+    ]
+    return clean(" ".join("".join(words).split()))

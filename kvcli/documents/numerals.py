@@ -1,0 +1,45 @@
+"""The number of a list entry, a clause or a heading in the form that a word processor or a browser writes it."""
+
+from __future__ import annotations
+
+MOST = {"letter": 780, "roman": 3999, "han": 99, "circle": 20}  # the highest number of a form; beyond it are digits
+HAN = ("", *"一二三四五六七八九")
+# the names of forms in DOCX, in `type` of HTML, and in `list-style-type` of CSS; all others write digits
+FORMS = {"a": "letter", "lowerletter": "letter", "lower-alpha": "letter", "lower-latin": "letter"}
+FORMS |= {"A": "LETTER", "upperletter": "LETTER", "upper-alpha": "LETTER", "upper-latin": "LETTER"}
+FORMS |= {"i": "roman", "lowerroman": "roman", "lower-roman": "roman", "decimalzero": "zero"}
+FORMS |= {"I": "ROMAN", "upperroman": "ROMAN", "upper-roman": "ROMAN", "decimal-leading-zero": "zero"}
+FORMS |= dict.fromkeys(("chinesecounting", "chinesecountingthousand", "japanesecounting", "taiwanesecounting"), "han")
+FORMS |= {"cjk-ideographic": "han", "decimalenclosedcircle": "circle", "none": "none", "bullet": "none"}
+ROMAN = {1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix", 5: "v"}
+ROMAN |= {4: "iv", 1: "i"}
+
+
+def numeral(n: int, form: str, *, repeats: bool = False) -> str:
+    """The number n in a form by any of its names; digits where the form has no such number.
+
+    The letter behind z is aa in both; the next one is bb where it `repeats`, as in DOCX, and ab in HTML.
+    """
+    kind = FORMS.get(form) or FORMS.get(form.lower(), "")
+    if kind == "none":
+        return ""
+    if kind == "zero":
+        return f"{n:02d}"
+    if not 0 < n <= MOST.get(kind.lower(), 0):
+        return str(n)
+    if kind == "han":
+        return f"{HAN[n // 10] if n > 19 else ''}{'十' if n > 9 else ''}{HAN[n % 10]}"
+    if kind == "circle":
+        return chr(0x245F + n)
+    written = ""
+    if kind.lower() == "roman":
+        for value, sign in ROMAN.items():
+            written += sign * (n // value)
+            n %= value
+    elif repeats:
+        written = chr(97 + (n - 1) % 26) * ((n - 1) // 26 + 1)
+    else:
+        while n:
+            n, rest = divmod(n - 1, 26)
+            written = chr(97 + rest) + written
+    return written.upper() if kind.isupper() else written
