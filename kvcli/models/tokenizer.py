@@ -10,6 +10,7 @@ from kvcli.models.family import read_config
 from kvcli.models.foreign import blamed
 from kvcli.models.refusals import no_tokenizer
 from kvcli.models.template import Chats
+from kvcli.models.tokenizing import Tokenizing, check_load
 from kvcli.settings.small_file import Unfit, open_regular
 
 if TYPE_CHECKING:
@@ -24,15 +25,19 @@ _READ = (".json", ".jinja", ".txt", ".model")
 def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Read it from the model's folder, with no limit of its own. Raises BadModel."""
     refuse_wordless(found)
-    for file in sorted(f for f in found.path.iterdir() if f.suffix in _READ):
+    files = sorted(f for f in found.path.iterdir() if f.suffix in _READ)
+    for file in files:
         try:
             with open_regular(file) as stream:
                 if stream.seek(0, 2) > _LARGEST:
                     raise Unfit(f"is larger than {_LARGEST >> 20} MiB")
         except Unfit as error:
             raise _unreadable(found, f"{file.name} {error}") from error
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+    if (its := found.path / "tokenizer.json") in files:
+        with open_regular(its) as stream:
+            check_load(stream, [f.read_text(errors="replace") for f in files if f.suffix == ".json" and f != its])
     config = read_config(found, trust_remote_code)
     with blamed(partial(_unreadable, found)):
         tokenizer = AutoTokenizer.from_pretrained(
@@ -47,6 +52,10 @@ def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenize
         tokenizer.apply_chat_template = chats = Chats(tokenizer)
         if tokenizer.chat_template:
             chats.start()
+    # and one that cuts text by code of its own, or in Python, is not run in a process of its own
+    if getattr(type(tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus:
+        tokenizing = Tokenizing(tokenizer)
+        tokenizer._encode_plus, tokenizer._decode = tokenizing.encode, tokenizing.decode
     return tokenizer
 
 

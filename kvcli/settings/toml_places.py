@@ -205,7 +205,10 @@ def _place(point: tuple[int, int], lines: list[bytes]) -> tuple[int, int]:
 
 
 def _twice(text: str, source: str) -> list[Problem]:
-    found = find_marks(text)
+    try:
+        found = find_marks(text)
+    except RecursionError:  # then the parser's own words do, which have the line
+        return []
     document = Document(source, text, {})
     return [
         Problem(document.place(*mark.key), "given twice", ".".join(keys), f"first given on line {line}")
