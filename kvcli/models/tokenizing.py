@@ -138,7 +138,7 @@ def is_plain(*steps: Any) -> bool:
         elif kind == "Prepend":
             growth *= max(1.0, len(step["prepend"]))
         elif kind == "Split":
-            if not literal and not (len(rule) < LONGEST and _PATTERN.fullmatch(rule) or rule == split_pattern()):
+            if not literal and not ((len(rule) < LONGEST and _PATTERN.fullmatch(rule)) or rule == split_pattern()):
                 return False
         elif kind not in PLAIN or len(str(step)) > 1 << 16:
             return False
