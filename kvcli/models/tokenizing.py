@@ -114,9 +114,11 @@ def check_load(file: IO[bytes], beside: Sequence[str]) -> None:
     try:
         # its value, without parsing a vocabulary of megabytes where no other key can mean the same
         is_sure = key is not None and text.count('"normalizer"') == 1 and not re.search(r"\\u00[4-7]", text)
-        if is_plain(json.JSONDecoder().raw_decode(text, key.end())[0] if is_sure else json.loads(text)["normalizer"]):
+        if is_plain(
+            json.JSONDecoder().raw_decode(text, key.end())[0] if is_sure else json.loads(text).get("normalizer")
+        ):
             return
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     standby = Standby(partial(_outside, file), PIECE, START)
     for words in beside:
@@ -132,7 +134,7 @@ def is_plain(*steps: Any) -> bool:
         kind, pattern = step["type"], step.get("pattern") or {}
         literal, rule = pattern.get("String"), pattern.get("Regex", "")
         if kind == "Sequence":
-            waiting += next(inner for inner in step.values() if isinstance(inner, list))
+            waiting += next((inner for inner in step.values() if isinstance(inner, list)), ())
         elif kind == "Replace":
             growth *= max(1.0, len(step["content"]) / len(literal)) if literal else GROWTH + 1
         elif kind == "Prepend":
