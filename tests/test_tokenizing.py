@@ -58,7 +58,7 @@ KNOWN = {
     "deepseek": r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+" + f"|{END}",
     "falcon": "[0-9][0-9][0-9]",
 }
-GO_BACK = """(x+x+)+y  x*x*y  (a*)*b  (?:a|a)*b  .*x  (?=a*b)a  \s*[\r\n]+  [a-z]+@  a+(?!\S)  a*b+|a+c*d  (a+)\1
+GO_BACK = r"""(x+x+)+y  x*x*y  (a*)*b  (?:a|a)*b  .*x  (?=a*b)a  \s*[\r\n]+  [a-z]+@  a+(?!\S)  a*b+|a+c*d  (a+)\1
 a{2,}b  a+?b  [[a]  (?x)a  [^q]*(?=q)r""".split()
 GO_BACK += ["a?" * 20 + "a" * 20, "(?:a|b)" * 9, "a" * 2000]
 
@@ -156,7 +156,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizing, "SECONDS", 2.0)
+    monkeypatch.setattr(tokenizing, "SECONDS", 4.0)
     monkeypatch.setattr(tokenizing, "START", 5.0)
 
 
