@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _LARGEST = 128 << 20  # bytes of one of its files; those of a vocabulary of 260,000 have a quarter
 _READ = (".json", ".jinja", ".txt", ".model")
+_ADDS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # words to the vocabulary
 
 
 def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -37,7 +38,7 @@ def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenize
 
     if (its := found.path / "tokenizer.json") in files:
         with open_regular(its) as stream:
-            check_load(stream, [f.read_text(errors="replace") for f in files if f.suffix == ".json" and f != its])
+            check_load(stream, [f.read_text(errors="replace") for f in files if f.name in _ADDS])
     config = read_config(found, trust_remote_code)
     with blamed(partial(_unreadable, found)):
         tokenizer = AutoTokenizer.from_pretrained(

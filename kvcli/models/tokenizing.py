@@ -59,20 +59,14 @@ class Tokenizing:
         return Tokenizing, (_alive(self._whose),)
 
     @cached_property
-    def longest(self) -> int:
-        """Characters of the longest token."""
-        return max(map(len, _alive(self._whose).get_vocab()))
-
-    @cached_property
     def _cuts_here(self) -> bool:
         tokenizer = _alive(self._whose)
-        its = tokenizer.backend_tokenizer
-        return (
-            is_plain(*map(_state, (its.normalizer, its.pre_tokenizer, its.post_processor)))
-            and max(self.longest, getattr(its.model, "max_input_chars_per_word", 0)) <= LONGEST
-            # else the spaces before each are looked for from the beginning of the text
-            and not any(token.lstrip for token in tokenizer.added_tokens_decoder.values())
-        )
+        its, longest = tokenizer.backend_tokenizer, max(map(len, tokenizer.get_vocab()))
+        # of tokens that take the spaces before them, each is looked for from the beginning of the text
+        goes_back = any(token.lstrip for token in tokenizer.added_tokens_decoder.values())
+        is_long = max(longest, getattr(its.model, "max_input_chars_per_word", 0)) > LONGEST
+        steps = map(_state, (its.normalizer, its.pre_tokenizer, its.post_processor))
+        return not (goes_back or is_long) and is_plain(*steps)
 
     @cached_property
     def _joins_here(self) -> bool:
@@ -89,39 +83,36 @@ class Tokenizing:
         said = answer(self._standby, {"text": text} | {name: bool(options.get(its)) for name, its in names.items()})
         from transformers import BatchEncoding
 
-        ids = said["ids"]
-        return BatchEncoding({"input_ids": ids, "attention_mask": [1] * len(ids), "offset_mapping": said["places"]})
+        mask = [1] * len(said["ids"])
+        return BatchEncoding({"input_ids": said["ids"], "attention_mask": mask, "offset_mapping": said["places"]})
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False, **options: Any) -> str:
-        """As `_decode` of transformers, but for spaces, which are not tidied."""
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> str:
+        """As `_decode` of transformers, but for spaces, which are not tidied elsewhere."""
         tokenizer = _alive(self._whose)
         if self._joins_here:
             return str(type(tokenizer)._decode(tokenizer, token_ids, skip_special_tokens, **options))
-        asked = {
-            "ids": list(token_ids) if isinstance(token_ids, Sequence) else [token_ids],
-            "skip": skip_special_tokens,
-        }
-        return str(answer(self._standby, asked)["text"])
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return str(answer(self._standby, {"ids": ids, "skip": skip_special_tokens})["text"])
 
 
 def check_load(file: IO[bytes], beside: Sequence[str]) -> None:
-    """Raises BadModel if the tokenizer.json in `file` would take more than it may already when it is loaded.
+    """Raises BadModel if to load this tokenizer.json takes too much: words that are added are normalized then.
 
-    Words that are added to a vocabulary are normalized then; `beside`: the other files, JSON, that may add some.
+    `beside`: the other files, JSON, that may add some.
     """
     text = file.read().decode("utf-8", "replace")
     key = re.search(r'"normalizer"\s*:\s*', text)
     try:
-        # its value, without parsing a vocabulary of megabytes where no other key can mean the same
-        is_sure = key is not None and text.count('"normalizer"') == 1 and not re.search(r"\\u00[4-7]", text)
-        if is_plain(
-            json.JSONDecoder().raw_decode(text, key.end())[0] if is_sure else json.loads(text).get("normalizer")
-        ):
-            return
+        # without parsing a vocabulary of megabytes, where no other key can mean the same
+        if key is not None and text.count('"normalizer"') == 1 and not re.search(r"\\u00[4-7]", text):
+            step = json.JSONDecoder().raw_decode(text, key.end())[0]
+        else:
+            step = json.loads(text).get("normalizer")
+        is_harmless = is_plain(step)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
+        is_harmless = False
     standby = Standby(partial(_outside, file), PIECE, START)
-    for words in beside:
+    for words in () if is_harmless else ("[]", *beside):
         answer(standby, {"words": words})
 
 
