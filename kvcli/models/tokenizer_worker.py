@@ -22,10 +22,12 @@ def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
     tokenizer = None
     for line in sys.stdin.buffer:
         try:
-            tokenizer = tokenizer or _parsed(made)
+            tokenizer = tokenizer or Tokenizer.from_buffer(made)
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
             answer = answered(tokenizer, json.loads(line))
         except MemoryError:
-            answer = {"heavy": "memory"}
+            answer = {"heavy": "it takes too much memory"}
         except BaseException as error:  # a panic of what is written in Rust is no Exception
             answer = {"broken": f"{type(error).__name__}: {error}"[:300]}
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
@@ -35,10 +37,8 @@ def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
 
 def answered(tokenizer: Tokenizer, asked: dict[str, Any] | None) -> dict[str, Any]:
     """{"ids", "places"} of a "text", {"text"} of "ids", or {} once every word in "words", JSON, went through."""
-    if asked is None:
-        return {}
-    if "words" in asked:
-        for word in _words(json.loads(asked["words"])):
+    if asked is None or "words" in asked:
+        for word in _words(json.loads(asked["words"])) if asked else ():
             tokenizer.encode(word)
         return {}
     if "ids" in asked:
@@ -46,13 +46,6 @@ def answered(tokenizer: Tokenizer, asked: dict[str, Any] | None) -> dict[str, An
     tokenizer.encode_special_tokens = asked["letters"]
     encoding = tokenizer.encode(asked["text"], add_special_tokens=asked["special"])
     return {"ids": encoding.ids, "places": encoding.offsets if asked["places"] else []}
-
-
-def _parsed(made: bytes) -> Tokenizer:
-    tokenizer = Tokenizer.from_buffer(made)
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
 
 
 def _words(value: object) -> Iterator[str]:
