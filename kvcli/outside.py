@@ -14,10 +14,11 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Lock
 
 # Where to import from is told by the parent: the child must run the same kvcli and the same parsers, and must not look
 # into the folder it was started in. Without the site module it starts sooner.
@@ -27,6 +28,7 @@ BOOT = (
 )
 CHUNK = 1 << 16
 START = 30.0  # seconds for a process to start and shut itself in
+READY = b"null"  # a line that asks whether it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,10 @@ class Outside:
         os.set_blocking(self._in.fileno(), False)
         self._kill = weakref.finalize(self, _kill, self._process)  # also when nobody holds it any more, and at exit
 
-    def ask(self, line: bytes, seconds: float) -> Iterator[bytes]:
-        """Tell it a line; whole lines of its answer until it ends. Raises TooSlow, TooLong."""
+    def ask(self, line: bytes, seconds: float, output: int | None = None) -> Iterator[bytes]:
+        """Tell it a line; whole lines of its answer, of `output` bytes, until it ends. Raises TooSlow, TooLong."""
         deadline, held, seen = time.monotonic() + seconds, list[bytes](), 0
+        most = self.limits.output if output is None else output
         with selectors.DefaultSelector() as selector:
             selector.register(self._out, selectors.EVENT_READ)
             # what does not read what it is told must not hold its parent up
@@ -94,7 +97,7 @@ class Outside:
                 seen += len(data)
                 if not data:
                     return
-                if seen > self.limits.output:
+                if seen > most:
                     raise TooLong
                 held.append(data)
                 if b"\n" in data:
@@ -113,6 +116,39 @@ class Outside:
         """Make sure that it is gone; its status."""
         self._kill()
         return self._process.returncode
+
+
+class Standby:
+    """Such a process kept for many questions, one at a time, and started anew where it ended or is too small."""
+
+    def __init__(self, start: Callable[[int], Outside], room: int, seconds: float) -> None:
+        """`start`: one for questions of so many bytes, at first `room`; ready after so many seconds."""
+        self._start, self._room, self._seconds = start, room, seconds
+        self._process: Outside | None = None
+        self._lock = Lock()
+
+    def start(self) -> None:
+        """Get it ready, which takes a moment; nobody needs to wait for it."""
+        self._process = self._start(self._room)
+
+    def ask(self, line: bytes, seconds: float, output: int) -> bytes | None:
+        """The line that answers; None where it ended instead. Raises TooSlow, TooLong; so it is gone, as at Ctrl-C."""
+        with self._lock:
+            if len(line) > self._room:
+                self._process, self._room = None, 2 * len(line)
+            process, self._process = self._process, None  # back only after a whole answer
+            answer = None
+            try:
+                # one that was killed while it waited is replaced: no question did that
+                if process is None or next(process.ask(READY, self._seconds), None) is None:
+                    process = self._start(self._room)
+                    next(process.ask(READY, self._seconds), None)
+                answer = next(process.ask(line, seconds, output), None)
+            finally:
+                if answer is None and process is not None:
+                    process.end()
+            self._process = process if answer is not None else None
+            return answer
 
 
 def means() -> list[str]:

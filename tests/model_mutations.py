@@ -73,6 +73,8 @@ def mutated(seed: Files, chance: Random) -> tuple[Files, str, str]:
             files[name] = _bytes_changed(files[name], chance)
         elif name.endswith(".safetensors"):
             files[name] = _header_changed(files[name], chance)
+        elif name == "tokenizer.json" and chance.random() < 0.3:
+            files[name] = _steps_changed(files[name], chance)
         elif name.endswith(".json"):
             files[name] = _json_changed(files[name], chance)
         else:
@@ -170,6 +172,35 @@ def _json_changed(data: bytes, chance: Random) -> bytes:
     except (ValueError, RecursionError):  # swapped into itself
         return data
     return text.replace(json.dumps(mark, ensure_ascii=False), chance.choice(WEIRD)).encode("utf-8", "surrogatepass")
+
+
+def _steps_changed(data: bytes, chance: Random) -> bytes:
+    """Other steps before, at and behind the cutting of text: rules that may let it grow, patterns that may go back."""
+    try:
+        tree = json.loads(data)
+        old = tree["added_tokens"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return _bytes_changed(data, chance)
+    pattern = {chance.choice(("String", "Regex")): chance.choice(_PATTERNS)}
+    step = {
+        "normalizer": {
+            "type": "Replace",
+            "pattern": pattern,
+            "content": chance.choice(("", "a", "aa", "a▁a", "x" * 999)),
+        },
+        "pre_tokenizer": {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": chance.random() < 0.3},
+    }
+    step["decoder"] = step["normalizer"]
+    where, names = chance.choice([*step]), {"pre_tokenizer": "pretokenizers"}
+    many = [step[where]] * chance.choice((1, 2, 9, 30))
+    tree[where] = {"type": "Sequence", names.get(where, f"{where}s"): many}
+    if isinstance(old, list) and chance.random() < 0.3:
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), chance.random() < 0.5)
+        old.append({"id": chance.choice((1, 382, 400)), "content": "aaa", "normalized": True, **flags})
+    return json.dumps(tree).encode()
+
+
+_PATTERNS = ("a", "e", "▁", "aa", "[a-z]", "(?=e)", "", "(e+e+)+x", ".*l", "e*", r"\s*\n+", "(", r"\p{L}+", "(?:l|l)*x")
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:

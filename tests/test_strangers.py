@@ -26,7 +26,7 @@ from kvcli.models.foreign import blamed
 from kvcli.models.headers import read_header
 from kvcli.models.text import decode, render_prompt
 from kvcli.models.tokenizer import load_tokenizer
-from kvcli.settings.toml_places import read_document
+from kvcli.settings.toml_places import find_marks, read_document
 from tests.bench.storm_models import storm
 from tests.fakes import Machine
 from tests.families import build, config_of
@@ -278,6 +278,30 @@ def test_settings_that_are_a_pipe_or_without_end_are_a_problem_and_no_hang(tmp_p
     for name, says in (("pipe", "is a pipe, not a file"), ("deep", "nested"), ("dots", "nested")):
         (problem,) = read_document(tmp_path / name, name).problems
         assert says in problem.message
+
+
+DEEP = {
+    "tables": "x = " + "{a=" * 1500 + "1" + "}" * 1500,
+    "dots": "a" + ".a" * 3000 + " = 1",
+    "quoted dots": '"a"' + '."a"' * 3000 + " = 1",
+    "lists": "x = " + "[" * 5000 + "]" * 5000,
+    "tables in lists": "x = " + "[{a=" * 700 + "1" + "}]" * 700,
+}
+
+
+@pytest.mark.parametrize("deep", DEEP)
+def test_a_key_that_stands_twice_is_found_however_deep_others_stand(tmp_path: Path, deep: str):
+    (tmp_path / "a").write_text(f"[t]\nk = 1\nk = 2\n{DEEP[deep]}\n")
+    (problem,) = read_document(tmp_path / "a", "a").problems
+    assert (problem.place.line, problem.place.text) == (3, "k = 2")
+    (tmp_path / "a").write_text(f"{DEEP[deep]}\n[t]\nk = 1\nk = 2\n")
+    assert len(read_document(tmp_path / "a", "a").problems) == 1
+
+
+def test_as_many_tables_as_a_file_can_hold_are_looked_through():
+    many = "".join(f"[[a{i}]]\nb = 1\nc.d = 2\n" for i in range(20_000))
+    found = find_marks(f"{many}[[a7]]\nb = 1\nc.d = 2\n[[a7.e]]\nf = 1\n[[a7.e]]\nf = 1\nf = 2\n")
+    assert [keys for keys, _, _ in found.twice] == [("a7", "e", "f")]
 
 
 # ---- code of strangers ----

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from kvcli import outside
 from kvcli.errors import BadInput, BadModel, ExitStatus, UsageError
 from kvcli.models import template
 from kvcli.models.source import find
@@ -140,7 +141,7 @@ def test_one_process_serves_a_conversation_and_is_replaced_when_it_dies(chats):
     pids = []
     for _ in range(3):
         ours(chats, TALKS["turns"])
-        pids.append(chats._process._process.pid)
+        pids.append(chats._standby._process._process.pid)
     assert len({*pids}) == 1
     psutil.Process(pids[0]).kill()
     assert ours(chats, TALKS["question"]) == theirs(chats._tokenizer, TALKS["question"])
@@ -150,14 +151,14 @@ def test_an_interrupted_question_is_not_answered_to_the_next(chats, monkeypatch)
     chats._tokenizer.chat_template = CHAT
     ours(chats, TALKS["question"])
 
-    def interrupted(process, line, seconds):
-        next(real(process, line, seconds))
+    def interrupted(process, *asked):
+        next(real(process, *asked))
         raise KeyboardInterrupt
         yield
 
-    real = template.Outside.ask
+    real = outside.Outside.ask
     with monkeypatch.context() as patch:
-        patch.setattr(template.Outside, "ask", interrupted)
+        patch.setattr(outside.Outside, "ask", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ours(chats, TALKS["turns"])
     assert ours(chats, TALKS["nothing"]) == theirs(chats._tokenizer, TALKS["nothing"])
@@ -250,13 +251,13 @@ def loaded() -> Any:
 
 def test_a_loaded_tokenizer_renders_in_a_process_that_is_shut_in(loaded):
     assert render_text(loaded, TALKS["turns"][:2]) == render_text(demo(), TALKS["turns"][:2])
-    status = Path(f"/proc/{loaded.apply_chat_template._process._process.pid}/status").read_text()
+    status = Path(f"/proc/{loaded.apply_chat_template._standby._process._process.pid}/status").read_text()
     assert "NoNewPrivs:\t1" in status
 
 
 def test_its_process_goes_with_it():
     tokenizer = load_tokenizer(find("demo", offline=True), False)
-    process = tokenizer.apply_chat_template._process._process
+    process = tokenizer.apply_chat_template._standby._process._process
     del tokenizer
     assert process.returncode is not None
 

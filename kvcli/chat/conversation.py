@@ -21,6 +21,7 @@ from kvcli.chat.heard import Heard, heard
 from kvcli.chat.overflow import Shown, leave_out, shown_of
 from kvcli.chat.sessions import Kept, Opened, Sessions
 from kvcli.chat.transcript import Message, as_document, documents_of, export_chat, figures_of, messages_of, save_chat
+from kvcli.chat.window import refuse_longer
 from kvcli.documents import Document
 from kvcli.errors import BadInput, ContextOverflow, DoesNotFit
 from kvcli.models.text import Messages, encode, render_text, resume_ids
@@ -98,6 +99,8 @@ class Chat:
         if not text.strip():
             raise BadInput("the question is empty", code="empty_prompt")
         question = Message("user", text, tuple(self.pending))
+        if self.model.on_overflow != "compress":
+            refuse_longer(question.content, self.model.tokenizer, self.model.limit)
         asked = self.rendered([*self.messages, question])
         said: list[str] = []
         has_begun = ended = False

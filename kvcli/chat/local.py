@@ -24,6 +24,7 @@ from kvcli.chat.engine_thread import EngineThread
 from kvcli.chat.open_text import OpenText
 from kvcli.chat.second import load_second
 from kvcli.chat.token_kinds import kinds_by_id
+from kvcli.chat.window import refuse_longer
 from kvcli.engine.info import ModelInfo
 from kvcli.errors import BadConfig, KvcliError
 from kvcli.kv.shortage import as_shortage, free_caches
@@ -287,6 +288,7 @@ class Model:
             return list(prompt)
         from kvcli.models.text import render_prompt
 
+        refuse_longer(prompt, self.tokenizer, self.limit)
         return render_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
 
     def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvcli.errors import BadInput, ContextOverflow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +48,15 @@ class Window:
         if prompt < self.limit:
             ways.append(f"--max-new-tokens {self.limit - prompt}")
         return [*ways, "attach a shorter document", "in a chat /drop or /undo, or --set context.on_overflow=drop"]
+
+
+def refuse_longer(text: str, tokenizer: PreTrainedTokenizerBase, limit: int) -> None:
+    """Raises ContextOverflow for text that a window cannot hold in the longest tokens there are, before it is cut."""
+    if len(text) <= 16 * limit or (least := len(text) // max(map(len, tokenizer.get_vocab()))) <= limit:
+        return
+    raise ContextOverflow(
+        "the conversation is longer than the window",
+        lines=[f"{len(text):,} characters are at least {least:,} tokens > {limit:,}"],
+        detail={"prompt": least, "reserve": 0, "limit": limit},
+        try_=["attach a shorter document", "kvcli summarize FILE, which reads it in parts"],
+    )

@@ -22,6 +22,7 @@ UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.
 QUOTED = ["-f FOLDER, for the documents in it", "-f 'notes/*.txt', in quotes", '-p "...", for a question']
 # what a disk says that is full, failing, limited, or not to be written to
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EBADF)
+CROWDED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)  # no file, or no process, may be opened beside those there are
 
 
 def misused(world: World, args: Sequence[str], problem: Any) -> int:
@@ -119,13 +120,28 @@ def broke(world: World, args: Sequence[str], error: Exception) -> int:
 def machine_gave_out(error: Exception) -> KvcliError | None:
     """An error that is neither a bug nor a wrong command: no memory, no room on the disk, no permission."""
     first = str(error).strip().split("\n")[0]
-    if is_out_of_memory(error):
+    number = error.errno if isinstance(error, OSError) else None
+    # of a file that is renamed, the name it was to have
+    name = getattr(error, "filename2", None) or getattr(error, "filename", None)
+    if number in CROWDED:
+        try_ = ["ulimit -n 1024", "ulimit -u shows how many processes you may have"]
+        return DoesNotFit(f"the system gives this command no more: {first}", code="too_few_handles", try_=try_)
+    if number == errno.ENAMETOOLONG:
+        return BadInput(
+            f"a name is too long for this file system: {str(name)[:200]}",
+            code="name_too_long",
+            try_=["a shorter name", "kvcli doctor says which folders are used"],
+        )
+    if (
+        is_out_of_memory(error)
+        or number == errno.ENOMEM
+        or (isinstance(error, ImportError) and "failed to map" in first)
+    ):
         smaller = ["a smaller --ctx", "--quant int8", "close what else needs memory"]
         return DoesNotFit("out of memory", code="out_of_memory", lines=[first] if first else [], try_=smaller)
     if isinstance(error, OSError) and error.errno in FULL:
-        name = error.filename2 or error.filename  # of a file that is renamed, the name it was to have
         where = f" {name}" if name else ""
         return KvcliError(f"cannot write{where}: {error.strerror}", code="cannot_write")
     if isinstance(error, PermissionError) and error.filename:
-        return BadInput(f"{error.filename2 or error.filename} is closed to you: {error.strerror}", code="no_permission")
+        return BadInput(f"{name} is closed to you: {error.strerror}", code="no_permission")
     return None

@@ -18,7 +18,8 @@ IMPATIENT = 1.0  # seconds after the first Ctrl-C; a second one before that is t
 class Interrupt:
     """Inside the block, the first Ctrl-C makes the object, called as `cancel`, answer True.
 
-    A later one does not wait for the pass to end: it raises KeyboardInterrupt, and the model reads its past again.
+    A later one does not wait for the pass to end: it raises KeyboardInterrupt, and the model reads its past again. So
+    does one while another process is waited for, which asks no `cancel`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,13 +30,15 @@ class Interrupt:
     def __call__(self) -> bool:
         return self.since is not None
 
-    def hear(self, _signal: int = signal.SIGINT, _frame: FrameType | None = None) -> None:
+    def hear(self, _signal: int = signal.SIGINT, frame: FrameType | None = None) -> None:
         """The handler."""
         now = self.clock()
-        if self.since is None:
-            self.since = now
-        elif now - self.since > IMPATIENT:
+        waits = False
+        while frame is not None and not waits:
+            waits, frame = frame.f_globals.get("__name__") == "kvcli.outside", frame.f_back
+        if waits or (self.since is not None and now - self.since > IMPATIENT):
             raise KeyboardInterrupt
+        self.since = now if self.since is None else self.since
 
     def __enter__(self) -> Interrupt:
         if _is_ours():

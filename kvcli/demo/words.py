@@ -93,3 +93,14 @@ def thing(rng: Random) -> str:
 def goods(rng: Random) -> str:
     """An amount of something, as in "45 sacks of salt"."""
     return f"{digits(rng, 2)} {pick(rng, UNITS)} of {pick(rng, GOODS)}"
+
+
+def split_pattern() -> str:
+    """Where text is cut before merging. A copied string must cut the same way in report and answer.
+
+    A name is cut before its ending, so every place is two tokens; a digit is one token together with the space
+    before it, so that the space does not use up a place of the copying window.
+    """
+    first = f" ?(?:{'|'.join(sorted(ONSETS, key=len, reverse=True))})(?:{'|'.join(NUCLEI)})"
+    endings = PLACE_ENDINGS + FIRST_NAME_ENDINGS + SURNAME_ENDINGS
+    return rf"{first}(?=(?:{'|'.join(endings)})(?!\p{{L}}))| ?[0-9]| ?\p{{L}}+| ?[^\s\p{{L}}0-9]+|\n+| +"

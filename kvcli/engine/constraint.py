@@ -19,6 +19,8 @@ from kvcli.models.grammar import Grammar, library, refused
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+AHEAD = 16  # tokens that are tried of a grammar before it is taken
+
 
 class Constraint(Protocol):
     """What an answer is held to."""
@@ -62,7 +64,19 @@ class Vocabulary:
         held = _Follows(matcher, self._vocab)
         if not held.allowed([]).index_fill(0, torch.tensor(self._stops), False).any():
             raise refused(grammar.name, "it allows no answer but an empty one", "bad_grammar")
+        self._refuse_vast(grammar, matcher.deep_copy())
         return held
+
+    def _refuse_vast(self, grammar: Grammar, matcher: Any) -> None:
+        """Raises BadInput where the library gives up after a few tokens: it counts as it goes."""
+        for _ in range(AHEAD):
+            allowed = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
+            allowed[self._stops] = 0
+            if not allowed.any():
+                break
+            matcher.consume_tokens([int(allowed.argmax())])
+        if "oo many" in (why := matcher.get_error().split("\n")[0]):
+            raise refused(grammar.name, f"it repeats too much ({why})", "bad_grammar")
 
 
 class _Follows:

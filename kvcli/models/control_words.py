@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 OPEN, CLOSE, STANDS, CUT, PLACE = "\ufdd0", "\ufdd1", "\ufdd4{}\ufdd5", "\ufdd6", "\ufdd7{}\ufdd8"
 FENCED = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
 _OURS = dict.fromkeys(map(ord, OPEN + CLOSE + (STANDS + CUT + PLACE).format("", "")))
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+Words = Sequence[tuple[str, dict[str, bool]]]  # that are added to a vocabulary, with their flags
 _SHAPE = re.compile(r"<[^\s<>]+>|\[/?[A-Z][A-Z_]*\]|\[\|[^\s|]+\|\]")
 _SHAPES = re.compile(f"(?=({_SHAPE.pattern}))")  # also where one lies in another
 _TURN = re.compile(r"[<\[][|\uff5c].*[|\uff5c][>\]]")
@@ -61,8 +64,9 @@ def _as_read(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """The text as the tokenizer tidies it up first, where that makes a control word of what is none."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     words = [str(token) for token in added if token.normalized and spelled(str(token))]
-    tidies = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-    tidy = tidies.normalize_str(text) if words and tidies else text
+    known = getattr(tokenizer, "backend_tokenizer", None)
+    tidies = getattr(tokenizer, "normalize_guarded", partial(normalize, known)) if known is not None else None
+    tidy = tidies(text) if words and tidies else text
     return tidy if any(tidy.count(word) > text.count(word) for word in words) else text
 
 
@@ -76,34 +80,46 @@ def encode_fenced(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     The same vocabulary and rules serve a second tokenizer, to which the fenced words are no tokens. Where they act,
     others stand for them.
     """
-    from tokenizers import AddedToken, Tokenizer
-
     known: Any = tokenizer.backend_tokenizer
+    cut = getattr(tokenizer, "encode_among_guarded", partial(encode_among, known))
     named, fenced = tokenizer.added_tokens_decoder, set(FENCED.findall(text))
     stands = {token.content: STANDS.format(i) for i, token in named.items() if token.content in fenced}
     ids = {stands.get(token.content, token.content): i for i, token in named.items()}
-    other = Tokenizer(known.model)
-    other.normalizer, other.pre_tokenizer = known.normalizer, known.pre_tokenizer
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    other.add_tokens([AddedToken(w, **{flag: getattr(named[i], flag) for flag in flags}) for w, i in ids.items()])
-    other.add_tokens([AddedToken(CUT, normalized=True)])
+    words = [(w, {flag: bool(getattr(named[i], flag)) for flag in _FLAGS}) for w, i in ids.items()]
+    words.append((CUT, {"normalized": True}))
     pieces, inert = FENCED.split(text), {known.token_to_id(word) for word in fenced}
     pieces[::2] = [re.sub(_any(stands) or "$^", lambda m: stands[m[0]], unfenced(piece)) for piece in pieces[::2]]
-    for cut in ("", CUT):  # a model that has the word in its vocabulary may find it in its letters
-        pieces[1::2] = [word[:1] + cut + word[1:] for word in pieces[1::2]]
-        read = other.encode("".join(pieces), add_special_tokens=False)
-        tokens = [(word, i) for word, i in zip(read.tokens, read.ids, strict=True) if word != CUT]
+    for mark in ("", CUT):  # a model that has the word in its vocabulary may find it in its letters
+        pieces[1::2] = [word[:1] + mark + word[1:] for word in pieces[1::2]]
+        tokens = [(word, i) for word, i in cut("".join(pieces), words) if word != CUT]
         if not any(i in inert and word not in ids for word, i in tokens):
             break
     return [ids.get(word, i) for word, i in tokens]
+
+
+def encode_among(known: Any, text: str, words: Words) -> list[tuple[str, int]]:
+    """Tokens and ids of a text by the model and rules of a tokenizer of `tokenizers`, to which these words are added
+    and no others."""
+    from tokenizers import AddedToken, Tokenizer
+
+    other = Tokenizer(known.model)
+    other.normalizer, other.pre_tokenizer = known.normalizer, known.pre_tokenizer
+    other.add_tokens([AddedToken(word, **flags) for word, flags in words])
+    read = other.encode(text, add_special_tokens=False)
+    return [*zip(read.tokens, read.ids, strict=True)]
+
+
+def normalize(known: Any, text: str) -> str:
+    """A text as the normalizer of a tokenizer of `tokenizers` leaves it."""
+    return str(known.normalizer.normalize_str(text)) if known.normalizer else text
 
 
 def _any(words: Iterable[str]) -> str:
     return "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
 
 
-def admit(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have the control words of a vocabulary read as one token each, though nobody added them to it.
+def admit(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Have the control words of a vocabulary read as one token each, though nobody added them to it; were there any?
 
     Those are words like <|end|>, and what the chat template spells and the vocabulary's own rules cut up.
     """
@@ -112,8 +128,8 @@ def admit(tokenizer: PreTrainedTokenizerBase) -> None:
     template, added = str(getattr(tokenizer, "chat_template", None) or ""), tokenizer.get_added_vocab()
     found = [w for w in tokenizer.get_vocab() if w[:1] in "<[" and w not in added and spelled(w) == [w]]
     found = [w for w in found if _TURN.fullmatch(w) or (w in template and _is_cut_up(tokenizer, w))]
-    if found:
-        tokenizer.add_tokens([AddedToken(w, normalized=False, special=bool(_TURN.fullmatch(w))) for w in found])
+    words = [AddedToken(w, normalized=False, special=bool(_TURN.fullmatch(w))) for w in found]
+    return bool(words and tokenizer.add_tokens(words))
 
 
 def cut_up(tokenizer: PreTrainedTokenizerBase, written: Sequence[str]) -> list[str]:

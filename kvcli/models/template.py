@@ -9,23 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from kvcli.errors import BadModel, UsageError
-from kvcli.outside import Limits, Outside, TooLong, TooSlow
+from kvcli.outside import Limits, Outside, Standby, TooLong, TooSlow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROOM = 8 << 20  # bytes of a conversation for which the first process is sized
 BASE, FOLD = 256 << 20, 24  # bytes of address space: whatever the conversation, and for each byte of it
-OUTPUT = 64 << 20  # bytes of an answer, the conversation aside
+OUTPUT = 1 << 20  # bytes of an answer, the conversation aside: no model's own words are as long
 LONGER = 8  # bytes of an answer for each byte of the conversation, on top
 LIFE = 3600  # s of processor time for all that one process renders
 START, SECONDS, PACE = 60.0, 5.0, 1 << 21  # s to get ready, s to render, bytes of conversation for one s more
-READY = b"null"
 REPAIR = "get the model again, or repair its chat_template.jinja or tokenizer_config.json"
 ASKED = {"tokenize": False, "add_generation_prompt": True}
 
@@ -35,9 +33,8 @@ class Chats:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._whose = ref(tokenizer)  # which holds this: in a circle, the process would wait for the garbage collector
-        self._process: Outside | None = None
-        self._room = ROOM
-        self._lock = Lock()
+        self._standby = Standby(self._started, ROOM, START)
+        self.start = self._standby.start
 
     @property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
@@ -64,16 +61,11 @@ class Chats:
             "now": datetime.now().isoformat(),
         }
         line = json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        with self._lock:
-            return _text(self._ask(line))
+        return _text(self._ask(line))
 
-    def start(self) -> None:
-        """Get a process ready, which takes a moment; nobody needs to wait for it."""
-        self._process = self._started()
-
-    def _started(self) -> Outside:
-        limits = Limits(memory=BASE + FOLD * self._room, cpu=LIFE, wall=0.0, output=OUTPUT + LONGER * self._room)
-        return Outside("kvcli.models.template_worker", limits)
+    @staticmethod
+    def _started(room: int) -> Outside:
+        return Outside("kvcli.models.template_worker", Limits(memory=BASE + FOLD * room, cpu=LIFE, wall=0.0))
 
     def _source(self) -> str:
         try:
@@ -82,26 +74,15 @@ class Chats:
             raise broken(str(error)) from None
 
     def _ask(self, line: bytes) -> bytes:
-        if len(line) > self._room:
-            self._process, self._room = None, 2 * len(line)
-        process, self._process = self._process, None  # back only after a whole answer
-        answer, seconds = None, SECONDS + len(line) / PACE
+        seconds = SECONDS + len(line) / PACE
         try:
-            # one that was killed while it waited is replaced: no template did that
-            if process is None or next(process.ask(READY, START), None) is None:
-                process = self._started()
-                next(process.ask(READY, START), None)
-            answer = next(process.ask(line, seconds), None)
+            answer = self._standby.ask(line, seconds, OUTPUT + LONGER * len(line))
         except TooSlow:
             raise _heavy(f"it was not done after {seconds:.0f} seconds") from None
         except TooLong:
             raise _heavy("it writes without end") from None
-        finally:
-            if answer is None and process is not None:
-                process.end()
         if answer is None:
             raise broken("it ended the process it ran in")
-        self._process = process
         return answer
 
 

@@ -11,6 +11,7 @@ from kvcli.models.family import read_config
 from kvcli.models.foreign import blamed
 from kvcli.models.refusals import no_tokenizer
 from kvcli.models.template import Chats
+from kvcli.models.tokenizing import Tokenizing, check_load
 from kvcli.settings.small_file import Unfit, open_regular
 
 if TYPE_CHECKING:
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
 
 _LARGEST = 128 << 20  # bytes of one of its files; those of a vocabulary of 260,000 have a quarter
 _READ = (".json", ".jinja", ".txt", ".model")
+_ADDS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # words to the vocabulary
 
 
 def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Read it from the model's folder, with no limit of its own. Raises BadModel."""
     refuse_wordless(found)
-    for file in sorted(f for f in found.path.iterdir() if f.suffix in _READ):
+    files = sorted(f for f in found.path.iterdir() if f.suffix in _READ)
+    for file in files:
         try:
             with open_regular(file) as stream:
                 if stream.seek(0, 2) > _LARGEST:
@@ -33,16 +36,17 @@ def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenize
         except Unfit as error:
             raise _unreadable(found, f"{file.name} {error}") from error
     _refuse_unread(found)
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+    if (its := found.path / "tokenizer.json") in files:
+        with open_regular(its) as stream:
+            check_load(stream, [f.read_text(errors="replace") for f in files if f.name in _ADDS])
     config = read_config(found, trust_remote_code)
     with blamed(partial(_unreadable, found)):
         tokenizer = AutoTokenizer.from_pretrained(
             found.path, config=config, trust_remote_code=trust_remote_code, local_files_only=True
         )
         n_words = len(tokenizer.get_vocab())
-        if tokenizer.is_fast:
-            admit(tokenizer)
     if not n_words:
         raise _unreadable(found, "its vocabulary is empty")
     tokenizer.model_max_length = 1 << 40  # the window is checked here, with numbers; no second warning
@@ -51,7 +55,19 @@ def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenize
         tokenizer.apply_chat_template = chats = Chats(tokenizer)
         if tokenizer.chat_template:
             chats.start()
+    # and one that cuts text by code of its own, or in Python, is not run in a process of its own
+    if is_cut_by_library := getattr(type(tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus:
+        _guard(tokenizer)
+    with blamed(partial(_unreadable, found)):
+        if tokenizer.is_fast and admit(tokenizer) and is_cut_by_library:
+            _guard(tokenizer)  # anew: a process that has begun knows other words
     return tokenizer
+
+
+def _guard(tokenizer: PreTrainedTokenizerBase) -> None:
+    its = Tokenizing(tokenizer)
+    tokenizer._encode_plus, tokenizer._decode = its.encode, its.decode
+    tokenizer.encode_among_guarded, tokenizer.normalize_guarded = its.encode_among, its.normalize
 
 
 def refuse_wordless(found: Source) -> None:

@@ -61,8 +61,11 @@ class Document:
         return self.place(*(mark.value if of_value else mark.key))
 
     def place(self, line: int, column: int) -> Place:
-        lines = self.text.split("\n")
-        return Place(self.source, lines[line - 1] if line <= len(lines) else "", line, column)
+        return Place(self.source, self._lines[line - 1] if line <= len(self._lines) else "", line, column)
+
+    @cached_property
+    def _lines(self) -> list[str]:
+        return self.text.split("\n")
 
 
 def read_document(path: Path, source: str, level: Level = "user") -> Document:
@@ -122,6 +125,7 @@ class Found:
     marks: dict[Keys, Mark] = field(default_factory=dict)
     written: dict[Keys, int] = field(default_factory=dict)  # line where a key or table header is written out
     twice: list[tuple[Keys, Mark, int]] = field(default_factory=list)  # a repeat, and the line of the first
+    inside: dict[Keys, list[Keys]] = field(default_factory=dict)  # what the last element of an array of tables has
 
 
 def find_marks(text: str) -> Found:
@@ -173,11 +177,16 @@ def _record(
     at = _at(names[-1][1], lines)
     mark = Mark(at, *((_at(value, lines), _place(value.end_point, lines)) if value is not None else (at,)))
     if repeatable:  # each element of an array of tables may give the same keys
-        found.written = {k: line for k, line in found.written.items() if k[: len(keys)] != keys}
+        for inner in [keys, *found.inside.get(keys, ())]:
+            found.written.pop(inner, None)
+        found.inside[keys] = []
     if keys in found.written:
         found.twice.append((keys, mark, found.written[keys]))
     else:
         found.written[keys] = at[0]
+        for n in range(1, len(keys)):
+            if keys[:n] in found.inside:
+                found.inside[keys[:n]].append(keys)
         found.marks[keys] = mark
     return keys
 
@@ -205,7 +214,10 @@ def _place(point: tuple[int, int], lines: list[bytes]) -> tuple[int, int]:
 
 
 def _twice(text: str, source: str) -> list[Problem]:
-    found = find_marks(text)
+    try:
+        found = find_marks(text)
+    except RecursionError:  # then the parser's own words do, which have the line
+        return []
     document = Document(source, text, {})
     return [
         Problem(document.place(*mark.key), "given twice", ".".join(keys), f"first given on line {line}")

@@ -21,17 +21,6 @@ CHAT_TEMPLATE = (
 )
 
 
-def split_pattern() -> str:
-    """Where text is cut before merging. A copied string must cut the same way in report and answer.
-
-    A name is cut before its ending, so every place is two tokens; a digit is one token together with the space
-    before it, so that the space does not use up a place of the copying window.
-    """
-    first = f" ?(?:{'|'.join(sorted(words.ONSETS, key=len, reverse=True))})(?:{'|'.join(words.NUCLEI)})"
-    endings = words.PLACE_ENDINGS + words.FIRST_NAME_ENDINGS + words.SURNAME_ENDINGS
-    return rf"{first}(?=(?:{'|'.join(endings)})(?!\p{{L}}))| ?[0-9]| ?\p{{L}}+| ?[^\s\p{{L}}0-9]+|\n+| +"
-
-
 def corpus(seed: int, n_reports: int) -> Iterator[str]:
     rng = Random(seed)
     for question, answer in SMALL_TALK * 50:
@@ -58,7 +47,7 @@ def train_tokenizer(seed: int = 7, n_reports: int = 1_500) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(split_pattern()), "isolated"),
+            pre_tokenizers.Split(Regex(words.split_pattern()), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
