@@ -88,7 +88,7 @@ def encode_fenced(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     words = [(w, {flag: bool(getattr(named[i], flag)) for flag in _FLAGS}) for w, i in ids.items()]
     words.append((CUT, {"normalized": True}))
     pieces, inert = FENCED.split(text), {known.token_to_id(word) for word in fenced}
-    pieces[::2] = [re.sub(_any(stands) or "$^", lambda m: stands[m[0]], unfenced(piece)) for piece in pieces[::2]]
+    pieces[::2] = [re.sub(_any(stands) or "(?!)", lambda m: stands[m[0]], unfenced(piece)) for piece in pieces[::2]]
     for mark in ("", CUT):  # a model that has the word in its vocabulary may find it in its letters
         pieces[1::2] = [word[:1] + mark + word[1:] for word in pieces[1::2]]
         tokens = [(word, i) for word, i in cut("".join(pieces), words) if word != CUT]
