@@ -37,6 +37,7 @@ class Piece:
     y1: float  # bottom
     size: float  # of its font, whichever letters it has
     is_spaced: bool = False  # a space stands before it
+    pitch: float = 0.0  # the room that its font gives its first letter along the line
 
     @property
     def height(self) -> float:
@@ -54,6 +55,7 @@ ITEM = re.compile(r"([•·▪◦‣*–—-]|\(?(\d{1,3}(\.\d{1,3})*|[a-zA-Z])[
 CJK = re.compile(
     "[\u2e80-\u312f\u31a0-\u9fff\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef\U00020000-\U0003ffff]"
 )  # without spaces
+LEADER = re.compile(r" *(?:[.\u00b7\u2026] ?){4,}(?=[\divxlc]+$)")  # dots up to the number of a page
 RTL = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]+")  # Hebrew, Arabic and their neighbours
 
 
@@ -148,13 +150,13 @@ def _is_long(block: Block) -> bool:
 
 def _prose(block: Block) -> list[Block]:
     """A block, or the columns of prose in it that the file draws line by line across the page."""
-    parts = _gutter(block, lambda left, right: _runs_on(rows(left)) and _runs_on(rows(right)))
+    parts = _gutter(block, lambda left, right: runs_on(rows(left)) and runs_on(rows(right)))
     if parts is None:
         return [block] if block else []
     return [found for part in parts for found in _prose(rows(part))]
 
 
-def _runs_on(block: Block) -> bool:
+def runs_on(block: Block) -> bool:
     """Whether most lines end for want of room and few begin anew, as in prose; or it is columns of such lines."""
     margins = _margins(block)
     full = [_is_full(row, below, margins) for row, below in itertools.pairwise(block)]
@@ -186,7 +188,25 @@ def row_text(row: Row) -> str:
         below = gap < 0 and piece.y0 > before.middle  # the next line of a cell
         parts = not below and (gap > height or -gap > min(before.height, piece.height))  # a stamp lies across the row
         text += ("  " if parts else " " if below or piece.is_spaced or gap > 0.15 * height else "") + piece.text
-    return text
+    return LEADER.sub(" ... ", text) if ".." in text or ". ." in text else text
+
+
+def is_fixed(piece: Piece) -> bool:
+    """Whether all letters of a piece may be as wide as its first, as in a listing of code."""
+    return abs(piece.x1 - piece.x0 - len(piece.text) * piece.pitch) < 0.9 * piece.pitch
+
+
+def _indents(block: Block) -> list[int]:
+    """The spaces before each row: more than none for rows of letters of one width beside others further left."""
+    found = [0] * len(block)
+    for key, listing in itertools.groupby(
+        range(len(block)), lambda i: round(20 * block[i][0].pitch / block[i][0].size) if is_fixed(block[i][0]) else 0
+    ):
+        if key and len(at := list(listing)) > 1 and not is_rtl(block[at[0]]):
+            left = min(block[i][0].x0 for i in at)
+            for i in at:
+                found[i] = round((block[i][0].x0 - left) / block[i][0].pitch)
+    return found
 
 
 def top(row: Row) -> float:
@@ -201,6 +221,7 @@ def paragraphs(blocks: Sequence[Block]) -> list[list[Line]]:
     steps = [b - a for a, b in itertools.pairwise(tops)]
     usual = median([step for step in steps if step > 0] or [0.0])
     margins = {id(block): _margins(block) for block in blocks}
+    indents = [n for block in blocks for n in _indents(block)]
     parts: list[list[Line]] = []
     for i, (row, block) in enumerate(ordered):
         step = steps[i - 1] if i else 0.0
@@ -208,7 +229,9 @@ def paragraphs(blocks: Sequence[Block]) -> list[list[Line]]:
         if not parts or (step < 0 and not goes_on) or (usual and step > PARAGRAPH * usual):
             parts.append([])
         below = ordered[i + 1][0] if i + 1 < len(ordered) else None
-        parts[-1].append(Line(row_text(row), below is not None and _is_full(row, below, margins[id(block)])))
+        parts[-1].append(
+            Line(" " * indents[i] + row_text(row), below is not None and _is_full(row, below, margins[id(block)]))
+        )
     return parts
 
 
@@ -219,6 +242,8 @@ def _margins(block: Block) -> tuple[float, float]:
 def _is_full(row: Row, below: Row, margins: tuple[float, float]) -> bool:
     """Whether the first word below had no room in the row, so that the line is broken for want of space only."""
     if len(row) > 1 or len(below) > 1 or _length(row[0].text) < FULL or ITEM.match(below[0].text):
+        return False
+    if LEADER.search(row[0].text):
         return False
     here, there = row[0], below[0]
     first = 1 if CJK.match(there.text) else len(there.text.split(None, 1)[0])

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,13 +15,21 @@ import pypdfium2.raw as raw
 
 from kvcli.documents.accents import GONE, with_accents
 from kvcli.documents.lines import CJK, Piece
-from kvcli.documents.pdf_fields import field_lines
+from kvcli.documents.margins import line_numbers
+from kvcli.documents.pdf_fields import Typed, field_lines
+from kvcli.documents.pdf_seen import Seen
+from kvcli.documents.raised import Part, joined
 from kvcli.documents.repair import clean
 
 SPLIT = re.compile("\r\n|\r|\n|\ufffe")
 STACKED = 3  # letters that at least stand below each other in a vertical line
 WIDE = 1.0  # width of a letter in heights from which on a run is looked at for gaps inside it
 UNKNOWN = re.compile("[\ufffd\ue000-\uf8ff]+")
+COUNTED = re.compile(r" *\d{1,4} ")  # a line that may begin with its number
+DIGITS = re.compile(r"\d\d")  # of which the second may be lowered
+JUMP = 0.2  # heights of a letter by which a word stands above or below the one before if it is raised or lowered
+LOW = 0.52  # heights of a letter that lowered digits have at most
+RATIO = 0.87  # of the heights of letters of two sizes
 DOWN = 1  # quarters of a turn of text that is written downwards, lines from right to left
 QUARTER = 1.5707963267948966  # of a turn, in radians
 UNREADABLE = 0.3  # share of letters without a meaning in Unicode from which on a page is said to be garbled
@@ -40,40 +49,67 @@ class Page:
     is_garbled: bool = False
     is_broken: bool = False
     is_picture: bool = False  # an image and no text, as a scan
+    is_hidden: bool = False  # some of its text is not seen
+    is_cut: bool = False  # some of its text is beyond its edges
+    unread: list[str] = field(default_factory=list)  # what else is on it
 
 
-def read_page(document: Any, number: int) -> Page:
+def read_page(document: Any, number: int, seen: Seen) -> Page:
     """Page `number`, from 1, of a `pypdfium2.PdfDocument`."""
     try:
         page = document[number - 1]
     except pdfium.PdfiumError:
         return Page(number, is_broken=True)
     try:
-        text_page = page.get_textpage()
-        try:
-            pieces, is_garbled = _pieces(text_page)
-        finally:
-            text_page.close()
-        fields = field_lines(document, page)
-        images = () if pieces or fields else page.get_objects(filter=[raw.FPDF_PAGEOBJ_IMAGE])
-        return Page(number, pieces, fields, is_garbled, is_picture=any(True for _ in images))
+        found = Page(number, is_hidden=seen.switch_off(page))
+        found.fields, typed, found.unread = field_lines(document, page)
+        with closing(page.get_textpage()) as text_page:
+            text, parts = _parts(text_page, page.get_bbox())
+        found.is_cut, found.is_garbled = text.is_cut, text.unknown > UNREADABLE * len(text.text)
+        found.pieces = _upright(_apart(_with_typed(parts, typed)))
+        images = () if found.pieces or found.fields else page.get_objects(filter=[raw.FPDF_PAGEOBJ_IMAGE])
+        found.is_picture = any(True for _ in images)
+        return found
     except pdfium.PdfiumError:
         return Page(number, is_broken=True)
     finally:
         page.close()
 
 
-def _pieces(text_page: Any) -> tuple[list[Piece], bool]:
-    n = text_page.count_chars()
-    if n <= 0:
-        return [], False
-    text = text_page.get_text_range()
+def _parts(text_page: Any, view: Box) -> tuple[_Text, list[Part]]:
+    n = max(0, text_page.count_chars())
+    text = text_page.get_text_range() if n else ""
     if len(text) != n:  # then places in the text are not places on the page
         text = "".join(chr(raw.FPDFText_GetUnicode(text_page, i) or 32) for i in range(n))
     unknown = sum(map(len, UNKNOWN.findall(text)))
-    text = with_accents(text, lambda i: _ink(text_page, i))
-    found = [piece for start, end in _runs(text) for piece in _split(text_page, text, start, end)]
-    return _upright(found), unknown > UNREADABLE * n
+    found = _Text(text_page, with_accents(text, lambda i: _ink(text_page, i)), view)
+    parts = [part for start, end in _runs(found.text) for part in found.parts(start, end)]
+    found.unknown = max(unknown, found.unknown)
+    return found, parts
+
+
+def _with_typed(parts: list[Part], typed: Sequence[Typed]) -> list[Part]:
+    """The parts with what was typed onto the page: each line behind what stands left of it on its row, else last."""
+    for text, (left, bottom, right, top) in typed:
+        lines = text.splitlines()
+        height = (top - bottom) / len(lines)
+        for i, line in enumerate(lines):
+            y0 = -top + i * height
+            x1 = min(right, left + 0.5 * height * len(line))
+            part = Part(Piece(line, left, y0, x1, y0 + height, height), 0, y0 + height)
+            row = [k for k, p in enumerate(parts, 1) if _is_beside(p.piece, part.piece)]
+            parts.insert(max(row, default=len(parts)), part)
+    return parts
+
+
+def _is_beside(left: Piece, right: Piece) -> bool:
+    return left.x1 <= right.x0 and right.y0 < left.middle < right.y1
+
+
+def _apart(parts: list[Part]) -> list[Turned]:
+    """Parts as pieces, less the numbers of lines in the margin."""
+    numbers = line_numbers([part.piece for part in parts])
+    return joined([part for part in parts if id(part.piece) not in numbers])
 
 
 def _upright(found: Sequence[Turned]) -> list[Piece]:
@@ -108,68 +144,112 @@ def _runs(text: str) -> Iterator[tuple[int, int]]:
         yield start, len(text)
 
 
-def _is_stacked(text_page: Any, text: str, start: int, end: int) -> bool:
-    """Whether the letters stand upright below each other, as Chinese and Japanese do in vertical lines."""
-    n = len(CJK.findall(text, start, end))
-    if n < STACKED:
-        return False
-    boxes = _rects(text_page, start, end - start, 0)
-    width = max((b[2] for b in boxes), default=0.0) - min((b[0] for b in boxes), default=0.0)
-    height = max((b[3] for b in boxes), default=0.0) - min((b[1] for b in boxes), default=0.0)
-    return height > n / 2 * width
+@dataclass(slots=True)
+class _Text:
+    """The letters of a page with their places."""
 
+    page: Any  # a text page of pdfium
+    text: str
+    view: Box  # what is in view, y upwards
+    is_cut: bool = False  # letters beyond it were found
+    unknown: int = 0  # letters whose font does not say what they are
 
-def _split(text_page: Any, text: str, start: int, end: int) -> Iterator[Turned]:
-    """One run as a piece, or as several where it turns, or jumps over a gap or to another line."""
-    first = next((i for i in range(start, end) if not _is_blank(text[i])), None)
-    if first is None:
-        return
-    last = next(i for i in range(end - 1, -1, -1) if not _is_blank(text[i]))
-    angle = _angle(text_page, first)
-    if angle == 0 and _is_stacked(text_page, text, start, end):
-        angle = DOWN
-    elif angle == _angle(text_page, last):
-        boxes = _rects(text_page, start, end - start, angle)
-        loose = sum(b[2] - b[0] for b in boxes) > WIDE * (end - start) * max((b[3] - b[1] for b in boxes), default=0.0)
-        if not loose and all(_goes_on(a, b) for a, b in itertools.pairwise(boxes)):
-            if boxes:
-                for piece in _piece(text[start:end], boxes, _letter(text_page, first, angle)):
-                    yield angle, piece
+    def parts(self, start: int, end: int) -> Iterator[Part]:
+        """One run as a part, or as several where it turns, jumps over a gap or to another line, or changes its size."""
+        first = next((i for i in range(start, end) if not _is_blank(self.text[i])), None)
+        if first is None:
             return
-    yield from _letter_by_letter(text_page, text, range(start, end), angle == DOWN)
+        last = next(i for i in range(end - 1, -1, -1) if not _is_blank(self.text[i]))
+        if raw.FPDFText_HasUnicodeMapError(self.page, first) or raw.FPDFText_HasUnicodeMapError(self.page, last):
+            self.unknown += last + 1 - first
+        angle = _angle(self.page, first)
+        if angle == 0 and self._is_stacked(start, end):
+            angle = DOWN
+        elif angle == _angle(self.page, last):
+            boxes = _rects(self.page, start, end - start, angle)
+            room = max((b[3] - b[1] for b in boxes), default=0.0)
+            loose = sum(b[2] - b[0] for b in boxes) > WIDE * (end - start) * room
+            letter, view = _letter(self.page, first, angle), _turn(self.view, angle)
+            if (
+                not loose
+                and all(_goes_on(a, b) for a, b in itertools.pairwise(boxes))
+                and all(b[0] >= view[0] and b[1] >= view[1] and b[2] <= view[2] and b[3] <= view[3] for b in boxes)
+                and not (len(boxes) > 1 and self._is_uneven(start, end, boxes, letter[3] - letter[1]))
+            ):
+                yield from self._part(self.text[start:end], boxes, letter, first, angle)
+                return
+        yield from self._letter_by_letter(range(start, end), angle == DOWN)
 
+    def _is_stacked(self, start: int, end: int) -> bool:
+        """Whether the letters stand upright below each other, as Chinese and Japanese do in vertical lines."""
+        n = len(CJK.findall(self.text, start, end))
+        if n < STACKED:
+            return False
+        boxes = _rects(self.page, start, end - start, 0)
+        width = max((b[2] for b in boxes), default=0.0) - min((b[0] for b in boxes), default=0.0)
+        height = max((b[3] for b in boxes), default=0.0) - min((b[1] for b in boxes), default=0.0)
+        return height > n / 2 * width
 
-def _letter_by_letter(text_page: Any, text: str, run: range, is_stacked: bool) -> Iterator[Turned]:
-    """A run in pieces, by the place and the direction of every letter."""
-    letters: list[str] = []
-    boxes: list[Box] = []
-    angle = DOWN
-    for i in run:
-        if _is_blank(text[i]):
-            letters.append(text[i])
-            continue
-        turn = DOWN if is_stacked else _angle(text_page, i)
-        box = _letter(text_page, i, turn)
-        if boxes and not (turn == angle and _goes_on(boxes[-1], box)):
-            yield from ((angle, piece) for piece in _piece("".join(letters), boxes, boxes[0]))
-            letters, boxes = [], []
-        letters.append(text[i])
-        boxes.append(box)
-        angle = turn
-    if boxes:
-        yield from ((angle, piece) for piece in _piece("".join(letters), boxes, boxes[0]))
+    def _is_uneven(self, start: int, end: int, boxes: Sequence[Box], height: float) -> bool:
+        """Whether something may be raised or lowered in a run, or be the number of its line."""
+        if COUNTED.match(self.text, start, end) or any(
+            abs(b[3] - a[3]) > JUMP * height for a, b in itertools.pairwise(boxes)
+        ):
+            return True
+        return any(b[3] - b[1] < LOW * height for b in boxes) and bool(DIGITS.search(self.text, start, end))
+
+    def _letter_by_letter(self, run: range, is_stacked: bool) -> Iterator[Part]:
+        """A run in parts, by the place, the size and the direction of every letter in view."""
+        letters: list[str] = []
+        boxes: list[Box] = []
+        begin, angle, is_same = run.start, DOWN, False
+        for i in run:
+            if _is_blank(self.text[i]):
+                letters.append(self.text[i])
+                continue
+            turn = DOWN if is_stacked else _angle(self.page, i)
+            box = _letter(self.page, i, turn)
+            is_out = not _is_in(box, _turn(self.view, turn))
+            is_apart = bool(boxes) and (is_out or turn != angle or not _goes_on(boxes[-1], box))
+            if boxes and (is_apart or self._changes(letters, boxes[-1], box)):
+                yield from self._part("".join(letters), boxes, boxes[0], begin, angle, is_same)
+                letters, boxes, is_same = [" "] if letters[-1] == " " and not is_apart else [], [], not is_apart
+            self.is_cut |= is_out
+            if not is_out:
+                begin = begin if boxes else i
+                letters.append(self.text[i])
+                boxes.append(box)
+                angle = turn
+        if boxes:
+            yield from self._part("".join(letters), boxes, boxes[0], begin, angle, is_same)
+
+    def _changes(self, letters: Sequence[str], a: Box, b: Box) -> bool:
+        """Whether a letter is of another size or height than the one before, or comes after the number of its line."""
+        low, high = sorted((a[3] - a[1], b[3] - b[1]))
+        if low < RATIO * high or abs(b[3] - a[3]) > JUMP * high:
+            return True
+        return b[0] - a[2] > high / 2 and "".join(letters).strip().isdecimal()
+
+    def _part(
+        self, text: str, boxes: Sequence[Box], letter: Box, first: int, angle: int, is_same: bool = False
+    ) -> Iterator[Part]:
+        """A part if there is anything to read; the room of one of its letters says the size of the font."""
+        if found := clean(text.strip(" ")):
+            x0, y0 = min(b[0] for b in boxes), min(b[1] for b in boxes)
+            x1, y1 = max(b[2] for b in boxes), max(b[3] for b in boxes)
+            size, pitch = letter[3] - letter[1], letter[2] - letter[0]
+            piece = Piece(found, x0, y0, x1, y1, size, text.startswith(" "), pitch)
+            yield Part(piece, angle, _base(self.page, first, angle), is_same)
 
 
 def _is_blank(sign: str) -> bool:
     return sign.isspace() or sign in ("\ufffe", GONE)
 
 
-def _piece(text: str, boxes: Sequence[Box], letter: Box) -> list[Piece]:
-    """A piece if there is anything to read; the room of one of its letters says the size of the font."""
-    found = clean(text.strip(" "))
-    x0, y0 = min(b[0] for b in boxes), min(b[1] for b in boxes)
-    x1, y1 = max(b[2] for b in boxes), max(b[3] for b in boxes)
-    return [Piece(found, x0, y0, x1, y1, letter[3] - letter[1], text.startswith(" "))] if found else []
+def _is_in(box: Box, view: Box) -> bool:
+    """Whether the middle of a box is in view."""
+    x, y = box[0] + box[2], box[1] + box[3]
+    return 2 * view[0] <= x <= 2 * view[2] and 2 * view[1] <= y <= 2 * view[3]
 
 
 def _goes_on(a: Box, b: Box) -> bool:
@@ -192,6 +272,13 @@ def _angle(text_page: Any, i: int) -> int:
     """Quarters of a turn of a letter."""
     turn: float = raw.FPDFText_GetCharAngle(text_page, i)
     return round(turn / QUARTER) % 4
+
+
+def _base(text_page: Any, i: int, angle: int) -> float:
+    """The line that a letter stands on, as far down the text."""
+    x, y = ctypes.c_double(), ctypes.c_double()
+    raw.FPDFText_GetCharOrigin(text_page, i, x, y)
+    return _turn((x.value, y.value, x.value, y.value), angle)[3]
 
 
 def _ink(text_page: Any, i: int) -> Box:

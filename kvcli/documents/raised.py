@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvcli.documents.lines import Piece
 
 LONGEST = 40  # characters; what is longer was raised for its looks
 WORD = re.compile(r"[^\W\d_]{2,}\.?")  # 1st, Mme, a trade mark
 NUMBER = re.compile(r"[-+\u2212\u2013]?[\w.,]+")
+NOTES = re.compile(r"\d{1,3}([,\u2013-]\d{1,3})*")  # numbers of notes
+NOTED = re.compile(
+    r"[^\W\d_]{4}[\"')\u2019\u201d\u00bb]?$|[.,;:!?][\"')\u2019\u201d\u00bb]?$"
+)  # what such numbers follow
+UP = (0.22, 0.8)  # shares of the size of the line by which a raised letter stands above it
+DOWN = (-0.6, -0.08)  # and a lowered one
+SMALL = 0.9  # its size, from which on a lowered one is lowered
 
 
 def raised(text: str) -> str:
@@ -23,3 +35,77 @@ def grouped(text: str) -> str:
     """In brackets where a sign beside it would take hold of a part only."""
     inner = text.strip()
     return inner if NUMBER.fullmatch(inner) or (inner[:1], inner[-1:]) == ("(", ")") else f"({inner})"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Letters of one size on one line of a page, in the order they are drawn."""
+
+    piece: Piece
+    angle: int  # quarters of a turn
+    base: float  # the line its letters stand on, as far down the page
+    is_same: bool = False  # drawn in one run with the part before
+
+
+def joined(parts: Sequence[Part]) -> list[tuple[int, Piece]]:
+    """Parts of one run as one piece, and what is raised or lowered with its line; each with its quarters of a turn."""
+    lines = list(_lines(parts))
+    notes = {line[0][1].piece.text for line in lines if len(line) > 1 and line[0][0] > 0}
+    return [_line(line, notes) for line in lines]
+
+
+def _lines(parts: Sequence[Part]) -> Iterator[list[tuple[int, Part]]]:
+    """Parts that belong together; 1 beside what is raised, -1 beside what is lowered."""
+    line: list[tuple[int, Part]] = []
+    for part in parts:
+        if line:
+            base = next((p for level, p in line if not level), part)
+            level = _level(base, part)
+            if part.is_same or _touches(line[-1][1], part, base):
+                if len(line) == 1 and not level and _level(part, base) > 0:
+                    line = [(1, base)]  # a line that begins with the number of a note
+                if level or part.is_same or line[-1][0]:
+                    line.append((level, part))
+                    continue
+            yield line
+        line = [(0, part)]
+    if line:
+        yield line
+
+
+def _level(base: Part, part: Part) -> int:
+    size, rise = base.piece.size, base.base - part.base
+    if part.piece.size > (1.05 if part.is_same else SMALL) * size or part.angle != base.angle:
+        return 0
+    return 1 if UP[0] < rise / size < UP[1] else -1 if DOWN[0] < rise / size < DOWN[1] and not part.is_same else 0
+
+
+def _touches(last: Part, part: Part, base: Part) -> bool:
+    """Whether a part goes on where the last one ends, on the line of the first."""
+    gap, line = part.piece.x0 - last.piece.x1, base.piece
+    beside = part.piece.y0 < line.y1 and part.piece.y1 > line.y0
+    return beside and -0.3 * line.size < gap < 0.35 * line.size and part.angle == last.angle
+
+
+def _line(line: Sequence[tuple[int, Part]], notes: set[str]) -> tuple[int, Piece]:
+    text, before, end = "", 0, 0.0
+    for level, group in itertools.groupby(line, lambda item: item[0]):
+        parts = [part for _, part in group]
+        first, said = parts[0], parts[0].piece.text
+        for part in parts[1:]:
+            said += " " * part.piece.is_spaced + part.piece.text
+        wide = not first.is_same and not level and first.piece.x0 - end > 0.15 * first.piece.size
+        if level > 0:
+            is_note = NOTES.fullmatch(said) and (not text or said in notes or NOTED.search(text))
+            said = f"[{said}]" if is_note else raised(said)
+        elif level < 0 and text[-1:].isdigit():
+            said = f"_{said}"
+        parted = first.piece.is_spaced or wide or (before and text[-1:].isdigit() and said[:1].isdigit())
+        text += (" " if text and parted else "") + said
+        before, end = level, parts[-1].piece.x1
+    pieces = [part.piece for _, part in line]
+    upright = [part.piece for level, part in line if not level] or pieces
+    y0, y1 = min(p.y0 for p in upright), max(p.y1 for p in upright)
+    x0, x1 = min(p.x0 for p in pieces), max(p.x1 for p in pieces)
+    size = max(p.size for p in upright)
+    return line[0][1].angle, Piece(text, x0, y0, x1, y1, size, pieces[0].is_spaced, pieces[0].pitch)
