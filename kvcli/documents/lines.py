@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -150,18 +150,25 @@ def _is_long(block: Block) -> bool:
 
 def _prose(block: Block) -> list[Block]:
     """A block, or the columns of prose in it that the file draws line by line across the page."""
-    parts = _gutter(block, lambda left, right: runs_on(rows(left)) and runs_on(rows(right)))
+    parts = _gutter(block, lambda left, right: _runs_on(rows(left)) and _runs_on(rows(right)))
     if parts is None:
         return [block] if block else []
     return [found for part in parts for found in _prose(rows(part))]
 
 
-def runs_on(block: Block) -> bool:
+def _runs_on(block: Block) -> bool:
     """Whether most lines end for want of room and few begin anew, as in prose; or it is columns of such lines."""
     margins = _margins(block)
     full = [_is_full(row, below, margins) for row, below in itertools.pairwise(block)]
     begun = [row[0].text[:1].isupper() or row[0].text[:1].isdigit() for row in block]
     return (sum(full) > len(full) / 2 and sum(begun) < len(begun) / 2) or len(_prose(block)) > 1
+
+
+def running_on(block: Block) -> float:
+    """The share of rows that end only for want of room, before one that begins within a sentence."""
+    margins = _margins(block)
+    pairs = [(row, below) for row, below in itertools.pairwise(block) if not below[0].text[:1].isupper()]
+    return sum(_is_full(row, below, margins) for row, below in pairs) / len(block)
 
 
 def _bands(found: Sequence[Row], drawn: Drawn) -> Iterator[Block]:
@@ -271,19 +278,21 @@ def _gutter(found: Block, are_columns: Callable[[Sequence[Piece], Sequence[Piece
     """What is above, on either side of and below the gutter with most lines beside it, as read; None without one."""
     if len(found) < COLUMN_LINES:
         return None
-    pieces = [piece for row in found for piece in row]
+    pieces = sorted((piece for row in found for piece in row), key=lambda p: p.middle)
+    middles = [piece.middle for piece in pieces]
     best: tuple[int, list[list[Piece]] | None] = (0, None)
     for x in _candidates(found):
-        crossing = sorted((p for p in pieces if p.x0 < x < p.x1), key=lambda p: p.middle)
-        edges = [float("-inf"), *(p.middle for p in crossing), float("inf")]
-        for top, bottom in itertools.pairwise(edges):
-            band = [p for p in pieces if top < p.middle < bottom and not p.x0 < x < p.x1]
+        crossing = [i for i, p in enumerate(pieces) if p.x0 < x < p.x1]
+        for a, b in itertools.pairwise([-1, *crossing, len(pieces)]):
+            above = bisect_right(middles, middles[a]) if a >= 0 else 0
+            below = bisect_left(middles, middles[b]) if b < len(pieces) else b
+            if below - above <= best[0]:
+                continue
+            band = [p for p in pieces[above:below] if not p.x0 < x < p.x1]
             left, right = [p for p in band if p.x1 <= x], [p for p in band if p.x0 >= x]
             if len(band) > best[0] and _side_by_side(left, right) and are_columns(left, right):
-                above = [p for p in pieces if p.middle <= top]
-                below = [p for p in pieces if p.middle >= bottom]
                 sides = (right, left) if is_rtl(band) else (left, right)
-                best = len(band), [above, *sides, below]
+                best = len(band), [pieces[:above], *sides, pieces[below:]]
     return best[1]
 
 

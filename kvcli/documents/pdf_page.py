@@ -17,7 +17,7 @@ from kvcli.documents.accents import GONE, with_accents
 from kvcli.documents.lines import CJK, Piece
 from kvcli.documents.margins import line_numbers
 from kvcli.documents.pdf_fields import Typed, field_lines
-from kvcli.documents.pdf_seen import Seen
+from kvcli.documents.pdf_seen import INT, Box, P, Seen, quick
 from kvcli.documents.raised import Part, joined
 from kvcli.documents.repair import clean
 
@@ -27,15 +27,27 @@ WIDE = 1.0  # width of a letter in heights from which on a run is looked at for 
 UNKNOWN = re.compile("[\ufffd\ue000-\uf8ff]+")
 COUNTED = re.compile(r" *\d{1,4} ")  # a line that may begin with its number
 DIGITS = re.compile(r"\d\d")  # of which the second may be lowered
-JUMP = 0.2  # heights of a letter by which a word stands above or below the one before if it is raised or lowered
-LOW = 0.52  # heights of a letter that lowered digits have at most
+JUMP = 0.28  # of the height of a line by which a word stands above the one before if it is raised
+TALL = 0.38  # of that height that it has at least: more than a dash or a quotation mark
+DROP = 0.07  # of that height by which lowered digits stand below the word before
+SMALLER = 0.85  # of whose height they have at most
+STEP = 0.2  # heights of a letter by which the next stands above or below it if it is not on the same line
 RATIO = 0.87  # of the heights of letters of two sizes
 DOWN = 1  # quarters of a turn of text that is written downwards, lines from right to left
 QUARTER = 1.5707963267948966  # of a turn, in radians
 UNREADABLE = 0.3  # share of letters without a meaning in Unicode from which on a page is said to be garbled
 MARGIN = 100.0  # points between the text of a page and what is written along its margin, read after it
 
-Box = tuple[float, float, float, float]
+_angle, _map_error = (
+    quick(raw.FPDFText_GetCharAngle, ctypes.c_float, P, INT),
+    quick(raw.FPDFText_HasUnicodeMapError, INT, P, INT),
+)
+_count, _rect = quick(raw.FPDFText_CountRects, INT, P, INT, INT), quick(raw.FPDFText_GetRect, INT, P, INT, *[P] * 4)
+_loose, _tight = (
+    quick(raw.FPDFText_GetLooseCharBox, INT, P, INT, P),
+    quick(raw.FPDFText_GetCharBox, INT, P, INT, *[P] * 4),
+)
+_origin = quick(raw.FPDFText_GetCharOrigin, INT, P, INT, P, P)
 Turned = tuple[int, Piece]  # quarters of a turn, and what is so turned
 
 
@@ -80,9 +92,10 @@ def _parts(text_page: Any, view: Box) -> tuple[_Text, list[Part]]:
     n = max(0, text_page.count_chars())
     text = text_page.get_text_range() if n else ""
     if len(text) != n:  # then places in the text are not places on the page
-        text = "".join(chr(raw.FPDFText_GetUnicode(text_page, i) or 32) for i in range(n))
+        text = "".join(chr(raw.FPDFText_GetUnicode(text_page, i) or 32) for i in range(n)).replace("\x02", "\ufffe")
     unknown = sum(map(len, UNKNOWN.findall(text)))
-    found = _Text(text_page, with_accents(text, lambda i: _ink(text_page, i)), view)
+    found = _Text(ctypes.cast(text_page.raw, P).value or 0, view)
+    found.text = with_accents(text, found.ink)
     parts = [part for start, end in _runs(found.text) for part in found.parts(start, end)]
     found.unknown = max(unknown, found.unknown)
     return found, parts
@@ -108,8 +121,8 @@ def _is_beside(left: Piece, right: Piece) -> bool:
 
 def _apart(parts: list[Part]) -> list[Turned]:
     """Parts as pieces, less the numbers of lines in the margin."""
-    numbers = line_numbers([part.piece for part in parts])
-    return joined([part for part in parts if id(part.piece) not in numbers])
+    numbers = line_numbers(parts)
+    return joined([part for part in parts if id(part) not in numbers])
 
 
 def _upright(found: Sequence[Turned]) -> list[Piece]:
@@ -148,11 +161,13 @@ def _runs(text: str) -> Iterator[tuple[int, int]]:
 class _Text:
     """The letters of a page with their places."""
 
-    page: Any  # a text page of pdfium
-    text: str
+    page: int  # a text page of pdfium
     view: Box  # what is in view, y upwards
+    text: str = ""
     is_cut: bool = False  # letters beyond it were found
     unknown: int = 0  # letters whose font does not say what they are
+    _box: Any = field(default_factory=lambda: (ctypes.c_double * 4)())
+    _room: Any = field(default_factory=lambda: (ctypes.c_float * 4)())
 
     def parts(self, start: int, end: int) -> Iterator[Part]:
         """One run as a part, or as several where it turns, jumps over a gap or to another line, or changes its size."""
@@ -160,46 +175,53 @@ class _Text:
         if first is None:
             return
         last = next(i for i in range(end - 1, -1, -1) if not _is_blank(self.text[i]))
-        if raw.FPDFText_HasUnicodeMapError(self.page, first) or raw.FPDFText_HasUnicodeMapError(self.page, last):
+        if _map_error(self.page, first):
             self.unknown += last + 1 - first
-        angle = _angle(self.page, first)
+        angle, straight = self._angle(first), None
         if angle == 0 and self._is_stacked(start, end):
-            angle = DOWN
-        elif angle == _angle(self.page, last):
-            boxes = _rects(self.page, start, end - start, angle)
-            room = max((b[3] - b[1] for b in boxes), default=0.0)
-            loose = sum(b[2] - b[0] for b in boxes) > WIDE * (end - start) * room
-            letter, view = _letter(self.page, first, angle), _turn(self.view, angle)
-            if (
-                not loose
-                and all(_goes_on(a, b) for a, b in itertools.pairwise(boxes))
-                and all(b[0] >= view[0] and b[1] >= view[1] and b[2] <= view[2] and b[3] <= view[3] for b in boxes)
-                and not (len(boxes) > 1 and self._is_uneven(start, end, boxes, letter[3] - letter[1]))
-            ):
-                yield from self._part(self.text[start:end], boxes, letter, first, angle)
+            straight = DOWN
+        elif angle == self._angle(last):
+            boxes = self._rects(start, end - start, angle)
+            if not boxes or not (room := max([b[3] - b[1] for b in boxes])):
                 return
-        yield from self._letter_by_letter(range(start, end), angle == DOWN)
+            loose = sum([b[2] - b[0] for b in boxes]) > WIDE * (end - start) * room
+            letter, view = self._letter(first, angle), _turn(self.view, angle)
+            if not loose and all(_goes_on(a, b) for a, b in itertools.pairwise(boxes)):
+                straight = angle
+                is_uneven = len(boxes) > 1 and self._is_uneven(first, end, boxes, room)
+                in_view = _is_in(boxes[0], view) and view[0] <= boxes[0][0] and boxes[-1][2] <= view[2]
+                if in_view and not is_uneven:
+                    yield from self._part(self.text[start:end], boxes, letter, first, angle)
+                    return
+        yield from self._letter_by_letter(range(start, end), straight)
 
     def _is_stacked(self, start: int, end: int) -> bool:
         """Whether the letters stand upright below each other, as Chinese and Japanese do in vertical lines."""
         n = len(CJK.findall(self.text, start, end))
         if n < STACKED:
             return False
-        boxes = _rects(self.page, start, end - start, 0)
+        boxes = self._rects(start, end - start, 0)
         width = max((b[2] for b in boxes), default=0.0) - min((b[0] for b in boxes), default=0.0)
         height = max((b[3] for b in boxes), default=0.0) - min((b[1] for b in boxes), default=0.0)
         return height > n / 2 * width
 
-    def _is_uneven(self, start: int, end: int, boxes: Sequence[Box], height: float) -> bool:
+    def _is_uneven(self, start: int, end: int, boxes: Sequence[Box], room: float) -> bool:
         """Whether something may be raised or lowered in a run, or be the number of its line."""
-        if COUNTED.match(self.text, start, end) or any(
-            abs(b[3] - a[3]) > JUMP * height for a, b in itertools.pairwise(boxes)
-        ):
+        if COUNTED.match(self.text, start, end):
             return True
-        return any(b[3] - b[1] < LOW * height for b in boxes) and bool(DIGITS.search(self.text, start, end))
+        has_digits = DIGITS.search(self.text, start, end) is not None
+        for a, b in itertools.pairwise(boxes):
+            rise = (a[3] - b[3]) / room
+            if rise > JUMP or rise < -JUMP:
+                high = b if rise > 0 else a
+                if high[3] - high[1] > TALL * room:
+                    return True
+            elif has_digits and rise < -DROP and b[3] - b[1] < SMALLER * (a[3] - a[1]):
+                return True
+        return False
 
-    def _letter_by_letter(self, run: range, is_stacked: bool) -> Iterator[Part]:
-        """A run in parts, by the place, the size and the direction of every letter in view."""
+    def _letter_by_letter(self, run: range, straight: int | None) -> Iterator[Part]:
+        """A run in parts, by the place, the size and the direction (`straight`, if known) of every letter in view."""
         letters: list[str] = []
         boxes: list[Box] = []
         begin, angle, is_same = run.start, DOWN, False
@@ -207,8 +229,8 @@ class _Text:
             if _is_blank(self.text[i]):
                 letters.append(self.text[i])
                 continue
-            turn = DOWN if is_stacked else _angle(self.page, i)
-            box = _letter(self.page, i, turn)
+            turn = self._angle(i) if straight is None else straight
+            box = self._letter(i, turn)
             is_out = not _is_in(box, _turn(self.view, turn))
             is_apart = bool(boxes) and (is_out or turn != angle or not _goes_on(boxes[-1], box))
             if boxes and (is_apart or self._changes(letters, boxes[-1], box)):
@@ -225,21 +247,52 @@ class _Text:
 
     def _changes(self, letters: Sequence[str], a: Box, b: Box) -> bool:
         """Whether a letter is of another size or height than the one before, or comes after the number of its line."""
-        low, high = sorted((a[3] - a[1], b[3] - b[1]))
-        if low < RATIO * high or abs(b[3] - a[3]) > JUMP * high:
+        ah, bh = a[3] - a[1], b[3] - b[1]
+        if ah < RATIO * bh or bh < RATIO * ah or abs(b[3] - a[3]) > STEP * ah:
             return True
-        return b[0] - a[2] > high / 2 and "".join(letters).strip().isdecimal()
+        return b[0] - a[2] > ah / 2 and "".join(letters).strip().isdecimal()
+
+    def _rects(self, start: int, count: int, angle: int) -> list[Box]:
+        page, box, at = self.page, self._box, ctypes.addressof(self._box)
+        boxes = []
+        for i in range(_count(page, start, count)):
+            if _rect(page, i, at, at + 24, at + 16, at + 8):  # left, top, right, bottom
+                boxes.append(_turn(tuple(box), angle))
+        return boxes
+
+    def _angle(self, i: int) -> int:
+        """Quarters of a turn of a letter."""
+        turn: float = _angle(self.page, i)
+        return round(turn / QUARTER) % 4 if turn else 0
+
+    def ink(self, i: int) -> Box:
+        """What a letter blackens, y upwards."""
+        at = ctypes.addressof(self._box)
+        _tight(self.page, i, at, at + 16, at + 8, at + 24)
+        return tuple(self._box)
+
+    def _letter(self, i: int, angle: int) -> Box:
+        """The place of a letter with the room its font gives it."""
+        _loose(self.page, i, ctypes.addressof(self._room))
+        left, top, right, bottom = self._room
+        return _turn((left, bottom, right, top), angle)
+
+    def _base(self, i: int, angle: int) -> float:
+        """The line that a letter stands on, as far down the text."""
+        at = ctypes.addressof(self._box)
+        _origin(self.page, i, at, at + 8)
+        x, y = self._box[:2]
+        return _turn((x, y, x, y), angle)[3]
 
     def _part(
         self, text: str, boxes: Sequence[Box], letter: Box, first: int, angle: int, is_same: bool = False
     ) -> Iterator[Part]:
         """A part if there is anything to read; the room of one of its letters says the size of the font."""
         if found := clean(text.strip(" ")):
-            x0, y0 = min(b[0] for b in boxes), min(b[1] for b in boxes)
-            x1, y1 = max(b[2] for b in boxes), max(b[3] for b in boxes)
+            x0, y0, x1, y1 = (bound([b[i] for b in boxes]) for i, bound in enumerate((min, min, max, max)))
             size, pitch = letter[3] - letter[1], letter[2] - letter[0]
             piece = Piece(found, x0, y0, x1, y1, size, text.startswith(" "), pitch)
-            yield Part(piece, angle, _base(self.page, first, angle), is_same)
+            yield Part(piece, angle, self._base(first, angle), is_same)
 
 
 def _is_blank(sign: str) -> bool:
@@ -254,45 +307,11 @@ def _is_in(box: Box, view: Box) -> bool:
 
 def _goes_on(a: Box, b: Box) -> bool:
     """Whether a box continues the line of another: at the same height, without a wide gap."""
-    height = max(a[3] - a[1], b[3] - b[1])
-    shared = min(a[3], b[3]) - max(a[1], b[1])
-    return max(b[0] - a[2], a[0] - b[2]) < 1.2 * height and shared > -0.4 * height
-
-
-def _rects(text_page: Any, start: int, count: int, angle: int) -> list[Box]:
-    left, top, right, bottom = (ctypes.c_double() for _ in range(4))
-    boxes = []
-    for i in range(raw.FPDFText_CountRects(text_page, start, count)):
-        if raw.FPDFText_GetRect(text_page, i, left, top, right, bottom):
-            boxes.append(_turn((left.value, bottom.value, right.value, top.value), angle))
-    return boxes
-
-
-def _angle(text_page: Any, i: int) -> int:
-    """Quarters of a turn of a letter."""
-    turn: float = raw.FPDFText_GetCharAngle(text_page, i)
-    return round(turn / QUARTER) % 4
-
-
-def _base(text_page: Any, i: int, angle: int) -> float:
-    """The line that a letter stands on, as far down the text."""
-    x, y = ctypes.c_double(), ctypes.c_double()
-    raw.FPDFText_GetCharOrigin(text_page, i, x, y)
-    return _turn((x.value, y.value, x.value, y.value), angle)[3]
-
-
-def _ink(text_page: Any, i: int) -> Box:
-    """What a letter blackens, y upwards."""
-    left, right, bottom, top = (ctypes.c_double() for _ in range(4))
-    raw.FPDFText_GetCharBox(text_page, i, left, right, bottom, top)
-    return left.value, bottom.value, right.value, top.value
-
-
-def _letter(text_page: Any, i: int, angle: int) -> Box:
-    """The place of a letter with the room its font gives it."""
-    box = raw.FS_RECTF()
-    raw.FPDFText_GetLooseCharBox(text_page, i, box)
-    return _turn((box.left, box.bottom, box.right, box.top), angle)
+    ah, bh = a[3] - a[1], b[3] - b[1]
+    height = ah if ah > bh else bh
+    if b[0] - a[2] >= 1.2 * height or a[0] - b[2] >= 1.2 * height:
+        return False
+    return (a[3] if a[3] < b[3] else b[3]) - (a[1] if a[1] > b[1] else b[1]) > -0.4 * height
 
 
 def _turn(box: Box, angle: int) -> Box:

@@ -35,19 +35,19 @@ LAYER = re.compile(rb"/OC[\s/<]")  # in the dictionary of a form, which is never
 Box = tuple[float, float, float, float]  # left, bottom, right, top
 
 
-def _quick(call: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
+def quick(call: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
     """A function of pdfium on plain numbers; an object for every pointer costs more than the call."""
     return ctypes.CFUNCTYPE(result, *arguments)(ctypes.cast(call, ctypes.c_void_p).value or 0)
 
 
 P, INT = ctypes.c_void_p, ctypes.c_int
-_object, _inner = _quick(raw.FPDFPage_GetObject, P, P, INT), _quick(raw.FPDFFormObj_GetObject, P, P, INT)
-_mode, _type = _quick(raw.FPDFTextObj_GetTextRenderMode, INT, P), _quick(raw.FPDFPageObj_GetType, INT, P)
-_size, _marks = _quick(raw.FPDFFormObj_CountObjects, INT, P), _quick(raw.FPDFPageObj_CountMarks, INT, P)
-_colour, _bounds = (_quick(call, INT, *[P] * 5) for call in (raw.FPDFPageObj_GetFillColor, raw.FPDFPageObj_GetBounds))
-_mark, _name = _quick(raw.FPDFPageObj_GetMark, P, P, INT), _quick(raw.FPDFPageObjMark_GetName, INT, P, P, INT, P)
-_fill, _switch = _quick(raw.FPDFPath_GetDrawMode, INT, P, P, P), _quick(raw.FPDFPageObj_SetIsActive, INT, P, INT)
-_drawn, _ink = _quick(raw.FPDFText_GetTextObject, P, P, INT), _quick(raw.FPDFText_GetCharBox, INT, P, INT, *[P] * 4)
+_object, _inner = quick(raw.FPDFPage_GetObject, P, P, INT), quick(raw.FPDFFormObj_GetObject, P, P, INT)
+_mode, _type = quick(raw.FPDFTextObj_GetTextRenderMode, INT, P), quick(raw.FPDFPageObj_GetType, INT, P)
+_size, _marks = quick(raw.FPDFFormObj_CountObjects, INT, P), quick(raw.FPDFPageObj_CountMarks, INT, P)
+_colour, _bounds = (quick(call, INT, *[P] * 5) for call in (raw.FPDFPageObj_GetFillColor, raw.FPDFPageObj_GetBounds))
+_mark, _name = quick(raw.FPDFPageObj_GetMark, P, P, INT), quick(raw.FPDFPageObjMark_GetName, INT, P, P, INT, P)
+_fill, _switch = quick(raw.FPDFPath_GetDrawMode, INT, P, P, P), quick(raw.FPDFPageObj_SetIsActive, INT, P, INT)
+_drawn, _ink = quick(raw.FPDFText_GetTextObject, P, P, INT), quick(raw.FPDFText_GetCharBox, INT, P, INT, *[P] * 4)
 
 
 @dataclass(slots=True)

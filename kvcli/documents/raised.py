@@ -50,23 +50,25 @@ class Part:
 def joined(parts: Sequence[Part]) -> list[tuple[int, Piece]]:
     """Parts of one run as one piece, and what is raised or lowered with its line; each with its quarters of a turn."""
     lines = list(_lines(parts))
-    notes = {line[0][1].piece.text for line in lines if len(line) > 1 and line[0][0] > 0}
+    notes = {line[0][1].piece.text for line in lines if line[0][0] == 2}
     return [_line(line, notes) for line in lines]
 
 
 def _lines(parts: Sequence[Part]) -> Iterator[list[tuple[int, Part]]]:
-    """Parts that belong together; 1 beside what is raised, -1 beside what is lowered."""
+    """Parts that belong together; with what is raised 1, or 2 where it begins its line, and -1 with what is lowered."""
     line: list[tuple[int, Part]] = []
+    before: Part | None = None
     for part in parts:
         if line:
-            base = next((p for level, p in line if not level), part)
-            level = _level(base, part)
-            if part.is_same or _touches(line[-1][1], part, base):
+            base = next((p for level, p in line if not level), part) if len(line) > 1 else line[0][1]
+            if part.is_same or _touches(line, part, base.piece):
+                level = _level(base, part)
                 if len(line) == 1 and not level and _level(part, base) > 0:
-                    line = [(1, base)]  # a line that begins with the number of a note
+                    line = [(1 if before and _is_left(before.piece, base.piece) else 2, base)]
                 if level or part.is_same or line[-1][0]:
                     line.append((level, part))
                     continue
+            before = line[-1][1]
             yield line
         line = [(0, part)]
     if line:
@@ -77,17 +79,27 @@ def _level(base: Part, part: Part) -> int:
     size, rise = base.piece.size, base.base - part.base
     if part.piece.size > (1.05 if part.is_same else SMALL) * size or part.angle != base.angle:
         return 0
-    return 1 if UP[0] < rise / size < UP[1] else -1 if DOWN[0] < rise / size < DOWN[1] and not part.is_same else 0
+    return 1 if UP[0] < rise / size < UP[1] else -1 if DOWN[0] < rise / size < DOWN[1] else 0
 
 
-def _touches(last: Part, part: Part, base: Part) -> bool:
-    """Whether a part goes on where the last one ends, on the line of the first."""
-    gap, line = part.piece.x0 - last.piece.x1, base.piece
-    beside = part.piece.y0 < line.y1 and part.piece.y1 > line.y0
-    return beside and -0.3 * line.size < gap < 0.35 * line.size and part.angle == last.angle
+def _touches(line: Sequence[tuple[int, Part]], part: Part, base: Piece) -> bool:
+    """Whether a part goes on where its line ends, or stands above or below what is raised or lowered there."""
+    (level, last), piece = line[-1], part.piece
+    if piece.y0 >= base.y1 or piece.y1 <= base.y0 or part.angle != last.angle:
+        return False
+    end = max([p.piece.x1 for _, p in line[-2:]])
+    is_near = -0.3 * base.size < piece.x0 - end < 0.35 * base.size
+    return is_near or (level != 0 and abs(piece.x0 - last.piece.x0) < 0.3 * base.size)
+
+
+def _is_left(a: Piece, b: Piece) -> bool:
+    """Whether a piece ends not far before another, in its row."""
+    return a.y0 < b.y1 and a.y1 > b.y0 and 0 <= b.x0 - a.x1 + 0.3 * b.size < 4 * b.size
 
 
 def _line(line: Sequence[tuple[int, Part]], notes: set[str]) -> tuple[int, Piece]:
+    if len(line) == 1:
+        return line[0][1].angle, line[0][1].piece
     text, before, end = "", 0, 0.0
     for level, group in itertools.groupby(line, lambda item: item[0]):
         parts = [part for _, part in group]
@@ -96,7 +108,7 @@ def _line(line: Sequence[tuple[int, Part]], notes: set[str]) -> tuple[int, Piece
             said += " " * part.piece.is_spaced + part.piece.text
         wide = not first.is_same and not level and first.piece.x0 - end > 0.15 * first.piece.size
         if level > 0:
-            is_note = NOTES.fullmatch(said) and (not text or said in notes or NOTED.search(text))
+            is_note = NOTES.fullmatch(said) and (level == 2 or said in notes or NOTED.search(text))
             said = f"[{said}]" if is_note else raised(said)
         elif level < 0 and text[-1:].isdigit():
             said = f"_{said}"
