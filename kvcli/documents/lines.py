@@ -207,7 +207,7 @@ def _indents(block: Block) -> list[int]:
     """The spaces before each row: more than none for rows of letters of one width beside others further left."""
     found = [0] * len(block)
     for key, listing in itertools.groupby(
-        range(len(block)), lambda i: round(20 * block[i][0].pitch / block[i][0].size) if is_fixed(block[i][0]) else 0
+        range(len(block)), lambda i: round(10 * block[i][0].pitch) if is_fixed(block[i][0]) else 0
     ):
         if key and len(at := list(listing)) > 1 and not is_rtl(block[at[0]]):
             left = min(block[i][0].x0 for i in at)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
+import pypdfium2.raw as raw
+
 from kvcli.documents.document import Section
 from kvcli.documents.edges import without_running
 from kvcli.documents.lines import paragraphs, reading_order
 from kvcli.documents.pages import chosen, listed
 from kvcli.documents.parsed import Job, Parsed, damaged, no_text, refuse_too_much
-from kvcli.documents.pdf_open import attachments, open_pdf
+from kvcli.documents.pdf_open import open_pdf
 from kvcli.documents.pdf_page import Page, read_page
 from kvcli.documents.pdf_seen import Seen
 from kvcli.documents.repair import Words, clean, mended, unmarked
@@ -51,9 +53,12 @@ def read(file: IO[bytes], job: Job) -> Parsed:
     parsed.notes += _notes([page for page in pages if page.number in asked])
     if not seen.is_complete:
         parsed.notes.append("it takes long to draw: white or covered text on its later pages may be in what is read")
-    if names := attachments(document):
-        shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else "")
-        parsed.notes.append(f"files that lie in it are not read, as those of a portfolio: {shown}")
+    if document.get_formtype() == raw.FORMTYPE_XFA_FOREGROUND and not any(page.fields for page in pages):
+        parsed.notes.append("it is an XFA form: its pages may only stand for those that another program makes of it")
+    if n := raw.FPDFDoc_GetAttachmentCount(document):
+        names = [clean(document.get_attachment(i).get_name()) for i in range(min(n, SHOWN))]
+        more = f" and {n - SHOWN:,} more" if n > SHOWN else ""
+        parsed.notes.append(f"files in it, as a portfolio has them, are not read: {', '.join(names)}{more}")
     return parsed
 
 
@@ -94,6 +99,8 @@ def _sections(pages: Sequence[Page]) -> Iterator[Section]:
 def _nothing(job: Job, pages: Sequence[Page]) -> BadInput:
     if all(page.is_broken for page in pages):
         return damaged(job.name, "a PDF", "none of its pages can be read")
+    if any(page.is_hidden or page.is_cut for page in pages):
+        return no_text(job.name, f"all that {len(pages):,} pages have is invisible or beyond their edges")
     if not any(page.is_picture for page in pages):
         return no_text(job.name, f"none of {len(pages):,} pages has text, nor a picture of one")
     error = no_text(job.name, f"none of {len(pages):,} pages has a text layer: they look scanned")

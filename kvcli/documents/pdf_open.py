@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import re
 from typing import IO, Any
 
 import pypdfium2 as pdfium
 import pypdfium2.raw as raw
 
 from kvcli.documents.parsed import Job, damaged, no_text
-from kvcli.documents.repair import clean
 from kvcli.errors import BadInput
 
 TAIL = 4096  # bytes at the end in which a whole file says that it ends
-PACKET = 1 << 20  # bytes of a part of an XFA form that are looked at
-PACKETS = 64
-DYNAMIC = re.compile(rb"dynamicRender>\s*required")  # in the part of an XFA form that says how to show it
+PRINT = "a PDF that the program which shows the form, as Adobe Reader, prints it into"
 BEHIND = 1 << 16  # bytes of padding and comments that may follow
 
 
@@ -36,40 +31,15 @@ def open_pdf(file: IO[bytes], job: Job) -> Any:
     file.seek(0)
     try:
         document = pdfium.PdfDocument(file, password=job.password)
-        if _is_placeholder(document):
+        if document.get_formtype() == raw.FORMTYPE_XFA_FULL:
             raise no_text(
-                f"{job.name}",
-                "it is a dynamic XFA form, whose pages only some programs make: its own page asks for one of them",
-                "print it into a PDF with the program that shows it, as Adobe Reader does",
+                job.name, "it is a dynamic XFA form: its page stands for those that another program makes", PRINT
             )
         if document.get_formtype() in (raw.FORMTYPE_ACRO_FORM, raw.FORMTYPE_XFA_FULL, raw.FORMTYPE_XFA_FOREGROUND):
             document.init_forms()
         return document
     except pdfium.PdfiumError:
         raise _why(job, raw.FPDF_GetLastError()) from None
-
-
-def _is_placeholder(document: Any) -> bool:
-    """Whether the pages of a file stand for those that a program makes from its XFA form."""
-    if document.get_formtype() == raw.FORMTYPE_XFA_FULL:
-        return True
-    return any(DYNAMIC.search(_packet(document, i)) for i in range(min(PACKETS, raw.FPDF_GetXFAPacketCount(document))))
-
-
-def _packet(document: Any, i: int) -> bytes:
-    """The beginning of a part of an XFA form."""
-    size, buffer = ctypes.c_ulong(), ctypes.create_string_buffer(PACKET)
-    raw.FPDF_GetXFAPacketContent(document, i, buffer, PACKET, size)
-    return buffer.raw[: size.value]
-
-
-def attachments(document: Any) -> list[str]:
-    """The names of the files in a file, as a portfolio has them."""
-    names = []
-    for i in range(raw.FPDFDoc_GetAttachmentCount(document)):
-        attachment = document.get_attachment(i)
-        names.append(clean(attachment.get_name()))
-    return names
 
 
 def _is_whole(tail: bytes) -> bool:

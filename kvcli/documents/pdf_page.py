@@ -28,9 +28,8 @@ UNKNOWN = re.compile("[\ufffd\ue000-\uf8ff]+")
 COUNTED = re.compile(r" *\d{1,4} ")  # a line that may begin with its number
 DIGITS = re.compile(r"\d\d")  # of which the second may be lowered
 JUMP = 0.28  # of the height of a line by which a word stands above the one before if it is raised
-TALL = 0.38  # of that height that it has at least: more than a dash or a quotation mark
-DROP = 0.07  # of that height by which lowered digits stand below the word before
-SMALLER = 0.85  # of whose height they have at most
+TALL = 0.3  # of that height that it has at least: more than a dash or a quotation mark
+DROP = 0.4  # of that height by which the tops of lowered digits stand lower
 STEP = 0.2  # heights of a letter by which the next stands above or below it if it is not on the same line
 RATIO = 0.87  # of the heights of letters of two sizes
 DOWN = 1  # quarters of a turn of text that is written downwards, lines from right to left
@@ -212,13 +211,11 @@ class _Text:
         has_digits = DIGITS.search(self.text, start, end) is not None
         for a, b in itertools.pairwise(boxes):
             rise = (a[3] - b[3]) / room
-            if rise > JUMP or rise < -JUMP:
-                high = b if rise > 0 else a
-                if high[3] - high[1] > TALL * room:
-                    return True
-            elif has_digits and rise < -DROP and b[3] - b[1] < SMALLER * (a[3] - a[1]):
+            high = b if rise > 0 else a
+            if abs(rise) > JUMP and high[3] - high[1] > TALL * room:
                 return True
-        return False
+        top = min([b[1] for b in boxes])
+        return has_digits and any(b[1] - top > DROP * room for b in boxes)
 
     def _letter_by_letter(self, run: range, straight: int | None) -> Iterator[Part]:
         """A run in parts, by the place, the size and the direction (`straight`, if known) of every letter in view."""
@@ -291,6 +288,8 @@ class _Text:
         if found := clean(text.strip(" ")):
             x0, y0, x1, y1 = (bound([b[i] for b in boxes]) for i, bound in enumerate((min, min, max, max)))
             size, pitch = letter[3] - letter[1], letter[2] - letter[0]
+            if 0 < letter[0] - x0 < (len(text) - len(text.lstrip(" ")) + 0.5) * pitch:
+                x0 = letter[0]  # behind the spaces it begins with
             piece = Piece(found, x0, y0, x1, y1, size, text.startswith(" "), pitch)
             yield Part(piece, angle, self._base(first, angle), is_same)
 

@@ -16,6 +16,7 @@ NOTES = re.compile(r"\d{1,3}([,\u2013-]\d{1,3})*")  # numbers of notes
 NOTED = re.compile(
     r"[^\W\d_]{4}[\"')\u2019\u201d\u00bb]?$|[.,;:!?][\"')\u2019\u201d\u00bb]?$"
 )  # what such numbers follow
+UNIT = re.compile(r"\d ?[^\W\d_]{1,2}$")  # m, km
 UP = (0.22, 0.8)  # shares of the size of the line by which a raised letter stands above it
 DOWN = (-0.6, -0.08)  # and a lowered one
 SMALL = 0.9  # its size, from which on a lowered one is lowered
@@ -88,7 +89,8 @@ def _touches(line: Sequence[tuple[int, Part]], part: Part, base: Piece) -> bool:
     if piece.y0 >= base.y1 or piece.y1 <= base.y0 or part.angle != last.angle:
         return False
     end = max([p.piece.x1 for _, p in line[-2:]])
-    is_near = -0.3 * base.size < piece.x0 - end < 0.35 * base.size
+    begins = len(line) == 1 and _level(part, last) > 0  # a note, behind its number
+    is_near = -0.3 * base.size < piece.x0 - end < (1 if begins else 0.35) * piece.size
     return is_near or (level != 0 and abs(piece.x0 - last.piece.x0) < 0.3 * base.size)
 
 
@@ -108,7 +110,9 @@ def _line(line: Sequence[tuple[int, Part]], notes: set[str]) -> tuple[int, Piece
             said += " " * part.piece.is_spaced + part.piece.text
         wide = not first.is_same and not level and first.piece.x0 - end > 0.15 * first.piece.size
         if level > 0:
-            is_note = NOTES.fullmatch(said) and (level == 2 or said in notes or NOTED.search(text))
+            is_note = NOTES.fullmatch(said) and (
+                level == 2 or NOTED.search(text) or (said in notes and not UNIT.search(text))
+            )
             said = f"[{said}]" if is_note else raised(said)
         elif level < 0 and text[-1:].isdigit():
             said = f"_{said}"
