@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from kvcli.documents.lines import Block, Piece, is_fixed, rows, running_on
-from kvcli.documents.raised import Part, joined
+from kvcli.documents.raised import Part, joined, without
 
 FEW = 3  # numbers that make a series
 PROSE = 0.2  # share of the rows beside them that must go on in the next
@@ -30,7 +30,7 @@ def line_numbers(parts: Sequence[Part]) -> set[int]:
     for strip in (sorted(strip, key=lambda part: part.base) for strip in strips if len(strip) >= FEW):
         left, right = min(p.piece.x0 for p in strip), max(p.piece.x1 for p in strip)
         top, bottom, own = strip[0].piece.y0, strip[-1].piece.y1, found | {id(p) for p in strip}
-        beside = [part for part in parts if top <= part.piece.middle <= bottom and id(part) not in own]
+        beside = without(parts, own | {id(p) for p in parts if not top <= p.piece.middle <= bottom})
         if any(part.piece.x0 < right and part.piece.x1 > left for part in beside):
             continue
         if _counts([part.piece for part in strip], rows([piece for _, piece in joined(beside)])):

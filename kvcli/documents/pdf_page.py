@@ -14,11 +14,11 @@ import pypdfium2 as pdfium
 import pypdfium2.raw as raw
 
 from kvcli.documents.accents import GONE, with_accents
-from kvcli.documents.lines import CJK, Piece
+from kvcli.documents.lines import CJK, RTL, Piece
 from kvcli.documents.margins import line_numbers
 from kvcli.documents.pdf_fields import Typed, field_lines
 from kvcli.documents.pdf_seen import INT, Box, P, Seen, quick
-from kvcli.documents.raised import Part, joined
+from kvcli.documents.raised import Part, joined, without
 from kvcli.documents.repair import clean
 
 SPLIT = re.compile("\r\n|\r|\n|\ufffe")
@@ -121,7 +121,7 @@ def _is_beside(left: Piece, right: Piece) -> bool:
 def _apart(parts: list[Part]) -> list[Turned]:
     """Parts as pieces, less the numbers of lines in the margin."""
     numbers = line_numbers(parts)
-    return joined([part for part in parts if id(part) not in numbers])
+    return joined(without(parts, numbers) if numbers else parts)
 
 
 def _upright(found: Sequence[Turned]) -> list[Piece]:
@@ -288,7 +288,7 @@ class _Text:
         if found := clean(text.strip(" ")):
             x0, y0, x1, y1 = (bound([b[i] for b in boxes]) for i, bound in enumerate((min, min, max, max)))
             size, pitch = letter[3] - letter[1], letter[2] - letter[0]
-            if 0 < letter[0] - x0 < (len(text) - len(text.lstrip(" ")) + 0.5) * pitch:
+            if text.startswith(" ") and letter[0] > x0 and not RTL.search(text):
                 x0 = letter[0]  # behind the spaces it begins with
             piece = Piece(found, x0, y0, x1, y1, size, text.startswith(" "), pitch)
             yield Part(piece, angle, self._base(first, angle), is_same)

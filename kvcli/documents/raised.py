@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcli.documents.lines import Piece
 
@@ -46,6 +46,12 @@ class Part:
     angle: int  # quarters of a turn
     base: float  # the line its letters stand on, as far down the page
     is_same: bool = False  # drawn in one run with the part before
+
+
+def without(parts: Sequence[Part], gone: set[int]) -> list[Part]:
+    """The parts but for those of these ids; what was drawn in one run with such a one begins anew."""
+    pairs = zip([None, *parts], parts, strict=False)
+    return [replace(p, is_same=p.is_same and id(before) not in gone) for before, p in pairs if id(p) not in gone]
 
 
 def joined(parts: Sequence[Part]) -> list[tuple[int, Piece]]:
