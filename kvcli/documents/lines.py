@@ -195,7 +195,11 @@ def row_text(row: Row) -> str:
         below = gap < 0 and piece.y0 > before.middle  # the next line of a cell
         parts = not below and (gap > height or -gap > min(before.height, piece.height))  # a stamp lies across the row
         text += ("  " if parts else " " if below or piece.is_spaced or gap > 0.15 * height else "") + piece.text
-    return LEADER.sub(" ... ", text) if ".." in text or ". ." in text else text
+    return LEADER.sub(" ... ", text) if _has_dots(text) else text
+
+
+def _has_dots(text: str) -> bool:
+    return "..." in text or ". ." in text or "\u2026\u2026" in text or "\u00b7\u00b7" in text
 
 
 def is_fixed(piece: Piece) -> bool:
@@ -250,7 +254,7 @@ def _is_full(row: Row, below: Row, margins: tuple[float, float]) -> bool:
     """Whether the first word below had no room in the row, so that the line is broken for want of space only."""
     if len(row) > 1 or len(below) > 1 or _length(row[0].text) < FULL or ITEM.match(below[0].text):
         return False
-    if LEADER.search(row[0].text):
+    if _has_dots(row[0].text) and LEADER.search(row[0].text):
         return False
     here, there = row[0], below[0]
     first = 1 if CJK.match(there.text) else len(there.text.split(None, 1)[0])

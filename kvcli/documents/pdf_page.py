@@ -37,15 +37,11 @@ QUARTER = 1.5707963267948966  # of a turn, in radians
 UNREADABLE = 0.3  # share of letters without a meaning in Unicode from which on a page is said to be garbled
 MARGIN = 100.0  # points between the text of a page and what is written along its margin, read after it
 
-_angle, _map_error = (
-    quick(raw.FPDFText_GetCharAngle, ctypes.c_float, P, INT),
-    quick(raw.FPDFText_HasUnicodeMapError, INT, P, INT),
-)
+_angle = quick(raw.FPDFText_GetCharAngle, ctypes.c_float, P, INT)
+_map_error = quick(raw.FPDFText_HasUnicodeMapError, INT, P, INT)
 _count, _rect = quick(raw.FPDFText_CountRects, INT, P, INT, INT), quick(raw.FPDFText_GetRect, INT, P, INT, *[P] * 4)
-_loose, _tight = (
-    quick(raw.FPDFText_GetLooseCharBox, INT, P, INT, P),
-    quick(raw.FPDFText_GetCharBox, INT, P, INT, *[P] * 4),
-)
+_loose = quick(raw.FPDFText_GetLooseCharBox, INT, P, INT, P)
+_tight = quick(raw.FPDFText_GetCharBox, INT, P, INT, *[P] * 4)
 _origin = quick(raw.FPDFText_GetCharOrigin, INT, P, INT, P, P)
 Turned = tuple[int, Piece]  # quarters of a turn, and what is so turned
 
@@ -170,10 +166,13 @@ class _Text:
 
     def parts(self, start: int, end: int) -> Iterator[Part]:
         """One run as a part, or as several where it turns, jumps over a gap or to another line, or changes its size."""
-        first = next((i for i in range(start, end) if not _is_blank(self.text[i])), None)
-        if first is None:
+        first, last = start, end - 1
+        while first < end and _is_blank(self.text[first]):
+            first += 1
+        if first == end:
             return
-        last = next(i for i in range(end - 1, -1, -1) if not _is_blank(self.text[i]))
+        while _is_blank(self.text[last]):
+            last -= 1
         if _map_error(self.page, first):
             self.unknown += last + 1 - first
         angle, straight = self._angle(first), None
@@ -185,7 +184,7 @@ class _Text:
                 return
             loose = sum([b[2] - b[0] for b in boxes]) > WIDE * (end - start) * room
             letter, view = self._letter(first, angle), _turn(self.view, angle)
-            if not loose and all(_goes_on(a, b) for a, b in itertools.pairwise(boxes)):
+            if not loose and all([_goes_on(a, b) for a, b in itertools.pairwise(boxes)]):
                 straight = angle
                 is_uneven = len(boxes) > 1 and self._is_uneven(first, end, boxes, room)
                 in_view = _is_in(boxes[0], view) and view[0] <= boxes[0][0] and boxes[-1][2] <= view[2]
@@ -286,7 +285,9 @@ class _Text:
     ) -> Iterator[Part]:
         """A part if there is anything to read; the room of one of its letters says the size of the font."""
         if found := clean(text.strip(" ")):
-            x0, y0, x1, y1 = (bound([b[i] for b in boxes]) for i, bound in enumerate((min, min, max, max)))
+            x0, y0, x1, y1 = boxes[0]
+            for a, b, c, d in boxes[1:]:
+                x0, y0, x1, y1 = min(x0, a), min(y0, b), max(x1, c), max(y1, d)
             size, pitch = letter[3] - letter[1], letter[2] - letter[0]
             if text.startswith(" ") and letter[0] > x0 and not RTL.search(text):
                 x0 = letter[0]  # behind the spaces it begins with

@@ -54,9 +54,7 @@ _drawn, _ink = quick(raw.FPDFText_GetTextObject, P, P, INT), quick(raw.FPDFText_
 class _Found:
     """The objects of a page, a number each, by what has to be known of them."""
 
-    texts: dict[
-        bytes, list[tuple[int, int]]
-    ]  # those with ink by colour: the order on the page, -1 in a form, and which
+    texts: dict[bytes, list[tuple[int, int]]]  # those with ink, by colour; before each its order, -1 in a form
     areas: list[tuple[int, bytes, Box]] = field(default_factory=list)
     pictures: list[Box] = field(default_factory=list)
     bare: set[int] = field(default_factory=set)
@@ -149,11 +147,11 @@ class Seen:
             self.is_complete &= not doubtful
             return set()
         began = time.process_time()
-        shots = [self._shot(page)]
+        before = self._shot(page)
         for o in doubtful:
             _switch(o, 0)
-        shots.append(self._shot(page))
-        seen = {o for o in doubtful if any(_differ(page, *shots, box) for box in boxes[o])}
+        after = self._shot(page)
+        seen = {o for o in doubtful if any(_differ(page, before, after, box) for box in boxes[o])}
         for o in seen:
             _switch(o, 1)
         self._seconds -= time.process_time() - began
