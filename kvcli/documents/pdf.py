@@ -27,7 +27,7 @@ NOTES: list[tuple[Callable[[Page], bool], str]] = [
         "page {}: text that nobody sees is left out (invisible, in the colour of the page, or hidden)",
     ),
     (lambda p: p.is_cut, "page {}: text beyond the edges of the page is left out"),
-    (lambda p: bool(p.unread), "page {}: a stamp or an attached file on it is not read"),
+    (lambda p: p.has_more, "page {}: a stamp or an attached file on it is not read"),
 ]
 NEAR = 8  # pages around the chosen ones that are looked at too, to know what runs along the edges
 

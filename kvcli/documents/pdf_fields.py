@@ -14,18 +14,14 @@ MOST = 2000  # fields of one page; a form for people has fewer
 LONGEST = 1 << 16  # bytes of one value
 TICKED = (raw.FPDF_FORMFIELD_CHECKBOX, raw.FPDF_FORMFIELD_RADIOBUTTON)
 VALUED = (raw.FPDF_FORMFIELD_TEXTFIELD, raw.FPDF_FORMFIELD_COMBOBOX, raw.FPDF_FORMFIELD_LISTBOX)
-
-
 Typed = tuple[str, tuple[float, float, float, float]]  # and its place: left, bottom, right, top
 UNSEEN = raw.FPDF_ANNOT_FLAG_HIDDEN | raw.FPDF_ANNOT_FLAG_NOVIEW
-UNREAD = {raw.FPDF_ANNOT_STAMP: "a stamp", raw.FPDF_ANNOT_FILEATTACHMENT: "an attached file"}
+UNREAD = (raw.FPDF_ANNOT_STAMP, raw.FPDF_ANNOT_FILEATTACHMENT)
 
 
-def field_lines(document: Any, page: Any) -> tuple[list[str], list[Typed], list[str]]:
-    """`name: value` of every field that has one; what was typed onto the page; what is not read."""
-    lines: list[str] = []
-    typed: list[Typed] = []
-    unread: list[str] = []
+def field_lines(document: Any, page: Any) -> tuple[list[str], list[Typed], bool]:
+    """`name: value` of every field that has one; what was typed onto the page; whether more is on it."""
+    lines, typed, has_more = list[str](), list[Typed](), False
     for i in range(min(MOST, raw.FPDFPage_GetAnnotCount(page))):
         annotation = raw.FPDFPage_GetAnnot(page, i)
         if not annotation:
@@ -36,10 +32,10 @@ def field_lines(document: Any, page: Any) -> tuple[list[str], list[Typed], list[
                 lines += _line(document.formenv, annotation)
             elif not raw.FPDFAnnot_GetFlags(annotation) & UNSEEN:
                 typed += _typed(annotation) if kind == raw.FPDF_ANNOT_FREETEXT else []
-                unread += [UNREAD[kind]] if kind in UNREAD else []
+                has_more |= kind in UNREAD
         finally:
             raw.FPDFPage_CloseAnnot(annotation)
-    return lines, typed, unread
+    return lines, typed, has_more
 
 
 def _typed(annotation: Any) -> list[Typed]:

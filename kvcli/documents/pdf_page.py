@@ -58,7 +58,7 @@ class Page:
     is_picture: bool = False  # an image and no text, as a scan
     is_hidden: bool = False  # some of its text is not seen
     is_cut: bool = False  # some of its text is beyond its edges
-    unread: list[str] = field(default_factory=list)  # what else is on it
+    has_more: bool = False  # a stamp or a file is attached to it
 
 
 def read_page(document: Any, number: int, seen: Seen) -> Page:
@@ -69,7 +69,7 @@ def read_page(document: Any, number: int, seen: Seen) -> Page:
         return Page(number, is_broken=True)
     try:
         found = Page(number, is_hidden=seen.switch_off(page))
-        found.fields, typed, found.unread = field_lines(document, page)
+        found.fields, typed, found.has_more = field_lines(document, page)
         with closing(page.get_textpage()) as text_page:
             text, parts = _parts(text_page, page.get_bbox())
         found.is_cut, found.is_garbled = text.is_cut, text.unknown > UNREADABLE * len(text.text)
@@ -184,7 +184,7 @@ class _Text:
                 return
             loose = sum([b[2] - b[0] for b in boxes]) > WIDE * (end - start) * room
             letter, view = self._letter(first, angle), _turn(self.view, angle)
-            if not loose and all([_goes_on(a, b) for a, b in itertools.pairwise(boxes)]):
+            if not loose and all(_goes_on(a, b) for a, b in itertools.pairwise(boxes)):
                 straight = angle
                 is_uneven = len(boxes) > 1 and self._is_uneven(first, end, boxes, room)
                 in_view = _is_in(boxes[0], view) and view[0] <= boxes[0][0] and boxes[-1][2] <= view[2]
