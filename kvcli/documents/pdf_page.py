@@ -99,8 +99,8 @@ def _parts(text_page: Any, view: Box) -> tuple[_Text, list[Part]]:
 def _with_typed(parts: list[Part], typed: Sequence[Typed]) -> list[Part]:
     """The parts with what was typed onto the page: each line behind what stands left of it on its row, else last."""
     for text, (left, bottom, right, top) in typed:
-        lines = text.splitlines()
-        height = (top - bottom) / len(lines)
+        lines = [line for line in text.splitlines() if line.strip()]
+        height = max((top - bottom) / len(lines), 1.0)
         for i, line in enumerate(lines):
             y0 = -top + i * height
             x1 = min(right, left + 0.5 * height * len(line))

@@ -84,7 +84,7 @@ def _lines(parts: Sequence[Part]) -> Iterator[list[tuple[int, Part]]]:
 
 def _level(base: Part, part: Part) -> int:
     size, rise = base.piece.size, base.base - part.base
-    if part.piece.size > (1.05 if part.is_same else SMALL) * size or part.angle != base.angle:
+    if part.piece.size > (1.05 if part.is_same else SMALL) * size or part.angle != base.angle or not size:
         return 0
     return 1 if UP[0] < rise / size < UP[1] else -1 if DOWN[0] < rise / size < DOWN[1] else 0
 

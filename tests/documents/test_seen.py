@@ -138,6 +138,12 @@ def test_what_was_typed_onto_a_page_is_read_where_it_stands(flags, is_read):
     assert "comment" not in parsed.sections[0].text
 
 
+@pytest.mark.parametrize("top", [715, 695])
+def test_blank_lines_and_no_height_of_what_was_typed(top):
+    typed = {"/Subtype": "/FreeText", "/Rect": [220, 695, 400, top], "/Contents": "(Ada\r\r  \rLovelace)"}
+    assert {"Ada", "Lovelace"} <= {*read(page(LINE, annotations=[typed])).sections[0].text.split()}
+
+
 def test_a_stamp_is_said():
     stamp = {"/Subtype": "/Stamp", "/F": 4, "/Rect": [100, 640, 120, 660]}
     assert "stamp" in read(page(LINE, annotations=[stamp])).notes[0]
