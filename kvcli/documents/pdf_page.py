@@ -28,7 +28,7 @@ UNKNOWN = re.compile("[\ufffd\ue000-\uf8ff]+")
 COUNTED = re.compile(r" *\d{1,4} ")  # a line that may begin with its number
 DIGITS = re.compile(r"\d\d")  # of which the second may be lowered
 JUMP = 0.28  # of the height of a line by which a word stands above the one before if it is raised
-TALL = 0.3  # of that height that it has at least: more than a dash or a quotation mark
+TALL = 0.34  # of that height that it has at least: more than a dash, a comma or a quotation mark
 DROP = 0.4  # of that height by which the tops of lowered digits stand lower
 STEP = 0.2  # heights of a letter by which the next stands above or below it if it is not on the same line
 RATIO = 0.87  # of the heights of letters of two sizes
@@ -214,20 +214,21 @@ class _Text:
             if abs(rise) > JUMP and high[3] - high[1] > TALL * room:
                 return True
         top = min([b[1] for b in boxes])
-        return has_digits and any(b[1] - top > DROP * room for b in boxes)
+        return has_digits and any(b[1] - top > DROP * room and b[3] - b[1] > TALL * room for b in boxes)
 
     def _letter_by_letter(self, run: range, straight: int | None) -> Iterator[Part]:
         """A run in parts, by the place, the size and the direction (`straight`, if known) of every letter in view."""
         letters: list[str] = []
         boxes: list[Box] = []
-        begin, angle, is_same = run.start, DOWN, False
+        begin, angle, is_same, views = run.start, DOWN, False, dict[int, Box]()
         for i in run:
             if _is_blank(self.text[i]):
                 letters.append(self.text[i])
                 continue
             turn = self._angle(i) if straight is None else straight
             box = self._letter(i, turn)
-            is_out = not _is_in(box, _turn(self.view, turn))
+            view = views.get(turn) or views.setdefault(turn, _turn(self.view, turn))
+            is_out = not _is_in(box, view)
             is_apart = bool(boxes) and (is_out or turn != angle or not _goes_on(boxes[-1], box))
             if boxes and (is_apart or self._changes(letters, boxes[-1], box)):
                 yield from self._part("".join(letters), boxes, boxes[0], begin, angle, is_same)
