@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -37,6 +37,7 @@ class Piece:
     y1: float  # bottom
     size: float  # of its font, whichever letters it has
     is_spaced: bool = False  # a space stands before it
+    pitch: float = 0.0  # the room that its font gives its first letter along the line
 
     @property
     def height(self) -> float:
@@ -54,6 +55,7 @@ ITEM = re.compile(r"([•·▪◦‣*–—-]|\(?(\d{1,3}(\.\d{1,3})*|[a-zA-Z])[
 CJK = re.compile(
     "[\u2e80-\u312f\u31a0-\u9fff\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef\U00020000-\U0003ffff]"
 )  # without spaces
+LEADER = re.compile(r" *(?:[.\u00b7\u2026] ?){4,}(?=[\divxlc]+$)")  # dots up to the number of a page
 RTL = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]+")  # Hebrew, Arabic and their neighbours
 
 
@@ -162,6 +164,13 @@ def _runs_on(block: Block) -> bool:
     return (sum(full) > len(full) / 2 and sum(begun) < len(begun) / 2) or len(_prose(block)) > 1
 
 
+def running_on(block: Block) -> float:
+    """The share of rows that end only for want of room, before one that begins within a sentence."""
+    margins = _margins(block)
+    pairs = [(row, below) for row, below in itertools.pairwise(block) if not below[0].text[:1].isupper()]
+    return sum(_is_full(row, below, margins) for row, below in pairs) / len(block)
+
+
 def _bands(found: Sequence[Row], drawn: Drawn) -> Iterator[Block]:
     """Rows in groups: nothing above a cut is drawn between what is below it."""
     spans = [(min(at), max(at)) for at in ([drawn[id(piece)] for piece in row] for row in found)]
@@ -186,7 +195,29 @@ def row_text(row: Row) -> str:
         below = gap < 0 and piece.y0 > before.middle  # the next line of a cell
         parts = not below and (gap > height or -gap > min(before.height, piece.height))  # a stamp lies across the row
         text += ("  " if parts else " " if below or piece.is_spaced or gap > 0.15 * height else "") + piece.text
-    return text
+    return LEADER.sub(" ... ", text) if _has_dots(text) else text
+
+
+def _has_dots(text: str) -> bool:
+    return "..." in text or ". ." in text or "\u2026\u2026" in text or "\u00b7\u00b7" in text
+
+
+def is_fixed(piece: Piece) -> bool:
+    """Whether all letters of a piece may be as wide as its first, as in a listing of code."""
+    return abs(piece.x1 - piece.x0 - len(piece.text) * piece.pitch) < 0.9 * piece.pitch
+
+
+def _indents(block: Block) -> list[int]:
+    """The spaces before each row: more than none for rows of letters of one width beside others further left."""
+    found = [0] * len(block)
+    for key, listing in itertools.groupby(
+        range(len(block)), lambda i: round(10 * block[i][0].pitch) if is_fixed(block[i][0]) else 0
+    ):
+        if key and len(at := list(listing)) > 1 and not is_rtl(block[at[0]]):
+            left = min(block[i][0].x0 for i in at)
+            for i in at:
+                found[i] = round((block[i][0].x0 - left) / block[i][0].pitch)
+    return found
 
 
 def top(row: Row) -> float:
@@ -201,6 +232,7 @@ def paragraphs(blocks: Sequence[Block]) -> list[list[Line]]:
     steps = [b - a for a, b in itertools.pairwise(tops)]
     usual = median([step for step in steps if step > 0] or [0.0])
     margins = {id(block): _margins(block) for block in blocks}
+    indents = [n for block in blocks for n in _indents(block)]
     parts: list[list[Line]] = []
     for i, (row, block) in enumerate(ordered):
         step = steps[i - 1] if i else 0.0
@@ -208,7 +240,9 @@ def paragraphs(blocks: Sequence[Block]) -> list[list[Line]]:
         if not parts or (step < 0 and not goes_on) or (usual and step > PARAGRAPH * usual):
             parts.append([])
         below = ordered[i + 1][0] if i + 1 < len(ordered) else None
-        parts[-1].append(Line(row_text(row), below is not None and _is_full(row, below, margins[id(block)])))
+        parts[-1].append(
+            Line(" " * indents[i] + row_text(row), below is not None and _is_full(row, below, margins[id(block)]))
+        )
     return parts
 
 
@@ -219,6 +253,8 @@ def _margins(block: Block) -> tuple[float, float]:
 def _is_full(row: Row, below: Row, margins: tuple[float, float]) -> bool:
     """Whether the first word below had no room in the row, so that the line is broken for want of space only."""
     if len(row) > 1 or len(below) > 1 or _length(row[0].text) < FULL or ITEM.match(below[0].text):
+        return False
+    if _has_dots(row[0].text) and LEADER.search(row[0].text):
         return False
     here, there = row[0], below[0]
     first = 1 if CJK.match(there.text) else len(there.text.split(None, 1)[0])
@@ -246,19 +282,21 @@ def _gutter(found: Block, are_columns: Callable[[Sequence[Piece], Sequence[Piece
     """What is above, on either side of and below the gutter with most lines beside it, as read; None without one."""
     if len(found) < COLUMN_LINES:
         return None
-    pieces = [piece for row in found for piece in row]
+    pieces = sorted((piece for row in found for piece in row), key=lambda p: p.middle)
+    middles = [piece.middle for piece in pieces]
     best: tuple[int, list[list[Piece]] | None] = (0, None)
     for x in _candidates(found):
-        crossing = sorted((p for p in pieces if p.x0 < x < p.x1), key=lambda p: p.middle)
-        edges = [float("-inf"), *(p.middle for p in crossing), float("inf")]
-        for top, bottom in itertools.pairwise(edges):
-            band = [p for p in pieces if top < p.middle < bottom and not p.x0 < x < p.x1]
+        crossing = [i for i, p in enumerate(pieces) if p.x0 < x < p.x1]
+        for a, b in itertools.pairwise([-1, *crossing, len(pieces)]):
+            above = bisect_right(middles, middles[a]) if a >= 0 else 0
+            below = bisect_left(middles, middles[b]) if b < len(pieces) else b
+            if below - above <= best[0]:
+                continue
+            band = [p for p in pieces[above:below] if not p.x0 < x < p.x1]
             left, right = [p for p in band if p.x1 <= x], [p for p in band if p.x0 >= x]
             if len(band) > best[0] and _side_by_side(left, right) and are_columns(left, right):
-                above = [p for p in pieces if p.middle <= top]
-                below = [p for p in pieces if p.middle >= bottom]
                 sides = (right, left) if is_rtl(band) else (left, right)
-                best = len(band), [above, *sides, below]
+                best = len(band), [pieces[:above], *sides, pieces[below:]]
     return best[1]
 
 

@@ -72,5 +72,5 @@ def damaged(name: str, what: str, why: str) -> BadInput:
     return BadInput(f"{name} cannot be read as {what}", code="damaged_file", lines=[why], try_=["get the file again"])
 
 
-def no_text(name: str, why: str) -> BadInput:
-    return BadInput(f"{name} has no text", code="no_text", lines=[why])
+def no_text(name: str, why: str, try_: str = "") -> BadInput:
+    return BadInput(f"{name} has no text", code="no_text", lines=[why], try_=[try_] if try_ else [])

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
+
+import pypdfium2.raw as raw
 
 from kvcli.documents.document import Section
 from kvcli.documents.edges import without_running
-from kvcli.documents.lines import Piece, paragraphs, reading_order
+from kvcli.documents.lines import paragraphs, reading_order
 from kvcli.documents.pages import chosen, listed
 from kvcli.documents.parsed import Job, Parsed, damaged, no_text, refuse_too_much
 from kvcli.documents.pdf_open import open_pdf
 from kvcli.documents.pdf_page import Page, read_page
+from kvcli.documents.pdf_seen import Seen
 from kvcli.documents.repair import Words, clean, mended, unmarked
 from kvcli.errors import BadInput
 
+SHOWN = 8  # names of attached files in a note
+NOTES: list[tuple[Callable[[Page], bool], str]] = [
+    (lambda p: p.is_garbled, "a font on page {} does not say which letters it draws: parts are unreadable"),
+    (lambda p: p.is_broken, "page {} is damaged and could not be read"),
+    (
+        lambda p: p.is_hidden,
+        "page {}: text that nobody sees is left out (invisible, in the colour of the page, or hidden)",
+    ),
+    (lambda p: p.is_cut, "page {}: text beyond the edges of the page is left out"),
+    (lambda p: p.has_more, "page {}: a stamp or an attached file on it is not read"),
+]
 NEAR = 8  # pages around the chosen ones that are looked at too, to know what runs along the edges
 
 
@@ -26,7 +40,8 @@ def read(file: IO[bytes], job: Job) -> Parsed:
         raise damaged(job.name, "a PDF", "it has no pages")
     refuse_too_much(job.name, 0, 0 if job.spans else n_pages)
     wanted = chosen(job.spans, n_pages, job.name) if job.spans else list(range(1, n_pages + 1))
-    pages = list(_pages(document, _around(wanted, n_pages), job.name))
+    seen = Seen(file)
+    pages = list(_pages(document, _around(wanted, n_pages), job.name, seen))
     asked = set(wanted)
     sections = [section for section in _sections(pages) if section.number in asked]
     if not sections:
@@ -35,11 +50,23 @@ def read(file: IO[bytes], job: Job) -> Parsed:
     empty = [page for page in pages if page.number in asked - {section.number for section in sections}]
     parsed.without_text = [page.number for page in empty if page.is_picture or page.is_broken]
     parsed.blank = len(empty) - len(parsed.without_text)
-    if bad := [page.number for page in pages if page.is_garbled and page.number in asked]:
-        parsed.notes.append(f"a font on page {listed(bad)} does not say which letters it draws: parts are unreadable")
-    if bad := [page.number for page in pages if page.is_broken and page.number in asked]:
-        parsed.notes.append(f"page {listed(bad)} is damaged and could not be read")
+    parsed.notes += _notes([page for page in pages if page.number in asked])
+    if not seen.is_complete:
+        parsed.notes.append("it takes long to draw: white or covered text on its later pages may be in what is read")
+    if document.get_formtype() == raw.FORMTYPE_XFA_FOREGROUND and not any(page.fields for page in pages):
+        parsed.notes.append("it is an XFA form: its pages may only stand for those that another program makes of it")
+    if n := raw.FPDFDoc_GetAttachmentCount(document):
+        names = [clean(document.get_attachment(i).get_name()) for i in range(min(n, SHOWN))]
+        more = f" and {n - SHOWN:,} more" if n > SHOWN else ""
+        parsed.notes.append(f"files in it, as a portfolio has them, are not read: {', '.join(names)}{more}")
     return parsed
+
+
+def _notes(pages: Sequence[Page]) -> Iterator[str]:
+    """What was left out of the pages, or could not be read."""
+    for is_so, what in NOTES:
+        if bad := [page.number for page in pages if is_so(page)]:
+            yield what.format(listed(bad))
 
 
 def _around(wanted: Sequence[int], n_pages: int) -> list[int]:
@@ -48,10 +75,10 @@ def _around(wanted: Sequence[int], n_pages: int) -> list[int]:
     return sorted(near | set(wanted))
 
 
-def _pages(document: Any, numbers: Sequence[int], name: str) -> Iterator[Page]:
+def _pages(document: Any, numbers: Sequence[int], name: str, seen: Seen) -> Iterator[Page]:
     size = 0
     for number in numbers:
-        page = read_page(document, number)
+        page = read_page(document, number, seen)
         size += sum(len(piece.text) for piece in page.pieces)
         refuse_too_much(name, size, 0)
         yield page
@@ -59,22 +86,21 @@ def _pages(document: Any, numbers: Sequence[int], name: str) -> Iterator[Page]:
 
 def _sections(pages: Sequence[Page]) -> Iterator[Section]:
     """The text of every page that has some."""
-    words = Words()
-    for page in pages:
-        words.add(piece.text for piece in page.pieces)
-    for page, pieces in zip(pages, without_running([(page.number, page.pieces) for page in pages]), strict=True):
-        if text := _text(pieces, page.fields, words):
-            yield Section(page.number, str(page.number), text)
-
-
-def _text(pieces: Sequence[Piece], fields: Sequence[str], words: Words) -> str:
-    text = mended(paragraphs(reading_order(pieces)), words) if pieces else ""
-    return "\n\n".join((text, unmarked("\n".join(fields)))).strip()
+    words, texts = Words(), []
+    for pieces in without_running([(page.number, page.pieces) for page in pages]):
+        texts.append(paragraphs(reading_order(pieces)) if pieces else [])
+        words.add(line.text for paragraph in texts[-1] for line in paragraph)
+    for page, text in zip(pages, texts, strict=True):
+        parts = [mended(text, words), unmarked("\n".join(page.fields))]
+        if whole := "\n\n".join(part for part in parts if part.strip()):
+            yield Section(page.number, str(page.number), whole)
 
 
 def _nothing(job: Job, pages: Sequence[Page]) -> BadInput:
     if all(page.is_broken for page in pages):
         return damaged(job.name, "a PDF", "none of its pages can be read")
+    if any(page.is_hidden or page.is_cut for page in pages):
+        return no_text(job.name, f"all that {len(pages):,} pages have is invisible or beyond their edges")
     if not any(page.is_picture for page in pages):
         return no_text(job.name, f"none of {len(pages):,} pages has text, nor a picture of one")
     error = no_text(job.name, f"none of {len(pages):,} pages has a text layer: they look scanned")

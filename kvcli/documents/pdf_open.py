@@ -7,10 +7,11 @@ from typing import IO, Any
 import pypdfium2 as pdfium
 import pypdfium2.raw as raw
 
-from kvcli.documents.parsed import Job, damaged
+from kvcli.documents.parsed import Job, damaged, no_text
 from kvcli.errors import BadInput
 
 TAIL = 4096  # bytes at the end in which a whole file says that it ends
+PRINT = "a PDF that the program which shows the form, as Adobe Reader, prints it into"
 BEHIND = 1 << 16  # bytes of padding and comments that may follow
 
 
@@ -30,6 +31,10 @@ def open_pdf(file: IO[bytes], job: Job) -> Any:
     file.seek(0)
     try:
         document = pdfium.PdfDocument(file, password=job.password)
+        if document.get_formtype() == raw.FORMTYPE_XFA_FULL:
+            raise no_text(
+                job.name, "it is a dynamic XFA form: its page stands for those that another program makes", PRINT
+            )
         if document.get_formtype() in (raw.FORMTYPE_ACRO_FORM, raw.FORMTYPE_XFA_FULL, raw.FORMTYPE_XFA_FOREGROUND):
             document.init_forms()
         return document

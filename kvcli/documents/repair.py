@@ -19,7 +19,7 @@ SHAPES = re.compile("[\ufb00-\ufb06\ufb13-\ufb17\ufb1d-\ufdff\ufe70-\ufeff]+")
 PAIR = re.compile("[\ud800-\udfff]")
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2066-\u2069\ufeff\ufffe\uffff\ud800-\udfff]")
 WORD = re.compile(r"[^\W\d_]+(?:[-’'][^\W\d_]+)*")
-BROKEN = re.compile(rf"(?<![^\W\d_])[^\W\d_]+[{HYPHENS}]$", re.M)
+BROKEN = re.compile(rf"(?<![^\W\d_])[^\W\d_]+[{HYPHENS}]$(?:\n+ *[^\W\d_]+)?", re.M)  # and how it goes on
 HEAD = re.compile(r"[^\W_]+(?:-[^\W_]+)*")  # of a line read backwards: to look for it from the left takes squares
 TAIL = re.compile(r"[^\W_]+(?:[-’'][^\W_]+)*")
 PUNCTUATION = re.compile(r"[^\w\s]*")
@@ -57,7 +57,7 @@ class Words:
 
     @property
     def seen(self) -> Counter[str]:
-        """How often each word stands in the lines; one that is broken at the end of a line counts for nothing."""
+        """How often each word stands in the lines; the halves of one that is broken count for nothing."""
         if self._seen is None:
             text = BROKEN.sub("", "\n".join(self._lines).casefold())
             self._seen = Counter(WORD.findall(text))
@@ -90,11 +90,12 @@ def mended(paragraphs: Sequence[Sequence[Line]], words: Words) -> str:
             lines.append("")
             goes_on = False
         for line in paragraph:
-            rest = _joined(lines, line.text.strip(), words) if lines else line.text.strip()
+            text = line.text.strip()
+            rest = _joined(lines, text, words) if lines else text
             if rest and goes_on and lines:
                 lines[-1] += rest if CJK.match(lines[-1][-1:]) and CJK.match(rest) else f" {rest}"
             elif rest:
-                lines.append(rest)
+                lines.append(line.text.rstrip() if rest == text else rest)
             goes_on = line.goes_on
     return unmarked("\n".join(line.rstrip(SOFT) + ("-" if line.endswith(SOFT) else "") for line in lines))
 

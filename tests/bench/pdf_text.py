@@ -9,8 +9,8 @@ Each side reads in a process of its own; one whose library is not installed is l
 kvcli of another checkout. Sides need `pip install pdftext pdfplumber pypdf liteparse pdf-inspector pdf-oxide kreuzberg
 edgeparse`, in an environment beside the one of this project: their pins differ.
 
-A word is a run of letters and digits, a letter of Chinese or Japanese one of its own; ligatures, case, hyphens and
-signs that nobody sees play no part. Page by page:
+A word is a run of letters and digits, a letter of Chinese or Japanese one of its own; ligatures, case, hyphens, signs
+that nobody sees, and those that kvcli writes before what is raised (`10^6`, `word[3]`) play no part. Page by page:
 
 - recall: the share of the words of `pdftotext` that are there as well. Running heads and page numbers are missed on
   purpose, so it does not reach 1 where they go.
@@ -139,13 +139,14 @@ pages = [page.get_textpage().get_text_range() for page in pypdfium2.PdfDocument(
 ALONE = "\u2e80-\u312f\u31a0-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # letters that are a word each
 WORD = re.compile(f"[{ALONE}]|(?:(?![{ALONE}])[^\\W_])+")
 HYPHEN = re.compile(r"(?<=\w)[-\u2010\u2011\u00ad]\s*(?=\w)")
+RAISED = re.compile(r"\^\(?|(?<=\w)\[(?=\d)|(?<=\w[.,;:])\[(?=\d)")
 
 
 def words(text: str) -> list[str]:
     """The words of a page, alike however a reader writes them."""
     text = unicodedata.normalize("NFKC", text).casefold()
     text = "".join(c for c in text if unicodedata.category(c) != "Cf" or c == "\u00ad")
-    return WORD.findall(HYPHEN.sub("", text))
+    return WORD.findall(HYPHEN.sub("", RAISED.sub("", text)))
 
 
 def common(a: Sequence[str], b: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from random import Random
 from textwrap import wrap
 
@@ -125,7 +126,7 @@ def test_a_space_before_a_piece_stays():
         text.setRise(rise)
         text.textOut(part)
     sheet.canvas.drawText(text)
-    assert text_of(sheet) == "Revenue was 12.5 million3 in the year of the survey."
+    assert text_of(sheet) == "Revenue was 12.5 million[3] in the year of the survey."
 
 
 def test_a_raised_and_a_lowered_digit_stay_in_one_row():
@@ -323,3 +324,108 @@ def test_an_accent_beside_a_letter_stays_by_itself():
     lines = ["type `name` or 20 \u00b4 of arc", "and the next line"]
     sheet.lines(lines)
     assert text_of(sheet).split() == " ".join(lines).split()
+
+
+def raised(*lines: str) -> str:
+    """What is read of lines in which `{6}` is raised and `<2>` is lowered, in smaller letters."""
+    sheet = made.Sheet()
+    for i, line in enumerate(lines):
+        text = sheet.canvas.beginText(60, 760 - 40 * i)
+        for part in re.findall(r"\{[^}]*\}|<[^>]*>|[^{<]+", line):
+            rise = 4 if part[0] == "{" else -2 if part[0] == "<" else 0
+            text.setFont("Helvetica", 7 if rise else 11)
+            text.setRise(rise)
+            text.textOut(part.strip("{}<>") if rise else part)
+        sheet.canvas.drawText(text)
+    return text_of(sheet).replace("\n\n", "\n")
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (("a field of 10{6} metres",), "a field of 10^6 metres"),
+        (("10{-6} mol and 5 m{2} of it",), "10^-6 mol and 5 m^2 of it"),
+        (("the 1{st} of 2{n} boards, H<2>O",), "the 1st of 2^n boards, H2O"),
+        (("in base 1010<2> it is so",), "in base 1010_2 it is so"),
+        (("so log<2>8 is 3",), "so log2 8 is 3"),
+        (("since the treaty.{12}",), "since the treaty.[12]"),
+        (
+            ("of 1848{3}, on 50 m{3}", "{3} See the survey."),
+            "of 1848[3], on 50 m^3\n[3] See the survey.",
+        ),
+        (("as surveyed{1,2} before",), "as surveyed[1,2] before"),
+    ],
+)
+def test_what_is_raised_or_lowered_changes_no_number(lines, text):
+    assert raised(*lines) == text
+
+
+def test_a_digit_drawn_by_itself_behind_a_year_is_raised_too():
+    sheet = made.Sheet()
+    width = pdfmetrics.stringWidth("Since 1848", "Helvetica", 11)
+    sheet.lines(["Since 1848"], x=60, y=700)
+    sheet.lines(["and after that the board has met."], x=60 + width + 8, y=700)
+    sheet.lines(["3"], x=60 + width + 0.5, y=704, size=7)
+    assert "18483" not in text_of(sheet)
+
+
+def manuscript(step: int, x: float, first: int = 1, size: float = 7, font: str = "Helvetica") -> str:
+    rng, sheet = Random(3), made.Sheet(font, 10)
+    for i, line in enumerate(wrap(made.prose(rng, 150), 60), first):
+        sheet.lines([line], x=90, y=780 - 20 * i + 20 * first)
+        sheet.lines([str(i)] if i % step == 0 else [], x=x, y=780 - 20 * i + 20 * first, size=size)
+    return " ".join(text_of(sheet).split())
+
+
+@pytest.mark.parametrize(
+    ("step", "x", "first", "size", "font"),
+    [
+        (1, 55, 1, 7, "Helvetica"),
+        (1, 66, 131, 10, "Helvetica"),  # near the text
+        (5, 55, 1, 7, "Times-Roman"),
+        (5, 520, 1, 10, "Helvetica"),
+        (1, 60, 1, 10, "Courier"),
+    ],
+)
+def test_numbers_of_lines_are_no_words(step, x, first, size, font):
+    assert manuscript(step, x, first, size, font) == made.prose(Random(3), 150)
+
+
+def test_numbers_of_entries_stay():
+    entries = (
+        "Wages and salaries paid to the keepers",
+        "Interest on all deposits of the board",
+        "Rents",
+        "Sum of all that",
+    )
+    sheet = made.Sheet()
+    for i, entry in enumerate(entries):
+        sheet.lines([str(i + 1)], x=50, y=760 - 16 * i)
+        sheet.lines([entry], x=80, y=760 - 16 * i)
+    assert text_of(sheet) == "\n".join(f"{i}  {entry}" for i, entry in enumerate(entries, 1))
+
+
+@pytest.mark.parametrize("dots", [".", ". ", " . "])
+def test_entries_of_a_contents_keep_their_lines_and_three_dots(dots):
+    sheet = made.Sheet()
+    entries = (("1 Introduction", "3"), ("2 Survey of the northern channel", "12"), ("A Appendix", "xii"))
+    for i, (title, page) in enumerate(entries):
+        sheet.lines([f"{title}{dots * 40}{page}"], y=760 - 16 * i, size=8)
+    assert text_of(sheet) == "\n".join(f"{title} ... {page}" for title, page in entries)
+
+
+@pytest.mark.parametrize("x", [None, 60])
+def test_a_listing_keeps_its_indentation(x):
+    code = [
+        "def depth(gauge):",
+        "    for row in gauge:",
+        "        if row > 3:",
+        "            return row",
+        "    return 0",
+    ]
+    sheet = made.Sheet("Courier", 10)
+    for i, line in enumerate(code):
+        indent = len(line) - len(line.lstrip())
+        sheet.lines([line if x is None else line.lstrip()], x=60 + (0 if x is None else 6 * indent), y=700 - 12 * i)
+    sheet.lines(["A line in another font, which is no code."], y=600, font="Helvetica")
+    assert text_of(sheet).split("\n")[:5] == code

@@ -11,8 +11,8 @@ import pytest
 
 from kvcli.documents import document_of
 from kvcli.documents.edges import without_running
-from kvcli.documents.lines import Piece
-from kvcli.documents.repair import Words, clean
+from kvcli.documents.lines import Line, Piece
+from kvcli.documents.repair import Words, clean, mended
 from kvcli.errors import BadInput
 from tests.documents import made
 
@@ -94,6 +94,22 @@ def test_the_words_of_the_document_decide_about_a_hyphen(text, head, tail, whole
     words = Words()
     words.add([text])
     assert f"{head}{words.joint(head, tail)}{tail}" == whole
+
+
+@pytest.mark.parametrize(
+    ("lines", "whole"),
+    [
+        (["a new under-", "standing under the law"], "understanding"),  # its end stands there only as its end
+        (["lives there. It was there-", "fore", "so"], "therefore"),
+        (["out of ten the out-", "come was"], "outcome"),
+        (["ein Haus-", "halt im Haus"], "Haushalt"),
+        (["a well-", "known man, well and known"], "well-known"),
+    ],
+)
+def test_a_broken_word_is_no_evidence_for_itself(lines, whole):
+    words = Words()
+    words.add(lines)
+    assert mended([[Line(line, goes_on=True) for line in lines]], words).find(whole) >= 0
 
 
 def test_letters_for_shapes():
