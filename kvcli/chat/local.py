@@ -71,6 +71,7 @@ def load(
     from kvcli.engine.weights import keeps_blocks
     from kvcli.models import source
     from kvcli.models.gguf import unpack
+    from kvcli.models.hashes import Hashes
     from kvcli.settings.profile import Profile
     from kvcli.world import Paths
 
@@ -89,6 +90,7 @@ def load(
     # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
     tokenizer = load_tokenizer(found, wants.trust_remote_code)
     lm = LM.load(found, **asdict(wants))  # the table's keys are what a model is loaded by
+    lm.hashes = Hashes(cache, tell)
     notes = unpack.told(given, packs, lm.info.dtype)
     lm.info = replace(lm.info, notes=(*lm.info.notes, *notes))
     named = find or partial(source.find, offline=offline, tell=tell, may_assist=True)

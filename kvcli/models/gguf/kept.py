@@ -7,9 +7,12 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from kvcli.models.hashes import Hashes, Stamped, releases
 
 if TYPE_CHECKING:
     from kvcli.models.source import Source
@@ -18,11 +21,13 @@ FOLDER = "gguf"  # of the cache
 KEPT = 4  # copies, those used last
 
 
-def fingerprint(found: Source, version: int) -> str:
-    """Changes when the configuration or a weight file does, or `version` of the code; reads no weights."""
-    files = [(f.path.name, f.nbytes, f.path.stat().st_mtime_ns, sorted(f.tensors)) for f in found.files]
-    said = json.dumps([version, found.config, files], sort_keys=True)
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+def fingerprint(found: Source, files: Sequence[Stamped], version: int, hashes: Hashes) -> str:
+    """The same for the same bytes of `files` under the same config, written by the same code of this `version`."""
+    import tokenizers
+
+    made_by = {**releases(), "tokenizers": tokenizers.__version__}
+    said = json.dumps([version, hashes.of(files), found.config, made_by], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:32]
 
 
 def use(copy: Path) -> None:
