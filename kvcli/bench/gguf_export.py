@@ -43,7 +43,7 @@ def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] |
             try_=["leave --baseline llama.cpp out", "--baseline hf"],
         )
     files = [Stamped.of(file.path) for file in found.files]
-    path = cache / FOLDER / f"{fingerprint(found, files, VERSION, Hashes(cache, tell))}-{dtype}.gguf"
+    path = cache / FOLDER / f"{fingerprint(found, VERSION, Hashes(cache, tell))}-{dtype}.gguf"
     if path.exists():
         use(path)
         return path

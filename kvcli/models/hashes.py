@@ -10,13 +10,14 @@ import json
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from threading import Thread
 
 from kvcli.errors import BadModel, reading
 from kvcli.files import append, private_folder
@@ -77,10 +78,7 @@ class Hashes:
             self._known = {found[1]: found[2] for found in map(LINE.fullmatch, lines) if found}
 
     def of(self, files: Sequence[Stamped]) -> str:
-        """One hash over names and bytes. Raises BadModel for a file that changed since and was not hashed before.
-
-        Ctrl-C is heard meanwhile, as other threads than the caller's read.
-        """
+        """One hash over names and bytes. Raises BadModel for a file that changed since and was not hashed before."""
         size = sum(file.nbytes for file in files if file.stamp not in self._known)
         if size > LARGE and self._tell is not None:
             self._tell(f"hashing {size / 1e6:,.0f} MB of weights, once: what is kept of a model is found by its bytes")
@@ -93,15 +91,9 @@ class Hashes:
 
     def _hash(self, file: Stamped) -> str:
         is_settled = time.time_ns() - file.changed > FRESH  # so that any change from now on has a time of its own
-
-        def piece(at: int) -> bytes:
-            if len(data := os.pread(stream.fileno(), PIECE, at)) != min(PIECE, file.nbytes - at):
-                raise OSError("it is shorter than it was")
-            return sha256(data).digest()
-
-        with reading(file.path), file.path.open("rb") as stream, ThreadPoolExecutor(THREADS) as pool:
+        with reading(file.path), file.path.open("rb") as stream:
             file.check(stream.fileno())
-            found = sha256(b"".join(pool.map(piece, range(0, file.nbytes, PIECE)))).hexdigest()
+            found = _of_pieces(stream.fileno(), file.nbytes)
             file.check(stream.fileno())
         if is_settled:
             self._known[file.stamp] = found
@@ -109,6 +101,31 @@ class Hashes:
             with suppress(OSError):  # it is hashed again the next time
                 append(private_folder(self._file.parent) / self._file.name, f"{file.stamp}{found}\n", MOST)
         return found
+
+
+def _of_pieces(handle: int, nbytes: int) -> str:
+    """The hash over those of the pieces of a file. Its threads share no lock with the caller, whom Ctrl-C may stop
+    anywhere: those of `concurrent.futures` then hang now and then.
+    """
+    left, found = deque(range(0, nbytes, PIECE)), dict[int, tuple[int, bytes]]()
+
+    def work() -> None:
+        with suppress(OSError, IndexError):  # what cannot be read is missing below; and then there is no piece left
+            while True:
+                data = os.pread(handle, PIECE, at := left.popleft())
+                found[at] = len(data), sha256(data).digest()
+
+    threads = [Thread(target=work, daemon=True) for _ in range(THREADS)]
+    try:
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        left.clear()
+    if sum(n for n, _ in found.values()) != nbytes:
+        raise OSError("not all of it can be read")
+    return sha256(b"".join(digest for _, (_, digest) in sorted(found.items()))).hexdigest()
 
 
 def releases() -> dict[str, str]:

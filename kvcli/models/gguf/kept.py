@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,12 +20,13 @@ FOLDER = "gguf"  # of the cache
 KEPT = 4  # copies, those used last
 
 
-def fingerprint(found: Source, files: Sequence[Stamped], version: int, hashes: Hashes) -> str:
-    """The same for the same bytes of `files` under the same config, written by the same code of this `version`."""
+def fingerprint(found: Source, version: int, hashes: Hashes) -> str:
+    """The same for the same bytes of the weights under the same config, written by the same code of this `version`."""
     import tokenizers
 
-    made_by = {**releases(), "tokenizers": tokenizers.__version__}
-    said = json.dumps([version, hashes.of(files), found.config, made_by], sort_keys=True)
+    files = [Stamped.of(file.path) for file in found.files]
+    made_by = [version, tokenizers.__version__, *releases().values()]
+    said = json.dumps([hashes.of(files), found.config, made_by], sort_keys=True)
     return hashlib.sha256(said.encode()).hexdigest()[:32]
 
 

@@ -56,7 +56,7 @@ def ready(found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable
     header = read(found.path)
     described = describe(header, found.id)
     plan = list(_plan(header, described, dtype, packs))
-    name = fingerprint(found, [file], VERSION, Hashes(cache, tell))
+    name = fingerprint(found, VERSION, Hashes(cache, tell))
     folder = cache / FOLDER / f"{name}-{dtype}{'-packed' if packs else ''}"
     if not folder.exists():
         _make(folder, found, file, header, described, plan, dtype, tell)
