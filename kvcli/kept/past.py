@@ -57,10 +57,7 @@ class Entry:
 
 
 def write(path: Path, state: State, of: str = "") -> int:
-    """As a private file, in one step; returns its bytes. Not waited for: what a power cut damages is read again.
-
-    `of`: a name for all that made it, which `read` must be given.
-    """
+    """As a private file, in one step, `of` what made it; returns its bytes. What a power cut damages is read again."""
     tensors, numbers = _parted(state)
     with replacing(path, is_lasting=False) as file:
         file.write(_header(tensors, numbers, 0))

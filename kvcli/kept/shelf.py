@@ -200,11 +200,8 @@ class Shelf:
             for _, shorter in past.along(folder, ids[:-1]):
                 shorter.unlink(missing_ok=True)
 
-        def write() -> int:
-            return past.write(path, coded_state(state, codec), folder.name)
-
-        size = past.nbytes(state)
-        return size, [path], [Writing(path, size, write, drop)]
+        size, of = past.nbytes(state), folder.name
+        return size, [path], [Writing(path, size, lambda: past.write(path, coded_state(state, codec), of), drop)]
 
     def _go_on(self, session: Session, ids: Sequence[int], shaping: Shaping) -> None:
         """Have a session that is to read `ids` go on from the longest past of their beginning, if one is worth it."""

@@ -138,7 +138,7 @@ def releases() -> dict[str, str]:
 
 
 @cache
-def code_hash(packages: Sequence[str] = ("",)) -> str:
+def code_hash(packages: Sequence[str] = ("", "kernels")) -> str:
     """Of these packages of kvcli, with the native library, as they were when first asked for."""
     root, found = Path(__file__).parents[1], sha256()
     for path in sorted(path for name in packages for path in (root / name).rglob("*.*")):
