@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from importlib import import_module
 from os.path import expanduser
 from pathlib import Path
@@ -200,9 +201,8 @@ def keeps_all(profile: Profile) -> bool:
 
 def shaping(profile: Profile) -> Shaping:
     """What makes the past of a text under it, for those who would go on from one."""
-    from kvcli.kept.identity import look
     from kvcli.kept.shelf import Shaping
-    from kvcli.settings.small_file import Unfit
+    from kvcli.settings.small_file import Unfit, read_small
 
     is_whole = keeps_all(profile)
     # a whole past has no form: what was kept before there were any is still found
@@ -210,7 +210,7 @@ def shaping(profile: Profile) -> Shaping:
     found = {key: str(value) for key, value in profile.values.items() if key.partition(".")[0] in SHAPE}
     if name := found.get("policy.headmap"):  # what its file says counts, not what it is called
         with suppress(Unfit):
-            found["policy.headmap"] += f" {look(Path(expanduser(name)))}"
+            found["policy.headmap"] += f" {sha256(read_small(Path(expanduser(name)), 1 << 30)).hexdigest()}"
     settings = {key: value for key, value in found.items() if not is_whole or key in say_so}
     return Shaping(is_whole, settings, profile.keep.settings)
 

@@ -96,7 +96,8 @@ def test_a_calibration_is_kept_for_the_machine_and_for_the_model(demo, monkeypat
     at = machine_fingerprint("cpu")
     assert load_calibration(tmp_path, at, key) == found
     assert found.model is not None
-    assert found.model.fingerprint == key == model_fingerprint("bfloat16", "none", 6, 320, 1888, "demo")
+    weights = demo.lm.hashes.of(demo.lm.files["weights"])
+    assert found.model.fingerprint == key == model_fingerprint("bfloat16", "none", 6, 320, 1888, "demo", weights)
     alone = load_calibration(tmp_path, at)
     assert alone == found.model_copy(update={"model": None})
     assert file_of(tmp_path, at).stat().st_mode & 0o777 == 0o600
@@ -153,9 +154,10 @@ def test_the_threads_a_profile_will_load_with_are_part_of_the_machine():
 
 
 def test_another_model_or_precision_is_another_file():
-    one = model_fingerprint("bfloat16", "none", 6, 320, 1888, "demo")
-    assert one != model_fingerprint("bfloat16", "int8", 6, 320, 1888, "demo")
-    assert one != model_fingerprint("float32", "none", 6, 320, 1888, "demo")
+    one = model_fingerprint("bfloat16", "none", 6, 320, 1888, "demo", "a")
+    assert one != model_fingerprint("bfloat16", "int8", 6, 320, 1888, "demo", "a")
+    assert one != model_fingerprint("float32", "none", 6, 320, 1888, "demo", "a")
+    assert one != model_fingerprint("bfloat16", "none", 6, 320, 1888, "demo", "b")
 
 
 def test_age_is_in_whole_days():

@@ -30,7 +30,7 @@ from kvcli.engine.session import Session
 from kvcli.files import SPARE
 from kvcli.kept import shelf as shelves
 from kvcli.kept import tree
-from kvcli.kept.block import LENGTH, SUM, Block, Damaged, _sum, glance, read
+from kvcli.kept.block import LENGTH, SUM, Block, Damaged, _ids_of, _sum, glance, read
 from kvcli.kept.codec import AsIs, Codec, Lossless
 from kvcli.kept.shelf import WHOLE, Kept, Shaping, Shelf
 from kvcli.kept.tree import Tree
@@ -38,6 +38,7 @@ from kvcli.kv.dense import Dense
 from kvcli.kv.windows import windows_of
 from kvcli.settings.profile import Profile
 from tests import families, kept_storm
+from tests.twins import flipped, put
 
 torch.set_num_threads(1)
 IDS = families.prompt(3 * LENGTH + 40)
@@ -168,7 +169,7 @@ def test_a_block_holds_what_a_window_left_of_a_layer(lm: LM, tmp_path: Path, cod
 def test_a_layer_that_begins_where_none_does_is_refused(lm: LM, tmp_path: Path, name: str) -> None:
     shape, path = lm.shapes[0], tmp_path / "one.kv"
     t = torch.zeros(shape.n_kv_heads, 64, shape.k_dim)
-    tensors = {"ids": torch.arange(192, dtype=torch.int32), f"k.{name}": t, f"v.{name}": t.clone()}
+    tensors = {_ids_of(path): torch.arange(192, dtype=torch.int32), f"k.{name}": t, f"v.{name}": t.clone()}
     path.write_bytes(save(tensors, {SUM: _sum(tensors)}))  # well made but for that
     for look in (glance, lambda path: read(path, lm.shapes, torch.float32)):
         with pytest.raises(Damaged, match="layer"):
@@ -186,8 +187,8 @@ def test_a_longer_text_takes_the_place_of_its_beginning(lm: LM, tmp_path: Path) 
 def test_each_field_in_which_a_model_differs_is_named(lm: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", lm)
     answer(lm, shelf, IDS)
-    fields, of_model = dict(shelf._fields), {"weights", "config", "load.quant", "load.dtype"}
-    assert of_model | {"format", "kvcli", "torch", "device", "layers"} == set(fields)
+    fields, of_model = dict(shelf._fields), {"weights", "files", "config", "load.quant", "load.dtype"}
+    assert of_model | {"format", "kvcli", "torch", "transformers", "device", "layers"} == set(fields)
     for field in fields:
         other = shelf_in(tmp_path / "kv", lm)
         other._fields = fields | {field: "another"}
@@ -197,19 +198,64 @@ def test_each_field_in_which_a_model_differs_is_named(lm: LM, tmp_path: Path) ->
 
 
 def test_weights_that_were_replaced_since_are_another_models(lm: LM, tmp_path: Path) -> None:
-    """Same size, same bytes where anybody looks."""
+    """Same size, same time, and one byte in their middle: nobody sees it who does not read them all."""
     shelf = shelf_in(tmp_path / "kv", lm)
     answer(lm, shelf, IDS)
     file = Path(lm.info.path) / "model.safetensors"
-    before = file.stat()
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    whole = file.read_bytes()
     try:
+        put(file, flipped(whole, len(whole) // 2 + 12345))
         assert shelf.fetch(session(lm), IDS) > 0  # loaded before
         other = shelf_in(tmp_path / "kv", lm)
         assert other.fetch(session(lm), IDS) == 0
         assert [field.split()[0] for field in other.differs(session(lm))] == ["weights"]
+        (file.parent / "tokenizer.json").write_text("{}")
+        assert [field.split()[0] for field in shelf_in(tmp_path / "kv", lm).differs(session(lm))] == [
+            "weights",
+            "files",
+        ]
     finally:
-        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        (file.parent / "tokenizer.json").unlink(missing_ok=True)
+        put(file, whole)
+    os.utime(file)
+    assert shelf_in(tmp_path / "kv", lm).fetch(session(lm), IDS) > 0  # the same bytes, whenever they were written
+
+
+@pytest.mark.parametrize("what", ["torch", "transformers", "kvcli.models.hashes"])
+def test_what_another_release_computed_is_not_taken(
+    lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    answer(lm, shelf_in(tmp_path / "kv", lm), IDS)
+    monkeypatch.setattr(f"{what}.__version__", "9.9")
+    other = shelf_in(tmp_path / "kv", lm)
+    assert other.fetch(session(lm), IDS) == 0
+    assert [field.split()[0] for field in other.differs(session(lm))] == [what.removesuffix(".models.hashes")]
+
+
+def test_a_block_behind_another_parent_is_not_taken(lm: LM, tmp_path: Path) -> None:
+    """Of two texts that differ in their first token the later blocks have the same tokens and other keys and values."""
+    shelf, twin = shelf_in(tmp_path / "kv", lm), [IDS[0] + 1, *IDS[1:]]
+    answer(lm, shelf, IDS)
+    answer(lm, shelf, twin)
+    (folder,) = (tmp_path / "kv").iterdir()
+    mine, its = ([path for path, _ in Tree(folder).places(ids)] for ids in (IDS, twin))
+    for a, b in zip(mine[1:3], its[1:3], strict=True):
+        shutil.copy(b, a)
+    cached, said, logits = answer(lm, shelf_in(tmp_path / "kv", lm), IDS)
+    assert cached < LENGTH + 1
+    _, plain, alone = answer(lm, None, IDS)
+    assert said == plain
+    assert torch.equal(logits, alone)
+    assert shelf.fetch(session(lm), IDS) == len(IDS) - 1  # and they were made again
+
+
+def test_what_another_model_read_is_not_taken_whatever_its_folder_is_called(lm: LM, tmp_path: Path) -> None:
+    mine, other = shelf_in(tmp_path / "kv", lm), shelf_in(tmp_path / "kv", lm)
+    other._fields = {**other._fields, "weights": "another's"}
+    for way in (WHOLE, Shaping(False, {"policy.name": "another"})):
+        assert not mine.keep(read_all(lm, IDS), shaping=way).why_not
+        mine._folder(session(lm), way).rename(other._folder(session(lm), way))
+        assert other.fetch(session(lm), IDS, way) == 0
 
 
 def test_another_model_is_no_reason(lm: LM, tmp_path: Path) -> None:
@@ -275,7 +321,7 @@ def kept(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tree, list[P
 @given(st.integers(0, 2**32))
 def test_no_damaged_file_is_believed(lm: LM, kept: tuple[Tree, list[Path]], tmp_path_factory, seed: int) -> None:  # type: ignore[no-untyped-def]
     noise = random.Random(seed)
-    whole = noise.choice(kept[1]).read_bytes()
+    whole = kept[1][0].read_bytes()
     data = bytearray(whole)
     match noise.randrange(4):
         case 0:
@@ -287,7 +333,8 @@ def test_no_damaged_file_is_believed(lm: LM, kept: tuple[Tree, list[Path]], tmp_
         case _:
             at = noise.randrange(min(len(data), 4096))
             data[at : at + 8] = noise.randbytes(8)
-    path = tmp_path_factory.getbasetemp() / "damaged.kv"
+    path = tmp_path_factory.getbasetemp() / kept[0].folder.name / kept[1][0].name
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
     with suppress(Damaged):
         assert 0 < len(glance(path)[0]) <= LENGTH

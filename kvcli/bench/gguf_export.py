@@ -19,6 +19,7 @@ from kvcli.files import check_room, private_folder, replacing
 from kvcli.models.family import read_config
 from kvcli.models.gguf.kept import FOLDER, KEPT, fingerprint, forget, use
 from kvcli.models.gguf.names import HEAD, SETTINGS, WRITTEN, Layout
+from kvcli.models.hashes import Hashes, Stamped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,8 @@ def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] |
             code="gguf_unsupported",
             try_=["leave --baseline llama.cpp out", "--baseline hf"],
         )
-    path = cache / FOLDER / f"{fingerprint(found, VERSION)}-{dtype}.gguf"
+    files = [Stamped.of(file.path) for file in found.files]
+    path = cache / FOLDER / f"{fingerprint(found, VERSION, Hashes(cache, tell))}-{dtype}.gguf"
     if path.exists():
         use(path)
         return path
@@ -54,6 +56,8 @@ def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] |
         tell(f"writing the weights of {found.id} as GGUF, {need / 1e6:,.0f} MB: {path}")
     with replacing(path) as file:
         _write(Path(file.name), config, plan, DTYPES[dtype])
+        for each in files:
+            each.check()
     return path
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.fit.calibration import digest, folder_of, machine_fingerprint, save_calibration
+from kvcli.models.hashes import Hashes, Stamped, releases
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes
 from kvcli.version import __version__
 
@@ -64,23 +65,25 @@ def run_calibration(
         return calibrate(model, world.paths.cache, tell=tell)
 
 
-def model_fingerprint(dtype: str, quant: str, layers: int, hidden: int, vocab: int, name: str) -> str:
-    """Of what pass times depend on beside the machine."""
-    return digest(name, dtype, quant, layers, hidden, vocab)
+def model_fingerprint(dtype: str, quant: str, layers: int, hidden: int, vocab: int, name: str, weights: str) -> str:
+    """Of what pass times depend on beside the machine; `weights`: the hash of the files that were given."""
+    return digest(name, dtype, quant, layers, hidden, vocab, weights, *releases().values())
 
 
-def fingerprint_in(plan: Plan, subject: Subject, name: str) -> str:
-    """The fingerprint of a model as it would be loaded."""
+def fingerprint_in(plan: Plan, subject: Subject, name: str, cache: Path) -> str:
+    """The fingerprint of a model as it would be loaded. What was never hashed was never timed either."""
     from kvcli.fit.plan import torch_dtype
 
     shape, dtype = subject.shape, torch_dtype(subject, plan.profile)
-    return model_fingerprint(dtype, plan.profile.load.quant, shape.layers, shape.hidden, shape.vocab, name)
+    weights = Hashes(cache).known([Stamped.of(Path(file)) for file in subject.weights])
+    return model_fingerprint(dtype, plan.profile.load.quant, shape.layers, shape.hidden, shape.vocab, name, weights)
 
 
 def fingerprint_of(model: Model) -> str:
     """The fingerprint of a loaded model."""
-    info, hidden = model.info, int(model.lm.model.config.get_text_config().hidden_size)
-    return model_fingerprint(info.dtype, info.quant, info.layers, hidden, info.vocab, info.id)
+    info, hidden, lm = model.info, int(model.lm.model.config.get_text_config().hidden_size), model.lm
+    weights = lm.hashes.of(lm.files["weights"]) if lm.files else ""
+    return model_fingerprint(info.dtype, info.quant, info.layers, hidden, info.vocab, info.id, weights)
 
 
 def facts_of(model: Model) -> dict[str, object]:

@@ -70,6 +70,7 @@ def load(
     from kvcli.models import source
     from kvcli.models.ends import ends
     from kvcli.models.gguf import unpack
+    from kvcli.models.hashes import Hashes
 
     began, wants = time.perf_counter(), profile.load
     named = partial(source.find, offline=offline, tell=tell)
@@ -81,12 +82,10 @@ def load(
     lm = LM.load(found, **asdict(wants))  # the table's keys are what a model is loaded by
     ids, strings = ends(tokenizer, lm.vocab)
     lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
+    lm.hashes = Hashes(cache, tell)
     notes = unpack.told(given, packs, lm.info.dtype)
     if not given.is_gguf and any(given.path.glob("adapter_*")):
-        notes = (
-            *notes,
-            "an adapter lies beside the weights and is not applied: merge it into them first",
-        )
+        notes = (*notes, "an adapter lies beside the weights and is not applied: merge it into them first")
     lm.info = replace(lm.info, notes=(*lm.info.notes, *notes))
     find = find or partial(named, may_assist=True)
     second = partial(load_second, words=tokenizer, load=wants, find=find, cache=cache, tell=tell)

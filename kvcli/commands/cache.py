@@ -29,6 +29,7 @@ KINDS = {
     "calibration": "how fast this machine and its models are",
     "quality": "answers of bench --quality, for a run that was interrupted",
     "gguf": "models made of GGUF files, and GGUF files that bench --baseline llama.cpp reads",
+    "hashes": "hashes of model files, so that each is read once for them",
     "kvpress": "the environment of bench --baseline kvpress",
 }  # name of the folder -> what is in it
 BY_NAME = {  # of the data folder, and not only to be faster

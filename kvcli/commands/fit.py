@@ -172,7 +172,7 @@ def _calibrations(setup: Setup, outlook: Outlook, plans: Sequence[Plan]) -> Mapp
         if plan.room.is_described:
             continue
         machine = machine_fingerprint(plan.room.device, plan.profile.load.threads)
-        for model in (fingerprint_in(plan, outlook.subject, setup.name), ""):
+        for model in (fingerprint_in(plan, outlook.subject, setup.name, setup.world.paths.cache), ""):
             known = load_calibration(setup.world.paths.cache, machine, model, outlook.notes.append)
             if known is not None and plan.profile.name not in found:
                 found[plan.profile.name] = known

@@ -75,7 +75,7 @@ def _passes(setup: Setup, outlook: Outlook, fitted: Fitted) -> list[PassTime]:
     from kvcli.fit.calibration import load_calibration, machine_fingerprint
 
     cache, machine = setup.world.paths.cache, machine_fingerprint(fitted.room.device, fitted.profile.load.threads)
-    key = fingerprint_in(fitted, outlook.subject, setup.name)
+    key = fingerprint_in(fitted, outlook.subject, setup.name, cache)
     known = load_calibration(cache, machine, key, outlook.notes.append)
     if known is not None and known.model is not None and known.model.passes:
         return list(known.model.passes)

@@ -40,6 +40,7 @@ from kvcli.kernels.products import multiplies
 from kvcli.kernels.rotate import Rotary
 from kvcli.kv.bus import bus_of
 from kvcli.models.family import read_config
+from kvcli.models.hashes import Hashes, Stamped, model_files
 from kvcli.models.packing import Packing
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.sizes import count
@@ -81,6 +82,8 @@ class LM:
         self.stop_strings = stated.stop_strings(model)
         self.generation = stated.generation(model, info.id)
         self.info = info
+        self.files: dict[str, list[Stamped]] = {}  # that it was loaded from, as they were then
+        self.hashes = Hashes()  # of these, and where somebody said so those of earlier runs
         self.is_row_invariant = False  # known to: a row has the same bits whoever shares its pass
         self.has_pool = False  # native kernels share its steps among threads of their own, once laid out (threads.py)
         self.straight: Straight | None = None  # a way through it that leaves transformers' loop out, once laid out
@@ -183,6 +186,7 @@ class LM:
             raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
         use_threads(threads or torch.get_num_threads())
         use_device(where)
+        files = model_files(source.path, [file.path for file in source.files], source.made_of)
         with quiet():
             config = read_config(source, trust_remote_code)
             model, notes = weights.read_weights(source, config, dtype, where, trust_remote_code, quant)
@@ -197,6 +201,9 @@ class LM:
                 verify=verify,
                 notes=notes,
             )
+        for file in (*files["weights"], *files["files"]):
+            file.check()
+        lm.files = files
         lm.lay_out()
         if lm.is_apart:
             lm.record(graphs)

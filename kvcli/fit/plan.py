@@ -55,6 +55,7 @@ class Subject:
     files: int  # bytes
     path: str = ""  # of the files
     is_expanded: bool = False  # latents are, where its files' weights stay packed: those that expand them are
+    weights: tuple[str, ...] = ()  # paths of these files
 
     def on(self, kind: str) -> Shape:
         """What it is like on such a device."""
@@ -139,7 +140,8 @@ def subject_of(source: Source) -> Subject:
     files = source.nbytes or sum(h.nbytes for h in assumed)
     is_guess = not held and packing.stays("cpu") and packed is None
     is_expanded = weights.expands_packed(source)
-    return Subject(source.id, shape, assumed, dtype, packing, not held, is_guess, files, str(source.path), is_expanded)
+    about = not held, is_guess, files, str(source.path), is_expanded, tuple(str(file.path) for file in source.files)
+    return Subject(source.id, shape, assumed, dtype, packing, *about)
 
 
 def plan(subject: Subject, profile: Profile, room: Room, context: int | None, facts: Facts) -> Plan:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvcli.engine.lm import LM
 
 FORMAT = "kvcli.heads/1"  # another one where the probe, or what it is asked, changes
-FIELDS = ("weights", "config", "load.quant", "load.dtype")  # of an identity: what heads do hangs on nothing else
+FIELDS = ("kvcli", "torch", "transformers", "weights", "files", "config", "load.quant", "load.dtype")  # of an identity
 
 
 def own_map(model: Model, folder: Path, tell: Callable[[str], None] = lambda said: None) -> Path:
@@ -62,5 +62,5 @@ def place(lm: LM, folder: Path) -> Path | None:
     known = identity(lm)
     if not known:
         return None
-    name = blake2b(json.dumps([FORMAT, *(known[field] for field in FIELDS)]).encode(), digest_size=8).hexdigest()
+    name = blake2b(json.dumps([FORMAT, *(known[field] for field in FIELDS)]).encode(), digest_size=16).hexdigest()
     return folder / f"{name}.json"

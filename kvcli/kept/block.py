@@ -1,7 +1,8 @@
 """A block: keys and values of a run of tokens, as a file that is whole or not taken for one.
 
 A safetensors file with a checksum of what is in it: safetensors refuses a file that was cut short, and takes one with
-flipped bits for good. Nothing of it is believed before its sizes are those of the model that asks.
+flipped bits for good. Nothing of it is believed before its sizes are those of the model that asks, nor under another
+name than it was written for: that of its folder is its model's, and that of its file begins with its parent block's.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Block:
 
     def write(self, path: Path, codec: Codec) -> int:
         """As a private file, in one step; returns its bytes. Not waited for: what a power cut damages is read again."""
-        tensors = {"ids": torch.tensor(self.ids, dtype=torch.int32)}
+        tensors = {_ids_of(path): torch.tensor(self.ids, dtype=torch.int32)}
         for layer, (k, v) in self.kv.items():
             place = _place(layer, len(self.ids) - k.shape[1])
             tensors[f"k.{place}"] = coded(k, codec)
@@ -75,7 +76,7 @@ def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
         tensors, said = load(data), _said(data)
     except (SafetensorError, *UNREADABLE) as error:
         raise blamed(error) from None
-    ids = tensors.get("ids")
+    ids = tensors.get(_ids_of(path))
     if ids is None or ids.dtype != torch.int32 or ids.dim() != 1 or not 0 < len(ids) <= LENGTH or _sum(tensors) != said:
         raise Damaged("its numbers are not those that were written")
     kv, firsts = {}, _firsts(tensors, len(ids))
@@ -108,9 +109,9 @@ def glance(path: Path) -> tuple[np.ndarray, Mapping[int, int]]:
         with open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
             header = parse_object(file.read(min(size, HEADER)))
-            first, end = header["ids"]["data_offsets"]
+            first, end = (said := header[_ids_of(path)])["data_offsets"]
             left = os.fstat(file.fileno()).st_size - 8 - size
-            if header["ids"]["dtype"] != "I32" or not 0 <= first < end <= min(left, first + 4 * LENGTH):
+            if said["dtype"] != "I32" or not 0 <= first < end <= min(left, first + 4 * LENGTH):
                 raise Damaged("these are no tokens")
             file.seek(8 + size + first)
             ids = np.frombuffer(file.read(end - first), "<i4")
@@ -119,6 +120,11 @@ def glance(path: Path) -> tuple[np.ndarray, Mapping[int, int]]:
     if 4 * len(ids) != end - first:
         raise Damaged("it was cut short")
     return ids, _firsts(header, len(ids))
+
+
+def _ids_of(path: Path) -> str:
+    """What the tokens of the block of this file are called: behind another parent they have other keys and values."""
+    return f"ids of {path.parent.name}/{path.name}"
 
 
 def _place(layer: int, first: int) -> str:

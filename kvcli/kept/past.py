@@ -56,12 +56,12 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write(path: Path, state: State) -> int:
-    """As a private file, in one step; returns its bytes. Not waited for: what a power cut damages is read again."""
+def write(path: Path, state: State, of: str = "") -> int:
+    """As a private file, in one step, `of` what made it; returns its bytes. What a power cut damages is read again."""
     tensors, numbers = _parted(state)
     with replacing(path, is_lasting=False) as file:
         file.write(_header(tensors, numbers, 0))
-        total = _seed(numbers)
+        total = _seed(numbers, of)
         for name, tensor in tensors.items():
             data = _bytes(tensor.cpu().contiguous())
             total = zlib.crc32(data, zlib.crc32(name.encode(), total))
@@ -97,13 +97,13 @@ def nbytes(state: State) -> int:
     return len(_header(tensors, numbers, 0)) + sum(t.nbytes for t in tensors.values())
 
 
-def read(path: Path) -> State:
+def read(path: Path, of: str = "") -> State:
     """The tree that was written. Raises Damaged, or OSError where the system would not let it be read."""
     try:
         with open_regular(path) as file:
             entries, numbers, said = _entries(file)
             found: dict[str, Leaf] = dict(numbers)
-            total = _seed(numbers)
+            total = _seed(numbers, of)
             for entry in entries:
                 found[entry.name] = tensor = torch.empty(entry.shape, dtype=entry.dtype)
                 data = _bytes(tensor)
@@ -159,9 +159,9 @@ def _header(tensors: Mapping[str, Tensor], numbers: Mapping[str, Leaf], total: i
     return len(text).to_bytes(8, "little") + text
 
 
-def _seed(numbers: Mapping[str, Leaf]) -> int:
+def _seed(numbers: Mapping[str, Leaf], of: str) -> int:
     """What the checksum begins with."""
-    return zlib.crc32(json.dumps(numbers, sort_keys=True).encode())
+    return zlib.crc32(json.dumps(numbers, sort_keys=True).encode(), zlib.crc32(of.encode()))
 
 
 def _bytes(t: Tensor) -> memoryview:

@@ -200,8 +200,8 @@ class Shelf:
             for _, shorter in past.along(folder, ids[:-1]):
                 shorter.unlink(missing_ok=True)
 
-        size = past.nbytes(state)
-        return size, [path], [Writing(path, size, lambda: past.write(path, coded_state(state, codec)), drop)]
+        size, of = past.nbytes(state), folder.name
+        return size, [path], [Writing(path, size, lambda: past.write(path, coded_state(state, codec), of), drop)]
 
     def _go_on(self, session: Session, ids: Sequence[int], shaping: Shaping) -> None:
         """Have a session that is to read `ids` go on from the longest past of their beginning, if one is worth it."""
@@ -209,7 +209,7 @@ class Shelf:
             if n - session.committed < FEW:
                 return
             try:
-                session.restore(decoded_state(past.read(path)), ids[n])
+                session.restore(decoded_state(past.read(path, path.parent.name)), ids[n])
                 if session.ids[:n] != list(ids[:n]):
                     session.rewind(0)
                     raise Misfit("it is of another text")
@@ -224,7 +224,7 @@ class Shelf:
         return fields_of(self._fields, session, shaping)
 
     def _folder(self, session: Session, shaping: Shaping) -> Path:
-        name = blake2b(json.dumps(self._of(session, shaping)).encode(), digest_size=12).hexdigest()
+        name = blake2b(json.dumps(self._of(session, shaping)).encode(), digest_size=16).hexdigest()
         return self.folder / name
 
     def _begins(self, found: Sequence[Found], have: int, n: int) -> dict[int, int]:

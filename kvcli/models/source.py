@@ -35,6 +35,7 @@ class Source:
     files: tuple[WeightFile, ...]
     is_pickle: bool
     is_gguf: bool = False  # `path` is the file itself, and `config` what its metadata stands for
+    made_of: tuple[Path, ...] = ()  # of a folder that was made of a GGUF file: this file
 
     @property
     def family(self) -> str:

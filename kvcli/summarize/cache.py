@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from kvcli.api import Turn
 from kvcli.engine.stats import Stats
 from kvcli.files import private_folder, write_private
+from kvcli.models.hashes import Hashes, Stamped
 from kvcli.settings.schema import Order
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Cache:
 
     @classmethod
     def of(cls, folder: Path, info: ModelInfo, profile: Profile, *, is_fresh: bool = False) -> Cache:
-        return cls(folder / FOLDER, fingerprint(info), profile.hash, is_fresh)
+        return cls(folder / FOLDER, fingerprint(info, Hashes(folder)), profile.hash, is_fresh)
 
     def get(self, messages: Sequence[Mapping[str, str]], most: int) -> Turn | None:
         """The answer to the same question under the same settings, or None."""
@@ -104,14 +105,12 @@ def _is_whole(stats: Stats) -> bool:
     return stats.order in get_args(Order)
 
 
-def fingerprint(info: ModelInfo) -> str:
-    """Of the weights, by their names, sizes and times, and of how they were loaded."""
+def fingerprint(info: ModelInfo, hashes: Hashes) -> str:
+    """Of the model's files, by their bytes, and of how they were loaded."""
     facts: list[object] = [info.id, info.path, info.revision, info.dtype, info.quant, info.device.partition(":")[0]]
     try:
         files = sorted(p for p in Path(info.path).iterdir() if p.is_file())
     except OSError:  # nowhere on this disk
         files = []
-    for file in files:
-        about = file.stat()
-        facts += [file.name, about.st_size, about.st_mtime_ns]
+    facts.append(hashes.of([Stamped.of(file) for file in files]))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

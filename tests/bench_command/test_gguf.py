@@ -14,7 +14,9 @@ from kvcli.bench.gguf_export import VERSION, export, permuted
 from kvcli.errors import BadInput, BadModel
 from kvcli.models import source
 from kvcli.models.gguf.kept import KEPT, fingerprint
+from kvcli.models.hashes import Hashes
 from tests.families import build
+from tests.twins import flipped, put
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is absent; it comes with the dev extra")
 
@@ -93,9 +95,11 @@ def test_the_file_is_private_whole_and_written_once(tmp_path: Path):
 
 def test_other_weights_make_another_file(tmp_path: Path):
     found = folder(tmp_path, "llama")
-    first = fingerprint(found, VERSION)
-    build("llama", seed=1).save_pretrained(tmp_path / "model")
-    assert fingerprint(source.find(str(tmp_path / "model")), VERSION) != first
+    first, file = fingerprint(found, VERSION, Hashes()), found.files[0].path
+    put(file, flipped(file.read_bytes(), -9))
+    assert fingerprint(source.find(str(tmp_path / "model")), VERSION, Hashes()) != first
+    put(file, flipped(file.read_bytes(), -9))
+    assert fingerprint(source.find(str(tmp_path / "model")), VERSION, Hashes()) == first
 
 
 def test_only_the_files_used_last_are_kept(tmp_path: Path):

@@ -13,6 +13,7 @@ import pytest
 import kvcli
 from kvcli.chat.local import Model
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, KvcliError, UsageError
+from kvcli.models.hashes import code_hash
 from kvcli.quality.agree import agreement
 from kvcli.quality.answer import Job, answers
 from kvcli.quality.controls import full_profile, rows
@@ -175,11 +176,15 @@ def test_answers_of_the_code_before_a_change_are_not_taken_for_those_behind_it(
     code = tmp_path / "kvcli" / "quality" / "fingerprint.py"
     code.parent.mkdir(parents=True)
     code.write_text("x = 1")
-    monkeypatch.setattr("kvcli.quality.fingerprint.__file__", str(code))
+    monkeypatch.setattr("kvcli.models.hashes.__file__", str(code))
+    code_hash.cache_clear()
     before = fingerprint(model)
     assert fingerprint(model) == before
-    code.write_text("x = 10")
+    code.write_text("x = 2")
+    code_hash.cache_clear()
     assert fingerprint(model) != before
+    monkeypatch.undo()
+    code_hash.cache_clear()
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcli.models.hashes import Hashes, Stamped, releases
+
 if TYPE_CHECKING:
     from kvcli.models.source import Source
 
@@ -18,11 +20,14 @@ FOLDER = "gguf"  # of the cache
 KEPT = 4  # copies, those used last
 
 
-def fingerprint(found: Source, version: int) -> str:
-    """Changes when the configuration or a weight file does, or `version` of the code; reads no weights."""
-    files = [(f.path.name, f.nbytes, f.path.stat().st_mtime_ns, sorted(f.tensors)) for f in found.files]
-    said = json.dumps([version, found.config, files], sort_keys=True)
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+def fingerprint(found: Source, version: int, hashes: Hashes) -> str:
+    """The same for the same bytes of the weights under the same config, written by the same code of this `version`."""
+    import tokenizers
+
+    files = [Stamped.of(file.path) for file in found.files]
+    made_by = [version, tokenizers.__version__, *releases().values()]
+    said = json.dumps([hashes.of(files), found.config, made_by], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:32]
 
 
 def use(copy: Path) -> None:

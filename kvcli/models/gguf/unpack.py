@@ -32,6 +32,7 @@ from kvcli.models.gguf.config import DIGITS, WHOLE, Described, Piece, describe
 from kvcli.models.gguf.header import BLOCKS, Header, read
 from kvcli.models.gguf.kept import FOLDER, KEPT, fingerprint, forget, use
 from kvcli.models.gguf.quantizer import GROUP, METHOD
+from kvcli.models.hashes import Hashes, Stamped
 from kvcli.models.refusals import no_tokenizer
 from kvcli.settings.schema import NUMBERS
 
@@ -52,14 +53,16 @@ def ready(found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable
     if not found.is_gguf:
         return found
     dtype = NUMBERS.get(dtype, str(found.config["dtype"]))
+    file = Stamped.of(found.path)
     header = read(found.path)
     described = describe(header, found.id)
     plan = list(_plan(header, described, dtype, packs))
-    folder = cache / FOLDER / f"{fingerprint(found, VERSION)}-{dtype}{'-packed' if packs else ''}"
+    name = fingerprint(found, VERSION, Hashes(cache, tell))
+    folder = cache / FOLDER / f"{name}-{dtype}{'-packed' if packs else ''}"
     if not folder.exists():
-        _make(folder, found, header, described, plan, dtype, tell)
+        _make(folder, found, file, header, described, plan, dtype, tell)
     use(folder)
-    return replace(source.find(str(folder)), id=found.id, revision=found.revision)
+    return replace(source.find(str(folder)), id=found.id, revision=found.revision, made_of=(found.path,))
 
 
 def told(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
@@ -76,6 +79,7 @@ def told(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
 def _make(
     folder: Path,
     found: Source,
+    file: Stamped,
     header: Header,
     described: Described,
     plan: Sequence[_Out],
@@ -96,6 +100,7 @@ def _make(
         (made / "config.json").write_text(json.dumps(config))
         (made / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends else {}))
         _write_weights(made / "model.safetensors", plan)
+        file.check()
 
 
 # ---- weights ----
