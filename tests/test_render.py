@@ -328,6 +328,17 @@ def test_spec_is_that_of_the_design():
     ]
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 81])
+@pytest.mark.parametrize("why", ["they cost too much", "a pass of nine rows takes longer than it gained, measured"])
+def test_spec_breaks_between_words(width, why):
+    stats = some_stats(**MIXED, scouts_why=why, paused_passes=4, paused_why=why)
+    lines = spec_table(stats, width)
+    assert max(map(cells, lines)) < width
+    words = {word for line in lines for word in line.split()}
+    said = "150 scouts in all; up to 8 cost a tenth at most"
+    assert {*said.split(), *why.split()} <= words
+
+
 def test_spec_says_why_scouts_rest():
     lines = spec_table(some_stats(scouts_why="they cost too much"), 80)
     assert any(line.endswith("scouts      rest: they cost too much") for line in lines)
@@ -350,9 +361,21 @@ def test_kv_by_layer_and_tier():
     rows = [{"layer": i, "tier": "dense", "slots": 1976, "nbytes": 9 << 20} for i in range(2)]
     assert columns(kv_table(rows)) == [
         "layer   tier  slots     bytes",
-        "0      dense  1,976   9.0 MiB",
-        "1      dense  1,976   9.0 MiB",
+        "0-1    dense  1,976  18.0 MiB",
         "total                18.0 MiB",
+    ]
+
+
+def test_kv_has_a_row_for_layers_that_differ():
+    slides, sees_all = {"tier": "cpu", "slots": 512, "nbytes": 1 << 20}, {"tier": "cpu", "slots": 1976, "nbytes": 4 << 20}
+    rows = [{"layer": i, **(sees_all if i % 3 == 2 else slides)} for i in range(6)]
+    rows.append({"layer": 5, "tier": "host", "slots": 1976, "nbytes": 4 << 20})
+    assert columns(kv_table(rows)) == [
+        "layer     tier  slots     bytes",
+        "0-1, 3-4   cpu    512   4.0 MiB",
+        "2, 5       cpu  1,976   8.0 MiB",
+        "5         host  1,976   4.0 MiB",
+        "total                  16.0 MiB",
     ]
 
 
