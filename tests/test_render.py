@@ -367,7 +367,10 @@ def test_kv_by_layer_and_tier():
 
 
 def test_kv_has_a_row_for_layers_that_differ():
-    slides, sees_all = {"tier": "cpu", "slots": 512, "nbytes": 1 << 20}, {"tier": "cpu", "slots": 1976, "nbytes": 4 << 20}
+    slides, sees_all = (
+        {"tier": "cpu", "slots": 512, "nbytes": 1 << 20},
+        {"tier": "cpu", "slots": 1976, "nbytes": 4 << 20},
+    )
     rows = [{"layer": i, **(sees_all if i % 3 == 2 else slides)} for i in range(6)]
     rows.append({"layer": 5, "tier": "host", "slots": 1976, "nbytes": 4 << 20})
     assert columns(kv_table(rows)) == [

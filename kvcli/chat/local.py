@@ -67,9 +67,11 @@ def load(
     to say so to. A GGUF file is unpacked below `cache`, by default the user's. `find`: by name, the files of a model
     that drafts; by default found as `model` is. Raises KvcliError subclasses.
     """
+    from kvcli.engine import stated
     from kvcli.engine.lm import LM
     from kvcli.engine.weights import keeps_blocks
     from kvcli.models import source
+    from kvcli.models.catalog import recommended
     from kvcli.models.gguf import unpack
     from kvcli.settings.profile import Profile
     from kvcli.world import Paths
@@ -89,8 +91,10 @@ def load(
     # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
     tokenizer = load_tokenizer(found, wants.trust_remote_code)
     lm = LM.load(found, **asdict(wants))  # the table's keys are what a model is loaded by
-    notes = unpack.told(given, packs, lm.info.dtype)
-    lm.info = replace(lm.info, notes=(*lm.info.notes, *notes))
+    told, usual = unpack.told(given, packs, lm.info.dtype), recommended(given.text_config, given.id)
+    if lm.generation != (sampling := stated.generation(lm.model, lm.info.id, usual)):
+        told += (f"its files say nothing of sampling; kvcli takes {', '.join(f'{k} {v:g}' for k, v in usual.items())}",)
+    lm.generation, lm.info = sampling, replace(lm.info, details=told)
     named = find or partial(source.find, offline=offline, tell=tell, may_assist=True)
     second = partial(load_second, words=tokenizer, load=wants, find=named, cache=cache, tell=tell)
     return Model(lm, tokenizer, chosen, load_seconds=time.perf_counter() - began, second=second)

@@ -51,8 +51,9 @@ def loop_notes(turn: Turn) -> list[str]:
     """What to do about an answer that ended in a loop."""
     if turn.loop is None:
         return []
-    more = "ask again (/retry) or another model; --set sample.stop_loops=0 lets it go on"
-    return [f"stopped: {turn.loop}; {more}"]
+    penalty = f"{turn.stats.sampling.get('repetition_penalty', 1.0) + 0.1:.2g}"
+    more = f"--repetition-penalty {penalty} (in a chat /set sample.repetition_penalty {penalty}) repeats less"
+    return [f"stopped: {turn.loop}; {more}; or another model; --set sample.stop_loops=0 lets it go on"]
 
 
 def show_summary(turn: Turn, screen: Screen, *, always: bool = False) -> None:

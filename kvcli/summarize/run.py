@@ -223,7 +223,10 @@ class _Run:
             raise _Cancelled
         said = ""
         ids = self._ids(messages)
-        events = self.model.stream(ids, max_new_tokens=self.plan.answer, cancel=self.cancel, messages=messages)
+        # a small model that is kept from repeating what it read makes something up
+        copies = self.plan.wording.sentence and self.model.profile.sample.repetition_penalty is None
+        how = {"max_new_tokens": self.plan.answer, **({"repetition_penalty": 1.0} if copies else {})}
+        events = self.model.stream(ids, cancel=self.cancel, messages=messages, **how)
         for event in events:
             if isinstance(event, End):
                 if event.turn.finish == "interrupted":

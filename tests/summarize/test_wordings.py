@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+from kvcli.engine.info import ModelInfo
 from kvcli.errors import UsageError
 from kvcli.summarize.events import PartEnded, Said
 from kvcli.summarize.request import Request
@@ -105,6 +106,24 @@ def test_points_joined_in_order_go_out_part_by_part():
     assert kinds == [PartEnded, Said] * 4 + [PartEnded]  # the fifth says again what the first said
     assert [event.point for event in events if isinstance(event, Said)] == list(events[-1].summary.points)
     assert events[-1].summary.notes == ("1 repeated point left out",)
+
+
+@pytest.mark.parametrize(("info", "said", "drawn"), [(SMALL, None, 1.0), (SMALL, 1.2, None), (LARGE, None, None)])
+def test_such_a_model_may_repeat_what_it_read_unless_it_was_told_not_to(info: ModelInfo, said: float, drawn: float):
+    model = Scribe(copies, limit=8192, info=info)
+    model.profile.sample.repetition_penalty = said
+    summary_of(model, [paged(PAGES[0])])
+    assert model.penalties == [drawn]
+
+
+@pytest.mark.parametrize(("n", "is_short"), [(5, True), (25, True), (29, False)])
+def test_a_few_sentences_are_asked_about_in_other_words(n: int, is_short: bool):
+    text = " ".join(PAGES[0].split(". ")[:n])
+    model = Scribe(copies, limit=8192, info=SMALL)
+    assert (len(model.tokenizer.encode(text)) < 240) == is_short
+    summary_of(model, [paged(text * (1 if is_short else 2))])
+    assert ("Summarize this text in three sentences:\n\nDepot" in model.asked[0]) == is_short
+    assert ("<system>" in model.asked[0]) == (not is_short)
 
 
 def test_what_comes_before_the_statement_is_passed_over():

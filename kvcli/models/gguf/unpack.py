@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvcli.models.source import Source
 
-VERSION = 1  # of what is written below
+VERSION = 2  # of what is written below
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors'
 # end an answer whatever the file calls its end of text (llama.cpp looks for them as well)
 _ENDS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
@@ -93,8 +93,19 @@ def _make(
     with writing(folder, try_=["df -h"]), replacing_folder(folder) as made:
         ends = _write_words(made, found, header, described)
         (made / "config.json").write_text(json.dumps(config))
-        (made / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends else {}))
+        said = ({"eos_token_id": ends} if ends else {}) | _sampling(header)
+        (made / "generation_config.json").write_text(json.dumps(said))
         _write_weights(made / "model.safetensors", plan)
+
+
+def _sampling(header: Header) -> dict[str, Any]:
+    """What a file of 2025 or later says of how its model is sampled, by transformers' names."""
+    theirs = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+    theirs["repetition_penalty"] = "penalty_repeat"
+    said = {key: header.meta.get(f"general.sampling.{name}") for key, name in theirs.items()}
+    found = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in said.items()}
+    found = {key: value for key, value in found.items() if value is not None}
+    return found | {"do_sample": found.get("temperature", 1) != 0} if found else {}
 
 
 # ---- weights ----
