@@ -363,12 +363,13 @@ def test_what_stays_packed_is_told(tmp_path: Path):
 
 def test_a_profile_for_cpus_leaves_packed_weights_as_they_are(tmp_path: Path):
     write(tmp_path / "tiny.gguf", kinds=("Q4_0",))
+    write(tmp_path / "mixed.gguf")
     build("llama").save_pretrained(tmp_path / "plain")
-    cpu, int4 = Profile.load("cpu"), Profile.load("gpu").replace(load={"device": "cpu"})
+    cpu = Profile.load("cpu")
     typed = Profile.load("exact").replace(load={"quant": "int8"})
     for folder, profile, quant in (
         ("tiny.gguf", cpu, "none"),
-        ("tiny.gguf", int4, "none"),
+        ("mixed.gguf", cpu, "int8"),  # most of its layers would be unpacked to 16 bits
         ("tiny.gguf", typed, "int8"),  # asked for
         ("plain", cpu, "int8"),
     ):

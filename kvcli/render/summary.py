@@ -74,10 +74,10 @@ def _cut(turn: Turn) -> list[str]:
 
 
 def _sampling(stats: Stats) -> list[str]:
-    """`sampling: temperature 0.6, top_k 20`, without what changes nothing."""
+    """`sampling: temperature 0.6, top_k 20`: what changes something."""
     usual = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "seed": 0}
-    told = [f"{key} {value:g}" for key, value in stats.sampling.items() if value != usual.get(key)]
-    return [f"sampling: {', '.join(told)}"] if told else []
+    told = ", ".join(f"{key} {value:g}" for key, value in stats.sampling.items() if value != usual.get(key))
+    return [f"sampling: {told}"] if told else []
 
 
 def _approx(stats: Stats) -> str:

@@ -100,11 +100,10 @@ def _make(
 
 def _sampling(header: Header) -> dict[str, Any]:
     """What a file of 2025 or later says of how its model is sampled, by transformers' names."""
-    theirs = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-    theirs["repetition_penalty"] = "penalty_repeat"
-    said = {key: header.meta.get(f"general.sampling.{name}") for key, name in theirs.items()}
-    found = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in said.items()}
-    found = {key: value for key, value in found.items() if value is not None}
+    theirs = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+    said = {key: header.meta.get(f"general.sampling.{key}") for key in (*theirs, "top_k", "top_p", "min_p")}
+    known = {theirs.get(key, key): value for key, value in said.items() if isinstance(value, int | float)}
+    found = {key: value if isinstance(value, int) else float(f"{value:.6g}") for key, value in known.items()}
     return found | {"do_sample": found.get("temperature", 1) != 0} if found else {}
 
 
