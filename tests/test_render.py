@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcli.api import End, Live, Read, Text, Turn
+from kvcli.engine.loops import Loop
 from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow, DoesNotFit
 from kvcli.render import figures as f
 from kvcli.render.errors import print_error, print_note
 from kvcli.render.live import Look, Memory, live_row, reading_bar
 from kvcli.render.screen import Screen
-from kvcli.render.stream import TurnView, show_turn
+from kvcli.render.stream import TurnView, loop_notes, show_turn
 from kvcli.render.summary import Opening, brief, header, summary
 from kvcli.render.tables import clip, columns, kv_table, spec_table, token_table
 from kvcli.render.terminal import Terminal, cells
@@ -197,6 +198,30 @@ def test_one_line_is_what_fits(width, line):
 
 def test_an_answer_that_was_cut_is_said_whatever_fits():
     assert brief(Turn("", (), "length", some_stats()), 80)[1:] == ["  the answer's length limit was reached"]
+
+
+DRAWN = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({}, "sampling: temperature 0"),
+        ({"repetition_penalty": 1.1}, "sampling: temperature 0, repetition_penalty 1.1"),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, "sampling: temperature 0.6, top_k 20, top_p 0.95"),
+    ],
+)
+def test_all_figures_say_how_tokens_were_drawn(chosen, said):
+    turn = Turn("", (), "stop", some_stats(sampling=DRAWN | chosen))
+    assert f"  {said}" in summary(turn, 120)
+    assert "sampling" not in "".join(brief(turn, 200))
+
+
+@pytest.mark.parametrize(("had", "more"), [({}, "1.1"), (DRAWN, "1.1"), ({"repetition_penalty": 1.1}, "1.2")])
+def test_what_helps_against_a_loop_is_a_higher_penalty_first(had, more):
+    (note,) = loop_notes(Turn("", (), "loop", some_stats(sampling=had), Loop(4, 320)))
+    assert f"loop of 4 tokens; --repetition-penalty {more} (in a chat /set sample.repetition_penalty {more})" in note
+    assert note.index("penalty") < note.index("another model")
 
 
 @pytest.mark.parametrize(("new", "shown"), [(31, False), (32, True)])

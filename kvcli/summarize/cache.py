@@ -87,7 +87,7 @@ def _is_whole(stats: Stats) -> bool:
     for one in dataclasses.fields(Stats):
         value, wanted = getattr(stats, one.name), getattr(fresh, one.name)
         if isinstance(wanted, dict):
-            kinds = (int, float) if one.name == "sampling" else (int,)
+            kinds: tuple[type, ...] = (int, float) if one.name == "sampling" else (int,)
             is_good = isinstance(value, dict) and all(type(n) in kinds for n in value.values())
         elif isinstance(wanted, list):
             kinds = {"shortages": (str,), "plain": (float, int)}.get(one.name, (int,))
