@@ -34,14 +34,18 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
+def free_bytes(folder: Path) -> int:
+    """Of the disk that the folder is on, or will be."""
+    return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+
+
 def check_room(folder: Path, needed: int, work: str) -> None:
     """Raises BadInput where the disk of the folder has no room for what some work writes."""
-    there = next(p for p in (folder, *folder.parents) if p.exists())
-    if (free := shutil.disk_usage(there).free) < needed + SPARE:
+    if (free := free_bytes(folder)) < needed + SPARE:
         raise BadInput(
             f"there is no room on the disk for {work}",
             code="no_space",
-            lines=[f"it takes {needed >> 20:,} MiB; {free >> 20:,} MiB are free in {there}"],
+            lines=[f"it takes {needed >> 20:,} MiB; {free >> 20:,} MiB are free for {folder}"],
             detail={"needed": needed, "free": free},
             try_=["kvcli cache info", "KVCLI_HOME and HF_HOME say where models and their copies go"],
         )

@@ -210,6 +210,8 @@ def test_errors_as_json_go_to_stdout(machine):
         (["chat", "--tempe", "1"], "did you mean --temperature?"),
         (["chat", "--max-tokens", "9"], "did you mean --max-new-tokens?"),
         (["chat", "--zzz"], "try: kvcli chat --help-all"),
+        (["chat", "demo", "What is it?"], 'try: kvcli chat MODEL -p "What is it?"'),
+        (["chat", "demo", "-f", "a.md", "Wer (wenn nicht ich)?"], 'try: kvcli chat MODEL -p "Wer (wenn nicht ich)?"'),
         (["models", "lst"], "list"),
         (["chat", "--stats", "loud"], "'--stats': 'loud' is not one of 'live'"),
         (["chat", "--temperature", "hot"], "'--temperature'"),

@@ -199,9 +199,21 @@ def test_a_method_that_is_set_in_a_chat_takes_the_place_of_the_model_that_drafts
     assert setup.resolve("ngram", ["spec.method=off"]).spec.method == "off"
 
 
-def test_greedy_is_temperature_zero(machine):
+def test_greedy_is_temperature_zero_and_no_penalty(machine):
     plan = json.loads(machine("chat", "--dry-run", "--json", "--greedy").out)
-    assert (plan["settings"]["sample.temperature"], plan["origins"]["sample.temperature"]) == (0.0, "--greedy")
+    for key, value in (("sample.temperature", 0.0), ("sample.repetition_penalty", 1.0)):
+        assert (plan["settings"][key], plan["origins"][key]) == (value, "--greedy")
+    plan = json.loads(machine("chat", "--dry-run", "--json", "--greedy", "--repetition-penalty", "1.2").out)
+    assert plan["settings"]["sample.repetition_penalty"] == 1.2
+
+
+def test_no_save_reads_what_is_kept_and_keeps_nothing(machine, monkeypatch):
+    reads, keeps, load = [], [], Setup.load
+    monkeypatch.setattr(Setup, "load", lambda self, *more: reads.append(self.reuses) or load(self, *more))
+    monkeypatch.setattr("kvcli.commands.keep.keep_read", lambda _: keeps.append(True) or "")
+    for more in ((), ("--no-save",)):
+        assert machine("chat", "-p", "Hi", "-n", "2", *more).exit == 0
+    assert (reads, keeps) == ([True, True], [True])
 
 
 def test_dry_run_loads_nothing(machine, monkeypatch):

@@ -107,6 +107,31 @@ def test_what_is_unpacked_can_be_packed_again(tmp_path: Path, name: str):
     assert torch.equal(_ours(lm, range(3, 40))[0], _ours(plain, range(3, 40))[0])
 
 
+@pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
+def test_weights_are_counted_not_what_is_stored(tmp_path: Path, name: str):
+    packed, plain = source.find(str(written(tmp_path, name))), source.find(str(tmp_path / "plain"))
+    assert packed.parameters == plain.parameters
+
+
+@pytest.mark.parametrize(
+    ("settings", "stored"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, {"qweight": ("I32", (8, 64)), "qzeros": ("I32", (2, 8)),
+                                               "scales": ("F16", (2, 64)), "g_idx": ("I32", (64,))}),
+        ({"quant_method": "gptq", "bits": 8}, {"qweight": ("I32", (16, 64)), "qzeros": ("I32", (2, 16))}),
+        ({"quant_method": "awq", "bits": 4}, {"qweight": ("I32", (64, 8)), "qzeros": ("I32", (2, 8))}),
+        ({"load_in_4bit": True}, {"weight": ("U8", (2048, 1)), "weight.absmax": ("U8", (64,)),
+                                  "weight.quant_state.bitsandbytes__nf4": ("U8", (90,))}),
+        ({"load_in_8bit": True}, {"weight": ("I8", (64, 64)), "SCB": ("F32", (64,))}),
+    ],
+    ids=["gptq", "gptq8", "awq", "bnb4", "bnb8"],
+)  # fmt: skip
+def test_a_packed_layer_counts_the_weights_that_it_stands_for(settings: dict[str, Any], stored: dict[str, Any]):
+    packing = Packing.of({"quantization_config": settings})
+    held = {f"model.layers.0.self_attn.q_proj.{part}": of for part, of in stored.items()}
+    assert sum(packing.weights(name, *of) for name, of in held.items()) == 64 * 64
+
+
 @pytest.mark.parametrize("quant", ["none", "int8"])
 @pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
 def test_fit_knows_what_a_packed_file_unpacks_to(tmp_path: Path, name: str, quant: str):

@@ -18,17 +18,22 @@ from torch import Tensor
 import kvcli
 from kvcli.engine.lm import LM
 from kvcli.errors import BadInput, BadModel, ExitStatus
-from kvcli.fit.plan import subject_of
+from kvcli.fit.choice import plan_on, told
+from kvcli.fit.plan import Facts, subject_of
+from kvcli.fit.room import Room
 from kvcli.fit.weights import weigh
 from kvcli.installing import pip
 from kvcli.kernels.linear_packed.module import PackedLinear
 from kvcli.models import source
+from kvcli.models.catalog import CATALOG, Known, recommended
 from kvcli.models.gguf import unpack
 from kvcli.models.gguf.config import DIGITS, SPLITS
 from kvcli.models.gguf.header import TYPES
 from kvcli.models.gguf.kept import KEPT
 from kvcli.models.text import decode, render_prompt
 from kvcli.models.tokenizer import load_tokenizer
+from kvcli.settings.profile import Profile
+from kvcli.summarize.wording import wording_of
 from tests.fakes import Machine
 from tests.families import build, prompt
 from tests.gguf_files import ARCHS, CHAT, KINDS, VOCAB, vocabulary, write
@@ -402,7 +407,8 @@ def test_fit_knows_by_the_header_what_will_be_in_memory(tmp_path: Path, packs: b
 def test_what_stays_packed_is_told(tmp_path: Path):
     write(tmp_path / "tiny.gguf")
     with kvcli.load(str(tmp_path / "tiny.gguf"), cache=tmp_path, set={"load.device": "cpu"}) as model:
-        assert [note for note in model.info.notes if "of the file" in note or "as in the file" in note] == [
+        assert not any("of the file" in note or "as in the file" in note for note in model.info.notes)
+        assert [*model.info.details] == [
             "layers that stay packed as in the file: 3 of Q4_0, 4 of Q4_1",
             "tensors of the file unpacked to bfloat16: 4 of Q5_0, 4 of Q5_1, 6 of Q8_0",
         ]
@@ -411,8 +417,99 @@ def test_what_stays_packed_is_told(tmp_path: Path):
         assert model.info.backend.split(" ", 1)[1].startswith("packed int8")
         assert model.info.quant == "int8"  # asked for: from the unpacked numbers
     with kvcli.load(str(tmp_path / "tiny.gguf"), cache=tmp_path, set={"load.dtype": "fp64"}) as model:
-        assert not any("stay packed" in note for note in model.info.notes)  # no packed product is made in float64
+        assert not any("stay packed" in note for note in model.info.details)  # no packed product is made in float64
         assert model.info.backend == "torch"
+
+
+def test_a_profile_for_cpus_leaves_packed_weights_as_they_are(tmp_path: Path):
+    write(tmp_path / "tiny.gguf", kinds=("Q4_0",))
+    write(tmp_path / "mixed.gguf")
+    build("llama").save_pretrained(tmp_path / "plain")
+    cpu = Profile.load("cpu")
+    typed = Profile.load("exact").replace(load={"quant": "int8"})
+    for folder, profile, quant in (
+        ("tiny.gguf", cpu, "none"),
+        ("mixed.gguf", cpu, "int8"),  # most of its layers would be unpacked to 16 bits
+        ("tiny.gguf", typed, "int8"),  # asked for
+        ("plain", cpu, "int8"),
+    ):
+        subject = subject_of(source.find(str(tmp_path / folder)))
+        found = plan_on(subject, profile, Room("cpu", 8 << 30), None, Facts())
+        assert found.profile.load.quant == quant
+        assert ("weights stay in the bits of their file" in " ".join(told(found))) == (quant == "none")
+
+
+@pytest.mark.parametrize("family", ARCHS)
+def test_weights_are_counted_alike_in_the_file_unpacked_and_loaded(tmp_path: Path, family: str):
+    write(tmp_path / "tiny.gguf", family)
+    found = source.find(str(tmp_path / "tiny.gguf"))
+    lm, made = loaded(tmp_path / "tiny.gguf"), unpack.ready(found, "fp32", tmp_path / "cache", packs=True)
+    assert found.parameters == made.parameters == lm.info.parameters
+
+
+def test_a_plan_is_worded_as_the_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By the number of weights, whichever of its files is looked at."""
+    write(tmp_path / "tiny.gguf")
+    lm = loaded(tmp_path / "tiny.gguf")
+    row = f'families = ["llama"]\nparameters = [{lm.info.parameters}, {lm.info.parameters + 1}]\nsentence = 9\n'
+    (tmp_path / "wordings.toml").write_text(f"[[wording]]\n{row}")
+    monkeypatch.setattr("kvcli.summarize.wording.TABLE", tmp_path / "wordings.toml")
+    found = source.find(str(tmp_path / "tiny.gguf"))
+    made = unpack.ready(found, "fp32", tmp_path / "cache", packs=True)
+    assert [wording_of(model).sentence for model in (found, made, lm.info)] == [9, 9, 9]
+
+
+# ---- how it is sampled ----
+
+
+def sampled(file: Path, **said: Any) -> tuple[dict[str, float], str]:
+    """The settings of an answer, and what is told of them."""
+    with kvcli.load(str(file), "exact", said, cache=file.parent / "cache") as model:
+        return model.generate([5, 6, 7], 2).stats.sampling, "; ".join(model.info.details)
+
+
+@pytest.mark.parametrize(
+    ("family", "recommended"),
+    [
+        ("llama", {"temperature": 0.0}),  # of which there are too many kinds
+        ("qwen2", {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}),
+        ("qwen3", {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
+        ("gemma3", {"temperature": 1.0, "top_k": 64, "top_p": 0.95}),
+    ],
+)
+def test_a_file_that_says_nothing_of_sampling_is_sampled_as_its_familys_cards_say(
+    tmp_path: Path, family: str, recommended: dict[str, float]
+):
+    write(tmp_path / "tiny.gguf", family)
+    found, told = sampled(tmp_path / "tiny.gguf")
+    assert found == {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0} | recommended
+    assert ("its files say nothing of sampling; kvcli takes" in told) == (family != "llama")
+    mine, _ = sampled(tmp_path / "tiny.gguf", **{"sample.temperature": 0.0, "sample.repetition_penalty": 1.3})
+    assert (mine["temperature"], mine["repetition_penalty"]) == (0.0, 1.3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "chosen"),
+    [
+        ({"temp": 0.7, "top_p": 0.8, "top_k": 20}, {"temperature": 0.7, "top_p": 0.8, "top_k": 20}),
+        ({"penalty_repeat": 1.15}, {"temperature": 1.0, "repetition_penalty": 1.15}),
+        ({"temp": 0.0, "penalty_repeat": 1.15}, {"temperature": 0.0, "repetition_penalty": 1.15}),
+    ],
+)
+def test_what_a_file_says_of_sampling_holds(tmp_path: Path, keys: dict[str, Any], chosen: dict[str, float]):
+    write(tmp_path / "tiny.gguf", "qwen3", keys={f"general.sampling.{key}": value for key, value in keys.items()})
+    found, told = sampled(tmp_path / "tiny.gguf")
+    assert found == {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0} | chosen
+    assert "sampling" not in told
+
+
+@pytest.mark.parametrize("known", CATALOG, ids=lambda known: known.name)
+def test_a_model_of_the_list_is_known_by_its_sizes(known: Known):
+    names = {"num_hidden_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads"}
+    names |= {"intermediate_size": "inner", "vocab_size": "vocab"}
+    config = {theirs: getattr(known.shape, ours) for theirs, ours in names.items()} | {"model_type": "olmo2"}
+    assert recommended(config, "mine") == known.sampling
+    assert recommended(config | {"num_hidden_layers": 3}, "mine") == {}
 
 
 # ---- the commands ----

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 
 import kvcli
@@ -12,6 +16,7 @@ from kvcli.chat.tables import LEFT_OUT
 from kvcli.documents import document_of
 from kvcli.errors import ContextOverflow
 from tests.fake_model import FakeModel, fake_info
+from tests.summarize.scribe import paged
 
 ANSWER = "It is 972 metres."
 LIMIT = 500  # characters, which are the fake model's tokens
@@ -42,6 +47,33 @@ def test_by_default_it_is_refused_and_the_way_out_is_named(tmp_path):
     with pytest.raises(ContextOverflow):
         ask(chat, 50)
     assert not chat.shown.left
+
+
+@pytest.mark.parametrize("long", [60, 110, 170, 600])
+def test_pages_that_fit_are_named_where_a_document_is_too_long(tmp_path, long):
+    chat, pages = chat_of("error", tmp_path), ["x" * long] * 9
+    chat.attach(replace(paged(*pages), name="a report.pdf"))
+    with pytest.raises(ContextOverflow) as caught:
+        chat.send("What?")
+    summarizes = f"kvcli summarize 'a report.pdf' -m {chat.model.info.id}, which reads it in parts"
+    assert summarizes in caught.value.try_[:2]
+    named = re.fullmatch(r"-f 'a report.pdf':1-(\d), pages that fit", caught.value.try_[0])
+    assert (named is not None) == (long < 500)
+    for n, fits in ((int(named[1]), True), (int(named[1]) + 2, False)) if named else ():
+        chat.drop(0)
+        chat.attach(paged(*pages[:n]))
+        with nullcontext() if fits else pytest.raises(ContextOverflow):
+            chat.send("What?")
+            chat.undo()
+            chat.attach(paged(*pages[:n]))
+
+
+def test_a_text_without_pages_is_to_be_summarized(tmp_path):
+    chat = chat_of("error", tmp_path)
+    chat.attach(document_of(b"line\n" * 200, "notes.txt"))
+    with pytest.raises(ContextOverflow) as caught:
+        chat.send("What?")
+    assert caught.value.try_[0].startswith("kvcli summarize notes.txt -m ")
 
 
 def test_the_first_questions_are_left_out_and_nothing_is_forgotten(chat):

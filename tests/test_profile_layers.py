@@ -303,6 +303,21 @@ def test_a_project_file_may_not_redirect_text_or_run_code(machine: Machine, kind
     assert "a project file may not" in caught.value.lines[0]
 
 
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("said", "free", "most"),
+    [("", 500, 8.0), ("", 20, 2.0), ("", 0, 0.0), ("keep_kv = '12GiB'", 20, 12.0), ("keep_kv = '0GiB'", 500, 0.0)],
+)
+def test_what_is_kept_takes_a_tenth_of_a_disk_at_most_unless_more_is_said(
+    machine: Machine, said: str, free: int, most: float
+) -> None:
+    machine.write("config.toml", said)
+
+    assert load_config(machine.sources).keep_kv(free * GIB) == most * GIB
+
+
 def test_a_project_file_may_name_models_and_profiles_of_its_own(machine: Machine) -> None:
     machine.write(
         "project", "default_model = 'local'\n[models.local]\npath = 'weights'\nprofile = 'fast'\n[profiles.fast]\n"

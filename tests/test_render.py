@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcli.api import End, Live, Read, Text, Turn
+from kvcli.engine.loops import Loop
 from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow, DoesNotFit
 from kvcli.render import figures as f
 from kvcli.render.errors import print_error, print_note
 from kvcli.render.live import Look, Memory, live_row, reading_bar
 from kvcli.render.screen import Screen
-from kvcli.render.stream import TurnView, show_turn
+from kvcli.render.stream import TurnView, loop_notes, show_turn
 from kvcli.render.summary import Opening, brief, header, summary
 from kvcli.render.tables import clip, columns, kv_table, spec_table, token_table
 from kvcli.render.terminal import Terminal, cells
@@ -199,6 +200,30 @@ def test_an_answer_that_was_cut_is_said_whatever_fits():
     assert brief(Turn("", (), "length", some_stats()), 80)[1:] == ["  the answer's length limit was reached"]
 
 
+DRAWN = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({}, "sampling: temperature 0"),
+        ({"repetition_penalty": 1.1}, "sampling: temperature 0, repetition_penalty 1.1"),
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, "sampling: temperature 0.6, top_k 20, top_p 0.95"),
+    ],
+)
+def test_all_figures_say_how_tokens_were_drawn(chosen, said):
+    turn = Turn("", (), "stop", some_stats(sampling=DRAWN | chosen))
+    assert f"  {said}" in summary(turn, 120)
+    assert "sampling" not in "".join(brief(turn, 200))
+
+
+@pytest.mark.parametrize(("had", "more"), [({}, "1.1"), (DRAWN, "1.1"), ({"repetition_penalty": 1.1}, "1.2")])
+def test_what_helps_against_a_loop_is_a_higher_penalty_first(had, more):
+    (note,) = loop_notes(Turn("", (), "loop", some_stats(sampling=had), Loop(4, 320)))
+    assert f"loop of 4 tokens; --repetition-penalty {more} (in a chat /set sample.repetition_penalty {more})" in note
+    assert note.index("penalty") < note.index("another model")
+
+
 @pytest.mark.parametrize(("new", "shown"), [(31, False), (32, True)])
 def test_no_rate_over_a_few_tokens(new, shown):
     stats = some_stats()
@@ -328,6 +353,17 @@ def test_spec_is_that_of_the_design():
     ]
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 81])
+@pytest.mark.parametrize("why", ["they cost too much", "a pass of nine rows takes longer than it gained, measured"])
+def test_spec_breaks_between_words(width, why):
+    stats = some_stats(**MIXED, scouts_why=why, paused_passes=4, paused_why=why)
+    lines = spec_table(stats, width)
+    assert max(map(cells, lines)) < width
+    words = {word for line in lines for word in line.split()}
+    said = "150 scouts in all; up to 8 cost a tenth at most"
+    assert {*said.split(), *why.split()} <= words
+
+
 def test_spec_says_why_scouts_rest():
     lines = spec_table(some_stats(scouts_why="they cost too much"), 80)
     assert any(line.endswith("scouts      rest: they cost too much") for line in lines)
@@ -350,9 +386,24 @@ def test_kv_by_layer_and_tier():
     rows = [{"layer": i, "tier": "dense", "slots": 1976, "nbytes": 9 << 20} for i in range(2)]
     assert columns(kv_table(rows)) == [
         "layer   tier  slots     bytes",
-        "0      dense  1,976   9.0 MiB",
-        "1      dense  1,976   9.0 MiB",
+        "0-1    dense  1,976  18.0 MiB",
         "total                18.0 MiB",
+    ]
+
+
+def test_kv_has_a_row_for_layers_that_differ():
+    slides, sees_all = (
+        {"tier": "cpu", "slots": 512, "nbytes": 1 << 20},
+        {"tier": "cpu", "slots": 1976, "nbytes": 4 << 20},
+    )
+    rows = [{"layer": i, **(sees_all if i % 3 == 2 else slides)} for i in range(6)]
+    rows.append({"layer": 5, "tier": "host", "slots": 1976, "nbytes": 4 << 20})
+    assert columns(kv_table(rows)) == [
+        "layer     tier  slots     bytes",
+        "0-1, 3-4   cpu    512   4.0 MiB",
+        "2, 5       cpu  1,976   8.0 MiB",
+        "5         host  1,976   4.0 MiB",
+        "total                  16.0 MiB",
     ]
 
 

@@ -30,7 +30,7 @@ def test_parts_then_points(facts, tmp_path, columns):
     joined = " ".join(" ".join(term.lines).split())
     for i in range(1, 6):
         assert joined.count(f"- Well {i} gave {i + 40} litres of water an hour [p. {i}].") == 1
-        assert joined.count(f"part {i} of 5 ·") == 1, "the row that moved is gone"
+        assert joined.count(f"part {i} of 5 ·") == 0, "the row that moved is gone"
     assert "█" not in term.text
     assert "reading" not in term.text
     assert "accept" in term.raw
@@ -45,7 +45,7 @@ def test_ctrl_c_says_what_is_kept(facts, tmp_path):
     assert "stopped: parts 1 and 2 of 5 are kept; run it again to go on" in term.text
     again = Terminal("summarize", facts, 80, lines=50, KVCLI_HOME=str(tmp_path))
     assert again.finish() == 0
-    assert again.text.count("from an earlier run") == 3, "two parts and the note"
+    assert "2 of 5 answers are from an earlier run" in " ".join(again.text.split())
 
 
 def test_a_window_made_narrow_on_the_way_cuts_no_word(facts, tmp_path):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.api import End, Event, Finish, Text, Turn, turn_of
 from kvcli.chat.heard import Heard, heard
-from kvcli.chat.overflow import Shown, leave_out, shown_of
+from kvcli.chat.overflow import Shown, fitting, leave_out, shown_of
 from kvcli.chat.sessions import Kept, Opened, Sessions
 from kvcli.chat.transcript import Message, as_document, documents_of, export_chat, figures_of, messages_of, save_chat
 from kvcli.chat.window import refuse_longer
@@ -121,6 +121,7 @@ class Chat:
         except ContextOverflow as error:
             shown, n = self.shown, len(self.messages)
             if has_begun or not (yield from leave_out(self, question, error.detail, options)):
+                error.try_ = (*fitting(self, question, error.detail), *error.try_)
                 raise
             try:
                 yield from self.stream(text, **options)

@@ -65,9 +65,11 @@ def load(
     A hub id is downloaded only with `offline=False` and a `tell` to say so to. A GGUF file is unpacked below `cache`.
     `find`: by name, the files of a model that drafts; by default found as `model` is. Raises KvcliError subclasses.
     """
+    from kvcli.engine import stated
     from kvcli.engine.lm import LM
     from kvcli.engine.weights import keeps_blocks
     from kvcli.models import source
+    from kvcli.models.catalog import recommended
     from kvcli.models.ends import ends
     from kvcli.models.gguf import unpack
     from kvcli.models.hashes import Hashes
@@ -83,10 +85,13 @@ def load(
     ids, strings = ends(tokenizer, lm.vocab)
     lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
     lm.hashes = Hashes(cache, tell)
-    notes = unpack.told(given, packs, lm.info.dtype)
+    told, usual = unpack.told(given, packs, lm.info.dtype), recommended(given.text_config, given.id)
+    if lm.generation != (sampling := stated.generation(lm.model, lm.info.id, usual)):
+        told += (f"its files say nothing of sampling; kvcli takes {', '.join(f'{k} {v:g}' for k, v in usual.items())}",)
+    notes = lm.info.notes
     if not given.is_gguf and any(given.path.glob("adapter_*")):
         notes = (*notes, "an adapter lies beside the weights and is not applied: merge it into them first")
-    lm.info = replace(lm.info, notes=(*lm.info.notes, *notes))
+    lm.generation, lm.info = sampling, replace(lm.info, details=told, notes=notes)
     find = find or partial(named, may_assist=True)
     second = partial(load_second, words=tokenizer, load=wants, find=find, cache=cache, tell=tell)
     return Model(lm, tokenizer, profile, load_seconds=time.perf_counter() - began, second=second)

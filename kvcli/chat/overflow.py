@@ -7,21 +7,26 @@ made free at once: what is shown begins otherwise then, and is read again.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from kvcli.api import Cancel, End, Event, Text, Thought
 from kvcli.chat.transcript import Message
+from kvcli.documents import split_pages
 from kvcli.errors import ContextOverflow
+from kvcli.models.text import encode
 
 if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
     from kvcli.schemas.chat import LeftOut
 
 KEPT = 3 / 4  # of the window, that a shortened conversation fills at most
+PAGE_MARK = 16  # tokens of the line that stands before a page
 NOTES = 1 / 8  # of the window at most, for what is written of what goes
 ASKED = (
     "Write notes for yourself on our conversation so far, in at most 120 words: facts, names, numbers, what was "
@@ -69,6 +74,19 @@ def shorter(shown: Shown, n: int, size: Callable[[Shown], int], room: int) -> Sh
         if (at := bisect_left(choices, True, key=lambda choice: size(choice) <= most)) < len(choices):
             return choices[at]
     return None
+
+
+def fitting(chat: Chat, question: Message, detail: dict[str, Any]) -> list[str]:
+    """What to type in place of the question's longest document, if that is what is too long: pages of it that fit."""
+    tokens = {d.name: d.tokens(chat.model.tokenizer) for d in question.documents}
+    if not tokens or (over := detail["prompt"] + detail["reserve"] - detail["limit"]) <= 0:
+        return []
+    longest = max(question.documents, key=lambda d: tokens[d.name])
+    name, room, pages = quote(split_pages(longest.name)[0]), tokens[longest.name] - over, longest.sections
+    sizes = accumulate(len(encode(chat.model.tokenizer, section.text)) + PAGE_MARK for section in pages)
+    n = bisect_right([*sizes], room) if longest.unit == "page" else 0
+    ways = [f"-f {name}:{pages[0].number}-{pages[n - 1].number}, pages that fit"] if n else []
+    return [*ways, f"kvcli summarize {name} -m {quote(chat.called or chat.model.info.id)}, which reads it in parts"]
 
 
 def leave_out(

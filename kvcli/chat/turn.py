@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,7 @@ class Answering:
     def __init__(self, text: OpenText, asked: Asked) -> None:
         self._text, self._asked = text, asked
         self._stats = Stats(prompt=len(asked.ids), limit=text.limit, load=text.info.load_seconds)
+        self._stats.sampling = asdict(asked.sampler)
         self._steady = Steady(text, len(asked.ids), asked.new, self._stats)
         self._cancel = _latched(asked.cancel)
         self._measured = 0.0  # when memory was last looked at

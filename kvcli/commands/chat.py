@@ -159,7 +159,7 @@ def answer(
 
     world = setup.world
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
-    setup.reuses = keeps
+    setup.reuses = setup.keeps_chats  # --no-save keeps nothing, and reads what is kept
     run, text = load_model(setup, profile, wanted, screen)
     from kvcli.chat.conversation import Chat
 
@@ -186,7 +186,7 @@ def answer(
             if not note and talk.kept is not None and world.options.verbose:
                 note = f"kept as {talk.kept.name}"
             screen.note(note)
-            screen.note(keep_read(talk.model))
+            screen.note(keep_read(talk.model) if keeps else "")
 
 
 def begin(world: World, talk: Chat, question: Question, opened: Opened | None, keeps: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import re
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -42,7 +44,9 @@ def misused(world: World, args: Sequence[str], problem: Any) -> int:
         # a shell has made many names of -f notes/*, of which the option takes one
         return failed(world, args, UsageError(message[:1].lower() + message[1:], try_=QUOTED))
     nearest = _nearest(problem.option_name, context.command.params) if is_option and context is not None else []
-    try_ = [*(f"did you mean {option}?" for option in nearest), f"{path} --help-all"]
+    question = re.search(r"extra arguments?(?:\(s\))? \((.*)\)$", message) if path.endswith(" chat") else None
+    asks = [f"{path} MODEL -p {json.dumps(question[1], ensure_ascii=False)}"] if question else []
+    try_ = [*asks, *(f"did you mean {option}?" for option in nearest), f"{path} --help-all"]
     return failed(world, args, UsageError(message[:1].lower() + message[1:], try_=try_))
 
 

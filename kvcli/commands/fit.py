@@ -83,6 +83,9 @@ def _plans(
     plans: list[Plan] = []
     refused: dict[str, UsageError | BadConfig | BadInput] = {}
     for name, profile in chosen.items():
+        if name == "gpu" and notes is not None and len(outlook.found) == 1:
+            notes.append("gpu is left out: there is no GPU here")
+            continue
         try:
             if (path := profile.values.get("policy.headmap", "")) not in ("", "auto"):
                 read_headmap(str(path))

@@ -64,7 +64,7 @@ TopK = Annotated[int | None, _answer("--top-k", metavar="N", help="Draw from thi
 MinP = Annotated[float | None, _answer("--min-p", metavar="F", help=_MIN_P, rare=True)]
 Penalty = Annotated[float | None, _answer("--repetition-penalty", metavar="F", help="Above 1 repeats less.", rare=True)]
 Seed = Annotated[int | None, _answer("--seed", metavar="N", help="Same seed, same text.", rare=True)]
-Greedy = Annotated[bool, _answer("--greedy", help="Short for --temperature 0.", rare=True)]
+Greedy = Annotated[bool, _answer("--greedy", help="Short for --temperature 0 --repetition-penalty 1.", rare=True)]
 StatsMode = Literal["live", "turn", "off"]
 Schema = Annotated[str | None, _answer("--schema", metavar="FILE", help="Answer in JSON of this JSON schema.")]
 Rules = Annotated[
@@ -124,6 +124,8 @@ def profile_flags(params: Mapping[str, object]) -> dict[str, tuple[object, str]]
     if "--draft" in given and given.get("--spec", "model") != "model":
         raise UsageError(f"--draft and --spec {given['--spec']} exclude each other", try_=["one of the two"])
     found = {KEYS[flag]: (value, flag) for flag, value in given.items()}
+    if "--greedy" in given:
+        found.setdefault("sample.repetition_penalty", (1.0, "--greedy"))
     if "--draft" in given:
         found.setdefault("spec.method", ("model", "--draft"))
     if "--budget" in given:

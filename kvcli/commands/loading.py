@@ -27,7 +27,7 @@ def load_model(setup: Setup, profile: Profile, wanted: Wanted, screen: Screen) -
 
         run = prepare(setup, profile, wanted, tell)
         model = setup.load(run.profile, tell)
-    run.notes = (*setup.overruled(run.profile), *run.notes)
+    run.notes = (*setup.overruled(run.profile), *run.notes, *(model.info.details if screen.verbose else ()))
     run.profile = model.profile  # as this model can keep it
     model.foretell, model.fits = run.foretell, run.fits
     return run, model.open()

@@ -16,6 +16,7 @@ from kvcli.commands.flags import refuse_implied
 from kvcli.commands.interrupt import insisting
 from kvcli.demo import BUNDLED
 from kvcli.errors import BadConfig, BadModel, KvcliError, UsageError
+from kvcli.files import free_bytes
 from kvcli.models import hub, source
 from kvcli.models.catalog import BY_NAME
 from kvcli.models.fetch import stands_for
@@ -298,6 +299,7 @@ class Setup:
         judges = profile.policy.every is not None or profile.prune.reads
         for key, value in self.settled.items():
             is_open = profile.values[key] == "auto" or profile.origins[key] == DEFAULT.name
+            is_open = is_open or (key == "load.quant" and profile.origins[key].startswith("built-in "))
             if is_open and not (judges and key == "prefill.order"):
                 table, _, name = key.partition(".")
                 changes.setdefault(table, {})[name] = value
@@ -346,10 +348,11 @@ class Setup:
         model.time_passes = partial(self.costs, tell=tell or log.info) if times else None
         model.map_heads = partial(self.map_heads, tell=tell or log.info)
         model.prepare()
-        if self.reuses and self.config.keep_kv:
+        cache = self.world.paths.cache
+        if self.reuses and (most := self.config.keep_kv(free_bytes(cache))):
             from kvcli.kept.shelf import Shelf
 
-            model.shelf = Shelf(self.world.paths.cache / "kv", self.config.keep_kv, model.lm)
+            model.shelf = Shelf(cache / "kv", most, model.lm)
         self.most = info.limit
         refuse_beyond(profile, self.most, self.name)
         log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)

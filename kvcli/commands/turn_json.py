@@ -60,6 +60,7 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
         finish=turn.finish,
         order=stats.order,
         approx=bool(stats.approx),
+        sampling=stats.sampling,
         tokens=Tokens(
             prompt=stats.prompt,
             cached=stats.cached,
@@ -82,7 +83,7 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
         memory=memory_figures(stats, info.device),
         events=[
             *({"kind": "caution", "text": caution} for caution in run.cautions),
-            *({"kind": "note", "text": note} for note in (*info.notes, *run.notes)),
+            *({"kind": "note", "text": note} for note in (*info.notes, *info.details, *run.notes)),
             *({"kind": "shortage", "text": words} for words in stats.shortages),
             *([{"kind": "approx", "text": stats.approx}] if stats.approx else []),
             *([{"kind": "loop", "text": str(turn.loop)}] if turn.loop else []),

@@ -27,3 +27,4 @@ class ModelInfo:
     load_seconds: float
     revision: str = ""
     notes: tuple[str, ...] = ()  # what the user should know, one line each
+    details: tuple[str, ...] = ()  # and what is of use to those who ask for more

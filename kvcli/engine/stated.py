@@ -103,12 +103,16 @@ def unkept(model: Any) -> tuple[str, ...]:
     return (f"not kept of generation_config.json: {', '.join(names)}",) if names else ()
 
 
-def generation(model: Any, name: str) -> Mapping[str, Any]:
-    """Its own sampling settings, only those it states."""
+_SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
+
+
+def generation(model: Any, name: str, usual: Mapping[str, Any] = {}) -> Mapping[str, Any]:
+    """Its own sampling settings, only those it states; `usual` where it states none at all."""
     given = getattr(model, "generation_config", None)
+    if all(getattr(given, key, None) is None for key in ("do_sample", *_SAMPLING)):
+        return {"temperature": 0.0, **usual}
     samples = bool(getattr(given, "do_sample", False))  # else transformers is greedy whatever the rest says
-    keys = ("repetition_penalty", *(("temperature", "top_k", "top_p", "min_p") if samples else ()))
-    said = {k: getattr(given, k, None) for k in keys}
+    said = {k: getattr(given, k, None) for k in (_SAMPLING if samples else _SAMPLING[:1])}
     stated = {k: _sampling(k, v, name) for k, v in said.items() if v is not None}
     return {"temperature": 1.0 if samples else 0.0, **stated}
 

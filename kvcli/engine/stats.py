@@ -87,6 +87,7 @@ class Stats:
         default_factory=list
     )  # what was done when memory ran out, or a model that drafts broke, in words
     approx: str = ""  # what the answer may miss of the text, in words; "" = nothing
+    sampling: dict[str, float] = field(default_factory=dict)  # the sampler's settings, by their keys in a profile
     plain: list[float] = field(default_factory=list)  # seconds of the last passes that carried no draft
 
     def fold(self, step: Step) -> None:

@@ -28,6 +28,9 @@ def plan_on(subject: Subject, profile: Profile, room: Room, context: int | None,
     The last that was tried where nothing fits.
     """
     found = plan(subject, profile, room, context, facts)
+    if room.kind == "cpu" and profile.load.quant != "none" and profile.origins["load.quant"].startswith("built-in "):
+        kept = plan(subject, profile.changed({"load": {"quant": "none"}}, BY), room, context, facts)
+        return kept if any(h.stays for h in subject.held) and kept.weights.memory <= found.weights.memory else found
     if room.kind != "cuda" or _is_enough(found, context):
         return found
     for other in _packed(subject, profile):
@@ -54,7 +57,9 @@ def told(found: Plan) -> list[str]:
     """What of it the user should know, in words, with what to type for something else."""
     device, made = found.room.device, chosen(found)
     said = []
-    if quant := made.get("load.quant"):
+    if (quant := made.get("load.quant")) == "none":
+        said.append("weights stay in the bits of their file: --quant int8, which packs them anew, takes more")
+    elif quant:
         why = f"in full precision they do not fit on {device}"
         said.append(f"weights in {quant}: {why} (--quant none keeps them, and has the CPU run some layers)")
     if (n := found.run.on_card) is not None and "load.layers_on_gpu" in made:

@@ -6,18 +6,20 @@ imported. `kvcli fit` plans no more, and at most a fifth less (tests/fit/test_ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcli.models.packages import GEMMA, GEMMA_TERMS, SMOLLM2, Packed
 from kvcli.models.shape import Shape
+from kvcli.models.sizes import sizes_of
 
 TOKENS = 8192  # of a text, which what is named has room for
 PROGRAM = 640 << 20  # bytes of the program and its libraries
 PASSES = 0.6  # bytes that a pass computes with, for each byte of keys and values: both grow with heads and tokens
 PACKED = {"none": 2.0, "int8": 1.0, "int4": 0.6}  # bytes of a weight of a linear layer, with its scales
 TOGETHER = 9  # bytes of each number of one projection of a layer's experts, at most
+PENALTY = {"repetition_penalty": 1.1}  # SmolLM2-135M: by its card it goes round in loops over documents
 SHARES = (1 / 4, 1 / 2, 1)  # of the memory: quick, comfortable, the most
 
 
@@ -42,6 +44,7 @@ class Known:
     licence: str = "Apache-2.0"
     package: Packed | None = None  # a GGUF file, which comes instead of what the hub has
     terms: Terms | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)  # that its card recommends, if its files state none
 
     @property
     def download(self) -> int:
@@ -85,19 +88,20 @@ def _known(
     return Known(name, id, parameters, about, shape, **more)
 
 
+_SMOLLM2 = {"temperature": 0.2, "top_p": 0.9}
 _GEMMA = Terms("the Gemma Terms of Use, with the uses that they prohibit", "ai.google.dev/gemma/terms", GEMMA_TERMS)
 
 CATALOG = (  # layers, hidden, heads, KV heads, numbers of a head, inner, vocabulary, limit
     _known("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008, "to try things out, English",
-           30, 576, 9, 3, 64, 1536, 49152, 8192, package=SMOLLM2),
+           30, 576, 9, 3, 64, 1536, 49152, 8192, package=SMOLLM2, sampling=PENALTY),
     _known("gemma-3-270m", "google/gemma-3-270m", 268_098_176, "goes on with a text, follows no instructions",
            18, 640, 4, 1, 256, 2048, 262144, 32768, window=(512, 6), licence="Gemma", package=GEMMA, terms=_GEMMA),
     _known("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct", 361_821_120, "short answers, English",
-           32, 960, 15, 5, 64, 2560, 49152, 8192),
+           32, 960, 15, 5, 64, 2560, 49152, 8192, sampling=_SMOLLM2),
     _known("qwen3-0.6b", "Qwen/Qwen3-0.6B", 596_049_920, "short answers, many languages",
            28, 1024, 16, 8, 128, 3072, 151936, 40960),
     _known("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct", 1_711_376_384, "questions about a few pages, English",
-           24, 2048, 32, 32, 64, 8192, 49152, 8192),
+           24, 2048, 32, 32, 64, 8192, 49152, 8192, sampling=_SMOLLM2),
     _known("qwen3-1.7b", "Qwen/Qwen3-1.7B", 1_720_574_976, "questions about a few pages, many languages",
            28, 2048, 16, 8, 128, 6144, 151936, 40960),
     _known("granite-3.3-2b", "ibm-granite/granite-3.3-2b-instruct", 2_533_539_840, "long documents, for its size",
@@ -117,6 +121,23 @@ CATALOG = (  # layers, hidden, heads, KV heads, numbers of a head, inner, vocabu
            tied=False, experts=(128, 8)),
 )  # fmt: skip
 BY_NAME = {known.name: known for known in CATALOG}
+# what cards recommend for all models of a family, or for those of it with such a vocabulary
+_OF_FAMILY: Mapping[tuple[str, int], Mapping[str, float]] = {
+    ("gemma3_text", 0): {"temperature": 1.0, "top_k": 64, "top_p": 0.95},
+    ("llama", 128256): {"temperature": 0.6, "top_p": 0.9},  # Llama 3
+    ("qwen2", 0): {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
+    ("qwen3", 0): {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    ("qwen3_moe", 0): {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    ("smollm3", 0): {"temperature": 0.6, "top_p": 0.95},
+}
+
+
+def recommended(config: Mapping[str, Any], name: str) -> Mapping[str, float]:
+    """The sampling for a model whose files state none: of the model of the list with its sizes, else of its family."""
+    sizes, family = sizes_of(config, name), str(config.get("model_type"))
+    keys = ("layers", "hidden", "heads", "inner", "vocab")
+    alike = [k.sampling for k in CATALOG if k.sampling and all(getattr(k.shape, key) == sizes[key] for key in keys)]
+    return next(iter(alike), _OF_FAMILY.get((family, sizes["vocab"]), _OF_FAMILY.get((family, 0), {})))
 
 
 def choices(usable: int, quants: Sequence[str] = ("none", "int8")) -> list[tuple[Known, str]]:

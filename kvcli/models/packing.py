@@ -3,9 +3,11 @@ Standard library only."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from math import prod
 from typing import Any
 
 from kvcli.errors import BadModel
@@ -39,6 +41,8 @@ _UNSERVED = {
     "nvfp4": "transformers packs weights so, and reads no files of them",
     "torchao": "its weights are tensors of a class of its own, which no product here takes",
 }
+_WIDTHS = {"I32": 32, "U8": 8, "I8": 8}
+_BESIDE = re.compile(r"qzeros|weight\.|SCB|weight_format|channel_scale")  # GPTQ's, AWQ's and bitsandbytes'
 _SCALES = ("_scale", "_scale_inv", "_scales", "_zero_point", "weight_shape", "_g_idx", ".scale")  # and the like
 INSTEAD = "GGUF, or the unpacked model with --quant int4"
 
@@ -89,12 +93,25 @@ class Packing:
         if name.endswith("_blocks") and len(shape) > 1:  # two in a byte, 32 to a scale
             return (*shape[:-2], shape[-2] * shape[-1] * 2)
         if name.endswith("weight_packed") and shape:
-            each = {"I32": 32, "U8": 8, "I8": 8}.get(dtype, 32) // self._bits
+            each = _WIDTHS.get(dtype, 32) // self._bits
             return (*shape[:-1], shape[-1] * each)
         return shape if dtype.startswith("F8") or dtype == "I8" else None
 
+    def weights(self, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+        """Weights that a stored tensor stands for: of scales and their like none, of a packed one several a number."""
+        if not self.method:
+            return prod(shape)
+        if (unpacked := self.shape(name, dtype, shape)) is not None:
+            return prod(unpacked)
+        if name.endswith(_SCALES) or _BESIDE.search(name):
+            return 0
+        is_packed = name.endswith((".data", "weight", "qweight", "_blocks"))
+        return prod(shape) * (_WIDTHS[dtype] // self._bits if is_packed and dtype in _WIDTHS else 1)
+
     @property
     def _bits(self) -> int:
+        if type(bits := self.settings.get("bits", 8 if self.settings.get("load_in_8bit") else None)) is int:
+            return min(max(bits, 1), 8)
         groups = self.settings.get("config_groups")
         each = [one for one in groups.values() if isinstance(one, dict)] if isinstance(groups, dict) else []
         stated = [of["num_bits"] for one in each if isinstance(of := one.get("weights"), dict) and "num_bits" in of]

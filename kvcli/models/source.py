@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from kvcli.models.config_file import Config, read_config, read_json, text_config
 from kvcli.models.gguf import header
 from kvcli.models.gguf.config import describe
 from kvcli.models.headers import WeightFile
+from kvcli.models.packing import Packing
 from kvcli.models.refusals import refuse
 from kvcli.models.shards import weights
 from kvcli.models.sizes import hold
@@ -53,8 +53,9 @@ class Source:
 
     @property
     def parameters(self) -> int:
-        """Numbers stored, 0 if unknown. A packed checkpoint stores several weights in one of them."""
-        return sum(math.prod(t.shape) for f in self.files for t in f.tensors.values())
+        """Weights, 0 if unknown: as many as a loaded model has, however its files pack them."""
+        packing = Packing.of(self.config)
+        return sum(packing.weights(name, t.dtype, t.shape) for f in self.files for name, t in f.tensors.items())
 
     @property
     def has_words(self) -> bool:

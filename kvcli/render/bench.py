@@ -111,7 +111,7 @@ def ratio_words(ratio: Ratio | None) -> str:
 def _why(row: BenchRow, document: BenchDocument) -> str:
     """Why a text differs beyond rounding: what was promised, and whether both computed with the same numbers."""
     if _promise(row) != "exact":
-        return f"as {_promise(row)} sides may"
+        return f"{_promise(row)}: text may differ"
     on_case = (b for b in document.rows if (b.ctx, b.workload) == (row.ctx, row.workload))
     base = next((b for b in on_case if b.profile == document.baseline), row)
     if _promise(base) != "exact":
@@ -202,6 +202,8 @@ def legend(document: BenchDocument, shown: Collection[str]) -> str:
     if "same" in shown:
         how = f"drawn with seed {document.args.seed}" if document.args.temperature else "greedy"
         said.append(f"same: tokens equal to {base}'s, {how}, up to the first that differs.")
+        if any(_promise(row) == "approx" for row in document.rows):
+            said[-1] += " Of an approx side this says where, not how much: --quality all counts agreement by token."
     if "peak" in shown:
         said.append("peak: MiB of a process that ran the row alone.")
     return " ".join(said)
@@ -226,7 +228,7 @@ def differences(document: BenchDocument) -> Iterator[str]:
         where = f"{row.profile}, {row.workload} {row.ctx:,}: differs first at token {same.first_difference + 1}"
         if same.near_tie is None or same.margin is None or same.bound is None:
             yield f"{where}, not checked"
-        elif same.near_tie:
+        elif same.near_tie and _promise(row) == "exact":
             yield f"{where}, a near tie (logits {same.margin:.3g} apart, rounding reaches {same.bound:.3g})"
         else:
             yield f"{where}, {_why(row, document)} (logits {same.margin:.3g} apart, rounding reaches {same.bound:.3g})"

@@ -175,7 +175,9 @@ def _foot(document: FitDocument) -> Iterator[str]:
 
 def _gave_way(plan: FitPlan, document: FitDocument) -> Iterator[str]:
     """What a card has no room for, where that goes, and what it costs."""
-    if quant := plan.chosen.get("load.quant"):
+    if (quant := plan.chosen.get("load.quant")) == "none":
+        yield "weights stay in the bits of their file: --quant int8, which packs them anew, takes more"
+    elif quant:
         yield f"weights in {quant}, which fit {document.device} (--quant none keeps them, with layers on the CPU)"
     if (split := plan.split) is None:
         return

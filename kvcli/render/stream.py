@@ -52,8 +52,9 @@ def loop_notes(turn: Turn) -> list[str]:
     if turn.loop is None:
         is_cut = turn.finish == "length" and turn.thinking and not turn.text.strip()
         return [f"all {len(turn.ids):,} tokens went into a thought: -n with more has room for an answer"] * bool(is_cut)
-    more = "ask again (/retry) or another model; --set sample.stop_loops=0 lets it go on"
-    return [f"stopped: {turn.loop}; {more}"]
+    penalty = f"{turn.stats.sampling.get('repetition_penalty', 1.0) + 0.1:.2g}"
+    more = f"--repetition-penalty {penalty} (in a chat /set sample.repetition_penalty {penalty}) repeats less"
+    return [f"stopped: {turn.loop}; {more}; or another model; --set sample.stop_loops=0 lets it go on"]
 
 
 def show_summary(turn: Turn, screen: Screen, *, always: bool = False) -> None:

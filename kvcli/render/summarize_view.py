@@ -68,7 +68,7 @@ class SummaryView(TurnView):
         if self.step is not None and not self.step.is_cached:
             self.took.append(event.seconds)
         self.step = None
-        if self.tells and len(self.plan.parts) > 1:
+        if self.tells and len(self.plan.parts) > 1 and (self.region is None or self.screen.verbose):
             words = part_done(event) if isinstance(event, PartEnded) else merge_done(event)
             for line in hung(words, self.screen.err.width):
                 self.screen.err.line((line, "dim"))

@@ -65,12 +65,19 @@ def summary(turn: Turn, width: int) -> list[str]:
     """Up to three lines, more on a narrow terminal: speed, reading and drafting, memory."""
     stats = turn.stats
     took = f"{_count(stats)} in {f.seconds(stats.decode)}"
-    rows = ([took, _approx(stats), *_speed(stats)], _cut(turn), _work(stats), _memory(stats))
+    rows = ([took, _approx(stats), *_speed(stats)], _cut(turn), _sampling(stats), _work(stats), _memory(stats))
     return [line for parts in rows for line in joined(parts, width, indent="  ")]
 
 
 def _cut(turn: Turn) -> list[str]:
     return ["the answer's length limit was reached"] if turn.finish == "length" else []
+
+
+def _sampling(stats: Stats) -> list[str]:
+    """`sampling: temperature 0.6, top_k 20`: what changes something."""
+    usual = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "seed": 0}
+    told = ", ".join(f"{key} {value:g}" for key, value in stats.sampling.items() if value != usual.get(key))
+    return [f"sampling: {told}"] if told else []
 
 
 def _approx(stats: Stats) -> str:

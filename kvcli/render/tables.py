@@ -7,10 +7,12 @@ from io import StringIO
 from itertools import zip_longest
 from typing import Any
 
+from kvcli.documents import listed
 from kvcli.engine.stats import Stats
 from kvcli.render import figures as f
 from kvcli.render.summary import joined
 from kvcli.render.terminal import cells
+from kvcli.render.wrap import folded
 
 LONGEST = 14  # columns of the longest bar
 TALLEST = 12  # rows of the histogram
@@ -33,7 +35,10 @@ def spec_table(stats: Stats, width: int) -> list[str]:
         first.insert(1, gained)
     histogram = _histogram(stats.histogram)
     column = max(map(cells, histogram)) + 4 if width >= SIDE_BY_SIDE else 0
-    beside = [*_positions(stats.per_position, min(width, 120) - column), "", *_drafts(stats)]
+    beside = [*_positions(stats.per_position, min(width, 120) - column), ""]
+    for line in _drafts(stats):
+        parts = folded(line[12:], width, column + 12)
+        beside += [f"{line[:12] if i == 0 else '':12}{part}" for i, part in enumerate(parts)]
     if not column:
         return [*first, *histogram, "", *beside]
     pairs = zip_longest(histogram, beside, fillvalue="")
@@ -84,12 +89,20 @@ def _drafts(stats: Stats) -> list[str]:
 
 
 def kv_table(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Bytes by layer and tier, header first and total last. Columns come from the rows' own keys."""
+    """Bytes by layer and tier, header first and total last; equal layers share a row, which has the bytes of all.
+    Columns come from the rows' own keys."""
     table = list(rows)
     if not table:
         return []
     keys = list(dict.fromkeys(key for row in table for key in row))
-    body = [[_cell(key, row.get(key)) for key in keys] for row in table]
+    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in table:
+        alike.setdefault(tuple(row.get(key) for key in keys if key != "layer"), []).append(row)
+    shared = [
+        {**group[0], "layer": listed([row["layer"] for row in group]), "nbytes": sum(row["nbytes"] for row in group)}
+        for group in alike.values()
+    ]
+    body = [[_cell(key, row.get(key)) for key in keys] for row in shared]
     total = [_total(key, table) for key in keys]
     names = ["bytes" if key == "nbytes" else key.replace("_", " ") for key in keys]
     return [names, *body, ["total" if i == 0 else t for i, t in enumerate(total)]]

@@ -91,6 +91,7 @@ class TurnDocument(Json):
     finish: Finish
     order: Order = Field(description="what of the prompt was finished first while it was read: a chunk, or a layer")
     approx: bool = Field(description="the answer stands on less than the text: facts may be lost")
+    sampling: dict[str, int | float] = Field(description="settings in use, whoever chose them, by their profile keys")
     tokens: Tokens
     time: Times
     speed: Speed

@@ -44,11 +44,10 @@ class Config:
         setting = self.top.get("keep_chats")
         return bool(setting.value) if setting else Top.keep_chats
 
-    @property
-    def keep_kv(self) -> int:
-        """Bytes."""
+    def keep_kv(self, free: int) -> int:
+        """Bytes; where nobody says how many, at most a tenth of those that are `free` on the disk."""
         setting = self.top.get("keep_kv")
-        return size_of(str(setting.value) if setting else Top.keep_kv)
+        return size_of(str(setting.value)) if setting else min(size_of(Top.keep_kv), free // 10)
 
     @property
     def default_profile(self) -> str:

@@ -211,7 +211,7 @@ class Top:
     default_model: str = "demo"  # model used when none is named: as after -m, or a name below [models]
     default_profile: str = "ngram"  # profile used when none is named
     keep_chats: bool = True  # whether chats are kept, turn by turn; --no-save leaves one out
-    keep_kv: Annotated[str, SIZE] = "8GiB"  # disk for keys and values of what was read; 0GiB = each run reads anew
+    keep_kv: Annotated[str, SIZE] = "8GiB"  # disk for what was read; unsaid, at most a tenth of what is free
 
 
 @dataclass(frozen=True)

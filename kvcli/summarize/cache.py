@@ -92,7 +92,8 @@ def _is_whole(stats: Stats) -> bool:
     for one in dataclasses.fields(Stats):
         value, wanted = getattr(stats, one.name), getattr(fresh, one.name)
         if isinstance(wanted, dict):
-            is_good = isinstance(value, dict) and all(type(n) is int for n in value.values())
+            kinds: tuple[type, ...] = (int, float) if one.name == "sampling" else (int,)
+            is_good = isinstance(value, dict) and all(type(n) in kinds for n in value.values())
         elif isinstance(wanted, list):
             kinds = {"shortages": (str,), "plain": (float, int)}.get(one.name, (int,))
             is_good = isinstance(value, list) and all(type(item) in kinds for item in value)

@@ -106,7 +106,9 @@ def make_plan(
     answer = min(request.tokens, window.most or request.tokens, wording.sentence or request.tokens)
     desk = _Desk(request, window, wording, pieces, answer, read)
     whole = Part(1, tuple(pieces), desk.marks, read)
-    size, text = desk.prompt(whole), desk.count(whole.text)
+    text = desk.count(whole.text)
+    desk.wording = wording.about(text)
+    size = desk.prompt(whole)
     most = request.chunk or wording.part_of(text, request.words)
     if (
         request.mode != "map"

@@ -6,6 +6,8 @@ import re
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvcli.api import Cancel, End, Text, Turn
@@ -31,6 +33,8 @@ from kvcli.summarize.plan import Plan, Window, make_plan
 from kvcli.summarize.points import point_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Answered, Point, Summary
+from kvcli.summarize.sentence import FEWEST
+from kvcli.summarize.split import Raw
 from kvcli.summarize.wording import Messages, merge_messages, part_messages, wording_of
 from kvcli.summarize.words import sentences
 
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
     from kvcli.documents import Document
     from kvcli.summarize.cache import Cache
     from kvcli.summarize.parts import Part
+
+QUOTES = 3  # sentences of a text that stand for a summary
 
 
 def summarize(
@@ -95,6 +101,7 @@ class _Run:
     turns: list[Answered] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unkept: str = ""  # why an answer could not be kept
+    n_said: int = 0  # points that went out, of those joined in order
 
     @property
     def request(self) -> Request:
@@ -105,7 +112,10 @@ class _Run:
         try:
             for part in self.plan.parts:
                 found.append((yield from self._part(part)))
+                if len(self.plan.parts) > 1 and not self.plan.wording.merges:
+                    yield from self._joined(found)
             points = found[0] if len(found) == 1 else (yield from self._one(found))
+            points = points or (yield from self._quoted())
         except _Cancelled:
             yield Stopped(len(found), len(self.plan.parts), self.cache is not None and not self.unkept)
             return
@@ -160,12 +170,28 @@ class _Run:
         return found[0]
 
     def _joined(self, found: Sequence[Sequence[Point]]) -> Generator[Event, None, list[Point]]:
-        """All points in order, each once."""
+        """All points in order, each once; those that are new go out."""
         every = _flat(found)
         points = unique(every)
-        self.note(_repeated(len(every) - len(points)))
-        for point in points:
+        if self.plan.wording.merges or len(found) == len(self.plan.parts):
+            self.note(_repeated(len(every) - len(points)))
+        for point in points[self.n_said :]:
             yield Said(point)
+        self.n_said = len(points)
+        return points
+
+    def _quoted(self) -> Generator[Event, None, list[Point]]:
+        """The first sentences of the text, as quotes, where a small model told nothing of it."""
+        if self.plan.wording.sentence is None:
+            return []
+        passages = [p for part in self.plan.parts for p in part.passages]
+        told = (" ".join(p.text[a:b].split()) for p in passages for a, b in sentences(p.text) if p.text[a] != "#")
+        quotes = [f"“{words}”" for words in islice((words for words in told if len(words.split()) >= FEWEST), QUOTES)]
+        checker = Checker(passages) if self.request.cite and self.request.check else None
+        points = [point_of(Raw(text, "bullet"), checker, self.names, places=True) for text in quotes]
+        if points:
+            self.note("the model told nothing of the text, so its first sentences stand here as quotes")
+        yield from map(Said, points)
         return points
 
     def _merge(
@@ -197,7 +223,10 @@ class _Run:
             raise _Cancelled
         said = ""
         ids = self._ids(messages)
-        events = self.model.stream(ids, max_new_tokens=self.plan.answer, cancel=self.cancel, messages=messages)
+        # a small model that is kept from repeating what it read makes something up
+        copies = self.plan.wording.sentence and self.model.profile.sample.repetition_penalty is None
+        how = {"max_new_tokens": self.plan.answer, **({"repetition_penalty": 1.0} if copies else {})}
+        events = self.model.stream(ids, cancel=self.cancel, messages=messages, **how)
         for event in events:
             if isinstance(event, End):
                 if event.turn.finish == "interrupted":

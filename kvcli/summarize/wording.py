@@ -59,7 +59,9 @@ class Wording(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     system: StrictStr | None = None  # the system message
-    question: StrictStr | None = None  # stands behind the text
+    lead: StrictStr | None = None  # stands before the text
+    question: StrictStr | None = None  # stands behind it
+    short: tuple[Tokens, StrictStr] | None = None  # of a text: below so many it is asked this, and told nothing before
     follows: tuple[Option, ...] = get_args(Option)  # those that change what it writes
     merges: StrictBool = True  # it can make one summary of several; else their points are joined
     part: tuple[Tokens, Tokens] | None = None  # of text: as many as it is best with, and as it still reads
@@ -68,12 +70,18 @@ class Wording(BaseModel):
     @property
     def own(self) -> str | None:
         """What it is told in place of the rules."""
-        return self.question or self.system
+        return self.question or self.system or self.lead
 
     @property
     def cites(self) -> bool:
         """Whether it is shown marks and told to copy them; else kvcli looks for the place of each sentence."""
         return self.sentence is None
+
+    def about(self, tokens: int) -> Wording:
+        """The same for a text of so many tokens."""
+        if self.short is None or tokens >= self.short[0]:
+            return self
+        return self.model_copy(update={"system": None, "lead": self.short[1]})
 
     def part_of(self, tokens: int, words: int) -> int | None:
         """Tokens of a part of a text, so that with a sentence each there are about as many words as asked."""
@@ -137,7 +145,8 @@ def part_messages(wording: Wording, request: Request, part: Part, unit: Unit, of
     """
     system = part.read.system if part.read is not None else None
     if wording.own is not None:
-        return _said(wording.system or system, f"{part.text}\n\n{wording.question or ''}".strip())
+        said = f"{wording.lead or ''}\n\n{part.text}\n\n{wording.question or ''}".strip()
+        return _said(wording.system or system, said)
     which = "the document above" if of == 1 else f"the text above, which is part {part.number} of {of} of a document"
     rules, asked = _rules(unit, part.cite), _asked(request, unit, part.cite, f"Summarise {which}.")
     if part.read is None:

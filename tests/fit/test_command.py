@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from pydantic import TypeAdapter
 
 from kvcli.commands.setup import Setup
@@ -22,7 +23,8 @@ from tests.test_calibrate import made
 from tests.test_repl import Talk
 
 # by what they are for; that of a model which drafts names none, and cannot be planned for
-SHIPPED = [name for name in load_config(Sources()).names() if not name.startswith(("draft", "specextend"))]
+AWAY = ("draft", "specextend", *(() if torch.cuda.is_available() else ("gpu",)))  # of a list of all
+SHIPPED = [name for name in load_config(Sources()).names() if not name.startswith(AWAY)]
 
 
 @pytest.fixture
@@ -282,6 +284,13 @@ def test_a_profile_that_names_no_model_to_draft_is_left_out_of_all(machine):
     assert machine("fit", "demo", "--profiles", "draft").exit == 9
     drafted = document(machine("fit", "demo", "--profiles", "draft", "--set", "spec.model=demo", "--json"))
     assert 0 < drafted["plans"][0]["draft"] < drafted["plans"][0]["weights"]  # which it shares
+
+
+@pytest.mark.parametrize(("more", "there"), [((), torch.cuda.is_available()), (("--vram", "12GiB"), True)])
+def test_the_profile_for_gpus_is_listed_where_there_is_one(machine, more, there):
+    found = document(machine("fit", "demo", "--all", "--json", *more))
+    assert ("gpu" in [plan["profile"] for plan in found["plans"]]) == there
+    assert any(note.startswith("gpu is left out: there is no GPU") for note in found["notes"]) == (not there)
 
 
 def test_a_profile_that_the_device_refuses_is_left_out_of_all(machine):

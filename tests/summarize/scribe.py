@@ -43,7 +43,7 @@ class FakeProfile:
     """What a plan and a cache look at."""
 
     hash: str = "abc"
-    sample: Any = field(default_factory=lambda: SimpleNamespace(max_new_tokens=1024))
+    sample: Any = field(default_factory=lambda: SimpleNamespace(max_new_tokens=1024, repetition_penalty=None))
     spec: Any = field(default_factory=lambda: SimpleNamespace(method="off"))
     origins: dict[str, str] = field(default_factory=lambda: {"sample.max_new_tokens": "default"})
 
@@ -59,6 +59,7 @@ class Scribe:
     tokenizer: Any = field(default_factory=WordTokenizer)
     foretell: None = None
     asked: list[str] = field(default_factory=list)
+    penalties: list[float | None] = field(default_factory=list)
     stop_loops: int = 0
 
     def keep(self, cancel: Cancel) -> Kept:
@@ -81,10 +82,12 @@ class Scribe:
         max_new_tokens: int,
         cancel: Cancel | None = None,
         messages: Sequence[object] = (),
+        repetition_penalty: float | None = None,
     ) -> Iterator[Event]:
         assert len(prompt) + max_new_tokens <= self.limit, "a prompt that leaves no room for its answer"
         text = self.tokenizer.decode(prompt)
         self.asked.append(text)
+        self.penalties.append(repetition_penalty)
         stats = Stats(prompt=len(prompt), limit=self.limit)
         yield Live(stats)
         yield Read(len(prompt), len(prompt), 0, 0.1)

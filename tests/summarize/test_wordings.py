@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import tomli
 
+from kvcli.engine.info import ModelInfo
 from kvcli.errors import UsageError
+from kvcli.summarize.events import PartEnded, Said
 from kvcli.summarize.request import Request
-from kvcli.summarize.run import summary_of
+from kvcli.summarize.run import summarize, summary_of
 from kvcli.summarize.wording import RULES, TABLE, Wording, wording_of
 from tests.fake_model import fake_info
 from tests.summarize.scribe import Scribe, paged
@@ -71,6 +73,57 @@ def test_what_is_no_statement_about_the_passage_is_no_point_and_that_is_said(ans
     summary = summary_of(Scribe(lambda prompt: answer if "Cor" in prompt else copies(prompt), info=SMALL), [DOCUMENT])
     assert [cite.place.label for cite in summary.cites] == ["1", "2", "4"]
     assert summary.notes == ("of 1 of 4 parts nothing is told: the model wrote nothing about them",)
+
+
+NOTE = (
+    "# Decided\n\nThe release moves to 3 April, as the installer fails.\n\n# Budget\n\nThe bill was 4,200 euros. "
+    "Carla asks for a discount.\n\nOk.\n\nNobody knows who tests the Android version."
+)
+
+
+@pytest.mark.parametrize("answer", ["", "I'm ready to assist you.", "Here is a summary:"])
+@pytest.mark.parametrize("text", [NOTE, NOTE.replace("# ", "").replace("\n\n", "\n")])
+def test_where_such_a_model_says_nothing_the_first_sentences_stand_as_quotes(text: str, answer: str):
+    events = list(summarize(Scribe(lambda _: answer, limit=8192, info=SMALL), [paged(text)]))
+    summary = events[-1].summary
+    assert [event.point for event in events if isinstance(event, Said)] == list(summary.points)
+    assert 2 <= len(summary.points) <= 3
+    assert all(
+        point.text[0] + point.text[-1] == "“”" and point.text[1:-1] in " ".join(text.split())
+        for point in summary.points
+    )
+    assert all(cite.confirmed for cite in summary.cites)
+    assert summary.notes == ("the model told nothing of the text, so its first sentences stand here as quotes",)
+
+
+def test_a_model_that_follows_the_general_wording_is_not_spoken_for():
+    assert summary_of(Scribe(lambda _: "", limit=8192, info=LARGE), [paged(NOTE)]).points == ()
+
+
+def test_points_joined_in_order_go_out_part_by_part():
+    events = list(summarize(Scribe(copies, limit=8192, info=SMALL), [paged(*PAGES, PAGES[0])]))
+    kinds = [type(event) for event in events if isinstance(event, Said | PartEnded)]
+    assert kinds == [PartEnded, Said] * 4 + [PartEnded]  # the fifth says again what the first said
+    assert [event.point for event in events if isinstance(event, Said)] == list(events[-1].summary.points)
+    assert events[-1].summary.notes == ("1 repeated point left out",)
+
+
+@pytest.mark.parametrize(("info", "said", "drawn"), [(SMALL, None, 1.0), (SMALL, 1.2, None), (LARGE, None, None)])
+def test_such_a_model_may_repeat_what_it_read_unless_it_was_told_not_to(info: ModelInfo, said: float, drawn: float):
+    model = Scribe(copies, limit=8192, info=info)
+    model.profile.sample.repetition_penalty = said
+    summary_of(model, [paged(PAGES[0])])
+    assert model.penalties == [drawn]
+
+
+@pytest.mark.parametrize(("n", "is_short"), [(5, True), (20, True), (29, False)])
+def test_a_few_sentences_are_asked_about_in_other_words(n: int, is_short: bool):
+    text = " ".join(PAGES[0].split(". ")[:n])
+    model = Scribe(copies, limit=8192, info=SMALL)
+    assert (len(model.tokenizer.encode(text)) < 240) == is_short
+    summary_of(model, [paged(text * (1 if is_short else 2))])
+    assert ("Summarize this text in three sentences:\n\nDepot" in model.asked[0]) == is_short
+    assert ("<system>" in model.asked[0]) == (not is_short)
 
 
 def test_what_comes_before_the_statement_is_passed_over():

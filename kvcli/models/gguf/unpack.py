@@ -98,9 +98,19 @@ def _make(
     with writing(folder, try_=["df -h"]), replacing_folder(folder) as made:
         ends = _write_words(made, found, header, described)
         (made / "config.json").write_text(json.dumps(config))
-        (made / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends else {}))
+        said = ({"eos_token_id": ends} if ends else {}) | _sampling(header)
+        (made / "generation_config.json").write_text(json.dumps(said))
         _write_weights(made / "model.safetensors", plan)
         file.check()
+
+
+def _sampling(header: Header) -> dict[str, Any]:
+    """What a file of 2025 or later says of how its model is sampled, by transformers' names."""
+    theirs = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+    said = {key: header.meta.get(f"general.sampling.{key}") for key in (*theirs, "top_k", "top_p", "min_p")}
+    known = {theirs.get(key, key): value for key, value in said.items() if isinstance(value, int | float)}
+    found = {key: value if isinstance(value, int) else float(f"{value:.6g}") for key, value in known.items()}
+    return found | {"do_sample": found.get("temperature", 1) != 0} if found else {}
 
 
 # ---- weights ----
