@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.models.text import OPEN, Detokenizer, StopStrings, decode
+from kvcli.models.control_words import OPEN, Detokenizer, StopStrings, decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

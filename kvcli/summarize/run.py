@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING
 
