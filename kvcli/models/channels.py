@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.models.control_words import OPEN, Detokenizer, StopStrings, decode
+from kvcli.models.control_words import OPEN
+from kvcli.models.text import Detokenizer, StopStrings, decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
