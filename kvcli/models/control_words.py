@@ -135,7 +135,7 @@ def admit(tokenizer: PreTrainedTokenizerBase) -> bool:
 def cut_up(tokenizer: PreTrainedTokenizerBase, written: Sequence[str]) -> list[str]:
     """The control words in `written`, pieces of a prompt, that the vocabulary has and reads as something else."""
     words = Counter(spelled("\n".join(written)))
-    if not words or not hasattr(tokenizer, "convert_tokens_to_ids"):
+    if not words or not hasattr(tokenizer, "get_added_vocab"):
         return []
     whole: dict[str, Any] = {word: tokenizer.convert_tokens_to_ids(word) for word in words}
     known = [word for word, i in whole.items() if i is not None and i != tokenizer.unk_token_id]
