@@ -45,7 +45,7 @@ def test_a_sample_comes_back_whole():
 
 
 def test_what_the_worker_refuses_is_said_in_one_line():
-    with pytest.raises(KvcliError, match=r"kvpress failed on TOVAPress: ValueError: no such press$") as caught:
+    with pytest.raises(KvcliError, match=r"kvpress failed on TOVAPress: ValueError: no such press\n") as caught:
         side("kvpress:TOVA")
     assert (caught.value.code, caught.value.exit) == ("kvpress_failed", ExitStatus.ENGINE_UNREACHABLE)
     assert caught.value.try_
