@@ -19,7 +19,7 @@ from kvcli.settings.profile import Profile
 from tests.bench.waits import opened
 from tests.fake_graphs import FakeGraphs
 from tests.gpu import __main__ as command
-from tests.gpu import clock, environment, sanitizer
+from tests.gpu import clock, environment, sanitizer, tables
 from tests.gpu.__main__ import SHARES, STAGES, main, turns
 from tests.gpu.stage import On, Row, stage_of
 
@@ -27,7 +27,7 @@ if sys.platform == "linux":  # before a test imports triton: what is interpreted
     import tests.kernels.interpreted  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
-HELPERS = {"__main__", "call", "clock", "fused", "models", "ops", "stage"}
+HELPERS = {"tables", "__main__", "call", "clock", "fused", "models", "ops", "stage"}
 
 
 @pytest.fixture(autouse=True)
@@ -310,3 +310,10 @@ def test_without_a_gpu_it_says_so(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_all_of_it_on_a_gpu(tmp_path: Path) -> None:
     assert main(["--out", str(tmp_path / "out.json")]) == 0
+
+
+def test_tables_take_each_stage_from_the_run_in_which_it_got_furthest() -> None:
+    rows = [{"op": "bits", "tried": 3, "says": "0 of 3 rows differ"}]
+    early, late = ({"stages": {"bits": {"status": "late", "rows": rows[:n]}}} for n in (0, 1))
+    stages = tables.stages_of([early, late])
+    assert [*tables.checks(stages)] == [{"stage": "bits", "ended": "ran out of time", "found": "0 of 3 rows differ"}]
