@@ -33,7 +33,7 @@ def lm() -> LM:
 
 
 @cache
-def long_lm(layers: int) -> LM:
+def long_lm(layers: int = 3) -> LM:
     return LM.of(families.build("llama", vocab_size=2048, max_position_embeddings=2048, num_hidden_layers=layers))
 
 

@@ -51,7 +51,7 @@ def test_a_piped_pdf_and_a_page_under_another_name(machine, tmp_path):
         ("scan.pdf", "no_text", "look scanned"),
         ("locked.pdf", "encrypted", "--password-file"),
         ("cut.pdf", "damaged_file", "cut off"),
-        ("folder", "is_a_folder", "folder"),
+        ("folder", "file_count", "folder"),
         ("papr.pdf:3", "file_missing", "did you mean paper.pdf?"),
     ],
 )
