@@ -99,6 +99,7 @@ def test_only_the_outlet_touches_the_streams():
         "bench/kvpress_worker.py",
         "sandbox.py",
         "models/template_worker.py",
+        "models/tokenizer_worker.py",
     }
     styled = {"outlet.py", "render/terminal.py", "render/region.py", "render/stream.py"}
     for path in sorted((ROOT / "kvcli").rglob("*.py")):

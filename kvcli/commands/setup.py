@@ -299,7 +299,8 @@ class Setup:
         judges = profile.policy.every is not None or profile.prune.reads
         for key, value in self.settled.items():
             is_open = profile.values[key] == "auto" or profile.origins[key] == DEFAULT.name
-            is_open = is_open or (key == "load.quant" and profile.origins[key].startswith("built-in "))
+            packs_anew = key == "load.quant" and profile.origins[key].startswith("built-in ")
+            is_open = is_open or (packs_anew and value == "none")  # what lies packed in the file
             if is_open and not (judges and key == "prefill.order"):
                 table, _, name = key.partition(".")
                 changes.setdefault(table, {})[name] = value

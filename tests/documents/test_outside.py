@@ -111,7 +111,7 @@ def test_what_is_nested_too_deeply_is_called_by_its_kind(monkeypatch):
     monkeypatch.setattr(worker.sys, "stdin", type("In", (), {"buffer": io.BytesIO(job)}))
     monkeypatch.setattr(worker.os, "fdopen", lambda *_: io.BytesIO())
     assert worker.main(0, {}, 0) == 0
-    assert [str(error) for error in told] == ["a cannot be read as an archive (EPUB, DOCX)"]
+    assert [error.message for error in told] == ["a cannot be read as an archive (EPUB, DOCX)"]
 
 
 def test_the_parsers_see_neither_torch_nor_the_folder_they_start_in(tmp_path, monkeypatch):

@@ -243,7 +243,7 @@ def test_a_file_that_the_kernel_makes_up_as_it_is_read():
 def test_pages_named_twice_are_told_as_typed(tmp_path):
     with pytest.raises(UsageError) as caught:
         read_document(tmp_path / "ok.pdf:2-", name="ok.pdf:2-", pages="1")
-    assert str(caught.value) == "pages are named twice: ok.pdf:2- and 1"
+    assert caught.value.message == "pages are named twice: ok.pdf:2- and 1"
 
 
 def test_a_text_about_the_header_of_a_pdf_may_be_said_to_be_text():
