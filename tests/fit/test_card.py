@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -47,8 +48,9 @@ def planned(profile, gib, context=32768, subject=SUBJECT, **more):
     return plan_on(subject, profile, room(gib, **more), context, Facts())
 
 
-@pytest.mark.parametrize("gib", [8, 12])
-@pytest.mark.parametrize("name", ["balanced", "lean", "max-context", "gpu"])
+@pytest.mark.parametrize(
+    ("name", "gib"), [*product(("balanced", "lean", "max-context"), (8, 12)), ("gpu", 12)]
+)  # keys and values of the last are in 16 bits
 def test_an_8b_model_fits_at_32k(name, gib):
     found = planned(Profile.load(name), gib)
 
@@ -56,7 +58,7 @@ def test_an_8b_model_fits_at_32k(name, gib):
     assert found.need.working <= GIB // 2
     assert found.run.chunk == 1024, "by room"
     assert found.profile.load.quant == "int4"
-    assert found.run.on_card in (None, 32) or (name, gib) == ("gpu", 8), "all layers are on the card"
+    assert found.run.on_card in (None, 32), "all layers are on the card"
     (said,) = document(Outlook(SUBJECT, "8B", None, {}), [found], {}, {}, 32768, []).plans
     assert said.places["cuda"] == said.total == said.weights + said.kv + said.draft + said.working + said.base
     weights = said.weights + said.places.get("host", 0) - found.need.host
