@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from kvcli import load
 from kvcli.bench.same import tie_at
-from kvcli.chat.local import Model
+from kvcli.chat.local import Model, load
 from kvcli.errors import BadConfig
 from kvcli.heads.ask import Ask
 from kvcli.heads.own import own_map, place
 from kvcli.heads.run import probe
 from kvcli.policies.fastgen import FastGen
+from kvcli.settings.profile import Profile
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return load("demo", "exact")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load("demo", Profile.load("exact"), cache=tmp_path_factory.mktemp("cache"))
 
 
 def test_the_map_is_that_of_the_command_and_is_made_once(model: Model, tmp_path: Path) -> None:
