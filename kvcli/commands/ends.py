@@ -21,7 +21,7 @@ from kvcli.world import World
 # The root of what the option parser raises; Typer carries its own copy of Click, or uses the real one when older.
 UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
-QUOTED = ["-f FOLDER, for the documents in it", "-f 'notes/*.txt', in quotes", '-p "...", for a question']
+FILES = ["-f FOLDER, for the documents in it", "-f 'notes/*.txt', in quotes"]
 # what a disk says that is full, failing, limited, or not to be written to
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EBADF)
 CROWDED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)  # no file, or no process, may be opened beside those there are
@@ -36,17 +36,18 @@ def misused(world: World, args: Sequence[str], problem: Any) -> int:
         return ExitStatus.USAGE
     context = getattr(problem, "ctx", None)
     path = context.command_path if context is not None else "kvcli"
-    if (
-        "extra argument" in message
-        and context is not None
-        and any(param.name == "file" for param in context.command.params)
-    ):
-        # a shell has made many names of -f notes/*, of which the option takes one
-        return failed(world, args, UsageError(message[:1].lower() + message[1:], try_=QUOTED))
     nearest = _nearest(problem.option_name, context.command.params) if is_option and context is not None else []
     question = re.search(r"extra arguments?(?:\(s\))? \((.*)\)$", message) if path.endswith(" chat") else None
     asks = [f"{path} MODEL -p {json.dumps(question[1], ensure_ascii=False)}"] if question else []
-    try_ = [*asks, *(f"did you mean {option}?" for option in nearest), f"{path} --help-all"]
+    # a shell has made many names of -f notes/*, of which the option takes one
+    takes_files = context is not None and any(param.name == "file" for param in context.command.params)
+    is_many = "extra argument" in message and takes_files
+    try_ = [
+        *asks,
+        *(FILES if is_many else ()),
+        *(f"did you mean {option}?" for option in nearest),
+        f"{path} --help-all",
+    ]
     return failed(world, args, UsageError(message[:1].lower() + message[1:], try_=try_))
 
 
