@@ -246,6 +246,11 @@ class Model:
         return self.lm.limit if asked == "auto" else min(int(asked), self.lm.limit)
 
     @property
+    def on_overflow(self) -> str:
+        """What becomes of a conversation that is longer than the window."""
+        return self.profile.context.on_overflow
+
+    @property
     def cautions(self) -> list[str]:
         """What the user should know of the profile on this device, one line each."""
         spends = build.plan(self.lm, self.profile).spending.told if self.profile.memory.spends else ""
