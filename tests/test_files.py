@@ -35,6 +35,7 @@ OUTSIDE = {
     ("kvcli/commands/log.py", "FileHandler"): "--log-file: a stream of records that logging keeps open",
     ("kvcli/commands/repl.py", "TemporaryDirectory"): "what $EDITOR is handed; the text is back when it ends",
     ("kvcli/commands/repl.py", "write_text"): "the same",
+    ("kvcli/models/tokenizing.py", "TemporaryFile"): "a copy without a name for the process that cuts text",
     ("kvcli/kv/extents.py", "TemporaryFile"): "the disk tier: no name, gone with the process",
     ("kvcli/kv/extents.py", "ftruncate"): "the same",
     ("kvcli/documents/read.py", "TemporaryFile"): "a copy without a name for the parser",

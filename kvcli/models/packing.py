@@ -42,7 +42,9 @@ _UNSERVED = {
     "torchao": "its weights are tensors of a class of its own, which no product here takes",
 }
 _WIDTHS = {"I32": 32, "U8": 8, "I8": 8}
-_BESIDE = re.compile(r"qzeros|weight\.|SCB|weight_format|channel_scale")  # GPTQ's, AWQ's and bitsandbytes'
+_BESIDE = re.compile(
+    r"qzeros|weight\.|SCB|weight_format|channel_scale|\.scales$|g_idx"
+)  # GPTQ's, AWQ's and bitsandbytes'
 _SCALES = ("_scale", "_scale_inv", "_scales", "_zero_point", "weight_shape", "_g_idx", ".scale")  # and the like
 INSTEAD = "GGUF, or the unpacked model with --quant int4"
 
