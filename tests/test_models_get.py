@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -331,13 +332,14 @@ def test_what_was_stopped_in_the_middle_leaves_nothing_half(tmp_path: Path, how:
     environ |= {"PYTHONPATH": f"{tmp_path / 'fake'}:{ROOT}"}
     run = [sys.executable, "-m", "kvcli", "models", "get", "smollm2-135m"]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    child = subprocess.Popen(run, cwd=tmp_path, env=environ, start_new_session=True, **quiet)
+    hears = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # under nohup, too
+    child = subprocess.Popen(run, cwd=tmp_path, env=environ, start_new_session=True, preexec_fn=hears, **quiet)
     pip = psutil.Process(int((tmp_path / "ready").read_text()))  # it has begun
     folder = tmp_path / "home" / "data" / "models"
     assert all(p.name.startswith(BEGINS) for p in folder.iterdir())
     assert len(list(folder.iterdir())) == 2
     os.killpg(child.pid, how) if how == signal.SIGINT else child.send_signal(how)
-    status = child.wait(20)
+    status = child.wait(60)
     assert until(lambda: is_gone(pip))  # which nobody told
     if how == signal.SIGINT:
         assert (status, list(folder.iterdir())) == (130, [])
