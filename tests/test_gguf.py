@@ -274,6 +274,16 @@ def test_a_vocabulary_that_transformers_cannot_read_is_said(tmp_path: Path):
     assert (error.code, list((tmp_path / "cache" / "gguf").iterdir())) == ("bad_tokenizer", [])
 
 
+@pytest.mark.parametrize("more", [1, 40])
+def test_words_without_a_row_in_the_embedding_are_refused(tmp_path: Path, more: int):
+    """Whoever typed one would have numbers looked up that belong to nobody."""
+    write(tmp_path / "tiny.gguf", words=VOCAB + more)
+    error = refused(lambda: loaded(tmp_path / "tiny.gguf"))
+    assert error.code == "bad_tokenizer"
+    assert f"token {VOCAB + more - 1} has no row in the embedding" in error.message
+    assert not list((tmp_path / "cache" / "gguf").iterdir())
+
+
 # ---- where it is found ----
 
 
