@@ -166,7 +166,7 @@ def test_slots_that_share_scales_are_worth_the_same() -> None:
 
 
 @pytest.mark.parametrize("number", [2, 4])
-@pytest.mark.parametrize("dims", [(8, 8), (16, 24)])
+@pytest.mark.parametrize("dims", [(8, 8), (16, 24), (16, 20), (24, 12)])
 def test_bytes_of_rungs_are_at_least_those_held_and_hardly_more(number: int, dims: tuple[int, int]) -> None:
     shapes = (LayerShape(3, *dims),)
     dtype = {2: torch.bfloat16, 4: torch.float32}[number]
@@ -184,6 +184,15 @@ def test_bytes_of_rungs_are_at_least_those_held_and_hardly_more(number: int, dim
         assert (
             held <= plan.nbytes(0, counts) <= 1.01 * held + max(top, plan.nbytes(0, [[1] * 3, *[[0] * 3] * plan.last]))
         )
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_what_each_head_takes_beside_its_slots_counts_for_each(heads: int) -> None:
+    """Room for what is read of a file, say."""
+    shapes = (LayerShape(heads, 8, 8),)
+    beside, none = (Spending("1MiB", 0, shapes, 4, BITS, 8, [5.0], [apart]) for apart in (900.0, 0.0))
+    counts = [[7] * heads] * (none.last + 1)
+    assert beside.nbytes(0, counts) - none.nbytes(0, counts) == 900 * heads
 
 
 @pytest.mark.parametrize("asked", ["1MiB", ""])
