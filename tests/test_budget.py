@@ -18,8 +18,10 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session
 from kvcli.errors import BadConfig
+from kvcli.kernels.pack import pack_values
 from kvcli.kv.budget import WORTH, Spending, keys_in, unit
 from kvcli.kv.dense import Dense
+from kvcli.kv.footprint import POSITION
 from kvcli.kv.ladder import Ladder
 from kvcli.kv.packed import Packed
 from kvcli.kv.rung import Rung
@@ -184,6 +186,16 @@ def test_bytes_of_rungs_are_at_least_those_held_and_hardly_more(number: int, dim
         assert (
             held <= plan.nbytes(0, counts) <= 1.01 * held + max(top, plan.nbytes(0, [[1] * 3, *[[0] * 3] * plan.last]))
         )
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize(("v_dim", "group"), [(64, 64), (80, 64), (96, 64), (24, 32), (88, 32), (20, 8)])
+def test_the_bytes_of_one_more_value_are_those_of_its_codes_and_scales(v_dim: int, group: int, bits: int) -> None:
+    """Groups divide a value, so that some are narrower than asked and there are more of them."""
+    plan = Spending("1MiB", 0, (LayerShape(1, 0, v_dim),), 4, (bits,), group, [0.0])
+    takes = POSITION + sum(t.nbytes for t in pack_values(torch.randn(1, v_dim), bits, group).tensors)
+    assert plan.nbytes(0, [[0], [group + 1], [0]]) - plan.nbytes(0, [[0], [group], [0]]) == takes
+    assert plan.each(0)[1] == takes
 
 
 @pytest.mark.parametrize("heads", [1, 3])
