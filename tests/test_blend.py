@@ -166,6 +166,25 @@ def test_stores_that_hold_it_otherwise_are_read_as_they_are(tier: str) -> None:
     assert off(mixed, plain) < off(turned, plain)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_held_as_no_number_is_read_again(bad: float) -> None:
+    """Before all that differs by a number: else it would stay, and make nothing of all that is read behind it."""
+    lm = lm_of("llama")
+    session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=50, reusing=Blend(LEAST, 0.15, "kv"))
+    drive(session.read(OLD))
+    with torch.inference_mode():
+        for layer in range(1, lm.n_layers):
+            session.kv.slots(layer).k[:, len(A) + 40] = bad
+    session.save(NEW)
+    session.begin(NEW, Sampler())
+    while drive(session.chunk(NEW)):
+        pass
+    for layer in range(lm.n_layers):
+        s = session.kv.slots(layer)
+        assert s.k.isfinite().all()
+        assert s.v.isfinite().all()
+
+
 def test_windows_that_moved_on_leave_it_to_be_read() -> None:
     lm = lm_of("gemma3")
     old, new = families.prompt(700), [3, *families.prompt(700)]

@@ -18,8 +18,10 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.lm import LM
 from kvcli.engine.session import Session
 from kvcli.errors import BadConfig
+from kvcli.kernels.pack import pack_values
 from kvcli.kv.budget import WORTH, Spending, keys_in, unit
 from kvcli.kv.dense import Dense
+from kvcli.kv.footprint import POSITION
 from kvcli.kv.ladder import Ladder
 from kvcli.kv.packed import Packed
 from kvcli.kv.rung import Rung
@@ -166,7 +168,7 @@ def test_slots_that_share_scales_are_worth_the_same() -> None:
 
 
 @pytest.mark.parametrize("number", [2, 4])
-@pytest.mark.parametrize("dims", [(8, 8), (16, 24)])
+@pytest.mark.parametrize("dims", [(8, 8), (16, 24), (16, 20), (24, 12)])
 def test_bytes_of_rungs_are_at_least_those_held_and_hardly_more(number: int, dims: tuple[int, int]) -> None:
     shapes = (LayerShape(3, *dims),)
     dtype = {2: torch.bfloat16, 4: torch.float32}[number]
@@ -184,6 +186,25 @@ def test_bytes_of_rungs_are_at_least_those_held_and_hardly_more(number: int, dim
         assert (
             held <= plan.nbytes(0, counts) <= 1.01 * held + max(top, plan.nbytes(0, [[1] * 3, *[[0] * 3] * plan.last]))
         )
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize(("v_dim", "group"), [(64, 64), (80, 64), (96, 64), (24, 32), (88, 32), (20, 8)])
+def test_the_bytes_of_one_more_value_are_those_of_its_codes_and_scales(v_dim: int, group: int, bits: int) -> None:
+    """Groups divide a value, so that some are narrower than asked and there are more of them."""
+    plan = Spending("1MiB", 0, (LayerShape(1, 0, v_dim),), 4, (bits,), group, [0.0])
+    takes = POSITION + sum(t.nbytes for t in pack_values(torch.randn(1, v_dim), bits, group).tensors)
+    assert plan.nbytes(0, [[0], [group + 1], [0]]) - plan.nbytes(0, [[0], [group], [0]]) == takes
+    assert plan.each(0)[1] == takes
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_what_each_head_takes_beside_its_slots_counts_for_each(heads: int) -> None:
+    """Room for what is read of a file, say."""
+    shapes = (LayerShape(heads, 8, 8),)
+    beside, none = (Spending("1MiB", 0, shapes, 4, BITS, 8, [5.0], [apart]) for apart in (900.0, 0.0))
+    counts = [[7] * heads] * (none.last + 1)
+    assert beside.nbytes(0, counts) - none.nbytes(0, counts) == 900 * heads
 
 
 @pytest.mark.parametrize("asked", ["1MiB", ""])

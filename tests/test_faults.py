@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -201,11 +202,15 @@ def test_a_clock_that_goes_back_shows_nothing_negative(tmp_path: Path, monkeypat
     assert asked == ["one", "two", "three"]
 
 
-@pytest.mark.parametrize(("number", "said"), [(28, "cannot write"), (5, "cannot write"), (13, "is closed to you")])
-def test_a_disk_that_fails_is_no_bug_of_ours(number: int, said: str):
+FULL = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "EBADF")
+
+
+@pytest.mark.parametrize(("number", "said"), [*((name, "cannot write") for name in FULL), ("EACCES", "is closed to you")])
+def test_a_disk_that_fails_is_no_bug_of_ours(number: str, said: str):
     from kvcli.commands.ends import machine_gave_out
 
-    error = OSError(number, os.strerror(number), "/old", None, "/new")
+    code = getattr(errno, number)
+    error = OSError(code, os.strerror(code), "/old", None, "/new")
     known = machine_gave_out(error)
     assert known is not None
     assert said in known.message

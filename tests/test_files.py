@@ -213,6 +213,23 @@ def test_file_and_folder_are_synced_in_this_order(tmp_path: Path, monkeypatch: p
     assert done == ["file"]
 
 
+def test_a_folder_and_all_in_it_are_synced_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def seen(handle: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    monkeypatch.setattr(Path, "rename", lambda self, to: (done.append("name"), rename(self, to))[1])
+    with replacing_folder(tmp_path / "one") as made:
+        for name in "ab":
+            (made / name).write_text(name)
+    assert sorted(done[:2]) == ["a", "b"]
+    assert done[2:] == [made.name, "name", tmp_path.name]
+
+
 def test_what_a_killed_run_left_goes_and_what_a_running_one_writes_stays(tmp_path: Path):
     running, killed = (_python(HALF, str(tmp_path / name)) for name in ("running", "killed"))
     for process in (running, killed):
@@ -230,8 +247,12 @@ def test_sweeping_takes_only_its_own(tmp_path: Path):
     for name in (".kvcli-notes", ".part", "x.part", ".kvcli.toml"):
         (tmp_path / name).write_text("mine")
     os.mkfifo(tmp_path / ".kvcli-x.part")
-    (tmp_path / ".kvcli-y.part").symlink_to("x.part")
+    for name, to in ((".kvcli-y.part", "x.part"), (".kvcli-z.part", "folder")):
+        (tmp_path / name).symlink_to(to)
+    (tmp_path / "folder").mkdir()
     files.sweep(tmp_path)
+    assert (tmp_path / ".kvcli-y.part").is_symlink(), "a link is none of ours, and what it leads to is not locked"
+    assert (tmp_path / "folder").is_dir()
     files.sweep(tmp_path / "nowhere")
     assert {".kvcli-notes", ".part", "x.part", ".kvcli.toml"} <= {p.name for p in tmp_path.iterdir()}
 

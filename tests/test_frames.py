@@ -142,6 +142,40 @@ def test_a_frame_shows_the_states_of_single_operations() -> None:
         torch.testing.assert_close(alone, framed)
 
 
+class NowAndThen(Right):
+    """Is handed the queries of its rows, or their hidden states, at every other pass."""
+
+    def __init__(self, truth: Sequence[int], hears: Any) -> None:
+        super().__init__(truth, 97, 96)
+        self.hears, self.heard = hears, list[Any]()
+
+    def propose(self, ids: Sequence[int], room: int, past: object) -> Draft:
+        return replace(super().propose(ids, room, past), hears=self.hears if len(self.heard) % 2 else "")
+
+    def observe(self, step: Step) -> None:
+        given = step.hidden if self.hears == "hidden" else step.queries
+        self.heard.append(None if given is None else [t.clone() for t in given])
+
+
+@pytest.mark.parametrize("hears", ["queries", "hidden"])
+def test_a_pass_that_is_heard_has_no_frame_of_one_that_is_not(hears: str) -> None:
+    truth, each = [*PROMPT, *plain("llama", SEEDED)], []
+    for is_recorded in (False, True):
+        its, graphs = recorded("llama")
+        its.frames = its.frames if is_recorded else None
+        drafter = NowAndThen(truth, hears)
+        text = session(its, drafter)
+        drive(text.read(PROMPT))
+        assert written(text) == truth[len(PROMPT) :]
+        assert its.frames is None or (graphs.replays and not its.frames.eager)
+        each.append(drafter.heard)
+    assert [bool(given) for given in each[1]] == [bool(given) for given in each[0]]
+    assert any(each[0])
+    for alone, framed in zip(*each, strict=True):
+        for one, other in zip(alone or (), framed or (), strict=True):
+            torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("drafts", ["off", "tree"])
 @pytest.mark.parametrize(
     "policy", [Ragged(), Random(budget=17, sinks=2, window=5), Snap(sinks=2, guard=5, keep=0.5, keep_new=9, every=7)]
@@ -255,6 +289,49 @@ def test_two_texts_side_by_side_and_in_turn() -> None:
         assert len(mine) >= 14
     assert its.frames is not None
     assert not its.frames.eager
+
+
+class Few(Right):
+    """Five rows, for which there is a frame of eight."""
+
+    def propose(self, ids: Sequence[int], room: int, past: object) -> Draft:
+        return Draft.chain(self.ahead(ids, min(4, room)))
+
+
+@pytest.mark.parametrize(("most", "fits"), [(15, False), (16, True)])
+def test_frames_that_are_too_wide_together_are_not_run(most: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unused rows count: with more than so many a row would not have the bits that it has alone."""
+    want = plain("llama", SEEDED)
+    its, _ = recorded("llama")
+    texts = [session(its, Few([*PROMPT, *want], 97, 96)) for _ in "ab"]
+    for text in texts:
+        drive(text.read(PROMPT))
+    monkeypatch.setattr(LM, "most_rows", property(lambda _: most))
+    tickets = together(*(text.step((), NEW) for text in texts))
+    assert all(ticket.error is None for ticket in tickets)
+    assert its.frames is not None
+    assert [why.split(",")[0] for why in its.frames.eager] == ([] if fits else ["with the unused ones more than 15 rows"])
+    for text in texts:
+        assert text.ids[len(PROMPT) :] == want[:5]
+
+
+def test_a_pass_that_there_was_no_memory_to_record_is_recorded_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = plain("llama", SEEDED)
+    its, graphs = recorded("llama")
+    text = session(its)
+    drive(text.read(PROMPT))
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as m:
+        m.setattr(graphs, "record", full)
+        assert written(text, 3) == want[:3]
+    assert its.frames is not None
+    assert (dict(its.frames.eager), its.frames.why, graphs.recorded) == ({"no memory to record them": 3}, "", 0)
+    assert written(text, 5) == want[3:8]
+    assert graphs.replays
+    assert sum(its.frames.eager.values()) == 3
 
 
 def test_two_texts_that_run_ahead_take_turns() -> None:

@@ -274,6 +274,31 @@ def test_a_vocabulary_that_transformers_cannot_read_is_said(tmp_path: Path):
     assert (error.code, list((tmp_path / "cache" / "gguf").iterdir())) == ("bad_tokenizer", [])
 
 
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_words_without_a_row_in_the_embedding_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int
+):
+    """As of a transformers that adds words of its own: whoever typed one would have numbers of nobody looked up."""
+    from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
+
+    plain = theirs.add_gguf_special_tokens
+
+    def adds(tokenizer: Any, said: Any) -> Any:
+        made = plain(tokenizer, said)
+        made.add_tokens([f"<their own {i}>" for i in range(more)])
+        return made
+
+    monkeypatch.setattr(theirs, "add_gguf_special_tokens", adds)
+    write(tmp_path / "tiny.gguf")
+    if not more:
+        loaded(tmp_path / "tiny.gguf")
+        return
+    error = refused(lambda: loaded(tmp_path / "tiny.gguf"))
+    assert error.code == "bad_tokenizer"
+    assert f"its token {VOCAB + more - 1} has no row in the embedding" in str(error)
+    assert not list((tmp_path / "cache" / "gguf").iterdir())
+
+
 # ---- where it is found ----
 
 

@@ -255,12 +255,14 @@ def _uncut(folding: Folding, key: Any, dropped: int) -> Any:
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_state_with_rejected_rows_in_it_shows(name: str, monkeypatch: pytest.MonkeyPatch):
+    model(name)  # which is checked as it is built, and refused with the fault in it
     monkeypatch.setattr(mixers.Stated, "_again", _no_replay)
     assert _off(name) > FAR
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_history_with_rejected_rows_in_it_shows(name: str, monkeypatch: pytest.MonkeyPatch):
+    model(name)
     monkeypatch.setattr(Folding, "_newest", _uncut)
     assert _off(name) > FAR
 

@@ -221,6 +221,29 @@ def test_no_file_is_believed_that_does_not_fit(
     assert {"damaged", "misfit", "goes on"} <= ends.keys()
 
 
+def test_a_byte_that_is_another_one_is_noticed(models: Callable[[str], LM], tmp_path: Path) -> None:
+    """In the first tensor, in the last and between; a number of the header too, and what made it."""
+    path = tmp_path / "past"
+    past.write(path, answered(models("llama"), "packed 8 4", "none").state(), "made by this")
+    whole = path.read_bytes()
+    first = 8 + int.from_bytes(whole[:8], "little")
+    for at in (first, first + 1, (first + len(whole)) // 2, len(whole) - 1):
+        data = bytearray(whole)
+        data[at] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(Damaged, match="not those that were written"):
+            past.read(path, "made by this")
+    number = re.search(rb'": (\d)', whole[:first].replace(b"\\", b" "))
+    assert number is not None
+    path.write_bytes(whole[: number.start(1)] + b"%d" % (9 - int(number[1])) + whole[number.end(1) :])
+    with pytest.raises(Damaged, match="not those that were written"):
+        past.read(path, "made by this")
+    path.write_bytes(whole)
+    with pytest.raises(Damaged, match="not those that were written"):
+        past.read(path, "made by another")
+    past.read(path, "made by this")
+
+
 def end_of(found: State | None, s: Session, ids: list[int], new: int) -> str:
     if found is None:
         return "damaged"

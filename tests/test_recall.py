@@ -37,7 +37,7 @@ from kvcli.kv.index_lowrank import LowRank
 from kvcli.kv.index_minmax import MinMax
 from kvcli.kv.index_sketch import Sketch
 from kvcli.kv.ladder import Ladder
-from kvcli.kv.recall import Recall
+from kvcli.kv.recall import Recall, _choose
 from kvcli.kv.recall_pages import Budget, Pages
 from kvcli.kv.recall_source import Whole
 from kvcli.kv.recall_store import RecallStore
@@ -312,6 +312,25 @@ def test_rows_read_the_pages_with_the_best_scores_and_nothing_else(
     assert not bool(read[:, 0].all())
     want, lse = specified(q, s.k, s.v, sight.scale, sight.softcap, read, s.n_slots)
     (part,) = kv.attend(0, q, sight, at(kv, n))
+    torch.testing.assert_close(part.out, want)
+    torch.testing.assert_close(part.lse, lse)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_where_a_head_has_fewer_pages_to_choose_from_than_others_it_reads_no_others(name: str) -> None:
+    """Those behind its end, say, which others have."""
+    kv = filled(INDEXES[name], 83)
+    kv.settle(masks(kv, lambda _, s: torch.stack([s.pos[0] >= 0, s.pos[1] % 8 == 0])))
+    its = pages(kv)
+    most, left = its.most, its.open.sum(1).tolist()
+    assert left[1] < most < left[0]
+    q, s = rows(5), kv.slots(0)
+    score = INDEXES[name].score(q.view(K, G * 5, D), its.kept, its.shared, Sight(0.25)).view(K, G, 5, -1)
+    chosen = _choose(score, its, -math.inf)
+    assert (chosen.sum(2) - its.always.sum(1, keepdim=True)).tolist() == [[most] * 5, [left[1]] * 5]
+    read = chosen_by_definition(kv, INDEXES[name], q, Sight(0.25), SMALL)
+    want, lse = specified(q, s.k, s.v, 0.25, 0.0, read, s.n_slots)
+    (part,) = kv.attend(0, q, Sight(0.25), at(kv, 5))
     torch.testing.assert_close(part.out, want)
     torch.testing.assert_close(part.lse, lse)
 

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from kvcli.render.terminal import cells
 from tests.terminal import ROOT, Terminal
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a pty")
@@ -22,6 +23,22 @@ WORDS = NUMBERED.split()
 def words_on(lines):
     """The answer's words in the order in which they stand on the screen."""
     return [word for line in lines for word in line.split() if word in WORDS]
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("\u2764", 1),  # a heart, as text and as an emoji
+        ("\u2764\ufe0f", 2),
+        ("\u2714\ufe0f done", 7),
+        ("1\ufe0f\u20e3", 2),  # a key
+        ("\u4f60", 2),
+        ("e\u0301", 1),
+        ("\u202e", 1),  # shown as a sign for what it is
+    ],
+)
+def test_columns_are_those_that_a_terminal_uses(text, columns):
+    assert cells(text) == columns
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import platform
+import resource
 import signal
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from kvcli import sandbox
 from kvcli.commands.doctor import sandbox_words
 from kvcli.documents import document_of
 from kvcli.outside import Limits, Outside, TooSlow, means
@@ -143,6 +150,50 @@ os.execv(sys.executable, [sys.executable, "-c", "from kvcli.outside import means
 def test_no_secret_of_the_user_is_in_its_environment(inside, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert {*inside()["environment"]} <= {"LD_LIBRARY_PATH", "LC_CTYPE"}  # Python itself sets the last
+
+
+def test_it_is_held_to_its_limits_and_leaves_no_core_file(monkeypatch):
+    """Such a file of a parser that fell over would have all of a private document in it."""
+    held = {}
+    monkeypatch.setattr(sandbox.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
+    unheld = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: unheld)
+    monkeypatch.setattr(resource, "setrlimit", held.__setitem__)
+    sandbox.bound(os.getppid(), {"memory": 1 << 30, "cpu": 5, "wall": None})
+    assert held == {
+        resource.RLIMIT_AS: (1 << 30, 1 << 30),
+        resource.RLIMIT_CPU: (5, 6),
+        resource.RLIMIT_CORE: (0, 0),
+    }
+
+
+@pytest.mark.parametrize("machine", sandbox.MACHINES)
+def test_its_filter_lets_pass_what_is_listed_of_its_own_machine_and_nothing_else(machine, monkeypatch):
+    """The program, run here over what the kernel would show it: a call's number, and that of the machine it is for."""
+    steps = []
+
+    def hand_over(_call, _what, _flags, given):
+        count, at = struct.unpack("HP", given)
+        steps.extend(struct.iter_unpack("=HBBI", ctypes.string_at(at, 8 * count)))
+        return 0
+
+    def answer(arch: int, number: int) -> int:
+        word = at = 0
+        while steps[at][0] != 0x06:  # the verdict
+            what, met, missed, value = steps[at]
+            if what == 0x20:  # a word
+                word = {0: number, 4: arch}[value]
+            at += 1 + (what == 0x15 and (met if word == value else missed))
+        return steps[at][3]
+
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert sandbox._seccomp(SimpleNamespace(syscall=hand_over))
+    arch, column, _ = sandbox.MACHINES[machine]
+    listed = {pair[column] for pair in sandbox.CALLS.values()} - {None}
+    for number in (*range(512), 1 << 30, (1 << 30) + 1):  # the last two are x32's, on x86-64
+        assert answer(arch, number) == (sandbox.ALLOW if number in listed else sandbox.DENY), number
+    for other in (0, 0x40000003, *(its for its, *_ in sandbox.MACHINES.values() if its != arch)):
+        assert {answer(other, number) for number in range(512)} == {sandbox.DENY}
 
 
 @pytest.mark.parametrize(

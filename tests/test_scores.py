@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcli.kv.slots import Slots
 from kvcli.policies import units
-from kvcli.policies.expected import expected
+from kvcli.policies.expected import Expected, expected
 from kvcli.policies.h2o import H2O, hear
 from kvcli.policies.keydiff import KeyDiff
 from kvcli.policies.knorm import KNorm
@@ -172,6 +172,23 @@ def test_expected_integrates_over_normal_queries(covariance: bool, softcap: floa
     same(expected(s, mean, cov if covariance else None, scale, softcap, epsilon), s, want)
 
 
+@pytest.mark.parametrize(("heard", "counts"), [(64, True), (63, False)])
+def test_expected_takes_the_samples_that_it_heard_if_they_are_some(heard: int, counts: bool) -> None:
+    """64 of 256 will do: what else was heard, as of a chunk's end, says more of one place than of the text."""
+    s, how, n = ragged(), Expected(sinks=0), 5120
+    memory = Memory(known=[None])
+    probes = torch.tensor(list(how.probes(n))[:heard])
+    others = torch.tensor([p for p in range(n) if p not in set(how.probes(n))][:200])
+    q_pos, order = torch.cat([probes, others]).sort()
+    q = queries(len(q_pos))
+    is_probe = order < heard
+    got = how.score(s, moment(s, q, q_pos=q_pos, n=n, n_prompt=n, memory=memory))
+    alone = how.score(s, moment(s, q[:, is_probe], q_pos=q_pos[is_probe], n=n, n_prompt=0, memory=memory))
+    every = how.score(s, moment(s, q, q_pos=q_pos, n=n, n_prompt=0, memory=memory))
+    assert not torch.allclose(alone, every)
+    torch.testing.assert_close(got, alone if counts else every)
+
+
 def test_heavy_hitters_add_up_over_boundaries_and_count_each_query_once() -> None:
     s, q = ragged(), queries(9)
     sums = Sums(NO_MODEL)
@@ -225,4 +242,4 @@ def test_heads_without_slots_and_layers_without_any_have_scores_without_nan(name
             "expected": lambda s=s: expected(s, torch.ones(K * G, D, dtype=torch.float64), None, 1.0, 0.0, 0.0),
         }[name]()
         assert score.shape == s.pos.shape
-        assert not score[s.pos >= 0].isnan().any()
+        assert not score.isnan().any()

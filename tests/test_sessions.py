@@ -8,13 +8,14 @@ import random
 import shutil
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvcli.chat import database, tables
 from kvcli.chat.conversation import Chat
-from kvcli.chat.database import NAME, VERSION
+from kvcli.chat.database import NAME, VERSION, Database
 from kvcli.chat.sessions import Sessions
 from kvcli.commands.setup import Setup
 from kvcli.documents import Document
@@ -497,6 +498,57 @@ def test_a_page_of_zeros_costs_what_stood_there(library: Path, tmp_path: Path, p
     assert len(sessions.entries()) == 12
     assert sum(len(asked(sessions, entry.id)) for entry in sessions.entries()) == 60
     assert len(told) == 1
+
+
+def index_of_names(path: Path) -> slice:
+    """Where it lies in the file."""
+    with closing(sqlite3.connect(path)) as db:
+        (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'sqlite_autoindex_sessions_1'").fetchone()
+    return slice((page - 1) * database.PAGE, page * database.PAGE)
+
+
+def test_a_name_that_its_index_lacks_is_found_and_the_damage_said(sessions: Sessions, told: list[str]):
+    """A lost write: the index is as it was before the last chat, and no page of the file is broken."""
+    hold_talk(sessions, "Where?")
+    path = sessions.folder / NAME
+    at, before = index_of_names(path), path.read_bytes()
+    name = hold_talk(sessions, "How long?")
+    data = bytearray(path.read_bytes())
+    assert data[at] != before[at]
+    data[at] = before[at]
+    path.write_bytes(data)
+    assert asked(sessions, name) == ["How long?"]
+    assert ["is damaged" in note for note in told] == [True]
+    assert len(sessions.entries()) == 2
+
+
+def test_of_a_document_whose_text_is_lost_no_name_is_left(sessions: Sessions, told: list[str]):
+    """Or it would be listed, and the model shown nothing of it."""
+    names = [with_documents(sessions, name) for name in ("lost.pdf", "left.pdf")]
+    path = sessions.folder / NAME
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("DELETE FROM texts WHERE text LIKE '%lost%'")
+    data = bytearray(path.read_bytes())
+    data[index_of_names(path)] = bytes(database.PAGE)  # that it is damaged is seen there
+    path.write_bytes(data)
+    documents = [[d.name for m in sessions.read(name)[0].messages for d in m.documents] for name in names]
+    assert documents == [[], ["left.pdf"]]
+    assert len(told) == 1
+    assert {entry.id: entry.files for entry in sessions.entries()} == dict(zip(names, documents, strict=True))
+
+
+def test_what_is_written_is_on_the_disk_and_what_is_removed_is_overwritten(sessions: Sessions):
+    """What SQLite promises of a power cut hangs on these settings of each connection."""
+    hold_talk(sessions, "Where?")
+    asks = ("synchronous", "journal_mode", "secure_delete", "trusted_schema", "cell_size_check")
+    said = Database(sessions.folder, pytest.fail).run(lambda db: [db.execute(f"PRAGMA {a}").fetchone()[0] for a in asks])
+    assert dict(zip(asks, said, strict=True)) == {
+        "synchronous": 2,  # FULL: waits for the disk at each transaction, not at checkpoints alone
+        "journal_mode": "wal",
+        "secure_delete": 1,
+        "trusted_schema": 0,
+        "cell_size_check": 1,
+    }
 
 
 def test_a_short_storm_of_kills_loses_nothing_that_was_said_to_be_kept():

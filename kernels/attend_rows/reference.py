@@ -29,7 +29,7 @@ def attend_rows(
 
     The rows that ask are the last N of the M; `pos` [M] are the positions of all. `sees` [N, M] bool: which fresh rows
     a row sees, itself among them; None = itself and all before it. `window`: a row
-    sees positions above its own less the window, of fresh rows too. `softcap`: c tanh(s / c) of scaled scores.
+    sees positions from 0 on above its own less the window, of fresh rows too. `softcap`: c tanh(s / c) of scaled scores.
     `before`: what the same rows saw elsewhere, older. `sink` [H]: logits that take mass and give nothing. A row that
     sees nothing gets zeros.
     """
@@ -47,7 +47,8 @@ def attend_rows(
             a, b, p = run.starts[j], run.starts[j] + run.lengths[j], run.pos_starts[j]
             ks, vs = [run.k[a:b]], [run.v[a:b]]
             at = run.pos[p : p + run.lengths[j]].long()
-            shown = [torch.ones(n, b - a, dtype=torch.bool) if window is None else at > (asking - window).unsqueeze(1)]
+            opens = None if window is None else (asking - window).clamp_min(-1).unsqueeze(1)
+            shown = [torch.ones(n, b - a, dtype=torch.bool) if opens is None else at > opens]
             if chosen is not None:
                 mine = chosen.pages[j].repeat_interleave(chosen.page, 1)[:, : b - a]
                 mine = torch.nn.functional.pad(mine, (0, b - a - mine.shape[1]))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.kernels.pack import LANES
+from kvcli.kernels.pack import LANES, width_of
 from kvcli.kv.footprint import POSITION, STEP, away
 from kvcli.kv.ragged import room_of
 from kvcli.kv.slots import storing
@@ -193,4 +193,4 @@ def unit(bits: int, group: int) -> int:
 
 def _groups(v_dim: int, group: int) -> int:
     """Scales of a value."""
-    return -(-v_dim // group)
+    return v_dim // width_of(v_dim, group)

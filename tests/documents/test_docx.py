@@ -162,6 +162,19 @@ def test_the_raised_sign_of_a_note_is_no_power():
     assert text_of(data) == "said [note 1]\n\n[note 1] See there."
 
 
+def test_rules_between_text_and_notes_are_no_notes():
+    """Nor where something points at one, and whatever stands in it."""
+    kinds = {0: "separator", 1: "continuationSeparator", 2: "continuationNotice", 3: "normal", 4: ""}
+    each = "".join(
+        f'<w:footnote w:id="{n}" w:type="{kind}">{paragraph(f"Note of {n}.")}</w:footnote>' for n, kind in kinds.items()
+    ).replace(' w:type=""', "")
+    notes = f'<w:footnotes xmlns:w="{WORD}">{each}</w:footnotes>'
+    pointers = "".join(letters("said") + run(f'<w:footnoteReference w:id="{n}"/>', UP) for n in kinds)
+    data = word(f"<w:p>{pointers}</w:p>", targets={"footnotes": "footnotes.xml"}, files={"word/footnotes.xml": notes})
+    under = [line for line in text_of(data).split("\n") if "Note of" in line]
+    assert [line.partition("] ")[2] for line in under] == ["Note of 3.", "Note of 4."]
+
+
 def test_equations_keep_powers_fractions_and_brackets():
     def m(text: str) -> str:
         return f"<m:r><m:t>{text}</m:t></m:r>"

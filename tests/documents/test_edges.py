@@ -118,6 +118,19 @@ def test_numbered_things_stay_however_many_pages_have_one(line, size, n_pages):
     assert [first for first, _ in found] == [said(line, n) for n in range(1, n_pages + 1)]
 
 
+@pytest.mark.parametrize(("front", "goes"), [(30, True), (31, False)])
+def test_numbers_far_behind_their_pages_are_none_of_pages(front: int, goes: bool):
+    """They may begin at 1 behind front matter, which is of thirty pages at most; else they count something else."""
+    rng, sheet = Random(5), made.Sheet()
+    for n in range(front + 8):
+        if n >= front:
+            sheet.lines([f"Blad {n - front + 1} van 8"], y=750, size=11)
+            sheet.lines([made.prose(rng, 7) for _ in range(9)] + [made.prose(rng, 3)], y=720)
+        sheet.page()
+    part = parse(io.BytesIO(sheet.save()), Job("made", "pdf", spans=((front + 1, front + 8),)))
+    assert ["Blad" in section.text for section in part.sections] == [not goes] * 8
+
+
 def tables(n_pages: int, names: tuple[str, ...]) -> bytes:
     rng, sheet = Random(5), made.Sheet()
     for _ in range(n_pages):

@@ -107,6 +107,13 @@ def test_a_comment_about_entities_before_the_page():
         document_of(b"<!-- a -->" + b'<!doctype html [<!ENTITY x "y">]><html><p>&x;', "a.html")
 
 
+@pytest.mark.parametrize("size", [2_000, 60_000])
+def test_entities_behind_much_else_are_found_too(size: int):
+    for much in (b"<!-- " + b"a " * (size // 2) + b"-->", b"<!-- a -->" * (size // 10), b" " * size):
+        with pytest.raises(BadInput, match="cannot be read as HTML"):
+            document_of(b"<!doctype html>" + much + b'<!DOCTYPE html [<!ENTITY x "y">]><html><p>&x;', "a.html")
+
+
 # --- encodings
 
 

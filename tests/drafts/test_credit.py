@@ -26,6 +26,19 @@ def test_scouts_that_do_not_pay_rest_longer_and_longer():
     assert "tokens a pass and cost 0.40" in credit.why
 
 
+def test_once_they_paid_a_rest_is_short_again():
+    credit, rests = Credit(wait=0), [0]
+    for brought, passes in ((0, 400), (1, 600), (0, 300), (1, 600), (0, 100)):  # tokens a pass; each is half one longer
+        for _ in range(passes):
+            if credit.due(0.1, 1.0):
+                credit.observe(brought, 0.5, 1.0)
+                rests += [0] * bool(rests[-1])
+            else:
+                rests[-1] += 1
+    assert rests[:-1] == [128, 256, 128, 256]
+    assert 0 < rests[-1] < 128
+
+
 def test_hopeless_scouts_are_stopped_at_once():
     credit = sent(143, brought=1.0, cost=2.0)
     assert credit.rested_passes == 127

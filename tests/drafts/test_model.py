@@ -408,6 +408,21 @@ def test_a_copy_of_a_text_shares_the_weights_and_not_what_was_read() -> None:
     assert session.ids == other.ids
 
 
+@pytest.mark.parametrize("positions", ["contiguous", "original"])
+def test_what_it_keeps_and_its_guesses_have_positions_that_it_was_made_for(positions: str) -> None:
+    """Where what it keeps is closed up; else positions end where the text does."""
+    small, how = lm(max_position_embeddings=64), {"positions": positions, "depth": 5}
+    drafter(small, working=64 - 5, **how)
+    if positions == "original":
+        drafter(small, working=64 - 4, **how)
+        return
+    with pytest.raises(BadConfig) as caught:
+        drafter(small, working=64 - 4, **how)
+    assert caught.value.code == "beyond_model"
+    assert caught.value.lines == ("its limit is 64 tokens, 5 of them for guesses",)
+    assert caught.value.try_ == ("--set spec.working=59",)
+
+
 def test_it_needs_a_model() -> None:
     with pytest.raises(BadConfig, match="needs a model that drafts") as found:
         _ = Model().second

@@ -133,6 +133,19 @@ def test_plain_passes_are_timed_at_first_and_now_and_then():
     assert 5 <= modes[5:].count(Mode.PLAIN) <= 9
 
 
+def test_a_plain_time_that_was_doubted_long_ago_is_measured_anew():
+    """Twice in 128 passes it is thrown away, where a plain pass takes three times as long; a third time is noise."""
+    pace, known = Pace(), []
+    for seconds, n in ((0.01, 60), (0.03, 30), (0.01, 30), (0.03, 30), (0.03, 200), (0.1, 30)):
+        for _ in range(n):
+            drafts = pace.mode() is Mode.DRAFT
+            pace.observe(int(drafts), 3 if drafts else 1, 1.1 * seconds if drafts else seconds)
+        known.append(pace.plain)
+    assert known[:3] == [0.01, 0.03, 0.01]
+    assert known[3] < 0.03
+    assert known[4:] == [0.03, 0.1]
+
+
 def test_a_slow_window_pauses_and_pauses_grow():
     pace = Pace()
     modes = passes(pace, 3000, tokens=1, seconds=0.015)

@@ -410,6 +410,36 @@ def test_an_undone_text_goes_on_from_the_chunks_before_its_end() -> None:
     assert {12, 13} <= {*at.it._held}
 
 
+@pytest.mark.parametrize("far", [False, True])
+def test_of_a_text_that_is_no_more_no_chunk_is_held(far: bool) -> None:
+    """Chosen again in the next one they are stored again: what has their number is not what was held."""
+    at = Told(far=far)
+    drive(at.it.study())
+    drive(at.it.read())
+    at.look_at(5, 6, 11)
+    at.add([7])
+    drive(at.it.read())
+    assert {5, 6, 11} <= {*at.it._held}
+    at.ids = families.prompt(120, seed=5)
+    assert at.ids[:3] != at.it._text[:3]
+    at.it.start(at.ids)
+    assert list(at.it._held) == []
+    drive(at.it.study())
+    drive(at.it.read())
+    at.look_at(5, 6, 11)
+    at.add([7])
+    drive(at.it.read())
+    assert {5, 6, 11} <= {*at.it._held}
+    s = at.slots(0)
+    assert s.pos[0].tolist() == at.places
+    fresh = Sibling(lm(), 0, 0, sees=0)
+    fresh.start([*at.ids, 0])
+    drive(fresh.study())
+    want = fresh._kv.slots(0)
+    assert torch.allclose(s.k, want.k[:, at.places], atol=1e-12)
+    assert torch.allclose(s.v, want.v[:, at.places], atol=1e-12)
+
+
 def rounds(of: Trigger, right: Sequence[bool], sure: float = 0.9) -> list[int]:
     """Behind which rounds it looked."""
     found = []

@@ -302,6 +302,23 @@ def test_older_tokens_go_to_host_memory_behind_a_gpu_and_no_further_than_there_i
     assert 0 < none.most < 8192
 
 
+def test_the_program_takes_of_host_memory_too(demo):
+    """Behind a GPU what is free of it is not all for keys and values."""
+    card = PROFILES["exact"].replace(memory={"host": "auto"})
+    for base in (1 << 20, 1 << 30, 3 << 30):
+        found = plan(demo, card, Room("cuda:0", 8 * GIB, host=2 * GIB), 8192, Facts(base=base))
+        assert found.run.caps.host == max(0, 2 * GIB - base)
+
+
+def test_a_pass_has_as_many_rows_as_guesses_or_steps_ask_for(demo):
+    """Steps that are judged go through in one pass, however few guesses there are."""
+    steps = {"method": "lookahead", "model": "demo", "ahead": 4, "tokens": 100}
+    judging = PROFILES["exact"].replace(exactness="approx", steps=steps)
+    plain, judged = (planned(demo, of, find=lambda _: demo).run for of in (PROFILES["exact"], judging))
+    assert (plain.rows, judged.rows) == (1, 1 + 4 * 100)
+    assert planned(demo, PROFILES["ngram"]).run.rows == PROFILES["ngram"].spec.rows > 1
+
+
 CHUNK = {"prefill.chunk": 512}
 
 

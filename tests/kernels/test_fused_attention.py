@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -155,6 +157,19 @@ def test_rows_are_softmax_attention_over_slots_and_ancestors(case: dict, dtype: 
     torch.testing.assert_close(lse.double(), mass, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("length", [TILE, 2 * TILE + 5])
+def test_holes_are_not_seen_through_a_window_wider_than_the_text(length: int) -> None:
+    """Neither in whole tiles nor in the last one, which fresh rows share."""
+    one = Case(chain(2), [length], window=10 * length)
+    for hole in (3, length - 2, length - 1):
+        one.pos[one.starts[0] + hole] = -1
+        one.k[one.starts[0] + hole] *= 50
+    out, lse = one.together()
+    want, mass = one.want()
+    torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.double(), mass, atol=1e-5, rtol=1e-5)
+
+
 BENT = {"softcap": 2.0, "window": 25, "has_sink": True}
 COMPANY = {
     "chain of 9, in the first tile": {"parents": chain(9), "lengths": [15]},
@@ -200,6 +215,23 @@ def test_partitions_know_their_spans() -> None:
         spans = fused.n_spans(slots)
         fine, coarse = min(spans, 16), max(spans - 72, 0)
         assert (fine + 2 * (spans - fine - coarse) + 8 * coarse) * fused.UNIT >= slots, "the last slot is in the last"
+
+
+def test_slots_lie_in_the_span_that_begins_before_them() -> None:
+    """All partitions up to a million slots: those behind 32,768 too, which no test here is long enough for."""
+    first_of, span_of = (getattr(fused, name).fn for name in ("first_of", "span_of"))
+    firsts = [_plain(first_of, span, 256) for span in range(fused.n_spans(1 << 20) + 1)]
+    assert firsts[0] == 0
+    assert firsts == sorted(set(firsts))
+    for span, (first, behind) in enumerate(pairwise(firsts)):
+        for slot in (first, behind - 1):
+            assert (_plain(span_of, slot, 256), fused.n_spans(slot + 1)) == (span, span + 1)
+
+
+def _plain(helper: Callable[[Tensor, int], Tensor], of: int, unit: int) -> int:
+    """What a helper of the kernels says, by Python's numbers."""
+    plain = {"minimum": min, "maximum": max, "where": lambda when, then, other: then if when else other}
+    return FunctionType(helper.__code__, {"tl": SimpleNamespace(**plain)})(of, unit)
 
 
 @pytest.mark.parametrize("is_prompt", [False, True])

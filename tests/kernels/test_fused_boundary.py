@@ -72,6 +72,18 @@ def test_codes_and_scales_are_those_of_the_reference(shape: tuple[int, int, int]
             assert all(torch.equal(a, b) for a, b in zip(got.tensors, want.tensors, strict=True))
 
 
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("far", [1e5, -1e5, 1e6])
+def test_numbers_beyond_sixteen_bits_are_packed_as_the_reference_packs_them(bits: int, far: float, both: Any) -> None:
+    """Neither zero nor scale becomes infinite, which would make every number of the group none."""
+    x = noise(64, 16)
+    x[3, 5], x[32:, 7] = far, far
+    for call in (lambda: pack.pack_keys(x, bits, 32), lambda: pack.pack_values(x, bits, 8)):
+        got, want = both(call)
+        assert all(t.isfinite().all() for t in got.tensors)
+        assert all(torch.equal(a, b) for a, b in zip(got.tensors, want.tensors, strict=True))
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_no_slots_are_packed(bits: int, both: Any) -> None:
     got, want = both(lambda: (pack.pack_keys(noise(0, 16), bits, 8), pack.pack_values(noise(0, 16), bits, 8)))

@@ -73,6 +73,21 @@ def test_results_do_not_lean_on_what_memory_held(way: str):
             assert linear_packed(torch.ones(rows, 160), w).isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", WITHIN, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_row_that_is_no_number_gives_none_and_no_other_row_knows(bits: Bits, dtype: torch.dtype, bad: float, way: str):
+    w = pack(weight(112, 160, dtype), bits)
+    for rows in (2, cpu.MANY[bits] + 5):
+        x = torch.randn(rows, 160, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        want = linear_packed(x, w)
+        x[1, 37] = bad
+        got = linear_packed(x, w)
+        assert not got[1].isfinite().any(), f"{rows} rows"
+        others = [row for row in range(rows) if row != 1]
+        assert torch.equal(got[others], want[others]), f"{rows} rows"
+
+
 def test_int8_rounds_by_half_a_step_at_most():
     w = weight(7, 48, torch.float32)
     p = pack(w, 8, native=False)

@@ -75,6 +75,26 @@ def test_two_pages_with_the_claim_leave_the_doubt():
     assert shown([REVENUE, DEBT, REVENUE], "Revenue rose by 12 % in the third quarter [p. 2]") == "[p. 2?]"
 
 
+def test_one_page_number_of_two_documents_is_two_places():
+    """Neither is taken for the only one that has the claim, though all of their names but the document's are alike."""
+    passages = [
+        Passage(Place("page", label, name), text)
+        for name, label, text in (("a", "3", REVENUE), ("a", "4", DEBT), ("b", "3", REVENUE))
+    ]
+    said = "Revenue rose by 12 % in the third quarter [a p. 4]"
+    (bracket,) = find(said)
+    assert Checker(passages).judge(said[: bracket.start], bracket).text == "[a p. 4?]"
+    passages[2] = Passage(Place("page", "3", "b"), BRIDGE)
+    assert Checker(passages).judge(said[: bracket.start], bracket).text == "[a p. 3]"
+
+
+@pytest.mark.parametrize(("last", "mark"), [(7, ""), (8, "?"), (9, "?")])
+def test_a_range_of_more_than_five_pages_points_at_none(last: int, mark: str):
+    """Else whoever cites a whole report would be right whatever is said."""
+    texts = [DEBT, DEBT, *[BRIDGE] * 7]
+    assert shown(texts, f"Bridge repairs were moved to 2027 [p. 3-{last}]") == f"[p. 3-{last}{mark}]"
+
+
 def test_a_sentence_over_two_pages_is_on_both():
     texts = ["The stone tower at Stultov shifted by 14", "centimetres at low tide. Nothing else did.", "Debt is new."]
     claim = "The stone tower at Stultov shifted by 14 centimetres at low tide"
