@@ -205,7 +205,9 @@ def test_a_clock_that_goes_back_shows_nothing_negative(tmp_path: Path, monkeypat
 FULL = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "EBADF")
 
 
-@pytest.mark.parametrize(("number", "said"), [*((name, "cannot write") for name in FULL), ("EACCES", "is closed to you")])
+@pytest.mark.parametrize(
+    ("number", "said"), [*((name, "cannot write") for name in FULL), ("EACCES", "is closed to you")]
+)
 def test_a_disk_that_fails_is_no_bug_of_ours(number: str, said: str):
     from kvcli.commands.ends import machine_gave_out
 

@@ -310,7 +310,9 @@ def test_frames_that_are_too_wide_together_are_not_run(most: int, fits: bool, mo
     tickets = together(*(text.step((), NEW) for text in texts))
     assert all(ticket.error is None for ticket in tickets)
     assert its.frames is not None
-    assert [why.split(",")[0] for why in its.frames.eager] == ([] if fits else ["with the unused ones more than 15 rows"])
+    assert [why.split(",")[0] for why in its.frames.eager] == (
+        [] if fits else ["with the unused ones more than 15 rows"]
+    )
     for text in texts:
         assert text.ids[len(PROMPT) :] == want[:5]
 

@@ -275,9 +275,7 @@ def test_a_vocabulary_that_transformers_cannot_read_is_said(tmp_path: Path):
 
 
 @pytest.mark.parametrize("more", [0, 1, 2])
-def test_words_without_a_row_in_the_embedding_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int
-):
+def test_words_without_a_row_in_the_embedding_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int):
     """As of a transformers that adds words of its own: whoever typed one would have numbers of nobody looked up."""
     from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
 

@@ -541,7 +541,9 @@ def test_what_is_written_is_on_the_disk_and_what_is_removed_is_overwritten(sessi
     """What SQLite promises of a power cut hangs on these settings of each connection."""
     hold_talk(sessions, "Where?")
     asks = ("synchronous", "journal_mode", "secure_delete", "trusted_schema", "cell_size_check")
-    said = Database(sessions.folder, pytest.fail).run(lambda db: [db.execute(f"PRAGMA {a}").fetchone()[0] for a in asks])
+    said = Database(sessions.folder, pytest.fail).run(
+        lambda db: [db.execute(f"PRAGMA {a}").fetchone()[0] for a in asks]
+    )
     assert dict(zip(asks, said, strict=True)) == {
         "synchronous": 2,  # FULL: waits for the disk at each transaction, not at checkpoints alone
         "journal_mode": "wal",

@@ -28,8 +28,8 @@ def attend_rows(
     """q [H, N, D] of rows over `run`, or what each chose of it, then over the fresh rows' (k [K, M, D], v [K, M, E]).
 
     The rows that ask are the last N of the M; `pos` [M] are the positions of all. `sees` [N, M] bool: which fresh rows
-    a row sees, itself among them; None = itself and all before it. `window`: a row
-    sees positions from 0 on above its own less the window, of fresh rows too. `softcap`: c tanh(s / c) of scaled scores.
+    a row sees, itself among them; None = itself and all before it. `window`: a row sees positions from 0 on above its
+    own less the window, of fresh rows too. `softcap`: c tanh(s / c) of scaled scores.
     `before`: what the same rows saw elsewhere, older. `sink` [H]: logits that take mass and give nothing. A row that
     sees nothing gets zeros.
     """

@@ -76,7 +76,9 @@ def test_results_do_not_lean_on_what_memory_held(way: str):
 @pytest.mark.parametrize("dtype", WITHIN, ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_a_row_that_is_no_number_gives_none_and_no_other_row_knows(bits: Bits, dtype: torch.dtype, bad: float, way: str):
+def test_a_row_that_is_no_number_gives_none_and_no_other_row_knows(
+    bits: Bits, dtype: torch.dtype, bad: float, way: str
+):
     w = pack(weight(112, 160, dtype), bits)
     for rows in (2, cpu.MANY[bits] + 5):
         x = torch.randn(rows, 160, generator=torch.Generator().manual_seed(rows)).to(dtype)
