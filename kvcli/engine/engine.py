@@ -67,7 +67,7 @@ def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
     gave = [None] * len(feeds) if hidden is None else torch.split(hidden, [feed.rows.n_rows for feed in feeds])
     if way.shown is not None:
         gave = torch.split(way.shown, wanted)
-    backs = [Readback(feed, rows) for feed, rows in zip(feeds, each, strict=True)]
+    backs = [Readback(feed, rows, lm.has_pool) for feed, rows in zip(feeds, each, strict=True)]
     if lm.is_apart:
         fetch(backs)
     for i, (p, rows, back, left) in enumerate(zip(passes, each, backs, gave, strict=True)):

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 class Readback:
     """Of one text, by the logits [len(want), V] of its feed."""
 
-    def __init__(self, feed: Feed, logits: Tensor) -> None:
+    def __init__(self, feed: Feed, logits: Tensor, has_pool: bool = False) -> None:
+        """`has_pool`: of the model that made them (threads.py)."""
         # Apple's GPU has no float64, in which noise is made and chances are summed
         self._feed, self._logits = feed, logits.cpu() if logits.device.type == "mps" else logits
+        self._has_pool = has_pool
         self.ids: list[int] = []  # of all tree rows as they were drawn, or none yet
         self._gleaned: dict[int, list[float]] = {}  # of wanted rows, so far
 
@@ -79,12 +81,12 @@ class Readback:
 
     def _draw(self, which: range) -> Tensor:
         assert self._feed.draw is not None, "nothing was to be drawn"
-        with one_pool(self._feed.lm.has_pool):  # the next step waits for it
+        with one_pool(self._has_pool):  # the next step waits for it
             return self._feed.draw.behind(self._feed.rows, which, self._logits)
 
     def _glean(self, which: slice) -> Tensor:
         assert self._feed.glean is not None, "nothing was to be gleaned"
-        with one_pool(self._feed.lm.has_pool):
+        with one_pool(self._has_pool):
             return self._feed.glean(self._logits[which])
 
 
