@@ -66,7 +66,9 @@ def test_shown_states_are_those_that_transformers_hands_out(family: str, is_laid
     torch.testing.assert_close(plain.hidden, stock[[3, 4, 22]], rtol=1e-3, atol=1e-4)
     assert plain.hidden is not None
     assert other[1].hidden is not None
-    assert torch.equal(other[1].hidden, plain.hidden), "among others"
+    # torch's products of layers that are not laid out know their neighbours on some processors
+    near = {"rtol": 0.0, "atol": 0.0} if lm.is_row_invariant else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(other[1].hidden, plain.hidden, **near, msg="among others")
 
 
 def test_a_head_gives_what_transformers_makes_of_the_same_text() -> None:
