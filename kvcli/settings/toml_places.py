@@ -120,7 +120,7 @@ def toml_value(value: object) -> str:
 STRING = r"""'{3}.*?'{3,5}|'[^'\n]*'|"{3}(?:\\.|[^\\])*?"{3,5}|"(?:\\.|[^"\\\n])*\""""
 BLANK = re.compile(r"(?:[\s,\]]|#[^\n]*)*")  # between two keys
 NAME = re.compile(rf"[ \t]*({STRING}|[\w-]+)[ \t]*(\.?)", re.DOTALL)
-VALUE = re.compile(rf"=[ \t]*({STRING}|[\[{{]|[^,\]}}#\n]*)", re.DOTALL)  # of a value in brackets, the first one
+VALUE = re.compile(rf"=[ \t]*({STRING}|[\[{{]|[^,\]}}#\n]*)", re.DOTALL)  # of one in brackets, the bracket
 TOKEN = re.compile(rf"{STRING}|#[^\n]*|[\[{{]|[\]}}]", re.DOTALL)  # of a value in brackets
 
 
@@ -145,8 +145,9 @@ class Scan:
             if names and brackets:
                 table = self._note((), names, None, repeatable=brackets == 2)
             elif names and (value := VALUE.match(text, at)):
-                at = self._closing(value.start(1)) if value[1] in ("[", "{") else value.start(1) + len(value[1].rstrip())
-                keys = self._note(table, names, (value.start(1), at))
+                start = value.start(1)
+                at = self._closing(start) if value[1] in ("[", "{") else start + len(value[1].rstrip())
+                keys = self._note(table, names, (start, at))
                 if value[1] == "{":
                     self._read(value.end(), at - 1, keys)
             else:  # the TOML parser has its own words for a broken line
