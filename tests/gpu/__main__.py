@@ -13,7 +13,7 @@ runs, it goes first. For a machine without a network (here Linux, x86-64, Python
 
     to="--no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64"
     to="$to --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64"
-    pip download -d /tmp/wheels $to pydantic pydantic-core annotated-types typing-inspection typing-extensions tomli \
+    pip download -d /tmp/wheels $to pydantic pydantic-core annotated-types typing-inspection typing-extensions \
         tomli platformdirs prompt-toolkit wcwidth gguf pypdfium2 bitsandbytes
     pip install --target .gpu-wheels --no-compile --no-index $to /tmp/wheels/*.whl
 
