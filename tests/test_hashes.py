@@ -83,7 +83,7 @@ def storm(folder: Path, seed: int, n: int) -> None:
         data = file.read_bytes()
         match rng.randrange(5):
             case 0:
-                put(file, flipped(data, rng.randrange(len(data))), rng.choice(WAYS))
+                put(file, flipped(data, rng.randrange(len(data))) if data else b"x", rng.choice(WAYS))
             case 1:
                 put(file, data[rng.randrange(SIZE // 2) :] + rng.randbytes(rng.choice([0, 1, PIECE])), rng.choice(WAYS))
             case 2:  # two names change places
