@@ -479,6 +479,12 @@ def test_of_a_damaged_database_what_can_be_read_is_there(library: Path, tmp_path
         assert lost < 0.15 * n_turns, (lost, n_turns)
 
 
+def test_two_rows_that_have_one_id_are_both_there(library: Path, tmp_path: Path):
+    """As a changed bit makes them, in a file whose first row cannot be read either."""
+    n_turns, lost = fuzz(library, tmp_path, range(163, 164), 30)
+    assert lost < 0.1 * n_turns
+
+
 @pytest.mark.slow
 def test_of_a_damaged_database_what_can_be_read_is_there_a_thousand_times(library: Path, tmp_path: Path):
     for flips in (1, 3, 30):

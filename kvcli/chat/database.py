@@ -197,7 +197,8 @@ def _salvage(old: Path, new: Path) -> int:
             names = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
             put = f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(names))})"
             for row in _rows(source, f"SELECT {', '.join(names)} FROM {table}"):
-                db.execute(put, row)
+                if not db.execute(put, row).rowcount and table in ("turns", "documents"):  # nothing refers to their ids
+                    db.execute(put, (None, *row[1:]))  # of two rows with one id the damaged one is not known
         db.execute(
             "INSERT OR IGNORE INTO sessions SELECT DISTINCT session, 'found-' || session, NULL, '', NULL, '', 0"
             " FROM turns WHERE session NOT IN (SELECT id FROM sessions)"
