@@ -31,22 +31,22 @@ SINGLE = re.compile(r"cp(125\d|8\d\d)|iso8859-\d+|koi8-[ru]|mac-(roman|cyrillic)
 SEVERAL = ("utf-8", "cp932", "cp949", "gb18030", "big5hkscs", "iso2022_jp", "euc_jis_2004")
 # what a guess tries, with letters that make most of what is beyond ASCII in a language, or in each of several;
 # the first is what browsers take where they know nothing
-LETTERS = {"windows-1252": "éèàêçôâîûùëïœ äöüß áéíóúñü ãáâàçéêíóôõú åäöæø àèéìòù áéíóúýþðæö àçèéíïòóúü"}
-LETTERS |= dict.fromkeys(
-    ("windows-1250", "iso-8859-2"), "ąćęłńóśźż áčďéěíňřšťúůýž áéíóöőúüű ăâîşţ čćšžđ áäčďéíľĺňóôŕšťúýž"
-)
-LETTERS |= {"windows-1254": "çğıöşü", "windows-1257": "ąčęėįšųūž āčēģīķļņšūž äõöüšž"}
-LETTERS |= dict.fromkeys(("windows-1251", "koi8-u", "ibm866", "iso-8859-5"), "оеаинтсрвлкмдпуяыізьбгчй")
-LETTERS |= {"windows-1253": "αοιετνσρκπυηλμςόίάέήώύθγδ", "windows-1255": "יוהלאתרבמשנדםקחעפט"}
-LETTERS |= {"windows-1256": "اليمنترهوبسعدقفةكحپیک", "windows-874": "านรกอเงมยวลดทสต่้ัิีะแคหปขโไบ"}
-LETTERS |= dict.fromkeys(
-    ("shift_jis", "euc-jp"), "のにたいをはとるがしでてなかっれらもすりこさんくまあスントルイー、。・「」"
-)
-LETTERS |= {
+ALPHABETS = {
+    "windows-1252": "éèàêçôâîûùëïœ äöüß áéíóúñü ãáâàçéêíóôõú åäöæø àèéìòù áéíóúýþðæö àçèéíïòóúü",
+    "windows-1250 iso-8859-2": "ąćęłńóśźż áčďéěíňřšťúůýž áéíóöőúüű ăâîşţ čćšžđ áäčďéíľĺňóôŕšťúýž",
+    "windows-1254": "çğıöşü",
+    "windows-1257": "ąčęėįšųūž āčēģīķļņšūž äõöüšž",
+    "windows-1251 koi8-u ibm866 iso-8859-5": "оеаинтсрвлкмдпуяыізьбгчй",
+    "windows-1253": "αοιετνσρκπυηλμςόίάέήώύθγδ",
+    "windows-1255": "יוהלאתרבמשנדםקחעפט",
+    "windows-1256": "اليمنترهوبسعدقفةكحپیک",
+    "windows-874": "านรกอเงมยวลดทสต่้ัิีะแคหปขโไบ",
+    "shift_jis euc-jp": "のにたいをはとるがしでてなかっれらもすりこさんくまあスントルイー、。・「」",
     "gbk": "的一是不了在人有我他这中大来上个国到说们以时要和就出会可也你对生能而子那得于下自之年过发后作里，。：、“",
     "big5": "的一是不了在人有我他這中大來上個國到說們以時要和就出會可也你對生能而子那得於下自之年過發後作裡，。：、「",
     "euc-kr": "이다는에의을가고를한은하로지기사도인어서자나대아그시리으일해정수있전라보부들제여만과장주상적조게스구원",
 }
+LETTERS = {label: letters for labels, letters in ALPHABETS.items() for label in labels.split()}
 SIGNS = "“”„‘’‚–—…«»€£§°©®·\u00a0"
 ALONG = r"(?<=[a-zA-Z])[{0}]|[{0}](?=[a-zA-Z])|(?<!\w)([{0}](?!\w)|[{1}](?=[a-z]))|[{2}]"  # letters of a Latin word
 APART_FROM = r"(?<=[^\W\d_a-zA-Z])[{0}](?![a-zA-Z])|(?<![a-zA-Z])[{0}](?=[^\W\d_a-zA-Z])|[{2}]"  # of another
