@@ -73,23 +73,18 @@ def _refuse_binary(data: bytes, name: str) -> None:
             lines=["read are PDF, HTML, EPUB, DOCX, mail, web archives (MHTML), notebooks, markdown and text"],
             try_=[command.format(quote(name)) if command else CONVERT],
         )
-    head = data[:SNIFFED]
-    zero = data.find(b"\0")
-    if zero >= 0:
-        raise BadInput(
-            f"{name} is not text: it has a zero byte at offset {zero:,}",
-            code="not_text",
-            detail={"offset": zero},
-            try_=["convert it to UTF-8 text first"],
-        )
+    head, zero = data[:SNIFFED], data.find(b"\0")
     odd = len(head) - len(head.translate(None, CONTROLS))
-    if odd > MAX_CONTROL_SHARE * len(head):
-        raise BadInput(
-            f"{name} is not text: {odd / len(head):.0%} of its first bytes are control characters",
-            code="not_text",
-            detail={"control_bytes": odd, "looked_at": len(head)},
-            try_=["convert it to UTF-8 text first"],
-        )
+    if zero >= 0:
+        why, detail = f"it has a zero byte at offset {zero:,}", {"offset": zero}
+    elif odd > MAX_CONTROL_SHARE * len(head):
+        why = f"{odd / len(head):.0%} of its first bytes are control characters"
+        detail = {"control_bytes": odd, "looked_at": len(head)}
+    else:
+        return
+    raise BadInput(
+        f"{name} is not text: {why}", code="not_text", detail=detail, try_=["convert it to UTF-8 text first"]
+    )
 
 
 def _bad_encoding(body: bytes, start: int, encoding: str, error: UnicodeDecodeError, name: str) -> BadInput:

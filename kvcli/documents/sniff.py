@@ -8,24 +8,19 @@ from pathlib import Path, PurePath
 from kvcli.documents.decode import PDF_HEADER
 from kvcli.errors import UsageError
 
-KINDS = ("pdf", "html", "epub", "docx", "mail", "mhtml", "notebook", "markdown", "text")
-SUFFIXES = {
-    ".pdf": "pdf",
-    ".html": "html",
-    ".htm": "html",
-    ".xhtml": "html",
-    ".epub": "epub",
-    ".docx": "docx",
-    ".eml": "mail",
-    ".mbox": "mail",
-    ".mht": "mhtml",
-    ".mhtml": "mhtml",
-    ".ipynb": "notebook",
-    ".md": "markdown",
-    ".markdown": "markdown",
-    ".txt": "text",
-    ".text": "text",
+NAMED = {  # kind -> how names of such files end
+    "pdf": "pdf",
+    "html": "html htm xhtml",
+    "epub": "epub",
+    "docx": "docx",
+    "mail": "eml mbox",
+    "mhtml": "mhtml mht",
+    "notebook": "ipynb",
+    "markdown": "md markdown",
+    "text": "txt text",
 }
+KINDS = tuple(NAMED)
+SUFFIXES = {f".{end}": kind for kind, ends in NAMED.items() for end in ends.split()}
 WORDS = {"pdf": "PDF", "html": "HTML", "epub": "EPUB", "docx": "DOCX", "markdown": "markdown", "text": "text"}
 WORDS |= {"mail": "mail", "mhtml": "MHTML", "notebook": "a notebook"}
 HEAD = 4096  # bytes looked at
