@@ -80,11 +80,9 @@ def document_of(
     """A document from bytes already read, standard input for example."""
     kind, spans = check_type(type), parse_pages(pages) if pages else ()
     job = Job(name, kind or sniff(data[:HEAD], name), spans, password, typed=kind is not None)
-    if job.kind in ("text", "markdown"):
-        return _text(data, job)
-    with reading(name), tempfile.TemporaryFile() as copy:
+    with reading(name), tempfile.SpooledTemporaryFile(MAX_BYTES) as copy:
         copy.write(data)
-        return _outside(copy, job, hashlib.sha256(data).hexdigest(), limits)
+        return _document(copy, job, limits)
 
 
 def most_bytes(head: bytes, name: str, kind: str = "") -> int:
@@ -111,9 +109,8 @@ def _read(stream: IO[bytes], job: Job, limit: int | None, limits: Limits | None)
     if S_ISREG(before.st_mode) and before.st_size > most:
         raise too_large(job.name, before.st_size, most)
     with tempfile.SpooledTemporaryFile(MAX_BYTES) as copy:
-        sha, size, chunk = hashlib.sha256(), 0, head
+        size, chunk = 0, head
         while chunk:
-            sha.update(chunk)
             copy.write(chunk)
             size += len(chunk)
             if size > most:  # a pipe or a device does not tell its size beforehand
@@ -125,34 +122,15 @@ def _read(stream: IO[bytes], job: Job, limit: int | None, limits: Limits | None)
         after = os.fstat(stream.fileno())
         if S_ISREG(after.st_mode) and (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
             raise changed(job.name)
-        if job.kind not in ("text", "markdown"):
-            return _outside(copy, job, sha.hexdigest(), limits)
-        copy.seek(0)
-        return _text(copy.read(), job)
+        return _document(copy, job, limits)
 
 
-def _text(data: bytes, job: Job) -> Document:
-    text = decode(data, job.name)
-    if not text.strip():
-        raise BadInput(f"{job.name} is empty", code="empty_file", lines=[f"{len(data):,} bytes, no text in them"])
-    parsed = parse_plain(text, job)
-    if not parsed.sections:
-        raise no_text(job.name, "there is none on the pages asked for")
-    return _document(job, prompt_text(text, parsed, job), hashlib.sha256(data).hexdigest(), parsed)
-
-
-def _outside(file: IO[bytes], job: Job, sha256: str, limits: Limits | None) -> Document:
-    parsed = parse_outside(file, job, limits)
-    if not parsed.sections:
-        raise no_text(job.name, "its parser found none")
-    if parsed.unit == "page":
-        text = marked("page", parsed.sections)
-    else:
-        text = "\n\n".join(s.text.strip("\n") for s in parsed.sections) + "\n"
-    return _document(job, text, sha256, parsed)
-
-
-def _document(job: Job, text: str, sha256: str, parsed: Parsed) -> Document:
+def _document(copy: tempfile.SpooledTemporaryFile[bytes], job: Job, limits: Limits | None) -> Document:
+    """What is in a copy of the file."""
+    copy.seek(0)
+    sha256 = hashlib.file_digest(copy, "sha256").hexdigest()
+    copy.seek(0)
+    text, parsed = _text(copy.read(), job) if job.kind in ("text", "markdown") else _outside(copy, job, limits)
     note = None if job.typed else disagreement(job.name, parsed.kind)
     return Document(
         job.name,
@@ -167,6 +145,25 @@ def _document(job: Job, text: str, sha256: str, parsed: Parsed) -> Document:
         title=parsed.title,
         notes=(*([note] if note else []), *parsed.notes),
     )
+
+
+def _text(data: bytes, job: Job) -> tuple[str, Parsed]:
+    text = decode(data, job.name)
+    if not text.strip():
+        raise BadInput(f"{job.name} is empty", code="empty_file", lines=[f"{len(data):,} bytes, no text in them"])
+    parsed = parse_plain(text, job)
+    if not parsed.sections:
+        raise no_text(job.name, "there is none on the pages asked for")
+    return prompt_text(text, parsed, job), parsed
+
+
+def _outside(file: IO[bytes], job: Job, limits: Limits | None) -> tuple[str, Parsed]:
+    parsed = parse_outside(file, job, limits)
+    if not parsed.sections:
+        raise no_text(job.name, "its parser found none")
+    if parsed.unit == "page":
+        return marked("page", parsed.sections), parsed
+    return "\n\n".join(s.text.strip("\n") for s in parsed.sections) + "\n", parsed
 
 
 def _bundled(name: str) -> Path:
