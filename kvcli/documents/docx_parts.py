@@ -20,7 +20,7 @@ MATH = (
     "http://schemas.openxmlformats.org/officeDocument/2006/math",
     "http://purl.oclc.org/ooxml/officeDocument/math",
 )
-Relations = list[tuple[str, str]]
+OFF = ("0", "false", "off")
 
 
 @cache
@@ -32,11 +32,15 @@ def tags(*names: str, spaces: tuple[str, ...] = SPACES) -> frozenset[str]:
 def value(element: Any, *path: str) -> str | None:
     """The `w:val` at the end of a path of first children; "" where it is not said, None where the path ends before."""
     for name in path:
-        names = tags(name)
-        element = next((child for child in element if child.tag in names), None)
+        element = next(element.iterchildren("{*}" + name), None)
         if element is None:
             return None
     return attribute(element, "val")
+
+
+def is_on(element: Any, *path: str) -> bool:
+    """Whether there is a switch at the end of a path, and it is not off."""
+    return value(element, *path) not in (None, *OFF)
 
 
 def attribute(element: Any, name: str) -> str:
@@ -59,7 +63,7 @@ class Parts:
             raise damaged(self._name, "a DOCX", "it does not say which of its files is the text")
         return found
 
-    def relations(self, source: str) -> Relations:
+    def relations(self, source: str) -> list[tuple[str, str]]:
         """What a part points at inside the archive, as kind and path; "" is the whole file.
 
         Links to the web, to bookmarks and to parts that are not there are left out.

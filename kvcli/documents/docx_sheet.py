@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvcli.documents.docx_parts import Parts, attribute, tags, value
-from kvcli.documents.numerals import numeral
+from kvcli.documents.docx_parts import OFF, Parts, attribute, is_on, tags, value
+from kvcli.documents.numerals import numeral, whole
 
 NOTES = {"footnote": "note", "endnote": "endnote"}
 BULLET = "-"
 PLACE = re.compile(r"%([1-9])")  # of the number of a level in the text of another
-OFF = ("0", "false", "off")
 
 
 class Level(NamedTuple):
@@ -28,10 +27,9 @@ class Level(NamedTuple):
 
     @classmethod
     def of(cls, lvl: Any) -> Level:
-        depth, legal = _number(attribute(lvl, "ilvl"), 0), value(lvl, "isLgl")
-        restart, start = _number(value(lvl, "lvlRestart"), depth), _number(value(lvl, "start"), 0)
+        restart = whole(value(lvl, "lvlRestart"), whole(attribute(lvl, "ilvl"), 0))
         form, text = value(lvl, "numFmt") or "decimal", value(lvl, "lvlText") or ""
-        return cls(start, form, text, restart, legal is not None and legal not in OFF, value(lvl, "pStyle"))
+        return cls(whole(value(lvl, "start"), 0), form, text, restart, is_on(lvl, "isLgl"), value(lvl, "pStyle"))
 
 
 class Sheet:
@@ -49,16 +47,15 @@ class Sheet:
         for num in nums:
             found, changes = named.get(value(num, "abstractNumId") or "", ()), list(num.iterfind("{*}lvlOverride"))
             lvls = [e for holder in (found, *changes) for e in holder if e.tag in tags("lvl")]
-            starts = {_number(attribute(e, "ilvl"), 0): value(e, "startOverride") for e in changes}
-            anew = {at: _number(n, 1) for at, n in starts.items() if n is not None}
-            levels = {_number(attribute(e, "ilvl"), 0): Level.of(e) for e in lvls}
+            starts = {whole(attribute(e, "ilvl"), 0): value(e, "startOverride") for e in changes}
+            anew = {at: whole(n, 1) for at, n in starts.items() if n is not None}
+            levels = {whole(attribute(e, "ilvl"), 0): Level.of(e) for e in lvls}
             name = attribute(found, "abstractNumId") if levels and found != () else ""
             self._lists[attribute(num, "numId")] = name, levels, anew, {*anew}
         self._counts: dict[Any, dict[int, int]] = {}  # list -> level -> its latest number
         self._notes: Counter[str] = Counter()
-        self.pointed: list[
-            tuple[str, str]
-        ] = []  # notes that were pointed at: how the file calls them, and how a reader
+        # notes that were pointed at: how the file calls them, and how a reader
+        self.pointed: list[tuple[str, str]] = []
 
     def level(self, paragraph: Any) -> int:
         """The level of a heading, 0 for other paragraphs. Names are English in the file, whatever the program's."""
@@ -78,7 +75,7 @@ class Sheet:
         for style in (run, *self._chain(value(run, "rPr", "rStyle") or " ")):
             if (said := value(style, "rPr", "vertAlign")) is not None:
                 return said.removesuffix("baseline")
-            if abs(up := _number(value(style, "rPr", "position"), 0)) > 3:  # half points
+            if abs(up := whole(value(style, "rPr", "position"), 0)) > 3:  # half points
                 return "superscript" if up > 0 else "subscript"
         return ""
 
@@ -99,7 +96,7 @@ class Sheet:
         )
         root, levels, anew, fresh = self._lists.get(num, ("", {}, {}, set()))
         keys = [attribute(style, "styleId") for style in chain] if levels else []
-        at = _number(depth, next((n for key in keys for n, level in levels.items() if level.style == key), 0))
+        at = whole(depth, next((n for key in keys for n, level in levels.items() if level.style == key), 0))
         if at not in levels or num == "0":
             return ""
         counts, first = self._counts.setdefault(root, {}), {n: level.start for n, level in levels.items()} | anew
@@ -132,7 +129,3 @@ class Sheet:
                 at = value(chain[at], "basedOn") or ""
             self._chains[key] = list(chain.values())
         return self._chains[key]
-
-
-def _number(said: str | None, usual: int) -> int:
-    return int(said) if said and re.fullmatch(r"-?\d{1,9}", said) else usual

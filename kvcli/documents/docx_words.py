@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from kvcli.documents.docx_parts import MATH, attribute, tags, value
+from kvcli.documents.docx_parts import MATH, is_on, tags, value
 from kvcli.documents.docx_sheet import BULLET, NOTES, Sheet
 from kvcli.documents.raised import apart, grouped
 
@@ -23,7 +23,6 @@ SIGNS = {
 }
 POINTERS = {tag: NOTES[name] for name in NOTES for tag in tags(f"{name}Reference")}
 POWER, FRACTION, FENCED, ROOT = (tags(name, spaces=MATH) for name in ("sup", "f", "d", "rad"))
-FENCES = tags("dPr", spaces=MATH)
 SCRIPTED = tags("sSup", "sSubSup", spaces=MATH)
 RUBY, BASE, READING = tags("ruby"), tags("rubyBase"), tags("rt")
 
@@ -104,18 +103,14 @@ def _equation(element: Any, sheet: Sheet) -> str | None:
 
 
 def _fence(element: Any, name: str, usual: str) -> str:
-    said = (sign for part in element if part.tag in FENCES for sign in part if sign.tag in tags(name, spaces=MATH))
-    found = next(said, None)
-    return usual if found is None else attribute(found, "val")
+    said = value(element, "dPr", name)
+    return usual if said is None else said
 
 
 def _is_hidden(element: Any) -> bool:
-    if element.tag not in RUN:
-        return False
-    said = [value(element, "rPr", name) for name in HIDING]
-    return any(v is not None and v not in ("0", "false", "off") for v in said)
+    return element.tag in RUN and any(is_on(element, "rPr", name) for name in HIDING)
 
 
 def _is_gone(paragraph: Any) -> bool:
     """Whether the end of a paragraph is deleted, moved away or hidden."""
-    return any(value(paragraph, "pPr", "rPr", name) is not None for name in ("del", "moveFrom", "vanish"))
+    return any(is_on(paragraph, "pPr", "rPr", name) for name in ("del", "moveFrom", "vanish"))

@@ -10,10 +10,9 @@ from typing import IO, Any
 from urllib.parse import unquote
 
 from kvcli.documents.markup import read_markup, rules_of
-from kvcli.documents.parsed import Job, Parsed, damaged, no_text, refuse_pages, refuse_too_much
-from kvcli.documents.plain import number
-from kvcli.documents.repair import clean
-from kvcli.documents.xml_tree import parse_xml
+from kvcli.documents.parsed import Job, Parsed, damaged, refuse_too_much
+from kvcli.documents.plain import headed_text
+from kvcli.documents.xml_tree import first_words, parse_xml
 from kvcli.documents.zipped import member, open_zip
 from kvcli.errors import BadInput
 
@@ -29,7 +28,6 @@ def read(file: IO[bytes], job: Job) -> Parsed:
 
     A file into which several entries of the contents point is split at its headings.
     """
-    refuse_pages(job.name, job.spans, "it is an EPUB, whose pages depend on the screen")
     with open_zip(file, job.name) as archive:
         package = _package(archive, job.name)
         book = parse_xml(member(archive, package, job.name), job.name, WHAT)
@@ -46,19 +44,13 @@ def read(file: IO[bytes], job: Job) -> Parsed:
             chapters += _chapters(headed, names.get(path, []), title or f"Chapter {len(chapters) + 1}")
             size += sum(len(body) for _, body in headed)
             refuse_too_much(job.name, size, len(chapters), paged=False)
-    if not chapters:
-        raise no_text(job.name, "its chapters hold pictures only")
-    return Parsed("epub", "chapter", number(chapters), title=_title(book), notes=notes)
-
-
-def _all(element: Any, tag: str) -> list[Any]:
-    """Descendants by name, whatever their namespace."""
-    return [e for e in element.iter("{*}" + tag) if isinstance(e.tag, str)]
+    title = first_words(book.iter("{*}title"))
+    return headed_text(job, chapters, "its chapters hold pictures only", unit="chapter", title=title, notes=notes)
 
 
 def _package(archive: zipfile.ZipFile, name: str) -> str:
-    roots = _all(parse_xml(member(archive, CONTAINER, name), name, WHAT), "rootfile")
-    path = roots[0].get("full-path") if roots else None
+    roots = parse_xml(member(archive, CONTAINER, name), name, WHAT).iter("{*}rootfile")
+    path = next((root.get("full-path") for root in roots), None)
     if not path:
         raise damaged(name, WHAT, f"{CONTAINER} names no book")
     return _inside("", path, name)
@@ -76,7 +68,7 @@ def _items(book: Any, package: str, name: str) -> dict[str, tuple[str, str, str]
     """id -> path, media type, properties."""
     folder = posixpath.dirname(package)
     found = {}
-    for item in _all(book, "item"):
+    for item in book.iter("{*}item"):
         href = item.get("href")
         if item.get("id") and href and "://" not in href:
             path = _inside(folder, href, name)
@@ -86,7 +78,7 @@ def _items(book: Any, package: str, name: str) -> dict[str, tuple[str, str, str]
 
 def _spine(book: Any, items: dict[str, tuple[str, str, str]]) -> list[str]:
     """Paths of the chapters in order, each once: a book that names one a thousand times is no longer for it."""
-    refs = [items.get(ref.get("idref", "")) for ref in _all(book, "itemref")]
+    refs = [items.get(ref.get("idref", "")) for ref in book.iter("{*}itemref")]
     return list(dict.fromkeys(item[0] for item in refs if item and item[1] in PAGES))
 
 
@@ -103,7 +95,7 @@ def _refuse_locked(archive: zipfile.ZipFile, spine: list[str], name: str) -> Non
     if LOCKED not in archive.namelist():
         return
     root = parse_xml(member(archive, LOCKED, name), name, WHAT)
-    locked = {unquote(e.get("URI", "")) for e in _all(root, "CipherReference")}
+    locked = {unquote(e.get("URI", "")) for e in root.iter("{*}CipherReference")}
     if locked & set(spine):
         raise BadInput(f"{name} is encrypted", code="encrypted", lines=["its chapters are under copy protection (DRM)"])
 
@@ -124,31 +116,22 @@ def _contents(archive: zipfile.ZipFile, items: dict[str, tuple[str, str, str]], 
         if kind != "application/x-dtbncx+xml" and "nav" not in properties.split():
             continue
         found: dict[str, list[str]] = {}
-        try:
-            for href, words in _entries(parse_xml(member(archive, path, name), name, WHAT)):
-                label = clean(" ".join(words.split()))
+        with suppress(BadInput):  # the chapters can be read without their names
+            for href, label in _entries(parse_xml(member(archive, path, name), name, WHAT)):
                 if href and label:
                     labels = found.setdefault(_inside(posixpath.dirname(path), href, name), [])
                     labels += [label] * (label not in labels[:1])
-        except BadInput:
-            pass  # the chapters can be read without their names
         names = found | names
     return names
 
 
-def _entries(root: Any) -> Iterator[tuple[str | None, str]]:
+def _entries(root: Any) -> Iterator[tuple[str | None, str | None]]:
     """Links of the table of contents with their words; lists of printed pages and of landmarks are none."""
-    tables = _all(root, "nav")
+    tables = list(root.iter("{*}nav"))
     contents = next((t for t in tables if "toc" in t.get(TYPE, "").split()), tables[0] if tables else root)
-    for link in _all(contents, "a"):
-        yield link.get("href"), "".join(link.itertext())
-    for point in _all(root, "navPoint"):
-        content = next(iter(_all(point, "content")), None)
-        words = next(iter(_all(point, "text")), None)
+    for link in contents.iter("{*}a"):
+        yield link.get("href"), first_words([link])
+    for point in root.iter("{*}navPoint"):
+        content, words = (next(point.iter("{*}" + tag), None) for tag in ("content", "text"))
         if content is not None and words is not None:
-            yield content.get("src"), "".join(words.itertext())
-
-
-def _title(book: Any) -> str | None:
-    titles = [clean(" ".join("".join(e.itertext()).split())) for e in _all(book, "title")]
-    return next(filter(None, titles), None)
+            yield content.get("src"), first_words([words])

@@ -11,8 +11,8 @@ from typing import IO, Any
 
 from kvcli.documents.charsets import codec_of, page_text
 from kvcli.documents.markup import read_markup, rules_of
-from kvcli.documents.parsed import Job, Parsed, no_text, refuse_pages, refuse_too_much
-from kvcli.documents.plain import sections_of
+from kvcli.documents.parsed import Job, Parsed
+from kvcli.documents.plain import headed_text
 from kvcli.documents.repair import clean
 
 HEADERS = ("From", "To", "Cc", "Date", "Subject")
@@ -26,24 +26,17 @@ Headed = list[tuple[str, str]]
 
 def read(file: IO[bytes], job: Job) -> Parsed:
     """Sections by headings and messages. Of a web archive only the page itself, without its frames."""
-    refuse_pages(job.name, job.spans, "it is mail" if job.kind == "mail" else "it is a web archive")
-    data, found, notes, attached, size = file.read(), Headed(), list[str](), list[str](), 0
+    data, found, notes, attached = file.read(), Headed(), list[str](), list[str]()
     title = None
     is_box = POSTED.match(data)
     for raw in filter(bytes.strip, POSTED.split(data)) if is_box else [data]:
         message = BytesParser().parsebytes(QUOTED.sub(rb"\1", raw) if is_box else raw)
         title = title or _header(message, "Subject") or None
-        new = _message(message, job, notes, attached) if job.kind == "mail" else _archive(message, job, notes)
-        found += new
-        size += sum(len(body) for _, body in new)
-        refuse_too_much(job.name, size, len(found), paged=False)
-    if not any(body.strip() for _, body in found):
-        raise no_text(job.name, "there are only attachments in it")
+        found += _message(message, job, notes, attached) if job.kind == "mail" else _archive(message, job, notes)
     if attached:
         more = f" and {len(attached) - NAMED:,} more" if len(attached) > NAMED else ""
         notes.append(f"attached to {job.name} and not read: {', '.join(attached[:NAMED])}{more}")
-    unit, sections = sections_of(found)
-    return Parsed(job.kind, unit, sections, title=title, notes=notes)
+    return headed_text(job, found, "there are only attachments in it", title=title, notes=notes)
 
 
 def _message(message: Any, job: Job, notes: list[str], attached: list[str]) -> Headed:
@@ -83,7 +76,7 @@ def _texts(part: Any, job: Job, notes: list[str], attached: list[str]) -> Headed
         return _markup(part, job, notes, {})
     if kind == "text/plain" and not is_attached:
         text, guessed = page_text(_bytes(part), job.name, _charset(part))
-        notes += [note for note in guessed if note not in notes]
+        notes += guessed
         return [("", text.replace("\r\n", "\n").strip("\n"))]
     if is_attached or not (part.get("Content-ID") and kind.startswith("image/")):  # pictures of the page have an id
         attached.append(f"{_plain(part.get_filename() or 'without a name')} ({kind}, {len(_bytes(part)):,} bytes)")

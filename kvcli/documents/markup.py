@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import IO, Any
 
 from bs4 import BeautifulSoup, Comment
 from bs4.dammit import EncodingDetector
 from markdownify import MarkdownConverter
 
 from kvcli.documents.charsets import page_text
-from kvcli.documents.numerals import numeral
-from kvcli.documents.parsed import damaged
+from kvcli.documents.numerals import numeral, whole
+from kvcli.documents.parsed import Job, Parsed, damaged
+from kvcli.documents.plain import headed_text
 from kvcli.documents.raised import LONGEST, apart
-from kvcli.documents.repair import clean, unmarked
+from kvcli.documents.repair import clean, tidy, unmarked
 
 # holds no text for a reader, text that no longer holds, or text that a browser shows only when something fails
 DROPPED = ["script", "style", "noscript", "template", "head", "svg", "math", "iframe", "object", "embed", "canvas"]
@@ -90,6 +91,13 @@ CONVERTER = Plain(
 )
 
 
+def read(file: IO[bytes], job: Job) -> Parsed:
+    """The text of a page as a browser without style sheets would show it."""
+    notes: list[str] = []
+    title, headed = read_markup(file.read(), job.name, "HTML", notes)
+    return headed_text(job, headed, "there are only tags, scripts or hidden parts in it", title=title, notes=notes)
+
+
 def read_markup(
     data: bytes, name: str, what: str, notes: list[str], *, said: str = "", rules: Mapping[str, str] | None = None
 ) -> tuple[str | None, list[tuple[str, str]]]:
@@ -100,7 +108,7 @@ def read_markup(
     head = _without(data[:HEAD].decode("latin-1"), "<!--", "-->")
     said = said or EncodingDetector.find_declared_encoding(head, is_html=True, search_entire_document=True) or ""
     page, guessed = page_text(data, name, said)
-    notes += [note for note in guessed if note not in notes]
+    notes += guessed
     if ENTITY.search(_without(page[: 1 << 16], "<!--", "-->")):
         raise damaged(name, what, "it declares entities of its own, which can be made to fill memory")
     try:
@@ -173,17 +181,13 @@ def _count(soup: BeautifulSoup, rules: Mapping[str, str]) -> None:
     for ol in soup.find_all("ol"):
         entries = ol.find_all("li", recursive=False)
         is_down = "reversed" in ol.attrs
-        n = _whole(ol.get("start"), len(entries) if is_down else 1)
+        n = whole(ol.get("start"), len(entries) if is_down else 1)
         for li in entries:
-            n = _whole(li.get("value"), n)
+            n = whole(li.get("value"), n)
             styled = LISTED.search(_style(li, rules)) or LISTED.search(_style(ol, rules))
             form = styled[1] if styled else li.get("type", ol.get("type", ""))
             li[LEAD] = "-" if form in ("disc", "circle", "square") else f"{numeral(n, form)}."
             n += -1 if is_down else 1
-
-
-def _whole(said: str | None, usual: int) -> int:
-    return int(said) if said and re.fullmatch(r"\s*[-+]?\d{1,9}\s*", said) else usual
 
 
 def _drop(soup: BeautifulSoup) -> None:
@@ -207,12 +211,7 @@ def _is_hidden(element: Any) -> bool:
 
 
 def _headed(text: str) -> list[tuple[str, str]]:
-    parts: list[tuple[str, list[str]]] = [("", [])]
-    for line in text.split("\n"):
-        line = clean(line.rstrip()).rstrip("\u00ad")
-        if line.startswith(SIGN):
-            line = line.replace(SIGN, "")
-            parts.append((line.lstrip("# "), []))
-        parts[-1][1].append(line.replace(SIGN, ""))
-    texts = [(heading, unmarked(SPACES.sub("\n\n", "\n".join(lines)).strip("\n"))) for heading, lines in parts]
+    first, *rest = re.split(f"^{SIGN}", tidy(text), flags=re.M)
+    parts = [("", first), *((part.partition("\n")[0].replace(SIGN, "").lstrip("# "), part) for part in rest)]
+    texts = [(head, unmarked(SPACES.sub("\n\n", part.replace(SIGN, "").strip("\n")))) for head, part in parts]
     return [(heading, body) for heading, body in texts if body.strip()]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterator
 from typing import IO, Any
 
 from kvcli.documents.markdown import headed_markdown
-from kvcli.documents.parsed import MAX_SECTIONS, Job, Parsed, damaged, no_text, refuse_pages, refuse_too_much
-from kvcli.documents.plain import sections_of
+from kvcli.documents.parsed import Job, Parsed, damaged
+from kvcli.documents.plain import headed_text
 
 PACKED = re.compile(r"data:[\w/+.-]{1,80};base64,[A-Za-z0-9+/=]*")  # a picture within the text
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -18,19 +17,13 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 def read(file: IO[bytes], job: Job) -> Parsed:
     """Sections under the headings of its texts, or blocks of lines."""
-    refuse_pages(job.name, job.spans, "it is a notebook")
     try:
         book = json.loads(file.read())
         cells = book["cells"] if "cells" in book else [cell for sheet in book["worksheets"] for cell in sheet["cells"]]
         text = "\n\n".join(part for cell in cells for part in _parts(cell) if part.strip())
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise damaged(job.name, "a notebook", f"{type(error).__name__}: {error}"[:200]) from None
-    headed = list(itertools.islice(headed_markdown(PACKED.sub("(picture)", text)), MAX_SECTIONS + 2))
-    refuse_too_much(job.name, len(text), len(headed), paged=False)
-    if not text.strip():
-        raise no_text(job.name, "its cells are empty")
-    unit, sections = sections_of(headed)
-    return Parsed("notebook", unit, sections)
+    return headed_text(job, headed_markdown(PACKED.sub("(picture)", text)), "its cells are empty")
 
 
 def _parts(cell: Any) -> Iterator[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+WHOLE = re.compile(r"\s*[-+]?\d{1,9}\s*")
 MOST = {"letter": 780, "roman": 3999, "han": 99, "circle": 20}  # the highest number of a form; beyond it are digits
 HAN = ("", *"一二三四五六七八九")
 # the names of forms in DOCX, in `type` of HTML, and in `list-style-type` of CSS; all others write digits
@@ -13,6 +16,11 @@ FORMS |= dict.fromkeys(("chinesecounting", "chinesecountingthousand", "japanesec
 FORMS |= {"cjk-ideographic": "han", "decimalenclosedcircle": "circle", "none": "none", "bullet": "none"}
 ROMAN = {1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl", 10: "x", 9: "ix", 5: "v"}
 ROMAN |= {4: "iv", 1: "i"}
+
+
+def whole(said: str | None, usual: int) -> int:
+    """A number as a file says it, where it is one."""
+    return int(said) if said and WHOLE.fullmatch(said) else usual
 
 
 def numeral(n: int, form: str, *, repeats: bool = False) -> str:

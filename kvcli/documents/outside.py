@@ -101,7 +101,7 @@ def _error(value: dict[str, Any]) -> BadInput:
         code=str(value["code"]),
         lines=[str(line) for line in value["lines"]],
         detail=dict(value["detail"]),
-        try_=[str(hint) for hint in value["try"]],
+        try_=[str(hint) for hint in value["try_"]],
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvcli.documents.document import Section, Unit, marked
 from kvcli.documents.markdown import headed_markdown
 from kvcli.documents.pages import present
-from kvcli.documents.parsed import MAX_SECTIONS, Job, Parsed, refuse_pages, refuse_too_much
+from kvcli.documents.parsed import MAX_SECTIONS, Job, Parsed, no_text, refuse_pages, refuse_too_much
 from kvcli.documents.repair import unmarked
 
 PAGE = re.compile(r"^\[p\. (\d{1,9})\][ \t]*$", re.M)
@@ -25,21 +25,37 @@ def parse_plain(text: str, job: Job) -> Parsed:
     if pages is not None:
         return _pages(pages, job)
     refuse_pages(job.name, job.spans, "it is text without page marks")
-    headed = list(itertools.islice(headed_markdown(text), MAX_SECTIONS + 2)) if job.kind == "markdown" else []
-    refuse_too_much(job.name, len(text), len(headed), paged=False)
-    if len(headed) > 1:
-        return Parsed(job.kind, "heading", number(headed), title=clean_label(headed[0][0] or headed[1][0]))
-    unit, sections = sections_of([("", text)])
-    refuse_too_much(job.name, len(text), len(sections), paged=False)
-    return Parsed(job.kind, unit, sections)
+    is_headed = job.kind == "markdown"
+    headed = list(itertools.islice(headed_markdown(text), MAX_SECTIONS + 2)) if is_headed else [("", text)]
+    title = clean_label(headed[0][0] or headed[1][0]) if len(headed) > 1 else None
+    return headed_text(job, headed, "there are only empty lines in it", title=title)
 
 
-def sections_of(headed: Sequence[tuple[str, str]]) -> tuple[Unit, list[Section]]:
-    """Sections under headings, an empty one being that of the opening; blocks of lines where nothing is headed."""
-    if len(headed) > 1:
-        return "heading", number(headed)
-    text = headed[0][1] if headed else ""
-    return "line", [Section(i, label, body) for i, (label, body) in enumerate(_blocks(text), 1)]
+def headed_text(
+    job: Job,
+    headed: Iterable[tuple[str, str]],
+    nothing: str,
+    *,
+    unit: Unit = "heading",
+    title: str | None = None,
+    notes: Iterable[str] = (),
+) -> Parsed:
+    """A text in sections under its headings, an empty one being that of the opening, or in blocks of lines.
+
+    Refuses too much text as it comes, and a file without any with the reason `nothing`.
+    """
+    found: list[tuple[str, str]] = []
+    size = 0
+    for heading, body in headed:
+        found.append((heading, body))
+        size += len(body)
+        refuse_too_much(job.name, size, len(found), paged=False)
+    if not any(body.strip() for _, body in found):
+        raise no_text(job.name, nothing)
+    if unit == "heading" and len(found) == 1:
+        unit, found = "line", list(_blocks(found[0][1]))
+        refuse_too_much(job.name, size, len(found), paged=False)
+    return Parsed(job.kind, unit, number(found), title=title, notes=list(dict.fromkeys(notes)))
 
 
 def number(headed: Sequence[tuple[str, str]]) -> list[Section]:

@@ -39,6 +39,11 @@ def clean(text: str) -> str:
     return unicodedata.normalize("NFC", UNSEEN.sub("", text.replace(SOFT, "")))
 
 
+def tidy(text: str) -> str:
+    """Each line clean, without room at its end, nor a hyphen that nothing follows."""
+    return "\n".join(clean(line.rstrip()).rstrip(SOFT) for line in text.split("\n"))
+
+
 def unmarked(text: str) -> str:
     """A text none of whose lines can be taken for one of our marks, whatever a page spells."""
     return MARKS.sub(r"(\1)", text) if "[" in text else text

@@ -6,18 +6,19 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from typing import IO, Any
 
 from kvcli.documents.outside import crashed, too_heavy
-from kvcli.documents.parsed import Job, Parsed, damaged
+from kvcli.documents.parsed import Job, Parsed, damaged, refuse_pages
 from kvcli.documents.sniff import WORDS
 from kvcli.documents.zipped import kind_of
 from kvcli.errors import BadInput, KvcliError
 from kvcli.installing import EXTRAS, pip
 from kvcli.sandbox import bound, preload, shut
 
-READERS = {kind: kind for kind in ("pdf", "html", "epub", "docx", "mail", "notebook")} | {"mhtml": "mail"}
+READERS = {kind: kind for kind in ("pdf", "epub", "docx", "mail", "notebook")} | {"html": "markup", "mhtml": "mail"}
 
 
 def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
@@ -72,7 +73,9 @@ def parse(file: IO[bytes], job: Job, missing: Mapping[str, str] | None = None) -
             lines=[f"there is no module {missing[kind]}"],
             try_=[pip(*EXTRAS["docs"])],
         )
-    parsed: Parsed = import_module(f"kvcli.documents.{READERS[kind]}").read(file, job)
+    if kind != "pdf":
+        refuse_pages(job.name, job.spans, f"it is {WORDS[kind]}")
+    parsed: Parsed = import_module(f"kvcli.documents.{READERS[kind]}").read(file, replace(job, kind=kind))
     return parsed
 
 
@@ -84,13 +87,4 @@ def tell(word: str, value: Any) -> None:
 
 
 def tell_error(error: KvcliError) -> None:
-    tell(
-        "error",
-        {
-            "message": error.message,
-            "code": error.code,
-            "lines": error.lines,
-            "detail": error.detail,
-            "try": error.try_,
-        },
-    )
+    tell("error", {k: getattr(error, k) for k in ("message", "code", "lines", "detail", "try_")})

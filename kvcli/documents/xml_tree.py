@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from lxml import etree
 
 from kvcli.documents.parsed import damaged
+from kvcli.documents.repair import clean
 
 
 def parse_xml(data: bytes, name: str, what: str) -> Any:
@@ -27,3 +29,8 @@ def parse_xml(data: bytes, name: str, what: str) -> Any:
     if declared is not None and list(declared.iterentities()):
         raise damaged(name, what, "it declares entities of its own, which can be made to fill memory")
     return root
+
+
+def first_words(elements: Iterable[Any]) -> str | None:
+    """What the first of these elements that holds words says, on one line."""
+    return next(filter(None, (clean(" ".join("".join(e.itertext()).split())) for e in elements)), None)
