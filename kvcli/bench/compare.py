@@ -90,5 +90,4 @@ def acceptance(runs: Sequence[Sample], method: str) -> Accept | None:
         total.histogram.extend([0] * (len(stats.histogram) - len(total.histogram)))
         for i, n in enumerate(stats.histogram):
             total.histogram[i] += n
-    spec = {key: value for key, value in total.as_spec(method).items() if key in Accept.model_fields}
-    return Accept.model_validate({**spec, "new": total.new, "drafted_share": total.drafted_share})
+    return Accept.from_attributes(total, method=method)

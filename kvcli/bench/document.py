@@ -29,16 +29,7 @@ def document_of(bench: Bench) -> BenchDocument:
     env = environment(info.device, bench.load_before)
     document = BenchDocument(
         kvcli=__version__,
-        model=BenchModel(
-            id=info.id,
-            path=info.path,
-            revision=info.revision or None,
-            family=info.family,
-            parameters=info.parameters,
-            dtype=info.dtype,
-            quant=info.quant,
-            limit=info.limit,
-        ),
+        model=BenchModel.from_attributes(info, revision=info.revision or None),
         env=env,
         args=ask.args,
         complete=bench.complete,
@@ -61,13 +52,11 @@ def row_of(bench: Bench, series: Series) -> BenchRow:
     recipe = next(r for r in bench.ask.recipes if r.name == series.side)
     kv = [run.kv_bytes for run in runs if run.kv_bytes is not None]
     method = str(recipe.settings["spec.method"]) if recipe.kind == "profile" else "prompt lookup"
-    return BenchRow(
+    return BenchRow.from_attributes(
+        case,
         profile=series.side,
-        ctx=case.ctx,
-        workload=case.workload,
         prompt=len(case.prompt),
         prompt_hash=hash_of(case.prompt),
-        new=case.new,
         samples=samples,
         **all_figures(samples),
         ratio=ratios_of(bench, series, samples),

@@ -82,15 +82,7 @@ class Condition:
         else:
             value = FIGURES[self.name](row)
         failed = value is None or OPERATORS[self.sign](value, self.limit)
-        return Check(
-            expression=self.text,
-            profile=row.profile,
-            ctx=row.ctx,
-            workload=row.workload,
-            value=value,
-            limit=self.limit,
-            failed=failed,
-        )
+        return Check.from_attributes(row, expression=self.text, value=value, limit=self.limit, failed=failed)
 
     def _change(self, row: BenchRow, base: BenchRow) -> float | None:
         ratio = row.ratio.tok_s if self.name == "tok_s" else row.ratio.read_tok_s if self.name == "read_tok_s" else None

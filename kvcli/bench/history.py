@@ -68,21 +68,16 @@ def _entries(document: BenchDocument, file: str) -> Iterator[HistoryEntry]:
     env = document.env
     for row in document.rows:
         ratio = row.ratio.tok_s
-        yield HistoryEntry(
-            date=env.date,
-            commit=env.commit,
-            kvcli=document.kvcli,
+        yield HistoryEntry.from_attributes(
+            row,
+            env,
+            document,
             profile=row.profile + (f", temperature {document.args.temperature:g}" if document.args.temperature else ""),
-            ctx=row.ctx,
-            workload=row.workload,
             tok_s=row.median.tok_s,
             first_token=row.median.first_token,
             ratio=ratio.median if ratio else None,
-            baseline=document.baseline,
             verdict=ratio.verdict if ratio else None,
             same=row.same.share if row.same else None,
-            peak_bytes=row.peak_bytes,
-            quiet=env.quiet,
             machine=env.gpus[0] if env.device.startswith("cuda") and env.gpus else env.cpu,
             file=file,
         )

@@ -56,10 +56,8 @@ def documents_of(saved: Sequence[SavedDocument]) -> tuple[Document, ...]:
 
 def figures_of(stats: Stats) -> Figures:
     """What a turn took, as it is kept; what was not measured is left out."""
-    return Figures(
-        prompt=stats.prompt,
-        cached=stats.cached,
-        new=stats.new,
+    return Figures.from_attributes(
+        stats,
         first_token=stats.first_token or None,
         read_tok_s=stats.read_tok_s or None,
         decode_tok_s=stats.decode_tok_s or None,
@@ -110,17 +108,10 @@ def as_document(chat: Chat) -> ChatDocument:
         saved=datetime.now().astimezone().isoformat(timespec="seconds"),
         system=chat.system,
         messages=[
-            SavedMessage(
-                role=m.role,
-                text=m.text,
-                documents=[_saved(d) for d in m.documents],
-                finish=m.finish,
-                figures=m.figures,
-                thinking=m.thinking,
-            )
+            SavedMessage.from_attributes(m, documents=[SavedDocument.from_attributes(d) for d in m.documents])
             for m in chat.messages
         ],
-        pending=[_saved(d) for d in chat.pending],
+        pending=[SavedDocument.from_attributes(d) for d in chat.pending],
         left_out=LeftOut(messages=chat.shown.left, notes=chat.shown.notes) if chat.shown.left else None,
     )
 
@@ -158,7 +149,3 @@ def first_words(messages: Sequence[Message] | Sequence[SavedMessage], width: int
 
 def _pretty(saved: ChatDocument) -> str:
     return json.dumps(saved.document(), ensure_ascii=False, indent=2) + "\n"
-
-
-def _saved(document: Document) -> SavedDocument:
-    return SavedDocument(name=document.name, sha256=document.sha256, text=document.text)

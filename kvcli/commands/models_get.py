@@ -77,13 +77,9 @@ def _suggestion(world: World, known: Known, usable: int) -> Suggestion:
     # of the hub's, any of it; `get` brings the rest
     fetched = file_of(known, world.paths.data).exists() if known.package else known.id in cached_ids()
     use = f"kvcli chat {known.name}" + (f" --quant {quant}" if quant != "none" else "")
-    return Suggestion(
-        name=known.name,
-        id=known.id,
-        licence=known.licence,
+    return Suggestion.from_attributes(
+        known,
         terms=known.terms.address if known.terms else None,
-        about=known.about,
-        parameters=known.parameters,
         download_bytes=known.download,
         needs_bytes=known.needs(quant),
         quant=quant,

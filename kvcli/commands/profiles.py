@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from os.path import expanduser
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -199,30 +199,12 @@ def _defined_in(name: str, config: Config) -> str:
     return f"defined in {sorted(origins)[0]}" if origins else f"level: {config.levels[name]}"
 
 
-def _entry(outcome: Outcome, config: Config) -> dict[str, object]:
-    profile = outcome.profile
-    return {
-        "name": profile.name,
-        "description": profile.description,
-        "purpose": profile.purpose,
-        "extends": list(profile.extends),
-        "chain": list(profile.chain),
-        "exactness": profile.exactness,
-        "level": config.levels[profile.name],
-        "problems": [problem.as_detail() for problem in outcome.problems],
-    }
+def _entry(outcome: Outcome, config: Config) -> dict[str, Any]:
+    from kvcli.schemas.listings import ProfileEntry
 
-
-def _document(profile: Profile) -> dict[str, object]:
-    return {
-        "name": profile.name,
-        "description": profile.description,
-        "chain": list(profile.chain),
-        "exactness": profile.exactness,
-        "hash": profile.hash,
-        "values": profile.values,
-        "origins": profile.origins,
-    }
+    problems = [problem.as_detail() for problem in outcome.problems]
+    level = config.levels[outcome.profile.name]
+    return ProfileEntry.from_attributes(outcome.profile, level=level, problems=problems).document()
 
 
 def _value(profile: Profile, key: str) -> str:
@@ -235,6 +217,12 @@ def _value(profile: Profile, key: str) -> str:
 
 def _assignment(key: str, value: object) -> str:
     return f"# {key}: the model's" if value is None else f"{key} = {toml_value(value)}"
+
+
+def _document(profile: Profile) -> dict[str, Any]:
+    from kvcli.schemas.listings import ProfileDocument
+
+    return ProfileDocument.from_attributes(profile).document()
 
 
 def _json(world: World, **fields: object) -> None:

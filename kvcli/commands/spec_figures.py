@@ -33,7 +33,10 @@ def examine(
     assert report is not None, "a profile that drafts reports on it"
     ratios = [b.tok_s / a.tok_s if a.tok_s and b.tok_s else 1.0 for a, b in zip(without, with_, strict=True)]
     stats = last.stats
-    return SpecDocument(
+    return SpecDocument.from_attributes(
+        report,
+        stats,
+        last,
         kvcli=__version__,
         model=name,
         profile=profile.name,
@@ -46,22 +49,14 @@ def examine(
         tok_s=spread([turn.tok_s for turn in with_]),
         ratio=spread(ratios),
         predicted=_predicted(passes, report, stats, len(prompt)),
-        tokens_per_pass=stats.tokens_per_pass,
-        mean_acceptance_length=stats.mean_acceptance_length,
-        drafted_share=stats.drafted_share,
-        rows_per_pass=stats.rows_per_pass,
-        free_rows=report.free_rows,
         passes=passes,
-        accepted_by=dict(report.accepted_by),
         sources={
             source: [Kind(kind=a.match, made=a.made, share=a.share) for a in kinds if a.made]
             for source, kinds in report.by_source.items()
         },
-        scouts=_scouts(report),
-        paused=report.paused,
+        scouts=ScoutFigures.from_attributes(report.scouts) if report.scouts else None,
         reason=report.reason if report.paused else "",
         draft_pass=report.ahead,
-        view_bytes=last.view_bytes,
         same=all(a.ids == b.ids for a, b in zip(without, with_, strict=True)),
         difference=_difference(model.with_profile(plain), prompt, without, with_),
         verdict=verdict(spread(ratios), report),
@@ -138,9 +133,3 @@ def tuned(
         file=None,
         verdict=said,
     )
-
-
-def _scouts(report: Report) -> ScoutFigures | None:
-    if (s := report.scouts) is None:
-        return None
-    return ScoutFigures(rows=s.rows, brought=s.brought, cost=s.cost, rested_passes=s.rested_passes, why=s.why)

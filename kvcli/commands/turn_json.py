@@ -48,36 +48,19 @@ class Run:
 def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
     """`kvcli.turn/1` of a finished turn."""
     stats = turn.stats
-    return TurnDocument(
+    load, first, total = stats.load or info.load_seconds or None, stats.first_token or None, stats.read + stats.decode
+    return TurnDocument.from_attributes(
+        turn,
+        run,
+        stats,
         kvcli=__version__,
         turn=run.number,
         model=model_facts(info),
-        profile=run.profile,
-        profile_hash=run.profile_hash,
-        exactness=run.exactness,
-        text=turn.text,
-        thinking=turn.thinking,
-        finish=turn.finish,
-        order=stats.order,
         approx=bool(stats.approx),
-        sampling=stats.sampling,
-        tokens=Tokens(
-            prompt=stats.prompt,
-            cached=stats.cached,
-            reused=stats.reused,
-            new=stats.new,
-            context=stats.context,
-            limit=stats.limit,
-        ),
-        time=Times(
-            load=stats.load or info.load_seconds or None,
-            read=stats.read,
-            first_token=stats.first_token or None,
-            decode=stats.decode,
-            total=stats.read + stats.decode,
-        ),
-        speed=Speed(
-            read_tok_s=stats.read_tok_s or None, decode_tok_s=stats.decode_tok_s or None, vs_plain=stats.vs_plain
+        tokens=Tokens.from_attributes(stats),
+        time=Times.from_attributes(stats, load=load, first_token=first, total=total),
+        speed=Speed.from_attributes(
+            stats, read_tok_s=stats.read_tok_s or None, decode_tok_s=stats.decode_tok_s or None
         ),
         spec=spec_figures(stats, run.method),
         memory=memory_figures(stats, info.device),
@@ -93,12 +76,9 @@ def turn_document(turn: Turn, info: ModelInfo, run: Run) -> TurnDocument:
 
 def spec_figures(stats: Stats, method: str) -> Spec:
     """Acceptance; figures that would divide by nothing are null."""
-    figures = dict(stats.as_spec(method))
-    if not stats.drafted_passes:
-        figures |= {"mean_acceptance_length": None, "acceptance_rate": None}
-    if not stats.passes:
-        figures |= {"tokens_per_pass": None, "rows_per_pass": None}
-    return Spec.model_validate(figures)
+    of_drafts = () if stats.drafted_passes else ("mean_acceptance_length", "acceptance_rate")
+    of_passes = () if stats.passes else ("tokens_per_pass", "rows_per_pass")
+    return Spec.from_attributes(stats, method=method, **dict.fromkeys((*of_drafts, *of_passes)))
 
 
 def memory_figures(stats: Stats, device: str) -> Memory:
@@ -117,7 +97,7 @@ def memory_figures(stats: Stats, device: str) -> Memory:
 
 
 def model_facts(info: ModelInfo) -> ModelFacts:
-    return ModelFacts(id=info.id, revision=info.revision or None, dtype=info.dtype, quant=info.quant)
+    return ModelFacts.from_attributes(info, revision=info.revision or None)
 
 
 def print_turn(world: World, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:
@@ -133,10 +113,7 @@ def print_events(world: World, events: Iterable[Event], info: ModelInfo, run: Ru
     tell_stats, tokens = _stats_lines(world), 0
     for event in events:
         if isinstance(event, Read):
-            print_json(
-                world,
-                ReadEvent(event="read", done=event.done, total=event.total, cached=event.cached, seconds=event.seconds),
-            )
+            print_json(world, ReadEvent.from_attributes(event, event="read"))
         elif isinstance(event, Text | Thought):
             tokens += len(event.ids)
             kind: Literal["text", "thinking"] = "thinking" if isinstance(event, Thought) else "text"
@@ -166,12 +143,7 @@ def _stats_lines(world: World) -> Callable[[Stats | None], None]:
 
 
 def _stats_event(stats: Stats) -> StatsEvent:
-    return StatsEvent(
-        event="stats",
-        new=stats.new,
-        context=stats.context,
-        decode=stats.decode,
-        decode_tok_s=stats.decode_tok_s or None,
-        mean_acceptance_length=stats.mean_acceptance_length if stats.drafted_passes else None,
-        kv_bytes=stats.kv_bytes,
+    accepted = stats.mean_acceptance_length if stats.drafted_passes else None
+    return StatsEvent.from_attributes(
+        stats, event="stats", decode_tok_s=stats.decode_tok_s or None, mean_acceptance_length=accepted
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
@@ -171,21 +171,3 @@ class Stats:
     @property
     def kv_bytes(self) -> int:
         return sum(self.kv.values())
-
-    def as_spec(self, method: str) -> Mapping[str, object]:
-        """The `spec` object of the turn schema."""
-        return {
-            "method": method,
-            "passes": self.passes,
-            "drafted_passes": self.drafted_passes,
-            "draft_tokens": self.draft_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "tokens_per_pass": self.tokens_per_pass,
-            "acceptance_rate": self.acceptance_rate,
-            "sources": dict(self.sources),
-            "rows_per_pass": self.rows_per_pass,
-            "free_rows": self.free_rows,
-            "histogram": list(self.histogram),
-            "per_position": self.per_position,
-        }

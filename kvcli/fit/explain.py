@@ -36,22 +36,18 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
     elsewhere = ["host memory"] * has_host + ["the disk"] * has_disk
     always = min(need.context, plan.run.always)
     whole = spent.of_token * need.context
-    return FitBudget(
-        asked=spent.asked,
-        lose=spent.lose,
-        told=spent.told,
+    return FitBudget.from_attributes(
+        spent,
+        policy,
         bytes=min(need.budget, whole),
         whole=whole,
         always=always,
         always_bytes=always * spent.of_token,
-        is_late=spent.is_late,
         beside=max(0, need.kv - (whole if spent.is_late else min(need.budget, whole))),
         rungs=_rungs(spent, need.context, need.budget),
         layers=[spent.whole(i) for i in range(len(spent.shapes))],
-        score=policy.score,
         by=policy.scorer.by,
         again=plan.run.again(need.context),
-        headmap=policy.headmap,
         is_mapped=has_map if policy.headmap == "auto" else bool(policy.headmap),
         passes=TEXTS * (3 + spent.heads) if policy.headmap == "auto" else 0,
         map_seconds=_to_map(spent.heads, calibration) if policy.headmap == "auto" else None,

@@ -39,18 +39,14 @@ def document(
     """
     subject, first = outlook.subject, plans[0]
     dates = [found.date for found in calibrations.values()]
-    return FitDocument(
+    return FitDocument.from_attributes(
+        subject,
+        subject.shape,
+        first.room,
         kvcli=__version__,
         model=outlook.name,
-        layers=subject.shape.layers,
-        kv_heads=subject.shape.kv_heads,
-        head_dim=subject.shape.head_dim,
-        limit=subject.shape.limit,
-        dtype=subject.dtype,
         ctx=context,
-        device=first.room.device,
         free_bytes=first.room.available,
-        kept_free=first.room.kept_free,
         plans=[
             _entry(outlook, plan, others, calibrations.get(plan.profile.name), host).model_copy(
                 update={
@@ -73,29 +69,22 @@ def _entry(
     calibration: CalibrationDocument | None,
     host: CalibrationDocument | None,
 ) -> FitPlan:
-    parts, past = plan.need, plan.facts.beyond
+    need, past = plan.need, plan.facts.beyond
     tried = [] if plan.fits else changes(outlook.subject, plan, others, outlook.found, plan.facts)
-    return FitPlan(
+    return FitPlan.from_attributes(
+        need,
+        plan,
+        plan.profile,
         profile=plan.profile.name,
         profile_hash=plan.profile.hash,
-        exactness=plan.profile.exactness,
-        ctx=parts.context,
-        fits=plan.fits,
-        weights=parts.weights,
-        kv=parts.kv,
-        kv_tiers={plan.room.kind: parts.kv} | {k: n for k, n in (("host", parts.host), ("disk", parts.disk)) if n},
+        ctx=need.context,
+        kv_tiers={plan.room.kind: need.kv} | {k: n for k, n in (("host", need.host), ("disk", need.disk)) if n},
         kv_per_token=plan.per_token,
-        draft=parts.draft,
-        working=parts.working,
-        base=parts.base,
-        loading=parts.surge,
-        mapped=parts.mapped,
-        total=plan.total,
+        loading=need.surge,
         needed=plan.least,
-        missing=plan.missing,
         max_ctx=plan.most,
         correction=past.middle,
-        runs=FitRuns(runs=past.runs, low=past.low, high=past.high) if past.runs else None,
+        runs=FitRuns.from_attributes(past) if past.runs else None,
         binding=None if plan.fits else binding(plan),
         order=plan.run.order,
         chosen=chosen(plan),

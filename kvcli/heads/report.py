@@ -161,13 +161,8 @@ def _suggest(found: Findings) -> HeadsSuggest:
 def _check(found: Findings) -> HeadsCheck | None:
     if found.kept_full is None or found.taken is None or found.fetched is None:
         return None
-    return HeadsCheck(
-        of=found.kept_full.of,
-        whole=found.fetched.right,
-        restricted=found.kept_full.right,
-        without=found.taken.right,
-        kl=found.kept_full.kl,
-    )
+    whole, restricted, without = found.fetched.right, found.kept_full.right, found.taken.right
+    return HeadsCheck.from_attributes(found.kept_full, whole=whole, restricted=restricted, without=without)
 
 
 def _stability(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,6 +17,13 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 class Json(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True, serialize_by_alias=True)
+
+    @classmethod
+    def from_attributes(cls, *sources: object, **said: Any) -> Self:
+        """Of these fields, and of attributes that are called like the others, each of the first source that has it."""
+        rest = cls.model_fields.keys() - said
+        named = {key: getattr(one, key) for one in reversed(sources) for key in rest if hasattr(one, key)}
+        return cls(**named | said)
 
     def document(self) -> dict[str, Any]:
         """As plain data. Stand-ins for bytes of a name that is not UTF-8 would be no valid JSON: they are replaced."""

@@ -32,10 +32,7 @@ def extract_document(sources: Sequence[SourceFacts], documents: Sequence[Documen
     return ExtractDocument(
         kvcli=__version__,
         documents=[
-            Extracted(
-                source=source,
-                sections=[SectionFacts(number=s.number, label=s.label, text=s.text) for s in document.sections],
-            )
+            Extracted(source=source, sections=[SectionFacts.from_attributes(section) for section in document.sections])
             for source, document in zip(sources, documents, strict=True)
         ],
     )
@@ -49,17 +46,14 @@ def summary_document(
         SummaryTurn(parts=answered.parts, merge=answered.is_merge, cached=answered.is_cached, turn=turn)
         for answered, turn in zip(summary.turns, turns, strict=True)
     ]
-    return SummaryDocument(
+    return SummaryDocument.from_attributes(
+        summary,
         kvcli=__version__,
         source=sources[0] if len(sources) == 1 else None,
         sources=list(sources),
-        mode=summary.mode,
         parts=summary.n_parts,
         text=summary.markdown(),
         points=[_point(point, summary.checked) for point in summary.points],
-        unconfirmed=summary.unconfirmed,
-        corrected=summary.corrected,
-        notes=list(summary.notes),
         turns=told,
     )
 
@@ -75,17 +69,11 @@ def plan_document(plan: Plan, sources: Sequence[SourceFacts]) -> SummaryPlanDocu
         )
         for part, prompt in zip(plan.parts, plan.prompts, strict=True)
     ]
-    return SummaryPlanDocument(
+    return SummaryPlanDocument.from_attributes(
+        plan,
         kvcli=__version__,
         sources=list(sources),
-        mode=plan.mode,
-        why=plan.why,
         parts=parts,
-        merges=plan.merges,
-        tokens=plan.tokens,
-        answer=plan.answer,
-        limit=plan.limit,
-        seconds=plan.seconds,
         estimate_bytes=plan.estimate or None,
         available_bytes=plan.available or None,
     )
@@ -93,37 +81,28 @@ def plan_document(plan: Plan, sources: Sequence[SourceFacts]) -> SummaryPlanDocu
 
 def source_facts(document: Document, path: str, tokens: int | None = None, *, name: str = "") -> SourceFacts:
     """`name` is that of citations, if it is not the document's own."""
-    return SourceFacts(
+    return SourceFacts.from_attributes(
+        document,
         path=path,
         name=name or document.name,
-        sha256=document.sha256,
-        kind=document.kind,
-        title=document.title,
-        unit=document.unit,
         pages=document.n_pages,
-        pages_without_text=list(document.without_text),
+        pages_without_text=document.without_text,
         sections=len(document.sections),
         tokens=tokens,
-        notes=list(document.notes),
     )
 
 
 def _point(point: Point, checked: bool) -> PointFacts:
-    cites = [_cite(cite, checked) for cite in point.cites]
-    return PointFacts(
-        text=point.text, marked=point.marked, kind=point.kind, level=point.level, opens=point.opens, cites=cites
-    )
+    return PointFacts.from_attributes(point, cites=[_cite(cite, checked) for cite in point.cites])
 
 
 def _cite(cite: Cite, checked: bool) -> CiteFacts:
-    return CiteFacts(
+    return CiteFacts.from_attributes(
+        cite,
+        cite.place,
         page=_page(cite.place),
-        unit=cite.place.unit,
-        label=cite.place.label,
         document=cite.place.document or None,
         confirmed=cite.confirmed if checked else None,
-        corrected=cite.corrected,
-        instead_of=cite.instead_of,
         quote=cite.quote.text if cite.quote else None,
         chars=(cite.quote.start, cite.quote.end) if cite.quote else None,
     )
