@@ -14,7 +14,7 @@ import typer
 
 from kvcli.commands.flags import option
 from kvcli.commands.show import print_json, print_table
-from kvcli.errors import BadInput, ExitStatus, UsageError
+from kvcli.errors import BadInput, UsageError
 from kvcli.models.fetch import NAME
 from kvcli.render.figures import long_size
 
@@ -56,14 +56,14 @@ class Kept:
 
 
 @app.command()
-def info(context: typer.Context) -> int:
+def info(context: typer.Context) -> None:
     """How much there is of each kind."""
     world: World = context.obj
-    return _show(world, list(KINDS), _kept(world.paths.cache))
+    _show(world, list(KINDS), _kept(world.paths.cache))
 
 
 @app.command()
-def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dry_run: Dry = False) -> int:
+def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dry_run: Dry = False) -> None:
     """Remove what was not used for 30 days. All of it can be made again; chats and models go only if named."""
     world: World = context.obj
     if unknown := [kind for kind in kinds or [] if kind not in KINDS | BY_NAME]:
@@ -78,7 +78,7 @@ def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dr
     old = [one for one, age in ages.items() if age >= older_than * DAY]
     for one in () if dry_run else old:
         remove_path(one.path)
-    return _show(world, kinds or list(KINDS), kept, old, "would go" if dry_run else "removed")
+    _show(world, kinds or list(KINDS), kept, old, "would go" if dry_run else "removed")
 
 
 def _kept(cache: Path) -> list[Kept]:
@@ -111,7 +111,7 @@ def remove_path(path: Path) -> None:
         raise BadInput(f"cannot remove {path}: {error.strerror or error}", code="file_unwritable") from None
 
 
-def _show(world: World, kinds: Sequence[str], kept: list[Kept], gone: Sequence[Kept] = (), goes: str = "") -> int:
+def _show(world: World, kinds: Sequence[str], kept: list[Kept], gone: Sequence[Kept] = (), goes: str = "") -> None:
     """What there is, or was, and what of it `goes`, by kind."""
     from kvcli.schemas.listings import CacheDocument, CacheKind
 
@@ -129,8 +129,7 @@ def _show(world: World, kinds: Sequence[str], kept: list[Kept], gone: Sequence[K
     document = CacheDocument(folder=str(world.paths.cache), removed=goes == "removed", kinds=[of(k) for k in kinds])
     if world.options.json:
         print_json(world, document)
-        return ExitStatus.OK
+        return
     rows = [["kind", "entries", "size", goes, "what it is"]]
     rows += [[k.kind, str(k.entries), long_size(k.bytes), long_size(k.freed_bytes), k.about] for k in document.kinds]
     print_table(world, rows if goes else [[*row[:3], row[4]] for row in rows])
-    return ExitStatus.OK

@@ -10,7 +10,7 @@ import typer
 from kvcli.chat.database import NAME as SESSIONS
 from kvcli.commands.setup import SYSTEM_CONFIG, sources
 from kvcli.commands.show import print_json, print_table
-from kvcli.errors import ExitStatus, UsageError
+from kvcli.errors import UsageError
 from kvcli.fit.runs import NAME as RUNS
 from kvcli.models.fetch import NAME as MODELS
 
@@ -23,36 +23,34 @@ app = typer.Typer(add_completion=False, help="Where settings live, and the schem
 
 
 @app.command()
-def path(context: typer.Context) -> int:
+def path(context: typer.Context) -> None:
     """Files and folders that kvcli reads and writes; a dash marks what does not exist."""
     world: World = context.obj
     if world.options.json:
         from kvcli.schemas.listings import PathsDocument
 
         print_json(world, PathsDocument(paths={name: str(p) for name, p in places(world).items()}))
-        return ExitStatus.OK
+        return
     rows = [[name, str(p), "" if p.exists() else "–"] for name, p in places(world).items()]
     print_table(world, [["what", "where", ""], *rows])
-    return ExitStatus.OK
 
 
 @app.command()
 def schema(
     context: typer.Context,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="turn, error, ...; none lists them.")] = None,
-) -> int:
+) -> None:
     """Print the JSON Schema of a document."""
     from kvcli.schemas.documents import DOCUMENTS, json_schema
 
     world: World = context.obj
     if name is None:
         world.stdout.write("".join(f"{known}\n" for known in DOCUMENTS))
-        return ExitStatus.OK
+        return
     bare = name.removeprefix("kvcli.").partition("/")[0]
     if bare not in DOCUMENTS:
         raise UsageError(f"there is no schema {name!r}", try_=[f"kvcli config schema {n}" for n in DOCUMENTS])
     world.stdout.write(json.dumps(json_schema(bare), indent=2) + "\n")
-    return ExitStatus.OK
 
 
 def places(world: World) -> dict[str, Path]:

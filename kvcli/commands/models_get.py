@@ -11,7 +11,7 @@ import typer
 from kvcli.commands.ask import agrees, tell
 from kvcli.commands.setup import config_of, entry_of, find
 from kvcli.commands.show import print_json, print_table
-from kvcli.errors import BadModel, ExitStatus, UsageError
+from kvcli.errors import BadModel, UsageError
 from kvcli.files import check_room
 from kvcli.models.catalog import BY_NAME, TOKENS, Known
 from kvcli.models.fetch import Fetching, file_of, is_whole, terms_of
@@ -28,7 +28,7 @@ NAME = "A name of the list, or OWNER/NAME of the hub."
 Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
 
 
-def suggest(context: typer.Context) -> int:
+def suggest(context: typer.Context) -> None:
     """Real models for this machine's memory, those that run with ease first, and what to type for each."""
     from kvcli.fit import room
     from kvcli.render.figures import count, long_size
@@ -42,7 +42,7 @@ def suggest(context: typer.Context) -> int:
             device=found.device, available_bytes=found.available, total_bytes=whole, models=entries
         )
         print_json(world, document)
-        return ExitStatus.OK
+        return
     free = f"{long_size(found.available)} of {long_size(whole)} are free on {found.device}"
     tell(world, f"{free}; takes: with {count(TOKENS)} tokens; *: recommended")
     if now := [e.name for e in entries if e.fits and e.needs_bytes > found.usable]:
@@ -57,7 +57,6 @@ def suggest(context: typer.Context) -> int:
         rows.append([name, size, takes, count(e.context) if e.fits else "–", e.about, e.licence, typed])
     unbroken = ["download", "takes", *(["to get it"] if world.width() >= WIDE else [])]
     print_table(world, rows, drop=["licence", "good for", "download", "context", "takes"], unbroken=unbroken)
-    return ExitStatus.OK
 
 
 def ranked(world: World, usable: int) -> list[Suggestion]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvcli.commands import flags as o
-from kvcli.errors import ExitStatus, UsageError
+from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
     from kvcli.commands.heads_out import Outlet
@@ -82,7 +82,7 @@ def profile_heads(
     dtype: o.Dtype = None,
     quant: o.Quant = None,
     allow_pickle: o.Pickle = False,
-) -> int:
+) -> None:
     """What each attention head does, and which need the whole past.
 
     Where heads look in a text (prompt), what is lost when one sees only the
@@ -101,7 +101,7 @@ def profile_heads(
     profile = setup.profile()
     chosen: dict[str, object] = {"criterion": criterion, "recovery": recovery, "keep": keep}
     ask = _ask(setup, profile, chosen, probe, context_, layers, prompt or [], texts, seed, stability)
-    return _run(setup, profile, ask, outlet(world, setup.name, ask, show, top, compare, out, emit))
+    _run(setup, profile, ask, outlet(world, setup.name, ask, show, top, compare, out, emit))
 
 
 def _ask(
@@ -191,7 +191,7 @@ def _layers(text: str | None) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _run(setup: Setup, profile: Profile, ask: Ask, outlet: Outlet) -> int:
+def _run(setup: Setup, profile: Profile, ask: Ask, outlet: Outlet) -> None:
     from kvcli.commands.interrupt import Interrupt, insisting
     from kvcli.render.bench_progress import progress
     from kvcli.render.screen import Screen
@@ -206,7 +206,6 @@ def _run(setup: Setup, profile: Profile, ask: Ask, outlet: Outlet) -> int:
             found = probe(model, ask, _tell(bar, cancel))
             made, tokens = document(model, ask, found), strip(model, found.reading)
     outlet.finish(made, tokens)
-    return ExitStatus.OK
 
 
 def _reading(profile: Profile) -> Profile:

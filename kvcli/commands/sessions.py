@@ -14,7 +14,7 @@ from kvcli.commands.ask import agrees, tell
 from kvcli.commands.flags import option
 from kvcli.commands.keep import facts, sessions_of
 from kvcli.commands.show import print_json, print_table
-from kvcli.errors import ExitStatus, UsageError
+from kvcli.errors import UsageError
 from kvcli.outlet import neutralise
 from kvcli.render.figures import plural
 from kvcli.render.tables import GAP, clip, columns, fitting, widest
@@ -46,25 +46,25 @@ Yes = Annotated[bool, option("--yes", "-y", help="Do not ask.")]
 
 
 @app.command("list")
-def list_sessions(context: typer.Context, number: Most = 20) -> int:
+def list_sessions(context: typer.Context, number: Most = 20) -> None:
     """Kept conversations, the latest first."""
     world: World = context.obj
-    return _print(world, sessions_of(world).entries(), number, numbered=True)
+    _print(world, sessions_of(world).entries(), number, numbered=True)
 
 
 @app.command()
-def search(context: typer.Context, words: Words, number: Most = 20) -> int:
+def search(context: typer.Context, words: Words, number: Most = 20) -> None:
     """Those in which these words stand, the best first."""
     world: World = context.obj
     found = sessions_of(world).search(" ".join(words))
     if not found and not world.options.json:
         tell(world, f"no conversation has {' '.join(words)}")
-        return ExitStatus.OK
-    return _print(world, found, number)
+    else:
+        _print(world, found, number)
 
 
 @app.command()
-def show(context: typer.Context, chat: Chat = None) -> int:
+def show(context: typer.Context, chat: Chat = None) -> None:
     """Print one as Markdown, documents by name; with --json all of it, with the figures of each answer."""
     from kvcli.chat.transcript import markdown
 
@@ -75,11 +75,10 @@ def show(context: typer.Context, chat: Chat = None) -> int:
         print_json(world, saved)
     else:
         world.stdout.write(markdown(saved))
-    return ExitStatus.OK
 
 
 @app.command()
-def export(context: typer.Context, output: Out, chat: Chat = None) -> int:
+def export(context: typer.Context, output: Out, chat: Chat = None) -> None:
     """Write one to a file for others to read, or for kvcli chat --resume FILE on another machine."""
     from os.path import expanduser
 
@@ -89,22 +88,19 @@ def export(context: typer.Context, output: Out, chat: Chat = None) -> int:
     kept = sessions_of(world)
     name = kept.find(chat)
     world.stdout.write(f"{export_chat(kept.read(name)[0], world.cwd / expanduser(output))}\n")
-    return ExitStatus.OK
 
 
 @app.command()
-def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> int:
+def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> None:
     """Forget conversations for good, and what /save and earlier versions wrote of them."""
     world: World = context.obj
     kept = sessions_of(world)
     names = dict.fromkeys(kept.find(chat) for chat in chats)
-    return _remove(
-        world, kept, [entry for entry in kept.entries() if entry.id in names], yes, shlex.join(["rm", *chats])
-    )
+    _remove(world, kept, [entry for entry in kept.entries() if entry.id in names], yes, shlex.join(["rm", *chats]))
 
 
 @app.command()
-def prune(context: typer.Context, older_than: Days = 30, dry_run: Dry = False, yes: Yes = False) -> int:
+def prune(context: typer.Context, older_than: Days = 30, dry_run: Dry = False, yes: Yes = False) -> None:
     """Forget all that nothing was added to for 30 days."""
     world: World = context.obj
     if not 0 <= older_than <= LONGEST:
@@ -112,8 +108,9 @@ def prune(context: typer.Context, older_than: Days = 30, dry_run: Dry = False, y
     kept, before = sessions_of(world), datetime.now(UTC) - timedelta(days=older_than)
     old = [entry for entry in kept.entries() if _is_before(entry, before)]
     if dry_run:
-        return _print(world, old, len(old))
-    return _remove(world, kept, old, yes, f"prune --older-than {older_than}")
+        _print(world, old, len(old))
+    else:
+        _remove(world, kept, old, yes, f"prune --older-than {older_than}")
 
 
 def _is_before(entry: SessionEntry, when: datetime) -> bool:
@@ -124,7 +121,7 @@ def _is_before(entry: SessionEntry, when: datetime) -> bool:
         return False
 
 
-def _remove(world: World, kept: Sessions, entries: Sequence[SessionEntry], yes: bool, typed: str) -> int:
+def _remove(world: World, kept: Sessions, entries: Sequence[SessionEntry], yes: bool, typed: str) -> None:
     what = plural(len(entries), "conversation")
     if len(entries) == 1:
         what = f"{entries[0].id}, {facts(entries[0].title, entries[0].questions, entries[0].documents)}"
@@ -132,9 +129,9 @@ def _remove(world: World, kept: Sessions, entries: Sequence[SessionEntry], yes: 
         raise UsageError(f"{what}: not forgotten", try_=[f"kvcli sessions {typed} --yes"])
     kept.remove([entry.id for entry in entries])
     if world.options.json:
-        return _print(world, entries, len(entries), removed=True)
-    tell(world, f"forgot {what}")
-    return ExitStatus.OK
+        _print(world, entries, len(entries), removed=True)
+    else:
+        tell(world, f"forgot {what}")
 
 
 def _with_texts(world: World, rows: Sequence[Sequence[str]], texts: Sequence[str]) -> list[list[str]]:
@@ -149,14 +146,14 @@ def _with_texts(world: World, rows: Sequence[Sequence[str]], texts: Sequence[str
 
 def _print(
     world: World, entries: Sequence[SessionEntry], number: int, *, removed: bool = False, numbered: bool = False
-) -> int:
+) -> None:
     shown = entries[: max(0, number)]
     if world.options.json:
         print_json(world, SessionsDocument(total=len(entries), removed=removed, sessions=list(shown)))
-        return ExitStatus.OK
+        return
     if not entries:
         tell(world, "no conversation is kept")
-        return ExitStatus.OK
+        return
     rows = [["", "name", "questions", "files", "model", "kept"]]
     for i, e in enumerate(shown, 1):
         files = clip(e.files[0], LONG) + f" +{len(e.files) - 1}" * (len(e.files) > 1) if e.files else "–"
@@ -165,4 +162,3 @@ def _print(
     print_table(world, _with_texts(world, rows if numbered else [row[1:] for row in rows], texts))
     if len(entries) > len(shown):
         tell(world, f"{len(entries) - len(shown):,} more: -n {len(entries)}")
-    return ExitStatus.OK

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.commands import flags as o
-from kvcli.errors import ContextOverflow, ExitStatus, UsageError
+from kvcli.errors import ContextOverflow, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ def doctor(
     dtype: o.Dtype = None,
     quant: o.Quant = None,
     allow_pickle: o.Pickle = False,
-) -> int:
+) -> None:
     """How drafting under a profile fares on a model here, and why.
 
     Plain decoding and the profile take turns on one text. Shows what passes
@@ -67,7 +67,6 @@ def doctor(
         print_json(world, found)
     else:
         print_lines(world, doctor_lines(found, world.width()))
-    return ExitStatus.OK
 
 
 @app.command()
@@ -84,7 +83,7 @@ def tune(
     dtype: o.Dtype = None,
     quant: o.Quant = None,
     allow_pickle: o.Pickle = False,
-) -> int:
+) -> None:
     """Which settings of [spec] are fastest on this model here; writes them as a profile.
 
     Each text is read once, then all settings continue it in turns.
@@ -110,7 +109,6 @@ def tune(
         print_json(world, written)
     elif where.path != Path("-"):
         print_lines(world, tune_lines(written, world.width()))
-    return ExitStatus.OK
 
 
 def _setup(context: typer.Context) -> Setup:
