@@ -16,24 +16,14 @@ PROMISES = ("exact", "certified", "approx")  # of `exactness`, the strictest fir
 
 
 def clashes(profile: Profile) -> list[Clash]:
-    """Settings that cannot both be kept. `exactness` promises what store, policy and prefill leave unchanged."""
-    found = []
-    if profile.exactness != "approx" and profile.kv.dtype not in ("auto", profile.load.dtype):
-        cannot = f'"{profile.exactness}" cannot be kept'
-        found.append(Clash("exactness", "kv.dtype", cannot, "which may round keys and values"))
+    """Settings that cannot both be kept."""
+    found = promise_clashes(profile)
     found += memory_clashes(profile)
     found += form_clashes(profile)
     found += demotion_clashes(profile)
     found += budget_clashes(profile)
     found += idle_keys(profile)
     found += unread_keys(profile)
-    if profile.exactness != "approx" and profile.policy.every is not None and not profile.is_checked:
-        because = "which forgets part of the text" + _could_check(profile)
-        found.append(Clash("exactness", "policy.name", f'"{profile.exactness}" cannot be kept', because))
-    if profile.exactness != "approx" and profile.prune.reads:
-        because = "which leaves tokens of a prompt behind"
-        found.append(Clash("exactness", "prune.method", f'"{profile.exactness}" cannot be kept', because))
-    found += recall_clashes(profile)
     found += order_clashes(profile)
     found += return_clashes(profile)
     found += reuse_clashes(profile)
@@ -41,6 +31,34 @@ def clashes(profile: Profile) -> list[Clash]:
     found += check_clashes(profile)
     found += step_clashes(profile)
     return found
+
+
+def promise_clashes(profile: Profile) -> list[Clash]:
+    """Of `exactness`: it promises what store, policy and prefill leave unchanged."""
+    promised, kv, recall, rounds = profile.exactness, profile.kv, profile.recall, "which rounds keys and values"
+    if promised == "approx":
+        return []
+    could = '; with spec.method = "self" that only guesses, and the whole past writes'
+    could = could if promised == "exact" and not profile.spec.checks else ""
+    packed = [key for key in ("kv.k_bits", "kv.v_bits") if getattr(kv, key.removeprefix("kv.")) < 16]
+    shrinks = {
+        **dict.fromkeys(packed or ["form.method"] * bool(profile.form.packs(kv)), rounds + could),
+        "memory.ladder": any(map(_packs_more, profile.memory.ladder)) and rounds,
+        "policy.name": profile.policy.every is not None and "which forgets part of the text" + could,
+        "recall.method": PROMISES.index(promised) < PROMISES.index(recall.promise)
+        and "which reads a part of what is stored" + could,
+    }
+    breaks = {
+        "kv.dtype": kv.dtype not in ("auto", profile.load.dtype) and "which may round keys and values",
+        **({} if profile.is_checked else shrinks),
+        "prune.method": bool(profile.prune.reads) and "which leaves tokens of a prompt behind",
+        "reuse.method": bool(profile.reuse.reuses) and "which takes over what was read behind another text",
+        "context.on_overflow": profile.context.on_overflow == "compress"
+        and "which forgets part of a chat that outlives its window",
+        "steps.method": bool(profile.steps.takes) and "which takes steps that another model wrote",
+    }
+    cannot = f'"{promised}" cannot be kept'
+    return [Clash("exactness", key, cannot, because) for key, because in breaks.items() if because]
 
 
 def check_clashes(profile: Profile) -> list[Clash]:
@@ -56,42 +74,27 @@ def check_clashes(profile: Profile) -> list[Clash]:
     return found
 
 
-def _could_check(profile: Profile) -> str:
-    """What would keep the promise of `exactness` all the same."""
-    could = profile.exactness == "exact" and not profile.spec.checks
-    return '; with spec.method = "self" that only guesses, and the whole past writes' if could else ""
-
-
 def step_clashes(profile: Profile) -> list[Clash]:
     """Of `[steps]`: it changes the text, and adds to a past in which nothing is chosen by what rows asked for."""
     if not profile.steps.takes:
         return []
-    found, key = list[Clash](), "steps.method"
-    if profile.exactness != "approx":
-        because = "which takes steps that another model wrote"
-        found.append(Clash("exactness", key, f'"{profile.exactness}" cannot be kept', because))
     others = {
         "spec.method": profile.spec.method != "off" and "which drafts token by token what is written by steps",
         "policy.name": profile.policy.every is not None and "which judges by the rows of each pass",
         "prune.method": bool(profile.prune.reads) and "which has tokens of the prompt come back between passes",
     }
     cannot = f'"{profile.steps.method}" cannot be kept'
-    return found + [Clash(key, other, cannot, because) for other, because in others.items() if because]
+    return [Clash("steps.method", other, cannot, because) for other, because in others.items() if because]
 
 
 def overflow_clashes(profile: Profile) -> list[Clash]:
     """Of a chat whose beginning is held in fewer slots: those of a past that is whole, as it was stored."""
     if profile.context.on_overflow != "compress":
         return []
-    key, found = "context.on_overflow", list[Clash]()
-    if profile.exactness != "approx":
-        because = "which forgets part of a chat that outlives its window"
-        found.append(Clash("exactness", key, f'"{profile.exactness}" cannot be kept', because))
+    key, cannot = "context.on_overflow", '"compress" cannot be kept'
     others = {**_shapes(profile), "prune.method": bool(profile.prune.reads), "reuse.method": bool(profile.reuse.reuses)}
     because = "and what is made smaller is a whole past, as it was stored"
-    return found + [
-        Clash(key, other, '"compress" cannot be kept', because) for other, is_set in others.items() if is_set
-    ]
+    return [Clash(key, other, cannot, because) for other, is_set in others.items() if is_set]
 
 
 def _shapes(profile: Profile) -> dict[str, bool]:
@@ -134,10 +137,6 @@ def reuse_clashes(profile: Profile) -> list[Clash]:
     """Of `[reuse]`: it rests on a past of which nothing was let go, and that was read in full."""
     if not profile.reuse.reuses:
         return []
-    found = []
-    if profile.exactness != "approx":
-        because = "which takes over what was read behind another text"
-        found.append(Clash("exactness", "reuse.method", f'"{profile.exactness}" cannot be kept', because))
     cannot, others = (
         "nothing can be taken over",
         {
@@ -146,29 +145,13 @@ def reuse_clashes(profile: Profile) -> list[Clash]:
             "recall.method": profile.recall.every is not None and "whose index is made of what is read",
         },
     )
-    return found + [Clash("reuse.method", key, cannot, because) for key, because in others.items() if because]
-
-
-def recall_clashes(profile: Profile) -> list[Clash]:
-    """Of `[recall]`: what it promises."""
-    found = []
-    if PROMISES.index(profile.exactness) < PROMISES.index(profile.recall.promise) and not profile.is_checked:
-        because = "which reads a part of what is stored" + _could_check(profile)
-        found.append(Clash("exactness", "recall.method", f'"{profile.exactness}" cannot be kept', because))
-    return found
+    return [Clash("reuse.method", key, cannot, because) for key, because in others.items() if because]
 
 
 def memory_clashes(profile: Profile) -> list[Clash]:
-    """Of `[kv]` and `[memory]`: packing rounds, and so do the steps that pack; a step must be one that can be taken."""
-    found = []
-    rounds, memory = "which rounds keys and values", profile.memory
+    """Of `[kv]` and `[memory]`: a step must be one that can be taken."""
+    found, memory = list[Clash](), profile.memory
     bits = {f"kv.{key}": getattr(profile.kv, key) for key in ("k_bits", "v_bits")}
-    if profile.exactness != "approx" and not profile.is_checked:  # nothing bounds what rounding does
-        cannot, could = f'"{profile.exactness}" cannot be kept', _could_check(profile)
-        by = [key for key, n in bits.items() if n < 16] or ["form.method"] * bool(profile.form.packs(profile.kv))
-        found += [Clash("exactness", key, cannot, rounds + could) for key in by]
-        if any(step.startswith(tuple(bits)) for step in memory.ladder):
-            found.append(Clash("exactness", "memory.ladder", cannot, rounds))
     set_by = dict.fromkeys(bits, "")  # an earlier step, or the profile
     below = any(step.startswith(("memory.host", "memory.disk=")) for step in memory.ladder)
     if memory.reach != "auto" and not (below or _is_there(memory.host) or _is_there(memory.disk)):
@@ -204,7 +187,7 @@ def form_clashes(profile: Profile) -> list[Clash]:
     ]
     for step in profile.memory.ladder:
         bits, _, value = step.partition("=")
-        if bits in ("kv.k_bits", "kv.v_bits") and not found:
+        if _packs_more(step) and not found:
             packed: dict[str, Any] = {bits.removeprefix("kv."): int(value)}
             refused = form.refuses(replace(profile.kv, **packed))
             if bits in refused:
@@ -343,5 +326,9 @@ def _is_there(size: str) -> bool:
 
 def _packs(profile: Profile) -> bool:
     """Is anything packed, now or when memory runs out?"""
-    steps = [step.startswith(("kv.k_bits", "kv.v_bits")) for step in profile.memory.ladder]
-    return bool(profile.form.packs(profile.kv)) or any(steps)
+    return bool(profile.form.packs(profile.kv)) or any(map(_packs_more, profile.memory.ladder))
+
+
+def _packs_more(step: str) -> bool:
+    """Does this step of `memory.ladder` pack keys or values?"""
+    return step.startswith(("kv.k_bits", "kv.v_bits"))
