@@ -140,11 +140,11 @@ def test_figures_that_cannot_be_reckoned_with_are_damage_too(tmp_path, damage):
     assert "damaged" in told[0]
 
 
-def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(demo, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "bandwidth", None)
     (tmp_path / "calibration").write_text("a file where the folder should be")
     with pytest.raises(KvcliError) as caught:
-        calibrate(None, tmp_path)
+        calibrate(demo, tmp_path)
     assert caught.value.code == "not_kept"
 
 

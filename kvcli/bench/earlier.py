@@ -31,7 +31,7 @@ def _conditions(document: BenchDocument) -> Mapping[str, str]:
         "model": model.id,
         "dtype": model.dtype,
         "quant": model.quant,
-        "processor": str(env.gpus[0] if env.device.startswith("cuda") and env.gpus else env.cpu),
+        "processor": str(env.machine),
         "device": env.device,
         "threads": str(env.threads),
         "torch": str(env.versions.get("torch")),

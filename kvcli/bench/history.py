@@ -65,12 +65,11 @@ def _wanted(entry: HistoryEntry, ctx: Sequence[int], workloads: Sequence[str]) -
 
 
 def _entries(document: BenchDocument, file: str) -> Iterator[HistoryEntry]:
-    env = document.env
     for row in document.rows:
         ratio = row.ratio.tok_s
         yield HistoryEntry.from_attributes(
             row,
-            env,
+            document.env,
             document,
             profile=row.profile + (f", temperature {document.args.temperature:g}" if document.args.temperature else ""),
             tok_s=row.median.tok_s,
@@ -78,6 +77,5 @@ def _entries(document: BenchDocument, file: str) -> Iterator[HistoryEntry]:
             ratio=ratio.median if ratio else None,
             verdict=ratio.verdict if ratio else None,
             same=row.same.share if row.same else None,
-            machine=env.gpus[0] if env.device.startswith("cuda") and env.gpus else env.cpu,
             file=file,
         )

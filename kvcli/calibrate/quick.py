@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.calibrate.passes import ROWS as GRID
 from kvcli.calibrate.passes import contexts, filled, once
-from kvcli.calibrate.run import facts_of, fingerprint_of
+from kvcli.calibrate.run import fingerprint_of
 from kvcli.files import private_folder, write_private
 from kvcli.fit.calibration import file_of, machine_fingerprint
 from kvcli.schemas.fit import PassTime, QuickTimes
@@ -32,12 +32,13 @@ RETRY = 24 * 3600  # seconds after which a look that saw nothing is taken again
 
 def quick_costs(model: Model, cache: Path, tell: Callable[[str], None]) -> list[PassTime]:
     """Pass times of this model here: as kept, or measured and kept. A cache that cannot be used is no obstacle."""
-    file = file_of(cache, machine_fingerprint(model.info.device), f"{fingerprint_of(model)}-quick")
+    name = fingerprint_of(model)
+    file = file_of(cache, machine_fingerprint(model.info.device), f"{name}-quick")
     if (kept := _kept(file)) is not None:
         return kept
     tell("timing a few passes")
     passes = quick_times(model.lm)  # none of a model that is too slow: not to be tried at each start
-    times = QuickTimes.model_validate(facts_of(model) | {"passes": passes})
+    times = QuickTimes.from_attributes(model.info, fingerprint=name, passes=passes)
     with suppress(OSError):  # measured again the next time, which costs a second
         private_folder(file.parent)
         write_private(file, times.model_dump_json(by_alias=True) + "\n")

@@ -23,16 +23,14 @@ if TYPE_CHECKING:
 Tell = Callable[[str], None]
 
 
-def calibrate(
-    model: Model | None, cache: Path, device: str = "cpu", tell: Tell = lambda _: None
-) -> CalibrationDocument:
-    """Measure the machine, and the pass times of `model` if there is one, which is then where it is measured."""
+def calibrate(model: Model, cache: Path, tell: Tell = lambda _: None) -> CalibrationDocument:
+    """Measure the machine where `model` is, and the model's pass times."""
     import torch
 
     from kvcli.calibrate import machine as measured
     from kvcli.models import machine
 
-    at = model.lm.device if model is not None else torch.device(device)
+    at = model.lm.device
     name = _name(at)
     folder_of(cache)
     tell("measuring memory and products")
@@ -48,11 +46,10 @@ def calibrate(
         gemm={kind: measured.gemm(at, getattr(torch, kind)) for kind in ("bfloat16", "float32")},
         launch=measured.launch(at),
         links=measured.links(at),
-        disk=measured.disk(_weights_file(model)) if model is not None else None,
-        model=_times(model, tell) if model is not None else None,
+        disk=measured.disk(_weights_file(model)),
+        model=_times(model, tell),
     )
-    if found.model is not None:
-        save_calibration(cache, found.model_copy(update={"model": None}))
+    save_calibration(cache, found.model_copy(update={"model": None}))
     save_calibration(cache, found)
     return found
 
@@ -86,17 +83,11 @@ def fingerprint_of(model: Model) -> str:
     return model_fingerprint(info.dtype, info.quant, info.layers, hidden, info.vocab, info.id, weights)
 
 
-def facts_of(model: Model) -> dict[str, object]:
-    """Whose times they are."""
-    info = model.info
-    facts = {"id": info.id, "dtype": info.dtype, "quant": info.quant, "device": info.device}
-    return {**facts, "fingerprint": fingerprint_of(model)}
-
-
 def _times(model: Model, tell: Tell) -> ModelTimes:
     from kvcli.calibrate.passes import pass_times
 
-    return ModelTimes.model_validate(facts_of(model) | {"passes": pass_times(model.lm, tell)})
+    passes = pass_times(model.lm, tell)
+    return ModelTimes.from_attributes(model.info, fingerprint=fingerprint_of(model), passes=passes)
 
 
 def _weights_file(model: Model) -> Path:

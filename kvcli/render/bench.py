@@ -25,11 +25,9 @@ def table(document: BenchDocument, width: int) -> list[str]:
     """Header, blocks, what the columns mean, and what makes them unsure."""
     lines = [*fold(heading(document), width), ""]
     shown = set[str]()
-    for ctx, workload in blocks(document):
-        rows = [row for row in document.rows if (row.ctx, row.workload) == (ctx, workload)]
+    for (ctx, workload), rows in blocks(document).items():
         names, cells_below = block(rows, document, width)
-        name = workload
-        lines += [*fold(f"{name} · {ctx:,} tokens, {rows[0].new:,} of them new", width), *cells_below]
+        lines += [*fold(f"{workload} · {ctx:,} tokens, {rows[0].new:,} of them new", width), *cells_below]
         lines += [*fold(ranges(rows), width), ""] if ranges(rows) else [""]
         shown |= set(names)
     for line in [legend(document, shown), *weights(document), *differences(document), where(document)]:
@@ -72,20 +70,28 @@ def where(document: BenchDocument) -> str:
     return " · ".join([*parts, env.date[:16].replace("T", " ")])
 
 
-def blocks(document: BenchDocument) -> list[tuple[int, str]]:
-    """(context, workload) in the order they ran."""
-    return list(dict.fromkeys((row.ctx, row.workload) for row in document.rows))
+def blocks(document: BenchDocument) -> dict[tuple[int, str], list[BenchRow]]:
+    """Rows by (context, workload), in the order they ran."""
+    found: dict[tuple[int, str], list[BenchRow]] = {}
+    for row in document.rows:
+        found.setdefault((row.ctx, row.workload), []).append(row)
+    return found
+
+
+def filled(rows: Sequence[BenchRow], document: BenchDocument) -> list[str]:
+    """The columns that hold anything."""
+    return [name for name in CELLS if any(CELLS[name](row, document) != NONE for row in rows)]
 
 
 def block(rows: Sequence[BenchRow], document: BenchDocument, width: int) -> tuple[list[str], list[str]]:
     """The columns that fit, and the lines of one table."""
-    names = [name for name in CELLS if any(CELLS[name](row, document) != NONE for row in rows)]
-    found = fitting([["profile", *names], *(_cells(row, document, names) for row in rows)], width, DROPPED)
+    found = fitting(cells(rows, document, filled(rows, document)), width, DROPPED)
     return found[0][1:], columns(found, width)
 
 
-def _cells(row: BenchRow, document: BenchDocument, names: Sequence[str]) -> list[str]:
-    return [row.profile, *(CELLS[name](row, document) for name in names)]
+def cells(rows: Sequence[BenchRow], document: BenchDocument, names: Collection[str]) -> list[list[str]]:
+    """A header, and one line a row, of these columns."""
+    return [["profile", *names], *([row.profile, *(CELLS[name](row, document) for name in names)] for row in rows)]
 
 
 def speed(row: BenchRow, _: BenchDocument) -> str:

@@ -29,7 +29,7 @@ def html(document: BenchDocument) -> str:
     """The page of a document."""
     title = tag("header", tag("h1", document.model.id), tag("p", b.heading(document), class_="sub"))
     parts = [_warnings(document), _glance(document), _headline(document)]
-    parts += [_block(document, ctx, workload) for ctx, workload in b.blocks(document)]
+    parts += [_block(document, rows) for rows in b.blocks(document).values()]
     parts += [_over_contexts(document), quality.panel(document), setup.checks(document), setup.fine_print(document)]
     return page(f"{document.model.id}: kvcli bench", "bench_report.css", title, *parts)
 
@@ -51,7 +51,7 @@ def _glance(document: BenchDocument) -> Markup:
         return Markup("")
     workload = document.rows[0].workload
     ctx = max(row.ctx for row in document.rows if row.workload == workload)
-    rows = [row for row in document.rows if (row.ctx, row.workload) == (ctx, workload)]
+    rows = b.blocks(document)[ctx, workload]
     cards = [tag("div", tag("h3", what), tag("p", big, class_="big"), tag("p", small)) for what, big, small in
              _facts(document, rows)]  # fmt: skip
     return section(f"{workload}, {ctx:,} tokens", tag("div", cards, class_="cards"))
@@ -90,7 +90,7 @@ def _headline(document: BenchDocument) -> Markup:
     held = {(row.profile, row.ctx, row.workload): row for row in document.rows}
     names = dict.fromkeys(row.profile for row in document.rows)
     lines = [[name, *(_headline_cell(held.get((name, *block)), document) for block in blocks)] for name in names]
-    text = tag("p", b.legend(document, _columns(document, document.rows)), class_="legendtext")
+    text = tag("p", b.legend(document, b.filled(document.rows, document)), class_="legendtext")
     return section("Decoding, tokens a second", data_table(["", *head], lines), text)
 
 
@@ -127,23 +127,17 @@ def _ratio(ratio: Ratio | None, of: str) -> str:
 # ---- one context and workload ----
 
 
-def _block(document: BenchDocument, ctx: int, workload: str) -> Markup:
-    rows = [row for row in document.rows if (row.ctx, row.workload) == (ctx, workload)]
+def _block(document: BenchDocument, rows: Sequence[BenchRow]) -> Markup:
     base = next((row.median.tok_s for row in rows if row.profile == document.baseline), None)
     drawn = [charts.bars([_bar(row, document) for row in rows], "tok/s", base)]
     if any(row.median.tok_s for row in rows):
         drawn.append(tag("p", "bar: median · thin line: lowest to highest · dots: repetitions · dashed: ",
                          document.baseline, class_="legendtext"))  # fmt: skip
     left = tag("div", tag("h3", "Decoding speed"), drawn)
-    names = _columns(document, rows)
-    lines = [[row.profile, *(b.CELLS[name](row, document) for name in names)] for row in rows]
+    head, *lines = b.cells(rows, document, b.filled(rows, document))
     both = tag("div", left, _memory(document, rows), class_="pair")
-    return section(f"{workload} · {ctx:,} tokens, {rows[0].new:,} of them new", both, data_table(["", *names], lines))
-
-
-def _columns(document: BenchDocument, rows: Sequence[BenchRow]) -> list[str]:
-    """Those that hold anything."""
-    return [name for name in b.CELLS if any(b.CELLS[name](row, document) != b.NONE for row in rows)]
+    title = f"{rows[0].workload} · {rows[0].ctx:,} tokens, {rows[0].new:,} of them new"
+    return section(title, both, data_table(["", *head[1:]], lines))
 
 
 def _span(row: BenchRow, figure: str) -> charts.Span | None:

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING
 
 from kvcli.outlet import escaped, neutralise
 from kvcli.render import quality as q
-from kvcli.render.bench import CELLS, NONE, blocks, differences, heading, legend, ranges, share_words, weights, where
+from kvcli.render.bench import (
+    CELLS,
+    NONE,
+    blocks,
+    cells,
+    differences,
+    heading,
+    legend,
+    ranges,
+    share_words,
+    weights,
+    where,
+)
 from kvcli.render.figures import BARS
 from kvcli.schemas.bench import BenchLine
 
@@ -23,28 +35,23 @@ TREND = 12  # results in a sparkline
 def markdown(document: BenchDocument) -> str:
     """A heading line, one table for each context and workload, and what the columns mean."""
     lines = [f"**{_cell(heading(document))}**", "", _cell(where(document))]
-    for ctx, workload in blocks(document):
-        rows = [row for row in document.rows if (row.ctx, row.workload) == (ctx, workload)]
+    for (ctx, workload), rows in blocks(document).items():
         lines += ["", f"{_cell(workload)}, {ctx:,} tokens, {rows[0].new:,} of them new:", ""]
-        lines += ["| profile | " + " | ".join(CELLS) + " |", "|---" + "|---:" * len(CELLS) + "|"]
-        for row in rows:
-            lines.append(
-                "| " + " | ".join(map(_cell, [row.profile, *(of(row, document) for of in CELLS.values())])) + " |"
-            )
+        lines += _markdown_table(cells(rows, document, CELLS))
         lines += ["", _cell(ranges(rows))] if ranges(rows) else []
     lines += ["", legend(document, CELLS)]
     lines += [f"- {_cell(line)}" for line in (*weights(document), *differences(document))]
     lines += [f"- {_cell(note)}" for note in document.notes]
     if document.quality is not None:
-        for name, cells in q.shown(document.quality):
-            lines += ["", f"{_cell(name)}:", "", *_markdown_table(cells)]
+        for name, table in q.shown(document.quality):
+            lines += ["", f"{_cell(name)}:", "", *_markdown_table(table)]
         lines += ["", *(f"- {_cell(note)}" for note in q.notes(document.quality))]
     return "\n".join(lines) + "\n"
 
 
-def _markdown_table(cells: Sequence[Sequence[str]]) -> list[str]:
-    head, *rest = ("| " + " | ".join(map(_cell, line)) + " |" for line in cells)
-    return [head, "|---" + "|---:" * (len(cells[0]) - 1) + "|", *rest]
+def _markdown_table(table: Sequence[Sequence[str]]) -> list[str]:
+    head, *rest = ("| " + " | ".join(map(_cell, line)) + " |" for line in table)
+    return [head, "|---" + "|---:" * (len(table[0]) - 1) + "|", *rest]
 
 
 def _cell(text: str) -> str:
@@ -88,16 +95,7 @@ def _flat(document: BenchDocument, row: BenchRow | None) -> dict[str, object]:
 
 def json_lines(document: BenchDocument) -> str:
     """One object a row, each of which can stand alone."""
-    env = document.env
-    common = {
-        "kvcli": document.kvcli,
-        "model": document.model.id,
-        "date": env.date,
-        "commit": env.commit,
-        "machine": env.gpus[0] if env.device.startswith("cuda") and env.gpus else env.cpu,
-        "baseline": document.baseline,
-    }
-    lines = [BenchLine.model_validate(row.model_dump() | common) for row in document.rows]
+    lines = [BenchLine.from_attributes(row, document.env, document, model=document.model.id) for row in document.rows]
     return "".join(escaped(json.dumps(line.document(), ensure_ascii=False)) + "\n" for line in lines)
 
 

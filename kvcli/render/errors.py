@@ -15,29 +15,27 @@ TRY = "  try: "
 
 def print_error(err: Terminal, error: KvcliError) -> None:
     """`error: ...  [code]`, the lines with the numbers, and `try:` where there is something to try."""
-    _block(err, "error", "red", error.message, error.code, error.lines, error.try_)
+    _block(err, "error", "red", "\n".join([error.message, *error.lines]), error.code)
+    _attempts(err, error.try_)
 
 
-def print_warning(err: Terminal, text: str, *, code: str = "", lines: Sequence[str] = ()) -> None:
+def print_warning(err: Terminal, text: str) -> None:
     """Something the user should change, though the work went on."""
-    _block(err, "warning", "yellow", text, code, lines, ())
+    _block(err, "warning", "yellow", text)
 
 
-def print_note(err: Terminal, text: str, *, code: str = "", lines: Sequence[str] = ()) -> None:
+def print_note(err: Terminal, text: str) -> None:
     """Something the user should know."""
-    _block(err, "note", "cyan", text, code, lines, ())
+    _block(err, "note", "cyan", text)
 
 
-def _block(
-    err: Terminal, word: str, style: str, message: str, code: str, lines: Sequence[str], try_: Sequence[str]
-) -> None:
-    first, *more = message.split("\n")
+def _block(err: Terminal, word: str, style: str, text: str, code: str = "") -> None:
+    first, *lines = text.split("\n")
     for row in _headline(word, style, first, code, err.width):
         err.line(*row)
-    for line in "\n".join([*more, *lines]).split("\n") if more or lines else ():
+    for line in lines:
         for part in folded(line, err.width, 2):
             err.line((f"  {part}", ""))
-    _attempts(err, try_)
 
 
 def _headline(word: str, style: str, message: str, code: str, width: int) -> list[list[Span]]:

@@ -57,8 +57,8 @@ def agreement_table(document: AgreementDocument) -> list[list[str]]:
     lines = []
     for row in document.rows:
         name = row.profile + (" (control)" if row.role == "control" else "")
-        share = [percent(row.agreement.mean), _range(row.agreement, "{:.0%}")]
-        nats = [text for e in (row.kl, row.delta_nll) for text in (f"{e.mean:.3f}", _range(e, "{:.3f}"))]
+        share = [percent(row.agreement.mean), _interval(row.agreement, "{:.0%}")]
+        nats = [text for e in (row.kl, row.delta_nll) for text in (f"{e.mean:.3f}", _interval(e, "{:.3f}"))]
         lines.append([name, percent(row.kept), *share, *nats])
     return [head, *lines]
 
@@ -134,16 +134,10 @@ def _score(share: float) -> str:
     return f"{share:.2f}"
 
 
-def _interval(difference: Difference | None) -> str:
-    if difference is None or difference.low is None or difference.high is None:
+def _interval(of: Difference | Estimate | None, form: str = "{:+.2f}") -> str:
+    if of is None or of.low is None or of.high is None:
         return NONE
-    return f"{difference.low:+.2f} … {difference.high:+.2f}"
-
-
-def _range(estimate: Estimate, form: str) -> str:
-    if estimate.low is None or estimate.high is None:
-        return NONE
-    return f"{form.format(estimate.low)} … {form.format(estimate.high)}"
+    return f"{form.format(of.low)} … {form.format(of.high)}"
 
 
 def _p(test: McNemar | None) -> str:

@@ -41,6 +41,11 @@ class BenchEnv(Json):
     load_after: list[float] | None
     quiet: bool | None = Field(description="no other program kept the cores busy; null where the system cannot tell")
 
+    @property
+    def machine(self) -> str | None:
+        """The processor or GPU that `device` means."""
+        return self.gpus[0] if self.device.startswith("cuda") and self.gpus else self.cpu
+
 
 class BenchArgs(Json):
     """What was asked for, with the defaults filled in."""

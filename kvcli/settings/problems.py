@@ -53,7 +53,7 @@ class Problem:
         }
 
 
-def bad_config(problems: Sequence[Problem], try_: Sequence[str] = ()) -> BadConfig:
+def bad_config(problems: Sequence[Problem]) -> BadConfig:
     """One error for all of them, in the order of the sources and then of the lines."""
     unique = list(dict.fromkeys(problems))
     sources = list(dict.fromkeys(p.place.source for p in unique))
@@ -62,7 +62,6 @@ def bad_config(problems: Sequence[Problem], try_: Sequence[str] = ()) -> BadConf
         f"{len(unique)} problem{'s' * (len(unique) != 1)} in {_counted(unique)}",
         lines=[line for p in unique for line in p.render()],
         detail={"problems": [p.as_detail() for p in unique]},
-        try_=try_,
     )
 
 
