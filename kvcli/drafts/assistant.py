@@ -7,7 +7,7 @@ Tokens are drawn from the model itself and compared with guesses afterwards, so 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.drafts.company import Company
 from kvcli.settings.schema import Quant, Range, Second
@@ -27,6 +27,8 @@ class AssistantDraft(Company):
     quant: Quant = "none"  # precision of its weights
     depth: Annotated[int, Range(1, 64)] = 4  # tokens that it guesses in a row, at most
 
+    states: ClassVar[int] = 0  # of layers of the model that drafts that keep one: it has none
+
     @property
     def second(self) -> Second:
         """The model that drafts. Raises BadConfig where none is named."""
@@ -44,11 +46,6 @@ class AssistantDraft(Company):
     def second_rows(self) -> tuple[int, int]:
         """Rows of its passes, at most: of one that reads, and of one all of whose rows have logits."""
         return 1, self.branches
-
-    @property
-    def states(self) -> int:
-        """Of layers of the model that drafts that keep one: it has none."""
-        return 0
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet."""

@@ -57,6 +57,8 @@ class Lent:
 class AssistantHead(Listening):
     """Follows a text by the state that led to its newest token."""
 
+    missing = 1  # one row reads the text
+
     def __init__(self, lm: LM, head: LM) -> None:
         super().__init__(lm, head)
         self._layers = lenders(lm, head)
@@ -65,11 +67,6 @@ class AssistantHead(Listening):
         """The state is not known."""
         self._at, self._state = 0, torch.empty(0)  # [1, E]: of the token before the one at this position
         self._grown = self._state  # [1 + n, E]: that, then its own, of guesses
-
-    @property
-    def missing(self) -> int:
-        """One row reads the text."""
-        return 1
 
     def usage(self) -> list[Usage]:
         """It stores nothing."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafter import Costs, Glance, Pair, Past
-    from kvcli.engine.feed import Glean
+    from kvcli.engine.drafter import Costs, Pair, Past
     from kvcli.engine.report import Report
     from kvcli.engine.rows import Draft
     from kvcli.engine.sample import Sampler
@@ -23,11 +22,9 @@ class Off:
     strict: ClassVar[bool] = False  # nothing to be strict about
     second: ClassVar[None] = None  # no model that drafts
     checks: ClassVar[bool] = False  # nor anything to check
-
-    @property
-    def rows(self) -> int:
-        """Of a pass, at most: what memory is planned with."""
-        return 1
+    rows: ClassVar[int] = 1  # of a pass, at most: what memory is planned with
+    view: ClassVar[None] = None
+    glean: ClassVar[None] = None
 
     def kept(self, n: int, device: str = "cpu") -> int:
         """Of n tokens, those whose keys and values layers of its own have there: what memory is planned with."""
@@ -52,14 +49,6 @@ class Off:
 
     def usage(self) -> list[Usage]:
         return []
-
-    @property
-    def view(self) -> Glance | None:
-        return None
-
-    @property
-    def glean(self) -> Glean | None:
-        return None
 
     def expect(self, costs: Costs) -> None:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from kvcli.settings.schema import Exactness, Range
 
@@ -57,17 +57,9 @@ class Chosen(Protocol):
 class Everything:
     """Read all that is stored."""
 
-    @property
-    def promise(self) -> Exactness:
-        return "exact"
-
-    @property
-    def every(self) -> int | None:
-        return None
-
-    @property
-    def reads(self) -> str:
-        return ""
+    promise: ClassVar[Exactness] = "exact"
+    every: ClassVar[None] = None
+    reads: ClassVar[str] = ""
 
     def over(self, store: Store, source: Source, sights: Sequence[Sight | None]) -> Store:
         return store
@@ -104,9 +96,7 @@ class _Part:
     choice: Literal["row", "boundary"] = "row"  # each row has one of its own, or reads as the first behind the boundary
     cutoff: Annotated[float, Range(0, below=1)] = 0.0  # share of a row's mass; what seems to hold less is not read
 
-    @property
-    def promise(self) -> Exactness:
-        return "approx"
+    promise: ClassVar[Exactness] = "approx"
 
     @property
     def reads(self) -> str:
@@ -193,9 +183,7 @@ class Certified(_Part):
     page: Annotated[int, Range(1)] = 4  # tokens of a page
     epsilon: Annotated[float, Range(0, below=1)] = 0.01  # softmax mass that a row may miss in a head, of what is stored
 
-    @property
-    def promise(self) -> Exactness:
-        return "certified"
+    promise: ClassVar[Exactness] = "certified"
 
     def index(self) -> Index:
         from kvcli.kv import index_certified

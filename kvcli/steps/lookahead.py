@@ -8,7 +8,7 @@ own, and what was drafted behind it goes. Unlike drafted tokens this changes the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from kvcli.settings.schema import Quant, Range, Second
 
@@ -31,6 +31,9 @@ class Lookahead:
     alpha: Annotated[float, Range(0, below=1)] = 0.0  # share of wrong steps to hold `likely` to; 0 = it stays as set
     audit: Annotated[int, Range(1)] = 4  # of so many steps that differ the model writes one to learn `likely` from
     rate: Annotated[float, Range(above=0, most=1)] = 0.1  # how far `likely` moves by one of them
+
+    # of the smaller model's passes, at most: of one that reads, and of one all of whose rows have logits
+    second_rows: ClassVar[tuple[int, int]] = (2048, 1)
 
     def __post_init__(self) -> None:
         if self.alpha and self.judge != "likely":
@@ -59,11 +62,6 @@ class Lookahead:
     def rows(self) -> int:
         """Of a pass, at most: what memory is planned with."""
         return 1 + self.ahead * self.tokens
-
-    @property
-    def second_rows(self) -> tuple[int, int]:
-        """Rows of the smaller model's passes, at most: of one that reads, and of one all of whose rows have logits."""
-        return 2048, 1
 
     @property
     def states(self) -> int:
