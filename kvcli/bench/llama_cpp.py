@@ -177,7 +177,7 @@ class LlamaCpp:
         wants.flash_attn_type = (
             lib.LLAMA_FLASH_ATTN_TYPE_DISABLED if self._is_exact else lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         )
-        wants.type_k = wants.type_v = self._kv_type()
+        wants.type_k = wants.type_v = int({"float32": lib.GGML_TYPE_F32, "float16": lib.GGML_TYPE_F16}[self._kv])
         wants.offload_kqv = wants.op_offload = self.device != "cpu"
         self._ear.said.clear()
         self._context = lib.llama_init_from_model(self._model, wants)
@@ -215,9 +215,6 @@ class LlamaCpp:
             return int(self._lib.llama_sampler_sample(self._sampler, self._context, -1))
         logits = self._lib.llama_get_logits_ith(self._context, -1)
         return int(np.ctypeslib.as_array(logits, shape=(self.vocab,)).argmax())
-
-    def _kv_type(self) -> int:
-        return int({"float32": self._lib.GGML_TYPE_F32, "float16": self._lib.GGML_TYPE_F16}[self._kv])
 
     def _kv_bytes(self) -> int:
         """llama.cpp does not tell; its cache has this many cells in every layer, whatever is in them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -118,14 +118,12 @@ class Bench:
         """Every context length with every workload."""
         args = self.ask.args
         check_room(args.ctx, args.new, model.lm.limit, args.model)
-        return [Case(ctx, name, tuple(self._prompt(model, name, ctx)), args.new) for ctx, name in self._crossed()]
-
-    def _crossed(self) -> Iterator[tuple[int, str]]:
-        return ((ctx, name) for ctx in self.ask.args.ctx for name in self.ask.args.workloads)
-
-    def _prompt(self, model: Model, workload: str, ctx: int) -> list[int]:
-        args = self.ask.args
-        return prompt_of(workload, self.ask.files, model.tokenizer, model.lm.vocab, ctx, args.new, args.seed)
+        of = self.ask.files, model.tokenizer, model.lm.vocab
+        return [
+            Case(ctx, name, tuple(prompt_of(name, *of, ctx, args.new, args.seed)), args.new)
+            for ctx in args.ctx
+            for name in args.workloads
+        ]
 
     def explain_differences(self) -> None:
         """Ask the plain model about each place where a text parts from the baseline's."""

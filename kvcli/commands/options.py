@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import copy
 from functools import cache, partial
 from pathlib import Path
@@ -152,7 +151,7 @@ def _take(context: Any, param: Any, value: Any) -> None:
     if name in ("config", "log_file"):
         value = Path(value)  # older Typers leave that to the function that these parameters do not have
     elif isinstance(before, list):
-        value = [*before, *_strings(value)]
+        value = [*before, *map(str, value)]
     elif isinstance(before, int) and not isinstance(before, bool):
         value = before + value
     setattr(world.options, name, value)
@@ -160,7 +159,3 @@ def _take(context: Any, param: Any, value: Any) -> None:
         start_log(world)
     elif name == "offline":
         world.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it then
-
-
-def _strings(values: Iterable[object]) -> list[str]:
-    return [str(value) for value in values]

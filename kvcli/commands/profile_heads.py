@@ -202,15 +202,11 @@ def _run(setup: Setup, profile: Profile, ask: Ask, outlet: Outlet) -> None:
             from kvcli.heads.report import document, strip
             from kvcli.heads.run import probe
 
-        with setup.load(_reading(profile), bar.screen.note) as model:
+        # nothing is drafted here, so that nothing need be measured for drafts
+        with setup.load(profile.replace(spec={"method": "off"}), bar.screen.note) as model:
             found = probe(model, ask, _tell(bar, cancel))
             made, tokens = document(model, ask, found), strip(model, found.reading)
     outlet.finish(made, tokens)
-
-
-def _reading(profile: Profile) -> Profile:
-    """Nothing is drafted here, so that nothing need be measured for drafts."""
-    return profile.replace(spec={"method": "off"})
 
 
 def _tell(bar: Bar, cancel: Any) -> Any:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from kvcli.bench.drafting import Rival, Turn
     from kvcli.chat.local import Model
     from kvcli.engine.report import Report
-    from kvcli.engine.stats import Stats
     from kvcli.render.bench_progress import Bar
     from kvcli.schemas.fit import PassTime
 
@@ -48,7 +47,10 @@ def examine(
         plain_tok_s=spread([turn.tok_s for turn in without]),
         tok_s=spread([turn.tok_s for turn in with_]),
         ratio=spread(ratios),
-        predicted=_predicted(passes, report, stats, len(prompt)),
+        # null where some of a step goes into another model's passes
+        predicted=None
+        if report.ahead is not None
+        else predicted(passes, stats.rows_per_pass, stats.tokens_per_pass, len(prompt)),
         passes=passes,
         sources={
             source: [Kind(kind=a.match, made=a.made, share=a.share) for a in kinds if a.made]
@@ -78,11 +80,6 @@ def _difference(
 
 def spread(values: Sequence[float]) -> Range:
     return Range(low=min(values), median=median(values), high=max(values))
-
-
-def _predicted(passes: list[PassTime], report: Report, stats: Stats, context: int) -> float | None:
-    """None where some of a step goes into another model's passes."""
-    return None if report.ahead is not None else predicted(passes, stats.rows_per_pass, stats.tokens_per_pass, context)
 
 
 def predicted(passes: Sequence[PassTime], rows: float, tokens: float, context: int) -> float | None:

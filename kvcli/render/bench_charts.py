@@ -82,7 +82,8 @@ def _bar(row: Bar, marks: Sequence[float], reference: float | None) -> Markup:
     top, drawn = marks[-1], list[str]()
     drawn += [tag("line", x1=percent(m / top), x2=percent(m / top), y1=0, y2=30, class_="grid") for m in marks]
     if row.span is not None:
-        at = {key: percent(value / top) for key, value in zip("mlh", _three(row.span), strict=True)}
+        span = row.span
+        at = {key: percent(value / top) for key, value in (("m", span.median), ("l", span.low), ("h", span.high))}
         drawn.append(tag("rect", x=0, y=5, width=at["m"], height=20, rx=2, class_=f"fill {row.kind}"))
         drawn.append(tag("line", x1=at["l"], x2=at["h"], y1=15, y2=15, class_="range"))
         drawn += [tag("line", x1=at[end], x2=at[end], y1=10, y2=20, class_="range") for end in "lh"]
@@ -207,7 +208,3 @@ def _grid_y(marks: Sequence[float]) -> list[str]:
 
 def _anchor(share: float) -> str:
     return "start" if share < 0.01 else "end" if share > 0.99 else "middle"
-
-
-def _three(span: Span) -> tuple[float, float, float]:
-    return span.median, span.low, span.high

@@ -161,13 +161,9 @@ class Checker:
             own = [i for i in found if self._any_has(claim.words, self.passages[i].units)]
             found = own if len(own) == 1 else found[:1] if not own else found
         if len(found) > 1:  # several are near it; does one have all of it?
-            found = [i for i in found if self._has_all(claim, i)]
+            found = [i for i in found if _has_it(claim.words, self.passages[i].units)]
         places = {(self.passages[i].place.document, self.passages[i].place.label) for i in found}
         return found[0] if len(places) == 1 else None
-
-    def _has_all(self, claim: Claim, i: int) -> bool:
-        """Whether one sentence of a passage has every word of the claim."""
-        return _has_it(claim.words, self.passages[i].units)
 
     def _units(self, at: Collection[int]) -> list[Unit]:
         """Sentences of these passages, those included that begin or end on the next page."""

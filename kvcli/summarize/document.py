@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvcli.schemas.turn import TurnDocument
     from kvcli.summarize.cites import Place
     from kvcli.summarize.plan import Plan
-    from kvcli.summarize.result import Cite, Point, Summary
+    from kvcli.summarize.result import Cite, Summary
 
 
 def extract_document(sources: Sequence[SourceFacts], documents: Sequence[Document]) -> ExtractDocument:
@@ -53,7 +53,10 @@ def summary_document(
         sources=list(sources),
         parts=summary.n_parts,
         text=summary.markdown(),
-        points=[_point(point, summary.checked) for point in summary.points],
+        points=[
+            PointFacts.from_attributes(point, cites=[_cite(cite, summary.checked) for cite in point.cites])
+            for point in summary.points
+        ],
         turns=told,
     )
 
@@ -90,10 +93,6 @@ def source_facts(document: Document, path: str, tokens: int | None = None, *, na
         sections=len(document.sections),
         tokens=tokens,
     )
-
-
-def _point(point: Point, checked: bool) -> PointFacts:
-    return PointFacts.from_attributes(point, cites=[_cite(cite, checked) for cite in point.cites])
 
 
 def _cite(cite: Cite, checked: bool) -> CiteFacts:
