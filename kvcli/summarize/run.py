@@ -70,16 +70,6 @@ def summarize(
     yield from _Run(model, plan, spoken_names(documents), cache, cancel or (lambda: False)).events()
 
 
-def summary_of(
-    model: Model | OpenText, documents: Sequence[Document], request: Request | None = None, **options: object
-) -> Summary:
-    """The same, all at once."""
-    for event in summarize(model, documents, request, **options):  # type: ignore[arg-type]
-        if isinstance(event, Done):
-            return event.summary
-    raise KeyboardInterrupt  # only `cancel` ends it earlier
-
-
 # The end of a sentence with what it cites, and brackets, in which there is none
 _ENDS = re.compile(r"[\[(][^\])\n]*[\])]?|([.!?…\u3002\uff01\uff1f](?:\s*\[[^\[\]\n]*\])*)(?=\s)")
 

@@ -35,9 +35,10 @@ from kvcli.summarize.cache import Cache  # noqa: E402
 from kvcli.summarize.events import Done  # noqa: E402
 from kvcli.summarize.request import Request  # noqa: E402
 from kvcli.summarize.result import Summary  # noqa: E402
-from kvcli.summarize.run import summarize, summary_of  # noqa: E402
+from kvcli.summarize.run import summarize  # noqa: E402
 from kvcli.world import Paths  # noqa: E402
 from tests.bench.storm_exact import PROFILES, costs, jumping_clock  # noqa: E402
+from tests.summarize.scribe import summary_of  # noqa: E402
 
 BUSY = "import os, sys\nos.nice(int(sys.argv[1]))\nwhile True:\n    pass"
 CHUNKS = (2048, 512, 97)  # tokens read at once

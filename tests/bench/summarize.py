@@ -24,9 +24,9 @@ from kvcli.demo.report import Finding  # noqa: E402
 from kvcli.documents import document_of  # noqa: E402
 from kvcli.summarize.request import Request  # noqa: E402
 from kvcli.summarize.result import Point, Summary  # noqa: E402
-from kvcli.summarize.run import summary_of  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 from tests.demo_model.sample import SEED, pdf_bytes, write_sample  # noqa: E402
+from tests.summarize.scribe import summary_of  # noqa: E402
 
 
 def is_told(finding: Finding, points: Sequence[Point]) -> Point | None:

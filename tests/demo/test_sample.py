@@ -12,8 +12,8 @@ import kvcli
 from kvcli.chat.local import Model
 from kvcli.demo import sample_path
 from kvcli.documents import Document, read_document
-from kvcli.summarize.run import summary_of
 from tests.demo_model.sample import N_PAGES, main, pdf_bytes, write_sample
+from tests.summarize.scribe import summary_of
 
 SAMPLE = write_sample()
 

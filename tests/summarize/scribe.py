@@ -14,6 +14,10 @@ from kvcli.documents.document import marked
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.loops import Loop, Loops
 from kvcli.engine.stats import Stats
+from kvcli.summarize.events import Done
+from kvcli.summarize.request import Request
+from kvcli.summarize.result import Summary
+from kvcli.summarize.run import summarize
 from tests.fake_model import FakeTokenizer, fake_info
 
 if TYPE_CHECKING:
@@ -120,3 +124,11 @@ def first_sentences(prompt: str) -> str:
     """A summary: the first sentence of every page of the prompt, with its page."""
     found = re.findall(r"(?:^|<user>)\[((?:\S+ )?p\. \d+)\]\n([^.]+)\.", prompt, flags=re.MULTILINE)
     return "\n".join(f"- {' '.join(sentence.split())} [{page}]." for page, sentence in found)
+
+
+def summary_of(model: Any, documents: Sequence[Document], request: Request | None = None, **options: Any) -> Summary:
+    """What `summarize` comes to, all at once."""
+    for event in summarize(model, documents, request, **options):
+        if isinstance(event, Done):
+            return event.summary
+    raise KeyboardInterrupt  # only `cancel` ends it earlier

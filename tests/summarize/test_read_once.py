@@ -25,9 +25,8 @@ from kvcli.summarize.parts import AsRead
 from kvcli.summarize.plan import Window, make_plan
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Summary
-from kvcli.summarize.run import summary_of
 from kvcli.summarize.wording import Wording, wording_of
-from tests.summarize.scribe import Scribe, paged
+from tests.summarize.scribe import Scribe, paged, summary_of
 
 ROOT = Path(__file__).parents[2]
 BRIEF = {"sample.max_new_tokens": 24}

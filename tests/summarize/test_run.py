@@ -15,9 +15,9 @@ from kvcli.errors import BadModel, ContextOverflow, UsageError
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.events import Done, Event, MergeBegan, PartBegan, Planned, Said, Stopped, Unkept
 from kvcli.summarize.request import Request, length_of
-from kvcli.summarize.run import summarize, summary_of
+from kvcli.summarize.run import summarize
 from tests.fake_model import fake_info
-from tests.summarize.scribe import Scribe, first_sentences, paged
+from tests.summarize.scribe import Scribe, first_sentences, paged, summary_of
 
 TOPICS = ["amber", "birch", "cobalt", "delta", "ember", "fjord", "garnet", "harbour", "indigo", "juniper"]
 

@@ -9,9 +9,8 @@ from kvcli.schemas.documents import DOCUMENTS, json_schema
 from kvcli.summarize.document import plan_document, source_facts, summary_document
 from kvcli.summarize.plan import Window, make_plan
 from kvcli.summarize.request import Request
-from kvcli.summarize.run import summary_of
 from tests.fake_model import fake_info
-from tests.summarize.scribe import Scribe, paged
+from tests.summarize.scribe import Scribe, paged, summary_of
 
 PAPER = paged("The pump leaked for 4 days. Nobody saw it.", "The tower shifted by 14 metres.")
 SAID = "- The pump leaked for 4 days [p. 1].\n- The tower shifted by 14 metres [p. 1].\n- More came [p. The]."

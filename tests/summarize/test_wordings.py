@@ -13,10 +13,10 @@ from kvcli.engine.info import ModelInfo
 from kvcli.errors import UsageError
 from kvcli.summarize.events import PartEnded, Said
 from kvcli.summarize.request import Request
-from kvcli.summarize.run import summarize, summary_of
+from kvcli.summarize.run import summarize
 from kvcli.summarize.wording import RULES, TABLE, Wording, wording_of
 from tests.fake_model import fake_info
-from tests.summarize.scribe import Scribe, paged
+from tests.summarize.scribe import Scribe, paged, summary_of
 
 SMALL = replace(fake_info(path="/nowhere"), family="llama", parameters=135_000_000)
 LARGE = replace(SMALL, parameters=4_000_000_000)
