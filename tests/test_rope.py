@@ -1,4 +1,4 @@
-"""Keys before rotary embedding: found for every family, stored without, read as if they had been stored with."""
+"""Rotary embedding: its tables are found for every family, and keys turn back to what they were before it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from kvcli.engine.rope import rotaries
 from kvcli.engine.sample import Sampler
 from kvcli.engine.session import Session
 from kvcli.errors import BadModel
-from kvcli.kernels.rotate import Rotary
+from kvcli.kernels.rotate import rotate, unrotate
 from kvcli.kv.dense import Dense
-from kvcli.kv.slots import alike
-from tests import drafters, families
-from tests.policies import Ragged, masks
+from kvcli.kv.slots import holders
+from tests import families
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -34,40 +33,47 @@ def lm(name: str, dtype: torch.dtype = torch.float64) -> LM:
     return LM.of(families.build(name, dtype))
 
 
-def store(model: LM, rope: bool) -> Dense:
-    return Dense(model.shapes, model.dtype, rope=rotaries(model) if rope else None)
-
-
-def read(model: LM, rope: bool) -> Session:
-    session = Session(model, store(model, rope), Off(), Sampler(), chunk=13)
-    drive(session.read(families.prompt(40)))
+def read(model: LM) -> Session:
+    """A text in which each token stands twice."""
+    session = Session(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=13)
+    drive(session.read([*families.prompt(20), *families.prompt(20)]))
     list(events(session.stream(12)))
     return session
 
 
+def bare(session: Session, layer: int) -> torch.Tensor:
+    """Keys of a layer as they were before the rotary embedding."""
+    s, rotary = session.kv.slots(layer), rotaries(session.lm)[holders(session.lm.shapes)[layer]]
+    return s.k if rotary is None else unrotate(s.k, s.pos, rotary)
+
+
 @pytest.mark.parametrize("name", [f.name for f in families.FAMILIES.values() if f.has_tables])
-def test_stored_before_rope_every_family_reads_the_same(name: str) -> None:
-    model = lm(name)
-    without, plain = read(model, rope=True), read(model, rope=False)
-    assert without.ids == plain.ids
-    for layer in range(model.n_layers):
-        a, b, raw = without.kv.slots(layer), plain.kv.slots(layer), without.kv.slots(layer, rotated=False)
-        torch.testing.assert_close(a.k, b.k, atol=1e-10, rtol=1e-10)
-        torch.testing.assert_close(a.v, b.v, atol=1e-10, rtol=1e-10)
-        turns = rotaries(model)[layer] is not None
-        assert torch.allclose(raw.k, b.k, atol=1e-3) is not turns
+def test_keys_of_every_family_turn_back_and_forth(name: str) -> None:
+    session = read(lm(name))
+    turns = rotaries(session.lm)
+    for layer, holder in enumerate(holders(session.lm.shapes)):
+        s, raw, rotary = session.kv.slots(layer), bare(session, layer), turns[holder]
+        assert torch.allclose(raw, s.k, atol=1e-3) is (rotary is None)
+        if rotary is not None:
+            torch.testing.assert_close(rotate(raw, s.pos, rotary), s.k, atol=1e-10, rtol=1e-10)
 
 
-def test_what_lies_in_memory_is_the_key_before_rope() -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "glm4", "smollm3", "cohere2"])
+def test_a_token_has_one_key_before_rope_wherever_it_stands(name: str) -> None:
+    first = bare(read(lm(name)), 0)
+    torch.testing.assert_close(first[:, :20], first[:, 20:40], atol=1e-10, rtol=1e-10)
+
+
+def test_what_is_turned_back_is_the_key_before_rope() -> None:
     """As the projection made it: nothing of its position is left."""
     model, made = lm("llama"), []
     hook = model.model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda *a: made.append(a[2][0]))
     try:
-        session = read(model, rope=True)
+        session = read(model)
     finally:
         hook.remove()
     want = torch.cat(made)[-51:].unflatten(1, (model.n_kv_heads, -1)).transpose(0, 1)
-    torch.testing.assert_close(session.kv.slots(1, rotated=False).k, want, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(bare(session, 1), want, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -91,59 +97,11 @@ def test_layers_have_tables_of_their_own() -> None:
     assert all(r is not None and r.scaling > 1.01 for r in rotaries(lm("gpt_oss")))
 
 
-@pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=0.9, seed=3)])
-def test_drafts_and_evictions_over_keys_before_rope_give_the_same_text(sampler: Sampler) -> None:
-    model = lm("gemma3")
-
-    def text(rope: bool, drafter: object) -> list[int]:
-        session = Session(model, store(model, rope), drafter, sampler, policy=Ragged(), every=11, chunk=13)  # type: ignore[arg-type]
-        drive(session.read(families.prompt(40)))
-        list(events(session.stream(30)))
-        return session.ids
-
-    plain = text(rope=False, drafter=Off())
-    for drafter in (Off(), drafters.Moody(plain, 97, -1), drafters.Bush(plain, 97, -1)):
-        assert text(rope=True, drafter=drafter) == plain
-
-
-def test_what_falls_out_and_what_is_taken_in_is_rotated() -> None:
-    model = lm("llama")
-    a, b = store(model, rope=True), store(model, rope=False)
-    g = torch.Generator().manual_seed(3)
-    k, v = (torch.randn(model.n_kv_heads, 20, model.head_dim, generator=g, dtype=torch.float64) for _ in "kv")
-    mask = torch.rand(model.n_kv_heads, 20, generator=g) < 0.5
-    for kv in (a, b):
-        kv.append(0, k, v, 0)
-    fell = [kv.keep(0, mask) for kv in (a, b)]
-    held = fell[1].pos >= 0
-    torch.testing.assert_close(fell[0].k[held], fell[1].k[held])
-    for kv, slots in zip((a, b), fell, strict=True):
-        kv.take(0, slots)
-    torch.testing.assert_close(a.slots(0).k, b.slots(0).k)
-    assert torch.equal(a.slots(0).pos, b.slots(0).pos)
-    whole = b.slots(0)
-    a.put(1, whole)
-    torch.testing.assert_close(a.slots(1).k, whole.k)
-    torch.testing.assert_close(a.newest(1, 3).k, b.newest(0, 3).k)
-
-
-def test_evicting_again_and_again_rounds_a_key_once() -> None:
-    rotary = Rotary(100.0 ** (-torch.arange(0, 8, 2) / 8))
-    kv = Dense(alike(1, 1, 8), torch.bfloat16, rope=[rotary])
-    k = torch.randn(1, 60, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    kv.append(0, k, k, 0)
-    once = kv.slots(0).k
-    torch.testing.assert_close(once, k, atol=0.03, rtol=0.03)
-    for n in range(59, 29, -1):
-        kv.settle(masks(kv, lambda layer, s, n=n: s.pos < n))
-    assert torch.equal(kv.slots(0).k, once[:, :30])
-
-
 def test_longrope_that_stays_with_one_table_is_served() -> None:
     model = LM.of(families.build("phi3", torch.float64, sliding_window=None, rope_parameters=LONGROPE))
     assert all(r is not None for r in rotaries(model))
-    without, plain = read(model, rope=True), read(model, rope=False)
-    torch.testing.assert_close(without.kv.slots(2).k, plain.kv.slots(2).k, atol=1e-10, rtol=1e-10)
+    first = bare(read(model), 0)
+    torch.testing.assert_close(first[:, :20], first[:, 20:40], atol=1e-10, rtol=1e-10)
 
 
 def test_tables_that_depend_on_length_are_refused_by_name() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvcli.kernels.attend_rows import Own, Run, why_not
 from kvcli.kernels.merge import Part
-from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.fixed import Fixed, Lying
 from kvcli.kv.ragged import Ragged
 from kvcli.kv.slab import Slab, agree
@@ -42,10 +41,8 @@ class Held(Protocol):
     def state(self) -> State:
         """What is held; one row of positions "pos" where heads hold the same."""
 
-    def attend(
-        self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None, own: Own | None
-    ) -> list[Part]:
-        """Rows over what is held, its keys rotated first if they lie un-rotated, and over their pass."""
+    def attend(self, q: Tensor, sight: Sight, rows: Sequence[int], own: Own | None) -> list[Part]:
+        """Rows over what is held, and over their pass."""
 
     def run(self) -> Run:
         """The slots where they lie."""
@@ -100,11 +97,6 @@ class Dense:
     A layer that shares another's slots reads them and holds none; nothing may be stored in it, or taken from it.
     Layers with a window give back at boundaries what no later row sees; rows that stand further back are then refused
     by `reaches`.
-
-    With `rope`, one Rotary per layer (None = that layer turns no keys), keys are stored as they were before rotary
-    embedding and rotated whenever they are read, which costs several times what attending to them does. Whoever hands
-    in or asks for slots sees rotated ones all the same. In 16 bits a key is rounded once more, so what is read differs
-    in the last digits from the key that a pass saw fresh: a store for moving keys, not one for exact texts.
     """
 
     is_far = False
@@ -118,7 +110,6 @@ class Dense:
         device: torch.device | str = "cpu",
         *,
         step: int = STEP,
-        rope: Sequence[Rotary | None] | None = None,
         windows: Mapping[int, Window] | None = None,
     ) -> None:
         """`shapes`: by layer; `step`: slots by which a layer grows; `windows`: by layer that keeps its own only."""
@@ -127,7 +118,6 @@ class Dense:
         self._step, self._shapes = step, shapes
         self.windows = Windows(windows or {})
         self._holder = holders(shapes)
-        self._rope = [rope[holder] if rope is not None else None for holder in self._holder]
         self._slabs: dict[int, Held] = {
             layer: Slab(
                 *empty(shape, dtype, shape.device or device),
@@ -138,7 +128,6 @@ class Dense:
             for layer, shape in enumerate(shapes)
             if shape.shares is None
         }
-        assert rope is None or len(rope) == len(shapes), "one rotary embedding per layer"
         assert all(holder in self._slabs for holder in self._holder), "a shared layer has slots of its own"
 
     @property
@@ -149,12 +138,10 @@ class Dense:
 
     def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
         """q [H, N, D] of rows at positions pos [N] -> in one part what is held and their pass, where that can be."""
-        return self._read(layer).attend(q, sight, pos, self._rope[layer], own)
+        return self._read(layer).attend(q, sight, pos, own)
 
     def fixed(self, rows: int, more: int = 0) -> Fixed:
-        """All of it, with room for `rows` slots a head; or why keys have to be looked at."""
-        if any(rotary is not None for rotary in self._rope):
-            return Fixed(why_not="keys are turned when they are read")
+        """All of it, with room for `rows` slots a head."""
         lying = {layer: held.fixed(rows, more) for layer, held in self._slabs.items()}
         return Fixed([lying[holder] for holder in self._holder], list(lying), self._grew)
 
@@ -164,9 +151,7 @@ class Dense:
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
-        if m := k.shape[1]:
-            if self._rope[layer] is not None:
-                k = self._lying(layer, k, torch.arange(start, start + m, device=k.device))
+        if k.shape[1]:
             self._slabs[layer].append(k, v, start)
             self.windows.came(layer, start)
 
@@ -174,10 +159,10 @@ class Dense:
         """Store slots that another tier let go."""
         if not bool((slots.pos >= 0).any()):
             return
-        raw, held = self._raw(layer, slots), self._slabs[layer]
-        if not held.take(raw):
+        own, held = self._own(layer, slots), self._slabs[layer]
+        if not held.take(own):
             held = Ragged(held.slots(), self._step)
-            held.take(raw)
+            held.take(own)
             self._slabs[layer] = held
         self.windows.came(layer, 0)
         self.changes += 1
@@ -186,25 +171,21 @@ class Dense:
         """Slots of the longest head."""
         return self._read(layer).length
 
-    def slots(self, layer: int, *, rotated: bool = True) -> Slots:
-        """What this layer holds: views of the slab, or a copy if heads differ or keys had to be rotated.
-
-        Not `rotated`: keys as they lie, before rotary embedding where the tier was given one.
-        """
-        held = self._read(layer).slots()
-        return self._turned(layer, held) if rotated else held
+    def slots(self, layer: int) -> Slots:
+        """What this layer holds: views of the slab, or a copy if heads differ."""
+        return self._read(layer).slots()
 
     def newest(self, layer: int, n: int) -> Slots:
         """The n slots that each head stored last."""
-        return self._turned(layer, self._read(layer).newest(n))
+        return self._read(layer).newest(n)
 
     def positions(self, layer: int) -> Tensor:
         """pos [K, S] of all slots, -1 = empty."""
         return self._read(layer).positions()
 
     def run(self, layer: int) -> Run | None:
-        """The slots where they lie; None where keys have to be rotated first."""
-        return None if self._rope[layer] is not None else self._read(layer).run()
+        """The slots where they lie."""
+        return self._read(layer).run()
 
     def final(self, layer: int, n: Tensor) -> Tensor:
         """All n [K] slots: nothing is rounded."""
@@ -212,21 +193,21 @@ class Dense:
 
     def gather(self, layer: int, index: Tensor) -> Slots:
         """Slots index [K, M] of each head, -1 = none: a copy."""
-        return self._turned(layer, self._read(layer).gather(index))
+        return self._read(layer).gather(index)
 
     def head(self, layer: int, head: int, n: int) -> Slots:
         """The first n slots of one head."""
-        return self._turned(layer, self._read(layer).head(head, n))
+        return self._read(layer).head(head, n)
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """Forget slots whose mask [K, S] is False and give their memory back; returns what fell out."""
         before = self._slabs[layer].slots()
         has_lost = self._forget(layer, before, mask)
-        return self._turned(layer, compact(before, ~mask)) if has_lost else empty_like(before)
+        return compact(before, ~mask) if has_lost else empty_like(before)
 
     def put(self, layer: int, slots: Slots) -> None:
         """Hold these slots instead; their tensors become the tier's own."""
-        self._hold(layer, self._raw(layer, slots))
+        self._hold(layer, self._own(layer, slots))
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later, keeping the memory for what follows: an undo, not an eviction."""
@@ -308,23 +289,13 @@ class Dense:
             self._hold(layer, compact(before, mask))
         return has_lost
 
-    def _hold(self, layer: int, raw: Slots) -> None:
-        """In the form that fits; `raw` has keys as they are to lie."""
+    def _hold(self, layer: int, slots: Slots) -> None:
+        """In the form that fits."""
         assert layer in self._slabs, "this layer reads another's slots"
-        is_alike, slides = agree(raw), layer in self.windows
-        self._slabs[layer] = Slab.of(raw, self._step, slides) if is_alike else Ragged(raw, self._step)
+        is_alike, slides = agree(slots), layer in self.windows
+        self._slabs[layer] = Slab.of(slots, self._step, slides) if is_alike else Ragged(slots, self._step)
         self.changes += 1
 
-    def _raw(self, layer: int, slots: Slots) -> Slots:
-        """Slots from anywhere as they are to lie."""
-        k = self._lying(layer, slots.k, slots.pos)
-        return Slots(k, k if self._shapes[layer].rank else slots.v, slots.pos)
-
-    def _turned(self, layer: int, raw: Slots) -> Slots:
-        rotary = self._rope[layer]
-        return raw if rotary is None else Slots(rotate(raw.k, raw.pos, rotary), raw.v, raw.pos)
-
-    def _lying(self, layer: int, k: Tensor, pos: Tensor) -> Tensor:
-        """k [K, S, D] at positions pos [S] or [K, S], as it lies in memory."""
-        rotary = self._rope[layer]
-        return k if rotary is None else unrotate(k, pos, rotary).to(self.dtype)
+    def _own(self, layer: int, slots: Slots) -> Slots:
+        """Slots from anywhere as they are to lie: once, where keys are values."""
+        return Slots(slots.k, slots.k, slots.pos) if self._shapes[layer].rank else slots

@@ -17,7 +17,6 @@ from torch import Tensor
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import Own, Run, read, serves
 from kvcli.kernels.merge import Part
-from kvcli.kernels.rotate import Rotary, rotate
 from kvcli.kv.fixed import Lying, ahead, stays
 from kvcli.kv.slab import rises, seen
 from kvcli.kv.slots import LayerShape, Sight, Slots, alone, last, run_of
@@ -49,10 +48,7 @@ class Extents:
 
 
 class Ragged:
-    """Keys and values of heads of unequal length. Spare room is read along and therefore holds finite numbers.
-
-    With a rotary embedding given, keys lie un-rotated and are rotated when read.
-    """
+    """Keys and values of heads of unequal length. Spare room is read along and therefore holds finite numbers."""
 
     def __init__(self, slots: Slots, step: int) -> None:
         """Copies `slots`, which may have empty ones anywhere. `step`: what a head's room is a multiple of, at most."""
@@ -106,22 +102,18 @@ class Ragged:
         both = [self.k] if self.v is self.k else [self.k, self.v]
         return [*both, self.pos, self._ends, self._order, self._back]
 
-    def attend(
-        self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None, own: Own | None
-    ) -> list[Part]:
+    def attend(self, q: Tensor, sight: Sight, rows: Sequence[int], own: Own | None) -> list[Part]:
         """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
         if serves(q, self.v):
             window, softcap, is_prompt = sight.window, sight.softcap, sight.is_prompt
-            run = self.run(rotary)
-            return [read(q, run, own, rows, sight.scale, window=window, softcap=softcap, is_prompt=is_prompt)]
-        return [*self._apart(q, sight, rows, rotary), *alone(q, sight, own)]
+            return [read(q, self.run(), own, rows, sight.scale, window=window, softcap=softcap, is_prompt=is_prompt)]
+        return [*self._apart(q, sight, rows), *alone(q, sight, own)]
 
-    def run(self, rotary: Rotary | None = None) -> Run:
-        """The slots where they lie, their keys rotated first if they lie un-rotated."""
-        k = self.k if rotary is None else rotate(self.k.unsqueeze(0), self.pos.unsqueeze(0), rotary)[0]
-        return Run(k, self.v, self.pos, self._extents.start, self._lengths, self._extents.start)
+    def run(self) -> Run:
+        """The slots where they lie."""
+        return Run(self.k, self.v, self.pos, self._extents.start, self._lengths, self._extents.start)
 
-    def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
+    def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int]) -> list[Part]:
         """Over the slots alone: at most one part."""
         if not self.length:
             return []
@@ -131,10 +123,10 @@ class Ragged:
             mine = as_they_lie[first * group : (first + len(heads)) * group]  # [n * G, N, D]
             first += len(heads)
             if sight.window is None:
-                parts.append(self._whole(mine, heads, sight, rotary))
+                parts.append(self._whole(mine, heads, sight))
             else:
                 each = (mine[i * group : (i + 1) * group] for i in range(len(heads)))
-                parts += [self._near(of, head, sight, rows, rotary) for of, head in zip(each, heads, strict=True)]
+                parts += [self._near(of, head, sight, rows) for of, head in zip(each, heads, strict=True)]
         if len(parts) == 1:
             return parts
         out, lse = torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts])
@@ -245,24 +237,20 @@ class Ragged:
         if n > min(self._extents.room):
             self._lay(Extents.of(self._lengths, self._step, n))
 
-    def _whole(self, q: Tensor, heads: list[int], sight: Sight, rotary: Rotary | None) -> Part:
+    def _whole(self, q: Tensor, heads: list[int], sight: Sight) -> Part:
         """q [n * G, N, D] over heads of equal room: views of where they lie."""
         first, room = self._extents.start[heads[0]], self._extents.room[heads[0]]
         piece = slice(first, first + room * len(heads))
         k, v = (t[piece].view(len(heads), room, t.shape[1]) for t in (self.k, self.v))
-        if rotary is not None:
-            k = rotate(k, self.pos[piece].view(len(heads), room), rotary)
         return attend(q, k, v, sight.scale, softcap=sight.softcap, length=[self._lengths[head] for head in heads])
 
-    def _near(self, q: Tensor, head: int, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> Part:
+    def _near(self, q: Tensor, head: int, sight: Sight, rows: Sequence[int]) -> Part:
         """q [G, N, D] over what a sliding window shows of one head."""
         assert sight.window is not None
         first, end = self._extents.start[head], self._extents.start[head] + self._lengths[head]
         stored = self.pos[first:end].cpu().numpy()
         start, mask = seen(stored, rows, sight.window, self._ordered, q.device)
-        k, v, pos = (t[first + start : end].unsqueeze(0) for t in (self.k, self.v, self.pos))
-        if rotary is not None:
-            k = rotate(k, pos, rotary)
+        k, v = (t[first + start : end].unsqueeze(0) for t in (self.k, self.v))
         return attend(q, k, v, sight.scale, softcap=sight.softcap, mask=mask)
 
     def _moved(self, t: Tensor, order: Tensor) -> Tensor:

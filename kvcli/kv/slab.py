@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import BLOCK, Own, Run, read, serves
 from kvcli.kernels.merge import Part
-from kvcli.kernels.rotate import Rotary, rotate
 from kvcli.kv.fixed import Lying, ahead, stays
 from kvcli.kv.slots import LayerShape, Sight, Slots, alone, opens, picked
 from kvcli.kv.state import Given, State
@@ -22,8 +21,8 @@ from kvcli.kv.state import Given, State
 class Slab:
     """Keys and values of all heads, with spare room at the end, which is read along and therefore holds finite numbers.
 
-    Grows in steps of `step` slots. With a rotary embedding given, keys lie un-rotated and are rotated when read.
-    Positions lie on the host whatever the device: nothing has to be asked of it to know where a window opens.
+    Grows in steps of `step` slots. Positions lie on the host whatever the device: nothing has to be asked of it to know
+    where a window opens.
     """
 
     k: Tensor  # [K, cap, D]
@@ -102,17 +101,15 @@ class Slab:
             self.pos.numpy()[0, self.noted : self.length] = np.arange(end - n, end)
             self.noted = self.length
 
-    def attend(
-        self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None, own: Own | None
-    ) -> list[Part]:
+    def attend(self, q: Tensor, sight: Sight, rows: Sequence[int], own: Own | None) -> list[Part]:
         """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
         if not serves(q, self.v):
-            return [*self._apart(q, sight, rows, rotary), *alone(q, sight, own)]
+            return [*self._apart(q, sight, rows), *alone(q, sight, own)]
         if not self.length and own is None:
             return []
         if sight.window is not None:
             self._note()
-        run = self.run(rotary) if self.length else None
+        run = self.run() if self.length else None
         if run is not None and sight.window is not None and q.device.type != "cpu":
             run.pos = self.beside()
         window, softcap, is_prompt = sight.window, sight.softcap, sight.is_prompt
@@ -132,18 +129,16 @@ class Slab:
             self.sent = self.length
         return self.there
 
-    def run(self, rotary: Rotary | None = None) -> Run:
-        """The slots where they lie, their keys rotated first if they lie un-rotated; until the slab changes."""
+    def run(self) -> Run:
+        """The slots where they lie, until the slab changes."""
         if self.lies is None:
             n_kv, cap, _ = self.k.shape
             starts = range(0, n_kv * cap, cap)
             self.lies = Run(self.k.flatten(0, 1), self.v.flatten(0, 1), self.pos[0], starts, [], [0] * n_kv)
         self.lies.lengths, self.lies.gone = [self.length] * len(self.lies.starts), self.gone
-        if rotary is None:
-            return self.lies
-        return replace(self.lies, k=rotate(self.k, self._pos.to(self.k.device), rotary).flatten(0, 1))
+        return self.lies
 
-    def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int], rotary: Rotary | None) -> list[Part]:
+    def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int]) -> list[Part]:
         """Over the slots alone."""
         if self.length == 0:
             return []
@@ -151,11 +146,8 @@ class Slab:
         if sight.window is not None:
             start, mask = seen(self.at, rows, sight.window, self.ordered, q.device)
         if start == 0 and mask is None:  # the slab in one piece
-            k = self.k if rotary is None else rotate(self.k, self._pos.to(q.device), rotary)
-            return [attend(q, k, self.v, sight.scale, softcap=sight.softcap, length=self.length)]
+            return [attend(q, self.k, self.v, sight.scale, softcap=sight.softcap, length=self.length)]
         k, v = self.k[:, start : self.length], self.v[:, start : self.length]
-        if rotary is not None:
-            k = rotate(k, self._pos[:, start : self.length].to(q.device), rotary)
         return [attend(q, k, v, sight.scale, softcap=sight.softcap, mask=mask)]
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:

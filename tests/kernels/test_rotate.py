@@ -1,4 +1,4 @@
-"""Keys turn as transformers turns them, and back; a dense tier of un-rotated keys reads as one of rotated keys."""
+"""Keys turn as transformers turns them, and back."""
 
 from __future__ import annotations
 
