@@ -20,7 +20,7 @@ class Json(BaseModel):
 
     @classmethod
     def from_attributes(cls, *sources: object, **said: Any) -> Self:
-        """Of these fields, and of attributes that are called like the others, each of the first source that has it."""
+        """With the fields said, and the others from attributes of their names, of the first source that has one."""
         rest = cls.model_fields.keys() - said.keys() - {"schema_"}
         named = {key: getattr(one, key) for one in reversed(sources) for key in rest if hasattr(one, key)}
         return cls(**named | said)
