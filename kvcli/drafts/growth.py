@@ -23,11 +23,6 @@ class Shape:
 
     below: tuple[Shape, ...] = ()
 
-    @property
-    def n_nodes(self) -> int:
-        """Of the tree, this one included."""
-        return 1 + sum(shape.n_nodes for shape in self.below)
-
 
 @dataclass(slots=True)
 class Place:

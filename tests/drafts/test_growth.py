@@ -151,6 +151,11 @@ def height(shape: Shape) -> int:
     return max((1 + height(below) for below in shape.below), default=0)
 
 
+def nodes(shape: Shape) -> int:
+    """Behind its root."""
+    return sum(1 + nodes(below) for below in shape.below)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_dynamic_programme_finds_the_best_of_all_shapes(seed: int) -> None:
     random = Random(seed)
@@ -159,7 +164,7 @@ def test_the_dynamic_programme_finds_the_best_of_all_shapes(seed: int) -> None:
     costs = [1 + slope * i for i in range(7)]
 
     def speed(shape: Shape) -> float:
-        return (1 + value(shape, rates)) / (height(shape) * each + costs[shape.n_nodes - 1])
+        return (1 + value(shape, rates)) / (height(shape) * each + costs[nodes(shape)])
 
     every = [Shape(below) for n in range(1, 7) for below in forests(n, 4, RANKS)]
     assert speed(sequoia(rates, 6, 4, each, costs)) == pytest.approx(max(map(speed, every)))
