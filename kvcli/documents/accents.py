@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Callable
 from functools import cache
 
-Box = tuple[float, float, float, float]  # left, bottom, right, top
+from kvcli.documents.pdf_calls import Box
 
 # grave, acute, circumflex, tilde, macron, breve, dot, diaeresis, ring, double acute, caron, cedilla, ogonek
 SIGNS = "`\u00b4\u02c6\u02dc\u00af\u02d8\u02d9\u00a8\u02da\u02dd\u02c7\u00b8\u02db"

@@ -57,19 +57,14 @@ def without_running(pages: Sequence[tuple[int, Sequence[Piece]]]) -> Iterator[li
 
 def _outermost(edges: Sequence[Edge], running: set[Key]) -> Iterator[Row]:
     """The rows that run, from either edge up to the first that does not."""
-    for side in ("top", "bottom"):
-        inwards = (edge for edge in edges if edge.side == side)
+    for _, inwards in itertools.groupby(edges, lambda edge: edge.side):
         for edge in itertools.takewhile(lambda edge: running & edge.needs.keys(), inwards):
             yield edge.row
 
 
 def _running(pages: dict[int, list[Edge]]) -> set[Key]:
     """The keys of lines that stand on a run of pages, at a place where most pages have something."""
-    used, found, needs = (
-        defaultdict[tuple[str, int], set[int]](set),
-        defaultdict[Key, list[int]](list),
-        dict[Key, int](),
-    )
+    used, found = defaultdict[tuple[str, int], set[int]](set), defaultdict[Key, dict[int, int]](dict)
     for number, edges in pages.items():
         for side, place in {edge.place for edge in edges if edge.counted}:
             for near in (place - 1, place, place + 1):
@@ -77,10 +72,9 @@ def _running(pages: dict[int, list[Edge]]) -> set[Key]:
     for number, edges in pages.items():
         for edge in edges:
             if len(used[edge.place]) >= MOST * len(pages):
-                needs |= edge.needs
                 for key in edge.counted:
-                    found[key].append(number)
-    return {key for key, numbers in found.items() if _run(list(dict.fromkeys(numbers))) >= needs[key]}
+                    found[key][number] = edge.needs[key]
+    return {key for key, needs in found.items() if _run(list(needs)) >= list(needs.values())[-1]}
 
 
 def _run(numbers: Sequence[int]) -> int:

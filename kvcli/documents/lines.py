@@ -7,9 +7,11 @@ text is turned.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -38,6 +40,9 @@ class Piece:
     size: float  # of its font, whichever letters it has
     is_spaced: bool = False  # a space stands before it
     pitch: float = 0.0  # the room that its font gives its first letter along the line
+    angle: int = 0  # quarters of a turn
+    base: float = 0.0  # the line its letters stand on, as far down the page
+    is_same: bool = False  # drawn in one run with the piece before
 
     @property
     def height(self) -> float:
@@ -50,12 +55,11 @@ class Piece:
 
 Row = list[Piece]
 Block = list[Row]  # a column, or a page without columns
-Drawn = dict[int, int]  # which place a piece has in the order of the file, by its id
 ITEM = re.compile(r"([•·▪◦‣*–—-]|\(?(\d{1,3}(\.\d{1,3})*|[a-zA-Z])[.)])\s")  # begins an entry of a list
-CJK = re.compile(
-    "[\u2e80-\u312f\u31a0-\u9fff\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef\U00020000-\U0003ffff]"
-)  # without spaces
-LEADER = re.compile(r" *(?:[.\u00b7\u2026] ?){4,}(?=[\divxlc]+$)")  # dots up to the number of a page
+# letters of Chinese and Japanese, which have no spaces between words
+CJK = re.compile("[\u2e80-\u312f\u31a0-\u9fff\uf900-\ufaff\ufe30-\ufe4f\uff00-\uffef\U00020000-\U0003ffff]")
+DOT = r"[.\u00b7\u2026] ?"
+LEADER = re.compile(rf"{DOT}(?:{DOT}){{3,}}(?=[\divxlc]+$)")  # up to the number of a page
 RTL = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]+")  # Hebrew, Arabic and their neighbours
 
 
@@ -97,15 +101,16 @@ def reading_order(pieces: Sequence[Piece]) -> list[Block]:
     A page is cut across where all above is drawn before all below, or after it; what is left hangs together, and is cut
     into columns where all on one side is. A file that draws columns line by line shows no such cut, but prose runs on.
     """
-    return [part for block in _cut(pieces, {id(p): i for i, p in enumerate(pieces)}) for part in _prose(block)]
+    return [part for block in _cut(pieces) for part in _prose(block)]
 
 
-def _cut(pieces: Sequence[Piece], drawn: Drawn) -> list[Block]:
+def _cut(pieces: Sequence[Piece]) -> list[Block]:
+    drawn = {id(piece): i for i, piece in enumerate(pieces)}
     blocks: list[Block] = [[]]
     for band in _bands(rows(pieces), drawn):
         parts = _parts(sorted((p for row in band for p in row), key=lambda p: drawn[id(p)])) if len(band) > 1 else []
         if columns := _columns(parts):
-            blocks += [block for part in columns for block in _cut(part, drawn)] + [[]]
+            blocks += [block for part in columns for block in _cut(part)] + [[]]
         elif len(band) <= CELL and len(parts) > 1 and any(len(rows(part)) == 1 for part in parts):
             blocks[-1].append([piece for part in parts for piece in part])  # a cell of several lines beside one of one
         else:
@@ -150,40 +155,34 @@ def _is_long(block: Block) -> bool:
 
 def _prose(block: Block) -> list[Block]:
     """A block, or the columns of prose in it that the file draws line by line across the page."""
-    parts = _gutter(block, lambda left, right: _runs_on(rows(left)) and _runs_on(rows(right)))
-    if parts is None:
-        return [block] if block else []
-    return [found for part in parts for found in _prose(rows(part))]
+    parts = _gutter(block)
+    return [found for part in parts for found in _prose(part)] if parts else [block] if block else []
 
 
 def _runs_on(block: Block) -> bool:
     """Whether most lines end for want of room and few begin anew, as in prose; or it is columns of such lines."""
-    margins = _margins(block)
-    full = [_is_full(row, below, margins) for row, below in itertools.pairwise(block)]
+    full = _full(block)
     begun = [row[0].text[:1].isupper() or row[0].text[:1].isdigit() for row in block]
     return (sum(full) > len(full) / 2 and sum(begun) < len(begun) / 2) or len(_prose(block)) > 1
 
 
 def running_on(block: Block) -> float:
     """The share of rows that end only for want of room, before one that begins within a sentence."""
-    margins = _margins(block)
-    pairs = [(row, below) for row, below in itertools.pairwise(block) if not below[0].text[:1].isupper()]
-    return sum(_is_full(row, below, margins) for row, below in pairs) / len(block)
+    goes_on = [
+        is_full and not below[0].text[:1].isupper() for is_full, below in zip(_full(block), block[1:], strict=True)
+    ]
+    return sum(goes_on) / len(block)
 
 
-def _bands(found: Sequence[Row], drawn: Drawn) -> Iterator[Block]:
-    """Rows in groups: nothing above a cut is drawn between what is below it."""
-    spans = [(min(at), max(at)) for at in ([drawn[id(piece)] for piece in row] for row in found)]
-    first = list(itertools.accumulate((a for a, _ in reversed(spans)), min))[::-1]  # of the row and those below
-    last = list(itertools.accumulate((b for _, b in reversed(spans)), max))[::-1]
-    start, low, high = 0, len(drawn), -1
-    for i in range(1, len(found)):
-        low, high = min(low, spans[i - 1][0]), max(high, spans[i - 1][1])
-        if high < first[i] or low > last[i]:
-            yield list(found[start:i])
+def _bands(found: Block, drawn: dict[int, int]) -> Iterator[Block]:
+    """Rows in groups: all above a cut is drawn before all below, or after it. `drawn`: the place of each id in that."""
+    start, n, first, last = 0, 0, len(drawn), -1
+    for i, row in enumerate(found, 1):
+        places = [drawn[id(piece)] for piece in row]
+        n, first, last = n + len(row), min(first, *places), max(last, *places)
+        if last < n or first >= len(drawn) - n:
+            yield found[start:i]
             start = i
-    if found:
-        yield list(found[start:])
 
 
 def row_text(row: Row) -> str:
@@ -195,11 +194,7 @@ def row_text(row: Row) -> str:
         below = gap < 0 and piece.y0 > before.middle  # the next line of a cell
         parts = not below and (gap > height or -gap > min(before.height, piece.height))  # a stamp lies across the row
         text += ("  " if parts else " " if below or piece.is_spaced or gap > 0.15 * height else "") + piece.text
-    return LEADER.sub(" ... ", text) if _has_dots(text) else text
-
-
-def _has_dots(text: str) -> bool:
-    return "..." in text or ". ." in text or "\u2026\u2026" in text or "\u00b7\u00b7" in text
+    return " ... ".join(part.rstrip(" ") for part in LEADER.split(text))
 
 
 def is_fixed(piece: Piece) -> bool:
@@ -209,14 +204,11 @@ def is_fixed(piece: Piece) -> bool:
 
 def _indents(block: Block) -> list[int]:
     """The spaces before each row: more than none for rows of letters of one width beside others further left."""
-    found = [0] * len(block)
-    for key, listing in itertools.groupby(
-        range(len(block)), lambda i: round(10 * block[i][0].pitch) if is_fixed(block[i][0]) else 0
-    ):
-        if key and len(at := list(listing)) > 1 and not is_rtl(block[at[0]]):
-            left = min(block[i][0].x0 for i in at)
-            for i in at:
-                found[i] = round((block[i][0].x0 - left) / block[i][0].pitch)
+    found: list[int] = []
+    for pitch, alike in itertools.groupby(block, lambda row: round(10 * row[0].pitch) if is_fixed(row[0]) else 0):
+        listing = list(alike)
+        left, is_code = min(row[0].x0 for row in listing), pitch and not is_rtl(listing[0])
+        found += [round((row[0].x0 - left) / row[0].pitch) if is_code else 0 for row in listing]
     return found
 
 
@@ -227,48 +219,40 @@ def top(row: Row) -> float:
 
 def paragraphs(blocks: Sequence[Block]) -> list[list[Line]]:
     """The text of rows in reading order, parted where the distance to the row above is more than usual."""
-    ordered = [(row, block) for block in blocks for row in block]
-    tops = [top(row) for row, _ in ordered]
-    steps = [b - a for a, b in itertools.pairwise(tops)]
+    ordered = [row for block in blocks for row in block]
+    steps = [top(below) - top(row) for row, below in itertools.pairwise(ordered)]
     usual = median([step for step in steps if step > 0] or [0.0])
-    margins = {id(block): _margins(block) for block in blocks}
+    full = [is_full for block, after in zip(blocks, [*blocks[1:], []], strict=True) for is_full in _full(block, after)]
     indents = [n for block in blocks for n in _indents(block)]
     parts: list[list[Line]] = []
-    for i, (row, block) in enumerate(ordered):
-        step = steps[i - 1] if i else 0.0
+    for row, step, indent, is_full in zip(ordered, [0.0, *steps], indents, [*full, False], strict=True):
         goes_on = step < 0 and parts and not parts[-1][-1].text.rstrip().endswith(ENDS)  # in the next column
         if not parts or (step < 0 and not goes_on) or (usual and step > PARAGRAPH * usual):
             parts.append([])
-        below = ordered[i + 1][0] if i + 1 < len(ordered) else None
-        parts[-1].append(
-            Line(" " * indents[i] + row_text(row), below is not None and _is_full(row, below, margins[id(block)]))
-        )
+        parts[-1].append(Line(" " * indent + row_text(row), is_full))
     return parts
 
 
-def _margins(block: Block) -> tuple[float, float]:
-    return min(p.x0 for row in block for p in row), max(p.x1 for row in block for p in row)
+def _full(block: Block, after: Sequence[Row] = ()) -> list[bool]:
+    """Of each row that has one below, in the block or at the beginning of what is read `after` it: if it is full."""
+    left, right = min(p.x0 for row in block for p in row), max(p.x1 for row in block for p in row)
+    return [_is_full(row, below, left, right) for row, below in itertools.pairwise([*block, *after[:1]])]
 
 
-def _is_full(row: Row, below: Row, margins: tuple[float, float]) -> bool:
+def _is_full(row: Row, below: Row, left: float, right: float) -> bool:
     """Whether the first word below had no room in the row, so that the line is broken for want of space only."""
-    if len(row) > 1 or len(below) > 1 or _length(row[0].text) < FULL or ITEM.match(below[0].text):
-        return False
-    if _has_dots(row[0].text) and LEADER.search(row[0].text):
-        return False
     here, there = row[0], below[0]
+    if len(row) > 1 or len(below) > 1 or ITEM.match(there.text) or LEADER.search(here.text):
+        return False
+    if len(here.text) + len(CJK.findall(here.text)) < FULL:  # letters as wide as two of others count twice
+        return False
     first = 1 if CJK.match(there.text) else len(there.text.split(None, 1)[0])
     word = (there.x1 - there.x0) * first / len(there.text)
     rtl = is_rtl(row)
-    room = here.x0 - margins[0] if rtl else margins[1] - here.x1
+    room = here.x0 - left if rtl else right - here.x1
     indented = here.x1 - there.x1 if rtl else there.x0 - here.x0
     same_size = 0.6 < here.height / max(there.height, 0.1) < 1.7
     return room < word + SLACK * here.height and (indented < here.height or there.y0 < here.y0) and same_size
-
-
-def _length(text: str) -> int:
-    """Letters, those counted twice that are as wide as two of others."""
-    return len(text) if text.isascii() else len(text) + len(CJK.findall(text))
 
 
 def is_rtl(pieces: Sequence[Piece]) -> bool:
@@ -278,37 +262,30 @@ def is_rtl(pieces: Sequence[Piece]) -> bool:
     return bool(right) and 2 * right > sum(c.isalpha() for c in text)
 
 
-def _gutter(found: Block, are_columns: Callable[[Sequence[Piece], Sequence[Piece]], bool]) -> list[list[Piece]] | None:
-    """What is above, on either side of and below the gutter with most lines beside it, as read; None without one."""
-    if len(found) < COLUMN_LINES:
-        return None
-    pieces = sorted((piece for row in found for piece in row), key=lambda p: p.middle)
+def _gutter(block: Block) -> list[Block]:
+    """What is above, on either side of and below the gutter with most lines beside it, as read; nothing without one."""
+    pieces = sorted((piece for row in block for piece in row), key=lambda p: p.middle)
     middles = [piece.middle for piece in pieces]
-    best: tuple[int, list[list[Piece]] | None] = (0, None)
-    for x in _candidates(found):
-        crossing = [i for i, p in enumerate(pieces) if p.x0 < x < p.x1]
-        for a, b in itertools.pairwise([-1, *crossing, len(pieces)]):
-            above = bisect_right(middles, middles[a]) if a >= 0 else 0
-            below = bisect_left(middles, middles[b]) if b < len(pieces) else b
-            if below - above <= best[0]:
+    most, found = 0, list[Block]()
+    for x in _candidates(block):
+        crossing = [piece.middle for piece in pieces if piece.x0 < x < piece.x1]
+        for high, low in itertools.pairwise([-math.inf, *crossing, math.inf]):
+            above, below = bisect_right(middles, high), bisect_left(middles, low)
+            if below - above <= most:
                 continue
-            band = [p for p in pieces[above:below] if not p.x0 < x < p.x1]
-            left, right = [p for p in band if p.x1 <= x], [p for p in band if p.x0 >= x]
-            if len(band) > best[0] and _side_by_side(left, right) and are_columns(left, right):
-                sides = (right, left) if is_rtl(band) else (left, right)
-                best = len(band), [pieces[:above], *sides, pieces[below:]]
-    return best[1]
+            band = pieces[above:below]
+            sides = [p for p in band if p.x1 <= x], [p for p in band if p.x0 >= x]
+            if _side_by_side(*sides) and all(_runs_on(rows(side)) for side in sides):
+                parts = [pieces[:above], *(sides[::-1] if is_rtl(band) else sides), pieces[below:]]
+                most, found = len(band), [rows(part) for part in parts]
+    return found
 
 
-def _candidates(found: Sequence[Row]) -> list[int]:
+def _candidates(block: Block) -> list[int]:
     """Where a gutter may run: the middles of gaps between neighbours in a row, the frequent ones first."""
-    counts: dict[int, int] = {}
-    for row in found:
-        across = sorted(row, key=lambda p: p.x0)
-        for a, b in itertools.pairwise(across):
-            if b.x0 - a.x1 > 0.5 * min(a.height, b.height):
-                for x in {round(b.x0 - 2), round((a.x1 + b.x0) / 2)}:
-                    counts[x] = counts.get(x, 0) + 1
+    pairs = [pair for row in block for pair in itertools.pairwise(sorted(row, key=lambda p: p.x0))]
+    gaps = [(a.x1, b.x0) for a, b in pairs if b.x0 - a.x1 > 0.5 * min(a.height, b.height)]
+    counts = Counter(x for a, b in gaps for x in {round(b - 2), round((a + b) / 2)})
     return sorted(counts, key=lambda x: -counts[x])[:12]
 
 
@@ -318,6 +295,6 @@ def _side_by_side(left: Sequence[Piece], right: Sequence[Piece]) -> bool:
         return False
     if not all(len(side) >= COLUMN_LINES and _is_long(side) for side in map(rows, (left, right))):
         return False
-    top = max(min(p.y0 for p in left), min(p.y0 for p in right))
-    bottom = min(max(p.y1 for p in left), max(p.y1 for p in right))
+    top = max(min(p.y0 for p in side) for side in (left, right))
+    bottom = min(max(p.y1 for p in side) for side in (left, right))
     return bottom - top > 2 * min(p.height for p in (*left, *right))

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from kvcli.documents.lines import Block, Piece, is_fixed, rows, running_on
-from kvcli.documents.raised import Part, joined, without
+from kvcli.documents.raised import joined
 
 FEW = 3  # numbers that make a series
 PROSE = 0.2  # share of the rows beside them that must go on in the next
@@ -14,26 +14,25 @@ MANUSCRIPT = 0.5  # and of rows in letters of one width, which may be code
 MOST = 0.8  # share of them that must count on by one step
 
 
-def line_numbers(parts: Sequence[Part]) -> set[int]:
-    """The ids of the parts that count lines: alone in a strip of the page, by one step, beside text that runs on.
+def line_numbers(pieces: Sequence[Piece]) -> set[int]:
+    """The ids of the pieces that count lines: alone in a strip of the page, by one step, beside text that runs on.
 
     The numbers of a table's rows, of a form's entries or of a contents stand beside lines that each begin anew.
     """
-    numbers = [part for part in parts if part.piece.text.isdecimal() and len(part.piece.text) < 5]
-    strips: list[list[Part]] = []
-    for part in sorted(numbers, key=lambda part: part.piece.x0):
-        if strips and part.piece.x0 < max(p.piece.x1 for p in strips[-1]):
-            strips[-1].append(part)
+    numbers = [p for p in pieces if p.text.isdecimal() and len(p.text) < 5]
+    strips: list[list[Piece]] = []
+    for number in sorted(numbers, key=lambda p: p.x0):
+        if strips and number.x0 < max(p.x1 for p in strips[-1]):
+            strips[-1].append(number)
         else:
-            strips.append([part])
+            strips.append([number])
     found: set[int] = set()
-    for strip in (sorted(strip, key=lambda part: part.base) for strip in strips if len(strip) >= FEW):
-        left, right = min(p.piece.x0 for p in strip), max(p.piece.x1 for p in strip)
-        top, bottom, own = strip[0].piece.y0, strip[-1].piece.y1, found | {id(p) for p in strip}
-        beside = without(parts, own | {id(p) for p in parts if not top <= p.piece.middle <= bottom})
-        if any(part.piece.x0 < right and part.piece.x1 > left for part in beside):
-            continue
-        if _counts([part.piece for part in strip], rows([piece for _, piece in joined(beside)])):
+    for strip in (sorted(strip, key=lambda p: p.base) for strip in strips if len(strip) >= FEW):
+        left, right = min(p.x0 for p in strip), max(p.x1 for p in strip)
+        own = found | {id(p) for p in strip}
+        gone = own | {id(p) for p in pieces if not strip[0].y0 <= p.middle <= strip[-1].y1}
+        is_alone = not any(p.x0 < right and p.x1 > left for p in pieces if id(p) not in gone)
+        if is_alone and _counts(strip, rows(joined(pieces, gone))):
             found = own
     return found
 

@@ -36,32 +36,18 @@ def split_pages(path: str) -> tuple[str, str | None]:
     return (found[1], found[2]) if found else (path, None)
 
 
-def chosen(spans: Sequence[Span], n_pages: int, name: str) -> list[int]:
-    """The page numbers in order, each once. Refuses pages that the file has not."""
-    for first, last in spans:
-        if first > n_pages or (last or first) > n_pages:
-            beyond = first if first > n_pages else last
-            raise BadInput(
-                f"{name} has no page {beyond}",
-                code="no_such_page",
-                lines=[f"it has {n_pages:,} page{'s' * (n_pages != 1)}"],
-                detail={"page": beyond, "pages": n_pages},
-                try_=[f"pages 1-{n_pages}" if n_pages > 1 else "leave the pages out"],
-            )
-    return sorted({page for first, last in spans for page in range(first, (last or n_pages) + 1)})
-
-
 def present(spans: Sequence[Span], numbers: Sequence[int], name: str) -> set[int]:
-    """Those of the pages found in a text, in ascending order, that the spans name. A range is never counted out."""
+    """Those of the pages of a file, in ascending order, that the spans name. A range is never counted out."""
     for first, last in spans:
         to = max(first, numbers[-1]) if last is None else last
         i = bisect_left(numbers, first)
         if to > numbers[-1] or i == len(numbers) or numbers[i] > to:
             beyond = to if first <= numbers[-1] < to else first  # the end that is beyond, or where a gap begins
+            which = f": {listed(numbers)}" if numbers[-1] > len(numbers) else ""
             raise BadInput(
                 f"{name} has no page {beyond}",
                 code="no_such_page",
-                lines=[f"it has {len(numbers):,} page{'s' * (len(numbers) != 1)}: {listed(numbers)}"],
+                lines=[f"it has {len(numbers):,} page{'s' * (len(numbers) != 1)}{which}"],
                 detail={"page": beyond, "pages": len(numbers)},
                 try_=[f"pages {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "leave the pages out"],
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 import pypdfium2.raw as raw
@@ -10,7 +10,7 @@ import pypdfium2.raw as raw
 from kvcli.documents.document import Section
 from kvcli.documents.edges import without_running
 from kvcli.documents.lines import paragraphs, reading_order
-from kvcli.documents.pages import chosen, listed
+from kvcli.documents.pages import listed, present
 from kvcli.documents.parsed import Job, Parsed, damaged, no_text, refuse_too_much
 from kvcli.documents.pdf_open import open_pdf
 from kvcli.documents.pdf_page import Page, read_page
@@ -19,16 +19,13 @@ from kvcli.documents.repair import Words, clean, mended, unmarked
 from kvcli.errors import BadInput
 
 SHOWN = 8  # names of attached files in a note
-NOTES: list[tuple[Callable[[Page], bool], str]] = [
-    (lambda p: p.is_garbled, "a font on page {} does not say which letters it draws: parts are unreadable"),
-    (lambda p: p.is_broken, "page {} is damaged and could not be read"),
-    (
-        lambda p: p.is_hidden,
-        "page {}: text that nobody sees is left out (invisible, in the colour of the page, or hidden)",
-    ),
-    (lambda p: p.is_cut, "page {}: text beyond the edges of the page is left out"),
-    (lambda p: p.has_more, "page {}: a stamp or an attached file on it is not read"),
-]
+NOTES = {  # by what is so of a page
+    "is_garbled": "a font on page {} does not say which letters it draws: parts are unreadable",
+    "is_broken": "page {} is damaged and could not be read",
+    "is_hidden": "page {}: text that nobody sees is left out (invisible, in the colour of the page, or hidden)",
+    "is_cut": "page {}: text beyond the edges of the page is left out",
+    "has_more": "page {}: a stamp or an attached file on it is not read",
+}
 NEAR = 8  # pages around the chosen ones that are looked at too, to know what runs along the edges
 
 
@@ -39,18 +36,21 @@ def read(file: IO[bytes], job: Job) -> Parsed:
     if not n_pages:
         raise damaged(job.name, "a PDF", "it has no pages")
     refuse_too_much(job.name, 0, 0 if job.spans else n_pages)
-    wanted = chosen(job.spans, n_pages, job.name) if job.spans else list(range(1, n_pages + 1))
+    numbers = range(1, n_pages + 1)
+    wanted = present(job.spans or ((1, None),), numbers, job.name)
     seen = Seen(file)
-    pages = list(_pages(document, _around(wanted, n_pages), job.name, seen))
-    asked = set(wanted)
-    sections = [section for section in _sections(pages) if section.number in asked]
+    around = {n for end in (min(wanted), max(wanted)) for n in range(end - NEAR, end + NEAR + 1) if n in numbers}
+    pages = list(_pages(document, sorted(around | wanted), job.name, seen))
+    asked = [page for page in pages if page.number in wanted]
+    sections = [section for section in _sections(pages) if section.number in wanted]
     if not sections:
-        raise _nothing(job, [page for page in pages if page.number in asked])
+        raise _nothing(job, asked)
     parsed = Parsed("pdf", "page", sections, title=_title(document), n_pages=n_pages)
-    empty = [page for page in pages if page.number in asked - {section.number for section in sections}]
+    with_text = {section.number for section in sections}
+    empty = [page for page in asked if page.number not in with_text]
     parsed.without_text = [page.number for page in empty if page.is_picture or page.is_broken]
     parsed.blank = len(empty) - len(parsed.without_text)
-    parsed.notes += _notes([page for page in pages if page.number in asked])
+    parsed.notes += _notes(asked)
     if not seen.is_complete:
         parsed.notes.append("it takes long to draw: white or covered text on its later pages may be in what is read")
     if document.get_formtype() == raw.FORMTYPE_XFA_FOREGROUND and not any(page.fields for page in pages):
@@ -64,15 +64,9 @@ def read(file: IO[bytes], job: Job) -> Parsed:
 
 def _notes(pages: Sequence[Page]) -> Iterator[str]:
     """What was left out of the pages, or could not be read."""
-    for is_so, what in NOTES:
-        if bad := [page.number for page in pages if is_so(page)]:
+    for so, what in NOTES.items():
+        if bad := [page.number for page in pages if getattr(page, so)]:
             yield what.format(listed(bad))
-
-
-def _around(wanted: Sequence[int], n_pages: int) -> list[int]:
-    """The pages asked for, and some before the first and after the last of them."""
-    near = {n for end in (wanted[0], wanted[-1]) for n in range(end - NEAR, end + NEAR + 1) if 0 < n <= n_pages}
-    return sorted(near | set(wanted))
 
 
 def _pages(document: Any, numbers: Sequence[int], name: str, seen: Seen) -> Iterator[Page]:

@@ -41,38 +41,32 @@ def field_lines(document: Any, page: Any) -> tuple[list[str], list[Typed], bool]
 def _typed(annotation: Any) -> list[Typed]:
     """The text that an annotation shows on the page."""
     place = raw.FS_RECTF()
-    text = _string(lambda *args: raw.FPDFAnnot_GetStringValue(annotation, b"Contents", *args))
+    text = _string(raw.FPDFAnnot_GetStringValue, annotation, b"Contents")
     if not text.strip() or not raw.FPDFAnnot_GetRect(annotation, place):
         return []
     return [(text, (place.left, place.bottom, place.right, place.top))]
 
 
 def _line(form: Any, annotation: Any) -> list[str]:
-    kind = raw.FPDFAnnot_GetFormFieldType(form, annotation)
-    name = _field(raw.FPDFAnnot_GetFormFieldAlternateName, form, annotation)
-    name = name or _field(raw.FPDFAnnot_GetFormFieldName, form, annotation)
-    value = ""
+    def field(call: Callable[..., int]) -> str:
+        return " ".join(_string(call, form, annotation).split())
+
+    kind, value = raw.FPDFAnnot_GetFormFieldType(form, annotation), ""
     if kind in VALUED:
-        value = _field(raw.FPDFAnnot_GetFormFieldValue, form, annotation)
+        value = field(raw.FPDFAnnot_GetFormFieldValue)
     elif kind in TICKED and raw.FPDFAnnot_IsChecked(form, annotation):
-        value = (
-            "yes"
-            if kind == raw.FPDF_FORMFIELD_CHECKBOX
-            else _field(raw.FPDFAnnot_GetFormFieldExportValue, form, annotation) or "yes"
-        )
-    return [f"{name or 'field'}: {value}"] if value else []
+        is_radio = kind == raw.FPDF_FORMFIELD_RADIOBUTTON
+        value = (field(raw.FPDFAnnot_GetFormFieldExportValue) if is_radio else "") or "yes"
+    name = field(raw.FPDFAnnot_GetFormFieldAlternateName) or field(raw.FPDFAnnot_GetFormFieldName) or "field"
+    return [f"{name}: {value}"] if value else []
 
 
-def _field(call: Any, form: Any, annotation: Any) -> str:
-    return " ".join(_string(lambda *args: call(form, annotation, *args)).split())
-
-
-def _string(call: Callable[..., int]) -> str:
+def _string(call: Callable[..., int], *about: Any) -> str:
     """A string of pdfium, which tells its length in bytes first."""
-    size = call(None, 0)
+    size = call(*about, None, 0)
     if not 2 < size <= LONGEST:
         return ""
     buffer = ctypes.create_string_buffer(size)
-    call(ctypes.cast(buffer, ctypes.POINTER(ctypes.c_ushort)), size)
+    call(*about, ctypes.cast(buffer, ctypes.POINTER(ctypes.c_ushort)), size)
     text = buffer.raw[: size - 2].decode("utf-16-le", "replace").replace("\r\n", "\n").replace("\r", "\n")
     return clean(text).rstrip(SOFT)

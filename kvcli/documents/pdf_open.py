@@ -32,11 +32,9 @@ def open_pdf(file: IO[bytes], job: Job) -> Any:
     try:
         document = pdfium.PdfDocument(file, password=job.password)
         if document.get_formtype() == raw.FORMTYPE_XFA_FULL:
-            raise no_text(
-                job.name, "it is a dynamic XFA form: its page stands for those that another program makes", PRINT
-            )
-        if document.get_formtype() in (raw.FORMTYPE_ACRO_FORM, raw.FORMTYPE_XFA_FULL, raw.FORMTYPE_XFA_FOREGROUND):
-            document.init_forms()
+            why = "it is a dynamic XFA form: its page stands for those that another program makes"
+            raise no_text(job.name, why, PRINT)
+        document.init_forms()
         return document
     except pdfium.PdfiumError:
         raise _why(job, raw.FPDF_GetLastError()) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -16,15 +17,18 @@ import pypdfium2.raw as raw
 from kvcli.documents.accents import GONE, with_accents
 from kvcli.documents.lines import CJK, RTL, Piece
 from kvcli.documents.margins import line_numbers
+from kvcli.documents.pdf_calls import Box, handle, ink, plain, told
 from kvcli.documents.pdf_fields import Typed, field_lines
-from kvcli.documents.pdf_seen import INT, Box, P, Seen, quick
-from kvcli.documents.raised import Part, joined, without
+from kvcli.documents.pdf_seen import Seen
+from kvcli.documents.raised import joined
 from kvcli.documents.repair import clean
 
-SPLIT = re.compile("\r\n|\r|\n|\ufffe")
+RUN = re.compile("[^\r\n\ufffe]+\ufffe?")  # a line as pdfium sees it, with the sign for a hyphen at its end
+INK = re.compile(rf"[^\s\ufffe{GONE}]")
+INKED = re.compile(rf"{INK.pattern}(?:.*{INK.pattern})?", re.DOTALL)
 STACKED = 3  # letters that at least stand below each other in a vertical line
 WIDE = 1.0  # width of a letter in heights from which on a run is looked at for gaps inside it
-UNKNOWN = re.compile("[\ufffd\ue000-\uf8ff]+")
+UNKNOWN = re.compile("[\ufffd\ue000-\uf8ff]")
 COUNTED = re.compile(r" *\d{1,4} ")  # a line that may begin with its number
 DIGITS = re.compile(r"\d\d")  # of which the second may be lowered
 JUMP = 0.28  # of the height of a line by which a word stands above the one before if it is raised
@@ -33,17 +37,13 @@ DROP = 0.4  # of that height by which the tops of lowered digits stand lower
 STEP = 0.2  # heights of a letter by which the next stands above or below it if it is not on the same line
 RATIO = 0.87  # of the heights of letters of two sizes
 DOWN = 1  # quarters of a turn of text that is written downwards, lines from right to left
-QUARTER = 1.5707963267948966  # of a turn, in radians
 UNREADABLE = 0.3  # share of letters without a meaning in Unicode from which on a page is said to be garbled
 MARGIN = 100.0  # points between the text of a page and what is written along its margin, read after it
 
-_angle = quick(raw.FPDFText_GetCharAngle, ctypes.c_float, P, INT)
-_map_error = quick(raw.FPDFText_HasUnicodeMapError, INT, P, INT)
-_count, _rect = quick(raw.FPDFText_CountRects, INT, P, INT, INT), quick(raw.FPDFText_GetRect, INT, P, INT, *[P] * 4)
-_loose = quick(raw.FPDFText_GetLooseCharBox, INT, P, INT, P)
-_tight = quick(raw.FPDFText_GetCharBox, INT, P, INT, *[P] * 4)
-_origin = quick(raw.FPDFText_GetCharOrigin, INT, P, INT, P, P)
-Turned = tuple[int, Piece]  # quarters of a turn, and what is so turned
+_angle, _is_unknown = plain(raw.FPDFText_GetCharAngle), plain(raw.FPDFText_HasUnicodeMapError)
+_count, _rect = plain(raw.FPDFText_CountRects), told(raw.FPDFText_GetRect, ctypes.c_double, (0, 3, 2, 1))
+_room = told(raw.FPDFText_GetLooseCharBox, ctypes.c_float, range(1))
+_origin = told(raw.FPDFText_GetCharOrigin, ctypes.c_double, range(2))
 
 
 @dataclass(slots=True)
@@ -64,240 +64,168 @@ class Page:
 def read_page(document: Any, number: int, seen: Seen) -> Page:
     """Page `number`, from 1, of a `pypdfium2.PdfDocument`."""
     try:
-        page = document[number - 1]
+        with closing(document[number - 1]) as page:
+            found = Page(number, is_hidden=seen.switch_off(page))
+            found.fields, typed, found.has_more = field_lines(document, page)
+            with closing(page.get_textpage()) as text_page:
+                text = _Text(text_page, page.get_bbox())
+                pieces = _with_typed(list(text.pieces()), typed)
+            unknown = max(text.unknown, len(UNKNOWN.findall(text.text)))
+            found.is_cut, found.is_garbled = text.is_cut, unknown > UNREADABLE * len(text.text)
+            found.pieces = _upright(joined(pieces, line_numbers(pieces)))
+            images = () if found.pieces or found.fields else page.get_objects(filter=[raw.FPDF_PAGEOBJ_IMAGE])
+            found.is_picture = any(True for _ in images)
+            return found
     except pdfium.PdfiumError:
         return Page(number, is_broken=True)
-    try:
-        found = Page(number, is_hidden=seen.switch_off(page))
-        found.fields, typed, found.has_more = field_lines(document, page)
-        with closing(page.get_textpage()) as text_page:
-            text, parts = _parts(text_page, page.get_bbox())
-        found.is_cut, found.is_garbled = text.is_cut, text.unknown > UNREADABLE * len(text.text)
-        found.pieces = _upright(_apart(_with_typed(parts, typed)))
-        images = () if found.pieces or found.fields else page.get_objects(filter=[raw.FPDF_PAGEOBJ_IMAGE])
-        found.is_picture = any(True for _ in images)
-        return found
-    except pdfium.PdfiumError:
-        return Page(number, is_broken=True)
-    finally:
-        page.close()
 
 
-def _parts(text_page: Any, view: Box) -> tuple[_Text, list[Part]]:
-    n = max(0, text_page.count_chars())
-    text = text_page.get_text_range() if n else ""
-    if len(text) != n:  # then places in the text are not places on the page
-        text = "".join(chr(raw.FPDFText_GetUnicode(text_page, i) or 32) for i in range(n)).replace("\x02", "\ufffe")
-    unknown = sum(map(len, UNKNOWN.findall(text)))
-    found = _Text(ctypes.cast(text_page.raw, P).value or 0, view)
-    found.text = with_accents(text, found.ink)
-    parts = [part for start, end in _runs(found.text) for part in found.parts(start, end)]
-    found.unknown = max(unknown, found.unknown)
-    return found, parts
-
-
-def _with_typed(parts: list[Part], typed: Sequence[Typed]) -> list[Part]:
-    """The parts with what was typed onto the page: each line behind what stands left of it on its row, else last."""
+def _with_typed(pieces: list[Piece], typed: Sequence[Typed]) -> list[Piece]:
+    """The pieces with what was typed onto the page: each line behind what stands left of it on its row, else last."""
     for text, (left, bottom, right, top) in typed:
         lines = [line for line in text.splitlines() if line.strip()]
         height = max((top - bottom) / len(lines), 1.0)
         for i, line in enumerate(lines):
             y0 = -top + i * height
             x1 = min(right, left + 0.5 * height * len(line))
-            part = Part(Piece(line, left, y0, x1, y0 + height, height), 0, y0 + height)
-            row = [k for k, p in enumerate(parts, 1) if _is_beside(p.piece, part.piece)]
-            parts.insert(max(row, default=len(parts)), part)
-    return parts
-
-
-def _is_beside(left: Piece, right: Piece) -> bool:
-    return left.x1 <= right.x0 and right.y0 < left.middle < right.y1
-
-
-def _apart(parts: list[Part]) -> list[Turned]:
-    """Parts as pieces, less the numbers of lines in the margin."""
-    numbers = line_numbers(parts)
-    return joined(without(parts, numbers) if numbers else parts)
-
-
-def _upright(found: Sequence[Turned]) -> list[Piece]:
-    """The pieces in the direction of most of them, all others above or below, in an order of their own."""
-    angles = dict.fromkeys(angle for angle, _ in found)
-    if len(angles) < 2:
-        return [piece for _, piece in found]
-    main = max(angles, key=lambda angle: sum(len(p.text) for a, p in found if a == angle))
-    first = next(i for i, (angle, _) in enumerate(found) if angle == main)
-    # beside a table that is turned with its page, what runs above it is not; a stamp along the margin comes last
-    above = [piece for angle, piece in found[:first] if angle == 0]
-    groups = [[piece for angle, piece in found if angle == main]]
-    for other in (angle for angle in angles if angle != main):
-        groups.append([p for i, (angle, p) in enumerate(found) if angle == other and (angle or i > first)])
-    pieces, floor = above, max((p.y1 for p in above), default=None)
-    for group in filter(None, groups):
-        shift = 0.0 if floor is None else floor + MARGIN - min(p.y0 for p in group)
-        pieces += [replace(p, y0=p.y0 + shift, y1=p.y1 + shift) for p in group]
-        floor = max(p.y1 for p in pieces)
+            row = [k for k, p in enumerate(pieces, 1) if p.x1 <= left and y0 < p.middle < y0 + height]
+            piece = Piece(line, left, y0, x1, y0 + height, height, base=y0 + height)
+            pieces.insert(max(row, default=len(pieces)), piece)
     return pieces
 
 
-def _runs(text: str) -> Iterator[tuple[int, int]]:
-    """Lines as pdfium sees them, the sign for a hyphen at their end included."""
-    start = 0
-    for found in SPLIT.finditer(text):
-        end = found.end() if found[0] == "\ufffe" else found.start()
-        if end > start:
-            yield start, end
-        start = found.end()
-    if start < len(text):
-        yield start, len(text)
+def _upright(pieces: list[Piece]) -> list[Piece]:
+    """The pieces in the direction of most of them, all others above or below, in an order of their own."""
+    angles = dict.fromkeys(piece.angle for piece in pieces)
+    if len(angles) < 2:
+        return pieces
+    main = max(angles, key=lambda angle: sum(len(p.text) for p in pieces if p.angle == angle))
+    first = next(i for i, p in enumerate(pieces) if p.angle == main)
+    groups: dict[int | None, list[Piece]] = {angle: [] for angle in (None, main, *angles)}
+    for i, piece in enumerate(pieces):
+        # beside a table that is turned with its page, what runs above it is not; a stamp along the margin comes last
+        groups[None if piece.angle == 0 and i < first else piece.angle].append(piece)
+    found: list[Piece] = []
+    for group in filter(None, groups.values()):
+        shift = MARGIN + max(p.y1 for p in found) - min(p.y0 for p in group) if found else 0.0
+        found += [replace(p, y0=p.y0 + shift, y1=p.y1 + shift) for p in group]
+    return found
 
 
-@dataclass(slots=True)
 class _Text:
     """The letters of a page with their places."""
 
-    page: int  # a text page of pdfium
-    view: Box  # what is in view, y upwards
-    text: str = ""
-    is_cut: bool = False  # letters beyond it were found
-    unknown: int = 0  # letters whose font does not say what they are
-    _box: Any = field(default_factory=lambda: (ctypes.c_double * 4)())
-    _room: Any = field(default_factory=lambda: (ctypes.c_float * 4)())
+    def __init__(self, text_page: Any, view: Box) -> None:
+        self.is_cut = False  # letters beyond what is in view were found
+        self.unknown = 0  # letters whose font does not say what they are
+        self._page, self._views = handle(text_page), [_turn(view, angle) for angle in range(4)]
+        n, text = text_page.count_chars(), text_page.get_text_range()
+        if len(text) != n:  # then places in the text are not places on the page
+            text = "".join(chr(raw.FPDFText_GetUnicode(text_page, i) or 32) for i in range(n)).replace("\x02", "\ufffe")
+        self.text = with_accents(text, lambda i: ink(self._page, i))
 
-    def parts(self, start: int, end: int) -> Iterator[Part]:
-        """One run as a part, or as several where it turns, jumps over a gap or to another line, or changes its size."""
-        first, last = start, end - 1
-        while first < end and _is_blank(self.text[first]):
-            first += 1
-        if first == end:
-            return
-        while _is_blank(self.text[last]):
-            last -= 1
-        if _map_error(self.page, first):
+    def pieces(self) -> Iterator[Piece]:
+        """The runs of the page, each in one piece or in several."""
+        for run in RUN.finditer(self.text):
+            if inked := INKED.search(self.text, *run.span()):
+                yield from self._run(*run.span(), inked.start(), inked.end() - 1)
+
+    def _run(self, start: int, end: int, first: int, last: int) -> Iterator[Piece]:
+        """A run as a piece, or as several where it turns, jumps over a gap or to another line, or changes its size."""
+        if _is_unknown(self._page, first):
             self.unknown += last + 1 - first
         angle, straight = self._angle(first), None
         if angle == 0 and self._is_stacked(start, end):
             straight = DOWN
         elif angle == self._angle(last):
-            boxes = self._rects(start, end - start, angle)
-            if not boxes or not (room := max([b[3] - b[1] for b in boxes])):
+            boxes = self._rects(start, end, angle)
+            if not boxes or not (room := max(b[3] - b[1] for b in boxes)):
                 return
-            loose = sum([b[2] - b[0] for b in boxes]) > WIDE * (end - start) * room
-            letter, view = self._letter(first, angle), _turn(self.view, angle)
-            if not loose and all(_goes_on(a, b) for a, b in itertools.pairwise(boxes)):
-                straight = angle
-                is_uneven = len(boxes) > 1 and self._is_uneven(first, end, boxes, room)
+            loose = sum(b[2] - b[0] for b in boxes) > WIDE * (end - start) * room
+            if not loose and all(itertools.starmap(_goes_on, itertools.pairwise(boxes))):
+                straight, view = angle, self._views[angle]
                 in_view = _is_in(boxes[0], view) and view[0] <= boxes[0][0] and boxes[-1][2] <= view[2]
-                if in_view and not is_uneven:
-                    yield from self._part(self.text[start:end], boxes, letter, first, angle)
+                if in_view and not (len(boxes) > 1 and self._is_uneven(first, end, boxes, room)):
+                    yield from self._piece(start, end, boxes, angle)
                     return
-        yield from self._letter_by_letter(range(start, end), straight)
+        yield from self._letter_by_letter(start, end, straight)
 
     def _is_stacked(self, start: int, end: int) -> bool:
         """Whether the letters stand upright below each other, as Chinese and Japanese do in vertical lines."""
         n = len(CJK.findall(self.text, start, end))
-        if n < STACKED:
+        if n < STACKED or not (boxes := self._rects(start, end, 0)):
             return False
-        boxes = self._rects(start, end - start, 0)
-        width = max((b[2] for b in boxes), default=0.0) - min((b[0] for b in boxes), default=0.0)
-        height = max((b[3] for b in boxes), default=0.0) - min((b[1] for b in boxes), default=0.0)
-        return height > n / 2 * width
+        x0, y0, x1, y1 = _around(boxes)
+        return y1 - y0 > n / 2 * (x1 - x0)
 
     def _is_uneven(self, start: int, end: int, boxes: Sequence[Box], room: float) -> bool:
         """Whether something may be raised or lowered in a run, or be the number of its line."""
-        if COUNTED.match(self.text, start, end):
-            return True
+        pairs = [(a, b) if a[3] < b[3] else (b, a) for a, b in itertools.pairwise(boxes)]
+        tall, top = TALL * room, min(b[1] for b in boxes)
+        is_raised = any(low[3] - high[3] > JUMP * room and high[3] - high[1] > tall for high, low in pairs)
+        is_lowered = any(b[1] - top > DROP * room and b[3] - b[1] > tall for b in boxes)
         has_digits = DIGITS.search(self.text, start, end) is not None
-        for a, b in itertools.pairwise(boxes):
-            rise = (a[3] - b[3]) / room
-            high = b if rise > 0 else a
-            if abs(rise) > JUMP and high[3] - high[1] > TALL * room:
-                return True
-        top = min([b[1] for b in boxes])
-        return has_digits and any(b[1] - top > DROP * room and b[3] - b[1] > TALL * room for b in boxes)
+        return is_raised or (is_lowered and has_digits) or COUNTED.match(self.text, start, end) is not None
 
-    def _letter_by_letter(self, run: range, straight: int | None) -> Iterator[Part]:
-        """A run in parts, by the place, the size and the direction (`straight`, if known) of every letter in view."""
-        letters: list[str] = []
+    def _letter_by_letter(self, start: int, end: int, straight: int | None) -> Iterator[Piece]:
+        """A run in pieces, by the place, the size and the direction (`straight`, if known) of every letter in view."""
         boxes: list[Box] = []
-        begin, angle, is_same, views = run.start, DOWN, False, dict[int, Box]()
-        for i in run:
-            if _is_blank(self.text[i]):
-                letters.append(self.text[i])
-                continue
+        angle, is_same = DOWN, False
+        for i in map(re.Match.start, INK.finditer(self.text, start, end)):
             turn = self._angle(i) if straight is None else straight
             box = self._letter(i, turn)
-            view = views.get(turn) or views.setdefault(turn, _turn(self.view, turn))
-            is_out = not _is_in(box, view)
+            is_out = not _is_in(box, self._views[turn])
             is_apart = bool(boxes) and (is_out or turn != angle or not _goes_on(boxes[-1], box))
-            if boxes and (is_apart or self._changes(letters, boxes[-1], box)):
-                yield from self._part("".join(letters), boxes, boxes[0], begin, angle, is_same)
-                letters, boxes, is_same = [" "] if letters[-1] == " " and not is_apart else [], [], not is_apart
-            self.is_cut |= is_out
-            if not is_out:
-                begin = begin if boxes else i
-                letters.append(self.text[i])
-                boxes.append(box)
+            if boxes and (is_apart or self._changes(start, i, boxes[-1], box)):
+                yield from self._piece(start, i, boxes, angle, is_same)
+                start = i - 1 if self.text[i - 1] == " " and not is_apart else i
+                boxes, is_same = [], not is_apart
+            if is_out:
+                self.is_cut, start = True, i + 1
+            else:
                 angle = turn
+                boxes.append(box)
         if boxes:
-            yield from self._part("".join(letters), boxes, boxes[0], begin, angle, is_same)
+            yield from self._piece(start, end, boxes, angle, is_same)
 
-    def _changes(self, letters: Sequence[str], a: Box, b: Box) -> bool:
+    def _changes(self, start: int, i: int, a: Box, b: Box) -> bool:
         """Whether a letter is of another size or height than the one before, or comes after the number of its line."""
         ah, bh = a[3] - a[1], b[3] - b[1]
         if ah < RATIO * bh or bh < RATIO * ah or abs(b[3] - a[3]) > STEP * ah:
             return True
-        return b[0] - a[2] > ah / 2 and "".join(letters).strip().isdecimal()
+        return b[0] - a[2] > ah / 2 and self.text[start:i].strip().isdecimal()
 
-    def _rects(self, start: int, count: int, angle: int) -> list[Box]:
-        page, box, at = self.page, self._box, ctypes.addressof(self._box)
-        boxes = []
-        for i in range(_count(page, start, count)):
-            if _rect(page, i, at, at + 24, at + 16, at + 8):  # left, top, right, bottom
-                boxes.append(_turn(tuple(box), angle))
-        return boxes
+    def _rects(self, start: int, end: int, angle: int) -> list[Box]:
+        found = [_rect(self._page, i) for i in range(_count(self._page, start, end - start))]
+        return [_turn(box, angle) for box in found if box]
 
     def _angle(self, i: int) -> int:
         """Quarters of a turn of a letter."""
-        turn: float = _angle(self.page, i)
-        return round(turn / QUARTER) % 4 if turn else 0
-
-    def ink(self, i: int) -> Box:
-        """What a letter blackens, y upwards."""
-        at = ctypes.addressof(self._box)
-        _tight(self.page, i, at, at + 16, at + 8, at + 24)
-        return tuple(self._box)
+        turn: float = _angle(self._page, i)
+        return round(2 * turn / math.pi) % 4 if turn else 0
 
     def _letter(self, i: int, angle: int) -> Box:
         """The place of a letter with the room its font gives it."""
-        _loose(self.page, i, ctypes.addressof(self._room))
-        left, top, right, bottom = self._room
+        left, top, right, bottom = _room(self._page, i)
         return _turn((left, bottom, right, top), angle)
 
-    def _base(self, i: int, angle: int) -> float:
-        """The line that a letter stands on, as far down the text."""
-        at = ctypes.addressof(self._box)
-        _origin(self.page, i, at, at + 8)
-        x, y = self._box[:2]
-        return _turn((x, y, x, y), angle)[3]
-
-    def _part(
-        self, text: str, boxes: Sequence[Box], letter: Box, first: int, angle: int, is_same: bool = False
-    ) -> Iterator[Part]:
-        """A part if there is anything to read; the room of one of its letters says the size of the font."""
-        if found := clean(text.strip(" ")):
-            x0, y0, x1, y1 = boxes[0]
-            for a, b, c, d in boxes[1:]:
-                x0, y0, x1, y1 = min(x0, a), min(y0, b), max(x1, c), max(y1, d)
-            size, pitch = letter[3] - letter[1], letter[2] - letter[0]
-            if text.startswith(" ") and letter[0] > x0 and not RTL.search(text):
-                x0 = letter[0]  # behind the spaces it begins with
-            piece = Piece(found, x0, y0, x1, y1, size, text.startswith(" "), pitch)
-            yield Part(piece, angle, self._base(first, angle), is_same)
+    def _piece(self, start: int, end: int, boxes: Sequence[Box], angle: int, is_same: bool = False) -> Iterator[Piece]:
+        """A piece if there is anything to read; the room of its first letter says the size of the font."""
+        text, letters = self.text[start:end], INK.search(self.text, start, end)
+        if letters and (found := clean(text.strip(" "))):
+            first = letters.start()
+            x0, y0, x1, y1 = _around(boxes)
+            left, upper, right, lower = self._letter(first, angle)
+            is_spaced = text.startswith(" ")
+            if is_spaced and left > x0 and not RTL.search(text):
+                x0 = left  # behind the spaces it begins with
+            base = _turn(_origin(self._page, first)[:2] * 2, angle)[3]
+            yield Piece(found, x0, y0, x1, y1, lower - upper, is_spaced, right - left, angle, base, is_same)
 
 
-def _is_blank(sign: str) -> bool:
-    return sign.isspace() or sign in ("\ufffe", GONE)
+def _around(boxes: Sequence[Box]) -> Box:
+    lefts, tops, rights, bottoms = zip(*boxes, strict=True)
+    return min(lefts), min(tops), max(rights), max(bottoms)
 
 
 def _is_in(box: Box, view: Box) -> bool:
@@ -308,20 +236,17 @@ def _is_in(box: Box, view: Box) -> bool:
 
 def _goes_on(a: Box, b: Box) -> bool:
     """Whether a box continues the line of another: at the same height, without a wide gap."""
-    ah, bh = a[3] - a[1], b[3] - b[1]
-    height = ah if ah > bh else bh
-    if b[0] - a[2] >= 1.2 * height or a[0] - b[2] >= 1.2 * height:
-        return False
-    return (a[3] if a[3] < b[3] else b[3]) - (a[1] if a[1] > b[1] else b[1]) > -0.4 * height
+    height = max(a[3] - a[1], b[3] - b[1])
+    is_near = b[0] - a[2] < 1.2 * height and a[0] - b[2] < 1.2 * height
+    return is_near and a[3] - b[1] > -0.4 * height and b[3] - a[1] > -0.4 * height
 
 
 def _turn(box: Box, angle: int) -> Box:
     """From points on the page, y upwards, to points along and down the text."""
     left, bottom, right, top = box
-    if angle == 0:
-        return left, -top, right, -bottom
-    if angle == DOWN:
-        return -top, -right, -bottom, -left
-    if angle == 2:
-        return -right, bottom, -left, top
-    return bottom, left, top, right
+    return (
+        (left, -top, right, -bottom),
+        (-top, -right, -bottom, -left),
+        (-right, bottom, -left, top),
+        (bottom, left, top, right),
+    )[angle]

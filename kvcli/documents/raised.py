@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 
 from kvcli.documents.lines import Piece
 
@@ -13,13 +13,12 @@ LONGEST = 40  # characters; what is longer was raised for its looks
 WORD = re.compile(r"[^\W\d_]{2,}\.?")  # 1st, Mme, a trade mark
 NUMBER = re.compile(r"[-+\u2212\u2013]?[\w.,]+")
 NOTES = re.compile(r"\d{1,3}([,\u2013-]\d{1,3})*")  # numbers of notes
-NOTED = re.compile(
-    r"[^\W\d_]{4}[\"')\u2019\u201d\u00bb]?$|[.,;:!?][\"')\u2019\u201d\u00bb]?$"
-)  # what such numbers follow
+NOTED = re.compile(r"([^\W\d_]{4}|[.,;:!?])[\"')\u2019\u201d\u00bb]?$")  # what such numbers follow
 UNIT = re.compile(r"\d ?[^\W\d_]{1,2}$")  # m, km
 UP = (0.22, 0.8)  # shares of the size of the line by which a raised letter stands above it
 DOWN = (-0.6, -0.08)  # and a lowered one
 SMALL = 0.9  # its size, from which on a lowered one is lowered
+Levelled = tuple[int, Piece]  # with what is raised 1, or 2 where it begins its line, and -1 with what is lowered
 
 
 def raised(text: str) -> str:
@@ -50,66 +49,51 @@ def apart(text: str, before: str, after: str, *, is_below: bool = False) -> str:
     return f"{text} " if text[-1:].isdigit() and after[:1].isdigit() else text
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Letters of one size on one line of a page, in the order they are drawn."""
-
-    piece: Piece
-    angle: int  # quarters of a turn
-    base: float  # the line its letters stand on, as far down the page
-    is_same: bool = False  # drawn in one run with the part before
-
-
-def without(parts: Sequence[Part], gone: set[int]) -> list[Part]:
-    """The parts but for those of these ids; what was drawn in one run with such a one begins anew."""
-    pairs = zip([None, *parts], parts, strict=False)
-    return [replace(p, is_same=p.is_same and id(before) not in gone) for before, p in pairs if id(p) not in gone]
-
-
-def joined(parts: Sequence[Part]) -> list[tuple[int, Piece]]:
-    """Parts of one run as one piece, and what is raised or lowered with its line; each with its quarters of a turn."""
-    lines = list(_lines(parts))
-    notes = {line[0][1].piece.text for line in lines if line[0][0] == 2}
+def joined(pieces: Sequence[Piece], gone: Set[int] = frozenset()) -> list[Piece]:
+    """Pieces of one run as one, and what is raised or lowered with its line; those of the ids in `gone` left out."""
+    pairs = [(before, p) for before, p in itertools.pairwise([None, *pieces]) if p and id(p) not in gone]
+    lines = list(_lines([replace(p, is_same=False) if id(before) in gone else p for before, p in pairs]))
+    notes = {line[0][1].text for line in lines if line[0][0] == 2}
     return [_line(line, notes) for line in lines]
 
 
-def _lines(parts: Sequence[Part]) -> Iterator[list[tuple[int, Part]]]:
-    """Parts that belong together; with what is raised 1, or 2 where it begins its line, and -1 with what is lowered."""
-    line: list[tuple[int, Part]] = []
-    before: Part | None = None
-    for part in parts:
+def _lines(pieces: Sequence[Piece]) -> Iterator[list[Levelled]]:
+    """Pieces that belong together."""
+    line: list[Levelled] = []
+    before: Piece | None = None
+    for piece in pieces:
+        base = line[0][1] if len(line) == 1 else next((p for level, p in line if not level), piece)
+        if line and (piece.is_same or _touches(line, piece, base)):
+            level = _level(base, piece)
+            if len(line) == 1 and not level and _level(piece, base) > 0:
+                line = [(1 if before and _is_left(before, base) else 2, base)]
+            if level or piece.is_same or line[-1][0]:
+                line.append((level, piece))
+                continue
         if line:
-            base = next((p for level, p in line if not level), part) if len(line) > 1 else line[0][1]
-            if part.is_same or _touches(line, part, base.piece):
-                level = _level(base, part)
-                if len(line) == 1 and not level and _level(part, base) > 0:
-                    line = [(1 if before and _is_left(before.piece, base.piece) else 2, base)]
-                if level or part.is_same or line[-1][0]:
-                    line.append((level, part))
-                    continue
             before = line[-1][1]
             yield line
-        line = [(0, part)]
+        line = [(0, piece)]
     if line:
         yield line
 
 
-def _level(base: Part, part: Part) -> int:
-    size, rise = base.piece.size, base.base - part.base
-    if part.piece.size > (1.05 if part.is_same else SMALL) * size or part.angle != base.angle or not size:
+def _level(base: Piece, piece: Piece) -> int:
+    size, rise = base.size, base.base - piece.base
+    if piece.size > (1.05 if piece.is_same else SMALL) * size or piece.angle != base.angle or not size:
         return 0
     return 1 if UP[0] < rise / size < UP[1] else -1 if DOWN[0] < rise / size < DOWN[1] else 0
 
 
-def _touches(line: Sequence[tuple[int, Part]], part: Part, base: Piece) -> bool:
-    """Whether a part goes on where its line ends, or stands above or below what is raised or lowered there."""
-    (level, last), piece = line[-1], part.piece
-    if piece.y0 >= base.y1 or piece.y1 <= base.y0 or part.angle != last.angle:
+def _touches(line: Sequence[Levelled], piece: Piece, base: Piece) -> bool:
+    """Whether a piece goes on where its line ends, or stands above or below what is raised or lowered there."""
+    level, last = line[-1]
+    if piece.y0 >= base.y1 or piece.y1 <= base.y0 or piece.angle != last.angle:
         return False
-    end = max([p.piece.x1 for _, p in line[-2:]])
-    begins = len(line) == 1 and _level(part, last) > 0  # a note, behind its number
+    end = max(p.x1 for _, p in line[-2:])
+    begins = len(line) == 1 and _level(piece, last) > 0  # a note, behind its number
     is_near = -0.3 * base.size < piece.x0 - end < (1 if begins else 0.35) * piece.size
-    return is_near or (level != 0 and abs(piece.x0 - last.piece.x0) < 0.3 * base.size)
+    return is_near or (level != 0 and abs(piece.x0 - last.x0) < 0.3 * base.size)
 
 
 def _is_left(a: Piece, b: Piece) -> bool:
@@ -117,29 +101,24 @@ def _is_left(a: Piece, b: Piece) -> bool:
     return a.y0 < b.y1 and a.y1 > b.y0 and 0 <= b.x0 - a.x1 + 0.3 * b.size < 4 * b.size
 
 
-def _line(line: Sequence[tuple[int, Part]], notes: set[str]) -> tuple[int, Piece]:
+def _line(line: Sequence[Levelled], notes: set[str]) -> Piece:
     if len(line) == 1:
-        return line[0][1].angle, line[0][1].piece
+        return line[0][1]
     text, before, end = "", 0, 0.0
     for level, group in itertools.groupby(line, lambda item: item[0]):
-        parts = [part for _, part in group]
-        first, said = parts[0], parts[0].piece.text
-        for part in parts[1:]:
-            said += " " * part.piece.is_spaced + part.piece.text
-        wide = not first.is_same and not level and first.piece.x0 - end > 0.15 * first.piece.size
+        first, *others = (piece for _, piece in group)
+        said = first.text + "".join(" " * piece.is_spaced + piece.text for piece in others)
+        wide = not first.is_same and not level and first.x0 - end > 0.15 * first.size
         if level > 0:
-            is_note = NOTES.fullmatch(said) and (
-                level == 2 or NOTED.search(text) or (said in notes and not UNIT.search(text))
-            )
-            said = f"[{said}]" if is_note else raised(said)
+            is_noted = level == 2 or NOTED.search(text) or (said in notes and not UNIT.search(text))
+            said = f"[{said}]" if is_noted and NOTES.fullmatch(said) else raised(said)
         elif level < 0 and text[-1:].isdigit():
             said = f"_{said}"
-        parted = first.piece.is_spaced or wide or (before and text[-1:].isdigit() and said[:1].isdigit())
+        parted = first.is_spaced or wide or (before and text[-1:].isdigit() and said[:1].isdigit())
         text += (" " if text and parted else "") + said
-        before, end = level, parts[-1].piece.x1
-    pieces = [part.piece for _, part in line]
-    upright = [part.piece for level, part in line if not level] or pieces
-    y0, y1 = min(p.y0 for p in upright), max(p.y1 for p in upright)
+        before, end = level, (first, *others)[-1].x1
+    pieces = [piece for _, piece in line]
+    upright = [piece for level, piece in line if not level] or pieces
     x0, x1 = min(p.x0 for p in pieces), max(p.x1 for p in pieces)
-    size = max(p.size for p in upright)
-    return line[0][1].angle, Piece(text, x0, y0, x1, y1, size, pieces[0].is_spaced, pieces[0].pitch)
+    y0, y1 = min(p.y0 for p in upright), max(p.y1 for p in upright)
+    return replace(pieces[0], text=text, x0=x0, y0=y0, x1=x1, y1=y1, size=max(p.size for p in upright))

@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from kvcli.documents.lines import CJK, Line
 
@@ -54,19 +55,15 @@ class Words:
 
     def __init__(self) -> None:
         self._lines: list[str] = []
-        self._seen: Counter[str] | None = None
 
     def add(self, lines: Iterable[str]) -> None:
         """Take in lines; they are counted when the first broken word asks."""
         self._lines.extend(lines)
 
-    @property
+    @cached_property
     def seen(self) -> Counter[str]:
         """How often each word stands in the lines; the halves of one that is broken count for nothing."""
-        if self._seen is None:
-            text = BROKEN.sub("", "\n".join(self._lines).casefold())
-            self._seen = Counter(WORD.findall(text))
-        return self._seen
+        return Counter(WORD.findall(BROKEN.sub("", "\n".join(self._lines).casefold())))
 
     def joint(self, head: str, tail: str) -> str:
         """What stands between the halves of a word: nothing, the hyphen it is written with, or that and a space."""
