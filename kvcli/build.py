@@ -5,7 +5,6 @@ Imports torch only when something is built, so that a profile can be read and re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial

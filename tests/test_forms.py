@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvcli import build
-from kvcli.settings.registry import registries
 from kvcli.engine.engine import drive
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kernels.attend.reference import attend as specified
@@ -36,6 +35,7 @@ from kvcli.kv.packed import Packed
 from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, nbytes, visible
 from kvcli.kv.state import Given
 from kvcli.settings.profile import Profile
+from kvcli.settings.registry import registries
 from kvcli.settings.schema import Kv
 from tests import families
 from tests.exact import table

@@ -9,11 +9,11 @@ from pkgutil import resolve_name
 
 import pytest
 
-from kvcli.settings.registry import registries
 from kvcli.drafts.mix import Sources
 from kvcli.errors import BadConfig
 from kvcli.settings.layers import builtin_files
 from kvcli.settings.profile import load_profile
+from kvcli.settings.registry import registries
 from kvcli.settings.schema import TABLES, Header, Model, Top
 from kvcli.settings.values import comments_of, expected, keys_of
 

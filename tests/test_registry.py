@@ -26,6 +26,7 @@ from kvcli.settings.schema import Range
 class Mine(TopK):
     '''Keep the newest half.'''
 
+    by = 'its age'
     weight: Annotated[int, Range(1, 9)] = 3  # of nothing
 
     def score(self, s, at):
@@ -74,7 +75,7 @@ def test_a_method_of_another_package_is_a_table_of_a_profile(install: Callable[[
     assert "my_package" not in sys.modules
     profile = exact.replace(exactness="approx", policy={"name": "mine", "weight": 4})
     assert (profile.policy.weight, profile.policy.method) == (4, "mine")
-    assert registry.foreign() == {"my_package:Mine": "my-package 1.0"}
+    assert (profile.foreign, exact.foreign) == (['policy.name = "mine" is code of my-package 1.0'], [])
     with pytest.raises(BadConfig) as refused:
         exact.replace(exactness="approx", policy={"name": "mine", "weight": 10})
     assert "a whole number from 1 to 9" in "\n".join(refused.value.lines)
@@ -116,9 +117,12 @@ def test_the_command_names_it_and_lists_it(install: Callable[[str, str], Path]) 
         return subprocess.run([sys.executable, "-c", code, *told], capture_output=True, text=True, check=False)
 
     assert run("--help").returncode == 0
+    answer = run("chat", "demo", "-p", "hello", "-n", "4", "--set", "exactness=approx", "--set", "policy.name=mine")
+    assert answer.returncode == 0, answer.stderr
+    assert 'policy.name = "mine" is code of my-package 1.0' in answer.stderr
     shown = run("profiles", "show", "exact", "--set", "exactness=approx", "--set", "policy.name=mine", "--json")
     assert '"policy.weight": 3' in shown.stdout, shown.stderr
     broken = run("profiles", "show", "exact", "--set", "exactness=approx", "--set", "policy.name=broken")
     assert broken.returncode == 9
-    assert "of my-package 1.0 cannot be loaded: No module named 'nowhere'" in broken.stderr
+    assert "of my-package 1.0 cannot be loaded: No module named 'nowhere'" in " ".join(broken.stderr.split())
     assert "Traceback" not in broken.stderr

@@ -18,7 +18,7 @@ from typing import Any, overload
 from kvcli.settings.config import Config, chosen_profile, read_config
 from kvcli.settings.layers import Sources, from_arguments, from_environ, from_flags, from_sets
 from kvcli.settings.problems import Problem, bad_config
-from kvcli.settings.registry import Registries, registries
+from kvcli.settings.registry import Registries, foreign, registries
 from kvcli.settings.resolve import Resolved, extended_names, lineage, resolve
 from kvcli.settings.schema import METHODS, ORDER, Context, Exactness, Header, Kv, Load, Memory, Prefill, Sample
 from kvcli.settings.settings import DEFAULT, InFile, Setting, Settings, merge
@@ -138,6 +138,16 @@ class Profile:
     def extends(self) -> tuple[str, ...]:
         """What the profile itself extends, as its own file says."""
         return tuple(extended_names(self.settings.get(("extends",))))
+
+    @property
+    def foreign(self) -> list[str]:
+        """Which of its methods are code of other packages, in words."""
+        chosen = [(table, key, getattr(self, table).method) for table, (key, _) in METHODS.items()]
+        return [
+            f'{table}.{key} = "{name}" is code of {package}'
+            for table, key, name in chosen
+            if (package := foreign().get(self.rules.registries[table][name]))
+        ]
 
     @cached_property
     def values(self) -> dict[str, object]:

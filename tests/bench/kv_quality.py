@@ -269,8 +269,8 @@ def moved(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
 
 def field(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
     """Every policy that keeps a share of a text, and controls."""
-    from kvcli.settings.registry import registries
     from kvcli.policies.topk import TopK
+    from kvcli.settings.registry import registries
     from kvcli.settings.resolve import method_class
 
     yield "full", known.of(f"{i} full", lambda: answer({})[0])
