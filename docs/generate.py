@@ -151,7 +151,7 @@ def slash(_: str) -> str:
 
 def keys(_: str) -> str:
     """Every key of a profile, from the dataclasses that check it."""
-    from kvcli.build import REGISTRIES
+    from kvcli.settings.registry import registries
     from kvcli.settings.schema import METHODS, ORDER, TABLES
 
     blocks = []
@@ -160,12 +160,12 @@ def keys(_: str) -> str:
             blocks += [f"### `[{table}]`", _keys_of(TABLES[table])]
             continue
         key, usual = METHODS[table]
-        names = ", ".join(f'`"{name}"`' for name in REGISTRIES[table])
+        names = ", ".join(f'`"{name}"`' for name in registries()[table])
         blocks += [
             f"### `[{table}]`",
             f'`{key}` is one of {names}; without it, `"{usual}"`. The other keys are the method\'s own.',
         ]
-        for name, where in REGISTRIES[table].items():
+        for name, where in registries()[table].items():
             module, _, cls = where.partition(":")
             method = getattr(import_module(module), cls)
             blocks += [f'**`{key} = "{name}"`**: {_prose(method.__doc__ or "").splitlines()[0]}', _keys_of(method)]
@@ -197,10 +197,10 @@ def workloads(_: str) -> str:
 def exists(_: str) -> str:
     """What can be chosen today, from the registries; where keys and values may lie; which operations have more than
     the reference."""
-    from kvcli.build import REGISTRIES
+    from kvcli.settings.registry import registries
 
     rows = []
-    for table, methods in REGISTRIES.items():
+    for table, methods in registries().items():
         for name, where in methods.items():
             module, _, cls = where.partition(":")
             doc = (getattr(import_module(module), cls).__doc__ or "").strip().splitlines()[0]

@@ -1,21 +1,21 @@
-"""From a profile to live objects: the one file that knows where each method lives.
+"""From a profile to live objects.
 
 Imports torch only when something is built, so that a profile can be read and refused in a moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from importlib import import_module
 from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadConfig
+from kvcli.settings.registry import registries
+from kvcli.settings.resolve import method_class
 from kvcli.settings.schema import METHODS, NUMBERS, Memory
 
 if TYPE_CHECKING:
@@ -34,80 +34,6 @@ if TYPE_CHECKING:
     from kvcli.kv.tiers import Plan
     from kvcli.settings.profile import Profile
     from kvcli.steps.writer import Writer
-
-# table -> name of a method -> where its dataclass lives; the dataclass is that table's schema
-REGISTRIES: Mapping[str, Mapping[str, str]] = {
-    "prune": {
-        "none": "kvcli.prune.everything:Everything",
-        "lazy": "kvcli.prune.lazy:Lazy",
-        "cut": "kvcli.prune.cut:Cut",
-        "chunked": "kvcli.prune.chunked:Chunked",
-        "random": "kvcli.prune.random:Random",
-    },
-    "reuse": {
-        "none": "kvcli.reuse.nothing:Nothing",
-        "pie": "kvcli.reuse.pie:Pie",
-        "blend": "kvcli.reuse.blend:Blend",
-    },
-    "form": {
-        "kivi": "kvcli.kv.form_kivi:Kivi",
-        "zipcache": "kvcli.kv.form_zipcache:ZipCache",
-        "rotatekv": "kvcli.kv.form_rotatekv:RotateKV",
-        "qaq": "kvcli.kv.form_qaq:Qaq",
-        "gear": "kvcli.kv.form_gear:Gear",
-        "squat": "kvcli.kv.form_squat:Squat",
-        "mustafar": "kvcli.kv.form_mustafar:Mustafar",
-        "freqkv": "kvcli.kv.form_freqkv:FreqKV",
-        "subgen": "kvcli.kv.form_subgen:SubGen",
-        "cskv": "kvcli.kv.form_cskv:Cskv",
-    },
-    "keep": {
-        "none": "kvcli.kept.codec:AsIs",
-        "lossless": "kvcli.kept.codec:Lossless",
-    },
-    "policy": {
-        "none": "kvcli.policies.everything:Everything",
-        "window": "kvcli.policies.window:Window",
-        "random": "kvcli.policies.random:Random",
-        "fastgen": "kvcli.policies.fastgen:FastGen",
-        "snap": "kvcli.policies.snap:Snap",
-        "expected": "kvcli.policies.expected:Expected",
-        "keydiff": "kvcli.policies.keydiff:KeyDiff",
-        "knorm": "kvcli.policies.knorm:KNorm",
-        "lag": "kvcli.policies.lag:Lag",
-        "tova": "kvcli.policies.tova:Tova",
-        "h2o": "kvcli.policies.h2o:H2O",
-        "vatp": "kvcli.policies.vatp:Vatp",
-        "kvzip": "kvcli.policies.kvzip:KVzip",
-        "budget": "kvcli.policies.budget:Budget",
-    },
-    "recall": {
-        "none": "kvcli.kv.recall_settings:Everything",
-        "minmax": "kvcli.kv.recall_settings:MinMax",
-        "sketch": "kvcli.kv.recall_settings:Sketch",
-        "certified": "kvcli.kv.recall_settings:Certified",
-        "cluster": "kvcli.kv.recall_settings:Cluster",
-        "lowrank": "kvcli.kv.recall_settings:LowRank",
-    },
-    "spec": {
-        "off": "kvcli.drafts.off:Off",
-        "ngram": "kvcli.drafts.ngram:Ngram",
-        "lookahead": "kvcli.drafts.lookahead:Lookahead",
-        "mix": "kvcli.drafts.mix:Mix",
-        "model": "kvcli.drafts.model:Model",
-        "self": "kvcli.drafts.self_draft:SelfDraft",
-        "mtp": "kvcli.drafts.mtp:MtpDraft",
-        "assistant": "kvcli.drafts.assistant:AssistantDraft",
-    },
-    "steps": {
-        "none": "kvcli.steps.alone:Alone",
-        "lookahead": "kvcli.steps.lookahead:Lookahead",
-    },
-}
-
-
-VIEWS = {"stream": "kvcli.policies.window:Window", "quest": "kvcli.policies.quest:Quest"}  # what scouts read
-
 
 SHAPE = ("prefill", "prune", "reuse", "kv", "form", "memory", "policy", "recall")  # tables that a past depends on
 
@@ -358,8 +284,7 @@ def view(lm: LM, kv: Store, drafter: Drafter) -> Front | None:
     """How the drafter's scouts read the past; None = all of it, or there are no scouts."""
     if (glance := drafter.view) is None:
         return None
-    module, _, name = VIEWS[glance.kind].partition(":")
-    return front(lm, kv, getattr(import_module(module), name)(**glance.settings), glance.every)
+    return front(lm, kv, method_class(registries()["view"][glance.kind])(**glance.settings), glance.every)
 
 
 def front(lm: LM, kv: Store, policy: EachLayer, every: int) -> Front:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvcli import build
-from kvcli.build import REGISTRIES
 from kvcli.engine.engine import drive
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kernels.attend.reference import attend as specified
@@ -36,6 +35,7 @@ from kvcli.kv.packed import Packed
 from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, nbytes, visible
 from kvcli.kv.state import Given
 from kvcli.settings.profile import Profile
+from kvcli.settings.registry import registries
 from kvcli.settings.schema import Kv
 from tests import families
 from tests.exact import table
@@ -487,7 +487,6 @@ REFUSED = [
     ({"form": {"method": "kivi", "rope": "before"}, "memory": {"ladder": ["kv.v_bits=8"]}}, "with kv.k_bits = 16"),
     ({"form": {"method": "zipcache"}, "kv": {"k_bits": 4}}, "cannot be kept with kv.v_bits = 16"),
     ({"form": {"method": "rotatekv"}, "kv": FOUR, "policy": {"name": "snap"}}, "set form.joint = 1"),
-    ({"form": {"method": "aquakv"}, "kv": FOUR}, "is not built"),
 ]
 
 
@@ -543,7 +542,7 @@ def test_waves_need_no_float64_where_there_is_none(monkeypatch: pytest.MonkeyPat
     assert asked == ["cpu", "cpu"]
 
 
-@pytest.mark.parametrize("method", list(REGISTRIES["form"]))
+@pytest.mark.parametrize("method", list(registries()["form"]))
 @pytest.mark.parametrize("family", ["dense", "uneven", "latents"])
 def test_a_session_goes_back_and_on_in_every_form(method: str, family: str) -> None:
     model = table.lm(family, "fp32")

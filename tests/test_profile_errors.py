@@ -175,16 +175,6 @@ IN_FILE = {
             '      |          ^ use "off", "copy" or "ngram"; did you mean "copy"?',
         ],
     ),
-    "method that is known and not built": (
-        "[profiles.mine.steps]\nmethod = 'fastcot'",
-        [
-            '~/config.toml:2:10: profiles.mine.steps.method: "fastcot" is not built: it takes guesses that nobody '
-            "verified for the rest of the reasoning, and nothing tells when these are enough",
-            "    2 | method = 'fastcot'",
-            '      |          ^ use spec.method = "lookahead", which refines the same window beside decoding and '
-            'verifies it, or steps.method = "lookahead", where steps are judged',
-        ],
-    ),
     "key of a method that is not chosen": (
         "[profiles.mine]\nextends = 'exact'\nspec.max = 3",
         [

@@ -9,16 +9,16 @@ from pkgutil import resolve_name
 
 import pytest
 
-from kvcli.build import REGISTRIES
 from kvcli.drafts.mix import Sources
 from kvcli.errors import BadConfig
 from kvcli.settings.layers import builtin_files
 from kvcli.settings.profile import load_profile
+from kvcli.settings.registry import registries
 from kvcli.settings.schema import TABLES, Header, Model, Top
 from kvcli.settings.values import comments_of, expected, keys_of
 
 ROOT = Path(__file__).parents[1]
-NAMED = {where: resolve_name(where) for names in REGISTRIES.values() for where in names.values()}
+NAMED = {where: resolve_name(where) for names in registries().values() for where in names.values()}
 SHIPPED = [file.profile for file in builtin_files()]
 
 

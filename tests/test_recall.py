@@ -690,15 +690,6 @@ def test_clusters_divide_their_window() -> None:
     assert "window = 50 is no multiple of size = 16" in "\n".join([str(refused.value), *refused.value.lines])
 
 
-@pytest.mark.parametrize("method", ["sentence", "retroattention"])
-def test_methods_that_are_not_built_say_why_and_what_to_write(method: str) -> None:
-    with pytest.raises(KvcliError) as refused:
-        profile(method=method)
-    told = "\n".join([str(refused.value), *refused.value.lines])
-    assert f'"{method}" is not built' in told
-    assert "use recall.method" in told
-
-
 @pytest.mark.parametrize("method", INDEXES)
 def test_the_plan_of_memory_counts_the_index(method: str) -> None:
     sizes = {"window": 40, "size": 4} if method == "cluster" else {"page": 4}

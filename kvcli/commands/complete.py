@@ -7,7 +7,6 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvcli.build import REGISTRIES
 from kvcli.commands import cache
 from kvcli.commands.flags import KEYS
 from kvcli.commands.known import known
@@ -15,6 +14,7 @@ from kvcli.commands.setup import config_of, sources
 from kvcli.errors import KvcliError
 from kvcli.models.catalog import CATALOG
 from kvcli.settings.profile import load_profile
+from kvcli.settings.registry import registries
 from kvcli.settings.schema import METHODS, TABLES
 from kvcli.settings.values import keys_of, words
 
@@ -53,7 +53,7 @@ def values(key: str) -> list[str]:
     """What a profile key may be, where that is one of some words."""
     table, _, name = key.partition(".")
     if table in METHODS and METHODS[table][0] == name:
-        return list(REGISTRIES[table])
+        return list(registries()[table])
     if key == "load.device":
         return ["auto", "cpu", "cuda", "mps"]
     its = keys_of(TABLES[table]) if table in TABLES else {}  # those of a method are its own

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvcli.build import REGISTRIES
 from kvcli.errors import UsageError
+from kvcli.settings.registry import registries
 from kvcli.settings.schema import tokens_of
 from kvcli.settings.settings import Settings
 
@@ -81,7 +81,7 @@ Quant = Annotated[str | None, _model("--quant", metavar="NAME", help="Weights as
 Budget = Annotated[
     str | None, _model("--budget", metavar="SIZE", help="Keep what matters of a text in 6GiB, 25% of it, or what fits.")
 ]
-Spec = Annotated[str | None, _model("--spec", metavar="|".join(REGISTRIES["spec"]), help=_SPEC, rare=True)]
+Spec = Annotated[str | None, _model("--spec", metavar="|".join(registries()["spec"]), help=_SPEC, rare=True)]
 Draft = Annotated[str | None, _model("--draft", metavar="MODEL", help=_DRAFT)]
 Exact = Annotated[bool, _model("--exact", help="Refuse every setting that can change the text.", rare=True)]
 Force = Annotated[bool, _model("--force", help="Load even if it does not seem to fit.", rare=True)]

@@ -334,8 +334,11 @@ class Setup:
         return cache(lambda name: subject_of(self.draft(name, tell)))
 
     def load(self, profile: Profile, tell: Callable[[str], None] | None = None, *, times: bool = True) -> Model:
-        """Load the model; `tell` hears of a download. With `times`, what passes take here is measured."""
+        """Load the model; `tell` hears of a download, and of methods that are not ours. With `times`, what passes take
+        here is measured."""
         found = self.fetch(profile, tell)
+        for note in profile.foreign:
+            (tell or log.info)(note)
         if self._absent and profile.spec.model == self._absent:
             self.draft(self._absent, tell)
             profile = self.suited(profile)

@@ -18,7 +18,8 @@ from typing import Any, overload
 from kvcli.settings.config import Config, chosen_profile, read_config
 from kvcli.settings.layers import Sources, from_arguments, from_environ, from_flags, from_sets
 from kvcli.settings.problems import Problem, bad_config
-from kvcli.settings.resolve import Registries, Resolved, extended_names, lineage, resolve
+from kvcli.settings.registry import Registries, foreign, registries
+from kvcli.settings.resolve import Resolved, extended_names, lineage, resolve
 from kvcli.settings.schema import METHODS, ORDER, Context, Exactness, Header, Kv, Load, Memory, Prefill, Sample
 from kvcli.settings.settings import DEFAULT, InFile, Setting, Settings, merge
 
@@ -53,16 +54,15 @@ Clashes = Callable[["Profile"], Sequence[Clash]]
 
 @dataclass(frozen=True)
 class Rules:
-    """What the floor above knows: which methods there are, and which settings exclude each other."""
+    """Which methods there are, and which settings exclude each other."""
 
     registries: Registries
     clashes: Clashes | None = None
 
     @classmethod
     def shipped(cls) -> Rules:
-        """Those of this program, found late and by name: a profile is read on a lower floor than they live on."""
-        build, clashes = (importlib.import_module(f"kvcli.{name}") for name in ("build", "settings.clashes"))
-        return cls(build.REGISTRIES, clashes.clashes)
+        """Those that are installed."""
+        return cls(registries(), importlib.import_module("kvcli.settings.clashes").clashes)
 
 
 class _Load:
@@ -138,6 +138,16 @@ class Profile:
     def extends(self) -> tuple[str, ...]:
         """What the profile itself extends, as its own file says."""
         return tuple(extended_names(self.settings.get(("extends",))))
+
+    @property
+    def foreign(self) -> list[str]:
+        """Which of its methods are code of other packages, in words."""
+        chosen = [(table, key, getattr(self, table).method) for table, (key, _) in METHODS.items()]
+        return [
+            f'{table}.{key} = "{name}" is code of {package}'
+            for table, key, name in chosen
+            if (package := foreign().get(self.rules.registries[table][name]))
+        ]
 
     @cached_property
     def values(self) -> dict[str, object]:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from kvcli.errors import KvcliError
 from kvcli.settings.config import Config
 from kvcli.settings.problems import Problem, any_of, did_you_mean
-from kvcli.settings.schema import DECLINED, METHODS, ORDER, TABLES, Header
+from kvcli.settings.registry import Registries, foreign
+from kvcli.settings.schema import METHODS, ORDER, TABLES, Header
 from kvcli.settings.settings import DEFAULT, Setting, Settings, Typed, merge
 from kvcli.settings.toml_places import Keys, toml_value
 from kvcli.settings.values import WrongValue, check, keys_of, noun
 
-Registries = Mapping[str, Mapping[str, str]]  # table -> name of a method -> "module:Class"
 DEEPEST = 8  # profiles below the chosen one
 # what other programs call a key -> what it is called here
 ELSEWHERE = {
@@ -152,8 +152,8 @@ def method_class(target: str) -> type:
     """The dataclass that a registry names as "module:Class"."""
     module, _, name = target.partition(":")
     found = getattr(importlib.import_module(module), name)
-    assert dataclasses.is_dataclass(found), target
-    assert isinstance(found, type), target
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        raise TypeError(f"{target} is no dataclass")
     return found
 
 
@@ -190,12 +190,16 @@ def _method(table: str, mine: Settings, registries: Registries, problems: list[P
         near = did_you_mean(str(chosen.value), registry)
         hint = "; ".join(filter(None, [f"use {any_of([toml_value(name) for name in registry])}", near]))
         message = f"{toml_value(chosen.value)} is not allowed"
-        if (table, str(chosen.value)) in DECLINED:
-            why, hint = DECLINED[table, str(chosen.value)]
-            message = f"{toml_value(chosen.value)} is not built: {why}"
         problems.append(chosen.problem((table, key), message, hint, of_value=True))
         return None
-    schema = method_class(registry[chosen.value])
+    try:
+        schema = method_class(registry[chosen.value])
+    except Exception as error:  # a method of another package may raise anything
+        if (package := foreign().get(registry[chosen.value])) is None:
+            raise
+        message = f"{toml_value(chosen.value)} of {package} cannot be loaded: {error or type(error).__name__}"
+        problems.append(chosen.problem((table, key), message, f"pip uninstall {package.split()[0]}", of_value=True))
+        return None
     known, values, before = keys_of(schema), {}, len(problems)
     for keys, setting in mine.items():
         if keys == (table, key) or len(keys) == 1:
@@ -215,7 +219,8 @@ def _stranger(
 ) -> Problem:
     """A key that the chosen method does not have; perhaps another one has it."""
     table, (discriminator, _) = keys[0], METHODS[keys[0]]
-    owners = [name for name, target in registry.items() if keys[1] in keys_of(method_class(target))]
+    ours = {name: target for name, target in registry.items() if target not in foreign()}  # no other's code is run
+    owners = [name for name, target in ours.items() if keys[1] in keys_of(method_class(target))]
     if owners:
         why = f"a key of {table}.{discriminator} = {any_of([toml_value(n) for n in owners])}"
         return setting.problem(keys[:2], "unknown key", f"{why}, but {toml_value(chosen.value)} is chosen")

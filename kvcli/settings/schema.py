@@ -243,42 +243,6 @@ METHODS: Mapping[str, tuple[str, str]] = {
     "spec": ("method", "off"),
     "steps": ("method", "none"),
 }
-# methods that are asked for by name and not built: table and name -> why not, and what to write
-DECLINED: Mapping[tuple[str, str], tuple[str, str]] = {
-    **dict.fromkeys(
-        [("spec", "fastcot"), ("steps", "fastcot")],
-        (
-            "it takes guesses that nobody verified for the rest of the reasoning, "
-            "and nothing tells when these are enough",
-            'use spec.method = "lookahead", which refines the same window beside decoding and verifies it, '
-            'or steps.method = "lookahead", where steps are judged',
-        ),
-    ),
-    ("form", "aquakv"): (
-        "a layer is foretold from the one below it, so that one would be read back for each, down to the first, "
-        "and passes over a part of the layers, policies and recall read each layer by itself",
-        'use form.method = "gear", which keeps the main directions of what rounding loses',
-    ),
-    ("form", "minicache"): (
-        "two layers would be written as one, so both would have to hold the same slots at the same moment, "
-        "and tiers, policies and recall keep each layer by itself",
-        'use form.method = "cskv", which writes heads of one layer together, or kv.k_bits and kv.v_bits = 4',
-    ),
-    ("form", "headfusion"): (
-        "its projections are made from texts beforehand and folded into the weights, and then trained; "
-        "of a block of slots alone, one of full size for each group of heads takes more than it saves",
-        'use form.method = "cskv" with form.joint = 2, which fuses heads to as many directions as form.k_rank says',
-    ),
-    ("recall", "retroattention"): (
-        "it corrects what rows made of a past that they read in part, and what was stored is never replaced: tokens "
-        "drawn since followed from it",
-        'use recall.method = "certified", which reads everything where a row may have missed more than recall.epsilon',
-    ),
-    ("recall", "sentence"): (
-        "a store is told keys and positions and no words, so an index cannot tell where sentences end",
-        'use recall.method = "cluster", whose units are keys that point alike',
-    ),
-}
 NUMBERS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}  # of `dtype` -> torch's name
 ORDER = (
     "load",

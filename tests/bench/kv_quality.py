@@ -269,15 +269,15 @@ def moved(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
 
 def field(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
     """Every policy that keeps a share of a text, and controls."""
-    from kvcli.build import REGISTRIES
     from kvcli.policies.topk import TopK
+    from kvcli.settings.registry import registries
     from kvcli.settings.resolve import method_class
 
     yield "full", known.of(f"{i} full", lambda: answer({})[0])
     for name, (k, v) in BITS.items():
         change = {"kv": {"k_bits": k, "v_bits": v}}
         yield name, known.of(f"{i} {name}", lambda change=change: answer(change)[0])
-    found = {name: {"name": name} for name, of in REGISTRIES["policy"].items() if issubclass(method_class(of), TopK)}
+    found = {name: {"name": name} for name, of in registries()["policy"].items() if issubclass(method_class(of), TopK)}
     for share in shares:
         policies = {name: {**of, "keep": share} for name, of in (found | VARIANTS).items()}
         policies |= {name: rival(name, share, n, i, mapped) for name in ("fastgen", "streaming", "random")}

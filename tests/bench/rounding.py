@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.bench.texts import text_of  # noqa: E402
-from kvcli.build import REGISTRIES  # noqa: E402
 from kvcli.engine.engine import run  # noqa: E402
 from kvcli.engine.feed import Feed  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
@@ -37,6 +36,7 @@ from kvcli.kv.packed import Packed  # noqa: E402
 from kvcli.kv.recall import _choose  # noqa: E402
 from kvcli.kv.recall_pages import Budget, Pages  # noqa: E402
 from kvcli.kv.slots import LayerShape, Sight, Slots  # noqa: E402
+from kvcli.settings.registry import registries  # noqa: E402
 from kvcli.settings.resolve import method_class  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 from tests.bench.kv_quality import opened  # noqa: E402
@@ -61,7 +61,7 @@ def reads(q: Tensor, k: Tensor, v: Tensor, sight: Sight, method: str, share: flo
     """Which slots of k, v [K, S, D] each row of q [K, G, N, D] reads, [K, N, S]."""
     tier = Dense([LayerShape(k.shape[0], k.shape[2], v.shape[2])], k.dtype)
     tier.append(0, k, v, 0)
-    index = method_class(REGISTRIES["recall"][method])().index()
+    index = method_class(registries()["recall"][method])().index()
     pages = Pages(index, Budget(share, 1, 0, 0))
     pages.settle(0, tier)
     score = index.score(q.flatten(1, 2), pages.kept, pages.shared, sight).view(*q.shape[:3], -1)

@@ -1,0 +1,54 @@
+"""Methods by table and name: the entry points of the group `kvcli.methods`, those of this package and of any other.
+
+`"policy.mine" = "my_package:Mine"` in another package's `[project.entry-points."kvcli.methods"]` makes
+`policy.name = "mine"` a method whose table is the frozen dataclass `Mine`. Nothing of a method is imported before a
+profile names it, and no package replaces a method of kvcli.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import tomli
+
+from kvcli.settings.schema import METHODS
+
+Registries = Mapping[str, Mapping[str, str]]  # table -> name of a method -> "module:Class"
+GROUP = "kvcli.methods"
+
+
+@cache
+def registries() -> Registries:
+    """All that are installed: ours, the usual one of a table first, then those of other packages."""
+    found: dict[str, dict[str, str]] = {table: {} for table in METHODS}
+    usual = [(f"{table}.{name}", _ours()[f"{table}.{name}"]) for table, (_, name) in METHODS.items()]
+    for dotted, target in (*usual, *sorted(_ours().items()), *sorted((point.name, point.value) for point in _others())):
+        table, _, name = dotted.partition(".")
+        found.setdefault(table, {}).setdefault(name, target)
+    return found
+
+
+@cache
+def foreign() -> Mapping[str, str]:
+    """Of methods of other packages, "module:Class" -> the package and its version."""
+    return {point.value: f"{point.dist.name} {point.dist.version}" for point in _others() if point.dist is not None}
+
+
+@cache
+def _ours() -> Mapping[str, str]:
+    checkout = Path(__file__).parents[2] / "pyproject.toml"
+    if checkout.is_file():  # it is newer than what was installed of it, and there where nothing was
+        project = tomli.loads(checkout.read_text(encoding="utf-8"))["project"]
+        if project["name"] == "kvcli":
+            points: Mapping[str, str] = project["entry-points"][GROUP]
+            return points
+    return {point.name: point.value for point in metadata.distribution("kvcli").entry_points.select(group=GROUP)}
+
+
+@cache
+def _others() -> list[metadata.EntryPoint]:
+    found = metadata.entry_points(group=GROUP)
+    return [point for point in found if point.dist is not None and point.dist.name != "kvcli"]
