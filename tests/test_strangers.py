@@ -26,7 +26,7 @@ from kvcli.models.foreign import blamed
 from kvcli.models.headers import read_header
 from kvcli.models.text import decode, render_prompt
 from kvcli.models.tokenizer import load_tokenizer
-from kvcli.settings.toml_places import find_marks, read_document
+from kvcli.settings.toml_places import Scan, read_document
 from tests.bench.storm_models import storm
 from tests.fakes import Machine
 from tests.families import build, config_of
@@ -300,7 +300,7 @@ def test_a_key_that_stands_twice_is_found_however_deep_others_stand(tmp_path: Pa
 
 def test_as_many_tables_as_a_file_can_hold_are_looked_through():
     many = "".join(f"[[a{i}]]\nb = 1\nc.d = 2\n" for i in range(20_000))
-    found = find_marks(f"{many}[[a7]]\nb = 1\nc.d = 2\n[[a7.e]]\nf = 1\n[[a7.e]]\nf = 1\nf = 2\n")
+    found = Scan(f"{many}[[a7]]\nb = 1\nc.d = 2\n[[a7.e]]\nf = 1\n[[a7.e]]\nf = 1\nf = 2\n")
     assert [keys for keys, _, _ in found.twice] == [("a7", "e", "f")]
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import tomli
 
 from kvcli.settings.problems import Place, Problem
 from kvcli.settings.small_file import Unfit, check_depth, read_small
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
 
 Keys = tuple[str, ...]
 Level = Literal["built-in", "system", "user", "project", "--config"]
@@ -43,7 +42,7 @@ class Document:
 
     @cached_property
     def marks(self) -> dict[Keys, Mark]:
-        return find_marks(self.text).marks
+        return Scan(self.text).marks
 
     def key_place(self, keys: Keys) -> Place:
         """Where the key is written; the nearest table around it when it has no place of its own."""
@@ -118,104 +117,95 @@ def toml_value(value: object) -> str:
     return str(value)
 
 
-@dataclass
-class Found:
-    """What a walk over the syntax tree found."""
-
-    marks: dict[Keys, Mark] = field(default_factory=dict)
-    written: dict[Keys, int] = field(default_factory=dict)  # line where a key or table header is written out
-    twice: list[tuple[Keys, Mark, int]] = field(default_factory=list)  # a repeat, and the line of the first
-    inside: dict[Keys, list[Keys]] = field(default_factory=dict)  # what the last element of an array of tables has
+STRING = r"""'{3}.*?'{3,5}|'[^'\n]*'|"{3}(?:\\.|[^\\])*?"{3,5}|"(?:\\.|[^"\\\n])*\""""
+BLANK = re.compile(r"(?:[\s,\]]|#[^\n]*)*")  # between two keys
+NAME = re.compile(rf"[ \t]*({STRING}|[\w-]+)[ \t]*(\.?)", re.DOTALL)
+VALUE = re.compile(rf"=[ \t]*({STRING}|[\[{{]|[^,\]}}#\n]*)", re.DOTALL)  # of one in brackets, the bracket
+TOKEN = re.compile(rf"{STRING}|#[^\n]*|[\[{{]|[\]}}]", re.DOTALL)  # of a value in brackets
 
 
-def find_marks(text: str) -> Found:
-    """Positions of all keys, by tree-sitter: it goes on after an error, and it knows columns."""
-    import tree_sitter
-    import tree_sitter_toml
+class Scan:
+    """Where the keys and values of a TOML text stand, found in one pass that goes on after a line it cannot read."""
 
-    data = text.encode()
-    lines = data.split(b"\n")
-    root = tree_sitter.Parser(tree_sitter.Language(tree_sitter_toml.language())).parse(data).root_node
-    found = Found()
-    for node in root.named_children:
-        if node.type == "pair":
-            _pair(node, (), lines, found)
-        elif node.type in ("table", "table_array_element") and node.named_children:
-            _table(node, lines, found)
-    return found
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.marks: dict[Keys, Mark] = {}
+        self.twice: list[tuple[Keys, Mark, int]] = []  # a repeat, and the line of the first
+        self._lines = [0, *(newline.end() for newline in re.finditer("\n", text))]  # where each line begins
+        self._written: dict[Keys, int] = {}  # line where a key or table header is written out
+        self._inside: dict[Keys, list[Keys]] = {}  # what the last element of an array of tables has
+        self._read(0, len(text), ())
 
+    def _read(self, at: int, end: int, table: Keys) -> None:
+        """Note the keys between two offsets: those of the file, or those of a table in braces."""
+        text = self.text
+        while (at := BLANK.match(text, at).end()) < end:  # type: ignore[union-attr]  # it matches an empty string too
+            brackets = 2 if text.startswith("[[", at) else int(text.startswith("[", at))
+            names, at = self._names(at + brackets)
+            if names and brackets:
+                table = self._note((), names, None, repeatable=brackets == 2)
+            elif names and (value := VALUE.match(text, at)):
+                start = value.start(1)
+                at = self._closing(start) if value[1] in ("[", "{") else start + len(value[1].rstrip())
+                keys = self._note(table, names, (start, at))
+                if value[1] == "{":
+                    self._read(value.end(), at - 1, keys)
+            else:  # the TOML parser has its own words for a broken line
+                at = (text.find("\n", at) + 1) or len(text)
 
-def _table(node: Node, lines: list[bytes], found: Found) -> None:
-    key, *rest = node.named_children
-    keys = _record((), key, None, lines, found, repeatable=node.type == "table_array_element")
-    for child in rest:
-        if child.type == "pair":
-            _pair(child, keys, lines, found)
+    def _names(self, at: int) -> tuple[list[tuple[str, int]], int]:
+        """The names of a key, dotted or not, each with its offset; and where the key ends."""
+        names: list[tuple[str, int]] = []
+        while match := NAME.match(self.text, at):
+            try:
+                (name,) = tomli.loads(f"{match[1]} = 0")
+            except tomli.TOMLDecodeError:
+                name = match[1]
+            names.append((name, match.start(1)))
+            at = match.end()
+            if not match[2]:
+                break
+        return names, at
 
+    def _closing(self, at: int) -> int:
+        """Where the brackets that open at an offset are closed."""
+        depth = 0
+        for token in TOKEN.finditer(self.text, at):
+            depth += (token[0] in "[{") - (token[0] in "]}")
+            if not depth:
+                return token.end()
+        return len(self.text)
 
-def _pair(node: Node, above: Keys, lines: list[bytes], found: Found) -> None:
-    parts = [child for child in node.named_children if child.type != "comment"]
-    if len(parts) != 2:  # a broken line; the TOML parser has its own words for it
-        return
-    key, value = parts
-    keys = _record(above, key, value, lines, found)
-    if value.type == "inline_table":
-        for child in value.named_children:
-            if child.type == "pair":
-                _pair(child, keys, lines, found)
-
-
-def _record(
-    above: Keys, key: Node, value: Node | None, lines: list[bytes], found: Found, *, repeatable: bool = False
-) -> Keys:
-    """Note a key below `above` and the tables that a dotted key names on the way; returns its full path."""
-    names = _names(key)
-    keys = above + tuple(name for name, _ in names)
-    for n, (_, node) in enumerate(names[:-1], len(above) + 1):
-        at = _at(node, lines)
-        found.marks.setdefault(keys[:n], Mark(at, at))
-    at = _at(names[-1][1], lines)
-    mark = Mark(at, *((_at(value, lines), _place(value.end_point, lines)) if value is not None else (at,)))
-    if repeatable:  # each element of an array of tables may give the same keys
-        for inner in [keys, *found.inside.get(keys, ())]:
-            found.written.pop(inner, None)
-        found.inside[keys] = []
-    if keys in found.written:
-        found.twice.append((keys, mark, found.written[keys]))
-    else:
-        found.written[keys] = at[0]
+    def _note(
+        self, table: Keys, names: list[tuple[str, int]], value: tuple[int, int] | None, *, repeatable: bool = False
+    ) -> Keys:
+        """Note a key of a table and the tables that a dotted key names on the way; returns its full path."""
+        keys = table + tuple(name for name, _ in names)
+        for n, (_, offset) in enumerate(names[:-1], len(table) + 1):
+            self.marks.setdefault(keys[:n], Mark(self._place(offset), self._place(offset)))
+        at = self._place(names[-1][1])
+        mark = Mark(at, *(map(self._place, value) if value else (at,)))
+        if repeatable:  # each element of an array of tables may give the same keys
+            for inner in [keys, *self._inside.get(keys, ())]:
+                self._written.pop(inner, None)
+            self._inside[keys] = []
+        if keys in self._written:
+            self.twice.append((keys, mark, self._written[keys]))
+            return keys
+        self._written[keys], self.marks[keys] = at[0], mark
         for n in range(1, len(keys)):
-            if keys[:n] in found.inside:
-                found.inside[keys[:n]].append(keys)
-        found.marks[keys] = mark
-    return keys
+            if keys[:n] in self._inside:
+                self._inside[keys[:n]].append(keys)
+        return keys
 
-
-def _names(key: Node) -> list[tuple[str, Node]]:
-    """The names of a key, dotted or not, each with its node."""
-    if key.type == "dotted_key":
-        return [name for child in key.named_children for name in _names(child)]
-    written = (key.text or b"").decode()
-    if key.type != "quoted_key":
-        return [(written, key)]
-    try:
-        return [(name, key) for name in tomli.loads(f"{written} = 0")]
-    except tomli.TOMLDecodeError:
-        return [(written, key)]
-
-
-def _at(node: Node, lines: list[bytes]) -> tuple[int, int]:
-    return _place(node.start_point, lines)
-
-
-def _place(point: tuple[int, int], lines: list[bytes]) -> tuple[int, int]:
-    row, column = point  # the column counts bytes
-    return row + 1, len(lines[row][:column].decode(errors="replace")) + 1
+    def _place(self, offset: int) -> tuple[int, int]:
+        line = bisect_right(self._lines, offset)
+        return line, offset - self._lines[line - 1] + 1
 
 
 def _twice(text: str, source: str) -> list[Problem]:
     try:
-        found = find_marks(text)
+        found = Scan(text)
     except RecursionError:  # then the parser's own words do, which have the line
         return []
     document = Document(source, text, {})

@@ -13,8 +13,8 @@ runs, it goes first. For a machine without a network (here Linux, x86-64, Python
 
     to="--no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64"
     to="$to --platform manylinux_2_24_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64"
-    pip download -d /tmp/wheels $to pydantic pydantic-core annotated-types typing-inspection typing-extensions tomli \
-        tree-sitter tree-sitter-toml platformdirs prompt-toolkit wcwidth gguf pypdfium2 bitsandbytes
+    pip download -d /tmp/wheels $to pydantic pydantic-core annotated-types typing-inspection typing-extensions \
+        tomli platformdirs prompt-toolkit wcwidth gguf pypdfium2 bitsandbytes
     pip install --target .gpu-wheels --no-compile --no-index $to /tmp/wheels/*.whl
 
 That is 190 MiB, nearly all of it libraries of bitsandbytes for other versions of CUDA. With 13.0 this leaves 40 MiB:
@@ -23,7 +23,7 @@ That is 190 MiB, nearly all of it libraries of bitsandbytes for other versions o
 
 `sanitizer` wants compute-sanitizer of the CUDA toolkit, and says so where there is none. Without any of it `compiling`,
 `kernels`, `bits`, `bandwidth`, `whole` and `steps` run, bitsandbytes beside them left out; `exact`, `quantized` and
-`offload` in part: n-gram drafting (`waits`) needs pydantic, profiles (`chat`, `memory`) tree-sitter.
+`offload` in part: n-gram drafting (`waits`) needs pydantic, profiles (`chat`, `memory`) tomli.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tests.gpu.stage import On, Row, why
 # import name -> name of the package; the last ones may take the process with them
 PACKAGES = {
     **{name: name for name in ("numpy", "psutil", "jinja2", "typer", "rich", "pydantic", "pydantic_core", "tomli")},
-    **{name: name for name in ("tree_sitter", "tree_sitter_toml", "platformdirs", "prompt_toolkit", "pypdfium2")},
+    **{name: name for name in ("tomli", "platformdirs", "prompt_toolkit", "pypdfium2")},
     **{name: name for name in ("safetensors", "tokenizers", "huggingface_hub", "accelerate", "gguf", "pytest")},
     **{name: name for name in ("hypothesis", "torch", "transformers", "triton", "kvcli", "bitsandbytes")},
 }
