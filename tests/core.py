@@ -1,8 +1,8 @@
 """Which tests are the core: what the README's command runs, chosen to find most faults a second. The rest is `slow`.
 
-Every function is in it whole, but those whose cases are dear: they have two CPU seconds each, which go to cases that differ
-in most of what they are named by. `tests/seconds.json` has the CPU seconds of a case; `pytest -m '' --weigh` writes it anew.
-Cases marked `core` are always in it.
+Every function is in it whole, but those whose cases are dear: such a function has two CPU seconds, which go to cases
+that differ in most words of their names. `tests/seconds.json` has the CPU seconds of a case; `--weigh` writes those of
+the tests that run anew. Cases marked `core` are always in it.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Weigher:
         self._cases[function_of(report.nodeid)].extend(each for name, each in report.user_properties if name == "cpu")
 
     def pytest_sessionfinish(self) -> None:
-        of = {name: round(median(cases), 2) for name, cases in sorted(self._cases.items()) if cases}
-        dear = {name: seconds for name, seconds in of.items() if seconds > DEAR}
+        known: dict[str, float] = json.loads(SECONDS.read_text(encoding="utf-8"))
+        known |= {name: round(median(cases), 2) for name, cases in self._cases.items() if cases}
+        dear = {name: seconds for name, seconds in sorted(known.items()) if seconds > DEAR}
         SECONDS.write_text(json.dumps(dear, indent=0) + "\n", encoding="utf-8")
