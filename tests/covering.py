@@ -40,7 +40,7 @@ def spread(rows: Iterable[tuple[str, ...]], n: int) -> set[tuple[str, ...]]:
 
 
 def marked(rows: Sequence[Row], short: Collection[Row], core: Collection[Row] = ()) -> list[Any]:
-    """The rows for `parametrize`: of the short form, some of them marked `core`; and the others, `slow`, if asked for."""
+    """The rows for `parametrize`: of the short form, some marked `core`; and the others, `slow`, if asked for."""
     return [
         pytest.param(*row, marks=[pytest.mark.core] if row in core else [] if row in short else [pytest.mark.slow])
         for row in rows
