@@ -76,8 +76,8 @@ class NativeKernels(BuildHookInterface):
             raise Unavailable("none were asked for" if asked else "none are written for this platform")
         with TemporaryDirectory() as scratch:
             cc = native.compiler() or self.fetch(Path(scratch))
-            # 80 MB that nobody would look for later
-            os.environ["ZIG_GLOBAL_CACHE_DIR"] = os.environ["ZIG_LOCAL_CACHE_DIR"] = str(Path(scratch, "cache"))
+            for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):  # 80 MB that nobody would look for later
+                os.environ.setdefault(name, str(Path(scratch, "cache")))
             try:
                 native.build(to, *native.PLATFORMS[platform], cc)
             except (OSError, subprocess.CalledProcessError) as error:

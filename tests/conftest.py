@@ -5,14 +5,17 @@ And Ctrl-C is heard by the processes that tests start, also where a shell runs t
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
+
+from tests import core, covering
 
 # Triton kernels run in its interpreter here: it asks for this when it is imported, which transformers does
 os.environ["TRITON_INTERPRET"] = "1"
@@ -21,12 +24,42 @@ _HOME = tempfile.TemporaryDirectory(prefix="kvcli-tests-")
 os.environ["KVCLI_HOME"] = _HOME.name
 
 
-def pytest_configure() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # an ignored signal stays ignored in every child
+CPU_SECONDS = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--models", metavar="FOLDER", help="where the GGUF files of tests marked `models` lie")
+    parser.addoption("--weigh", action="store_true", help="write what each test took to tests/seconds.json")
+    parser.addoption("--tenth", type=int, metavar="0-9", help="of the tests marked `slow`, only this tenth")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # an ignored signal stays ignored in every child
+    covering.WITH_SLOW = "not slow" not in config.option.markexpr
+    if config.getoption("--weigh") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(core.Weigher())
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that `-m` does not name are left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    core.leave_out(items, json.loads(core.SECONDS.read_text(encoding="utf-8")))
+    tenth = config.getoption("--tenth")
+    if tenth is not None:
+        items[:] = [i for i in items if not i.get_closest_marker("slow") or core.is_in_tenth(i.nodeid, tenth)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[CPU_SECONDS] = core.cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "teardown":
+        report.user_properties.append(("cpu", core.cpu_seconds() - item.stash[CPU_SECONDS]))
+    return report
 
 
 @pytest.fixture(autouse=True)

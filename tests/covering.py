@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 Row = tuple[Hashable, ...]
+WITH_SLOW = True  # whether `-m` may ask for rows beyond the short form; tests/conftest.py sets it
 
 
 def covering(rows: Sequence[Row], strength: int = 3) -> set[Row]:
@@ -26,9 +27,25 @@ def covering(rows: Sequence[Row], strength: int = 3) -> set[Row]:
     return found
 
 
-def marked(rows: Sequence[Row], short: Collection[Row]) -> list[Any]:
-    """All rows for `parametrize`, `slow` those that are not in the short form."""
-    return [pytest.param(*row, marks=[] if row in short else [pytest.mark.slow]) for row in rows]
+def spread(rows: Iterable[tuple[str, ...]], n: int) -> set[tuple[str, ...]]:
+    """At most n of `rows`, each with most of what the ones before it do not hold. The same each time."""
+    order, seen, chosen = sorted(rows), set[tuple[int, str]](), set[tuple[str, ...]]()
+    Random(1).shuffle(order)
+    while order and len(chosen) < n:
+        best = max(order, key=lambda row: len({*enumerate(row)} - seen))
+        order.remove(best)
+        seen |= {*enumerate(best)}
+        chosen.add(best)
+    return chosen
+
+
+def marked(rows: Sequence[Row], short: Collection[Row], core: Collection[Row] = ()) -> list[Any]:
+    """The rows for `parametrize`: of the short form, some marked `core`; and the others, `slow`, if asked for."""
+    return [
+        pytest.param(*row, marks=[pytest.mark.core] if row in core else [] if row in short else [pytest.mark.slow])
+        for row in rows
+        if WITH_SLOW or row in short
+    ]
 
 
 def pairs(rows: Iterable[Row]) -> list[Any]:

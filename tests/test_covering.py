@@ -6,7 +6,8 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.covering import covering, pairs
+from tests import covering as module
+from tests.covering import covering, marked, pairs, spread
 
 ROWS = [row for row in product(range(7), "abcde", range(3), "xy") if row[0] != 2 or row[1] in "ab"]
 
@@ -20,8 +21,25 @@ def test_what_columns_hold_in_a_row_they_hold_in_a_row_of_the_short_form(strengt
         assert {tuple(row[i] for i in at) for row in short} == {tuple(row[i] for i in at) for row in ROWS}
 
 
-def test_the_long_form_has_every_row_and_the_same_ones_each_time() -> None:
+def test_the_long_form_has_every_row_and_the_same_ones_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WITH_SLOW", True)
     rows, again = pairs(ROWS), pairs(iter(ROWS))
     assert [row.values for row in rows] == ROWS
     assert [bool(row.marks) for row in rows] == [bool(row.marks) for row in again]
     assert {row.values for row in rows if not row.marks} == covering(ROWS, 2)
+
+
+def test_rows_that_nobody_asks_for_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WITH_SLOW", False)
+    short = covering(ROWS, 2)
+    rows = marked(ROWS, short, core=[*short][:3])
+    assert {row.values for row in rows} == short
+    assert {row.values for row in rows if row.marks} == {*[*short][:3]}
+
+
+def test_a_few_rows_differ_in_what_they_hold() -> None:
+    rows = [(a, b) for a in "abcd" for b in "wxyz"]
+    for n in (0, 1, 2, 4):
+        few = spread(rows, n)
+        assert [len({row[at] for row in few}) for at in (0, 1)] == [n, n]
+    assert spread(rows[:2], 9) == {*rows[:2]}

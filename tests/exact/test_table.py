@@ -26,7 +26,7 @@ from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Store
 from kvcli.models.spelling import Spelling
 from tests import drafters, families
-from tests.covering import covering, marked, pairs
+from tests.covering import covering, marked, pairs, spread
 from tests.exact.half import Half
 from tests.exact.table import (
     BROKEN,
@@ -80,9 +80,11 @@ OWN = ("minmax", "certified", *RUNGS)  # rows that choose what they read, and sl
 # but for a tier, how the prompt came in, who multiplies, how pages are found, or what type or block of the prompt it is
 ALIKE = ({*PARTS, *READ, *EXPERTS, *LOWER, *INDEXES} | {"given", "rounded", "blocks"}) - {*OWN}
 SHORT = covering([row for row in QUICK if row[0] not in ALIKE]) | covering([row for row in QUICK if row[0] in ALIKE], 2)
+STORED = [[row for row in SHORT if row[0] == storage] for storage in {row[0] for row in SHORT}]
+CORE = covering(sorted(SHORT), 1).union(*(spread(rows, 4) for rows in STORED))
 
 
-@pytest.mark.parametrize(("storage", "dtype", "policy", "drafter", "sampler"), marked(ROWS, SHORT))
+@pytest.mark.parametrize(("storage", "dtype", "policy", "drafter", "sampler"), marked(ROWS, SHORT, CORE))
 def test_any_drafter_gives_the_text_of_plain_decoding(
     storage: str, dtype: str, policy: str, drafter: str, sampler: str
 ) -> None:

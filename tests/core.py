@@ -1,0 +1,67 @@
+"""Which tests are the core: what the README's command runs, chosen to find most faults a second. The rest is `slow`.
+
+Every function is in it whole, but those whose cases are dear: such a function has two CPU seconds, which go to cases
+that differ in most words of their names. `tests/seconds.json` has the CPU seconds of a case; `--weigh` writes those of
+the tests that run anew. Cases marked `core` are always in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from tests.covering import spread
+
+SECONDS = Path(__file__).with_name("seconds.json")
+ALLOWANCE = 2.0  # CPU seconds of one function
+DEAR = 0.05  # CPU seconds of a case; functions whose cases take less are in the core whole
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of the children it waited for."""
+    return sum(os.times()[:4])
+
+
+def function_of(nodeid: str) -> str:
+    return nodeid.partition("[")[0]
+
+
+def leave_out(items: Iterable[pytest.Item], seconds: Mapping[str, float]) -> None:
+    """Mark as slow the cases that the core has no time for."""
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if function_of(item.nodeid) in seconds and not any(map(item.get_closest_marker, ("slow", "core"))):
+            cases[function_of(item.nodeid)].append(item)
+    for name, same in cases.items():
+        words = [tuple(item.nodeid.split("-")) for item in same]
+        chosen = spread(words, int(ALLOWANCE / seconds[name]))
+        for item, named in zip(same, words, strict=True):
+            if named not in chosen:
+                item.add_marker(pytest.mark.slow)
+
+
+def is_in_tenth(nodeid: str, tenth: int) -> bool:
+    return zlib.crc32(nodeid.encode()) % 10 == tenth
+
+
+class Weigher:
+    """Writes what a case of each dear function took: the median over its cases."""
+
+    def __init__(self) -> None:
+        self._cases = defaultdict[str, list[float]](list)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._cases[function_of(report.nodeid)].extend(each for name, each in report.user_properties if name == "cpu")
+
+    def pytest_sessionfinish(self) -> None:
+        known: dict[str, float] = json.loads(SECONDS.read_text(encoding="utf-8"))
+        known |= {name: round(median(cases), 2) for name, cases in self._cases.items() if cases}
+        dear = {name: seconds for name, seconds in sorted(known.items()) if seconds > DEAR}
+        SECONDS.write_text(json.dumps(dear, indent=0) + "\n", encoding="utf-8")
