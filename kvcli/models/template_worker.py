@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -31,7 +30,8 @@ def rendered(asked: dict[str, Any] | None) -> dict[str, str]:
     if asked is None:
         return {}
     try:
-        return {"text": compiled(asked["template"]).render(**asked["variables"], strftime_now=clock(asked["now"]))}
+        now = datetime.fromisoformat(asked["now"])  # told, as the table of time zones is behind the door
+        return {"text": compiled(asked["template"]).render(**asked["variables"], strftime_now=now.strftime)}
     except (TemplateSyntaxError, SecurityError):
         raise
     except TemplateError as error:
@@ -105,8 +105,3 @@ def tojson(
 
 def raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def clock(now: str) -> Callable[[str], str]:
-    """`strftime_now`. What the time is comes with the question: the table of time zones is behind the door."""
-    return datetime.fromisoformat(now).strftime
