@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import re
 from functools import cache
 from typing import Any
 
@@ -46,19 +46,9 @@ def decode(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
 
 
 def check(tokenizer: Tokenizer, words: str) -> None:
-    """Every word in these, JSON, goes through."""
-    for word in _words(json.loads(words)):
-        tokenizer.encode(word)
-
-
-def _words(value: object) -> Iterator[str]:
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, dict | list):
-            waiting += [*one.keys(), *one.values()] if isinstance(one, dict) else one
+    """Every string in these, JSON, goes through."""
+    for word in re.findall(r'"(?:[^"\\]|\\.)*"', words):
+        tokenizer.encode(json.loads(word))
 
 
 DOES = {does.__name__: does for does in (encode, decode, check, encode_among, normalize)}
