@@ -141,18 +141,19 @@ class Standby:
         """The JSON object that answers. `terms`: of a question of so many bytes, seconds and bytes for its answer."""
         line = json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass")
         seconds, output = terms(len(line))
+        found: dict[str, Any] = {"ended": "it takes too much memory, or ended its process"}
         try:
-            if (answer := self._answer(line, seconds, output)) is None:
-                raise self._failed("ended", "it takes too much memory, or ended its process")
-            found: dict[str, Any] = dict(json.loads(answer).items())
+            if (answer := self._answer(line, seconds, output)) is not None:
+                found = dict(json.loads(answer).items())
         except TooSlow:
-            raise self._failed("heavy", f"it was not done after {seconds:.0f} seconds") from None
+            found = {"heavy": f"it was not done after {seconds:.0f} seconds"}
         except TooLong:
-            raise self._failed("heavy", "it writes without end") from None
+            found = {"heavy": "it writes without end"}
         except (ValueError, AttributeError, RecursionError):
             found = {"broken": "it answered nonsense"}
-        for how in {"heavy", "broken"} & {*found}:
-            raise self._failed(how, str(found[how]))
+        for how in {"heavy", "broken", "ended"} & {*found}:
+            busy = "" if how == "broken" else "; it may be broken, or made to keep this machine busy"
+            raise self._failed(how, f"{found[how]}{busy}")
         return found
 
     def _answer(self, line: bytes, seconds: float, output: int) -> bytes | None:

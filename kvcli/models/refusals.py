@@ -172,9 +172,3 @@ _reasons: tuple[Callable[[Config, Config, str], list[str]], ...] = (
     _alibi,
     _writes_no_text,
 )
-
-
-def too_heavy(part: str, code: str, why: str, try_: str) -> BadModel:
-    """For a part of a model that is a program of a kind."""
-    why += "; it may be broken, or made to keep this machine busy"
-    return BadModel(f"the model's {part} cannot be used", code=code, lines=[why], try_=[try_])

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadModel, UsageError
 from kvcli.models.guarded import Guarded
-from kvcli.models.refusals import too_heavy
 from kvcli.outside import Limits, Outside, Standby
 
 if TYPE_CHECKING:
@@ -71,7 +70,9 @@ def _started(room: int) -> Outside:
 
 
 def _failed(how: str, why: str) -> BadModel:
-    return too_heavy("chat template", "template_too_heavy", why, REPAIR) if how == "heavy" else broken(why)
+    if how != "heavy":
+        return broken(why)
+    return BadModel("the model's chat template cannot be used", code="template_too_heavy", lines=[why], try_=[REPAIR])
 
 
 def broken(why: str) -> BadModel:

@@ -19,7 +19,6 @@ from weakref import ReferenceType
 from kvcli.demo.words import split_pattern
 from kvcli.errors import BadModel, UsageError
 from kvcli.models.guarded import Guarded
-from kvcli.models.refusals import too_heavy
 from kvcli.models.text import tokenizer_failed
 from kvcli.outside import Limits, Outside, Standby
 
@@ -168,4 +167,5 @@ def _state(step: Any) -> Any:
 def _failed(how: str, why: str) -> BadModel:
     if how == "broken":
         return tokenizer_failed(why)
-    return too_heavy("tokenizer", "tokenizer_too_heavy", why, "get the model again, or repair its tokenizer.json")
+    try_ = ["get the model again, or repair its tokenizer.json"]
+    return BadModel("the model's tokenizer cannot be used", code="tokenizer_too_heavy", lines=[why], try_=try_)
