@@ -35,15 +35,13 @@ def load(
     downloaded only with `offline=False` and a `tell` to say so to. `cache`: another place for copies of GGUF files.
     Raises KvcliError subclasses.
     """
-    from kvcli.chat.local import nested
-
     world = World.real()
     world.environ = dict(world.environ)  # what a command sets there is not for the caller's process
     world.options.offline = offline
     world.paths = replace(world.paths, cache=cache or world.paths.cache)
     setup = Setup(world, model, revision=revision)
     chosen = profile if isinstance(profile, Profile) else Profile.load(profile, sources=sources(world), model=model)
-    chosen = setup.suited(chosen.changed(nested(set), "set") if set else chosen)
+    chosen = setup.suited(chosen.changed(set, "set") if set else chosen)
     made = setup.load(chosen, tell, times=False)
     made.data = world.paths.data
     return made

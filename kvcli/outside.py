@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 # Where to import from is told by the parent: the child must run the same kvcli and the same parsers, and must not look
 # into the folder it was started in. Without the site module it starts sooner.
@@ -121,9 +122,14 @@ class Outside:
 class Standby:
     """Such a process kept for many questions, one at a time, and started anew where it ended or is too small."""
 
-    def __init__(self, start: Callable[[int], Outside], room: int, seconds: float) -> None:
-        """`start`: one for questions of so many bytes, at first `room`; ready after so many seconds."""
-        self._start, self._room, self._seconds = start, room, seconds
+    def __init__(
+        self, start: Callable[[int], Outside], room: int, seconds: float, failed: Callable[[str, str], Exception]
+    ) -> None:
+        """`start`: one for questions of so many bytes, at first `room`; ready after so many seconds.
+
+        `failed`: what to raise where it was too "heavy", is "broken" or has "ended", and why.
+        """
+        self._start, self._room, self._seconds, self._failed = start, room, seconds, failed
         self._process: Outside | None = None
         self._lock = Lock()
 
@@ -131,8 +137,27 @@ class Standby:
         """Get it ready, which takes a moment; nobody needs to wait for it."""
         self._process = self._start(self._room)
 
-    def ask(self, line: bytes, seconds: float, output: int) -> bytes | None:
-        """The line that answers; None where it ended instead. Raises TooSlow, TooLong; so it is gone, as at Ctrl-C."""
+    def ask(self, asked: object, terms: Callable[[int], tuple[float, int]]) -> dict[str, Any]:
+        """The JSON object that answers. `terms`: of a question of so many bytes, seconds and bytes for its answer."""
+        line = json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        seconds, output = terms(len(line))
+        found: dict[str, Any] = {"ended": "it takes too much memory, or ended its process"}
+        try:
+            if (answer := self._answer(line, seconds, output)) is not None:
+                found = dict(json.loads(answer).items())
+        except TooSlow:
+            found = {"heavy": f"it was not done after {seconds:.0f} seconds"}
+        except TooLong:
+            found = {"heavy": "it writes without end"}
+        except (ValueError, AttributeError, RecursionError):
+            found = {"broken": "it answered nonsense"}
+        for how in {"heavy", "broken", "ended"} & {*found}:
+            busy = "" if how == "broken" else "; it may be broken, or made to keep this machine busy"
+            raise self._failed(how, f"{found[how]}{busy}")
+        return found
+
+    def _answer(self, line: bytes, seconds: float, output: int) -> bytes | None:
+        """The line that answers; None where it ended instead. After TooSlow or TooLong it is gone, as after Ctrl-C."""
         with self._lock:
             if len(line) > self._room:
                 self._process, self._room = None, 2 * len(line)

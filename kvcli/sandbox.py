@@ -16,6 +16,7 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -80,6 +81,23 @@ def shut() -> list[str]:
     for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE):
         _limit(what, 0, 0)  # files that are open stay so
     return (["seccomp"] if is_linux and _seccomp(libc) else []) + means + ["limits"]
+
+
+def serve(answered: Callable[[Any], dict[str, Any]]) -> int:
+    """Shut in, answer each line on standard input, JSON, with a line; null asks whether it is ready."""
+    shut()
+    for line in sys.stdin.buffer:
+        try:
+            answer = answered(json.loads(line))
+        except MemoryError:
+            answer = {"heavy": "it takes too much memory"}
+        except RecursionError:
+            answer = {"broken": "it calls itself without end"}
+        except BaseException as error:  # a panic of what is written in Rust is no Exception
+            answer = {"broken": f"{type(error).__name__}: {error}"[:300]}
+        sys.stdout.buffer.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+        sys.stdout.buffer.flush()
+    return 0
 
 
 def _landlock(libc: Any) -> bool:

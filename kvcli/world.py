@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TextIO, cast
 
@@ -62,20 +62,16 @@ class Paths:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Paths:
         """`KVCLI_HOME` moves all; otherwise the XDG variables, then what the system is used to."""
+        kinds = [each.name for each in fields(cls)]
         if home := environ.get("KVCLI_HOME"):
             root = Path(os.path.expanduser(home)).absolute()
-            return cls(root / "config", root / "data", root / "state", root / "cache")
+            return cls(*(root / kind for kind in kinds))
         import platformdirs
 
         usual = platformdirs.PlatformDirs("kvcli", appauthor=False)
-        xdg = {kind: environ.get(f"XDG_{kind.upper()}_HOME") for kind in ("config", "data", "state", "cache")}
-        found = {kind: Path(base) / "kvcli" for kind, base in xdg.items() if base and Path(base).is_absolute()}
-        return cls(
-            config=found.get("config", usual.user_config_path),
-            data=found.get("data", usual.user_data_path),
-            state=found.get("state", usual.user_state_path),
-            cache=found.get("cache", usual.user_cache_path),
-        )
+        xdg = {kind: Path(environ.get(f"XDG_{kind.upper()}_HOME", "")) for kind in kinds}
+        its = (p / "kvcli" if p.is_absolute() else getattr(usual, f"user_{kind}_path") for kind, p in xdg.items())
+        return cls(*its)
 
 
 @dataclass(slots=True)

@@ -172,9 +172,10 @@ def test_a_template_may_not_be_chosen(chats):
 
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"text": 1}', b'{"a": 1, "b": 2}'])
-def test_a_process_that_was_taken_over_cannot_confuse_its_parent(answer):
+def test_a_process_that_was_taken_over_cannot_confuse_its_parent(chats, monkeypatch, answer):
+    monkeypatch.setattr(outside.Standby, "_answer", lambda *_: answer)
     with pytest.raises(BadModel):
-        template._text(answer)
+        chats(TALKS["question"], **template.ASKED)
 
 
 LEAVES = """{{ m.content }}

@@ -45,14 +45,6 @@ class Recipe:
 
     def as_profile(self) -> Profile:
         """The profile of the settings, however it was put together."""
-        tables: dict[str, Any] = {}
-        for key, value in self.settings.items():
-            table, _, name = key.partition(".")
-            if value is None:
-                continue
-            if name:
-                tables.setdefault(table, {})[name] = value
-            else:
-                tables[table] = value
-        built: Profile = Profile.load("exact").replace(**tables, name=self.profile)
+        said = {key: value for key, value in self.settings.items() if value is not None}
+        built: Profile = Profile.load("exact").replace(**said, name=self.profile)
         return built

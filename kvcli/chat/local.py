@@ -168,7 +168,7 @@ class Model:
             loaded, origins = asdict(self.profile.load), chosen.origins
             chosen = chosen.replace(load={key: loaded[key] for key in loaded if origins[f"load.{key}"] == "default"})
         if set:
-            chosen = chosen.replace(**nested(set))
+            chosen = chosen.replace(**set)
         return OpenText(self if chosen is self.profile else self.with_profile(chosen))
 
     def new_session(self, *, by_steps: bool = False) -> Session:
@@ -322,15 +322,3 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase, lm: LM) -> Vocabulary:
 
 def _changes(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     return [f"load.{key}: {old[key]} -> {new[key]}" for key in old if old[key] != new[key]]
-
-
-def nested(flat: Mapping[str, object]) -> dict[str, Any]:
-    """{"kv.k_bits": 8} -> {"kv": {"k_bits": 8}}."""
-    nested: dict[str, Any] = {}
-    for key, value in flat.items():
-        table, _, name = key.partition(".")
-        if name:
-            nested.setdefault(table, {})[name] = value
-        else:
-            nested[table] = value
-    return nested

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcli import build
 from kvcli.engine.feed import asked
@@ -61,15 +61,12 @@ def relieve(text: OpenText, phase: Phase) -> Asks[tuple[list[str], bool]]:
 def stepped(profile: Profile, limit: int) -> Profile:
     """The profile after its next step, such as "kv.v_bits=2" or "context.limit=-25%"."""
     step, *rest = profile.memory.ladder
-    dotted, _, value = step.partition("=")
-    table, _, key = dotted.partition(".")
+    key, _, value = step.partition("=")
     number: object = int(value) if value.isdigit() else value
     if value.endswith("%"):
-        now = limit if dotted == "context.limit" else getattr(getattr(profile, table), key)
+        now: Any = limit if key == "context.limit" else profile.values[key]
         number = max(1, int(now * (1 + int(value[:-1]) / 100)))
-    changes: dict[str, dict[str, object]] = {"memory": {"ladder": rest}}
-    changes.setdefault(table, {})[key] = number
-    return profile.replace(**changes)
+    return profile.replace(**{"memory.ladder": rest, key: number})
 
 
 def _apply(session: Session, old: Profile, new: Profile) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvcli import build
 from kvcli.chat.relief import relieve
@@ -18,6 +18,7 @@ from kvcli.engine.stats import Stats
 from kvcli.errors import KvcliError
 from kvcli.kv.shortage import Shortage, lacking
 from kvcli.kv.slots import nbytes
+from kvcli.settings.layers import set_value
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import size_of
 
@@ -87,25 +88,26 @@ class Steady:
             lines.append(f"keys and values of {session.committed:,} tokens take {held / (1 << 20):,.1f} MiB")
         detail = {**lack.detail, "tokens": session.committed, "kv_bytes": held, "answer": "".join(self.said)}
         ways = _shorter(lack.most or session.committed, self._prompt, profile)
-        ways += [words for words, changes in _larger(session, profile) if _holds(session, profile, changes, self._end)]
+        for changes in _larger(session, profile):
+            if _holds(session, profile, changes, self._end):
+                ways.append(" ".join(f"--set {key}={set_value(value)}" for key, value in changes.items()))
         return Shortage(lack.message, lines=lines, detail=detail, try_=lack.try_ or ways)
 
 
-def _larger(session: Session, profile: Profile) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What may leave more room: as it is typed, and as changes of the profile."""
+def _larger(session: Session, profile: Profile) -> Iterator[dict[str, object]]:
+    """What may leave more room, as changes of the profile."""
     if profile.memory.device != "auto":
-        yield "--set memory.device=auto", {"memory": {"device": "auto"}}
+        yield {"memory.device": "auto"}
     if profile.kv.k_bits == profile.kv.v_bits == 16:
-        rounding = "--set exactness=approx " if profile.exactness != "approx" else ""
-        bits = {"k_bits": 8, "v_bits": 8}
-        yield f"{rounding}--set kv.k_bits=8 --set kv.v_bits=8", {"exactness": "approx", "kv": bits}
+        rounding = {"exactness": "approx"} if profile.exactness != "approx" else {}
+        yield {**rounding, "kv.k_bits": 8, "kv.v_bits": 8}
     if not size_of(profile.memory.disk):
-        yield "--set memory.disk=8GiB", {"memory": {"disk": "8GiB"}}
+        yield {"memory.disk": "8GiB"}
     if (chunk := build.chunk(session.lm, profile) // 4) >= 1:
-        yield f"--set prefill.chunk={chunk}", {"prefill": {"chunk": chunk}}
+        yield {"prefill.chunk": chunk}
 
 
-def _holds(session: Session, profile: Profile, changes: dict[str, Any], n: int) -> bool:
+def _holds(session: Session, profile: Profile, changes: dict[str, object], n: int) -> bool:
     """Whether a store under the changed profile can be made, and has room for a text of n tokens."""
     with suppress(KvcliError), lacking():
         changed = profile.replace(**changes)

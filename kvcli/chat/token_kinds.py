@@ -1,7 +1,7 @@
 """What kind each token of a tokenizer is, and where in a chat the template's own text and the system text stand.
 
 Kinds by id come from how each token reads. Chat templates also write words and line ends that are no control tokens
-("user", "[INST]"): they are found by rendering the same chat with other contents, since what stays is the template's.
+("user", "[INST]"): they are what stands around the messages, wherever the template laid these out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvcli.engine.kinds import END, NEWLINE, PUNCT, QUESTION, SHOT, SPECIAL, SYSTEM, TEXT, TOOLS, Span
-from kvcli.models.control_words import CLOSE, OPEN
-from kvcli.models.text import Messages, decode, encode, encode_with_places, render_text, special_ids
+from kvcli.models.control_words import OPEN
+from kvcli.models.layout import Layout
+from kvcli.models.text import Messages, decode, encode, encode_with_places, lay_out, special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +25,6 @@ ENDS = frozenset(".!?…\u3002\uff01\uff1f\u061f\u0964")  # marks that end a sen
 SIGNS = frozenset({"Sm", "Sc", "Sk"})  # categories of < = > | + $ ^ and their like; emoji are none of them
 KINDS = {"system": SYSTEM, "tool": TOOLS}  # of what a role says
 LONG = 256  # tokens of a question at most: a longer paragraph is what is asked about
-PART = "\ufdd2{}\ufdd3"  # stands for a content while the template runs; noncharacters, which no text holds
 
 
 def kinds_by_id(tokenizer: PreTrainedTokenizerBase, vocab: int) -> bytes:
@@ -63,10 +63,10 @@ def chat_spans(
 
     `marks`: and, where they are among these, where the last message asks (QUESTION): its last paragraph, unless that is
     longer than questions are; and the first token of each paragraph of what was said (SHOT). Nothing is said of what
-    cannot be found, such as an answer that the template shortened and all that follows it.
+    cannot be found, such as an answer that the template changed and all that follows it.
     """
-    text, _ = render_text(tokenizer, messages)
-    parts = list(_parts(tokenizer, messages, text))
+    text, laid = lay_out(tokenizer, messages, lambda _: None)
+    parts = list(_parts(laid, text))
     cuts = _tokens_at(tokenizer, text, ids, sorted({at for start, end, _ in parts for at in (start, end)}))
     spans = [Span(cuts[start], cuts[end], kind) for start, end, kind in parts if start in cuts and end in cuts]
     longest = LONG if QUESTION in marks else 0
@@ -89,47 +89,23 @@ def _shots(
     return [Span(at, at + 1, SHOT) for at in sorted(set(cuts.values())) if at < len(ids)]
 
 
-def _parts(tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str) -> Iterator[tuple[int, int, int]]:
+def _parts(laid: Layout, text: str) -> Iterator[tuple[int, int, int]]:
     """(start, end, kind) in characters of `text`, in order."""
-    stand_ins = [{"role": m["role"], "content": PART.format(i)} for i, m in enumerate(messages)]
-    pieces = re.split(PART.format(r"(\d+)"), render_text(tokenizer, stand_ins)[0])
-    own, order = pieces[::2], [int(i) for i in pieces[1::2]]
     at = 0
-    for i, piece in enumerate(own):
-        if not text.startswith(piece, at):
+    for own, i, place in zip(laid.own, laid.order, laid.stands, strict=False):
+        start, end = place or (at + len(own), at)
+        if text[at:start].strip() != own.strip():
             return
-        yield at, at + len(piece), SPECIAL
-        at += len(piece)
-        if i == len(order):
+        yield start - len(own), start, SPECIAL
+        if place is None:
             return
-        said = messages[order[i]]
-        # the bare text is what was said but for marks around what spells a control token, and space at its ends
-        forms = [
-            form for form in (_fenced(text, at, said["content"]), _fenced(text, at, said["content"].strip())) if form
-        ]
-        end = forms[0] if forms else text.find(own[i + 1], at) if own[i + 1] else -1
-        if end < 0:
-            return
-        if said["role"] in KINDS:
-            yield at, end, KINDS[said["role"]]
-        elif order[i] == len(messages) - 1:
-            yield max(at, text.rfind("\n\n", at, end) + 2), end, QUESTION
+        if (role := laid.messages[i]["role"]) in KINDS:
+            yield start, end, KINDS[role]
+        elif i == len(laid.messages) - 1:
+            yield max(start, text.rfind("\n\n", start, end) + 2), end, QUESTION
         at = end
-
-
-def _fenced(text: str, at: int, content: str) -> int:
-    """Where `content` ends if it stands in `text` at `at`, marks in `text` aside; 0 if it does not."""
-    for char in content:
-        while at < len(text) and text[at] in (OPEN, CLOSE):
-            at += 1
-        if char in (OPEN, CLOSE):
-            continue
-        if at >= len(text) or text[at] != char:
-            return 0
-        at += 1
-    while at < len(text) and text[at] in (OPEN, CLOSE):
-        at += 1
-    return at
+    if text[at:].strip() == laid.own[-1].strip():
+        yield len(text) - len(laid.own[-1]), len(text), SPECIAL
 
 
 def _tokens_at(

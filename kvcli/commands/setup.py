@@ -295,15 +295,14 @@ class Setup:
 
     def narrowed(self, profile: Profile) -> Profile:
         """The profile with what fits (window, order of reading, chunks, weights) where it leaves the choice."""
-        changes: dict[str, dict[str, object]] = {}
+        changes: dict[str, object] = {}
         judges = profile.policy.every is not None or profile.prune.reads
         for key, value in self.settled.items():
             is_open = profile.values[key] == "auto" or profile.origins[key] == DEFAULT.name
             packs_anew = key == "load.quant" and profile.origins[key].startswith("built-in ")
             is_open = is_open or (packs_anew and value == "none")  # what lies packed in the file
             if is_open and not (judges and key == "prefill.order"):
-                table, _, name = key.partition(".")
-                changes.setdefault(table, {})[name] = value
+                changes[key] = value
         return profile.changed(changes, BY) if changes else profile
 
     def look(self, profile: Profile) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import asdict
-from typing import IO, Any, cast
+from typing import IO, Any
 
-from kvcli.documents.document import SIGNS, Section, Unit
+from kvcli.documents.document import Section
 from kvcli.documents.parsed import Job, Parsed, part_of, refuse_too_much
 from kvcli.documents.repair import unmarked
 from kvcli.errors import BadInput
@@ -72,21 +72,13 @@ class _Answer:
         return section
 
     def _end(self, value: dict[str, Any]) -> Parsed:
+        from pydantic import TypeAdapter  # late: the child, which says no such thing, starts sooner
+
         _refuse_odd(value)
-        if value["unit"] not in SIGNS:
-            raise ValueError(value["unit"])
-        if value["unit"] == "page" and any(s.label != str(s.number) for s in self.sections):
+        parsed = TypeAdapter(Parsed).validate_python({**value, "sections": self.sections})
+        if parsed.unit == "page" and any(s.label != str(s.number) for s in self.sections):
             raise ValueError("a page under another's number")
-        return Parsed(
-            kind=str(value["kind"]),
-            unit=cast(Unit, value["unit"]),
-            sections=self.sections,
-            title=None if value["title"] is None else str(value["title"]),
-            n_pages=None if value["n_pages"] is None else int(value["n_pages"]),
-            without_text=[int(n) for n in value["without_text"]],
-            blank=int(value["blank"]),
-            notes=[str(note) for note in value["notes"]],
-        )
+        return parsed
 
 
 def _refuse_odd(value: Any) -> None:

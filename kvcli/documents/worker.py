@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from typing import IO, Any
 
@@ -34,10 +34,7 @@ def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
             parsed = parse(file, job, missing)
         for section in parsed.sections:
             tell("section", (section.number, section.label, section.text))
-        tell(
-            "end",
-            {k: getattr(parsed, k) for k in ("kind", "unit", "title", "n_pages", "without_text", "blank", "notes")},
-        )
+        tell("end", asdict(replace(parsed, sections=[])))
     except MemoryError:
         tell_error(too_heavy(job, "much memory", f"{limits['memory'] / 2**20:,.0f} MiB"))
     except RecursionError:

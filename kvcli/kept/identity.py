@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,12 +28,12 @@ def identity(lm: LM) -> dict[str, str]:
     files = lm.files or (model_files(Path(lm.info.path)) if lm.info.path else {})
     if not files.get("weights"):
         return {}
-    text = lm.model.config.get_text_config().to_dict()
+    text = {k: v for k, v in lm.model.config.get_text_config().to_dict().items() if k not in NAMES}
     return {
         "format": FORMAT,
         **releases(),
         **{part: lm.hashes.of(its) for part, its in files.items()},
-        "config": _short(json.dumps({k: v for k, v in text.items() if k not in NAMES}, sort_keys=True, default=str)),
+        "config": blake2b(json.dumps(text, sort_keys=True, default=str).encode(), digest_size=16).hexdigest(),
         "load.quant": lm.info.quant,
         "load.dtype": lm.info.dtype,
         "device": _device(lm.device),
@@ -46,7 +46,3 @@ def _device(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     served = native() if device.type == "cpu" else None
     return f"{device.type} {served.level}" if served is not None else device.type
-
-
-def _short(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,9 +63,7 @@ def _as_read(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """The text as the tokenizer tidies it up first, where that makes a control word of what is none."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     words = [str(token) for token in added if token.normalized and spelled(str(token))]
-    known = getattr(tokenizer, "backend_tokenizer", None)
-    tidies = getattr(tokenizer, "normalize_guarded", partial(normalize, known)) if known is not None else None
-    tidy = tidies(text) if words and tidies else text
+    tidy = _read(tokenizer, normalize, text) if words and getattr(tokenizer, "is_fast", False) else text
     return tidy if any(tidy.count(word) > text.count(word) for word in words) else text
 
 
@@ -81,7 +78,6 @@ def encode_fenced(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     others stand for them.
     """
     known: Any = tokenizer.backend_tokenizer
-    cut = getattr(tokenizer, "encode_among_guarded", partial(encode_among, known))
     named, fenced = tokenizer.added_tokens_decoder, set(FENCED.findall(text))
     stands = {token.content: STANDS.format(i) for i, token in named.items() if token.content in fenced}
     ids = {stands.get(token.content, token.content): i for i, token in named.items()}
@@ -91,10 +87,16 @@ def encode_fenced(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     pieces[::2] = [re.sub(_any(stands) or "(?!)", lambda m: stands[m[0]], unfenced(piece)) for piece in pieces[::2]]
     for mark in ("", CUT):  # a model that has the word in its vocabulary may find it in its letters
         pieces[1::2] = [word[:1] + mark + word[1:] for word in pieces[1::2]]
-        tokens = [(word, i) for word, i in cut("".join(pieces), words) if word != CUT]
+        tokens = [(word, i) for word, i in _read(tokenizer, encode_among, "".join(pieces), words) if word != CUT]
         if not any(i in inert and word not in ids for word, i in tokens):
             break
     return [ids.get(word, i) for word, i in tokens]
+
+
+def _read(tokenizer: PreTrainedTokenizerBase, does: Callable[..., Any], text: str, *given: Any) -> Any:
+    """What one of the next two makes of it; a tokenizer that was loaded knows where that does no harm."""
+    read = getattr(tokenizer, "read_guarded", None)
+    return read(does, text, *given) if read else does(tokenizer.backend_tokenizer, text, *given)
 
 
 def encode_among(known: Any, text: str, words: Words) -> list[tuple[str, int]]:

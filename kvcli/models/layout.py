@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadInput, BadModel
@@ -30,22 +30,31 @@ _NAMES = {"user": "question", "assistant": "answer", "system": "system text"}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a template writes which of the messages."""
+    """Where a template writes which of the messages; without one they stand as they are, blank lines between them."""
 
-    messages: Messages  # as it gets them: with the system text in the first question where it knows no such role
+    messages: Messages
+    has_template: bool = True
+    folds: bool = False  # the system text into the first question: it knows no such role
     in_parts: frozenset[str] = frozenset()  # roles whose text it takes as a list of parts
     own: Sequence[str] = ()  # what it writes itself, before each place and behind the last
     order: Sequence[int] = ()  # of the messages in the places
+    stands: Sequence[tuple[int, int] | None] = ()  # of a prompt: from where to where the message in each place stands
 
     @property
     def lost(self) -> list[int]:
-        """The messages that have a text and no place."""
-        return [i for i, m in enumerate(self.messages) if m["content"].strip() and i not in self.order]
+        """The messages that have a text and no place; the first question for a system text that heads it."""
+        lost = (i for i, m in enumerate(self.messages) if m["content"].strip() and i not in self.order)
+        return sorted({i or int(self.folds) for i in lost})
 
     @property
     def between(self) -> str:
         """What it writes before all but answers: the words that end and begin turns."""
         return "".join(w for w, i in zip(self.own, self.order, strict=False) if not self.is_answer(i))
+
+    @property
+    def changed(self) -> list[int]:
+        """The messages that do not stand in the prompt as they are."""
+        return sorted({*self.order} - {i for i, at in zip(self.order, self.stands, strict=True) if at is not None})
 
     def is_answer(self, i: int) -> bool:
         return self.messages[i]["role"] == "assistant"
@@ -60,22 +69,25 @@ def layout(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Layout:
 
     Raises BadModel where there is none, and what the template itself says where it refuses them all.
     """
-    folds = messages[0]["role"] == "system" and messages[0]["content"].strip() and len(messages) > 1
+    if not getattr(tokenizer, "chat_template", None):
+        n = len(messages)
+        return Layout(messages, has_template=False, own=["", *["\n\n"] * (n - 1), ""], order=range(n))
+    may_fold = messages[0]["role"] == "system" and messages[0]["content"].strip() and len(messages) > 1
     found, refused = list[Layout](), list[BadInput | BadModel]()
-    for given in (messages, fold_system(messages)) if folds else (messages,):
+    for folds in (False, True) if may_fold else (False,):
         in_parts = frozenset[str]()
         for _ in ("as text", "what was lost in parts"):
             try:
-                found.append(_tried(tokenizer, given, in_parts))
+                found.append(_tried(tokenizer, Layout(messages, folds=folds, in_parts=in_parts)))
             except (BadInput, BadModel) as error:
                 if error.code == "template_too_heavy":
                     raise
                 refused += [] if in_parts else [error]
-                in_parts = frozenset(m["role"] for m in given)
+                in_parts = frozenset(m["role"] for m in messages)
             else:
                 if not (lost := found[-1].lost):
                     return found[-1]
-                in_parts = frozenset(given[i]["role"] for i in lost)
+                in_parts = frozenset(messages[i]["role"] for i in lost)
     if not found:
         raise refused[-1]
     best = min(found, key=lambda one: sum(not one.is_answer(i) for i in one.lost))
@@ -85,17 +97,22 @@ def layout(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Layout:
     return best
 
 
-def _tried(tokenizer: PreTrainedTokenizerBase, messages: Messages, in_parts: frozenset[str]) -> Layout:
-    texts = [PLACE.format(i) if m["content"].strip() else m["content"] for i, m in enumerate(messages)]
-    pieces = _PLACES.split(render(tokenizer, Layout(messages, in_parts), texts))
-    return Layout(messages, in_parts, pieces[::2], [int(i) for i in pieces[1::2]])
+def _tried(tokenizer: PreTrainedTokenizerBase, laid: Layout) -> Layout:
+    texts = [PLACE.format(i) if m["content"].strip() else m["content"] for i, m in enumerate(laid.messages)]
+    pieces = _PLACES.split(render(tokenizer, laid, texts))
+    return replace(laid, own=pieces[::2], order=[int(i) for i in pieces[1::2]])
 
 
 def render(tokenizer: PreTrainedTokenizerBase, laid: Layout, texts: Sequence[str]) -> str:
-    """What the template makes of the messages with these texts."""
+    """The prompt of the messages with these texts."""
     from jinja2 import TemplateError
 
+    if not laid.has_template:
+        return "\n\n".join(texts)
     given: list[dict[str, Any]] = [{**m, "content": text} for m, text in zip(laid.messages, texts, strict=True)]
+    if laid.folds:
+        system, first = given.pop(0), given[0]
+        first["content"] = f"{system['content']}\n\n{first['content']}"
     for message in given:
         if message["role"] in laid.in_parts:
             message["content"] = [{"type": "text", "text": message["content"]}]
@@ -111,13 +128,13 @@ def render(tokenizer: PreTrainedTokenizerBase, laid: Layout, texts: Sequence[str
             ) from None
 
 
-def changed(laid: Layout, texts: Sequence[str], prompt: str) -> list[int]:
-    """The messages that do not stand in the prompt as they are, but for space at their ends and thoughts of answers.
+def placed(laid: Layout, texts: Sequence[str], prompt: str) -> Layout:
+    """The same with where each message stands in the prompt, but for space at its ends and thoughts of answers.
 
     `texts`: of all messages. Each is looked for directly behind what the template wrote before it, or anywhere later
     where it writes otherwise with these texts. Raises BadModel where most of one is missing.
     """
-    at, stands = 0, set[int]()
+    at, stands = 0, list[tuple[int, int] | None]()
     for own, i in zip(laid.own, laid.order, strict=False):
         begins, said = prompt.find(own, at), texts[i].strip()
         is_near = begins >= 0 and not prompt[at:begins].strip()
@@ -128,16 +145,16 @@ def changed(laid: Layout, texts: Sequence[str], prompt: str) -> list[int]:
             start = prompt.find(said, at)
         elif is_near and prompt[at : max(at, start)].strip():
             start = -1
-        if start >= 0:
-            at = start + len(said)
-            stands.add(i)
-    missed = sorted({*laid.order} - stands)
-    there = Counter(_WORD.findall(prompt.casefold())) if missed else Counter[str]()
-    for i in missed:
+        end = start + len(said)
+        stands.append((at, end) if start >= 0 else None)
+        at = end if start >= 0 else at
+    laid = replace(laid, stands=stands)
+    there = Counter(_WORD.findall(prompt.casefold())) if laid.changed else Counter[str]()
+    for i in laid.changed:
         words = Counter(_WORD.findall(texts[i].casefold()))
         if (left := (words & there).total()) < LEAST * words.total():
             raise _left_out(laid, i, f"of its {words.total():,} words {left:,} are in the prompt")
-    return missed
+    return laid
 
 
 def _left_out(laid: Layout, i: int, how: str) -> BadModel:
@@ -147,9 +164,3 @@ def _left_out(laid: Layout, i: int, how: str) -> BadModel:
         lines=[how],
         try_=["a new conversation" if i < len(laid.messages) - 1 else "another model"],
     )
-
-
-def fold_system(messages: Messages) -> list[Mapping[str, str]]:
-    """The same messages with the system text at the head of the first user message."""
-    system, first, *rest = messages
-    return [{"role": first["role"], "content": f"{system['content']}\n\n{first['content']}"}, *rest]

@@ -6,14 +6,13 @@ memory; a process can be killed. It starts with the tokenizer, to be ready when 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 from kvcli.errors import BadModel, UsageError
-from kvcli.outside import Limits, Outside, Standby, TooLong, TooSlow
+from kvcli.models.guarded import Guarded
+from kvcli.outside import Limits, Outside, Standby
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,23 +27,13 @@ REPAIR = "get the model again, or repair its chat_template.jinja or tokenizer_co
 ASKED = {"tokenize": False, "add_generation_prompt": True}
 
 
-class Chats:
+class Chats(Guarded):
     """Stands in for the `apply_chat_template` of a tokenizer, for text with the beginning of an answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._whose = ref(tokenizer)  # which holds this: in a circle, the process would wait for the garbage collector
-        self._standby = Standby(self._started, ROOM, START)
+        super().__init__(tokenizer)
+        self._standby = Standby(_started, ROOM, START, _failed)
         self.start = self._standby.start
-
-    @property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        tokenizer = self._whose()
-        assert tokenizer is not None
-        return tokenizer
-
-    def __reduce__(self) -> tuple[type[Chats], tuple[PreTrainedTokenizerBase]]:
-        """A copy of the tokenizer gets a process of its own."""
-        return Chats, (self._tokenizer,)
 
     def __call__(self, conversation: Sequence[Mapping[str, str]], *others: Any, **options: Any) -> str:
         """The chat as text. Raises jinja2.TemplateError if the template refuses it, BadModel if it is no good."""
@@ -60,12 +49,14 @@ class Chats:
             "variables": variables | {"add_generation_prompt": True},
             "now": datetime.now().isoformat(),
         }
-        line = json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        return _text(self._ask(line))
+        found = self._standby.ask(asked, lambda size: (SECONDS + size / PACE, OUTPUT + LONGER * size))
+        if "refused" in found:
+            from jinja2 import TemplateError
 
-    @staticmethod
-    def _started(room: int) -> Outside:
-        return Outside("kvcli.models.template_worker", Limits(memory=BASE + FOLD * room, cpu=LIFE, wall=0.0))
+            raise TemplateError(str(found["refused"]))
+        if not isinstance(found.get("text"), str):
+            raise broken("it answered nonsense")
+        return str(found["text"])
 
     def _source(self) -> str:
         try:
@@ -73,43 +64,15 @@ class Chats:
         except ValueError as error:  # several, and none of them the default
             raise broken(str(error)) from None
 
-    def _ask(self, line: bytes) -> bytes:
-        seconds = SECONDS + len(line) / PACE
-        try:
-            answer = self._standby.ask(line, seconds, OUTPUT + LONGER * len(line))
-        except TooSlow:
-            raise _heavy(f"it was not done after {seconds:.0f} seconds") from None
-        except TooLong:
-            raise _heavy("it writes without end") from None
-        if answer is None:
-            raise broken("it ended the process it ran in")
-        return answer
+
+def _started(room: int) -> Outside:
+    return Outside("kvcli.models.template_worker", Limits(memory=BASE + FOLD * room, cpu=LIFE, wall=0.0))
 
 
-def _text(answer: bytes) -> str:
-    """The text in an answer, which is believed no further than that."""
-    try:
-        ((word, said),) = json.loads(answer).items()
-    except (ValueError, AttributeError, RecursionError):
-        word, said = "broken", "it answered nonsense"
-    if word == "refused":
-        from jinja2 import TemplateError
-
-        raise TemplateError(str(said))
-    if word == "heavy":
-        raise _heavy("it takes too much memory")
-    if word != "text" or not isinstance(said, str):
-        raise broken(str(said))
-    return said
-
-
-def _heavy(why: str) -> BadModel:
-    return BadModel(
-        "the model's chat template cannot be used",
-        code="template_too_heavy",
-        lines=[f"{why}; it may be broken, or made to keep this machine busy"],
-        try_=[REPAIR],
-    )
+def _failed(how: str, why: str) -> BadModel:
+    if how != "heavy":
+        return broken(why)
+    return BadModel("the model's chat template cannot be used", code="template_too_heavy", lines=[why], try_=[REPAIR])
 
 
 def broken(why: str) -> BadModel:

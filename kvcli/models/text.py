@@ -9,7 +9,7 @@ from kvcli.errors import BadInput, BadModel
 from kvcli.models import control_words
 from kvcli.models.control_words import FENCED, OPEN
 from kvcli.models.foreign import blamed
-from kvcli.models.layout import Layout, changed, layout, render
+from kvcli.models.layout import Layout, layout, placed, render
 from kvcli.outlet import BROKEN
 
 if TYPE_CHECKING:
@@ -140,22 +140,25 @@ def render_text(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, *, note: Note | None = None
 ) -> tuple[str, bool]:
     """The prompt as text for `encode`, and whether a chat template made it (it then has its control tokens)."""
-    tell = note or (lambda _: None)
+    text, laid = lay_out(tokenizer, messages, note or (lambda _: None))
+    return text, laid.has_template
+
+
+def lay_out(tokenizer: PreTrainedTokenizerBase, messages: Messages, tell: Note) -> tuple[str, Layout]:
+    """The same text, and where in it each message stands."""
     if not messages:
         raise BadInput("there is nothing to ask", code="empty_prompt")
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    laid = layout(tokenizer, messages) if has_template else Layout(messages)
+    laid = layout(tokenizer, messages)
     words = control_words.acting(tokenizer, "".join(laid.own))
     # in an answer stand the model's own marks of a thought, for the template to find
     of_answers = control_words.flagged(tokenizer) | {word for word in words if word in laid.between}
-    inert = [of_answers if laid.is_answer(i) else words for i in range(len(laid.messages))]
-    texts = [control_words.fence(tokenizer, m["content"], of) for m, of in zip(laid.messages, inert, strict=True)]
+    inert = [of_answers if laid.is_answer(i) else words for i in range(len(messages))]
+    texts = [control_words.fence(tokenizer, m["content"], of) for m, of in zip(messages, inert, strict=True)]
     if any(OPEN in text for text in texts):
         tell("the text spells control tokens of this model; they are read as plain letters")
-    if not has_template:
+    if not laid.has_template:
         tell("this model has no chat template: it continues the plain text")
-        return "\n\n".join(texts), False
-    if len(laid.messages) < len(messages):
+    if laid.folds:
         tell("this model's chat template has no system role: the system text heads the first question")
     for i in laid.lost:
         tell(f"this model's chat template leaves out {laid.name(i)}")
@@ -164,9 +167,10 @@ def render_text(
     if cut:
         tell(f"the model's tokenizer reads {', '.join(cut)} of its chat template letter by letter: answers may be poor")
     prompt = render(tokenizer, laid, texts)
-    for i in changed(laid, texts, prompt):
+    laid = placed(laid, texts, prompt)
+    for i in laid.changed:
         tell(f"this model's chat template changes {laid.name(i)}: the model reads it otherwise than it was said")
-    return prompt, True
+    return prompt, laid
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:

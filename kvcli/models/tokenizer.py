@@ -67,7 +67,7 @@ def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenize
 def _guard(tokenizer: PreTrainedTokenizerBase) -> None:
     its = Tokenizing(tokenizer)
     tokenizer._encode_plus, tokenizer._decode = its.encode, its.decode
-    tokenizer.encode_among_guarded, tokenizer.normalize_guarded = its.encode_among, its.normalize
+    tokenizer.read_guarded = its.read
 
 
 def refuse_wordless(found: Source) -> None:

@@ -4,66 +4,51 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator
+import re
+from functools import cache
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from kvcli.models.control_words import encode_among, normalize
-from kvcli.sandbox import bound, preload, shut
+from kvcli.sandbox import bound, preload, serve
 
 
 def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
-    """Do what each line on standard input says, with the tokenizer.json of the descriptor; a line each in answer."""
+    """Do what each line on standard input says, with the tokenizer.json of the descriptor."""
     bound(parent, limits)
     preload("encodings")
     made = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-    shut()
-    tokenizer = None
-    for line in sys.stdin.buffer:
-        try:
-            tokenizer = tokenizer or Tokenizer.from_buffer(made)
-            tokenizer.no_padding()
-            tokenizer.no_truncation()
-            answer = answered(tokenizer, json.loads(line))
-        except MemoryError:
-            answer = {"heavy": "it takes too much memory"}
-        except BaseException as error:  # a panic of what is written in Rust is no Exception
-            answer = {"broken": f"{type(error).__name__}: {error}"[:300]}
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
-    return 0
+
+    @cache
+    def tokenizer() -> Tokenizer:
+        its = Tokenizer.from_buffer(made)
+        its.no_padding()
+        its.no_truncation()
+        return its
+
+    def answered(asked: Any) -> dict[str, Any]:
+        """What the function of this name makes of what is given, once the tokenizer is there."""
+        its, (name, *given) = tokenizer(), asked or ["check", "[]"]
+        return {"made": DOES[name](its, *given)}
+
+    return serve(answered)
 
 
-def answered(tokenizer: Tokenizer, asked: dict[str, Any] | None) -> dict[str, Any]:
-    """{"ids", "places"} of a "text", {"text"} of "ids", or {} once every word in "words", JSON, went through.
-
-    Of a text "among" added words {"tokens"}, or {"normal"} where it is null.
-    """
-    if asked is None or "words" in asked:
-        for word in _words(json.loads(asked["words"])) if asked else ():
-            tokenizer.encode(word)
-        return {}
-    if "ids" in asked:
-        return {"text": tokenizer.decode(asked["ids"], skip_special_tokens=asked["skip"])}
-    if "among" in asked:
-        text, words = asked["text"], asked["among"]
-        return (
-            {"normal": normalize(tokenizer, text)}
-            if words is None
-            else {"tokens": encode_among(tokenizer, text, words)}
-        )
-    tokenizer.encode_special_tokens = asked["letters"]
-    encoding = tokenizer.encode(asked["text"], add_special_tokens=asked["special"])
-    return {"ids": encoding.ids, "places": encoding.offsets if asked["places"] else []}
+def encode(tokenizer: Tokenizer, text: str, special: bool, letters: bool, places: bool) -> tuple[list[int], Any]:
+    tokenizer.encode_special_tokens = letters
+    encoding = tokenizer.encode(text, add_special_tokens=special)
+    return encoding.ids, encoding.offsets if places else []
 
 
-def _words(value: object) -> Iterator[str]:
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, dict | list):
-            waiting += [*one.keys(), *one.values()] if isinstance(one, dict) else one
+def decode(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=skip))
+
+
+def check(tokenizer: Tokenizer, words: str) -> None:
+    """Every string in these, JSON, goes through."""
+    for word in re.findall(r'"(?:[^"\\]|\\.)*"', words):
+        tokenizer.encode(json.loads(word))
+
+
+DOES = {does.__name__: does for does in (encode, decode, check, encode_among, normalize)}

@@ -11,16 +11,16 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import IO, TYPE_CHECKING, Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType
 
 from kvcli.demo.words import split_pattern
 from kvcli.errors import BadModel, UsageError
-from kvcli.models.control_words import Words, encode_among, normalize
+from kvcli.models.guarded import Guarded
 from kvcli.models.text import tokenizer_failed
-from kvcli.outside import Limits, Outside, Standby, TooLong, TooSlow
+from kvcli.outside import Limits, Outside, Standby
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,20 +48,16 @@ _EACH = rf"(?:{_ONCE}|(?:{_WORDS})?(?:{_SAME})*(?:{_MAY}(?:{_SAME})*){{0,2}}(?:{
 _PATTERN = re.compile(rf"(?:{_EACH}(?:\||\Z))+", re.DOTALL)
 
 
-class Tokenizing:
+class Tokenizing(Guarded):
     """Stands in for what cuts and joins text in a tokenizer of the library `tokenizers`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._whose = ref(tokenizer)  # which holds this: in a circle, the process would wait for the garbage collector
-        self._standby = Standby(partial(_effective, self._whose), PIECE, START)
-
-    def __reduce__(self) -> tuple[type[Tokenizing], tuple[PreTrainedTokenizerBase]]:
-        """A copy of the tokenizer gets a process of its own."""
-        return Tokenizing, (_alive(self._whose),)
+        super().__init__(tokenizer)
+        self._standby = Standby(partial(_effective, self._whose), PIECE, START, _failed)
 
     @cached_property
     def _cuts_here(self) -> bool:
-        tokenizer = _alive(self._whose)
+        tokenizer = self._tokenizer
         its, longest = tokenizer.backend_tokenizer, max(map(len, tokenizer.get_vocab()))
         # of tokens that take the spaces before them, each is looked for from the beginning of the text
         goes_back = any(token.lstrip for token in tokenizer.added_tokens_decoder.values())
@@ -71,41 +67,34 @@ class Tokenizing:
 
     @cached_property
     def _joins_here(self) -> bool:
-        return is_plain(_state(_alive(self._whose).backend_tokenizer.decoder))
+        return is_plain(_state(self._tokenizer.backend_tokenizer.decoder))
 
     def encode(self, text: Any, text_pair: Any = None, **options: Any) -> Any:
         """As `_encode_plus` of transformers."""
-        tokenizer, is_text = _alive(self._whose), isinstance(text, str)
+        tokenizer, is_text = self._tokenizer, isinstance(text, str)
         if self._cuts_here and not (is_text and len(text) > PIECE):
             return type(tokenizer)._encode_plus(tokenizer, text, text_pair, **options)
         if not is_text or text_pair is not None or options.get("return_tensors") is not None:
             raise UsageError("this model's tokenizer takes one text at a time, and gives lists of ids")
-        names = {"special": "add_special_tokens", "letters": "split_special_tokens", "places": "return_offsets_mapping"}
-        said = answer(self._standby, {"text": text} | {name: bool(options.get(its)) for name, its in names.items()})
+        names = "add_special_tokens", "split_special_tokens", "return_offsets_mapping"
+        ids, places = _made(self._standby, "encode", text, *(bool(options.get(name)) for name in names))
         from transformers import BatchEncoding
 
-        mask = [1] * len(said["ids"])
-        return BatchEncoding({"input_ids": said["ids"], "attention_mask": mask, "offset_mapping": said["places"]})
+        return BatchEncoding({"input_ids": ids, "attention_mask": [1] * len(ids), "offset_mapping": places})
 
-    def encode_among(self, text: str, words: Words) -> list[tuple[str, int]]:
-        """As control_words.encode_among, by this tokenizer."""
+    def read(self, does: Callable[..., Any], text: str, *given: Any) -> Any:
+        """What a function of control_words makes of a text by the rules of this tokenizer."""
         if self._cuts_here and len(text) <= PIECE:
-            return encode_among(_alive(self._whose).backend_tokenizer, text, words)
-        return [(word, i) for word, i in answer(self._standby, {"text": text, "among": words})["tokens"]]
-
-    def normalize(self, text: str) -> str:
-        """As its normalizer leaves a text."""
-        if self._cuts_here and len(text) <= PIECE:
-            return normalize(_alive(self._whose).backend_tokenizer, text)
-        return str(answer(self._standby, {"text": text, "among": None})["normal"])
+            return does(self._tokenizer.backend_tokenizer, text, *given)
+        return _made(self._standby, does.__name__, text, *given)
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> str:
         """As `_decode` of transformers, but for spaces, which are not tidied elsewhere."""
-        tokenizer = _alive(self._whose)
+        tokenizer = self._tokenizer
         if self._joins_here:
             return str(type(tokenizer)._decode(tokenizer, token_ids, skip_special_tokens, **options))
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-        return str(answer(self._standby, {"ids": ids, "skip": skip_special_tokens})["text"])
+        return str(_made(self._standby, "decode", ids, skip_special_tokens, n=len(ids)))
 
 
 def check_load(file: IO[bytes], beside: Sequence[str]) -> None:
@@ -124,9 +113,9 @@ def check_load(file: IO[bytes], beside: Sequence[str]) -> None:
         is_harmless = is_plain(step)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         is_harmless = False
-    standby = Standby(partial(_outside, file), PIECE, START)
+    standby = Standby(partial(_outside, file), PIECE, START, _failed)
     for words in () if is_harmless else ("[]", *beside):
-        answer(standby, {"words": words})
+        _made(standby, "check", words)
 
 
 def is_plain(*steps: Any) -> bool:
@@ -151,27 +140,17 @@ def is_plain(*steps: Any) -> bool:
     return growth <= GROWTH
 
 
-def answer(standby: Standby, asked: dict[str, Any]) -> dict[str, Any]:
-    """What a tokenizer in a process of its own makes of it. Raises BadModel."""
-    line = json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    seconds = SECONDS + len(line) / PACE
-    try:
-        said = standby.ask(line, seconds, OUTPUT + LONGER * len(line) + TOKEN * len(asked.get("ids", ())))
-    except TooSlow:
-        raise _heavy(f"it was not done after {seconds:.0f} seconds") from None
-    except TooLong:
-        raise _heavy("what it makes of a text has no end") from None
-    found: dict[str, Any] = json.loads(said or '{"heavy": "it takes too much memory, or ended its process"}')
-    if "heavy" in found:
-        raise _heavy(found["heavy"])
-    if "broken" in found:
-        raise tokenizer_failed(found["broken"])
-    return found
+def _made(standby: Standby, does: str, *given: Any, n: int = 0) -> Any:
+    """What a function of the worker makes of it; `n` tokens are given. Raises BadModel."""
+    longer = OUTPUT + TOKEN * n
+    return standby.ask([does, *given], lambda size: (SECONDS + size / PACE, longer + LONGER * size)).get("made")
 
 
 def _effective(whose: ReferenceType[PreTrainedTokenizerBase], room: int) -> Outside:
+    tokenizer = whose()
+    assert tokenizer is not None
     with tempfile.TemporaryFile() as file:
-        file.write(_alive(whose).backend_tokenizer.to_str().encode())
+        file.write(tokenizer.backend_tokenizer.to_str().encode())
         file.flush()
         return _outside(file, room)
 
@@ -181,20 +160,12 @@ def _outside(file: IO[bytes], room: int) -> Outside:
     return Outside("kvcli.models.tokenizer_worker", Limits(memory=memory, cpu=3600, wall=0.0), file.fileno())
 
 
-def _alive(whose: ReferenceType[PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
-    tokenizer = whose()
-    assert tokenizer is not None
-    return tokenizer
-
-
 def _state(step: Any) -> Any:
     return None if step is None else json.loads(step.__getstate__())
 
 
-def _heavy(why: str) -> BadModel:
-    return BadModel(
-        "the model's tokenizer cannot be used",
-        code="tokenizer_too_heavy",
-        lines=[f"{why}; it may be broken, or made to keep this machine busy"],
-        try_=["get the model again, or repair its tokenizer.json"],
-    )
+def _failed(how: str, why: str) -> BadModel:
+    if how == "broken":
+        return tokenizer_failed(why)
+    try_ = ["get the model again, or repair its tokenizer.json"]
+    return BadModel("the model's tokenizer cannot be used", code="tokenizer_too_heavy", lines=[why], try_=try_)

@@ -157,11 +157,11 @@ def from_flags(flags: Mapping[str, tuple[object, str]]) -> Settings:
 
 
 def from_arguments(tables: Mapping[str, object], name: str) -> Settings:
-    """Nested values of the Python API; `name` is the function that took them."""
+    """Values of the Python API, nested or by dotted keys; `name` is the function that took them."""
     found: Settings = {}
     for keys, value in leaves(tables):
         key = ".".join(keys)
-        found |= _typed(name, f"{key} = {toml_value(value)}", keys, value, len(key) + 4)
+        found |= _typed(name, f"{key} = {toml_value(value)}", tuple(key.split(".")), value, len(key) + 4)
     return found
 
 

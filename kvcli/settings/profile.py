@@ -105,7 +105,7 @@ class Profile:
     load = _Load()
 
     def replace(self, **changes: object) -> Profile:
-        """A copy with other settings: `replace(spec={"max": 4}, exactness="approx", name="mine")`."""
+        """A copy with other settings: `replace(spec={"max": 4}, name="mine")`, `replace(**{"spec.max": 4})`."""
         return self.changed(changes, "replace()")
 
     def changed(self, changes: Mapping[str, object], where: str) -> Profile:

@@ -73,7 +73,7 @@ def test_pages_keep_their_order_and_their_numbers(second):
 def test_an_error_that_is_no_text_is_not_passed_on():
     with pytest.raises(BadInput) as caught:
         _Answer(Job("a.pdf", "pdf")).take(
-            b'{"error": {"message": "\\ud800", "code": "x", "lines": [], "detail": {}, "try": []}}'
+            b'{"error": {"message": "\\ud800", "code": "x", "lines": [], "detail": {}, "try_": []}}'
         )
     assert "nonsense" in caught.value.lines[0]
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kvcli import load
-from kvcli.chat.local import nested
 from kvcli.engine.engine import drive, events
 from kvcli.engine.latent import Latent
 from kvcli.engine.lm import LM
@@ -336,7 +335,7 @@ CHUNK = {"prefill.chunk": 512}
     ],
 )
 def test_a_store_holds_the_longest_text_that_is_promised_and_no_longer_one(demo, profile, sets):
-    most = planned(demo, Profile.load(profile).replace(**nested(sets))).most
+    most = planned(demo, Profile.load(profile).replace(**sets)).most
     assert 100 < most < 8192 - 2
 
     def read(n):
