@@ -29,7 +29,8 @@ CPU_SECONDS = pytest.StashKey[float]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--models", metavar="FOLDER", help="where the GGUF files of tests marked `models` lie")
-    parser.addoption("--weigh", action="store_true", help="run dear cases too, and write what each took to tests/seconds.json")
+    parser.addoption("--core", action="store_true", help="mark as slow what tests/core.py leaves out")
+    parser.addoption("--weigh", action="store_true", help="write what each test took to tests/seconds.json")
     parser.addoption("--tenth", type=int, metavar="0-9", help="of the tests marked `slow`, only this tenth")
 
 
@@ -42,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before those that `-m` does not name are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--weigh"):
+    if config.getoption("--core"):
         core.leave_out(items, json.loads(core.SECONDS.read_text(encoding="utf-8")))
     tenth = config.getoption("--tenth")
     if tenth is not None:

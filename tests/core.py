@@ -1,4 +1,4 @@
-"""Which tests are the core: what the README's command runs, chosen to find most faults a second. The rest is `slow`.
+"""Which tests are the core, `--core`: those chosen to find most faults a second. The rest is then `slow`.
 
 Every function is in it whole, but those whose cases are dear: such a function has two CPU seconds, which go to cases
 that differ in most words of their names. `tests/seconds.json` has the CPU seconds of a case; `--weigh` writes those of
