@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 from pathlib import Path
 from threading import Event
@@ -19,6 +20,7 @@ from kvcli.commands import prompt, slash
 from kvcli.commands.interrupt import IMPATIENT, Interrupt
 from kvcli.commands.meanwhile import meanwhile
 from kvcli.commands.repl import HINT, Repl
+from kvcli.demo import sample_path
 from kvcli.documents import Document
 from kvcli.errors import BadConfig, ExitStatus
 from kvcli.render.screen import Screen
@@ -273,6 +275,13 @@ def test_edit_asks_the_changed_question_in_place_of_the_last(talk, tmp_path):
     assert "nothing was changed" in talk.type("/edit")
     talk.world.environ["EDITOR"] = "/no/such/editor"
     assert "[no_editor]" in talk.type("/edit")
+
+
+def test_a_document_with_pages_is_counted_in_pages(talk):
+    said = talk.type(f"/file {sample_path()}", "/files")
+    pages = re.search(r"attached sample.pdf \* (\d+) pages \* ", said)
+    assert pages
+    assert f"1  sample.pdf  {pages[1]} pages" in said
 
 
 def test_documents(talk, tmp_path):

@@ -266,7 +266,7 @@ def converse(
     from kvcli.commands.offer import find_model
     from kvcli.commands.repl import run_repl
     from kvcli.models.machine import threads
-    from kvcli.render.figures import count
+    from kvcli.render.summarize import size
     from kvcli.render.summary import Opening, header
     from kvcli.version import __version__
 
@@ -308,7 +308,7 @@ def converse(
         lines = header(text.info, opening, screen.err.width)
         lines += [f"each answer is held to {held.name}"] if held is not None else []
         lines += [f"goes on with {about(talk)}"] if talk.messages else []
-        lines += [f"attached {d.name} · {count(d.lines)} lines" for d in talk.documents]
+        lines += [f"attached {d.name} · {size(d)}" for d in talk.documents]
         for line in lines:
             screen.err.line((line, ""))
     del text

@@ -13,6 +13,7 @@ from kvcli.errors import BadConfig, BadInput, UsageError
 from kvcli.render import figures as f
 from kvcli.render import tables
 from kvcli.render.stream import show_summary
+from kvcli.render.summarize import size
 
 if TYPE_CHECKING:
     from kvcli.commands.repl import Repl
@@ -170,7 +171,7 @@ def _attach(repl: Repl, path: str) -> None:
     for note in notes_of(document):
         repl.warn(note)
     tokens = document.tokens(repl.chat.model.tokenizer)
-    repl.say(f"attached {name} · {f.plural(document.lines, 'line')} · {f.plural(tokens, 'token')}")
+    repl.say(f"attached {name} · {size(document)} · {f.plural(tokens, 'token')}")
     if repl.limit and tokens > repl.limit:
         repl.warn(f"{name} alone is longer than the window of {f.count(repl.limit)} tokens")
 
@@ -185,7 +186,7 @@ def _files(repl: Repl, _: str) -> None:
     for i, document in enumerate(documents, 1):
         tokens = f.plural(document.tokens(repl.chat.model.tokenizer), "token")
         when = "with the next question" if i > len(documents) - pending else ""
-        rows.append([f"{i}  {document.name}", f.plural(document.lines, "line"), tokens, when])
+        rows.append([f"{i}  {document.name}", size(document), tokens, when])
     repl.lines(tables.columns(rows))
 
 

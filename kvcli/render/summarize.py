@@ -31,19 +31,22 @@ def scanned(name: str, empty: Sequence[int], kind: str) -> str:
     return f"{name}: no text on page{'s' * (len(empty) > 1)} {listed(empty)}" + ", perhaps scanned" * (kind == "pdf")
 
 
+def size(document: Document) -> str:
+    """`214 pages`, `12 of 214 pages`, `9 chapters`, `1,204 lines`."""
+    n, whole = len(document.sections) + len(document.without_text) + document.blank, document.n_pages
+    if document.unit == "line" or not n:  # of a conversation that was kept the text alone is known
+        return f.plural(document.lines, "line")
+    if whole and n < whole:
+        return f"{f.count(n)} of {f.plural(whole, 'page')}"
+    return f.plural(n, UNITS[document.unit])
+
+
 def about_file(name: str, document: Document, tokens: int | None = None) -> list[str]:
     """`annual-report.pdf`, `214 pages`, `131,902 tokens`, `3 pages without text (12, 13, 90)`."""
     empty = document.without_text
-    n, whole = len(document.sections) + len(empty) + document.blank, document.n_pages
-    if document.unit == "line":
-        size = f.plural(document.lines, "line")
-    elif whole and n < whole:
-        size = f"{f.count(n)} of {f.plural(whole, 'page')}"
-    else:
-        size = f.plural(n, UNITS[document.unit])
     return [
         name,
-        size,
+        size(document),
         f.plural(tokens, "token") if tokens is not None else "",
         f"{f.plural(len(empty), 'page')} without text ({listed(empty)})" if empty else "",
     ]
