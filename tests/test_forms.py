@@ -475,8 +475,6 @@ REFUSED = [
     ({"form": {"method": "freqkv"}, "kv": {"v_bits": 8}}, "of what this form keeps it rounds nothing"),
     ({"form": {"method": "cskv"}, "policy": {"name": "snap"}}, "set form.joint = 1"),
     ({"form": {"method": "subgen"}, "memory": {"ladder": ["kv.v_bits=2"]}}, "frees nothing"),
-    ({"form": {"method": "minicache"}}, "keep each layer by itself"),
-    ({"form": {"method": "headfusion"}}, "folded into the weights"),
     ({"form": {"method": "gear"}}, "which rounds nothing"),
     ({"form": {"method": "gear"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads over all channels the outliers"),
     ({"form": {"method": "qaq"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads over all channels the outliers"),
