@@ -77,7 +77,7 @@ class NativeKernels(BuildHookInterface):
         with TemporaryDirectory() as scratch:
             cc = native.compiler() or self.fetch(Path(scratch))
             for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):  # 80 MB that nobody would look for later
-                os.environ.setdefault(name, str(Path(scratch, "cache")))
+                os.environ[name] = os.environ.get(name) or str(Path(scratch, "cache"))
             try:
                 native.build(to, *native.PLATFORMS[platform], cc)
             except (OSError, subprocess.CalledProcessError) as error:
