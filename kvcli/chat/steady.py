@@ -95,7 +95,7 @@ class Steady:
 
 
 def _larger(session: Session, profile: Profile) -> Iterator[dict[str, object]]:
-    """What may leave more room, as changes of the profile."""
+    """Changes of the profile that may leave more memory free."""
     if profile.memory.device != "auto":
         yield {"memory.device": "auto"}
     if profile.kv.k_bits == profile.kv.v_bits == 16:

@@ -234,7 +234,7 @@ def paragraphs(blocks: Sequence[Block]) -> list[list[Line]]:
 
 
 def _full(block: Block, after: Sequence[Row] = ()) -> list[bool]:
-    """Of each row that has one below, in the block or at the beginning of what is read `after` it: if it is full."""
+    """Whether each row is full that has one below it, in the block or at the beginning of what is read `after` it."""
     left, right = min(p.x0 for row in block for p in row), max(p.x1 for row in block for p in row)
     return [_is_full(row, below, left, right) for row, below in itertools.pairwise([*block, *after[:1]])]
 
@@ -263,7 +263,7 @@ def is_rtl(pieces: Sequence[Piece]) -> bool:
 
 
 def _gutter(block: Block) -> list[Block]:
-    """What is above, on either side of and below the gutter with most lines beside it, as read; nothing without one."""
+    """Lines above, on either side of and below the gutter with most lines beside it, as read; none without a gutter."""
     pieces = sorted((piece for row in block for piece in row), key=lambda p: p.middle)
     middles = [piece.middle for piece in pieces]
     most, found = 0, list[Block]()

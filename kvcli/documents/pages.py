@@ -37,7 +37,7 @@ def split_pages(path: str) -> tuple[str, str | None]:
 
 
 def present(spans: Sequence[Span], numbers: Sequence[int], name: str) -> set[int]:
-    """Those of the pages of a file, in ascending order, that the spans name. A range is never counted out."""
+    """Pages of a file that the spans name, in ascending order. A range is never counted out."""
     for first, last in spans:
         to = max(first, numbers[-1]) if last is None else last
         i = bisect_left(numbers, first)

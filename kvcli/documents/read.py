@@ -126,7 +126,7 @@ def _read(stream: IO[bytes], job: Job, limit: int | None, limits: Limits | None)
 
 
 def _document(copy: tempfile.SpooledTemporaryFile[bytes], job: Job, limits: Limits | None) -> Document:
-    """What is in a copy of the file."""
+    """The document in a copy of its file."""
     copy.seek(0)
     sha256 = hashlib.file_digest(copy, "sha256").hexdigest()
     copy.seek(0)

@@ -32,5 +32,5 @@ def parse_xml(data: bytes, name: str, what: str) -> Any:
 
 
 def first_words(elements: Iterable[Any]) -> str | None:
-    """What the first of these elements that holds words says, on one line."""
+    """Words of the first of these elements that has any, on one line."""
     return next(filter(None, (clean(" ".join("".join(e.itertext()).split())) for e in elements)), None)

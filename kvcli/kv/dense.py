@@ -172,7 +172,7 @@ class Dense:
         return self._read(layer).length
 
     def slots(self, layer: int) -> Slots:
-        """What this layer holds: views of the slab, or a copy if heads differ."""
+        """Slots of this layer: views of the slab, or a copy if heads differ."""
         return self._read(layer).slots()
 
     def newest(self, layer: int, n: int) -> Slots:

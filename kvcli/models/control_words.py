@@ -94,7 +94,7 @@ def encode_fenced(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _read(tokenizer: PreTrainedTokenizerBase, does: Callable[..., Any], text: str, *given: Any) -> Any:
-    """What one of the next two makes of it; a tokenizer that was loaded knows where that does no harm."""
+    """The result of one of the next two functions; a loaded tokenizer runs it in a process of its own where it must."""
     read = getattr(tokenizer, "read_guarded", None)
     return read(does, text, *given) if read else does(tokenizer.backend_tokenizer, text, *given)
 

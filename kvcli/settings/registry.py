@@ -22,7 +22,7 @@ GROUP = "kvcli.methods"
 
 @cache
 def registries() -> Registries:
-    """All that are installed: ours, the usual one of a table first, then those of other packages."""
+    """Methods that are installed: ours, the usual one of a table first, then those of other packages."""
     found: dict[str, dict[str, str]] = {table: {} for table in METHODS}
     usual = [(f"{table}.{name}", _ours()[f"{table}.{name}"]) for table, (_, name) in METHODS.items()]
     for dotted, target in (*usual, *sorted(_ours().items()), *sorted((point.name, point.value) for point in _others())):
@@ -33,8 +33,9 @@ def registries() -> Registries:
 
 @cache
 def foreign() -> Mapping[str, str]:
-    """Of methods of other packages, "module:Class" -> the package and its version."""
-    return {point.value: f"{point.dist.name} {point.dist.version}" for point in _others() if point.dist is not None}
+    """Methods of other packages: "module:Class" -> the package and its version."""
+    points = [point for point in _others() if point.value not in _ours().values()]  # another name for one of ours
+    return {point.value: f"{point.dist.name} {point.dist.version}" for point in points if point.dist is not None}
 
 
 @cache
