@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from kvcli.engine.loops import Loop
+    from kvcli.engine.sequence.repetition import Loop
     from kvcli.engine.stats import Stats
 
 Finish = Literal["stop", "length", "interrupted", "loop"]

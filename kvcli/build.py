@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.engine.drafter import Costs, Drafter, Pair
-    from kvcli.engine.feed import Asks
-    from kvcli.engine.lm import LM
-    from kvcli.engine.policy import EachLayer, Policy
-    from kvcli.engine.sample import Sampler
-    from kvcli.engine.session import Session
+    from kvcli.engine.drafting.drafter import Costs, Drafter, Pair
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.policy import EachLayer, Policy
+    from kvcli.engine.sequence.sampler import Sampler
+    from kvcli.engine.sequence.session import Session
     from kvcli.kept.shelf import Shaping
     from kvcli.kv.front import Front
     from kvcli.kv.slots import Slots, Store
@@ -156,8 +156,8 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
     """What its store is made for; `held` as above."""
     import torch
 
-    from kvcli.engine.pass_bytes import pass_bytes
-    from kvcli.engine.rope import rotaries
+    from kvcli.engine.forward_memory import pass_bytes
+    from kvcli.engine.hf.rope import rotaries
     from kvcli.kv import tiers
 
     most, rows = chunk(lm, profile), max(profile.spec.rows, profile.steps.rows)
@@ -200,9 +200,9 @@ def session(
     """
     import torch
 
-    from kvcli.engine.drafter import Pair
-    from kvcli.engine.rope import rotaries
-    from kvcli.engine.session import Session
+    from kvcli.engine.drafting.drafter import Pair
+    from kvcli.engine.hf.rope import rotaries
+    from kvcli.engine.sequence.session import Session
 
     if profile.context.on_overflow == "compress":
         rotaries(lm)  # refused now, and not when the window is full
@@ -243,7 +243,7 @@ def steps(lm: LM, profile: Profile, pair: Pair | None, words: PreTrainedTokenize
     Raises BadConfig where the two spell texts in other tokens.
     """
     from kvcli.drafts.off import Off
-    from kvcli.engine.session import Session
+    from kvcli.engine.sequence.session import Session
     from kvcli.kv.dense import Dense
     from kvcli.steps.lookahead import CHECKPOINTS
     from kvcli.steps.writer import Writer, ends
@@ -289,7 +289,7 @@ def view(lm: LM, kv: Store, drafter: Drafter) -> Front | None:
 
 def front(lm: LM, kv: Store, policy: EachLayer, every: int) -> Front:
     """What `policy` keeps of `kv`, as a short dense copy chosen anew every `every` tokens."""
-    from kvcli.engine.policy import Moment
+    from kvcli.engine.policy.policy import Moment
     from kvcli.kv.front import Front
 
     def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
@@ -303,7 +303,7 @@ def front(lm: LM, kv: Store, policy: EachLayer, every: int) -> Front:
 
 def sampler(lm: LM, profile: Profile) -> Sampler:
     """The profile's sampling, and the model's own generation settings where it says nothing."""
-    from kvcli.engine.sample import Sampler
+    from kvcli.engine.sequence.sampler import Sampler
 
     chosen = profile.sample
     wanted = {

@@ -14,16 +14,16 @@ from kvcli.drafts.assistant import AssistantDraft
 from kvcli.drafts.mixer import Mixer
 from kvcli.drafts.mtp import MtpDraft
 from kvcli.drafts.self_draft import SelfDraft
-from kvcli.engine.assistant import Assistant
-from kvcli.engine.drafter import Costs, Pair
-from kvcli.engine.feed import Asks, Glean, asked
-from kvcli.engine.lm import LM
-from kvcli.engine.mtp import Mtp, wrapped
-from kvcli.engine.policy import Policy
-from kvcli.engine.report import Report
+from kvcli.engine.drafting.drafter import Costs, Pair
+from kvcli.engine.drafting.gemma4_assistant import Assistant
+from kvcli.engine.drafting.mtp import Mtp, wrapped
+from kvcli.engine.drafting.report import Report
+from kvcli.engine.forward_request import Asks, Glean, asked
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.policy.policy import Policy
 from kvcli.engine.rows import Draft
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Step
 from kvcli.kv.slots import Usage
 from tests import families

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Thought, Turn
 from kvcli.engine.info import ModelInfo
-from kvcli.engine.loops import Loop
+from kvcli.engine.sequence.repetition import Loop
 from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.engine import drive
-from kvcli.engine.feed import asked
-from kvcli.engine.policy import EachLayer, Moment, Phase, Policy, Wants
+from kvcli.engine.forward_request import asked
+from kvcli.engine.policy.policy import EachLayer, Moment, Phase, Policy, Wants
 from kvcli.kv.slots import Slots
 from kvcli.policies.everything import Everything
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 import kvcli
 from kvcli.drafts.off import Off
-from kvcli.engine.beside import Beside
 from kvcli.engine.engine import drive, run
-from kvcli.engine.feed import Feed
-from kvcli.engine.lm import LM
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.prefill.kv_overlay import Beside
+from kvcli.engine.prefill.span_reuse import Reusing
 from kvcli.engine.rows import Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
-from kvcli.engine.spare import Reusing
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from kvcli.drafts.successors import top
-from kvcli.engine.bough import Bough
+from kvcli.engine.drafting.draft_kv import Bough
 from kvcli.engine.engine import drive, run
-from kvcli.engine.feed import Feed
+from kvcli.engine.forward_request import Feed
 from kvcli.engine.rows import Rows
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.session import Session
 from kvcli.kernels.native import native
 from tests import families
 from tests.exact import table

@@ -15,8 +15,8 @@ from torch import Tensor
 from kvcli import build
 from kvcli.chat.losses import approx
 from kvcli.engine.engine import drive, events
-from kvcli.engine.lm import LM
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig
 from kvcli.kernels.pack import pack_values
 from kvcli.kv.budget import WORTH, Spending, keys_in, unit

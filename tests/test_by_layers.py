@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from kvcli.drafts.off import Off
-from kvcli.engine.by_layers import ByLayers
 from kvcli.engine.engine import Engine, drive, events, run
-from kvcli.engine.feed import Feed, Made
 from kvcli.engine.forward import Pass
-from kvcli.engine.gate import Gate
-from kvcli.engine.lm import LM
-from kvcli.engine.pruner import Live
+from kvcli.engine.forward_request import Feed, Made
+from kvcli.engine.hf.layer_gates import Gate
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.prefill.layerwise import ByLayers
+from kvcli.engine.prefill.prompt_pruner import Live
 from kvcli.engine.rows import Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session, commit
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session, commit
 from kvcli.kernels.attend.reference import attend
 from kvcli.kv.dense import Dense
 from kvcli.kv.slab import Slab

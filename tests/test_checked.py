@@ -11,8 +11,8 @@ import torch
 from kvcli.build import promise, session
 from kvcli.commands.setup import refuse_inexact
 from kvcli.engine.engine import drive, events
-from kvcli.engine.lm import LM
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig
 from kvcli.kv.checked import Checked

@@ -18,7 +18,7 @@ from kvcli.api import End, Turn
 from kvcli.commands.setup import Setup
 from kvcli.commands.turn_json import Run, turn_document
 from kvcli.demo import weights_dir
-from kvcli.engine.loops import Loop
+from kvcli.engine.sequence.repetition import Loop
 from kvcli.engine.stats import Stats
 from kvcli.schemas.documents import DOCUMENTS, json_schema
 from kvcli.settings.clashes import cautions

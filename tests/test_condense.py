@@ -19,11 +19,11 @@ from kvcli.chat.transcript import Message
 from kvcli.demo.report import write_report
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
-from kvcli.engine.kinds import SYSTEM, Span
-from kvcli.engine.lm import LM
-from kvcli.engine.rope import rotaries
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.hf.rope import rotaries
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.token_kinds import SYSTEM, Span
 from kvcli.errors import BadConfig
 from kvcli.kept.shelf import Shelf
 from kvcli.kernels.rotate import rotate, unrotate

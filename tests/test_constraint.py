@@ -14,8 +14,8 @@ import pytest
 
 import kvcli
 from kvcli.chat.local import Model
-from kvcli.engine.constraint import Vocabulary, is_whole
-from kvcli.engine.sample import Sampler
+from kvcli.engine.sequence.constraint import Vocabulary, is_whole
+from kvcli.engine.sequence.sampler import Sampler
 from kvcli.errors import BadInput, BadModel
 from kvcli.installing import pip
 from kvcli.models.grammar import Grammar

@@ -14,9 +14,9 @@ from kvcli import build, load
 from kvcli.chat.local import Model
 from kvcli.chat.losses import approx, keeps
 from kvcli.engine.engine import drive, events, run
-from kvcli.engine.feed import Feed
-from kvcli.engine.lm import LM
-from kvcli.engine.session import Session
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig
 from kvcli.heads.sample import Sample, samples
 from kvcli.kv.dense import Dense

@@ -15,9 +15,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from kvcli.drafts.ngram import Ngram
-from kvcli.engine import weights
-from kvcli.engine.lm import LM
-from kvcli.engine.seam import _ours
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.hf.model_probe import _ours
+from kvcli.engine.loading import weights
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.fit.plan import subject_of
 from kvcli.fit.weights import weigh

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 import kvcli
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive
-from kvcli.engine.lm import LM
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
-from kvcli.engine.spare import Reusing
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.prefill.span_reuse import Reusing
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.kept import elsewhere as finding
 from kvcli.kept.block import LENGTH, Block
 from kvcli.kept.block import read as read_block

@@ -12,11 +12,11 @@ import torch
 from kvcli.drafts.off import Off
 from kvcli.engine import engine as module
 from kvcli.engine.engine import Engine, drive, events, run
-from kvcli.engine.feed import Asks, Feed, Work
-from kvcli.engine.lm import LM
+from kvcli.engine.forward_request import Asks, Feed, Work
+from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.kv.dense import Dense
 from tests import families
 

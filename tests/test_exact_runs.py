@@ -11,7 +11,7 @@ import torch
 
 from kvcli import build
 from kvcli.chat.local import Model
-from kvcli.engine.lm import LM
+from kvcli.engine.hf.lm import LM
 from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.native import native
 from kvcli.settings.profile import Profile

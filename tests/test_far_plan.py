@@ -13,10 +13,10 @@ import torch
 
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive
-from kvcli.engine.lm import LM
-from kvcli.engine.pass_bytes import pass_bytes
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.forward_memory import pass_bytes
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig
 from kvcli.fit.room import Room
 from kvcli.kernels import dispatch, gpu

@@ -18,12 +18,12 @@ from kvcli import build
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter
+from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
-from kvcli.engine.kinds import NEWLINE, PUNCT, SPECIAL, SYSTEM, Span
-from kvcli.engine.lm import LM
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.token_kinds import NEWLINE, PUNCT, SPECIAL, SYSTEM, Span
 from kvcli.errors import KvcliError
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import Own

@@ -48,8 +48,8 @@ OUTSIDE = {
     ("kvcli/models/gguf/unpack.py", "open"): "the same",
     ("kvcli/models/gguf/unpack.py", "save_pretrained"): "the same",
     ("kvcli/heads/files.py", "savez_compressed"): "into memory",
-    ("kvcli/engine/outline.py", "TemporaryDirectory"): "a config, which transformers takes from a folder alone",
-    ("kvcli/engine/outline.py", "write_text"): "the same",
+    ("kvcli/engine/hf/meta_check.py", "TemporaryDirectory"): "a config, which transformers takes from a folder alone",
+    ("kvcli/engine/hf/meta_check.py", "write_text"): "the same",
     ("kernels/native/build.py", "TemporaryDirectory"): "what the compiler makes, when kvcli is built",
     ("kernels/native/build.py", "copy"): "the same",
 }

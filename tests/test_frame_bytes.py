@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from kvcli.drafts.off import Off
-from kvcli.engine import frame, pass_bytes
+from kvcli.engine import forward_memory
+from kvcli.engine.cuda_graphs import captured_pass
 from kvcli.engine.engine import drive
-from kvcli.engine.lm import LM
-from kvcli.engine.pass_bytes import recorded_bytes
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.forward_memory import recorded_bytes
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.kernels import argmax
 from kvcli.kv.dense import Dense
 from kvcli.kv.fixed import MOST_ROWS
@@ -75,12 +76,12 @@ def attend(q: Tensor, table: Any, k: Tensor, v: Tensor, tree: Any, scale: float,
 @pytest.mark.parametrize("rows", [1, 8])
 def test_frames_hold_what_fit_counts(rows: int, sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a layer has room for the answer and a frame's rows, no more."""
-    monkeypatch.setattr(frame, "attend_fixed", attend)
-    monkeypatch.setattr(pass_bytes, "STRETCHES", 0)  # torch sums a linear layer in one go
+    monkeypatch.setattr(captured_pass, "attend_fixed", attend)
+    monkeypatch.setattr(forward_memory, "STRETCHES", 0)  # torch sums a linear layer in one go
     monkeypatch.setattr(argmax, "why_not", lambda logits: "")  # as on a card, where it makes nothing else
     monkeypatch.setattr(argmax, "argmax", lambda logits: logits.argmax(-1))
     lm, graphs = LM.of(families.build("llama", torch.bfloat16, **LARGE)), Weighed()
-    lm.frames = frame.Frames(graphs, [rows])
+    lm.frames = captured_pass.Frames(graphs, [rows])
     truth = families.prompt(400, vocab=4000)
     drafter: Any = Off() if rows == 1 else Right(truth, 4000, 3999)
     session = Session(lm, Dense(lm.shapes, lm.dtype), drafter, sampler)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.drafts.off import Off
-from kvcli.engine import frame
+from kvcli.engine.cuda_graphs import captured_pass
+from kvcli.engine.cuda_graphs.captured_pass import FixedPass, Frames
 from kvcli.engine.engine import drive, together
-from kvcli.engine.frame import FixedPass, Frames
-from kvcli.engine.lm import LM
-from kvcli.engine.policy import Policy
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.policy.policy import Policy
 from kvcli.engine.rows import Draft
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
 from kvcli.kernels.append import COLUMNS, addresses
@@ -502,7 +502,7 @@ def test_keys_and_values_are_copied_only_where_they_lie_otherwise(
     )
     numbers: Any = SimpleNamespace(ids=range(n), tree=None)
     lying = SimpleNamespace(table=Table(*(torch.zeros(4, size) for size in (d, e)), *(torch.zeros(4),) * 3), room=4)
-    monkeypatch.setattr(frame, "attend_fixed", lambda q, *_, **__: q)
+    monkeypatch.setattr(captured_pass, "attend_fixed", lambda q, *_, **__: q)
     q = torch.zeros(4, n, d, dtype=its.dtype)
     apart = [torch.randn(n, n_kv, size, dtype=its.dtype).transpose(0, 1) for size in (d, e)]  # as models make them
     for k, v, is_copied in ((*apart, False), (apart[0], apart[1].contiguous(), True)):

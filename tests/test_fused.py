@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcli.engine import lm
 from kvcli.engine.engine import call, run
-from kvcli.engine.feed import Feed
-from kvcli.engine.few import few_layers, kinds
-from kvcli.engine.fused import Fused
-from kvcli.engine.lm import LM
-from kvcli.engine.neighbours import rows_know_neighbours
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf import lm
+from kvcli.engine.hf.batch_invariance import rows_know_neighbours
+from kvcli.engine.hf.direct_forward import Turns
+from kvcli.engine.hf.fused_layers import Fused
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.hf.reduced_model import few_layers, kinds
 from kvcli.engine.rows import Rows
-from kvcli.engine.straight import Turns
 from kvcli.kernels import gpu, native
 from kvcli.kernels.gated_mlp.module import NativeMlp
 from kvcli.kernels.linear_skinny import MOST

@@ -14,22 +14,22 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvcli.drafts.off import Off
-from kvcli.engine import gate, stops
-from kvcli.engine.behind import Behind
-from kvcli.engine.boundary import Boundary
-from kvcli.engine.by_layers import ByLayers
 from kvcli.engine.engine import Engine, call, drive, run, together
-from kvcli.engine.feed import Asks, Feed, Made
 from kvcli.engine.forward import Pass
-from kvcli.engine.gate import Gate
-from kvcli.engine.heard import Heard
-from kvcli.engine.kinds import kinds_of
-from kvcli.engine.lm import LM
-from kvcli.engine.policy import Policy
-from kvcli.engine.pruner import Live
+from kvcli.engine.forward_request import Asks, Feed, Made
+from kvcli.engine.hf import layer_gate_check, layer_gates
+from kvcli.engine.hf.layer_gates import Gate
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.policy.compression_point import Boundary
+from kvcli.engine.policy.policy import Policy
+from kvcli.engine.policy.query_recorder import Heard
+from kvcli.engine.prefill.aux_cache import Behind
+from kvcli.engine.prefill.layerwise import ByLayers
+from kvcli.engine.prefill.prompt_pruner import Live
 from kvcli.engine.rows import Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session, commit
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session, commit
+from kvcli.engine.sequence.token_kinds import kinds_of
 from kvcli.errors import BadModel, ExitStatus
 from kvcli.kernels.attend.reference import attend
 from kvcli.kv.dense import Dense
@@ -315,7 +315,7 @@ def test_a_model_whose_rows_cannot_be_stopped_is_refused_for_that_alone(
 ) -> None:
     model = LM.of(families.build("llama"), id="mine", verify=True)
     if how == "no gates":
-        monkeypatch.setattr(gate, "install", lambda layers: None)
+        monkeypatch.setattr(layer_gates, "install", lambda layers: None)
     else:
         carries(model)
     feed = Feed(model, Rows.chain(families.prompt(N), 0), Dense(model.shapes, model.dtype), want=[32])
@@ -352,8 +352,8 @@ def whole(feed: Feed) -> Asks[Tensor]:
 
 
 def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, compare = [], stops.compare
-    monkeypatch.setattr(stops, "compare", lambda lm: (asked.append(lm.info.id), compare(lm)))
+    asked, compare = [], layer_gate_check.compare
+    monkeypatch.setattr(layer_gate_check, "compare", lambda lm: (asked.append(lm.info.id), compare(lm)))
     model = LM.of(families.build("llama"), id="mine", verify=True)
     feed = Feed(model, Rows.chain(families.prompt(N), 0), Dense(model.shapes, model.dtype), want=[32])
     run([feed])

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import kvcli
-from kvcli.engine.lm import LM
+from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadInput, BadModel, ExitStatus
 from kvcli.fit.choice import plan_on, told
 from kvcli.fit.plan import Facts, subject_of

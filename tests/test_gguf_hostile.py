@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from kvcli.engine.lm import LM
+from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadModel
 from kvcli.models import source
 from kvcli.models.gguf import header, unpack

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvcli.engine.cuda_graphs.captured_pass import Frames
 from kvcli.engine.engine import drive
-from kvcli.engine.frame import Frames
 from kvcli.kv import tiers
 from kvcli.kv.slots import Sight, alike
 from kvcli.settings.profile import Profile

@@ -18,12 +18,12 @@ from kvcli.drafts.mix import Mix
 from kvcli.drafts.mixer import Mixer
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events, run
-from kvcli.engine.feed import Feed
-from kvcli.engine.lm import LM
-from kvcli.engine.policy import EachLayer
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.policy.policy import EachLayer
 from kvcli.engine.rows import Draft, Rows, Scouts
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Step
 from kvcli.kv.dense import Dense
 from tests import families

@@ -17,8 +17,8 @@ import kvcli
 from kvcli.calibrate.run import fingerprint_in, fingerprint_of
 from kvcli.chat.local import Model
 from kvcli.chat.pack import make, open_pack
-from kvcli.engine import weights as weights_of
-from kvcli.engine.lm import LM
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading import weights as weights_of
 from kvcli.errors import BadInput, BadModel
 from kvcli.fit.plan import subject_of
 from kvcli.heads.own import place

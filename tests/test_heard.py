@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcli.engine.heard import Heard
+from kvcli.engine.policy.query_recorder import Heard
 from kvcli.engine.rows import Rows
 
 

@@ -18,16 +18,16 @@ from safetensors.torch import save_file
 from kvcli.chat.local import Model
 from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
-from kvcli.engine import mixers
-from kvcli.engine.commit import commit
-from kvcli.engine.drafter import Drafter
+from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import Engine, drive, run
-from kvcli.engine.feed import Feed
-from kvcli.engine.latent import Latent
-from kvcli.engine.lm import LM, quiet
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf import recurrent_layers
+from kvcli.engine.hf.lm import LM, quiet
+from kvcli.engine.hf.mla import Latent
 from kvcli.engine.rows import Draft, Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.commit import commit
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel
 from kvcli.kept.shelf import Shelf
 from kvcli.kv.dense import Dense
@@ -245,7 +245,7 @@ def test_what_is_stored_otherwise_is_so_with_guesses(name: str, how: str):
 # ---- faults ----
 
 
-def _no_replay(trial: mixers.Stated, part: mixers.Part, n: int) -> Any:
+def _no_replay(trial: recurrent_layers.Stated, part: recurrent_layers.Part, n: int) -> Any:
     return part.folding.rec
 
 
@@ -256,7 +256,7 @@ def _uncut(folding: Folding, key: Any, dropped: int) -> Any:
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_state_with_rejected_rows_in_it_shows(name: str, monkeypatch: pytest.MonkeyPatch):
     model(name)  # which is checked as it is built, and refused with the fault in it
-    monkeypatch.setattr(mixers.Stated, "_again", _no_replay)
+    monkeypatch.setattr(recurrent_layers.Stated, "_again", _no_replay)
     assert _off(name) > FAR
 
 
@@ -310,7 +310,7 @@ def test_a_pass_that_ends_before_a_mixer_is_noticed(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("fault", ["_again", "_newest"])
 def test_the_check_at_load_notices(fault: str, monkeypatch: pytest.MonkeyPatch):
-    of, wrong = {"_again": (mixers.Stated, _no_replay), "_newest": (Folding, _uncut)}[fault]
+    of, wrong = {"_again": (recurrent_layers.Stated, _no_replay), "_newest": (Folding, _uncut)}[fault]
     monkeypatch.setattr(of, fault, wrong)
     with quiet(), pytest.raises(BadModel, match="does not give the logits") as told:
         LM.of(build("qwen3_5_text"), verify=True)
@@ -338,7 +338,7 @@ def test_no_weight_of_a_linear_layer_is_read_twice(name: str, monkeypatch: pytes
 
     text = session(name, Partly(truth(name), most=5))
     drive(text.read(prompt(PROMPT)))
-    again = mixers.Stated._again
+    again = recurrent_layers.Stated._again
 
     def quietly(*args: Any) -> Any:
         before = calls
@@ -348,7 +348,7 @@ def test_no_weight_of_a_linear_layer_is_read_twice(name: str, monkeypatch: pytes
 
     monkeypatch.setattr(torch.nn.functional, "linear", counted)
     monkeypatch.setattr(module, "linear", counted_ours)
-    monkeypatch.setattr(mixers.Stated, "_again", quietly)
+    monkeypatch.setattr(recurrent_layers.Stated, "_again", quietly)
     written(text, 20)
     assert calls > 20
     assert text.drafter.n_partly > 1
@@ -474,8 +474,8 @@ def test_packed_weights_and_16_bits_load(name: str):
 def test_what_cannot_be_served_is_refused_by_name():
     from kvcli.drafts.lookahead import Lookahead
     from kvcli.drafts.self_draft import SelfDraft
-    from kvcli.engine.drafter import Pair
-    from kvcli.engine.rope import rotaries
+    from kvcli.engine.drafting.drafter import Pair
+    from kvcli.engine.hf.rope import rotaries
 
     lm = model("lfm2")
     for asked in (
@@ -515,7 +515,7 @@ def test_fit_knows_the_sizes_before_a_weight_is_read(name: str):
     text = session(name, Partly(truth(name)))
     drive(text.read(prompt(PROMPT)))
     (made,) = run([Feed(lm, Rows.chain(prompt(5), text.committed), text.kv, want=range(5), states=text.states)])
-    part: mixers.Part = made.fold.args[0]  # type: ignore[union-attr]
+    part: recurrent_layers.Part = made.fold.args[0]  # type: ignore[union-attr]
     tape = sum(t.nbytes for gave in (part.tape or {}).values() for t in gave)
     tape += sum(t.nbytes for behind in part.behind.values() for t in behind.args[0])  # type: ignore[attr-defined]
     told = 5 * lm.dtype.itemsize * shape.folds.layers * shape.folds.taped

@@ -22,11 +22,11 @@ from safetensors.torch import save, save_file
 from kvcli.build import shaping
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events, run
-from kvcli.engine.feed import Feed
-from kvcli.engine.lm import LM
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.files import SPARE
 from kvcli.kept import shelf as shelves
 from kvcli.kept import tree

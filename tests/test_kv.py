@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcli import build
-from kvcli.engine.lm import LM
+from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.attend_rows import Own

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from kvcli import build
 from kvcli.engine.engine import drive, events, run
-from kvcli.engine.feed import Feed
-from kvcli.engine.lm import LM
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.engine.session import Session, commit
+from kvcli.engine.sequence.session import Session, commit
 from kvcli.errors import KvcliError
 from kvcli.kernels.column_mass import column_mass
 from kvcli.kv.dense import Dense

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kvcli.build import view
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter
+from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
-from kvcli.engine.lm import LM
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.session import Session
 from kvcli.kernels.merge import merge
 from kvcli.kv import extents, folder
 from kvcli.kv.dense import Dense

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter
+from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events, together
-from kvcli.engine.latent import Latent
-from kvcli.engine.lm import LM
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
-from kvcli.engine.trial import Trial
+from kvcli.engine.hf.cache_shim import Trial
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.hf.mla import Latent
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel
 from kvcli.kept.block import LENGTH, Block, read
 from kvcli.kept.codec import AsIs

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from kvcli.engine.rows import Draft, Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.verify import walk
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.verify import walk
 
 V, LENGTH = 4, 3
 Law = dict[tuple[int, ...], float]

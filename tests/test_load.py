@@ -17,9 +17,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from kvcli.engine import weights
-from kvcli.engine.lm import LM
-from kvcli.engine.weights import quantize_with_bitsandbytes
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading import weights
+from kvcli.engine.loading.weights import quantize_with_bitsandbytes
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.fit.weights import of_files, weigh
 from kvcli.kernels.experts import weights_of

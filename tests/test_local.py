@@ -15,7 +15,7 @@ from kvcli.chat.local import Model
 from kvcli.chat.open_text import OpenText
 from kvcli.chat.sessions import Sessions
 from kvcli.demo import weights_dir
-from kvcli.engine.lm import LM
+from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow, DoesNotFit, ExitStatus
 from kvcli.kv.slots import nbytes
 from kvcli.settings.layers import builtin_files

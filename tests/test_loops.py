@@ -9,7 +9,7 @@ import pytest
 
 import kvcli
 from kvcli.demo import report_path
-from kvcli.engine.loops import LONGEST, ROUNDS, Loop, Loops
+from kvcli.engine.sequence.repetition import LONGEST, ROUNDS, Loop, Loops
 from kvcli.settings.schema import Sample
 from tests import small_tokenizers
 

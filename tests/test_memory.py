@@ -10,9 +10,9 @@ import psutil
 import pytest
 import torch
 
-from kvcli.engine.memory import give_back
+from kvcli.engine.process_memory import give_back
 
-ASK = "import torch; from kvcli.engine.memory import peak_bytes; print(peak_bytes(torch.device('cpu')))"
+ASK = "import torch; from kvcli.engine.process_memory import peak_bytes; print(peak_bytes(torch.device('cpu')))"
 LARGE = f"import subprocess, sys; x = b'x' * (1 << 30); subprocess.run([sys.executable, '-c', {ASK!r}], check=True)"
 
 

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvcli.demo import weights_dir
-from kvcli.engine.lm import LM
-from kvcli.engine.outline import examine
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.hf.meta_check import examine
 from kvcli.errors import BadModel, ExitStatus
 from kvcli.models import packing, source
 from tests.all_families import build as built
@@ -192,5 +192,5 @@ def test_a_gguf_file_is_outlined_by_the_config_that_its_metadata_stands_for(
     def refused(*_: Any) -> Any:
         raise BadModel("its attention is not served", code="model_unsupported")
 
-    monkeypatch.setattr("kvcli.engine.outline.probed", refused)
+    monkeypatch.setattr("kvcli.engine.hf.meta_check.probed", refused)
     assert "its attention is not served" in machine("models", "check", str(tmp_path / "tiny.gguf")).err

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvcli.build import view
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter
+from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import merge

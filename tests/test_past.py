@@ -14,13 +14,13 @@ from torch import Tensor
 
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events, run
-from kvcli.engine.feed import Feed
-from kvcli.engine.lm import LM
-from kvcli.engine.policy import Policy
-from kvcli.engine.pruner import Pruning
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.policy.policy import Policy
+from kvcli.engine.prefill.prompt_pruner import Pruning
 from kvcli.engine.rows import Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kept import past
 from kvcli.kept.block import Damaged

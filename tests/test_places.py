@@ -15,13 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvcli import build
 from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
-from kvcli.engine.commit import commit
 from kvcli.engine.engine import drive, events, run, together
-from kvcli.engine.feed import Feed
-from kvcli.engine.lm import LM
-from kvcli.engine.places import Crossing, place_
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.device_split import Crossing, place_
 from kvcli.engine.rows import Draft, Rows
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.commit import commit
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig, BadModel, UsageError
 from kvcli.kv.dense import Dense
 from kvcli.kv.windows import windows_of

@@ -7,9 +7,9 @@ import torch
 
 from kvcli import build
 from kvcli.engine.engine import drive, events
-from kvcli.engine.lm import LM
-from kvcli.engine.policy import Policy
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.policy.policy import Policy
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kv.slots import Slots, nbytes
 from kvcli.policies.everything import Everything

@@ -14,13 +14,13 @@ import torch
 
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import Engine, drive, events, run, together
-from kvcli.engine.feed import Feed
-from kvcli.engine.kinds import PUNCT, QUESTION, SPECIAL, SYSTEM, Span
-from kvcli.engine.lm import LM
-from kvcli.engine.pruner import Pruning
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.prefill.prompt_pruner import Pruning
 from kvcli.engine.rows import Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session, commit
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session, commit
+from kvcli.engine.sequence.token_kinds import PUNCT, QUESTION, SPECIAL, SYSTEM, Span
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kv.dense import Dense
 from kvcli.kv.ladder import Ladder

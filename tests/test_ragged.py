@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter
+from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
-from kvcli.engine.lm import LM
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part, merge
 from kvcli.kv.dense import Dense

@@ -15,10 +15,10 @@ from kvcli import build
 from kvcli.build import view
 from kvcli.chat.local import Model
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter
+from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
-from kvcli.engine.lm import LM
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.session import Session
 from kvcli.kernels.merge import merge
 from kvcli.kernels.rotate import Rotary, rotate
 from kvcli.kv.dense import Dense

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcli.engine.kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TEXT
+from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TEXT
 from kvcli.kv.slots import Slots, compact
 from kvcli.policies.fastgen import PAPER, FastGen
 from kvcli.policies.knapsack import solve

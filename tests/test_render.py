@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcli.api import End, Live, Read, Text, Turn
-from kvcli.engine.loops import Loop
+from kvcli.engine.sequence.repetition import Loop
 from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow, DoesNotFit
 from kvcli.render import figures as f

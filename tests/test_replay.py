@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.engine.boundary import Boundary
 from kvcli.engine.engine import drive, events, run
-from kvcli.engine.feed import Asks, Feed
-from kvcli.engine.lm import LM
-from kvcli.engine.policy import EachLayer, Guard, Moment, Wants
+from kvcli.engine.forward_request import Asks, Feed
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.policy.compression_point import Boundary
+from kvcli.engine.policy.policy import EachLayer, Guard, Moment, Wants
 from kvcli.engine.rows import Rows
 from kvcli.errors import BadConfig
 from kvcli.kv.dense import Dense

@@ -11,12 +11,12 @@ import torch
 import kvcli
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive
-from kvcli.engine.lm import LM
-from kvcli.engine.rope import rotaries
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.hf.rope import rotaries
+from kvcli.engine.prefill.matching_spans import Run, runs
 from kvcli.engine.rows import Rows
-from kvcli.engine.runs import Run, runs
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.kv.dense import Dense
 from kvcli.kv.windows import Window
 from kvcli.reuse.pie import Pie
@@ -106,7 +106,7 @@ def test_only_the_edit_is_read(model, monkeypatch):
 
     with model.open() as text:
         text.generate([*a, 11])
-        monkeypatch.setattr("kvcli.engine.session.Rows", SimpleNamespace(chain=chain, build=Rows.build))
+        monkeypatch.setattr("kvcli.engine.sequence.session.Rows", SimpleNamespace(chain=chain, build=Rows.build))
         text.generate([*a[:90], *new, *a[100:], 12], max_new_tokens=1)
     assert read == list(range(89, 90 + len(new)))
 
@@ -160,7 +160,7 @@ def test_at_memory_that_has_no_room_it_is_read(model, monkeypatch):
     a = ids_of(model, 1, 300)
     with model.open() as text:
         text.generate([*a, 11])
-        monkeypatch.setattr("kvcli.engine.spare._at", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        monkeypatch.setattr("kvcli.engine.prefill.span_reuse._at", lambda *_: (_ for _ in ()).throw(MemoryError()))
         assert not text.generate([*a[:90], 5, *a[100:], 12]).stats.approx
 
 
@@ -203,5 +203,5 @@ def test_what_was_saved_for_a_prompt_that_was_given_up_serves_no_other(model, mo
     with model.open() as text:
         text.generate([*a, 11], max_new_tokens=1)
         text.generate([*b, *a, 12], max_new_tokens=1, cancel=lambda: True)
-        monkeypatch.setattr("kvcli.engine.spare.runs", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        monkeypatch.setattr("kvcli.engine.prefill.span_reuse.runs", lambda *_: (_ for _ in ()).throw(MemoryError()))
         assert not text.generate([*c, 13], max_new_tokens=1).stats.approx

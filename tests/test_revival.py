@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter
+from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events, run, together
-from kvcli.engine.feed import Feed, until
-from kvcli.engine.lm import LM
+from kvcli.engine.forward_request import Feed, until
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.prefill.revival_pass import Older
 from kvcli.engine.rows import Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session, commit
-from kvcli.engine.trip import Older
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session, commit
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots
 from kvcli.kv.windows import Window
@@ -135,7 +135,7 @@ def test_a_token_has_a_prefix_of_the_layers_and_each_once(seed: int) -> None:
 def test_together_or_one_by_one_they_become_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for at_once in (1, 5, 256):
-        monkeypatch.setattr("kvcli.engine.behind.AT_ONCE", at_once)
+        monkeypatch.setattr("kvcli.engine.prefill.aux_cache.AT_ONCE", at_once)
         s = read(session(lm(name), lazy()), families.prompt(N + 1))
         assert len(s.behind) > 5
         drive(s.behind.complete(s.kv, s.ids))
@@ -212,7 +212,7 @@ def test_the_next_prompt_finds_all_of_them_or_those_that_came_back() -> None:
 
 def test_while_nobody_asks_they_go_on_until_somebody_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """And end as if nobody had come between."""
-    monkeypatch.setattr("kvcli.engine.behind.AT_ONCE", 5)
+    monkeypatch.setattr("kvcli.engine.prefill.aux_cache.AT_ONCE", 5)
     left, found = [], []
     for n_passes in (0, 20, 10_000):
         s = read(session(lm(), lazy()), families.prompt(N))

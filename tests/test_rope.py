@@ -9,10 +9,10 @@ import torch
 
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
-from kvcli.engine.lm import LM
-from kvcli.engine.rope import rotaries
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.hf.rope import rotaries
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel
 from kvcli.kernels.rotate import rotate, unrotate
 from kvcli.kv.dense import Dense

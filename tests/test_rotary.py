@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvcli.engine.lm import LM
+from kvcli.engine.hf.lm import LM
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.slots import Slots
 from kvcli.policies.expected import RECENT, Expected, expected

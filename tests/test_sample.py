@@ -18,11 +18,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from kvcli.engine.feed import Feed
-from kvcli.engine.readback import Readback, fetch
+from kvcli.engine.cuda_graphs.readback import Readback, fetch
+from kvcli.engine.forward_request import Feed
 from kvcli.engine.rows import Draft, Rows
-from kvcli.engine.sample import Draw, Sampler, Seen
-from kvcli.engine.verify import walk
+from kvcli.engine.sequence.sampler import Draw, Sampler, Seen
+from kvcli.engine.sequence.verify import walk
 from kvcli.errors import BadInput, BadModel
 from kvcli.kernels.gumbel import gumbel
 from tests.exact.half import Half

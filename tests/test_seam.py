@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events, run
-from kvcli.engine.feed import Feed
-from kvcli.engine.lm import LM
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session, commit
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session, commit
 from kvcli.errors import BadModel, ExitStatus
 from kvcli.kv.dense import Dense
 from tests.families import FAMILIES, WINDOW, build, prompt

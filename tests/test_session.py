@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from kvcli import build
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
-from kvcli.engine.feed import Made
-from kvcli.engine.lm import LM
-from kvcli.engine.policy import Guard, Moment, Wants
+from kvcli.engine.forward_request import Made
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.policy.policy import Guard, Moment, Wants
 from kvcli.engine.rows import Draft, Rows, Scouts
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots
 from tests import drafters, families

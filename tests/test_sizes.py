@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from kvcli.drafts.off import Off
-from kvcli.engine import seam
-from kvcli.engine.drafter import Drafter
+from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
-from kvcli.engine.lm import LM
-from kvcli.engine.policy import Policy
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.hf import model_probe
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.policy.policy import Policy
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel
 from kvcli.fit import weights
 from kvcli.fit.memory import GIB, kv_bytes, stored
@@ -189,14 +189,14 @@ def test_keys_of_a_wrong_owner_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
     def build() -> Any:
         return families.build("gemma4_shared", num_hidden_layers=6, layer_types=families.PAIRS * 3)
 
-    own = seam._owner
+    own = model_probe._owner
     assert [of.shares for of in LM.of(build(), verify=True).shapes] == [None, None, None, None, 2, 3]
 
-    def wrong(at: seam.Layer, layers: Sequence[seam.Layer]) -> int | None:
+    def wrong(at: model_probe.Layer, layers: Sequence[model_probe.Layer]) -> int | None:
         found = own(at, layers)
         return None if found is None else found - 2
 
-    monkeypatch.setattr(seam, "_owner", wrong)
+    monkeypatch.setattr(model_probe, "_owner", wrong)
     with pytest.raises(BadModel, match="does not give the logits"):
         LM.of(build(), verify=True)
 

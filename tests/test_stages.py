@@ -14,15 +14,15 @@ from torch import Tensor
 
 from kvcli import build
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter
+from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events, run
-from kvcli.engine.feed import Feed
-from kvcli.engine.kinds import END, QUESTION, SHOT, TOOLS, Span
-from kvcli.engine.lm import LM
-from kvcli.engine.outward import Outward
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.policy.projected_values import Outward
 from kvcli.engine.rows import Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.token_kinds import END, QUESTION, SHOT, TOOLS, Span
 from kvcli.errors import KvcliError
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 import kvcli
-from kvcli.engine.budget import within
-from kvcli.engine.lm import LM
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.loading.build_limit import within
 from kvcli.errors import BadModel, ExitStatus, KvcliError
 from kvcli.fit.plan import subject_of
 from kvcli.models import source
@@ -366,7 +366,9 @@ def test_a_pickle_that_holds_more_than_weights_is_the_models_fault(folder: Path,
 
 
 def test_a_fault_of_ours_is_not_said_to_be_the_models(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvcli.engine.seam._SERVED", None)  # a line of ours fails, inside a call into transformers
+    monkeypatch.setattr(
+        "kvcli.engine.hf.model_probe._SERVED", None
+    )  # a line of ours fails, inside a call into transformers
     with pytest.raises(TypeError):
         LM.load(source.find(str(folder)), device="cpu")
 

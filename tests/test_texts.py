@@ -20,7 +20,7 @@ from kvcli.api import End, Event, Live, Read, Text, Turn
 from kvcli.chat.local import Model
 from kvcli.chat.open_text import OpenText
 from kvcli.engine.engine import Engine, events, run
-from kvcli.engine.feed import Feed, Made
+from kvcli.engine.forward_request import Feed, Made
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, DoesNotFit
 from kvcli.kv.slots import nbytes
 

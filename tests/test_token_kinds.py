@@ -10,8 +10,20 @@ import torch
 from kvcli.chat.conversation import Chat
 from kvcli.chat.local import Model
 from kvcli.chat.token_kinds import LONG, chat_spans, kind_of, kinds_by_id
-from kvcli.engine.kinds import END, NEWLINE, PUNCT, QUESTION, SHOT, SPECIAL, SYSTEM, TEXT, TOOLS, Span, kinds_of
-from kvcli.engine.lm import LM
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.token_kinds import (
+    END,
+    NEWLINE,
+    PUNCT,
+    QUESTION,
+    SHOT,
+    SPECIAL,
+    SYSTEM,
+    TEXT,
+    TOOLS,
+    Span,
+    kinds_of,
+)
 from kvcli.models.text import decode, encode, render_prompt, render_text, special_ids
 from kvcli.settings.profile import load_profile
 from tests import families

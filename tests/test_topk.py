@@ -15,12 +15,12 @@ from kvcli import build
 from kvcli.drafts.lookahead import Lookahead
 from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter
+from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
-from kvcli.engine.kinds import SYSTEM, Span
-from kvcli.engine.lm import LM
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.token_kinds import SYSTEM, Span
 from kvcli.errors import KvcliError
 from kvcli.kv.dense import Dense
 from kvcli.kv.shortage import Shortage
@@ -370,7 +370,7 @@ def test_settings_that_cannot_be_kept_are_refused_by_name(policy: dict[str, Any]
 def test_expected_attention_refuses_a_model_whose_rotary_embedding_it_does_not_find(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvcli.engine.rope._WITHIN", {torch.float32: -1.0})  # nothing is near enough
+    monkeypatch.setattr("kvcli.engine.hf.rope._WITHIN", {torch.float32: -1.0})  # nothing is near enough
     monkeypatch.setattr(TINY, "turns", None)  # as if nobody had asked
     with pytest.raises(KvcliError, match="does not find them") as refused:
         session("expected")

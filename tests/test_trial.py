@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from kvcli.engine.engine import call, run
-from kvcli.engine.feed import Feed
 from kvcli.engine.forward import Pass
-from kvcli.engine.lm import LM
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.cache_shim import cache_name, current, under_way
+from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.engine.trial import cache_name, current, under_way
 from kvcli.kv.dense import Dense
 from tests import families
 

@@ -14,8 +14,8 @@ from kvcli.kv.slots import nbytes
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
-    from kvcli.engine.report import Report
-    from kvcli.engine.session import Session
+    from kvcli.engine.drafting.report import Report
+    from kvcli.engine.sequence.session import Session
     from kvcli.settings.profile import Profile
 
 Tell = Callable[[int, int, str], None]  # done, of, words

@@ -12,8 +12,8 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 from kvcli.bench.side import Sample
-from kvcli.engine import weights
-from kvcli.engine.lm import quiet
+from kvcli.engine.hf.lm import quiet
+from kvcli.engine.loading import weights
 from kvcli.engine.stats import Stats
 from kvcli.models.family import read_config
 from kvcli.models.gguf.unpack import ready

@@ -58,7 +58,7 @@ def _hf_lookup(recipe: Recipe, models: Models) -> Side:
 
 def _llama_cpp(recipe: Recipe, models: Models) -> Side:
     from kvcli.bench.llama_cpp import LlamaCpp
-    from kvcli.engine import weights
+    from kvcli.engine.loading import weights
 
     profile = recipe.as_profile()
     device = str(weights.find_device(profile.load.device))
@@ -75,7 +75,7 @@ def _require_llama_cpp(name: str, cache: Path) -> None:
 def _kvpress(recipe: Recipe, models: Models) -> Side:
     from kvcli.bench.kvpress import KvPress
     from kvcli.bench.kvpress_environment import interpreter
-    from kvcli.engine import weights
+    from kvcli.engine.loading import weights
     from kvcli.models.gguf.unpack import ready
 
     profile = recipe.as_profile()

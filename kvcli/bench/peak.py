@@ -53,7 +53,7 @@ def measure(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Make the side, run it once, and say what the process held at most."""
     from kvcli.bench.profile_side import Models
     from kvcli.chat.local import load
-    from kvcli.engine.memory import peak_bytes
+    from kvcli.engine.process_memory import peak_bytes
 
     recipe = Recipe(**asked["recipe"])
     models = Models(lambda profile: load(recipe.model, profile, offline=True, cache=Path(recipe.cache)))

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 from kvcli.calibrate.passes import filled, once
-from kvcli.engine.lm import LM, quiet
+from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.threads import use_threads
 
 CONTEXT = 512  # tokens

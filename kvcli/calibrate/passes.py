@@ -12,14 +12,14 @@ import torch
 
 from kvcli.calibrate.machine import settle
 from kvcli.engine.engine import run
-from kvcli.engine.feed import Feed
+from kvcli.engine.forward_request import Feed
 from kvcli.engine.rows import Rows
 from kvcli.kv.dense import Dense
 from kvcli.kv.states import States
 from kvcli.schemas.fit import PassTime
 
 if TYPE_CHECKING:
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)  # the last stands for reading: products no longer gain from more
 FIRST = 512  # tokens; each context is four times the one before

@@ -21,7 +21,7 @@ from kvcli.schemas.fit import PassTime, QuickTimes
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
 
 ROWS = (1, 2, 4, 8, 16, 32)
 READING = GRID[-1]  # rows that stand for reading a prompt

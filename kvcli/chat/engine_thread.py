@@ -10,7 +10,7 @@ from threading import get_ident
 from typing import Any
 
 from kvcli.engine.engine import Engine
-from kvcli.engine.feed import E, T, Work
+from kvcli.engine.forward_request import E, T, Work
 
 
 class EngineThread:

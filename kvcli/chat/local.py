@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.chat.conversation import Chat
-    from kvcli.engine.constraint import Constraint, Vocabulary
-    from kvcli.engine.drafter import Costs, Pair
-    from kvcli.engine.lm import LM
-    from kvcli.engine.session import Session
+    from kvcli.engine.drafting.drafter import Costs, Pair
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.sequence.constraint import Constraint, Vocabulary
+    from kvcli.engine.sequence.session import Session
     from kvcli.kept.shelf import Shelf
     from kvcli.models.grammar import Grammar
     from kvcli.models.source import Source
@@ -65,9 +65,9 @@ def load(
     A hub id is downloaded only with `offline=False` and a `tell` to say so to. A GGUF file is unpacked below `cache`.
     `find`: by name, the files of a model that drafts; by default found as `model` is. Raises KvcliError subclasses.
     """
-    from kvcli.engine import stated
-    from kvcli.engine.lm import LM
-    from kvcli.engine.weights import keeps_blocks
+    from kvcli.engine.hf import model_settings
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.loading.weights import keeps_blocks
     from kvcli.models import source
     from kvcli.models.catalog import recommended
     from kvcli.models.ends import ends
@@ -86,7 +86,7 @@ def load(
     lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
     lm.hashes = Hashes(cache, tell)
     told, usual = unpack.told(given, packs, lm.info.dtype), recommended(given.text_config, given.id)
-    if lm.generation != (sampling := stated.generation(lm.model, lm.info.id, usual)):
+    if lm.generation != (sampling := model_settings.generation(lm.model, lm.info.id, usual)):
         told += (f"its files say nothing of sampling; kvcli takes {', '.join(f'{k} {v:g}' for k, v in usual.items())}",)
     notes = lm.info.notes
     if not given.is_gguf and any(given.path.glob("adapter_*")):
@@ -315,7 +315,7 @@ def _elsewhere(pair: Pair) -> list[str]:
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, lm: LM) -> Vocabulary:
-    from kvcli.engine.constraint import Vocabulary  # late: its library is an extra
+    from kvcli.engine.sequence.constraint import Vocabulary  # late: its library is an extra
 
     return Vocabulary(tokenizer, lm.vocab, lm.stop_ids)
 

@@ -14,8 +14,8 @@ from kvcli.chat.token_kinds import chat_spans
 from kvcli.chat.turn import Answering, Asked
 from kvcli.chat.window import Window
 from kvcli.engine.engine import drive, events
-from kvcli.engine.feed import Work, until
-from kvcli.engine.kinds import QUESTION, Span
+from kvcli.engine.forward_request import Work, until
+from kvcli.engine.sequence.token_kinds import QUESTION, Span
 from kvcli.errors import BadInput, BadModel
 from kvcli.kept.shelf import Kept
 from kvcli.kv.shortage import Shortage, lacking
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
     from kvcli.chat.local import Model
     from kvcli.chat.pack import Pack
-    from kvcli.engine.constraint import Constraint
+    from kvcli.engine.sequence.constraint import Constraint
     from kvcli.settings.profile import Profile
 
 

@@ -27,7 +27,7 @@ from kvcli.chat.conversation import Chat
 from kvcli.chat.open_text import OpenText
 from kvcli.chat.transcript import as_document, documents_of
 from kvcli.documents import Document
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadInput, writing
 from kvcli.files import replacing_folder, write_private
 from kvcli.kept import past

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcli import build
-from kvcli.engine.feed import asked
+from kvcli.engine.forward_request import asked
 from kvcli.kv.shortage import free_caches, lacking
 from kvcli.kv.slots import nbytes
 
 if TYPE_CHECKING:
     from kvcli.chat.open_text import OpenText
-    from kvcli.engine.feed import Asks
-    from kvcli.engine.policy import Phase
-    from kvcli.engine.session import Session
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.policy.policy import Phase
+    from kvcli.engine.sequence.session import Session
     from kvcli.kv.slots import Store
     from kvcli.settings.profile import Profile
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from kvcli.engine.drafter import Pair
+from kvcli.engine.drafting.drafter import Pair
 from kvcli.errors import BadModel
 from kvcli.models.companions import is_assistant
 from kvcli.models.spelling import spelling
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
     from kvcli.models.source import Source
     from kvcli.settings.schema import Load, Second
 
@@ -38,9 +38,9 @@ def load_second(
     Raises BadModel where it cannot draft. Neither its code nor its pickle files are trusted, whatever is of the
     other's: a profile may name it, too.
     """
-    from kvcli.engine.assistant import load_assistant
-    from kvcli.engine.lm import LM
-    from kvcli.engine.weights import keeps_blocks
+    from kvcli.engine.drafting.gemma4_assistant import load_assistant
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.loading.weights import keeps_blocks
     from kvcli.models.gguf import unpack
 
     untrusted = replace(load, quant=wanted.quant, allow_pickle=False, trust_remote_code=False)

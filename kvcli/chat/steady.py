@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from kvcli import build
 from kvcli.chat.relief import relieve
-from kvcli.engine.feed import Asks
-from kvcli.engine.policy import Phase
-from kvcli.engine.session import Session
+from kvcli.engine.forward_request import Asks
+from kvcli.engine.policy.policy import Phase
+from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Stats
 from kvcli.errors import KvcliError
 from kvcli.kv.shortage import Shortage, lacking

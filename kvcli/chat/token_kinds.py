@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from kvcli.engine.kinds import END, NEWLINE, PUNCT, QUESTION, SHOT, SPECIAL, SYSTEM, TEXT, TOOLS, Span
+from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, QUESTION, SHOT, SPECIAL, SYSTEM, TEXT, TOOLS, Span
 from kvcli.models.control_words import OPEN
 from kvcli.models.layout import Layout
 from kvcli.models.text import Messages, decode, encode, encode_with_places, lay_out, special_ids
@@ -28,7 +28,7 @@ LONG = 256  # tokens of a question at most: a longer paragraph is what is asked 
 
 
 def kinds_by_id(tokenizer: PreTrainedTokenizerBase, vocab: int) -> bytes:
-    """[V] one byte for each id, as `kvcli.engine.kinds` numbers them; ids without a token are text."""
+    """[V] one byte for each id, as `kvcli.engine.sequence.token_kinds` numbers them; ids without a token are text."""
     special, known = special_ids(tokenizer), len(tokenizer)
     return bytes(
         SPECIAL if i in special else kind_of(decode(tokenizer, [i])) if i < known else TEXT for i in range(vocab)

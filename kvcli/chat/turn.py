@@ -12,9 +12,9 @@ from kvcli import heap
 from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, Turn
 from kvcli.chat.losses import approx
 from kvcli.chat.steady import Steady
-from kvcli.engine.feed import Work
-from kvcli.engine.loops import Loops
-from kvcli.engine.memory import peak_bytes, used_bytes
+from kvcli.engine.forward_request import Work
+from kvcli.engine.process_memory import peak_bytes, used_bytes
+from kvcli.engine.sequence.repetition import Loops
 from kvcli.engine.stats import Stats
 from kvcli.kv.shortage import Shortage, lacking
 from kvcli.kv.slots import hit_rate, nbytes
@@ -23,9 +23,9 @@ from kvcli.models.text import StopStrings
 
 if TYPE_CHECKING:
     from kvcli.chat.open_text import OpenText
-    from kvcli.engine.constraint import Constraint
-    from kvcli.engine.kinds import Span
-    from kvcli.engine.sample import Sampler
+    from kvcli.engine.sequence.constraint import Constraint
+    from kvcli.engine.sequence.sampler import Sampler
+    from kvcli.engine.sequence.token_kinds import Span
 
 MEASURE_EVERY = 0.1  # seconds
 

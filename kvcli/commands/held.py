@@ -14,7 +14,7 @@ from kvcli.settings.small_file import Unfit, parse_object, read_small
 if TYPE_CHECKING:
     from kvcli.api import Turn
     from kvcli.chat.local import Model
-    from kvcli.engine.constraint import Constraint
+    from kvcli.engine.sequence.constraint import Constraint
     from kvcli.render.screen import Screen
     from kvcli.world import World
 
@@ -31,7 +31,7 @@ class Held:
 
     def missed(self, turn: Turn) -> str:
         """What to say of an answer that its length limit cut before it was whole; nothing of others."""
-        from kvcli.engine.constraint import is_whole
+        from kvcli.engine.sequence.constraint import is_whole
 
         if turn.finish != "length" or is_whole(self.constraint, turn.ids, self.stops):
             return ""

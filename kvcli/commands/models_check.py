@@ -52,7 +52,7 @@ def check(
 def checked(setup: Setup, online: bool) -> CheckDocument:
     """Raises BadModel for a model that would not load."""
     from kvcli.commands.outlook import outlook_of
-    from kvcli.engine.outline import examine
+    from kvcli.engine.hf.meta_check import examine
     from kvcli.fit.plan import torch_dtype
     from kvcli.fit.report import notes_of
     from kvcli.fit.room import choose

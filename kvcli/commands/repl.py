@@ -30,7 +30,7 @@ from kvcli.render.wrap import folded
 from kvcli.world import World
 
 if TYPE_CHECKING:
-    from kvcli.engine.constraint import Constraint
+    from kvcli.engine.sequence.constraint import Constraint
 
 LEAVE_WITHIN = 2.0  # seconds between two Ctrl-C at the prompt that leave
 HINT = "Ctrl-D or /exit to leave"

@@ -28,7 +28,7 @@ from kvcli.settings.settings import BY, DEFAULT
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
-    from kvcli.engine.drafter import Costs
+    from kvcli.engine.drafting.drafter import Costs
     from kvcli.fit.plan import Subject
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.schema import Model as Entry

@@ -13,7 +13,7 @@ from kvcli.version import __version__
 if TYPE_CHECKING:
     from kvcli.bench.drafting import Rival, Turn
     from kvcli.chat.local import Model
-    from kvcli.engine.report import Report
+    from kvcli.engine.drafting.report import Report
     from kvcli.render.bench_progress import Bar
     from kvcli.schemas.fit import PassTime
 

@@ -44,7 +44,7 @@ def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wordin
     from kvcli.commands.fit import others_of
     from kvcli.commands.outlook import outlook_of
     from kvcli.commands.setup import refuse_beyond
-    from kvcli.engine.weights import keeps_blocks
+    from kvcli.engine.loading.weights import keeps_blocks
     from kvcli.models.gguf.unpack import ready
     from kvcli.models.tokenizer import load_tokenizer
     from kvcli.summarize.plan import Window, most_of

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from kvcli.drafts.mixer import Mixer
-    from kvcli.engine.drafter import Pair
+    from kvcli.engine.drafting.drafter import Pair
 
 
 @dataclass(frozen=True)

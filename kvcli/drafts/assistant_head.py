@@ -19,13 +19,13 @@ from torch import Tensor
 from kvcli.drafts.listening import Listening
 from kvcli.drafts.mtp_head import heard_again
 from kvcli.drafts.successors import top
-from kvcli.engine.assistant import lenders
-from kvcli.engine.feed import Asks, Feed
+from kvcli.engine.drafting.gemma4_assistant import lenders
+from kvcli.engine.forward_request import Asks, Feed
 from kvcli.engine.rows import Rows
 from kvcli.kv.fixed import Fixed
 
 if TYPE_CHECKING:
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
     from kvcli.kernels.attend_rows import Own
     from kvcli.kernels.merge import Part

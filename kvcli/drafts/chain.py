@@ -24,9 +24,9 @@ from kvcli.kv.shortage import as_shortage
 if TYPE_CHECKING:
     from kvcli.drafts.copies import Copies
     from kvcli.drafts.guesser import Guesser
-    from kvcli.engine.feed import Asks
-    from kvcli.engine.report import Accepted
-    from kvcli.engine.sample import Sampler
+    from kvcli.engine.drafting.report import Accepted
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.sequence.sampler import Sampler
 
 log = logging.getLogger("kvcli.drafts")
 

@@ -15,7 +15,7 @@ from kvcli.drafts.suffix import SuffixIndex
 from kvcli.drafts.tree import Offer
 
 if TYPE_CHECKING:
-    from kvcli.engine.report import Accepted
+    from kvcli.engine.drafting.report import Accepted
 
 _PLACES = 16  # earlier places merged into one tree; 32 found nothing more in replayed code and docs
 _SHORTER = 0.25  # weight of a place per token that its match is shorter than the longest

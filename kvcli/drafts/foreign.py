@@ -17,8 +17,8 @@ from kvcli.outlet import BROKEN
 
 if TYPE_CHECKING:
     from kvcli.drafts.guesser import Guesser
-    from kvcli.engine.drafter import Past
-    from kvcli.engine.feed import Asks
+    from kvcli.engine.drafting.drafter import Past
+    from kvcli.engine.forward_request import Asks
     from kvcli.engine.rows import Hears
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafter import Past
-    from kvcli.engine.feed import Asks
+    from kvcli.engine.drafting.drafter import Past
+    from kvcli.engine.forward_request import Asks
     from kvcli.engine.rows import Hears
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage

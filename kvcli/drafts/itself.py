@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcli.drafts.successors import top
-from kvcli.engine.bough import Bough
+from kvcli.engine.drafting.draft_kv import Bough
 from kvcli.kv.fixed import Fixed
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.drafts.skipping import Skipping
-    from kvcli.engine.drafter import Past
-    from kvcli.engine.feed import Asks
-    from kvcli.engine.lm import LM
+    from kvcli.engine.drafting.drafter import Past
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
     from kvcli.engine.rows import Hears
     from kvcli.engine.stats import Step
     from kvcli.kernels.attend_rows import Own

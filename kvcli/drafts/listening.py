@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from kvcli.engine.rows import Hears
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafter import Past
-    from kvcli.engine.lm import LM
+    from kvcli.engine.drafting.drafter import Past
+    from kvcli.engine.hf.lm import LM
 
 
 class Listening:

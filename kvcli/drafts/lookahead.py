@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvcli.drafts.mixer import Mixer
     from kvcli.drafts.pool import Pool
     from kvcli.drafts.window import Window
-    from kvcli.engine.drafter import Pair
+    from kvcli.engine.drafting.drafter import Pair
 
 
 @dataclass(frozen=True)

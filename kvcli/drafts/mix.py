@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvcli.drafts.mixer import Mixer
     from kvcli.drafts.tree import Source
-    from kvcli.engine.drafter import Pair
+    from kvcli.engine.drafting.drafter import Pair
 
 
 Sources = tuple[Literal["suffix", "scouts", "stand", "recycle"], ...]

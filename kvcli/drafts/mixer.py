@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvcli.drafts.credit import Credit
 from kvcli.drafts.pace import Mode, Pace
 from kvcli.drafts.tree import FAINT, SURE, Guess, Source, decided, grow
-from kvcli.engine.report import Report, ScoutsReport
+from kvcli.engine.drafting.report import Report, ScoutsReport
 
 if TYPE_CHECKING:
     from kvcli.drafts.chain import Chain
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from kvcli.drafts.successors import Successors
     from kvcli.drafts.tree import Beyond
     from kvcli.drafts.window import Window
-    from kvcli.engine.drafter import Costs, Glance, Past
-    from kvcli.engine.feed import Asks, Glean
+    from kvcli.engine.drafting.drafter import Costs, Glance, Past
+    from kvcli.engine.forward_request import Asks, Glean
     from kvcli.engine.rows import Draft, Scouts
-    from kvcli.engine.sample import Sampler
+    from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvcli.drafts.guesser import Guesser
     from kvcli.drafts.mixer import Mixer
     from kvcli.drafts.sibling import Sibling
-    from kvcli.engine.drafter import Pair
+    from kvcli.engine.drafting.drafter import Pair
 
 _RETRIEVAL = Pattern(r"off|adaptive|every:[1-9]\d{0,4}", '"off", "adaptive" or "every:N" with N passes')
 _READING = Pattern(r"lazy|full|window:[1-9]\d{0,8}", '"lazy", "full" or "window:N" with N tokens')

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from kvcli.drafts.mixer import Mixer
-    from kvcli.engine.drafter import Pair
+    from kvcli.engine.drafting.drafter import Pair
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MtpDraft(Company):
         from kvcli.drafts.chain import Chain
         from kvcli.drafts.copies import Copies
         from kvcli.drafts.mtp_head import MtpHead
-        from kvcli.engine.mtp import mtp_of
+        from kvcli.engine.drafting.mtp import mtp_of
 
         assert pair is not None, "somebody must draft"
         lm = pair.target

@@ -20,15 +20,15 @@ from kvcli.drafts.listening import Listening
 from kvcli.drafts.sibling import shared
 from kvcli.drafts.skipping import SEEN, newest_before
 from kvcli.drafts.successors import top
-from kvcli.engine.bough import Bough
-from kvcli.engine.commit import commit
-from kvcli.engine.feed import Asks, Feed
+from kvcli.engine.drafting.draft_kv import Bough
+from kvcli.engine.forward_request import Asks, Feed
 from kvcli.engine.rows import Rows
+from kvcli.engine.sequence.commit import commit
 from kvcli.kv.dense import Dense
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafter import Past
-    from kvcli.engine.lm import LM
+    from kvcli.engine.drafting.drafter import Past
+    from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
 

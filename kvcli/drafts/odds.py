@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcli.engine.report import Accepted
+from kvcli.engine.drafting.report import Accepted
 
 
 class Odds:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafter import Costs, Pair, Past
-    from kvcli.engine.report import Report
+    from kvcli.engine.drafting.drafter import Costs, Pair, Past
+    from kvcli.engine.drafting.report import Report
     from kvcli.engine.rows import Draft
-    from kvcli.engine.sample import Sampler
+    from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
 

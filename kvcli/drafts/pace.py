@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvcli.drafts.clock import Clock
-from kvcli.engine.report import Report
+from kvcli.engine.drafting.report import Report
 
 _WARM_UP = 2  # first passes, whose times count for nothing (allocation, caches, compilation)
 _FIRST_PLAIN = 3  # plain passes measured before any claim

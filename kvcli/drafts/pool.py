@@ -13,7 +13,7 @@ from kvcli.drafts.odds import Odds
 from kvcli.drafts.tree import Offer
 
 if TYPE_CHECKING:
-    from kvcli.engine.report import Accepted
+    from kvcli.engine.drafting.report import Accepted
 
 KEYS = 1 << 14  # at most; the oldest go first
 KEY_BYTES = 520  # of a key and its runs, as Python holds them; measured with tracemalloc

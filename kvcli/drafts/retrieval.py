@@ -18,9 +18,9 @@ from kvcli.drafts.retrieval_chunks import KV, Chunks
 from kvcli.drafts.retrieval_scores import Query, best, relevance
 from kvcli.drafts.retrieval_trigger import Trigger
 from kvcli.drafts.sibling import Sibling
-from kvcli.engine.commit import commit
-from kvcli.engine.feed import Asks, Feed
+from kvcli.engine.forward_request import Asks, Feed
 from kvcli.engine.rows import Hears, Rows
+from kvcli.engine.sequence.commit import commit
 from kvcli.kernels.rotate import rotate, unrotate
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots, Usage
@@ -28,8 +28,8 @@ from kvcli.kv.slots import Slots, Usage
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.drafter import Past
-    from kvcli.engine.lm import LM
+    from kvcli.engine.drafting.drafter import Past
+    from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Sight
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from kvcli.drafts.mixer import Mixer
     from kvcli.drafts.skipping import Skipping
-    from kvcli.engine.drafter import Pair
-    from kvcli.engine.lm import LM
+    from kvcli.engine.drafting.drafter import Pair
+    from kvcli.engine.hf.lm import LM
 
 _UNTRIED = 0.3  # plain passes that a pass is taken for until two were measured: a low price, so that it is tried
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli.drafts.successors import top
-from kvcli.engine.bough import Bough
-from kvcli.engine.commit import commit
-from kvcli.engine.feed import Asks, Feed
-from kvcli.engine.rope import rotaries
+from kvcli.engine.drafting.draft_kv import Bough
+from kvcli.engine.forward_request import Asks, Feed
+from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.rows import Hears, Rows
+from kvcli.engine.sequence.commit import commit
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots, Usage
@@ -28,8 +28,8 @@ from kvcli.kv.states import States
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.drafter import Past
-    from kvcli.engine.lm import LM
+    from kvcli.engine.drafting.drafter import Past
+    from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
 
 CHUNK = 512  # tokens read in one pass

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvcli.drafts.successors import top
-from kvcli.engine.feed import Feed
+from kvcli.engine.forward_request import Feed
 from kvcli.engine.rows import Rows
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots, compact, spans
@@ -24,8 +24,8 @@ from kvcli.kv.slots import Slots, compact, spans
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.feed import Asks
-    from kvcli.engine.lm import LM
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import Reader, Store
 
 SEEN = 32  # tokens by which a set is judged

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvcli.engine.report import Accepted
-    from kvcli.engine.sample import Sampler
+    from kvcli.engine.drafting.report import Accepted
+    from kvcli.engine.sequence.sampler import Sampler
 
 TOP, WIDE = 8, 32  # successors kept for a key, and those among which probabilities are shared out
 PART = 64  # rows of the table that a vocabulary is laid out in

@@ -13,7 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from kvcli.engine.report import Accepted
+    from kvcli.engine.drafting.report import Accepted
 
 FAINT = 0.02  # chance of acceptance below which a row is not even considered, where rows have to pay
 _LIKELY = 0.2  # chance of a guess above which other sources are asked how it goes on

@@ -9,7 +9,7 @@ from kvcli.drafts.pacing import Pacing
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafter import Glance
+    from kvcli.engine.drafting.drafter import Glance
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Viewing(Pacing):
 
     def glance(self) -> Glance | None:
         """The view; None = everything."""
-        from kvcli.engine.drafter import Glance
+        from kvcli.engine.drafting.drafter import Glance
 
         if self.view == "all":
             return None

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Generic
 import torch
 from torch import Tensor
 
-from kvcli.engine.feed import Asks, E, Feed, Made, T, Work
+from kvcli.engine.cuda_graphs.readback import Readback, fetch
 from kvcli.engine.forward import Pass, SideBySide
-from kvcli.engine.gate import Enough
-from kvcli.engine.readback import Readback, fetch
+from kvcli.engine.forward_request import Asks, E, Feed, Made, T, Work
+from kvcli.engine.hf.cache_shim import Trial, cache_name, under_way
+from kvcli.engine.hf.layer_gates import Enough
 from kvcli.engine.threads import one_pool, use_device
-from kvcli.engine.trial import Trial, cache_name, under_way
 
 if TYPE_CHECKING:
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
 
 
 def run(feeds: Sequence[Feed]) -> list[Made]:

@@ -1,7 +1,7 @@
 """One pass: rows through the model, attending to the past, a view and each other.
 
 The seam to transformers is the function `attention`, registered once, which finds its pass on a stack, and a `Trial`
-where layers expect their cache (trial.py). Layers, rotary embeddings, norms and the head stay transformers' own.
+where layers expect their cache (cache_shim.py). Layers, rotary embeddings, norms and the head stay transformers' own.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcli.engine.feed import Fresh
-from kvcli.engine.gate import Enough
+from kvcli.engine.forward_request import Fresh
+from kvcli.engine.hf.cache_shim import Trial, current, noted
+from kvcli.engine.hf.layer_gates import Enough
 from kvcli.engine.rows import Rows
-from kvcli.engine.trial import Trial, current, noted
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part, merge
 from kvcli.kv.slots import Sight
 
 if TYPE_CHECKING:
-    from kvcli.engine.feed import Feed
-    from kvcli.engine.frame import FixedPass
+    from kvcli.engine.cuda_graphs.captured_pass import FixedPass
+    from kvcli.engine.forward_request import Feed
 
 PLACE = "kvcli_place"  # of ours in an attention module
 
@@ -176,7 +176,7 @@ def own_number(module: torch.nn.Module) -> int:
 
 
 def place_of(module: torch.nn.Module) -> int:
-    """Which of the layers that attend this is: where others do not, its own number is another (seam.py)."""
+    """Which of the layers that attend this is: where others do not, its own number is another (model_probe.py)."""
     place: int = vars(module).get(PLACE, own_number(module))
     return place
 

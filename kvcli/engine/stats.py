@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.report import Report
+    from kvcli.engine.drafting.report import Report
     from kvcli.engine.rows import Rows
     from kvcli.settings.schema import Order
 

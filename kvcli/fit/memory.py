@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from kvcli.engine.pass_bytes import frames, fresh_bytes, recorded_bytes, working_bytes
+from kvcli.engine.forward_memory import frames, fresh_bytes, recorded_bytes, working_bytes
 from kvcli.fit import card
 from kvcli.fit.places import Held
 from kvcli.fit.working import check_bytes, product_bytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcli.engine.pass_bytes import WIDE, working_bytes
+from kvcli.engine.forward_memory import WIDE, working_bytes
 from kvcli.errors import BadInput
 from kvcli.fit import card, memory, weights
 from kvcli.fit.places import Caps

@@ -25,7 +25,7 @@ BASE = 463 << 20  # of the whole program where nobody measured it: torch 2.13 fo
 def here() -> int:
     """Bytes of this process, with all imported that an answer needs, documents that it has read included."""
     import kvcli.chat.local
-    import kvcli.engine.lm  # noqa: F401
+    import kvcli.engine.hf.lm  # noqa: F401
 
     return int(psutil.Process().memory_info().rss) + AFTER
 

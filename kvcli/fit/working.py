@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcli.engine.pass_bytes import WIDE
+from kvcli.engine.forward_memory import WIDE
 from kvcli.fit.weights import BYTES
 from kvcli.kernels.attend.cpu import MANY
 

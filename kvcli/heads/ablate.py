@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.engine import drive, run
-from kvcli.engine.feed import Feed
+from kvcli.engine.forward_request import Feed
 from kvcli.heads.blinkers import Blinkers, Reach
 from kvcli.heads.listen import whole
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
-    from kvcli.engine.session import Session
+    from kvcli.engine.sequence.session import Session
     from kvcli.heads.sample import Sample
     from kvcli.kv.slots import Store
 

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcli.engine.kinds import END, NEWLINE, PUNCT, SPECIAL
-from kvcli.engine.policy import Moment
+from kvcli.engine.policy.policy import Moment
+from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, SPECIAL
 from kvcli.kv.slots import Slots
 
 MOST_BYTES = 64 << 20  # of one piece of weights

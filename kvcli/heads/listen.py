@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.engine.policy import EachLayer, Moment, Wants
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.policy.policy import EachLayer, Moment, Wants
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.quality.controls import full_profile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.chat.local import Model
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import Slots
 
 Hear = Callable[["Slots", Moment], None]

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.engine import run
-from kvcli.engine.feed import Feed, Made
+from kvcli.engine.forward_request import Feed, Made
 from kvcli.heads.attention import bent
 from kvcli.kv.slots import opens
 
 if TYPE_CHECKING:
-    from kvcli.engine.session import Session
+    from kvcli.engine.sequence.session import Session
     from kvcli.heads.sample import Sample
     from kvcli.kv.slots import Sight, Store
 

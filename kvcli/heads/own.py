@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvcli.chat.local import Model
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
 
 FORMAT = "kvcli.heads/1"  # another one where the probe, or what it is asked, changes
 FIELDS = ("kvcli", "torch", "transformers", "weights", "files", "config", "load.quant", "load.dtype")  # of an identity

@@ -16,8 +16,8 @@ from kvcli.policies.recovery import Criterion, Recovery, recover
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
-    from kvcli.engine.policy import Moment
-    from kvcli.engine.session import Session
+    from kvcli.engine.policy.policy import Moment
+    from kvcli.engine.sequence.session import Session
     from kvcli.kv.slots import Slots
     from kvcli.policies.fastgen import FastGen
 

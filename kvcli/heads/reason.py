@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.kinds import END
+from kvcli.engine.sequence.token_kinds import END
 from kvcli.heads.ablate import answers, open_past, right
 from kvcli.heads.needle import looks
 from kvcli.quality.prose import distinct, hide, name, number
@@ -24,7 +24,7 @@ from kvcli.quality.tasks.needles import fact
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
-    from kvcli.engine.session import Session
+    from kvcli.engine.sequence.session import Session
     from kvcli.heads.sample import Sample
 
 DEPOTS = 4  # with codes; one of them is asked for

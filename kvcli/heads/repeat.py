@@ -19,7 +19,7 @@ from kvcli.models.text import special_ids
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
-    from kvcli.engine.policy import Moment
+    from kvcli.engine.policy.policy import Moment
     from kvcli.kv.slots import Slots
 
 ROWS = 64  # of the second half that are heard

@@ -38,7 +38,7 @@ class Strip:
     """The prompt as a page shows it: in bins of a few tokens where it is long."""
 
     texts: list[str]  # [B]
-    kinds: list[int]  # [B] of the first token of each (kvcli.engine.kinds)
+    kinds: list[int]  # [B] of the first token of each (kvcli.engine.sequence.token_kinds)
     punct: list[int]  # the kinds that policies take for punctuation here
     width: int  # tokens of a bin
     tokens: int

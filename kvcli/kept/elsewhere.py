@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.engine.runs import Run, keys, runs
-from kvcli.engine.spare import Found, Gone, Held
+from kvcli.engine.prefill.matching_spans import Run, keys, runs
+from kvcli.engine.prefill.span_reuse import Found, Gone, Held
 from kvcli.kept.block import LENGTH, Damaged, glance, read
 from kvcli.kept.room import mark_used
 from kvcli.kept.tree import ROOT, Tree, name_of
 
 if TYPE_CHECKING:
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
 
 MOST = 1 << 14  # blocks that are looked at, those nearest to the beginning of their text first
 TEXTS = 8  # that one prompt is compared with

@@ -13,7 +13,7 @@ from kvcli.kernels.native import native
 from kvcli.models.hashes import model_files, releases
 
 if TYPE_CHECKING:
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
 
 FORMAT = "kvcli.block/3"
 NAMES = ("transformers_version", "_name_or_path", "_attn_implementation")  # in a config, and nothing to the numbers

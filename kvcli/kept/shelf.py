@@ -35,9 +35,9 @@ from kvcli.kv.windows import windows_of
 from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
-    from kvcli.engine import spare
-    from kvcli.engine.lm import LM
-    from kvcli.engine.session import Session
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.prefill import span_reuse
+    from kvcli.engine.sequence.session import Session
 
 FEW = 32  # tokens: as many are read as fast as they are found
 WORTH = 1 << 35  # weights times tokens: less is read in a moment, and not worth writing to a disk
@@ -111,7 +111,7 @@ class Shelf:
             break
         return session.committed
 
-    def elsewhere(self, session: Session, ids: Sequence[int], shaping: Shaping) -> Iterator[spare.Found]:
+    def elsewhere(self, session: Session, ids: Sequence[int], shaping: Shaping) -> Iterator[span_reuse.Found]:
         """Runs of `ids`, behind what a session has of them, that stand in other texts, and what lies here of these."""
         if self._fields and session.reusing is not None:
             here, dtype, start = self._folder(session, shaping), session.kv.dtype, session.committed

@@ -1,4 +1,4 @@
-"""What layers that keep a state take, by the config: what a loaded model says of itself (engine/mixers.py)."""
+"""What layers that keep a state take, by the config: what a loaded model says of itself (engine/hf/recurrent_layers.py)."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.boundary import Boundary
-    from kvcli.engine.feed import Asks
-    from kvcli.engine.lm import LM
-    from kvcli.engine.policy import Wants
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.compression_point import Boundary
+    from kvcli.engine.policy.policy import Wants
     from kvcli.kv.slots import Masks
 
 
@@ -55,9 +55,9 @@ def ahead(at: Boundary, most: int) -> Asks[Boundary]:
     """
     import torch
 
-    from kvcli.engine.beside import Beside
-    from kvcli.engine.feed import Feed
-    from kvcli.engine.heard import Heard
+    from kvcli.engine.forward_request import Feed
+    from kvcli.engine.policy.query_recorder import Heard
+    from kvcli.engine.prefill.kv_overlay import Beside
     from kvcli.engine.rows import Rows
     from kvcli.policies.replay import Before
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.engine.policy import Usual
+from kvcli.engine.policy.policy import Usual
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:

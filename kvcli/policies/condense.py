@@ -18,8 +18,8 @@ from kvcli.policies.topk import Memory
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.feed import Asks
-    from kvcli.engine.text import Text
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.sequence.state import Text
     from kvcli.kernels.rotate import Rotary
 
 
@@ -40,10 +40,10 @@ def condense(text: Text, end: int, most: int) -> Asks[bool]:
     """
     import torch
 
-    from kvcli.engine.boundary import Boundary
-    from kvcli.engine.heard import Heard
-    from kvcli.engine.kinds import kinds_of
-    from kvcli.engine.rope import rotaries
+    from kvcli.engine.hf.rope import rotaries
+    from kvcli.engine.policy.compression_point import Boundary
+    from kvcli.engine.policy.query_recorder import Heard
+    from kvcli.engine.sequence.token_kinds import kinds_of
 
     lm, zipped = text.lm, KVzip(budget=most, alloc="uniform", guard=1)
     turns, guard = rotaries(lm), zipped.wants(lm).guard

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.engine.policy import EachLayer
+from kvcli.engine.policy.policy import EachLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.policy import Moment
+    from kvcli.engine.policy.policy import Moment
     from kvcli.kv.slots import Slots
 
 

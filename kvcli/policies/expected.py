@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvcli.engine.lm import LM
-    from kvcli.engine.policy import Moment, Wants
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.policy import Moment, Wants
     from kvcli.kv.slots import Slots
 
 RECENT = 64  # newest queries; where fewer than so many samples are heard, as of a short question, these count too
@@ -40,7 +40,7 @@ class Expected(TopK):
 
     def wants(self, lm: LM) -> Wants:
         """Raises BadModel for a model whose rotary frequencies are not found."""
-        from kvcli.engine.rope import rotaries
+        from kvcli.engine.hf.rope import rotaries
 
         try:
             found = rotaries(lm)  # by layer; None in it = positions change nothing there

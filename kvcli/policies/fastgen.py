@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from kvcli.engine.policy import Guard, Usual, Wants
+from kvcli.engine.policy.policy import Guard, Usual, Wants
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.engine.boundary import Boundary
-    from kvcli.engine.feed import Asks
-    from kvcli.engine.lm import LM
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.compression_point import Boundary
     from kvcli.kv.slots import Masks
     from kvcli.policies.fastgen_heads import Heads
 
@@ -139,7 +139,7 @@ class FastGen(Usual):
     def wants(self, lm: LM) -> Wants:
         """Raises BadInput for a head map that cannot be read, or is of another model, and BadModel where heads store
         nothing of their own."""
-        from kvcli.engine.kinds import SYSTEM, TOOLS
+        from kvcli.engine.sequence.token_kinds import SYSTEM, TOOLS
         from kvcli.policies.fastgen_heads import Heads
         from kvcli.policies.headmap import head_rows, refuse_latents
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.policy import Moment
+from kvcli.engine.policy.policy import Moment
 from kvcli.kv.slots import Slots
 from kvcli.kv.state import Given, State
 from kvcli.policies.fastgen_layer import Layer
@@ -18,9 +18,9 @@ from kvcli.policies.recovery import Recovery, Sets, classes, recover, top
 from kvcli.policies.replay import Replay
 
 if TYPE_CHECKING:
-    from kvcli.engine.boundary import Boundary
-    from kvcli.engine.feed import Asks
-    from kvcli.engine.lm import LM
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.compression_point import Boundary
     from kvcli.kv.slots import Masks
     from kvcli.policies.fastgen import FastGen
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.kinds import END
+from kvcli.engine.sequence.token_kinds import END
 from kvcli.kv.state import Given, State
 from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.recovery import Sets, classes
 
 if TYPE_CHECKING:
-    from kvcli.engine.policy import Moment
+    from kvcli.engine.policy.policy import Moment
     from kvcli.kv.slots import Slots
     from kvcli.policies.fastgen import FastGen
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.policy import Moment
+from kvcli.engine.policy.policy import Moment
 from kvcli.kv.slots import Slots
 from kvcli.kv.state import Given, State
 from kvcli.policies.recovery import Sets

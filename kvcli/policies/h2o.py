@@ -17,10 +17,10 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.boundary import Boundary
-    from kvcli.engine.feed import Asks
-    from kvcli.engine.lm import LM
-    from kvcli.engine.policy import Moment, Wants
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.compression_point import Boundary
+    from kvcli.engine.policy.policy import Moment, Wants
     from kvcli.kv.slots import Masks, Slots
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvcli.errors import BadInput, BadModel
 
 if TYPE_CHECKING:
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
 
 
 def read_headmap(path: str | Path) -> list[list[float]]:

@@ -10,7 +10,7 @@ from kvcli.policies.topk import TopK
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.policy import Moment
+    from kvcli.engine.policy.policy import Moment
     from kvcli.kv.slots import Slots
 
 

@@ -23,10 +23,10 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.boundary import Boundary
-    from kvcli.engine.feed import Asks
-    from kvcli.engine.lm import LM
-    from kvcli.engine.policy import Moment, Wants
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.compression_point import Boundary
+    from kvcli.engine.policy.policy import Moment, Wants
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Masks, Slots
 
@@ -106,7 +106,7 @@ class KVzip(TopK):
 
     def _by_layer(self, at: Boundary, rows: Rows) -> Asks[list[Heard]]:
         """A pass through each layer, as the stream is seen between passes; one through none shows what is embedded."""
-        from kvcli.engine.feed import Feed
+        from kvcli.engine.forward_request import Feed
 
         found: list[Heard] = []
         made = yield Feed(at.lm, rows, at.kv, is_prompt=True, layers=range(0))
@@ -151,7 +151,7 @@ class KVzip(TopK):
 
 def _at_once(at: Boundary, rows: Rows) -> Asks[list[Heard]]:
     """One pass through all layers."""
-    from kvcli.engine.feed import Feed
+    from kvcli.engine.forward_request import Feed
 
     made = yield Feed(at.lm, rows, at.kv, hear=range(rows.n_rows), is_prompt=True)
     keys = [

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcli.policies import budgets, units
 
 if TYPE_CHECKING:
-    from kvcli.engine.policy import Moment
+    from kvcli.engine.policy.policy import Moment
     from kvcli.kv.slots import Slots
 
 Post = Callable[[Tensor, "Slots", "Moment", Tensor], Tensor]

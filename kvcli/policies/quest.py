@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.engine.policy import EachLayer, Guard
+from kvcli.engine.policy.policy import EachLayer, Guard
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.policy import Moment
+    from kvcli.engine.policy.policy import Moment
     from kvcli.kv.slots import Slots
 
 

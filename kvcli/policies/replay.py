@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.feed import Asks, Feed
-from kvcli.engine.policy import Moment
+from kvcli.engine.forward_request import Asks, Feed
+from kvcli.engine.policy.policy import Moment
 from kvcli.engine.rows import Rows
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import Own
@@ -18,7 +18,7 @@ from kvcli.kv.fixed import Fixed
 from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, visible
 
 if TYPE_CHECKING:
-    from kvcli.engine.boundary import Boundary
+    from kvcli.engine.policy.compression_point import Boundary
 
 Pick = Callable[[Slots, Moment], Tensor]  # one layer -> slots that stay [K, S]
 

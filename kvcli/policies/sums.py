@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
     from kvcli.kv.state import Given, State
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from kvcli.engine.policy import Guard, Usual, Wants
+from kvcli.engine.policy.policy import Guard, Usual, Wants
 from kvcli.errors import BadModel
 from kvcli.policies.headmap import head_rows
 from kvcli.settings.schema import Range
@@ -24,11 +24,11 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.boundary import Boundary
-    from kvcli.engine.feed import Asks
-    from kvcli.engine.lm import LM
-    from kvcli.engine.outward import Outward
-    from kvcli.engine.policy import Moment
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.compression_point import Boundary
+    from kvcli.engine.policy.policy import Moment
+    from kvcli.engine.policy.projected_values import Outward
     from kvcli.kv.slots import Masks, Slots
     from kvcli.kv.state import Given, State, Stateful
     from kvcli.policies.shares import Share
@@ -140,8 +140,8 @@ class TopK(Usual):
         """What all of them want, and what this score wants: `own` is what it remembers of a text, `known` what it knows
         of the model, `more` of Wants.
         """
-        from kvcli.engine.kinds import QUESTION, SHOT, SYSTEM, TOOLS
-        from kvcli.engine.outward import Outward
+        from kvcli.engine.policy.projected_values import Outward
+        from kvcli.engine.sequence.token_kinds import QUESTION, SHOT, SYSTEM, TOOLS
 
         heads = head_rows(self.headmap, lm) if self.headmap else []
         asked = {QUESTION} if self.protect_question else set()

@@ -16,8 +16,8 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.lm import LM
-    from kvcli.engine.policy import Moment, Wants
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.policy import Moment, Wants
     from kvcli.kv.slots import Slots
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.feed import Asks, asked
-from kvcli.engine.policy import Wants
+from kvcli.engine.forward_request import Asks, asked
+from kvcli.engine.policy.policy import Wants
 from kvcli.errors import ContextOverflow
 from kvcli.kv.footprint import STEP
 from kvcli.kv.shortage import Shortage
@@ -21,8 +21,8 @@ from kvcli.policies.plan import Layer, in_place, levels, price, quality, togethe
 from kvcli.policies.sums import Sums
 
 if TYPE_CHECKING:
-    from kvcli.engine.boundary import Boundary
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.compression_point import Boundary
     from kvcli.kv.budget import Spending
     from kvcli.kv.slots import Masks
     from kvcli.kv.state import Given, State

@@ -20,9 +20,9 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.feed import Asks
-    from kvcli.engine.lm import LM
-    from kvcli.engine.pruner import Live, Pruner
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.prefill.prompt_pruner import Live, Pruner
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Store
 
@@ -71,7 +71,7 @@ class Cut(Spared):
         once = Narrowing({cut: self.keep}, partial(self._judge, lm, past, rows), must, n)
         if not self.again:
             return once
-        from kvcli.engine.by_layers import ByLayers
+        from kvcli.engine.prefill.layerwise import ByLayers
 
         look = ByLayers(lm, past, rows, part, range(max(0, n - self.window), n), comes_back=True)
         try:

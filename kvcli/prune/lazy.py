@@ -19,9 +19,9 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.behind import Behind
-    from kvcli.engine.lm import LM
-    from kvcli.engine.pruner import Choose, Live
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.prefill.aux_cache import Behind
+    from kvcli.engine.prefill.prompt_pruner import Choose, Live
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Store
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.lm import LM
-    from kvcli.engine.pruner import Live
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.prefill.prompt_pruner import Live
     from kvcli.kv.slots import Store
 
 # layer below a cut, what it made -> a score of each live row. No closure: a text that is copied has a store of its own

@@ -12,8 +12,8 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.lm import LM
-    from kvcli.engine.pruner import Live
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.prefill.prompt_pruner import Live
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Store
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from kvcli.prune.narrowing import highest, looked_at
 
 if TYPE_CHECKING:
-    from kvcli.engine.behind import Behind
-    from kvcli.engine.lm import LM
-    from kvcli.engine.pruner import Live
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.prefill.aux_cache import Behind
+    from kvcli.engine.prefill.prompt_pruner import Live
     from kvcli.kv.slots import Store
     from kvcli.prune.lazy import Lazy
 

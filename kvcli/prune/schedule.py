@@ -11,7 +11,7 @@ from kvcli.prune.spared import Spared, below_all, nearest
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from kvcli.errors import BadModel
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.engine.lm import LM
-    from kvcli.engine.policy import Guard
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.policy import Guard
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Spared:
     @property
     def guard(self) -> Guard:
         """The first and the newest, and what says what is to be done."""
-        from kvcli.engine.kinds import QUESTION, SPECIAL, SYSTEM, TOOLS
-        from kvcli.engine.policy import Guard
+        from kvcli.engine.policy.policy import Guard
+        from kvcli.engine.sequence.token_kinds import QUESTION, SPECIAL, SYSTEM, TOOLS
 
         return Guard(self.sinks, self.recent, frozenset({SPECIAL, SYSTEM, TOOLS, QUESTION} if self.protect else ()))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.engine import drive, run
-from kvcli.engine.feed import Feed
+from kvcli.engine.forward_request import Feed
 from kvcli.engine.rows import Rows
 from kvcli.errors import BadInput, ContextOverflow, UsageError
 from kvcli.models.text import encode
@@ -28,7 +28,7 @@ from kvcli.schemas.quality import AgreementDocument, AgreementRow, Estimate
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
-    from kvcli.engine.session import Session
+    from kvcli.engine.sequence.session import Session
     from kvcli.settings.profile import Profile
 
 CONTEXT = 768  # tokens read and compressed, at most

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.engine.engine import drive, events
-from kvcli.engine.sample import Sampler
+from kvcli.engine.sequence.sampler import Sampler
 from kvcli.models.text import decode
 from kvcli.quality.partial import Answer
 from kvcli.quality.prompt import Prompts
@@ -14,7 +14,7 @@ from kvcli.quality.sample import Context, Question, Task
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
-    from kvcli.engine.session import Session
+    from kvcli.engine.sequence.session import Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.beside import Beside
-from kvcli.engine.commit import commit
-from kvcli.engine.feed import Asks, Feed, Made
+from kvcli.engine.forward_request import Asks, Feed, Made
+from kvcli.engine.prefill.kv_overlay import Beside
 from kvcli.engine.rows import Rows
+from kvcli.engine.sequence.commit import commit
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import spans
 
 if TYPE_CHECKING:
-    from kvcli.engine.lm import LM
-    from kvcli.engine.runs import Run
-    from kvcli.engine.spare import Held, Source
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.prefill.matching_spans import Run
+    from kvcli.engine.prefill.span_reuse import Held, Source
     from kvcli.kv.slots import Reader, Store
     from kvcli.reuse.blend import Blend
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.engine.lm import LM
-    from kvcli.engine.spare import Spare
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.prefill.span_reuse import Spare
 
 FEWER = 0.25  # by so much of the share there are more in the second layer, and fewer in the last
 
@@ -39,8 +39,8 @@ class Blend:
 
     def meet(self, lm: LM) -> None:
         """Raises BadModel where no fixed table says how keys turn, or rows cannot be stopped between layers."""
-        from kvcli.engine.by_layers import meet
-        from kvcli.engine.rope import rotaries
+        from kvcli.engine.hf.rope import rotaries
+        from kvcli.engine.prefill.layerwise import meet
 
         rotaries(lm)
         if self.recompute:

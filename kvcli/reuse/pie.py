@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.engine.lm import LM
-    from kvcli.engine.spare import Spare
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.prefill.span_reuse import Spare
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Pie:
 
     def meet(self, lm: LM) -> None:
         """Raises BadModel where no fixed table says how keys turn."""
-        from kvcli.engine.rope import rotaries
+        from kvcli.engine.hf.rope import rotaries
 
         rotaries(lm)
 

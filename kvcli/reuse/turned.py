@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcli.engine.rope import rotaries
-from kvcli.engine.spare import Found, Gone, Held, Past
+from kvcli.engine.hf.rope import rotaries
+from kvcli.engine.prefill.span_reuse import Found, Gone, Held, Past
 from kvcli.kernels.rotate import rotate, unrotate
 
 if TYPE_CHECKING:
-    from kvcli.engine.feed import Asks
-    from kvcli.engine.lm import LM
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.prefill.matching_spans import Run
+    from kvcli.engine.prefill.span_reuse import Source
     from kvcli.engine.rows import Rows
-    from kvcli.engine.runs import Run
-    from kvcli.engine.spare import Source
     from kvcli.kv.slots import Store
 
 # rows of a run, what is held of them, the store with all before them, where they come from -> what is to be stored

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcli.engine.bough import Bough
-from kvcli.engine.feed import Asks
+from kvcli.engine.drafting.draft_kv import Bough
+from kvcli.engine.forward_request import Asks
 from kvcli.engine.rows import Rows
-from kvcli.engine.sample import Draw
+from kvcli.engine.sequence.sampler import Draw
 from kvcli.engine.stats import Step
 from kvcli.errors import BadInput
 from kvcli.models.text import decode
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.engine.session import Session
+    from kvcli.engine.sequence.session import Session
     from kvcli.kv.slots import Usage
     from kvcli.steps.lookahead import Cut, Lookahead
 

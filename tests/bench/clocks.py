@@ -115,7 +115,7 @@ class Prepared:
             kvcli_pass.attend(module.layer_idx, q, kv, kv, sight, None)
             return hidden
 
-        return forward if _first("kvcli.engine.fused", "kvcli") is sys.modules["kvcli"] else native
+        return forward if _first("kvcli.engine.hf.fused_layers", "kvcli") is sys.modules["kvcli"] else native
 
 
 class Hollow:
@@ -136,7 +136,7 @@ class Hollow:
     def _through(self, input_ids: Any, kvcli_pass: Any = None, logits_to_keep: Any = None, **_: Any) -> Any:
         n = input_ids.shape[1]
         if kvcli_pass is None:  # it stands on a stack, where it was handed on before
-            kvcli_pass = import_module("kvcli.engine.trial").current()
+            kvcli_pass = import_module("kvcli.engine.hf.cache_shim").current()
         return SimpleNamespace(logits=self.straight(range(n), (), logits_to_keep, kvcli_pass).unsqueeze(0))
 
     def straight(self, ids: Any, pos: Any, want: Any, kvcli_pass: Any, *_: Any) -> Any:
@@ -159,11 +159,11 @@ class Checkout:
         self.torch, self._interface = torch, AttentionInterface
         self._build, self._config = AutoModelForCausalLM.from_config, LlamaConfig
         self.forward = _first("kvcli.engine.forward", "kvcli.forward")
-        self.session = _first("kvcli.engine.session", "kvcli.session")
-        self.sample = _first("kvcli.engine.sample", "kvcli.sample")
-        self.lm = _first("kvcli.engine.lm", "kvcli.model")
+        self.session = _first("kvcli.engine.sequence.session", "kvcli.session")
+        self.sample = _first("kvcli.engine.sequence.sampler", "kvcli.sample")
+        self.lm = _first("kvcli.engine.hf.lm", "kvcli.model")
         self.stats = _first("kvcli.engine.stats", "kvcli.stats")
-        self.drafter = _first("kvcli.drafts.off", "kvcli.engine.drafter", "kvcli.drafts.base")
+        self.drafter = _first("kvcli.drafts.off", "kvcli.engine.drafting.drafter", "kvcli.drafts.base")
         self.build, self.dense = import_module("kvcli.build"), import_module("kvcli.kv.dense")
 
     def model(self, layers: int) -> Any:

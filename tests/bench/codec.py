@@ -38,7 +38,7 @@ from kvcli import load  # noqa: E402
 from kvcli.chat.local import Model  # noqa: E402
 from kvcli.documents import read_document  # noqa: E402
 from kvcli.engine.engine import run  # noqa: E402
-from kvcli.engine.feed import Feed  # noqa: E402
+from kvcli.engine.forward_request import Feed  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.kept import block  # noqa: E402
 from kvcli.kept.block import LENGTH, Block  # noqa: E402

@@ -50,7 +50,7 @@ def build() -> Any:
 
 def ours_of(model: Any) -> Any:
     """The same model as kvcli loads it."""
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
 
     lm = LM.of(model)
     lm.lay_out()
@@ -83,8 +83,8 @@ def ours(lm: Any, ids: list[int], new: int) -> tuple[float, list[float], Any]:
     """The same by our engine, no drafting -> seconds to the first token, of each later token, the session."""
     from kvcli.drafts.off import Off
     from kvcli.engine.engine import drive, events
-    from kvcli.engine.sample import Sampler
-    from kvcli.engine.session import Session
+    from kvcli.engine.sequence.sampler import Sampler
+    from kvcli.engine.sequence.session import Session
     from kvcli.kv.dense import Dense
 
     session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
@@ -99,7 +99,7 @@ def ours(lm: Any, ids: list[int], new: int) -> tuple[float, list[float], Any]:
 def rows_against_row(session: Any, rows: int, reps: int) -> tuple[list[float], list[float]]:
     """Seconds of passes of 1 row and of `rows` rows on the same past, alternating; nothing is kept."""
     from kvcli.engine.engine import run
-    from kvcli.engine.feed import Feed
+    from kvcli.engine.forward_request import Feed
     from kvcli.engine.rows import Draft, Rows
 
     def seconds(guesses: int) -> float:
@@ -114,11 +114,11 @@ def rows_against_row(session: Any, rows: int, reps: int) -> tuple[list[float], l
 
 def peak(side: str, folder: str, n: int, new: int, pipe: Any) -> None:
     """Peak resident memory of a process that loads the model, reads n tokens and decodes, MiB."""
-    from kvcli.engine.memory import peak_bytes
+    from kvcli.engine.process_memory import peak_bytes
 
     ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
     if side == "kvcli":
-        from kvcli.engine.lm import LM
+        from kvcli.engine.hf.lm import LM
         from kvcli.models.source import find
 
         ours(LM.load(find(folder), device="cpu"), ids, new)

@@ -25,7 +25,7 @@ from kvcli.drafts.lookahead import Lookahead  # noqa: E402
 from kvcli.drafts.mix import Mix  # noqa: E402
 from kvcli.drafts.ngram import Ngram  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
-from kvcli.engine.sample import Sampler  # noqa: E402
+from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
 from kvcli.engine.stats import Step  # noqa: E402
 from tests.bench.decode import machine, spread  # noqa: E402
 from tests.bench.overhead import words  # noqa: E402

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 import kvcli  # noqa: E402
 from kvcli.build import keeps_all  # noqa: E402
 from kvcli.engine.engine import drive, events  # noqa: E402
-from kvcli.engine.feed import asked  # noqa: E402
+from kvcli.engine.forward_request import asked  # noqa: E402
 from kvcli.engine.stats import Stats  # noqa: E402
 from kvcli.kept.shelf import Shelf  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.engine.engine import drive, events  # noqa: E402
-from kvcli.engine.lm import LM  # noqa: E402
+from kvcli.engine.hf.lm import LM  # noqa: E402
 from kvcli.kernels.linear_packed.experts import quantize_experts_  # noqa: E402
 from kvcli.kernels.linear_packed.module import quantize_  # noqa: E402
 from tests.bench.decode import machine, ours  # noqa: E402
@@ -76,8 +76,8 @@ def unpacked(model: Any, kind: str) -> LM:
 
 def text(lm: LM, new: int) -> list[int]:
     from kvcli.drafts.off import Off
-    from kvcli.engine.sample import Sampler
-    from kvcli.engine.session import Session
+    from kvcli.engine.sequence.sampler import Sampler
+    from kvcli.engine.sequence.session import Session
     from kvcli.kv.dense import Dense
 
     ids = torch.randint(8, lm.vocab, (17,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import kvcli
 from kvcli.engine.engine import run
-from kvcli.engine.feed import Feed
-from kvcli.engine.lm import LM, quiet
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.rows import Rows
-from kvcli.engine.session import commit
+from kvcli.engine.sequence.session import commit
 from kvcli.kv.dense import Dense
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -68,8 +68,8 @@ def session_of(lm: Any, n: int) -> Any:
     """A text of n random tokens, read."""
     from kvcli.drafts.off import Off
     from kvcli.engine.engine import drive
-    from kvcli.engine.sample import Sampler
-    from kvcli.engine.session import Session
+    from kvcli.engine.sequence.sampler import Sampler
+    from kvcli.engine.sequence.session import Session
     from kvcli.kv.dense import Dense
 
     session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
@@ -79,7 +79,7 @@ def session_of(lm: Any, n: int) -> Any:
 
 def one_pass(session: Any) -> Callable[[], object]:
     from kvcli.engine.engine import run
-    from kvcli.engine.feed import Feed
+    from kvcli.engine.forward_request import Feed
     from kvcli.engine.rows import Draft, Rows
 
     rows = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain([]))
@@ -104,7 +104,7 @@ def milliseconds(work: Callable[[], object], times: int) -> list[float]:
 
 def stages(model: Callable[[], Any]) -> dict[str, Any]:
     """The model with products and attention native alone, and with more and more of what lies between them."""
-    from kvcli.engine import lm as loading
+    from kvcli.engine.hf import lm as loading
     from kvcli.kernels.gated_mlp.module import mlp_
     from kvcli.kernels.rms_norm.module import norm_
 

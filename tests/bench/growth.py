@@ -25,7 +25,7 @@ from kvcli.build import view as view_of  # noqa: E402
 from kvcli.calibrate.passes import filled  # noqa: E402
 from kvcli.drafts.lookahead import Lookahead  # noqa: E402
 from kvcli.engine.engine import run  # noqa: E402
-from kvcli.engine.feed import Feed  # noqa: E402
+from kvcli.engine.forward_request import Feed  # noqa: E402
 from kvcli.engine.rows import Draft, Rows  # noqa: E402
 from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
 

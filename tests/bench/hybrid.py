@@ -27,13 +27,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 
 from kvcli.drafts.ngram import Ngram  # noqa: E402
 from kvcli.drafts.off import Off  # noqa: E402
-from kvcli.engine.drafter import Drafter  # noqa: E402
+from kvcli.engine.drafting.drafter import Drafter  # noqa: E402
 from kvcli.engine.engine import drive, events, run  # noqa: E402
-from kvcli.engine.feed import Feed  # noqa: E402
-from kvcli.engine.lm import LM, quiet  # noqa: E402
+from kvcli.engine.forward_request import Feed  # noqa: E402
+from kvcli.engine.hf.lm import LM, quiet  # noqa: E402
 from kvcli.engine.rows import Draft, Rows  # noqa: E402
-from kvcli.engine.sample import Sampler  # noqa: E402
-from kvcli.engine.session import Session  # noqa: E402
+from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
+from kvcli.engine.sequence.session import Session  # noqa: E402
 from kvcli.engine.stats import Step  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.engine.engine import drive  # noqa: E402
-from kvcli.engine.policy import EachLayer  # noqa: E402
+from kvcli.engine.policy.policy import EachLayer  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 
 GOLDEN = 0.6180339887498949  # its multiples are spread evenly, so every head keeps just its share
@@ -81,8 +81,8 @@ def resident() -> int:
 
 def session(lm: Any, side: str, chunk: int) -> Any:
     from kvcli.drafts.off import Off
-    from kvcli.engine.sample import Sampler
-    from kvcli.engine.session import Session
+    from kvcli.engine.sequence.sampler import Sampler
+    from kvcli.engine.sequence.session import Session
 
     policy = Shares(int(side.removeprefix("keep")) / 100) if side.startswith("keep") else None
     return Session(lm, store(lm, side), Off(), Sampler(), policy=policy, chunk=chunk, every=64)

@@ -45,7 +45,7 @@ sys.path.insert(0, str(ROOT))
 from kvcli import load  # noqa: E402
 from kvcli.bench.texts import text_of  # noqa: E402
 from kvcli.engine.engine import drive, run  # noqa: E402
-from kvcli.engine.feed import Feed  # noqa: E402
+from kvcli.engine.forward_request import Feed  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.heads.ask import Ask  # noqa: E402
 from kvcli.heads.run import probe  # noqa: E402

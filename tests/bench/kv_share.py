@@ -31,7 +31,7 @@ from tests.bench.kv_speed import session  # noqa: E402
 def pass_seconds(session: Any) -> tuple[float, float]:
     """Processor seconds of one pass of one row, and those in the store; nothing of it is kept."""
     from kvcli.engine.engine import run
-    from kvcli.engine.feed import Feed
+    from kvcli.engine.forward_request import Feed
     from kvcli.engine.rows import Draft, Rows
 
     kv, spent = session.kv, 0.0

@@ -102,8 +102,8 @@ USUAL = ("dense", "k8v8", "keep25", "two", "k4v4", "k4v2")
 def session(lm: Any, side: str, n: int) -> Any:
     """A session that has n slots of noise stored and one token pending."""
     from kvcli.drafts.off import Off
-    from kvcli.engine.sample import Sampler
-    from kvcli.engine.session import Session
+    from kvcli.engine.sequence.sampler import Sampler
+    from kvcli.engine.sequence.session import Session
 
     kv, noise = SIDES[side](lm), torch.Generator().manual_seed(0)
     for layer in range(lm.n_layers):
@@ -132,7 +132,7 @@ def step_seconds(session: Any, steps: int) -> list[float]:
 def pass_seconds(session: Any, rows: int) -> float:
     """Seconds of one pass of so many rows; nothing of it is kept."""
     from kvcli.engine.engine import run
-    from kvcli.engine.feed import Feed
+    from kvcli.engine.forward_request import Feed
     from kvcli.engine.rows import Draft, Rows
 
     built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain(list(range(9, 8 + rows))))

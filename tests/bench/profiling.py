@@ -25,9 +25,9 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.drafts.off import Off  # noqa: E402
 from kvcli.engine.engine import drive  # noqa: E402
-from kvcli.engine.feed import asked  # noqa: E402
-from kvcli.engine.sample import Sampler  # noqa: E402
-from kvcli.engine.session import Session  # noqa: E402
+from kvcli.engine.forward_request import asked  # noqa: E402
+from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
+from kvcli.engine.sequence.session import Session  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402
 from kvcli.policies.fastgen import FastGen  # noqa: E402

@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 from kvcli import load  # noqa: E402
 from kvcli.bench.hf import load_hf  # noqa: E402
 from kvcli.engine.engine import drive, events  # noqa: E402
-from kvcli.engine.sample import Sampler  # noqa: E402
+from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
 from kvcli.models import source  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.models.gguf import unpack  # noqa: E402

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.bench.gguf_export import export  # noqa: E402
 from kvcli.bench.llama_cpp import LlamaCpp  # noqa: E402
-from kvcli.engine.lm import LM  # noqa: E402
+from kvcli.engine.hf.lm import LM  # noqa: E402
 from kvcli.models.source import find  # noqa: E402
 from tests.bench.decode import machine, ours, theirs  # noqa: E402
 from tests.bench.random_model import write  # noqa: E402

@@ -75,7 +75,7 @@ def speed(name: str, args: argparse.Namespace, chunks: list[int]) -> list[dict[s
 
 def measure(side: str, name: str, quant: str, threads: int, n: int, pipe: Any) -> None:
     """In a process of its own. `side`: an order with its chunk, or transformers."""
-    from kvcli.engine.memory import peak_bytes
+    from kvcli.engine.process_memory import peak_bytes
 
     cpu = torch.device("cpu")
     if side == "transformers":

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.bench.texts import text_of  # noqa: E402
 from kvcli.engine.engine import run  # noqa: E402
-from kvcli.engine.feed import Feed  # noqa: E402
+from kvcli.engine.forward_request import Feed  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.heads.sample import samples  # noqa: E402
 from kvcli.kv.budget import keys_in  # noqa: E402

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from kvcli.engine.lm import LM
+    from kvcli.engine.hf.lm import LM
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -31,10 +31,10 @@ sys.path.insert(0, str(ROOT))
 from kvcli import build, load  # noqa: E402
 from kvcli.bench.workloads import prompt_of  # noqa: E402
 from kvcli.drafts.off import Off  # noqa: E402
-from kvcli.engine.drafter import Pair  # noqa: E402
+from kvcli.engine.drafting.drafter import Pair  # noqa: E402
 from kvcli.engine.engine import drive  # noqa: E402
-from kvcli.engine.sample import Sampler  # noqa: E402
-from kvcli.engine.session import Session  # noqa: E402
+from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
+from kvcli.engine.sequence.session import Session  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.steps.lookahead import Lookahead  # noqa: E402

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 import kvcli  # noqa: E402
 from kvcli.api import Turn  # noqa: E402
 from kvcli.chat.local import Model  # noqa: E402
-from kvcli.engine.drafter import Costs  # noqa: E402
+from kvcli.engine.drafting.drafter import Costs  # noqa: E402
 from kvcli.models.text import render_prompt  # noqa: E402
 from kvcli.settings.profile import Profile  # noqa: E402
 from tests.demo_model.example import example_report  # noqa: E402

@@ -7,7 +7,7 @@ Tiny random models. A wait is an operation whose result the host needs before it
 count is the same on any device; what the host knows by itself (numpy, lists, what was made of tensors that came over)
 is none. With the name of the line that waits. Prints a table, then JSON on the last line.
 
-Each side once by single operations, and once recorded (engine/frame.py): on a CPU by a device that stands for CUDA's
+Each side once by single operations, and once recorded (engine/cuda_graphs/captured_pass.py): on a CPU by a device that stands for CUDA's
 graphs and counts what waits for it (tests/fake_graphs.py). Then operations are those that are not replayed.
 """
 
@@ -34,12 +34,12 @@ from kvcli.build import view  # noqa: E402
 from kvcli.drafts.lookahead import Lookahead  # noqa: E402
 from kvcli.drafts.ngram import Ngram  # noqa: E402
 from kvcli.drafts.off import Off  # noqa: E402
+from kvcli.engine.cuda_graphs.capture import CudaGraphs  # noqa: E402
+from kvcli.engine.cuda_graphs.captured_pass import Frames  # noqa: E402
 from kvcli.engine.engine import drive  # noqa: E402
-from kvcli.engine.frame import Frames  # noqa: E402
-from kvcli.engine.graphs import CudaGraphs  # noqa: E402
-from kvcli.engine.lm import LM  # noqa: E402
-from kvcli.engine.sample import Sampler  # noqa: E402
-from kvcli.engine.session import Session  # noqa: E402
+from kvcli.engine.hf.lm import LM  # noqa: E402
+from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
+from kvcli.engine.sequence.session import Session  # noqa: E402
 from kvcli.kv.dense import Dense  # noqa: E402
 from kvcli.policies.snap import Snap  # noqa: E402
 from tests import families  # noqa: E402
@@ -160,7 +160,7 @@ def counted(side: str, layers: int, steps: int, device: str = "cpu", *, is_recor
         for _ in range(steps):
             drive(session.step())
     if graphs is not None:
-        count.waits["kvcli/engine/frame.py, as it asks for"] += graphs.waits - before
+        count.waits["kvcli/engine/cuda_graphs/captured_pass.py, as it asks for"] += graphs.waits - before
     return {
         "side": f"{side}, recorded" if is_recorded else side,
         "eager": dict(frames.eager) if frames is not None else {},

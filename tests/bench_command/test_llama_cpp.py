@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from kvcli.bench import llama_cpp
 from kvcli.bench.gguf_export import export
 from kvcli.bench.llama_cpp import BATCH, LlamaCpp, require
-from kvcli.engine import weights
+from kvcli.engine.loading import weights
 from kvcli.errors import BadModel, UsageError
 from kvcli.installing import pip
 from kvcli.models import family, source

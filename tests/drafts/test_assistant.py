@@ -22,13 +22,13 @@ from kvcli.commands.setup import Setup
 from kvcli.demo import weights_dir
 from kvcli.drafts.assistant_head import AssistantHead
 from kvcli.drafts.off import Off
-from kvcli.engine.assistant import Output, load_assistant, wrapped
-from kvcli.engine.drafter import Drafter, Pair
+from kvcli.engine.drafting.drafter import Drafter, Pair
+from kvcli.engine.drafting.gemma4_assistant import Output, load_assistant, wrapped
 from kvcli.engine.engine import drive, events, together
-from kvcli.engine.feed import Asks
-from kvcli.engine.lm import LM
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.forward_request import Asks
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel, UsageError
 from kvcli.kv.dense import Dense
 from kvcli.models import source
@@ -195,7 +195,9 @@ def test_it_is_where_the_model_that_writes_is_before_it_is_asked_anything(
     lm, seen = loaded(), list[torch.device]()
     drafters.assistant_of(lm).save_pretrained(tmp_path)
     lm.device = torch.device("meta")
-    monkeypatch.setattr("kvcli.engine.assistant.wrapped", lambda lm, model, **_: seen.append(model.device))
+    monkeypatch.setattr(
+        "kvcli.engine.drafting.gemma4_assistant.wrapped", lambda lm, model, **_: seen.append(model.device)
+    )
     load_assistant(lm, source.find(str(tmp_path), may_assist=True), Profile.load("exact").load)
     assert seen == [lm.device]
 

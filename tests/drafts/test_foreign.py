@@ -15,7 +15,7 @@ from kvcli.drafts.foreign import Foreign
 from kvcli.drafts.respelled import Respelled
 from kvcli.drafts.sibling import Sibling
 from kvcli.engine.engine import drive
-from kvcli.engine.lm import LM
+from kvcli.engine.hf.lm import LM
 from kvcli.models.spelling import Spelling
 from kvcli.models.text import decode
 from tests import families, small_tokenizers

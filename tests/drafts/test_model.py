@@ -17,11 +17,11 @@ from kvcli.drafts.model import Model
 from kvcli.drafts.off import Off
 from kvcli.drafts.sibling import Sibling
 from kvcli.engine import engine
-from kvcli.engine.drafter import Drafter, Pair
+from kvcli.engine.drafting.drafter import Drafter, Pair
 from kvcli.engine.engine import drive, events, together
-from kvcli.engine.lm import LM
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kv.dense import Dense

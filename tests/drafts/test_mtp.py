@@ -17,14 +17,14 @@ from transformers.modeling_layers import MtpModel
 from kvcli.drafts.mtp import MtpDraft
 from kvcli.drafts.mtp_head import MtpHead
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter, Pair
+from kvcli.engine.drafting.drafter import Drafter, Pair
+from kvcli.engine.drafting.mtp import Mtp, mtp_of
 from kvcli.engine.engine import drive, events, run
-from kvcli.engine.feed import Feed
-from kvcli.engine.lm import LM
-from kvcli.engine.mtp import Mtp, mtp_of
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
 from kvcli.fit import weights
@@ -319,6 +319,6 @@ def test_layers_that_find_no_room_are_a_shortage(monkeypatch: pytest.MonkeyPatch
     def full(*_: Any, **__: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr("kvcli.engine.mtp.MtpModel.from_pretrained", full)
+    monkeypatch.setattr("kvcli.engine.drafting.mtp.MtpModel.from_pretrained", full)
     with pytest.raises(Shortage, match="no memory for the MTP layers"):
         mtp_of(loaded())

@@ -16,11 +16,11 @@ from kvcli.drafts.mixer import Mixer
 from kvcli.drafts.model import Model
 from kvcli.drafts.off import Off
 from kvcli.drafts.suffix import SuffixIndex
-from kvcli.engine.drafter import Pair
+from kvcli.engine.drafting.drafter import Pair
 from kvcli.engine.engine import drive
 from kvcli.engine.rows import Draft
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from tests import drafters
 from tests.exact.table import DRAFTERS, STOP, lm, opened, plain, prompt, sibling, written
 

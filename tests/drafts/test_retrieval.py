@@ -20,11 +20,11 @@ from kvcli.drafts.retrieval import Retrieval, looks
 from kvcli.drafts.retrieval_scores import Query, best, relevance
 from kvcli.drafts.retrieval_trigger import Adaptive, Every, Trigger, trigger
 from kvcli.drafts.sibling import Sibling
-from kvcli.engine.drafter import Drafter, Pair
+from kvcli.engine.drafting.drafter import Drafter, Pair
 from kvcli.engine.engine import drive, events
-from kvcli.engine.lm import LM
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Stats
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots

@@ -18,11 +18,11 @@ from kvcli.drafts.mixer import Mixer
 from kvcli.drafts.off import Off
 from kvcli.drafts.self_draft import SelfDraft
 from kvcli.drafts.skipping import Clasp, Early, Found, Knn, Known, Swift
-from kvcli.engine.drafter import Drafter, Pair
+from kvcli.engine.drafting.drafter import Drafter, Pair
 from kvcli.engine.engine import drive, events
-from kvcli.engine.lm import LM
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Stats
 from kvcli.kernels.native import native
 from kvcli.kv.dense import Dense

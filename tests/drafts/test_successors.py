@@ -10,7 +10,7 @@ import torch
 
 from kvcli.drafts.successors import PART, TOP, WIDE, Successors, likeliest, top
 from kvcli.drafts.tree import grow
-from kvcli.engine.sample import Sampler
+from kvcli.engine.sequence.sampler import Sampler
 from kvcli.kernels.gumbel import gumbel
 from kvcli.kernels.gumbel.host import gumbel_host
 

@@ -25,14 +25,14 @@ from kvcli.drafts.mix import Mix
 from kvcli.drafts.model import Model
 from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter, Pair
+from kvcli.engine.drafting.drafter import Drafter, Pair
 from kvcli.engine.engine import Engine, Ticket, drive, events
-from kvcli.engine.feed import Feed, Work
-from kvcli.engine.lm import LM
-from kvcli.engine.rope import rotaries
+from kvcli.engine.forward_request import Feed, Work
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.rows import Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.kept.shelf import Shelf
 from kvcli.kernels.native import native
 from kvcli.kv.budget import Spending, keys_in, unit

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from kvcli.drafts.model import Model
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter, Pair
+from kvcli.engine.drafting.drafter import Drafter, Pair
 from kvcli.engine.engine import drive, events
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Store
 from kvcli.models.spelling import Spelling

@@ -11,7 +11,7 @@ import pytest
 
 from kvcli.commands.outlook import Wanted, prepare
 from kvcli.commands.setup import Setup
-from kvcli.engine.pass_bytes import DRAWN, recorded_bytes, working_bytes
+from kvcli.engine.forward_memory import DRAWN, recorded_bytes, working_bytes
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.fit import card, program
 from kvcli.fit.before import Outlook

@@ -9,9 +9,9 @@ import torch
 
 from kvcli import load
 from kvcli.engine.engine import drive, events
-from kvcli.engine.latent import Latent
-from kvcli.engine.lm import LM
-from kvcli.engine.pass_bytes import DRAWN, working_bytes
+from kvcli.engine.forward_memory import DRAWN, working_bytes
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.hf.mla import Latent
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.fit.advice import binding, changes
 from kvcli.fit.before import Outlook

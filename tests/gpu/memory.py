@@ -17,8 +17,8 @@ import torch
 
 from kvcli import build
 from kvcli.engine.engine import drive, events
-from kvcli.engine.lm import LM
-from kvcli.engine.memory import peak_bytes
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.process_memory import peak_bytes
 from kvcli.fit.plan import Facts, plan, subject_of
 from kvcli.fit.room import Room
 from kvcli.models import source

@@ -17,8 +17,8 @@ import torch
 from kvcli.drafts.ngram import Ngram
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
-from kvcli.engine.lm import LM
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.session import Session
 from kvcli.kv.bus import bus_of
 from kvcli.kv.dense import Dense
 from kvcli.kv.disk import Disk

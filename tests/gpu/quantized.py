@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.engine.engine import run as run_feeds
-from kvcli.engine.feed import Feed
-from kvcli.engine.lm import LM
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.kernels.linear_packed import pack, why_not
 from kvcli.kernels.linear_packed.module import PackedLinear

@@ -17,10 +17,10 @@ import torch
 
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
-from kvcli.engine.lm import LM
+from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Draft
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.kv.dense import Dense
 from tests import families
 from tests.bench.decode import theirs

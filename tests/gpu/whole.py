@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from kvcli.drafts.off import Off
-from kvcli.engine.drafter import Drafter
+from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.engine import run as run_feeds
-from kvcli.engine.feed import Feed
-from kvcli.engine.lm import LM
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.kv.dense import Dense
 from tests import drafters, families
 from tests.gpu.models import eight

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcli.chat.local import Model
 from kvcli.engine.engine import drive, events
-from kvcli.engine.policy import EachLayer, Moment
+from kvcli.engine.policy.policy import EachLayer, Moment
 from kvcli.heads.blinkers import Reach
 from kvcli.heads.listen import whole
 from kvcli.heads.sample import Sample

@@ -13,8 +13,8 @@ from kvcli import load
 from kvcli.chat.local import Model
 from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.engine.engine import drive
-from kvcli.engine.lm import LM
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadInput, BadModel
 from kvcli.heads import run as heads_run
 from kvcli.heads.ablate import Loss

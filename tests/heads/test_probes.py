@@ -8,10 +8,10 @@ import torch
 from kvcli import load
 from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.engine.engine import run
-from kvcli.engine.feed import Feed
-from kvcli.engine.kinds import END, NEWLINE, PUNCT, SPECIAL
-from kvcli.engine.policy import Moment
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.policy.policy import Moment
 from kvcli.engine.rows import Rows
+from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, SPECIAL
 from kvcli.heads.ablate import ablate, answers, open_past, right
 from kvcli.heads.attention import FAR, SHARES, gaze, normaliser
 from kvcli.heads.blinkers import Blinkers, Reach

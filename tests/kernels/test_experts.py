@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 from transformers.pytorch_utils import Conv1D
 
-from kvcli.engine.lm import LM
-from kvcli.engine.neighbours import rows_know_neighbours
+from kvcli.engine.hf.batch_invariance import rows_know_neighbours
+from kvcli.engine.hf.lm import LM
 from kvcli.kernels import experts as grouped
 from kvcli.kernels import native as built
 from kvcli.kernels.experts import Form, reference, tensor

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.engine.sample import Sampler
+from kvcli.engine.sequence.sampler import Sampler
 from kvcli.kernels import argmax
 from kvcli.kernels.argmax import Noise, reference
 

@@ -11,12 +11,12 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kvcli.drafts.off import Off
-from kvcli.engine import frame
+from kvcli.engine.cuda_graphs import captured_pass
+from kvcli.engine.cuda_graphs.captured_pass import Frames
 from kvcli.engine.engine import drive
-from kvcli.engine.frame import Frames
-from kvcli.engine.lm import LM
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.kernels import gpu
 from kvcli.kv.dense import Dense
 from tests import families
@@ -63,7 +63,7 @@ class Forgetful(FakeGraphs):
 
 def test_what_becomes_slots_is_held_by_its_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels know rows by address alone: of those let go the memory would be that of what draws, which runs first."""
-    lm, made, own = LM.of(families.build("llama", torch.float16, **SINGLE)), list[Any](), frame.storing
+    lm, made, own = LM.of(families.build("llama", torch.float16, **SINGLE)), list[Any](), captured_pass.storing
     lm.frames = Frames(Forgetful())
 
     def storing(tables: Any, fresh: Any) -> Any:
@@ -73,7 +73,7 @@ def test_what_becomes_slots_is_held_by_its_frame(monkeypatch: pytest.MonkeyPatch
             _, alive = own(tables, fresh)
         return lambda *_: None, alive
 
-    monkeypatch.setattr(frame, "storing", storing)
+    monkeypatch.setattr(captured_pass, "storing", storing)
     session = Session(lm, Dense(lm.shapes, lm.dtype, lm.device, step=16), Off(), Sampler())
     drive(session.read(families.prompt(9, vocab=61)))
     drive(session.step((), 1))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
-from kvcli.engine.weights import quantize_for_gpu
+from kvcli.engine.loading.weights import quantize_for_gpu
 from kvcli.kernels import gpu, linear_packed
 from kvcli.kernels.experts import reference as experts
 from kvcli.kernels.linear_packed import experts as packing

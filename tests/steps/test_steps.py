@@ -12,10 +12,10 @@ import torch
 from kvcli import load
 from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, together
-from kvcli.engine.feed import Asks
-from kvcli.engine.lm import LM
-from kvcli.engine.sample import Sampler
-from kvcli.engine.session import Session
+from kvcli.engine.forward_request import Asks
+from kvcli.engine.hf.lm import LM
+from kvcli.engine.sequence.sampler import Sampler
+from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig, BadInput
 from kvcli.kernels.native import native, why_not
 from kvcli.kv.dense import Dense

@@ -12,7 +12,7 @@ from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Turn
 from kvcli.documents import Document, Section
 from kvcli.documents.document import marked
 from kvcli.engine.info import ModelInfo
-from kvcli.engine.loops import Loop, Loops
+from kvcli.engine.sequence.repetition import Loop, Loops
 from kvcli.engine.stats import Stats
 from kvcli.summarize.events import Done
 from kvcli.summarize.request import Request

@@ -1,0 +1,149 @@
+"""Small models that come beside Gemma 4 to say more than its next token, as a model whose layers store nothing: a row
+is a token, embedded by the model that writes, and the hidden state of the one before it.
+
+Their layers hand over queries alone, and read what the last layer of the same kind of that model stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from kvcli.engine.hf.cache_shim import brought
+from kvcli.engine.hf.lm import LM, quiet
+from kvcli.engine.loading import weights
+from kvcli.errors import BadModel
+from kvcli.models.family import read_config
+from kvcli.models.packing import Packing
+from kvcli.models.refusals import refuse_quant
+from kvcli.models.source import Source
+from kvcli.settings.schema import Load
+
+
+class Output(nn.Module):
+    """The output layer. It is given the state that the next guess goes on from beside its own: that one is shown."""
+
+    def __init__(self, assistant: Any) -> None:
+        super().__init__()
+        self.table, self.masked = assistant.lm_head, assistant.masked_embedding
+        self.weight = self.table.weight
+
+    def forward(self, _: Tensor, x: Tensor) -> Tensor:
+        """Logits [1, n, V]."""
+        logits: Tensor = self.table(x) if self.masked is None else self.masked(x, self.table.weight)
+        return logits
+
+
+class Assistant(PreTrainedModel):  # type: ignore[misc]
+    """Over transformers' own layers and projections."""
+
+    _supports_sdpa = True
+
+    def __init__(self, assistant: Any, embeds: nn.Module) -> None:
+        """`embeds`: the table of the model that writes, which holds it."""
+        super().__init__(assistant.config)
+        self.it, self.says = assistant, Output(assistant)
+        self.__dict__["embeds"] = embeds  # none of its modules: neither moved nor counted with it
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    def get_output_embeddings(self) -> Any:
+        return self.says
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        cache: Any = None,
+        logits_to_keep: Tensor | None = None,
+        use_cache: bool = False,
+    ) -> CausalLMOutput:
+        """input_ids, position_ids [1, N] -> logits [1, n, V]. Hidden states [N, E] come with the pass."""
+        embedded = self.embeds(input_ids).to(self.dtype)  # [1, N, E]
+        before = brought(embedded)
+        text = self.config.get_text_config()
+        nothing = {kind: self._nothing(embedded, of) for kind, of in _kinds(text).items()}
+        x = self.it.model(
+            inputs_embeds=self.it.pre_projection(torch.cat([embedded, before], -1)),
+            position_ids=position_ids,
+            attention_mask=dict.fromkeys(nothing),  # there is none: what is read lies in a store
+            shared_kv_states=nothing,
+            use_cache=False,
+        ).last_hidden_state
+        x = x if logits_to_keep is None else x[:, logits_to_keep]
+        return CausalLMOutput(logits=self.says(self.it.post_projection(x), x))
+
+    @staticmethod
+    def _nothing(like: Tensor, of: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, K, N, D] in the place of those that its rows do not have."""
+        none = like.new_zeros(1, of[0], like.shape[1], of[1])
+        return none, none
+
+
+def _kinds(text: Any) -> dict[str, tuple[int, int]]:
+    """KV heads and numbers of a key, by the kind of layer."""
+    each = zip(text.layer_types, text.per_layer_config, strict=False)
+    return {kind: (of.num_key_value_heads, of.head_dim) for kind, of in each}
+
+
+def lenders(target: LM, head: LM) -> list[int]:
+    """By layer of `head`: the layer of `target` whose slots it reads, the last of the same kind that stores."""
+    last = {target.windows[layer] is not None: layer for layer in target.storing}
+    return [last[window is not None] for window in head.windows]
+
+
+def load_assistant(target: LM, source: Source, wants: Load) -> LM:
+    """What lies in these files, where `target` is. Raises BadModel where it was made for another model."""
+    packing = Packing.of(source.config)
+    refuse_quant(source.id, wants.quant, target.device.type, is_quantized=packing.stays(target.device.type))
+    with quiet():
+        config = read_config(source, trust_remote_code=False)
+        _refuse_misfit(target, config, source.id)
+        model, notes = weights.read_weights(source, config, wants.dtype, target.device, False, wants.quant)
+        if model.device.type != target.device.type:  # at once: what embeds its tokens is there, for the first trial too
+            model.to(target.device)
+        return wrapped(target, model, id=source.id, path=str(source.path), quant=wants.quant, notes=notes)
+
+
+def wrapped(target: LM, assistant: Any, **about: Any) -> LM:
+    """One that is built already. `about`: as `LM.of` has it. Raises BadModel where it was made for another model."""
+    name = about.setdefault("id", "assistant")
+    _refuse_misfit(target, assistant.config, name)
+    return LM.of(Assistant(assistant, target.model.get_input_embeddings()), device=target.device, **about)
+
+
+def _refuse_misfit(target: LM, config: Any, name: str) -> None:
+    """Raises BadModel where this one cannot read what `target` stores."""
+    if target.is_split:
+        raise BadModel(
+            f"{name} cannot read what {target.info.id} stores: its layers are on two devices",
+            code="draft_head",
+            try_=["--quant int4", "--spec ngram"],
+        )
+    text, its = config.get_text_config(), target.model.config.get_text_config()
+    wanted = {
+        "model_type": (text.model_type, its.model_type),
+        "backbone_hidden_size": (config.backbone_hidden_size, its.hidden_size),
+        "vocab_size": (text.vocab_size, target.vocab),
+        "sliding_window": (text.sliding_window, getattr(its, "sliding_window", None)),
+    }
+    stored = {target.windows[layer] is not None: target.shapes[layer] for layer in target.storing}
+    for kind, (heads, size) in _kinds(text).items():
+        of = stored.get(kind == "sliding_attention")
+        wanted[f"KV heads of {kind}, and numbers of a key"] = ((heads, size), of and (of.n_kv_heads, of.k_dim))
+    if misfits := [f"{what}: {a} here, {b} there" for what, (a, b) in wanted.items() if a != b]:
+        raise BadModel(
+            f"{name} drafts for a Gemma 4 that it was made for, and {target.info.id} is not that",
+            code="draft_head",
+            lines=misfits,
+            try_=[
+                "--draft MODEL, a small model of the same family: kvcli models show MODEL lists them",
+                "--spec ngram",
+            ],
+        )

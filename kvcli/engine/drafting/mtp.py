@@ -1,0 +1,101 @@
+"""Layers that come with a model to say more than its next token (multi-token prediction, arXiv 2404.19737), as a model
+of one layer: a row is a token and the hidden state of the one before it.
+
+Layer, projection and norms are transformers' `MtpModel`; embedding, rotary table and output layer are those of the
+model itself, held once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from kvcli.engine.hf.cache_shim import brought
+from kvcli.engine.hf.lm import LM, quiet
+from kvcli.errors import BadModel
+from kvcli.kv.shortage import Shortage, as_shortage
+from kvcli.models.foreign import blamed
+
+
+class Mtp(PreTrainedModel):  # type: ignore[misc]
+    """The first of the layers, alone: further ones would each need the one before it to have seen the same rows."""
+
+    _supports_sdpa = True
+
+    def __init__(self, layers: MtpModel) -> None:
+        layers.layers = layers.layers[:1]
+        layers.config.num_hidden_layers = 1
+        super().__init__(layers.config)
+        self.mtp = layers
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
+
+    def get_output_embeddings(self) -> Any:
+        return self.mtp.shared_head
+
+    def get_input_embeddings(self) -> Any:
+        return self.mtp.embed_tokens
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        cache: Any = None,
+        logits_to_keep: Tensor | None = None,
+        use_cache: bool = False,
+    ) -> CausalLMOutput:
+        """input_ids, position_ids [1, N] -> logits [1, n, V]. Hidden states [N, E] come with the pass."""
+        embedded = self.mtp.embed_tokens(input_ids)  # [1, N, E]
+        before = brought(embedded)
+        x = self.mtp.forward_layer(0, before, position_ids, cache, inputs_embeds=embedded)
+        return CausalLMOutput(logits=self.mtp._project_to_logits(x if logits_to_keep is None else x[:, logits_to_keep]))
+
+
+def mtp_of(lm: LM) -> LM:
+    """Those that lie in the files of this model, loaded once. Raises BadModel where there are none that can be used,
+    Shortage where they find no room."""
+    if Mtp not in lm.remembers:
+        config = lm.model.config.get_text_config()
+        with quiet(), blamed(lambda said: _refusal(lm, said)):
+            _name_layers(config)
+            try:
+                lm.remembers[Mtp] = wrapped(lm, MtpModel.from_pretrained(lm.model, device_map={"": lm.device}))
+            except Exception as error:
+                if (lack := as_shortage(error)) is None:
+                    raise
+                why = f"there is no memory for the MTP layers of {lm.info.id}"
+                raise Shortage(why, lines=lack.lines, try_=["--spec ngram", f"kvcli fit {lm.info.id}"]) from None
+    found: LM = lm.remembers[Mtp]
+    return found
+
+
+def wrapped(lm: LM, layers: MtpModel) -> LM:
+    """Layers that are built already. Raises BadModel for those whose attention is not one we serve."""
+    return LM.of(Mtp(layers), id=f"{lm.info.id} (MTP)", path=lm.info.path, revision=lm.info.revision)
+
+
+def _name_layers(config: Any) -> None:
+    """Tell transformers of the layers of Qwen3.5 and Qwen3-Next, whose number has another name there: full attention,
+    like the last of the model, and files that are named like those of families it knows."""
+    n = getattr(config, "mtp_num_hidden_layers", None)
+    if n and getattr(config, "num_mtp_layers", None) is None:
+        config.num_mtp_layers, config.mtp_layer_types = n, ["full_attention"] * n
+
+
+def _refusal(lm: LM, said: str) -> BadModel:
+    return BadModel(
+        f"the MTP layers of {lm.info.id} cannot be used",
+        code="no_draft_head",
+        lines=[said, "some who make a model smaller leave them out, or keep them in numbers of their own"],
+        try_=[f"kvcli models show {lm.info.id}", "--draft auto", "--spec ngram"],
+    )

@@ -1,0 +1,191 @@
+"""What stands between products and attention made native: norms, MLPs, and whole decoder layers around their attention.
+
+A module is replaced by what it does, not by its name: trial rows go through both, and it stays where they differ. Norms
+and layers must agree to the bit; in an MLP e^x may be rounded to the other side. Of MLPs and layers that are alike but
+for their weights two are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.engine.engine import call
+from kvcli.engine.hf.cache_shim import current, under_way
+from kvcli.engine.hf.reduced_model import few_layers, kinds
+from kvcli.kernels.decoder_layer import Layer, after, before
+from kvcli.kernels.gated_mlp.module import NativeMlp, mlp_
+from kvcli.kernels.gated_mlp.product import product_of, type_of
+from kvcli.kernels.rms_norm import Norm
+from kvcli.kernels.rms_norm.module import NativeNorm, norm_
+from kvcli.kernels.trial import ends
+from kvcli.kernels.whole_vectors import activation_
+
+if TYPE_CHECKING:
+    from kvcli.engine.forward import Pass, SideBySide
+    from kvcli.engine.hf.lm import LM
+    from kvcli.kv.slots import Sight
+
+TRIAL = (0, 1, 2, 5, 26, 27, 131)  # of the trial rows
+
+
+def fuse_(lm: LM, layers: Sequence[nn.Module]) -> str:
+    """Make native what can be, in a model whose linear layers are; says what that is, "" = nothing."""
+    norms, mlps = norm_(lm.model), mlp_(lm.model)
+    done = 0
+    if mlps and layers:
+        trials = _trials(lm, layers)
+        done = sum(_fuse_alike(lm, layers, group, trials) for group in kinds(lm, layers))
+    activation_(lm.model)  # of MLPs that are not gated, and of rows that no native layer serves
+    found = {"norms": norms, "MLPs": mlps, "whole layers": done}
+    return ", ".join(f"{n} {what}" for what, n in found.items() if n)
+
+
+def _fuse_alike(lm: LM, layers: Sequence[nn.Module], group: Sequence[int], trials: Mapping[int, _Trial]) -> int:
+    """All layers of a kind, if those that are tried agree. Returns how many."""
+    first = trials[group[0]]
+    for turns in (True, False):
+        asked = [replace(first.asked, layer=i) for i in group]
+        made = [_fused(layers[a.layer], replace(first, asked=a), turns) for a in asked]
+        tried = [(fused, trials[i]) for fused, i in ends([*zip(made, group, strict=True)])]
+        if all(made) and all(fused is not None and _is_same(fused, trial) for fused, trial in tried):
+            for i, fused in zip(group, made, strict=True):
+                layers[i].forward = fused  # type: ignore[assignment]
+            return len(group)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a layer handed to its attention."""
+
+    layer: int
+    made: tuple[Tensor, Tensor, Tensor]  # q, k, v
+    sight: Sight
+    sink: Tensor | None
+
+
+class Fused:
+    """One layer in two calls. Holds its weights and no module: a module that held itself would outlive its model."""
+
+    def __init__(
+        self, layer: Layer, keeps: Sequence[object], asked: Asked, turns: bool, own: Callable[..., Any]
+    ) -> None:
+        """`keeps`: what holds the weights that `layer` points to; `own`: the module's forward, for what is no pass."""
+        self.layer, self._keeps, self._turns = layer, keeps, turns
+        self._index, self._sight = asked.layer, asked.sight
+        self._dtype = torch.float32 if layer.mlp.is_wide else torch.bfloat16
+        self._own = WeakMethod(own)
+        self.kind = turns
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **told: Any) -> Any:
+        """hidden_states [1, N, E] -> the same of the next layer."""
+        its_pass = current()
+        if its_pass is None or hidden_states.shape[0] != 1 or hidden_states.dtype != self._dtype:
+            own: Any = self._own()
+            return own(hidden_states, *args, **told)
+        cos, sin = (table[0] for table in told["position_embeddings"]) if self._turns else (None, None)
+        return self.run(hidden_states[0], cos, sin, its_pass).unsqueeze(0)
+
+    def run(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, its_pass: Pass | SideBySide | Listener) -> Tensor:
+        """x [N, E] in the layer's type -> the same of the next layer; cos, sin [N, R], if any layer turns."""
+        q, k, v = before(self.layer, x, cos, sin) if self._turns else before(self.layer, x, None, None)
+        out = its_pass.attend(self._index, q, k, v, self._sight, None).transpose(0, 1)
+        return after(self.layer, x, out if out.dtype is x.dtype else out.to(x.dtype))
+
+
+# ---- trials ----
+
+
+class Listener:
+    """Travels in place of a pass. A row attends to itself."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
+        self.asked.append(Asked(layer, (q.clone(), k.clone(), v.clone()), sight, sink))
+        return q if q.shape[2] == v.shape[2] else v.repeat_interleave(q.shape[0] // v.shape[0], 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What came into a layer, what it was told, asked and gave."""
+
+    hidden: Tensor  # [1, N, E]
+    told: dict[str, Any]
+    asked: Asked
+    gave: Any
+
+
+def _trials(lm: LM, layers: Sequence[nn.Module]) -> dict[int, _Trial]:
+    """By layer, those that are tried: from a pass of random tokens."""
+    ids = torch.randint(0, lm.vocab, (len(TRIAL),), generator=torch.Generator().manual_seed(0)).tolist()
+    pos = [p % lm.limit for p in TRIAL]
+    listener, seen = Listener(), list[tuple[Tensor, dict[str, Any], Any]]()
+
+    def note(_: nn.Module, args: tuple[Any, ...], told: dict[str, Any], gave: Any) -> None:
+        seen.append((args[0] if args else told["hidden_states"], told, gave))
+
+    with few_layers(lm, layers) as tried:
+        hooks = [layers[i].register_forward_hook(note, with_kwargs=True) for i in tried]
+        try:
+            call(lm.model, ids, pos, [0], its_pass=listener)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    found = zip(seen, listener.asked, strict=True)
+    return {asked.layer: _Trial(hidden, told, asked, gave) for (hidden, told, gave), asked in found}
+
+
+def _is_same(fused: Fused, trial: _Trial) -> bool:
+    """Whether it hands the same to its attention and gives the same, to the bit."""
+    listener = Listener()
+    with under_way(listener):
+        gave = fused(trial.hidden, **trial.told)
+    (asked,) = listener.asked
+    pairs = [*zip(asked.made, trial.asked.made, strict=True), (gave, trial.gave)]
+    return all(
+        isinstance(theirs, Tensor) and theirs.dtype == ours.dtype and torch.equal(ours, theirs)
+        for ours, theirs in pairs
+    )
+
+
+def _fused(layer: nn.Module, trial: _Trial, turns: bool) -> Fused | None:
+    """The layer by its parts, were it of the common form; None where it has others."""
+    parts = [vars(child).get("forward") for child in layer.children()]
+    norms = [part for part in parts if isinstance(part, NativeNorm)]
+    mlps = [part for part in parts if isinstance(part, NativeMlp)]
+    asks = [child for child in layer.children() if getattr(child, "layer_idx", None) == trial.asked.layer]
+    if len(norms) not in (2, 4) or (len(mlps), len(asks)) != (1, 1) or trial.asked.sink is not None:
+        return None
+    of_heads = [part for child in asks[0].children() if isinstance(part := vars(child).get("forward"), NativeNorm)]
+    linears: list[Any] = [child for child in asks[0].children() if type_of(child) is not None]
+    q, k, v = trial.asked.made
+    e, d = trial.hidden.shape[2], q.shape[2]
+    inside = q.shape[0] * d
+    shapes = [(inside, e), (k.shape[0] * d, e), (v.shape[0] * d, e), (e, inside)]
+    if [(linear.out_features, linear.in_features) for linear in linears] != shapes or e != mlps[0].mlp.down.N:
+        return None
+    if {norm.norm.H for norm in norms} != {e} or [norm.norm.H for norm in of_heads] not in ([], [d, d]):
+        return None
+    if {*map(type_of, linears), *(mlp.dtype for mlp in mlps)} != {trial.hidden.dtype}:
+        return None
+    cos, _ = trial.told.get("position_embeddings") or (None, None)
+    if turns and not (isinstance(cos, Tensor) and cos.dtype == trial.hidden.dtype and cos.shape[-1] <= d):
+        return None
+    products, weights = zip(*map(product_of, linears), strict=True)
+    made = Layer(
+        *(norm.norm for norm in (norms[0], norms[len(norms) // 2])),
+        *([norm.norm for norm in of_heads] or [Norm(), Norm()]),
+        *([norms[1].norm, norms[3].norm] if len(norms) == 4 else [Norm(), Norm()]),
+        *products,
+        mlps[0].mlp,
+        d,
+    )
+    return Fused(made, [*norms, *of_heads, *mlps, *weights], trial.asked, turns, layer.forward)

@@ -1,0 +1,96 @@
+"""Whether rows can be stopped between the layers of a model, and go on later: refused by name where they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.engine.engine import call, drive, run
+from kvcli.engine.forward import Pass
+from kvcli.engine.forward_request import Asks, Feed
+from kvcli.engine.hf.model_probe import WITHIN, apart
+from kvcli.engine.prefill.aux_cache import Behind
+from kvcli.engine.prefill.layerwise import ByLayers
+from kvcli.engine.rows import Rows
+from kvcli.errors import BadModel
+from kvcli.kv.dense import Dense
+from kvcli.kv.slots import Sight, spans
+from kvcli.models.foreign import blamed
+
+if TYPE_CHECKING:
+    from kvcli.engine.hf.lm import LM
+
+
+def compare(lm: LM) -> None:
+    """Random tokens, some of which stop half way up and go on once the others are read, against one pass that hides
+    them from these by a mask; raises BadModel where what is read behind them differs.
+
+    Whatever a model carries from layer to layer beside the rows it is given shows: each layer is a pass of its own, and
+    the upper ones get fewer rows. In half precision rounding alone may do it, as in `seam.compare`.
+    """
+    kind, is_half = f"{lm.info.id} ({lm.info.family})", lm.dtype.itemsize < 4
+    if lm.is_split:
+        raise _unstopped(kind, "they lie on two devices")
+    layers, n = spans(lm.shapes), min(24, lm.limit)
+    stop, n_read = layers[len(layers) // 2].start, 2 * n // 3
+    if not stop or not n_read:
+        return  # nowhere to stop
+    on = [row for row in range(n_read) if row % 3 or row == n_read - 1]
+    noise = torch.Generator().manual_seed(0)
+    for _ in range(3 if is_half else 1):
+        rows = Rows.chain(torch.randint(0, lm.vocab, (n,), generator=noise).tolist(), 0)
+        nothing, want = Dense(lm.shapes, lm.dtype, lm.device), range(n_read, n)
+        with blamed(lambda why: _unstopped(kind, why)):
+            (first,) = run([Feed(lm, rows, nothing, layers=layers[0])])
+            if first.hidden is None:
+                raise _unstopped(kind, "a pass through its first layer does not end there")
+            whole = _Hiding(Feed(lm, rows, nothing, want=want), stop, on)
+            plain = call(lm.model, rows.ids, rows.pos, want, its_pass=whole)
+            said = drive(_stopping(lm, rows, want, stop, on))
+        off = apart(said.cpu().double(), plain.cpu().double(), len(want) // 2 if is_half else 0)
+        if off <= WITHIN.get(lm.dtype, 0.05):
+            return
+    raise _unstopped(kind, f"{n} tokens, of which some go on later: off by {off:.2g}")
+
+
+class _Hiding(Pass):
+    """All rows go through all layers. From one of these on, those that go on see nothing of those that stop."""
+
+    def __init__(self, feed: Feed, stop: int, on: Sequence[int]) -> None:
+        super().__init__(feed)
+        n = self.rows.n_rows
+        shown = torch.zeros(n, dtype=torch.bool).index_fill_(0, torch.tensor(on), True)
+        sees = torch.ones(n, n, dtype=torch.bool).tril()
+        sees[on] &= shown
+        self._stop, self._above = stop, replace(self.rows, sees=sees)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
+        if layer == self._stop:
+            self.rows, self._seen = self._above, {}
+        return super().attend(layer, q, k, v, sight, sink)
+
+
+def _stopping(lm: LM, rows: Rows, want: range, stop: int, on: Sequence[int]) -> Asks[Tensor]:
+    """Logits of the wanted rows behind the others, which are read layer by layer."""
+    kv, behind = Dense(lm.shapes, lm.dtype, lm.device), Behind(lm, None)
+    read = rows.only(range(want.start))
+    prompt = ByLayers(lm, kv, read, read.n_rows, (), lambda at, _: on if at == stop else None, comes_back=True)
+    while not prompt.is_over:
+        yield from prompt.go_on()
+    behind.join(prompt.stopped)
+    yield from behind.complete(kv, rows.ids)
+    made = yield Feed(lm, rows.only(want), kv, want=range(len(want)))
+    return made.logits
+
+
+def _unstopped(kind: str, why: str) -> BadModel:
+    return BadModel(
+        f"rows of {kind} cannot be stopped between its layers",
+        code="no_pruning",
+        lines=[why],
+        try_=["--set prune.method=none --set prefill.order=chunks"],
+    )

@@ -1,0 +1,363 @@
+"""Load a Hugging Face decoder, register our attention with transformers, and check that both give the same logits."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils import logging
+
+from kvcli import heap
+from kvcli.engine import forward
+from kvcli.engine.cuda_graphs.capture import CudaGraphs
+from kvcli.engine.cuda_graphs.captured_pass import Frames
+from kvcli.engine.hf import layer_gate_check, layer_gates, model_probe, model_settings
+from kvcli.engine.hf.batch_invariance import rows_know_neighbours
+from kvcli.engine.hf.cache_shim import current
+from kvcli.engine.hf.direct_forward import Straight, straight_through
+from kvcli.engine.hf.fused_layers import fuse_
+from kvcli.engine.hf.reduced_model import few_layers
+from kvcli.engine.info import ModelInfo
+from kvcli.engine.loading import weights
+from kvcli.engine.loading.weight_quantization import pack, placed, split
+from kvcli.engine.process_memory import give_back, spare_bytes
+from kvcli.engine.threads import use_device, use_threads
+from kvcli.errors import BadModel
+from kvcli.kernels import attend_rows, gpu
+from kvcli.kernels.linear.experts import lay_out_experts_
+from kvcli.kernels.linear.module import lay_out_
+from kvcli.kernels.linear_blocked.module import block_
+from kvcli.kernels.linear_packed.module import packed_weights
+from kvcli.kernels.linear_skinny import MOST
+from kvcli.kernels.linear_skinny.module import lay_out_skinny_
+from kvcli.kernels.products import multiplies
+from kvcli.kernels.rotate import Rotary
+from kvcli.kv.bus import bus_of
+from kvcli.models.family import read_config
+from kvcli.models.hashes import Hashes, Stamped, model_files
+from kvcli.models.packing import Packing
+from kvcli.models.refusals import refuse_quant, refuse_split
+from kvcli.models.sizes import count
+from kvcli.models.source import Source
+
+_ATTENTION = "kvcli"  # our name in transformers' registries
+_PROBE = "kvcli_probe"
+
+
+class LM:
+    """A causal language model whose attention is ours. Weights only: no state of any text."""
+
+    def __init__(
+        self, model: Any, shape: model_probe.Shape, info: ModelInfo, places: Sequence[torch.device] | None = None
+    ) -> None:
+        """`places`: of its layers, where they are not all where the model is."""
+        self.model = model
+        self.n_layers = len(shape.attentions)  # that attend
+        self.mixers = shape.mixers  # of layers that keep a state; none in most models
+        self.mixers.settle()
+        self.heads = shape.heads  # of queries, by layer; what keys and values are is in `shapes`
+        self.vocab = info.vocab
+        self.dtype: torch.dtype = model.dtype
+        self.entry: torch.device = model.device  # where ids go in
+        self.device = places[-1] if places is not None else self.entry  # where logits come out
+        self.is_split = places is not None
+        self.is_apart = self.device.type != "cpu"  # each time that the host asks for a result empties a queue
+        self.shapes = placed(shape.stored, places, self.device)  # per layer
+        self.storing = [layer for layer, of in enumerate(self.shapes) if of.shares is None]  # others read theirs
+        self.attentions = shape.attentions  # per layer
+        self.latents = shape.latents  # by layer, of those that store latents
+        self.sights = shape.sights  # per layer
+        self.sinks = shape.sinks  # per layer, [H] learned logits of attention; None = it has none
+        self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
+        self.sliding = [layer for layer, window in enumerate(self.windows) if window is not None]
+        self.n_heads, self.n_kv_heads, self.head_dim = info.heads, info.kv_heads, info.head_dim  # the most of any layer
+        self.limit = info.limit  # tokens
+        self.stop_ids = model_settings.stop_ids(model, info.id)
+        self.stop_strings = model_settings.stop_strings(model)
+        self.generation = model_settings.generation(model, info.id)
+        self.info = info
+        self.files: dict[str, list[Stamped]] = {}  # that it was loaded from, as they were then
+        self.hashes = Hashes()  # of these, and where somebody said so those of earlier runs
+        self.is_row_invariant = False  # known to: a row has the same bits whoever shares its pass
+        self.has_pool = False  # native kernels share its steps among threads of their own, once laid out (threads.py)
+        self.straight: Straight | None = None  # a way through it that leaves transformers' loop out, once laid out
+        self.frames: Frames | None = None  # passes that its device records, where it does
+        self.turns: tuple[Rotary | None, ...] | None = None  # of keys, by layer, once somebody asked (rope.py)
+        self.remembers: dict[object, Any] = {}  # what its texts taught drafters for those to come, by what it is
+        self._layers = model_probe.decoder_layers(model, shape)
+        self._has_gates = False  # and is known to take them
+        self._is_shown = False  # what its output layer is given
+
+    @staticmethod
+    def of(
+        model: Any,
+        *,
+        id: str = "model",
+        path: str = "",
+        revision: str = "",
+        quant: str = "none",
+        device: torch.device | None = None,
+        layers_on_gpu: int | None = None,
+        verify: bool = False,
+        notes: tuple[str, ...] = (),
+    ) -> LM:
+        """Wrap a transformers causal LM that is already built; its layers are left as they are, but for what expands
+        latents, which is wrapped.
+
+        With `quant` the decoder's linear layers are packed here, by what serves `device` (None: where the model is).
+        With `layers_on_gpu` so many of the last ones and the head go to `device`, the rest stays where it is.
+        Raises BadModel for a model whose attention is not one we serve.
+        """
+        began = time.perf_counter()
+        _register()
+        model.eval().requires_grad_(False)
+        text = model.config.get_text_config()
+        n_layers = count(getattr(text, "num_hidden_layers", None), "num_hidden_layers", id)
+        limit, of_limit = model_settings.limit(text, id)
+        of_rope = model_settings.settle_rope(model, text, id)
+        shape = probed(model, n_layers, limit, id)
+        for attends in shape.attentions:
+            if (latent := shape.latents.get(forward.own_number(attends))) is not None:
+                attends.kv_b_proj = latent
+        parameters = sum(p.numel() for p in model.parameters()) + packed_weights(model)
+        places = None
+        if layers_on_gpu is not None:
+            backend, of_layers, places = split(model, shape, quant, device or model.device, layers_on_gpu)
+        else:
+            backend, of_layers = pack(model, shape, quant, device or model.device)
+        model.set_attn_implementation(_ATTENTION)
+        info = ModelInfo(
+            id=id,
+            path=path,
+            family=str(model.config.model_type),
+            parameters=parameters,
+            layers=n_layers,
+            heads=max(shape.heads),
+            kv_heads=max(of.n_kv_heads for of in shape.stored),
+            head_dim=max(of.k_dim for of in shape.stored),
+            vocab=int(model.get_output_embeddings().weight.shape[0]),
+            dtype=str(model.dtype).removeprefix("torch."),
+            quant=quant,
+            backend=backend,
+            device=str(places[-1] if places is not None else model.device),
+            limit=limit,
+            weight_bytes=_weight_bytes(model),
+            load_seconds=time.perf_counter() - began,
+            revision=revision,
+            notes=(*notes, *of_limit, *of_rope, *shape.notes, *of_layers, *model_settings.unkept(model)),
+        )
+        lm = LM(model, shape, info, places)
+        if verify:
+            model_probe.compare(lm, lambda: _attention(model, "eager"), id)
+        return lm
+
+    @staticmethod
+    @heap.reading()
+    def load(
+        source: Source,
+        *,
+        quant: str = "none",
+        dtype: str = "auto",
+        device: str = "auto",
+        layers_on_gpu: int | str = "auto",
+        threads: int = 0,
+        allow_pickle: bool = False,
+        trust_remote_code: bool = False,
+        verify: bool = True,
+        graphs: str = "auto",
+    ) -> LM:
+        """Load the files of `source`. Never touches the network and prints nothing; raises BadModel or UsageError.
+
+        `quant` int8, int4 or nf4: packed, on CUDA by bitsandbytes where no fused kernels serve it. `graphs`: "auto" or
+        "off".
+        """
+        began = time.perf_counter()
+        where = weights.find_device(device)
+        is_quantized = Packing.of(source.config).stays(where.type)
+        refuse_quant(source.id, quant, where.type, is_quantized=is_quantized)
+        refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized)
+        if source.is_pickle and not allow_pickle:
+            raise BadModel(f"the weights of {source.id} are pickle files", code="model_pickle", try_=["--allow-pickle"])
+        use_threads(threads or torch.get_num_threads())
+        use_device(where)
+        files = model_files(source.path, [file.path for file in source.files], source.made_of)
+        with quiet():
+            config = read_config(source, trust_remote_code)
+            model, notes = weights.read_weights(source, config, dtype, where, trust_remote_code, quant)
+            lm = LM.of(
+                model,
+                id=source.id,
+                path=str(source.path),
+                revision=source.revision,
+                quant=quant,
+                device=where,
+                layers_on_gpu=None if layers_on_gpu == "auto" else int(layers_on_gpu),
+                verify=verify,
+                notes=notes,
+            )
+        for file in (*files["weights"], *files["files"]):
+            file.check()
+        lm.files = files
+        lm.lay_out()
+        if lm.is_apart:
+            lm.record(graphs)
+        lm.info = replace(lm.info, load_seconds=time.perf_counter() - began)
+        return lm
+
+    def __deepcopy__(self, memo: object) -> LM:
+        """Itself: texts that are copied share it."""
+        return self
+
+    @property
+    def rounds_by_rows(self) -> bool:
+        """Whether a row's numbers may depend on how many rows share its pass, by more than fp32 shows."""
+        return self.dtype.itemsize < 4 and not self.is_row_invariant
+
+    @property
+    def most_rows(self) -> int | None:
+        """Rows that are written, up to which a pass leaves each its bits, without those of a prompt; None = any."""
+        return MOST if self.is_apart and self.is_row_invariant else None
+
+    def meet_gates(self) -> None:
+        """Raises BadModel where rows cannot be stopped between layers; asked when a feed first wants that.
+
+        Gates come with it: a call more in each layer of each pass, which most models never need.
+        """
+        if self._has_gates:
+            return
+        try_ = ["--set prefill.order=chunks", "--set prune.method=none", "--set reuse.method=none"]
+        self.mixers.refuse(self.info.id, "rows cannot be stopped between them", try_)
+        self._has_gates = True  # for the passes of the check
+        try:
+            layer_gates.install(self._layers or ())
+            layer_gate_check.compare(self)
+        except BaseException:
+            self._has_gates = False
+            raise
+
+    def shown(self) -> None:
+        """Have passes that want it note what the output layer is given; asked when a feed first wants that."""
+        if not self._is_shown:
+            self._is_shown = True
+            self.model.get_output_embeddings().register_forward_pre_hook(_show)
+
+    def lay_out(self) -> None:
+        """Have linear layers multiplied as their device does it fastest: natively or fused, where that is served.
+
+        Then a trial says whether rows are independent of each other to the bit.
+        """
+        widened = "in oneDNN's blocks" if multiplies(self.dtype) else "multiplied in float32"
+        native, experts = "layers in native panels", "weights of experts and routers in native panels"
+        skinny, blocked = (lay_out_skinny_, "layers fused for few rows"), (block_, f"layers {widened}")
+        for swap, how in ((lay_out_, native), (lay_out_experts_, experts), skinny, blocked):
+            if done := swap(self.model, give_back):
+                self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
+        serves = (not attend_rows.why_not(self.dtype, self.device, of.k_dim, of.v_dim) for of in self.shapes)
+        self.has_pool = not self.is_apart and any(serves)
+        for latent in self.latents.values():
+            latent.lay_out()
+        self.mixers.settle()
+        if self.mixers.are_by_row:
+            self.info = replace(self.info, backend=f"{self.info.backend}, {len(self.mixers)} recurrences row by row")
+        if self.is_split:  # what is fused takes all layers for one device's
+            return
+        layers = list(() if self.mixers else self._layers or ())
+        if fused := fuse_(self, layers):
+            self.info = replace(self.info, backend=f"{self.info.backend}, {fused} fused")
+        with few_layers(self, layers):
+            self.straight = straight_through(self, layers)
+            self.is_row_invariant = not rows_know_neighbours(self)
+
+    def record(self, graphs: str) -> None:
+        """Have its device record passes and replay them (captured_pass.py), where it can; the backend says so, or why not."""
+        whys = (
+            gpu.why_not(self.device, self.dtype) if graphs == "auto" else f"load.graphs = {graphs}",
+            "its layers are on two devices" if self.is_split else "",
+            *(attend_rows.why_not(self.dtype, self.device, of.k_dim, of.v_dim) for of in self.shapes),
+            self.mixers.why_not_recorded,
+        )
+        if not (why := next(filter(None, whys), "")):
+            self.frames = Frames(CudaGraphs(self.device))
+        how = f"passes not recorded: {why}" if why else "passes recorded"
+        self.info = replace(self.info, backend=f"{self.info.backend}, {how}")
+
+    @cached_property
+    def spare(self) -> int:
+        """Bytes of its device that were free beside the weights when somebody first asked: one number for all texts."""
+        return spare_bytes(self.device)
+
+    def release(self) -> None:
+        """A text has ended: give back what its device held for it, passes recorded over its past and pinned memory."""
+        if self.frames is not None:
+            self.frames.release()
+        bus_of(self.device).let_go()
+
+
+def _show(output: nn.Module, given: tuple[Tensor, ...]) -> None:
+    its_pass = current()
+    if getattr(its_pass, "shows", False):
+        its_pass.shown = given[0][0]
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    held: dict[int, int] = {}
+    for t in (*model.parameters(), *model.buffers()):
+        held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    return sum(held.values())
+
+
+# ---- the seam ----
+
+
+@cache
+def _register() -> None:
+    """Once a process. Without a mask function of that name transformers makes no mask and asks no device for it."""
+    AttentionInterface.register(_ATTENTION, forward.attention)
+
+
+def probed(model: Any, n_layers: int, limit: int, name: str) -> model_probe.Shape:
+    """What its layers ask of attention, by one row; raises BadModel for what is not served."""
+    probe = model_probe.Probe()
+    AttentionInterface.register(_PROBE, probe.attention)
+    AttentionMaskInterface.register(_PROBE, probe.mask)
+    try:
+        with _attention(model, _PROBE):
+            return model_probe.shape_of(model, probe, n_layers, limit, name)
+    finally:
+        probe.layers.clear()  # transformers' registry keeps the probe, and the probe must not keep the model
+
+
+@contextmanager
+def _attention(model: Any, name: str) -> Iterator[None]:
+    """Another attention function for the length of a block."""
+    before = model.config.get_text_config()._attn_implementation  # a class around it may have one that it keeps
+    with quiet():
+        model.set_attn_implementation(name)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(before)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No bars and no warnings of transformers: what matters of them comes back as a note or an error."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

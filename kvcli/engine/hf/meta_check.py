@@ -1,0 +1,82 @@
+"""Whether a model would be served, asked of its outline: built where nothing takes memory, with no weight read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvcli.engine.hf import model_settings
+from kvcli.engine.hf.lm import probed, quiet
+from kvcli.engine.loading.build_limit import within
+from kvcli.errors import BadModel
+from kvcli.models.family import loader_of, read_config, refuse_unknown_packing, unreadable
+from kvcli.models.foreign import blamed
+from kvcli.models.gguf import quantizer
+from kvcli.models.packing import Packing, refuse_unpackable
+from kvcli.models.sizes import count
+from kvcli.models.source import Source
+
+_ATEN = torch.ops.aten
+_NUMBER = (_ATEN._local_scalar_dense.default, _ATEN.item.default, _ATEN.is_nonzero.default)
+
+
+def examine(source: Source, kind: str, trust_remote_code: bool) -> str:
+    """Raises BadModel as loading on such a device would; "", or what only loading can tell.
+
+    The outline answers all but what depends on numbers, such as which experts a row goes to.
+    """
+    if not source.is_gguf:
+        return _examine(source, kind, trust_remote_code)
+    with TemporaryDirectory() as folder:  # transformers takes a config from a folder alone
+        (Path(folder) / "config.json").write_text(json.dumps(source.config))
+        return _examine(replace(source, path=Path(folder), is_gguf=False), kind, trust_remote_code)
+
+
+def _examine(source: Source, kind: str, trust_remote_code: bool) -> str:
+    with quiet():
+        config = read_config(source, trust_remote_code)
+        loader = loader_of(source, config, trust_remote_code)
+        refuse_unpackable(source.id, source.config, kind)
+        quantizer.register()
+        refuse_unknown_packing(source, Packing.of(source.config))
+        model = _outline(source, config, loader)
+        text = model.config.get_text_config()
+        layers = count(getattr(text, "num_hidden_layers", None), "num_hidden_layers", source.id)
+        try:
+            with _Guesses():  # type: ignore[no-untyped-call]
+                probed(model, layers, model_settings.limit(text, source.id)[0], source.id)
+        except BadModel as error:
+            if not any("meta" in line.lower() for line in error.lines):
+                raise
+            return "what its layers ask of attention shows when it is loaded: on the way there they ask for numbers"
+    return ""
+
+
+class _Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What an outline is asked that only numbers know: of the one row all is true and 0, and no expert is picked."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        of = args[0] if args else None
+        if isinstance(of, Tensor) and of.is_meta:
+            if func in _NUMBER:
+                return True if of.dtype is torch.bool else 0
+            if func is _ATEN.nonzero.default:
+                return of.new_empty((0, of.dim()), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))
+
+
+def _outline(source: Source, config: Any, loader: Any) -> Any:
+    """The model on the meta device."""
+    config._experts_implementation = "eager"  # grouped products check sizes that an outline does not have
+    build = getattr(loader, "from_config", None) or loader._from_config  # of an Auto class, of one of its own
+    why = "its config.json does not fit its architecture"
+    with within(source), blamed(partial(unreadable, source, why)), torch.device("meta"):
+        return build(config, attn_implementation="eager").eval()

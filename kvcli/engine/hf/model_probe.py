@@ -1,0 +1,263 @@
+"""Ask a loaded model how its layers attend, then compare our pass with its own; refuse by name where they part."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from kvcli.engine.engine import call, run
+from kvcli.engine.forward import PLACE, sight_of
+from kvcli.engine.forward_request import Feed
+from kvcli.engine.hf.mla import Latent, latent_of
+from kvcli.engine.hf.recurrent_layers import Finder, Mixers
+from kvcli.engine.rows import Rows
+from kvcli.engine.sequence.commit import commit
+from kvcli.errors import BadModel
+from kvcli.kv.dense import Dense
+from kvcli.kv.slots import LayerShape, Sight
+from kvcli.kv.states import Known, States, apart_by
+from kvcli.models.foreign import blamed
+
+_SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors our attention may be handed
+# Relative RMS of a row's logits. Stock attention takes its softmax in float32 even in a float64 model.
+WITHIN = {torch.float64: 1e-5, torch.float32: 3e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one layer handed to the attention function."""
+
+    module: nn.Module
+    index: int
+    heads: tuple[int, int, int, int]  # H, K, key size, value size
+    sight: Sight
+    mask: int | None  # which of the model's masks it was handed; None = none, -1 = one changed on the way
+    sink: Tensor | None  # [H] logits that take attention and give nothing
+    extras: tuple[str, ...]  # what it asks of attention that nobody here serves
+    kv: tuple[Tensor, Tensor]  # as handed over: layers that share keys and values hand over the same tensors
+
+
+MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Probe:
+    """Travels through a model in place of a pass and notes what each layer asks for."""
+
+    layers: list[Layer] = field(default_factory=list)
+    masks: list[MaskRule] = field(default_factory=list)
+
+    def attention(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
+    ) -> tuple[Tensor, None]:
+        """Registered with transformers under its own name for the length of the probe."""
+        extras = [k for k, v in asked.items() if k not in _SERVED and isinstance(v, Tensor)]
+        if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            extras.append("is_causal=False")
+        heads = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+        index = int(getattr(module, "layer_idx", -1))
+        sight = sight_of(query, asked.get("scaling"), asked.get("softcap"), asked.get("sliding_window"))
+        which = None if attention_mask is None else self._which(attention_mask)
+        self.layers.append(Layer(module, index, heads, sight, which, asked.get("s_aux"), tuple(extras), (key, value)))
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def mask(self, *_: Any, mask_function: MaskRule, device: torch.device | str = "cpu", **__: Any) -> Tensor:
+        """A mask whose only entry says which rule made it."""
+        self.masks.append(mask_function)
+        where = "cpu" if torch.device(device).type == "meta" else device  # it is read, which an outline cannot be
+        return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=where)
+
+    def _which(self, mask: Tensor) -> int:
+        mark = float(mask) if mask.numel() == 1 and not mask.is_meta else -1.0
+        return int(mark) if mark in range(len(self.masks)) else -1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What our attention and storage need to know of a model."""
+
+    heads: tuple[int, ...]  # of queries, by layer
+    sights: tuple[Sight, ...]
+    sinks: tuple[Tensor | None, ...]
+    attentions: tuple[nn.Module, ...]
+    stored: tuple[LayerShape, ...]
+    mixers: Mixers
+    latents: Mapping[int, Latent]  # by what a layer calls itself, of those that store latents
+    notes: tuple[str, ...]
+
+
+def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> Shape:
+    """Send one row through the model with `probe` in place; raises BadModel if any layer asks for what we lack."""
+    kind = f"{name} ({model.config.model_type})"
+    finder = Finder()
+    with blamed(lambda said: refusal(kind, "a row does not get through it", [said])), finder.watching(model):
+        call(model, [0], [0], [0], its_pass=probe, trial=finder)
+    layers, mixers = probe.layers, finder.mixers()
+    if not layers and mixers:
+        _refuse(kind, "none of its layers attends", ["kvcli stores keys and values, and states beside them"])
+    if not layers:
+        _refuse(kind, "its attention does not go through transformers' attention interface", [type(model).__name__])
+    seen = [at.index for at in layers]
+    if seen != list(range(n_layers)) and (not mixers or seen != sorted({*seen})):
+        n = len({*seen})
+        why = f"only {n} of its {n_layers} layers attend" if n < n_layers else "its layers attend more than once"
+        _refuse(kind, why, ["kvcli stores one key and one value per head, layer and token"])
+    for place, at in enumerate(layers if mixers else ()):
+        setattr(at.module, PLACE, place)
+    for at in layers:
+        _check_layer(at, probe, limit, kind)
+    heads, sights, sinks, modules = zip(*((at.heads[0], at.sight, at.sink, at.module) for at in layers), strict=True)
+    with torch.inference_mode():
+        found = {at.index: latent_of(at.module, finder.given.get(at.index), *at.kv) for at in layers}
+    latents = {layer: of.latent for layer, of in found.items() if of.latent is not None}
+    lacks = Counter(of.why_not for of in found.values() if of.why_not)
+    notes = tuple(f"{n} layers store keys and values of all heads, and no latents: {why}" for why, n in lacks.items())
+    stored = tuple(_stored(at, latents.get(at.index), layers[:place]) for place, at in enumerate(layers))
+    return Shape(heads, sights, sinks, modules, stored, mixers, latents, notes)
+
+
+def decoder_layers(model: nn.Module, shape: Shape) -> nn.ModuleList | None:
+    """The list of decoder layers, if the model has one: embeddings, head and whatever reads pictures are not in it."""
+    for part in model.modules():
+        if not isinstance(part, nn.ModuleList) or len(part) < len(shape.attentions):
+            continue
+        attend = [layer for layer in part if any(module in shape.attentions for module in layer.modules())]
+        if len(attend) == len(shape.attentions) and (len(attend) == len(part) or shape.mixers):
+            return part
+    return None
+
+
+def _stored(at: Layer, latent: Latent | None, before: Sequence[Layer]) -> LayerShape:
+    if latent is None:
+        return LayerShape(*at.heads[1:], _owner(at, before))
+    size = latent.rank + latent.turned
+    return LayerShape(1, size, size, rank=latent.rank)
+
+
+def _owner(at: Layer, before: Sequence[Layer]) -> int | None:
+    """The first layer before this one that handed over the same keys and values; None = these are its own."""
+    same = (i for i, of in enumerate(before) if all(a is b for a, b in zip(of.kv, at.kv, strict=True)))
+    return next(same, None)
+
+
+def _check_layer(at: Layer, probe: Probe, limit: int, kind: str) -> None:
+    h, k, *_ = at.heads
+    if h % k:
+        _refuse(kind, f"layer {at.index} has {h} heads over {k} KV heads", ["kvcli serves as many to each"])
+    if at.extras:
+        _refuse(kind, f"layer {at.index} asks its attention for {', '.join(at.extras)}", ["which kvcli does not serve"])
+    if at.mask == -1:
+        _refuse(kind, f"layer {at.index} makes a mask of its own", ["kvcli serves full and sliding-window attention"])
+    if at.mask is None:
+        return
+    with blamed(lambda said: refusal(kind, f"the mask of layer {at.index} follows from more than positions", [said])):
+        is_causal = _is_causal(probe.masks[at.mask], at.sight.window, limit)
+    if not is_causal:
+        what = "causal" if at.sight.window is None else f"a sliding window of {at.sight.window}"
+        _refuse(kind, f"the mask of layer {at.index} is not {what}", ["as in chunked or bidirectional attention"])
+
+
+def _is_causal(rule: MaskRule, window: int | None, limit: int) -> bool:
+    """Whether the model's own mask, far into a text, is what we will do: everything older, or the window."""
+    last = max(limit - 1, 2 * (window or 0), 2)
+    first = 0 if window is None else last - window + 1
+    seen, hidden = [last, (first + last) // 2, first], [last + 1, *([] if window is None else [first - 1, 0])]
+
+    def sees(at: int) -> bool:
+        zero = torch.tensor(0)
+        return bool(rule(zero, zero, torch.tensor(last), torch.tensor(at)))
+
+    return all(map(sees, seen)) and not any(map(sees, hidden))
+
+
+def compare(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: str) -> None:
+    """Random tokens through the model's own attention, in place during `stock()`, and through ours; raises BadModel.
+
+    In half precision rounding alone may send a token to another expert, which changes its row and what later rows
+    read. A fault in the seam changes most rows of every text: so there half of the rows and two of three texts may
+    be off.
+    """
+    is_half = lm.dtype in (torch.bfloat16, torch.float16)
+    kind, bound = f"{name} ({lm.info.family})", WITHIN.get(lm.dtype, 0.05)
+    small = [w for w in lm.windows if w is not None and w <= 64]
+    n = min(max([16, *(3 * w for w in small)]), lm.limit)  # most rows leave a small window
+    noise = torch.Generator().manual_seed(0)
+    for _ in range(3 if is_half else 1):
+        ids = torch.randint(0, lm.vocab, (n,), generator=noise).tolist()
+        with stock(), blamed(lambda said: refusal(kind, "its own forward fails", [said])):
+            theirs = _stock(lm, ids)
+        if not bool(theirs.isfinite().all()):
+            _refuse(kind, f"its own forward gives NaN or infinity in {lm.info.dtype}", [], ["--set load.dtype=fp32"])
+        mine, known = _ours(lm, ids)
+        worst, folded = apart(mine, theirs, n // 2 if is_half else 0), _folded(lm, ids, known)
+        if worst <= bound and folded <= max(bound, 1e-3):
+            return
+    largest = float((mine - theirs).abs().nan_to_num(torch.inf).max())
+    _refuse(
+        kind,
+        "our pass does not give the logits of its own forward",
+        [
+            f"{n} tokens: logits off by up to {largest:.3g} on a scale of {float(theirs.abs().max()):.3g}",
+            f"relative error {worst:.2g}, allowed in {lm.info.dtype}: {bound:g}",
+            *[f"states of its layers behind them off by {folded:.2g} from those of one pass"] * bool(lm.mixers),
+        ],
+        ["report it with the output of kvcli doctor", "--set load.verify=false runs it anyway: expect wrong text"],
+    )
+
+
+def apart(mine: Tensor, theirs: Tensor, nth: int) -> float:
+    """Relative RMS between rows of logits [N, V]: that of the row that is off the most but `nth`."""
+    off = ((mine - theirs).square().mean(1) / theirs.square().mean(1).clamp_min(1e-30)).sqrt()  # [N]
+    return float(off.nan_to_num(torch.inf).sort(descending=True).values[nth])
+
+
+def _stock(lm: Any, ids: Sequence[int]) -> Tensor:
+    """Logits [N, V] of one call with the attention that is in place."""
+    return call(lm.model, ids).cpu().double()
+
+
+def _ours(lm: Any, ids: Sequence[int]) -> tuple[Tensor, Known]:
+    """Logits [N, V] of two passes, the second reading what the first stored, and what mixers know behind them: of these
+    a pass between is accepted in part, and one has a single row.
+    """
+    kv, states = Dense(lm.shapes, lm.dtype, lm.device), States(lm.mixers.like)
+    n, half = len(ids), len(ids) // 2
+    logits = []
+    passes = [(half, half + 5, 2), (half + 2, half + 3, 1), (half + 3, n, n)] if lm.mixers and n > 9 else [(half, n, n)]
+    for a, b, most in ((0, half, n), *passes)[half == 0 :]:  # a window of one token has no half
+        rows, taken = Rows.chain(ids[a:b], a), min(most, b - a)
+        last_first = range(b - a - 1, -1, -1)  # a model that ignores it gives other rows
+        (made,) = run([Feed(lm, rows, kv, want=last_first, states=states)])
+        logits.append(made.logits[: b - a].flip(0)[:taken])
+        commit(kv, rows, made, range(taken))
+    return torch.cat(logits).cpu().double(), states.now
+
+
+def _folded(lm: Any, ids: Sequence[int], known: Known) -> float:
+    """How far what mixers know is from what they know behind one pass of the same tokens, relative RMS."""
+    states, rows = States(lm.mixers.like), Rows.chain(ids, 0)
+    if not lm.mixers:
+        return 0.0
+    (made,) = run([Feed(lm, rows, Dense(lm.shapes, lm.dtype, lm.device), states=states, is_prompt=True)])
+    assert made.fold is not None, "it has mixers"
+    made.fold(len(ids))
+    return apart_by(known, states.now)
+
+
+def _refuse(kind: str, why: str, lines: Sequence[str], try_: Sequence[str] = ()) -> NoReturn:
+    raise refusal(kind, why, lines, try_)
+
+
+def refusal(kind: str, why: str, lines: Sequence[str], try_: Sequence[str] = ()) -> BadModel:
+    return BadModel(
+        f"{kind} is not supported: {why}",
+        code="model_unsupported",
+        lines=lines,
+        try_=try_ or ["docs/models.md lists what runs", "vLLM or llama.cpp may serve this model"],
+    )

@@ -1,0 +1,342 @@
+"""Mixers: modules that fold the text into a state (recurrent, convolutional, linear attention), and what passes make of
+their states.
+
+They are found by what they do: they ask for a state where attention asks for keys. Their arithmetic stays their own.
+Of a pass that was accepted in part, the state is made again over the accepted rows: by the kernel that made it, if one
+did (rowwise_recurrence.py); else by calling each mixer once more, with its linear layers answering from what they gave then.
+No weight is read twice, and one way serves every recurrence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import ismethod
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from kvcli.engine.hf.cache_shim import Trial, current, under_way
+from kvcli.engine.hf.rowwise_recurrence import ByRow, by_row
+from kvcli.errors import BadModel
+from kvcli.kv.states import NOTHING, Folding, Key, Known, States
+
+if TYPE_CHECKING:
+    from kvcli.engine.forward_request import Feed
+
+# Rows up to which a pass is gone over again row by row: kernels for several take 64 at a time where there is nothing
+# but PyTorch, which on a CPU takes as long as four of those for one (a gated delta net of 12 heads)
+FEW = 3
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]  # what a module was called with
+
+
+@dataclass
+class Part:
+    """The rows of one text in a pass, and what mixers make of its state."""
+
+    states: States
+    folding: Folding
+    rows: slice  # of the pass
+    tape: dict[Taped, list[Tensor]] | None = None  # what linear layers gave; None = all rows will be accepted
+    calls: dict[Mixer, Call | None] = field(default_factory=dict)  # in order; with a tape as they were
+    behind: dict[Key, Callable[[int], Tensor]] = field(default_factory=dict)  # states behind the first rows alone
+    _last: Callable[[int], Tensor] | None = None
+
+    def made_by(self, behind: Callable[[int], Tensor]) -> None:
+        """The state that is stored next can be made again behind fewer rows, by `behind`."""
+        self._last = behind if self.tape is not None else None
+
+    def stored(self, key: Key, state: Tensor) -> None:
+        """The state behind these rows."""
+        self.folding.rec[key] = state
+        if self._last is not None:
+            self.behind[key], self._last = self._last, None
+
+
+class Stated(Trial):
+    """What layers get as their cache in a pass over a model with mixers: each is given the state of its text."""
+
+    def __init__(self, parts: Sequence[Part], n_mixers: int, of: Trial | None = None) -> None:
+        """`of`: as it would be without mixers."""
+        super().__init__(of.latents, may_expand=of.may_expand) if of is not None else super().__init__()
+        self.parts, self._n_mixers = parts, n_mixers
+        self.now = parts[0]  # whose rows a mixer is given
+        self.answers: dict[Taped, Iterator[Tensor]] | None = None  # of linear layers, where a pass is gone over again
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """[1, C, W], or None where the text begins."""
+        return self.now.folding.conv_state((layer_idx, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state, or None where the text begins."""
+        return self.now.folding.recurrent_state((layer_idx, state_idx))
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """[1, C, N] of these rows -> with the history before them."""
+        return self.now.folding.join((layer_idx, state_idx), conv_states, conv_kernel_size or conv_states.shape[-1])
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """The state behind these rows."""
+        self.now.stored((layer_idx, state_idx), recurrent_states)
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True: a history is not to be written in place."""
+        return True
+
+    @property
+    def trial(self) -> Stated:
+        """Itself: it travels in the place of a pass that is gone over again."""
+        return self
+
+    def fold(self, i: int) -> Callable[[int], None]:
+        """What has the states of its i-th text take in so many of its rows, once these are accepted."""
+        part = self.parts[i]
+        assert len(part.calls) == self._n_mixers, "a pass ended before a mixer"
+        return partial(self._fold, part)
+
+    def _fold(self, part: Part, n: int) -> None:
+        rec: Mapping[Key, Tensor] = part.folding.rec
+        if n < part.folding.n_rows and rec:  # histories can be cut
+            rec = self._again(part, n)
+        part.states.advance(part.folding.known(n, rec))
+
+    def _again(self, part: Part, n: int) -> Mapping[Key, Tensor]:
+        """Recurrent states behind the first n rows of a text."""
+        assert part.tape is not None, "all rows of a prompt are accepted"
+        if part.behind:
+            return {key: behind(n) for key, behind in part.behind.items()}
+        known = part.folding.before
+        for rows in [slice(i, i + 1) for i in range(n)] if n <= FEW else [slice(0, n)]:
+            self.answers = {layer: (t[..., rows, :] for t in gave) for layer, gave in part.tape.items()}
+            self.now = again = Part(part.states, Folding(known, rows.stop - rows.start), rows)
+            with torch.inference_mode(), under_way(self):
+                for mixer, call in part.calls.items():
+                    assert call is not None, "with a tape calls are kept"
+                    mixer.run(again, _picked(call, part.folding.n_rows, rows))
+            known = again.folding.known(rows.stop - rows.start, again.folding.rec)
+        return known.rec
+
+
+class Mixer:
+    """One of them, in the place of its own forward: rows of several texts go through it text by text."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._forward = ref(module), _weak(module.forward)
+        self._by_row: ByRow | None = None
+        self._linears = [name for name, inner in module.named_modules() if isinstance(inner, nn.Linear)]
+
+    def __call__(self, *args: Any, **told: Any) -> Any:
+        """As the module is called and answers: [1, N, E] -> [1, N, E]."""
+        trial = _trial()
+        if trial is None:
+            return self._forward()(*args, **told)
+        if len(trial.parts) == 1:
+            return self.run(trial.parts[0], (args, told))
+        n, gave = trial.parts[-1].rows.stop, list[Any]()
+        for part in trial.parts:
+            trial.now = part
+            gave.append(self.run(part, _picked((args, told), n, part.rows)))
+        return tree_map(lambda *each: torch.cat(each, dim=1) if isinstance(each[0], Tensor) else each[0], *gave)
+
+    def run(self, part: Part, call: Call) -> Any:
+        """Over the rows of one text."""
+        part.calls[self] = call if part.tape is not None and self._by_row is None else None
+        return (self._by_row or self._forward())(*call[0], **call[1])
+
+    def by_row(self) -> ByRow | None:
+        """What computes it over rows in order, where something does."""
+        return by_row(self._held(), _now)
+
+    def settle(self, its: ByRow | None) -> None:
+        """Have it computed so; or else have its linear layers, as they are by now, note what they give."""
+        self._by_row, module = its, self._held()
+        if its is not None:
+            return
+        for name in self._linears:
+            inner = module.get_submodule(name)
+            if not isinstance(inner.forward, Taped):
+                inner.forward = Taped(inner.forward)
+
+    def _held(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "it is held by the model"
+        return module
+
+
+class Taped:
+    """A linear layer of a mixer, in the place of its own forward."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = _weak(forward)
+
+    def __call__(self, x: Tensor, *args: Any, **told: Any) -> Tensor:
+        """x [.., N, E] -> [.., N, F], computed, or as it was in the pass that is gone over again."""
+        trial = _trial()
+        if trial is not None and trial.answers is not None:
+            return next(trial.answers[self])
+        gave: Tensor = self._forward()(x, *args, **told)
+        if trial is not None and trial.now.tape is not None:
+            trial.now.tape.setdefault(self, []).append(gave)
+        return gave
+
+
+class Mixers:
+    """Those of a model, in the order in which rows go through them."""
+
+    def __init__(self, found: Sequence[Mixer] = (), like: Known = NOTHING, *, are_last: bool = False) -> None:
+        """`like`: what they know of one token. `are_last`: rows go through one behind the last layer that attends."""
+        self.like, self.are_last = like, are_last
+        self.are_by_row = False  # a row's state is made in one way, whatever rows are in its pass
+        self._found = found
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def refuse(self, name: str, why: str, try_: Sequence[str]) -> None:
+        """Raises BadModel if there are any: something cannot be done with the model of that name."""
+        if self._found:
+            raise refused(name, why, try_)
+
+    def settle(self) -> None:
+        """To be done when the model is where it will be, and whenever linear layers were replaced."""
+        found = [mixer.by_row() for mixer in self._found]
+        self.are_by_row = bool(found) and all(found)  # a pass is gone over again in one way
+        for mixer, its in zip(self._found, found, strict=True):
+            mixer.settle(its if self.are_by_row else None)
+
+    @property
+    def why_not_recorded(self) -> str:
+        """Why passes through them are no frames; "" where there are none."""
+        return "some of its layers keep a state" if self._found else ""
+
+    def trial(self, feeds: Sequence[Feed], plain: Trial) -> Stated:
+        """For a pass of these texts side by side, in place of `plain`. Raises BadModel for rows that are no chain, or
+        know no state."""
+        ends = [0]
+        for feed in feeds:
+            ends.append(ends[-1] + feed.rows.n_rows)
+        parts = [_part(feed, slice(*of)) for feed, of in zip(feeds, pairwise(ends), strict=True)]
+        return Stated(parts, len(self._found), plain)
+
+
+def _part(feed: Feed, rows: slice) -> Part:
+    name = feed.lm.info.id
+    if feed.states is None:
+        why = "what is asked for reads the past by a way of its own, which knows keys and values alone"
+        raise refused(name, why, ["--set policy.name=window", "--set spec.method=ngram"])
+    if feed.rows.sees is not None:
+        raise refused(
+            name, "its guesses are one chain, without scouts", ["--set spec.method=ngram --set spec.branches=1"]
+        )
+    assert feed.states.now.at in (0, feed.rows.pos[0]), "rows do not stand behind what is known"
+    is_sure = feed.is_prompt or feed.rows.n_rows == 1
+    folding = Folding(feed.states.now, feed.rows.n_rows, is_sure=is_sure)
+    return Part(feed.states, folding, rows, tape=None if is_sure else {})
+
+
+def refused(name: str, why: str, try_: Sequence[str]) -> BadModel:
+    """What cannot be done with a model some of whose layers keep a state."""
+    return BadModel(f"{name} has layers that fold the text into a state: {why}", code="keeps_states", try_=try_)
+
+
+# ---- finding them ----
+
+
+class Finder(Stated):
+    """Travels through a model in place of a cache, and notes which module is running when a state is made."""
+
+    def __init__(self) -> None:
+        super().__init__([Part(States(), Folding(NOTHING, 1), slice(0, 1))], 0)
+        self._running: list[nn.Module] = []
+        self._found: dict[nn.Module, None] = {}  # in order
+        self.given: dict[int, tuple[Tensor, Tensor]] = {}  # by what a layer calls itself: what it would store
+        self._are_last = False
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **told: Any) -> tuple[Tensor, Tensor]:
+        """A layer attends."""
+        self._are_last, self.given[layer_idx] = False, (k, v)
+        return super().update(k, v, layer_idx, *args, **told)
+
+    def update_conv_state(self, *args: Any, **told: Any) -> Tensor:
+        """One keeps a history."""
+        self._note()
+        return super().update_conv_state(*args, **told)
+
+    def update_recurrent_state(self, *args: Any, **told: Any) -> Tensor:
+        """One keeps a state."""
+        self._note()
+        return super().update_recurrent_state(*args, **told)
+
+    def _note(self) -> None:
+        self._found[self._running[-1]] = None
+        self._are_last = True
+
+    def mixers(self) -> Mixers:
+        """What was found, each in the place of its module's forward from now on."""
+        folding = self.now.folding
+        within = {inner for module in self._found for inner in module.modules() if inner is not module}
+        outer = [module for module in self._found if module not in within]
+        return Mixers([*map(_mixer, outer)], folding.known(1, folding.rec), are_last=self._are_last)
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """For the length of a call."""
+
+        def enter(module: nn.Module, _: object) -> None:
+            self._running.append(module)
+
+        def leave(module: nn.Module, _: object, __: object) -> None:
+            self._running.pop()
+
+        hooks = [m.register_forward_pre_hook(enter) for m in model.modules()]
+        hooks += [m.register_forward_hook(leave) for m in model.modules()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _mixer(module: nn.Module) -> Mixer:
+    """That of a module, which has one already if its model was wrapped before."""
+    if not isinstance(module.forward, Mixer):
+        module.forward = Mixer(module)
+    return module.forward
+
+
+def _trial() -> Stated | None:
+    """Of the pass that is under way, if its model has mixers."""
+    found = getattr(current(), "trial", None)
+    return found if found is not None and found.parts else None
+
+
+def _now() -> Part:
+    """Whose rows a mixer is given."""
+    trial = _trial()
+    assert trial is not None, "only of a pass of ours"
+    return trial.now
+
+
+def _picked(call: Call, n: int, rows: slice) -> Call:
+    """A call with these of its n rows: what is as long in its second place is by rows."""
+
+    def pick(t: Any) -> Any:
+        return t[:, rows] if isinstance(t, Tensor) and t.dim() > 1 and t.shape[1] == n else t
+
+    found: Call = tree_map(pick, call)
+    return found
+
+
+def _weak(forward: Callable[..., Any]) -> Callable[[], Any]:
+    """Held weakly: a module that held itself would outlive its model."""
+    return WeakMethod(forward) if ismethod(forward) else lambda: forward

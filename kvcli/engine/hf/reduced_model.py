@@ -1,0 +1,69 @@
+"""A model cut down to a few layers of each kind: what is alike but for its weights needs one trial, not one each.
+
+What a trial looks for (that a fused layer computes what the layer did, that a row's bits do not depend on its
+neighbours) lies in code, shapes and settings. Both ends of a kind compute, as models differ there if anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from kvcli.kernels.trial import alike, ends, kind
+
+if TYPE_CHECKING:
+    from kvcli.engine.hf.lm import LM
+
+
+def kinds(lm: LM, layers: Sequence[nn.Module]) -> list[list[int]]:
+    """The layers of a model by kind: also by how they see and store, and by what the config says of each."""
+    config = vars(lm.model.config.get_text_config()).values()
+    listed = [of for of in config if isinstance(of, list | tuple) and len(of) == len(layers)]
+
+    def kind_of(i: int) -> Hashable:
+        return kind(layers[i]), lm.sights[i], lm.shapes[i], lm.sinks[i] is None, *(str(of[i]) for of in listed)
+
+    return alike(range(len(layers)), kind_of)
+
+
+@contextmanager
+def few_layers(lm: LM, layers: Sequence[nn.Module]) -> Iterator[list[int]]:
+    """Within the block the ends of each kind compute, and the layers between them hand on what they are given.
+
+    Yields which compute.
+    """
+    tried = {i for group in kinds(lm, layers) for i in ends(group)}
+    tried |= {shape.shares for shape in lm.shapes if shape.shares is not None}
+    ways: list[Any] = [vars(layer).get("forward") for layer in layers]  # a fused layer's is called by itself, too
+    tried |= {i for i, way in enumerate(ways) if way is not None and not hasattr(way, "run")}  # whoever's that is
+    fused = [way for i, way in enumerate(ways) if i not in tried and way is not None]
+    plain = [layer for i, layer in enumerate(layers) if i not in tried and ways[i] is None]
+    rest: tuple[Any, ...] | None = None  # what a layer gives beside the rows; None = rows alone
+
+    def note(layer: nn.Module, args: object, gave: Any) -> None:
+        nonlocal rest
+        rest = gave[1:] if isinstance(gave, tuple) else None
+
+    def hand_on(hidden_states: Tensor, *args: object, **told: object) -> Any:
+        return hidden_states if rest is None else (hidden_states, *rest)
+
+    def run(x: Tensor, *args: object) -> Tensor:
+        return x
+
+    hook = layers[0].register_forward_hook(note) if plain else None
+    for way in fused:
+        way.run = run
+    for layer in plain:
+        layer.forward = hand_on
+    try:
+        yield sorted(tried)
+    finally:
+        if hook is not None:
+            hook.remove()
+        for way in fused:
+            del way.run
+        for layer in plain:
+            del layer.forward

@@ -1,0 +1,114 @@
+"""The rotary embedding of each layer as numbers, found by asking the model: what keys are stored without and read with.
+
+transformers keeps frequencies in a module, which layer uses which in each family's code, and how channels pair up in
+another function. So each table is held against keys of one token at several positions, as the layers make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from kvcli.engine.engine import call
+from kvcli.errors import BadModel
+from kvcli.kernels.rotate import Rotary, rotate, unrotate
+
+if TYPE_CHECKING:
+    from kvcli.engine.hf.lm import LM
+    from kvcli.kv.slots import Sight
+
+NEAR = (0, 1, 5, 26)  # positions tried in one pass; in another, far ones: a table that depends on length differs there
+# relative error of a turned key: keys are rounded to the model's numbers, and a wrong table is off by about 1
+_WITHIN = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.04}
+
+
+@dataclass
+class _Listener:
+    """Travels in place of a pass and notes the keys of each layer. Attention gives nothing, so that the position of a
+    row makes no difference but to its own keys."""
+
+    keys: list[Tensor] = field(default_factory=list)  # per layer [K, N, D]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
+        self.keys.append(k)
+        return q.new_zeros(*q.shape[:2], v.shape[2])
+
+
+def rotaries(lm: LM) -> tuple[Rotary | None, ...]:
+    """How each layer turns its keys, whatever the length of the text; None = positions change nothing there.
+
+    Raises BadModel where no fixed table says it: dynamic NTK, longrope that changes tables on the way, and models
+    without rotary embedding.
+    """
+    if lm.turns is None:
+        lm.turns = _found(lm)
+    return lm.turns
+
+
+def _found(lm: LM) -> tuple[Rotary | None, ...]:
+    try_ = ["--set reuse.method=none", "--set context.on_overflow=error", "--set form.rope=after"]
+    lm.mixers.refuse(lm.info.id, "keys moved to other positions are not all that it knows of a text", try_)
+    if any(of.rank for of in lm.shapes):
+        _refuse(lm, "it stores latents, of which only a part is turned")
+    tables = list(_tables(lm))
+    far = (0, 131, lm.limit // 2, lm.limit - 1)
+    passes = [torch.tensor(sorted({p for p in at if p < lm.limit}), device=lm.device) for at in (NEAR, far)]
+    heard = [(pos, _keys(lm, pos)) for pos in passes]
+    found = []
+    for layer in range(lm.n_layers):
+        keys = [(pos, of_layer[layer]) for pos, of_layer in heard]
+        fit = [rotary for rotary in tables if 2 * len(rotary.inv_freq) <= keys[0][1].shape[2]]
+        off = [max(_off(rotary, pos, k) for pos, k in keys) for rotary in (None, *fit)]
+        best = min(range(len(off)), key=off.__getitem__)
+        if not off[best] <= _WITHIN.get(lm.dtype, 0.04):
+            _refuse(lm, f"layer {layer} turns its keys as no fixed table does", [f"relative error {off[best]:.2g}"])
+        found.append(None if best == 0 else fit[best - 1])
+    return tuple(found)
+
+
+def _tables(lm: LM) -> Iterator[Rotary]:
+    """Every table in the model, with channels paired in either way."""
+    is_any = False
+    for module in lm.model.modules():
+        for name, inv_freq in module.named_buffers(recurse=False):
+            if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
+                continue
+            kind = name.removesuffix("inv_freq")  # of layer, where one module serves several
+            types = getattr(module, "rope_type", "")
+            rope = str(types.get(kind.removesuffix("_"), "") if isinstance(types, dict) else types)
+            if "dynamic" in rope:
+                _refuse(lm, f'its rotary embedding is "{rope}", whose frequencies depend on the length of the text')
+            scaling = float(getattr(module, f"{kind}attention_scaling", 1.0))
+            is_any = True
+            for interleaved in (False, True):
+                yield Rotary(inv_freq.clone(), scaling, interleaved)
+    if not is_any:
+        _refuse(lm, "it has no rotary embedding")
+
+
+def _keys(lm: LM, pos: Tensor) -> list[Tensor]:
+    """Keys [K, N, D] of one token at these positions, in each layer."""
+    heard = _Listener()
+    call(lm.model, [lm.vocab // 2] * pos.shape[0], pos.tolist(), [0], its_pass=heard)
+    return heard.keys
+
+
+def _off(rotary: Rotary | None, pos: Tensor, k: Tensor) -> float:
+    """Relative error of the keys [K, N, D], were they the first one turned to each position."""
+    k = k.to(torch.promote_types(k.dtype, torch.float32))
+    first = k[:, :1] if rotary is None else unrotate(k[:, :1], pos[:1], rotary)
+    wanted = first.expand_as(k) if rotary is None else rotate(first.expand_as(k), pos, rotary)
+    return float((wanted - k).norm() / k.norm().clamp_min(1e-30))
+
+
+def _refuse(lm: LM, why: str, lines: Sequence[str] = ()) -> NoReturn:
+    raise BadModel(
+        f"keys of {lm.info.id} ({lm.info.family}) cannot be turned to other positions: {why}",
+        code="model_unsupported",
+        lines=lines,
+        try_=["--set reuse.method=none", "--set form.rope=after"],
+    )

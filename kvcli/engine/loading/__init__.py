@@ -1,0 +1,1 @@
+"""Loading weights: formats, quantization, devices and limits."""

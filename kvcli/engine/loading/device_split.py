@@ -1,0 +1,82 @@
+"""Layers on two devices: the last ones with the head on a GPU, the first with the embeddings on the CPU.
+
+So a pass crosses once, upwards, and nothing waits for that: what is drawn is drawn where the logits are. Crossing is
+done in one place, before the layers on the GPU; everything else follows the tensors that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import ismethod
+from typing import Any
+from weakref import WeakMethod, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from kvcli.engine.hf.cache_shim import current
+
+
+class Crossing:
+    """What brings the arguments of a pass to a device, each once; shared by all layers there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.count = device, 0  # passes that came over
+        self._pass: Callable[[], object] = lambda: None
+        self._brought: dict[int, tuple[Tensor, Tensor]] = {}  # by id: what came, which keeps its id taken, and its copy
+
+    def bring(self, args: Any, its_pass: object) -> Any:
+        """The same arguments, their tensors on the device; what travels without a pass is brought each time."""
+        if its_pass is None:
+            return tree_map(lambda value: self._moved(value, {}), args)
+        if self._pass() is not its_pass:
+            self._pass, self._brought = ref(its_pass), {}
+            self.count += 1
+        return tree_map(lambda value: self._moved(value, self._brought), args)
+
+    def _moved(self, value: Any, brought: dict[int, tuple[Tensor, Tensor]]) -> Any:
+        if not isinstance(value, Tensor) or value.device == self.device:
+            return value
+        if id(value) not in brought:
+            brought[id(value)] = value, value.to(self.device, non_blocking=True)
+        return brought[id(value)][1]
+
+
+class Behind:
+    """The forward of a layer behind the crossing."""
+
+    def __init__(self, forward: Callable[..., Any], crossing: Crossing) -> None:
+        """`forward`: the layer's own, held weakly: a layer that held itself would outlive its model."""
+        self._forward = WeakMethod(forward) if ismethod(forward) else lambda: forward
+        self.crossing = crossing
+
+    def __call__(self, *args: Any, **told: Any) -> Any:
+        """As the layer is called, with tensors from anywhere."""
+        args, told = self.crossing.bring((args, told), current())
+        forward: Any = self._forward()
+        return forward(*args, **told)
+
+
+def place_(model: Any, layers: Sequence[nn.Module], on_gpu: int, device: torch.device) -> list[torch.device]:
+    """Move the last `on_gpu` layers and what comes behind them to `device`; where each layer is then.
+
+    Embeddings, and what has no weights, stay: tables of positions are small, and computed once a pass. A head that
+    shares its weight with the embeddings gets one of its own.
+    """
+    first = max(0, len(layers) - on_gpu)
+    crossing, above = Crossing(device), layers[first:]
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight is embeddings.weight:
+        head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)
+    behind = [part for layer in above for part in layer.modules()]
+    for part in model.modules():
+        has_weights = next(part.parameters(recurse=False), None) is not None
+        if id(part) not in inside and has_weights and not isinstance(part, nn.Embedding):
+            behind.append(part)
+    for part in behind:
+        part._apply(lambda t: t.to(device), recurse=False)  # type: ignore[no-untyped-call]
+    for layer in above:
+        layer.forward = Behind(layer.forward, crossing)
+    return [embeddings.weight.device] * first + [device] * len(above)

@@ -1,0 +1,86 @@
+"""Weights of experts packed while transformers loads them, at its official door for quantization.
+
+Checkpoints hold experts one by one or in one tensor; transformers makes that tensor for a layer when it gets there.
+Packed at once, one of them is in memory in full precision at a time; packed behind loading, all that were put together
+are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from kvcli.engine.process_memory import give_back
+from kvcli.kernels import gpu
+from kvcli.kernels.experts import weights_of
+from kvcli.kernels.linear_packed import Bits
+from kvcli.kernels.linear_packed.experts import packed
+
+METHOD = "kvcli_experts"
+
+
+def while_loading(quant: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """What `from_pretrained` takes as quantization_config; None where experts are not packed."""
+    if quant not in ("int8", "int4") or (device.type != "cpu" and gpu.why_not(device, dtype)):
+        return None
+    return _register()(bits=8 if quant == "int8" else 4, native=device.type == "cpu")
+
+
+@cache
+def _register() -> Any:
+    """Once in a process."""
+
+    @register_quantization_config(METHOD)
+    class Config(QuantizationConfigMixin):  # type: ignore[misc]  # Any to mypy, as all of transformers
+        def __init__(self, bits: Bits = 8, native: bool = True) -> None:
+            """`native`: for the CPU's kernel; otherwise in the order of files, which goes anywhere."""
+            self.quant_method, self.bits, self.native = METHOD, bits, native
+
+    @register_quantizer(METHOD)
+    class Quantizer(HfQuantizer):  # type: ignore[misc]  # the same
+        is_trainable = False
+
+        def is_serializable(self, *_: Any, **__: Any) -> bool:
+            return False
+
+        def param_needs_quantization(self, model: nn.Module, param_name: str, **other: Any) -> bool:
+            path, _, name = param_name.rpartition(".")
+            return any(
+                name == one and isinstance(turned, bool) for one, _, turned in weights_of(model.get_submodule(path))
+            )
+
+        def get_quantize_ops(self) -> Any:
+            return Pack(self.quantization_config.bits, self.quantization_config.native)
+
+        def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+            self.remove_quantization_config(model)
+            return model
+
+    return Config
+
+
+class Pack(ConversionOps):  # type: ignore[misc]  # the same
+    """The last step of loading one parameter."""
+
+    def __init__(self, bits: Bits, native: bool) -> None:
+        self.bits, self.native = bits, native
+
+    def convert(self, found: dict[str, Any], *, model: nn.Module, **_: Any) -> dict[str, Any]:
+        """Parameters by their names, packed where they can be."""
+        return {name: self._packed(name, given, model) for name, given in found.items()}
+
+    def _packed(self, full: str, given: Any, model: nn.Module) -> Any:
+        weight = given[0] if isinstance(given, list) else given
+        path, _, name = full.rpartition(".")
+        turned = next((turned for one, _, turned in weights_of(model.get_submodule(path)) if one == name), "")
+        made = turned if isinstance(turned, str) else packed(weight, turned, self.bits, native=self.native)
+        if isinstance(made, str):
+            return given
+        give_back(weight)
+        return nn.Parameter(made, requires_grad=False)

@@ -1,0 +1,92 @@
+"""Bring a model to its devices, its linear layers packed as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvcli.engine.hf import model_probe
+from kvcli.engine.loading import weights
+from kvcli.engine.loading.device_split import place_
+from kvcli.engine.process_memory import give_back
+from kvcli.errors import BadModel
+from kvcli.kernels.linear_packed import Bits, panels
+from kvcli.kernels.linear_packed.experts import quantize_experts_
+from kvcli.kernels.linear_packed.module import Swap, quantize_
+from kvcli.kv.slots import LayerShape
+from kvcli.models.gguf import quantizer
+
+
+def pack(model: Any, shape: model_probe.Shape, quant: str, device: torch.device) -> tuple[str, tuple[str, ...]]:
+    """Bring the model to `device`, packed as asked: what runs its linear layers, and notes on what stays unpacked."""
+    by = "native" if panels.serves(model.dtype) else "torch"
+    if quant == "none":
+        if model.device.type != device.type:
+            model.to(device)
+        given = getattr(model.config, "quantization_config", None)
+        method = getattr(given, "quant_method", "quantized")
+        said = f"{by} packed int4" if method == quantizer.METHOD else getattr(method, "value", method)
+        return ("torch" if given is None else f"{said}, as in the checkpoint"), ()
+    layers = model_probe.decoder_layers(model, shape)
+    if layers is None:  # LongCat, of which each layer has two
+        why = "its attention modules stand in no list of layers"
+        raise BadModel(
+            "linear layers of this model cannot be packed", code="model_unsupported", lines=[why], try_=["--quant none"]
+        )
+    backend, swap = _packed(layers, quant, device)
+    assert swap is not None
+    model.to(device)
+    return backend, _swap_notes(swap, quant)
+
+
+def _packed(layers: nn.Module, quant: str, device: torch.device) -> tuple[str, Swap | None]:
+    """Pack the linear layers below as asked, by what serves `device`; what runs them then."""
+    if quant == "none":
+        return "torch", None
+    if device.type == "cpu":
+        by = "native" if panels.serves(next(layers.parameters()).dtype) else "torch"
+        bits: Bits = 8 if quant == "int8" else 4
+        swap = quantize_(layers, bits, give_back) + quantize_experts_(layers, bits, give_back)
+        return f"{by} packed {quant}", swap
+    swap, backend = weights.quantize_for_gpu(layers, quant, device)
+    return backend, swap
+
+
+def split(
+    model: Any, shape: model_probe.Shape, quant: str, device: torch.device, on_gpu: int
+) -> tuple[str, tuple[str, ...], list[torch.device]]:
+    """The same with the last layers on `device`, and where each layer is then."""
+    layers = None if shape.mixers else model_probe.decoder_layers(model, shape)
+    if layers is None:
+        why = "some keep a state" if shape.mixers else "its attention modules stand in no list of layers"
+        raise BadModel("layers of this model cannot be placed one by one", code="no_split", lines=[why])
+    n, notes = min(on_gpu, len(layers)), list[str]()
+    backends = dict[str, None]()
+    for part, where in ((layers[: len(layers) - n], model.device), (layers[len(layers) - n :], device)):
+        if len(part):
+            backend, swap = _packed(part, quant, where)
+            backends[backend] = None
+            notes += _swap_notes(swap, quant) if swap is not None else ()
+    places = place_(model, list(layers), n, device)
+    said = f"{n} of {len(layers)} layers on {device}" if n < len(layers) else f"embeddings on {model.device}"
+    return f"{' and '.join(backends)}, {said}", tuple(notes), places
+
+
+def placed(
+    stored: Sequence[LayerShape], places: Sequence[torch.device] | None, device: torch.device
+) -> tuple[LayerShape, ...]:
+    """What layers store, with where it lies for those that are elsewhere."""
+    elsewhere = [None if place == device else place for place in places or [device] * len(stored)]
+    return tuple(replace(of, device=place) if place else of for of, place in zip(stored, elsewhere, strict=True))
+
+
+def _swap_notes(swap: Swap, quant: str) -> tuple[str, ...]:
+    """What stayed in full precision, one line each."""
+    notes = [f"{count} linear layers stay unpacked: {why}" for why, count in swap.kept.items()]
+    if not swap.packed:
+        notes.append(f"load.quant = {quant} changed nothing")
+    return tuple(notes)

@@ -1,0 +1,216 @@
+"""From checked files to a transformers model: device, precision, and every tensor accounted for."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvcli.engine.loading.build_limit import within
+from kvcli.engine.loading.expert_quantization import while_loading
+from kvcli.engine.process_memory import give_back
+from kvcli.errors import BadModel, UsageError
+from kvcli.installing import pip
+from kvcli.kernels import gpu
+from kvcli.kernels.linear_packed import Bits
+from kvcli.kernels.linear_packed.experts import quantize_experts_, stay
+from kvcli.kernels.linear_packed.module import Swap, make_native_, quantize_, swap_
+from kvcli.kernels.linear_skinny.module import lay_out_skinny_
+from kvcli.models.family import loader_of, refuse_unknown_packing, unreadable
+from kvcli.models.foreign import blamed
+from kvcli.models.gguf import quantizer
+from kvcli.models.packing import INSTEAD, Packing, refuse_unpackable
+from kvcli.models.refusals import refuse_device
+from kvcli.models.sizes import sizes_of
+from kvcli.models.source import Source
+from kvcli.settings.schema import NUMBERS, Load
+
+
+def read_weights(
+    source: Source,
+    config: Any,
+    dtype: str,
+    device: torch.device,
+    trust_remote_code: bool,
+    quant: str = "none",
+) -> tuple[Any, tuple[str, ...]]:
+    """The model with every tensor from its files, on the CPU, where they are mapped; and what to tell about them.
+
+    A checkpoint that is quantized already goes to `device` at once: moving it later is not allowed. Experts are packed
+    on their way, as `quant` says.
+    """
+    loader = loader_of(source, config, trust_remote_code)
+    packing = Packing.of(source.config)
+    refuse_unpackable(source.id, source.config, device.type)
+    if packing.unpacks(device.type):
+        _have_unpacked(config)
+    quantizer.register()
+    refuse_unknown_packing(source, packing)
+    if packing.method == "bitsandbytes":
+        _hush_casts()
+    packs = None
+    if not packing.method and sizes_of(source.text_config, source.id)["experts"]:
+        numbers = getattr(torch, NUMBERS[dtype]) if dtype != "auto" else config.get_text_config().dtype or torch.float32
+        packs = while_loading(quant, numbers, device)
+    with within(source), blamed(partial(_unloadable, source)):
+        model, loading = loader.from_pretrained(
+            source.path,
+            config=config,
+            dtype="auto" if dtype == "auto" else getattr(torch, NUMBERS[dtype]),
+            device_map={"": str(device)} if packing.stays(device.type) and device.type != "cpu" else None,
+            **({"quantization_config": packs} if packs else {}),
+            attn_implementation="eager",  # ours comes once the model is built: LM.of asks it how it attends first
+            use_safetensors=not source.is_pickle,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    _check_loading(source, loading)
+    if device.type == "cpu":
+        make_native_(model, give_back)
+    notes = list(_unused(model, sorted(loading["unexpected_keys"])))
+    if packing.unpacks(device.type):
+        numbers = str(model.dtype).removeprefix("torch.")
+        notes.append(f"{packing.method} weights are unpacked to {numbers}, from {source.nbytes >> 20:,} MiB of files")
+    return model, tuple(notes)
+
+
+def _hush_casts() -> None:
+    """Said at int8 products, by newer releases at each: their inputs go through float16, whatever the model's dtype."""
+    warnings.filterwarnings("ignore", "MatMul8bitLt: inputs will be cast")
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+
+
+def _unloadable(source: Source, said: str) -> BadModel:
+    """`said`: what transformers raised over its files; where that is about a package, nothing is wrong with them."""
+    if not said.startswith(("ImportError", "ModuleNotFoundError")):
+        return unreadable(source, "transformers could not load it", said)
+    named = re.search(r"pip install (?:-U |--upgrade )?['\"]?([\w.\[\]<>=!~,-]+)|No module named '([\w-]+)", said)
+    return BadModel(
+        f"{source.id} ({source.family}) needs a package that is not here, or too old",
+        code="package_missing",
+        lines=[said],
+        try_=[pip("-U", (named[1] or named[2]).rstrip(".,"))] if named else [INSTEAD],
+    )
+
+
+def _have_unpacked(config: Any) -> None:
+    """Ask transformers for plain numbers in place of packed ones, whatever this machine could multiply."""
+    for part in (config, config.get_text_config()):
+        if isinstance(given := getattr(part, "quantization_config", None), dict):
+            given["dequantize"] = True
+
+
+def _unused(model: nn.Module, names: Sequence[str]) -> Iterator[str]:
+    """What to tell about tensors of the checkpoint that were not read."""
+    apart = [name for name in names if _is_left_out(model, name)]
+    if apart:
+        yield f"pictures and sound are not read: {len(apart)} tensors of parts for them stay on disk"
+    if unused := [name for name in names if name not in apart]:
+        yield f"{len(unused)} tensors of the checkpoint are not used, such as {unused[0]}"
+
+
+def _is_left_out(model: nn.Module, name: str) -> bool:
+    """Whether a tensor is one of a part that the model was built without."""
+    part: nn.Module | None = model
+    for own in name.split("."):
+        if part is None or own not in part._modules:
+            break
+        part = part._modules[own]
+    return part is None
+
+
+def _check_loading(source: Source, loading: Mapping[str, Any]) -> None:
+    """transformers would go on with random numbers; we do not."""
+    missing, wrong = sorted(loading["missing_keys"]), sorted(map(str, loading["mismatched_keys"]))
+    if missing:
+        raise BadModel(
+            f"the weights of {source.id} are incomplete: {len(missing)} tensors are missing",
+            code="model_incomplete",
+            lines=[*missing[:4], *([f"and {len(missing) - 4} more"] if len(missing) > 4 else [])],
+            detail={"missing": missing},
+            try_=["download the model again", "check that config.json belongs to these weights"],
+        )
+    if wrong or loading.get("error_msgs"):
+        raise BadModel(
+            f"the weights of {source.id} do not have the shapes that its config.json gives",
+            code="model_corrupt",
+            lines=(wrong or [str(m) for m in loading["error_msgs"]])[:4],
+            try_=["check that config.json belongs to these weights"],
+        )
+
+
+# ---- device and precision ----
+
+
+def find_device(name: str) -> torch.device:
+    """Raises UsageError where this machine has none such, or nothing here runs on it."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    refuse_device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"load.device = {name}: no such device", try_=["auto, cpu, cuda, cuda:0 or mps"]) from error
+    have = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if (device.index or 0) >= have.get(device.type, 0):
+        raise UsageError(
+            f"load.device = {name}: this machine has {have.get(device.type, 0)} {device.type} devices",
+            try_=["--device cpu", "kvcli doctor"],
+        )
+    return device
+
+
+def keeps_blocks(load: Load) -> bool:
+    """Whether weights that come packed in 4 bits stay so: our kernel is for CPUs, not for float64, and `load.quant`
+    packs anew."""
+    return load.quant == "none" and load.dtype != "fp64" and find_device(load.device).type == "cpu"
+
+
+def quantize_for_gpu(root: nn.Module, quant: str, device: torch.device) -> tuple[Swap, str]:
+    """Pack every plain `nn.Linear` below `root` on its way to `device`, and say what runs them there.
+
+    Where the fused kernels serve it, int8 and int4 are the numbers that a CPU has, and nf4 those of bitsandbytes.
+    """
+    if why := gpu.why_not(device, next(root.parameters()).dtype):
+        kind = "fp4" if quant == "int4" else quant
+        swap = quantize_with_bitsandbytes(root, quant, device) + stay(root, "bitsandbytes packs no experts")
+        return swap, f"bitsandbytes {kind} ({why})"
+    if quant == "nf4":
+        swap = quantize_with_bitsandbytes(root, quant, device) + stay(root, "experts have int8 and int4, no nf4")
+    else:
+        bits: Bits = 8 if quant == "int8" else 4
+        swap = quantize_(root, bits, give_back, device) + quantize_experts_(root, bits, give_back, device)
+    lay_out_skinny_(root, give_back)
+    return swap, f"fused {quant}"
+
+
+def quantize_with_bitsandbytes(root: nn.Module, quant: str, device: torch.device) -> Swap:
+    """Have every plain `nn.Linear` below `root` in bitsandbytes' form on `device`.
+
+    Done here and not by transformers, which needs one more package for it and puts whole layers on the device first.
+    """
+    import bitsandbytes as bnb
+
+    _hush_casts()
+
+    def packed(layer: nn.Linear) -> nn.Module:
+        size, has_bias, weight = (layer.in_features, layer.out_features), layer.bias is not None, layer.weight.data
+        if quant == "int8":
+            fresh = bnb.nn.Linear8bitLt(*size, bias=has_bias, has_fp16_weights=False, threshold=6.0, device="meta")
+            fresh.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        else:
+            kind = "nf4" if quant == "nf4" else "fp4"
+            fresh = bnb.nn.Linear4bit(*size, bias=has_bias, compute_dtype=weight.dtype, quant_type=kind, device="meta")
+            fresh.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type=kind)
+        fresh.bias = layer.bias
+        made: nn.Module = fresh.to(device).eval()  # moving is what quantizes
+        return made
+
+    return swap_(root, packed, lambda _: None)
