@@ -205,12 +205,14 @@ def exists(_: str) -> str:
             module, _, cls = where.partition(":")
             doc = (getattr(import_module(module), cls).__doc__ or "").strip().splitlines()[0]
             rows.append(f"| `[{table}]` | `{name}` | {_cell_text(doc)} |")
-    for path in sorted((ROOT / "kvcli" / "kv").glob("*.py")):
+    for path in sorted((ROOT / "kvcli" / "kv").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         verbs = [{f.name: f.args.args for f in node.body if isinstance(f, ast.FunctionDef)} for node in classes]
         if path.stem != "slots" and any(_has_layers(v.get("take")) and _has_layers(v.get("attend")) for v in verbs):
-            rows.append(f"| store | `kv/{path.name}` | {(ast.get_docstring(tree) or '').splitlines()[0]} |")
+            rows.append(
+                f"| store | `{path.relative_to(ROOT / 'kvcli')}` | {(ast.get_docstring(tree) or '').splitlines()[0]} |"
+            )
     for folder in sorted((ROOT / "kernels").glob("*/")):
         more = sorted({file.stem for file in folder.glob("*.py")} - {"__init__", "build", "module", "probe"})
         if more:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.session import Session
     from kvcli.kept.shelf import Shaping
-    from kvcli.kv.front import Front
+    from kvcli.kv.cache.plan import Plan
     from kvcli.kv.slots import Slots, Store
-    from kvcli.kv.tiers import Plan
+    from kvcli.kv.views.compact_view import Front
     from kvcli.settings.profile import Profile
     from kvcli.steps.writer import Writer
 
@@ -53,7 +53,7 @@ def store(lm: LM, profile: Profile, held: int = 0) -> Store:
     whole = plan(lm, profile.whole, held).store()
     if not profile.is_checked:
         return whole
-    from kvcli.kv.checked import Checked
+    from kvcli.kv.cache.draft_and_full import Checked
 
     return Checked(whole, replace(plan(lm, profile), memory=Memory()).store())
 
@@ -158,7 +158,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
 
     from kvcli.engine.forward_memory import pass_bytes
     from kvcli.engine.hf.rope import rotaries
-    from kvcli.kv import tiers
+    from kvcli.kv.cache import plan as tiers
 
     most, rows = chunk(lm, profile), max(profile.spec.rows, profile.steps.rows)
     is_fit = profile.memory.budget == "fit"  # which leaves room for passes on a CPU, too
@@ -183,8 +183,8 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
 
 def every(profile: Profile) -> int | None:
     """Tokens between two boundaries: the policy's, else recall's or a ladder's; None = the past never changes."""
+    from kvcli.kv.capacity import EVERY
     from kvcli.kv.footprint import is_ladder
-    from kvcli.kv.room import EVERY
 
     wanted: int | None = profile.policy.every or profile.recall.every
     return EVERY if wanted is None and is_ladder(profile.kv, profile.form.settings, profile.memory) else wanted
@@ -244,7 +244,7 @@ def steps(lm: LM, profile: Profile, pair: Pair | None, words: PreTrainedTokenize
     """
     from kvcli.drafts.off import Off
     from kvcli.engine.sequence.session import Session
-    from kvcli.kv.dense import Dense
+    from kvcli.kv.tiers.dense import Dense
     from kvcli.steps.lookahead import CHECKPOINTS
     from kvcli.steps.writer import Writer, ends
 
@@ -290,7 +290,7 @@ def view(lm: LM, kv: Store, drafter: Drafter) -> Front | None:
 def front(lm: LM, kv: Store, policy: EachLayer, every: int) -> Front:
     """What `policy` keeps of `kv`, as a short dense copy chosen anew every `every` tokens."""
     from kvcli.engine.policy.policy import Moment
-    from kvcli.kv.front import Front
+    from kvcli.kv.views.compact_view import Front
 
     def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
         now = int(s.pos.amax()) + 1  # the rows stand behind all that is stored

@@ -52,7 +52,7 @@ from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import KvcliError
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 from kvcli.models.refusals import refuse
 from kvcli.models.source import find
 from tests.exact.table import prompt

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots
+from kvcli.kv.tiers.dense import Dense
 
 
 class FakeDevice(TorchDispatchMode):

@@ -25,7 +25,7 @@ from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kept.shelf import WHOLE, Shaping, Shelf
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 from kvcli.policies.snap import Snap
 from tests import families
 

@@ -24,11 +24,11 @@ from kvcli.errors import BadModel
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
 from kvcli.kernels.native import native
-from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import Ladder, Rung
-from kvcli.kv.packed import Packed
+from kvcli.kv.cache.tiered_cache import Ladder, Rung
+from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.slots import Sight, Store, alike
-from kvcli.kv.windows import windows_of
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.quantized import Packed
 from kvcli.reuse.again import First
 from kvcli.reuse.blend import Blend
 from kvcli.reuse.pie import Pie

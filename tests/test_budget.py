@@ -19,14 +19,14 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig
 from kvcli.kernels.pack import pack_values
-from kvcli.kv.budget import WORTH, Spending, keys_in, unit
-from kvcli.kv.dense import Dense
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.precision_budget import WORTH, Spending, keys_in, unit
+from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.footprint import POSITION
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.packed import Packed
-from kvcli.kv.rung import Rung
-from kvcli.kv.shortage import Shortage
+from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.slots import LayerShape, Slots, Span, alike, compact, nbytes
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.quantized import Packed
 from kvcli.policies.budget import Budget
 from kvcli.policies.losing import limit, lost
 from kvcli.policies.plan import FOUND, QUALITY, Layer, in_place, levels, price, together

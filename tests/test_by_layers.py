@@ -22,10 +22,10 @@ from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session, commit
 from kvcli.kernels.attend.reference import attend
-from kvcli.kv.dense import Dense
-from kvcli.kv.slab import Slab
+from kvcli.kv.sliding_windows import Window, windows_of
 from kvcli.kv.slots import LayerShape, Sight, Store, spans
-from kvcli.kv.windows import Window, windows_of
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.dense_uniform import Slab
 from kvcli.prune.lazy import Lazy
 from tests import families
 

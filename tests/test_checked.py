@@ -15,9 +15,9 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig
-from kvcli.kv.checked import Checked
+from kvcli.kv.cache.draft_and_full import Checked
 from kvcli.kv.slots import nbytes
-from kvcli.kv.state import Given
+from kvcli.kv.snapshot import Given
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
 

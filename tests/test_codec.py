@@ -22,7 +22,7 @@ from kvcli.kept.block import SUM, Damaged, _sum, read
 from kvcli.kept.codec import Lossless
 from kvcli.kept.coded import coded, coded_state, decoded, decoded_state
 from kvcli.kept.shelf import WHOLE, Shaping
-from kvcli.kv.state import Misfit
+from kvcli.kv.snapshot import Misfit
 from kvcli.settings.profile import Profile
 from tests import kept_storm
 from tests.kept_storm import IDS, SNAP, shelf_in

@@ -19,14 +19,14 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig
 from kvcli.heads.sample import Sample, samples
-from kvcli.kv.dense import Dense
-from kvcli.kv.disk import Disk
-from kvcli.kv.host import Host
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.recall_source import Shelf
-from kvcli.kv.rung import Rung
-from kvcli.kv.shortage import Shortage
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.slots import Store, alike, nbytes
+from kvcli.kv.sparse.page_source import Shelf
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.disk import Disk
+from kvcli.kv.tiers.host import Host
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
 from tests.exact import table as exactness

@@ -23,8 +23,8 @@ from kvcli.kept.block import read as read_block
 from kvcli.kept.codec import AsIs
 from kvcli.kept.shelf import WHOLE, Shelf
 from kvcli.kept.tree import Tree
-from kvcli.kv.dense import Dense
-from kvcli.kv.windows import windows_of
+from kvcli.kv.sliding_windows import windows_of
+from kvcli.kv.tiers.dense import Dense
 from kvcli.reuse.blend import Blend
 from kvcli.reuse.pie import Pie
 from kvcli.settings.profile import Profile

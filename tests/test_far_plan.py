@@ -20,17 +20,17 @@ from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig
 from kvcli.fit.room import Room
 from kvcli.kernels import dispatch, gpu
-from kvcli.kv import tiers
-from kvcli.kv.dense import Dense
-from kvcli.kv.form_kivi import Kivi
-from kvcli.kv.host import Host
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.mapped import PIECE, Mapped
-from kvcli.kv.reach import ByRule
-from kvcli.kv.recall_settings import Everything, Sketch
-from kvcli.kv.room import room
-from kvcli.kv.rung import Rung
+from kvcli.kv.cache import plan as tiers
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.capacity import room
+from kvcli.kv.formats.kivi import Kivi
+from kvcli.kv.offload.host_access import ByRule
 from kvcli.kv.slots import Sight, alike
+from kvcli.kv.sparse.settings import Everything, Sketch
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.host import Host
+from kvcli.kv.tiers.pinned_host import PIECE, Mapped
 from kvcli.settings.profile import load_profile
 from kvcli.settings.schema import Kv, Memory
 from tests import families

@@ -28,8 +28,8 @@ from kvcli.errors import KvcliError
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Masks, Sight, Slots, Usage, alone, compact
+from kvcli.kv.tiers.dense import Dense
 from kvcli.policies.fastgen import FastGen
 from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.recovery import Sets

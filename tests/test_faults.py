@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from kvcli.chat.sessions import Sessions
-from kvcli.kv.disk import Disk
-from kvcli.kv.shortage import Shortage
+from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.slots import alike
+from kvcli.kv.tiers.disk import Disk
 from tests.bench import storm_faults
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +70,7 @@ def test_a_storm_that_sees_no_fault_is_none(tmp_path: Path):
 @pytest.mark.parametrize("call", ["pwrite", "mmap"])
 def test_room_whose_use_failed_is_there_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str):
     """A file of one extent for each layer: a claim that came to nothing must not keep the room from the next one."""
-    from kvcli.kv import extents
+    from kvcli.kv.tiers import extents
 
     size = 1 << 16
     tier = Disk(alike(1, 1, 16), torch.float32, size, 100 * size, tmp_path)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # itself and those before it, types included.
 FLOORS = (
     "version errors installing kernels heap files outlet outside sandbox world settings demo models kv engine kept "
-    "policies prune reuse drafts steps api documents schemas build chat fit calibrate summarize quality bench heads "
+    "policies prune reuse drafts steps methods api documents schemas build chat fit calibrate summarize quality bench heads "
     "render commands door kvcli cli __main__"
 ).split()
 FLOOR = {name: height for height, name in enumerate(FLOORS)}
@@ -39,7 +39,7 @@ ONLY = {
         "kv",
         "models",
     }
-    | {"policies", "prune", "quality", "reuse"},
+    | {"methods", "policies", "prune", "quality", "reuse"},
     "triton": {"kernels"},
     "bitsandbytes": {"engine"},
     "gguf": {"bench", "models"},

@@ -17,23 +17,23 @@ from kvcli.kernels.merge import merge
 from kvcli.kernels.native import native
 from kvcli.kernels.pack import hadamard
 from kvcli.kernels.rotate import Rotary, unrotate
-from kvcli.kv.coded import Coded
-from kvcli.kv.form import OfModel
-from kvcli.kv.form_blocks import Blocks
-from kvcli.kv.form_cskv import Cskv
-from kvcli.kv.form_freqkv import FreqKV
-from kvcli.kv.form_gear import Gear
-from kvcli.kv.form_kivi import Kivi
-from kvcli.kv.form_mustafar import Mustafar
-from kvcli.kv.form_qaq import Qaq
-from kvcli.kv.form_rotatekv import RotateKV
-from kvcli.kv.form_rounding import by_slot, numbers, of_slots, rounded
-from kvcli.kv.form_squat import Squat
-from kvcli.kv.form_subgen import SubGen
-from kvcli.kv.form_zipcache import ZipCache, joined, separated
-from kvcli.kv.packed import Packed
+from kvcli.kv.formats.block_format import Blocks
+from kvcli.kv.formats.format import OfModel
+from kvcli.kv.formats.kivi import Kivi
+from kvcli.kv.formats.quantization import by_slot, numbers, of_slots, rounded
 from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, nbytes, visible
-from kvcli.kv.state import Given
+from kvcli.kv.snapshot import Given
+from kvcli.kv.tiers.block_tier import Coded
+from kvcli.kv.tiers.quantized import Packed
+from kvcli.methods.formats.cskv import Cskv
+from kvcli.methods.formats.freqkv import FreqKV
+from kvcli.methods.formats.gear import Gear
+from kvcli.methods.formats.mustafar import Mustafar
+from kvcli.methods.formats.qaq import Qaq
+from kvcli.methods.formats.rotatekv import RotateKV
+from kvcli.methods.formats.squat import Squat
+from kvcli.methods.formats.subgen import SubGen
+from kvcli.methods.formats.zipcache import ZipCache, joined, separated
 from kvcli.settings.profile import Profile
 from kvcli.settings.registry import registries
 from kvcli.settings.schema import Kv

@@ -19,8 +19,8 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kernels import argmax
-from kvcli.kv.dense import Dense
-from kvcli.kv.fixed import MOST_ROWS
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.device_tables import MOST_ROWS
 from kvcli.models.shape import shape_of
 from tests import families
 from tests.drafters import Right

@@ -27,10 +27,10 @@ from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
 from kvcli.kernels.append import COLUMNS, addresses
 from kvcli.kernels.attend_rows.tables import Table
-from kvcli.kv.dense import Dense
-from kvcli.kv.fixed import MOST_ROWS, Fixed
+from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.slots import Sight
-from kvcli.kv.windows import windows_of
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.device_tables import MOST_ROWS, Fixed
 from kvcli.policies.random import Random
 from kvcli.policies.snap import Snap
 from tests import families

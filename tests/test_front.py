@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvcli.kernels.merge import merge
-from kvcli.kv.dense import Dense
-from kvcli.kv.front import Front
 from kvcli.kv.slots import Sight, alike
-from kvcli.kv.view import View
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.views.compact_view import Front
+from kvcli.kv.views.view import View
 from kvcli.policies.quest import Quest
 from kvcli.policies.window import Window
 from tests.policies import moment

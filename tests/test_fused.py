@@ -23,7 +23,7 @@ from kvcli.kernels import gpu, native
 from kvcli.kernels.gated_mlp.module import NativeMlp
 from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.rms_norm.module import NativeNorm, norm_
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 from tests.families import build
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason=native.why_not() or "unknown")

@@ -32,8 +32,8 @@ from kvcli.engine.sequence.session import Session, commit
 from kvcli.engine.sequence.token_kinds import kinds_of
 from kvcli.errors import BadModel, ExitStatus
 from kvcli.kernels.attend.reference import attend
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import LayerShape, Sight, Store
+from kvcli.kv.tiers.dense import Dense
 from kvcli.policies.knorm import KNorm
 from kvcli.policies.window import Window
 from kvcli.prune.lazy import Lazy

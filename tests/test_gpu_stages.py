@@ -13,7 +13,7 @@ import torch
 
 from kvcli.engine.cuda_graphs.captured_pass import Frames
 from kvcli.engine.engine import drive
-from kvcli.kv import tiers
+from kvcli.kv.cache import plan
 from kvcli.kv.slots import Sight, alike
 from kvcli.settings.profile import Profile
 from tests.bench.waits import opened
@@ -156,7 +156,7 @@ def test_the_bundled_model_is_given_room_for_a_part_of_the_report() -> None:
     chosen = Profile.load("exact").replace(memory=BEHIND)
     shapes, sights = alike(6, 2, 64), [Sight(1.0)] * 6
     free: dict[str, Any] = {"is_cpu": False, "free": 1 << 36, "host": 1 << 36}
-    room = tiers.room(
+    room = plan.room(
         chosen.kv, chosen.form.settings, chosen.memory, chosen.recall.settings, sights, shapes, 4, chunk=CHUNK, **free
     )
     assert 0 < room.on_device < 2_000

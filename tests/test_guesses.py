@@ -25,7 +25,7 @@ from kvcli.engine.rows import Draft, Rows, Scouts
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Step
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 from tests import families
 from tests.policies import Ragged
 

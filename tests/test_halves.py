@@ -11,9 +11,9 @@ from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend import attend
 from kvcli.kernels.pack import pack_keys, pack_values, unpack_keys, unpack_values
-from kvcli.kv.packed import Packed
 from kvcli.kv.slots import Sight, Slots, alike, run_of
-from kvcli.kv.state import Given
+from kvcli.kv.snapshot import Given
+from kvcli.kv.tiers.quantized import Packed
 from kvcli.settings.profile import load_profile
 from tests import families
 from tests.test_checked import lm

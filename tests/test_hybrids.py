@@ -30,12 +30,12 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel
 from kvcli.kept.shelf import Shelf
-from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.packed import Packed
-from kvcli.kv.rung import Rung
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.recurrent_state import Folding, Known, States, apart_by
 from kvcli.kv.slots import Store
-from kvcli.kv.states import Folding, Known, States, apart_by
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.quantized import Packed
 from kvcli.policies.window import Window
 from kvcli.settings.profile import Profile
 from tests import small_tokenizers

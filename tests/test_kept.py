@@ -35,8 +35,8 @@ from kvcli.kept.codec import AsIs, Codec, Lossless
 from kvcli.kept.past import place
 from kvcli.kept.shelf import WHOLE, Kept, Shaping, Shelf
 from kvcli.kept.tree import Tree
-from kvcli.kv.dense import Dense
-from kvcli.kv.windows import windows_of
+from kvcli.kv.sliding_windows import windows_of
+from kvcli.kv.tiers.dense import Dense
 from kvcli.settings.profile import Profile
 from tests import families, kept_storm
 from tests.twins import flipped, put

@@ -15,13 +15,13 @@ from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import merge
-from kvcli.kv.dense import Dense
 from kvcli.kv.footprint import narrow, wide
-from kvcli.kv.form_kivi import Kivi
-from kvcli.kv.front import Front
-from kvcli.kv.slab import Slab
+from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, last, nbytes
-from kvcli.kv.view import View
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.dense_uniform import Slab
+from kvcli.kv.views.compact_view import Front
+from kvcli.kv.views.view import View
 from kvcli.settings.profile import load_profile
 from tests import families
 from tests.policies import masks

@@ -21,15 +21,15 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import Session
 from kvcli.kernels.merge import merge
-from kvcli.kv import extents, folder
-from kvcli.kv.dense import Dense
-from kvcli.kv.disk import Disk
-from kvcli.kv.host import Host, Staging
-from kvcli.kv.ladder import Ladder, oldest
-from kvcli.kv.packed import Packed
-from kvcli.kv.rung import Rung
-from kvcli.kv.shortage import Shortage
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder, oldest
+from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
+from kvcli.kv.tiers import extents, temp_folder
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.disk import Disk
+from kvcli.kv.tiers.host import Host, Staging
+from kvcli.kv.tiers.quantized import Packed
 from tests import families
 from tests.covering import pairs
 from tests.exact.table import DRAFTERS, DTYPES, MODELS, NEW, SAMPLERS, STOP, prompt
@@ -369,8 +369,8 @@ def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert folder._file_system(Path("/")) not in folder.IN_MEMORY
-    monkeypatch.setattr(folder, "_file_system", lambda _: "tmpfs")
+    assert temp_folder._file_system(Path("/")) not in temp_folder.IN_MEMORY
+    monkeypatch.setattr(temp_folder, "_file_system", lambda _: "tmpfs")
     with pytest.raises(Shortage, match="no disk"):
         a_disk()
 

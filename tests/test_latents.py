@@ -24,13 +24,13 @@ from kvcli.errors import BadModel
 from kvcli.kept.block import LENGTH, Block, read
 from kvcli.kept.codec import AsIs
 from kvcli.kernels.native import native
-from kvcli.kv.dense import Dense
-from kvcli.kv.disk import Disk
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.packed import Packed
-from kvcli.kv.rung import Rung
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.slots import LayerShape, Slots, Store, nbytes, run_of
-from kvcli.kv.state import Given
+from kvcli.kv.snapshot import Given
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.disk import Disk
+from kvcli.kv.tiers.quantized import Packed
 from kvcli.models.shape import shape_of
 from kvcli.policies.expected import Expected
 from kvcli.policies.fastgen import FastGen

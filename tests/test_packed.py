@@ -17,11 +17,11 @@ from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import merge
-from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.packed import Packed
-from kvcli.kv.rung import Rung
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.slots import Sight, Slots, alike, compact, nbytes, visible
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.quantized import Packed
 from tests.covering import pairs
 from tests.exact.table import DRAFTERS, POLICIES, SAMPLERS, lm, prompt
 

@@ -24,15 +24,15 @@ from kvcli.engine.sequence.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kept import past
 from kvcli.kept.block import Damaged
-from kvcli.kv.dense import Dense
-from kvcli.kv.disk import Disk
-from kvcli.kv.host import Host
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.packed import Packed
-from kvcli.kv.rung import Rung
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.sliding_windows import Window, windows_of
 from kvcli.kv.slots import Store
-from kvcli.kv.state import Misfit, State, leaves, tree_of
-from kvcli.kv.windows import Window, windows_of
+from kvcli.kv.snapshot import Misfit, State, leaves, tree_of
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.disk import Disk
+from kvcli.kv.tiers.host import Host
+from kvcli.kv.tiers.quantized import Packed
 from kvcli.policies.expected import Expected
 from kvcli.policies.fastgen import FastGen
 from kvcli.policies.h2o import H2O

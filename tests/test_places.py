@@ -23,8 +23,8 @@ from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig, BadModel, UsageError
-from kvcli.kv.dense import Dense
-from kvcli.kv.windows import windows_of
+from kvcli.kv.sliding_windows import windows_of
+from kvcli.kv.tiers.dense import Dense
 from kvcli.settings.profile import Profile
 from tests import families
 from tests.exact.table import SAMPLERS

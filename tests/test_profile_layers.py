@@ -45,10 +45,10 @@ class Guess:
 REGISTRIES = {
     "prune": {"none": "kvcli.prune.everything:Everything"},
     "reuse": {"none": "kvcli.reuse.nothing:Nothing"},
-    "form": {"kivi": "kvcli.kv.form_kivi:Kivi"},
+    "form": {"kivi": "kvcli.kv.formats.kivi:Kivi"},
     "keep": {"none": "kvcli.kept.codec:AsIs"},
     "policy": {"none": "kvcli.policies.everything:Everything"},
-    "recall": {"none": "kvcli.kv.recall_settings:Everything"},
+    "recall": {"none": "kvcli.kv.sparse.settings:Everything"},
     "spec": {
         "off": f"{__name__}:Off",
         "copy": f"{__name__}:Copy",

@@ -22,10 +22,10 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session, commit
 from kvcli.engine.sequence.token_kinds import PUNCT, QUESTION, SPECIAL, SYSTEM, Span
 from kvcli.errors import BadConfig, BadModel
-from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.rung import Rung
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.slots import Store
+from kvcli.kv.tiers.dense import Dense
 from kvcli.prune import narrowing
 from kvcli.prune.chunked import Chunked
 from kvcli.prune.cut import Cut

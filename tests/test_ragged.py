@@ -21,9 +21,9 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part, merge
-from kvcli.kv.dense import Dense
-from kvcli.kv.ragged import Extents
 from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, alike, alone, empty_like, nbytes
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.dense_ragged import Extents
 from tests import drafters, families
 from tests.policies import Ragged, Recent, masks
 from tests.test_kv import allocated
@@ -199,7 +199,7 @@ def test_every_head_has_its_own_place_and_little_spare_room(lengths: list[int], 
 
 def test_heads_of_equal_length_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unequal slots in equal numbers, as most methods keep them: one product over all heads, no mask."""
-    import kvcli.kv.ragged as ragged
+    import kvcli.kv.tiers.dense_ragged as ragged
 
     calls: list[tuple[int, object]] = []
     attend = ragged.attend

@@ -15,19 +15,20 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.merge import merge
-from kvcli.kv import bus as kv_bus
-from kvcli.kv import reach, recall
-from kvcli.kv.bus import Bus, Cuda, Stream
-from kvcli.kv.dense import Dense
-from kvcli.kv.host import Host
-from kvcli.kv.index_sketch import Sketch
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.mapped import Mapped
-from kvcli.kv.reach import ByKernel, ByQuery, ByRule, ByStream, Rates, Way
-from kvcli.kv.recall import Recall
-from kvcli.kv.recall_pages import Budget
-from kvcli.kv.rung import Rung
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.offload import host_access
+from kvcli.kv.offload import transfer as kv_bus
+from kvcli.kv.offload.host_access import ByKernel, ByQuery, ByRule, ByStream, Rates, Way
+from kvcli.kv.offload.transfer import Bus, Cuda, Stream
 from kvcli.kv.slots import LayerShape, Readable, Sight, Slots, alike, hit_rate, nbytes
+from kvcli.kv.sparse import sparse_tier
+from kvcli.kv.sparse.index_sketch import Sketch
+from kvcli.kv.sparse.pages import Budget
+from kvcli.kv.sparse.sparse_tier import Recall
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.host import Host
+from kvcli.kv.tiers.pinned_host import Mapped
 from tests.fake_bus import FakeBus
 
 L, K, H, D = 3, 2, 4, 8
@@ -38,9 +39,9 @@ SIGHT = Sight(0.3)
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several extents of a few slots."""
-    from kvcli.kv import mapped
+    from kvcli.kv.tiers import pinned_host
 
-    monkeypatch.setattr(mapped, "PIECE", 11 * 2 * K * D * 8)
+    monkeypatch.setattr(pinned_host, "PIECE", 11 * 2 * K * D * 8)
 
 
 def some(n: int, at: int = 0, layer: int = 0) -> Slots:
@@ -273,14 +274,14 @@ def test_parts_join_into_one() -> None:
         s = one.slots(0)
         tier.take(0, Slots(s.k[:, a:b], s.v[:, a:b], s.pos[:, a:b]))
     q, rows = asked(), range(46, 49)
-    part = reach.joined([p for tier in half for p in tier.attend(0, q, SIGHT, rows)])
+    part = host_access.joined([p for tier in half for p in tier.attend(0, q, SIGHT, rows)])
     (want,) = one.attend(0, q, SIGHT, rows)
     torch.testing.assert_close(part.out, want.out)
     torch.testing.assert_close(part.lse, want.lse)
 
 
 def test_the_seam_has_a_lane_where_there_are_no_streams() -> None:
-    from kvcli.kv.bus import bus_of
+    from kvcli.kv.offload.transfer import bus_of
 
     bus: Bus = bus_of(torch.device("cpu"))
     to, of = torch.zeros(3), torch.ones(3)
@@ -323,7 +324,7 @@ def test_pages_fetched_ahead_change_no_answer_and_are_found() -> None:
 
 def test_a_read_ahead_finds_more_than_what_was_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
     def rate(share: float) -> float:
-        monkeypatch.setattr(recall, "AHEAD", share)
+        monkeypatch.setattr(sparse_tier, "AHEAD", share)
         bus, g, q = FakeBus(), torch.Generator().manual_seed(2), asked(1)
         near = recalled(bus, host(bus))
         for _ in range(30):

@@ -28,21 +28,21 @@ from kvcli.errors import KvcliError
 from kvcli.kernels.attend.reference import attend as specified
 from kvcli.kernels.merge import Part, merge
 from kvcli.kernels.native import native
-from kvcli.kv import index_cluster
-from kvcli.kv.dense import Dense
-from kvcli.kv.index import Index, bend
-from kvcli.kv.index_certified import Certified
-from kvcli.kv.index_cluster import Clusters, clusters
-from kvcli.kv.index_lowrank import LowRank
-from kvcli.kv.index_minmax import MinMax
-from kvcli.kv.index_sketch import Sketch
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.recall import Recall, _choose
-from kvcli.kv.recall_pages import Budget, Pages
-from kvcli.kv.recall_source import Whole
-from kvcli.kv.recall_store import RecallStore
-from kvcli.kv.rung import Rung
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
+from kvcli.kv.sparse import index_cluster
+from kvcli.kv.sparse.index import Index, bend
+from kvcli.kv.sparse.index_certified import Certified
+from kvcli.kv.sparse.index_cluster import Clusters, clusters
+from kvcli.kv.sparse.index_lowrank import LowRank
+from kvcli.kv.sparse.index_minmax import MinMax
+from kvcli.kv.sparse.index_sketch import Sketch
+from kvcli.kv.sparse.page_source import Whole
+from kvcli.kv.sparse.pages import Budget, Pages
+from kvcli.kv.sparse.sparse_cache import RecallStore
+from kvcli.kv.sparse.sparse_tier import Recall, _choose
+from kvcli.kv.tiers.dense import Dense
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
 from tests.covering import pairs
@@ -244,7 +244,7 @@ def test_rows_that_choose_slot_by_slot_do_so_a_few_at_a_time(monkeypatch: pytest
             return merge(store.attend(0, rows, sight, range(150, 240))), made.numel
 
     (whole, most), few = read(), 2 * H * 150
-    monkeypatch.setattr("kvcli.kv.recall.SCORES", few)
+    monkeypatch.setattr("kvcli.kv.sparse.sparse_tier.SCORES", few)
     got, made = read()
     torch.testing.assert_close(got, whole)
     assert made <= rows.numel() < 64 * H * 150 <= most

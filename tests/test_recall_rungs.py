@@ -21,25 +21,25 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import Session
 from kvcli.kernels.merge import merge
 from kvcli.kernels.rotate import Rotary, rotate
-from kvcli.kv.dense import Dense
-from kvcli.kv.disk import Disk
-from kvcli.kv.form import OfModel
-from kvcli.kv.form_cskv import Cskv
-from kvcli.kv.host import Host
-from kvcli.kv.index import Index
-from kvcli.kv.index_certified import Certified
-from kvcli.kv.index_cluster import Clusters
-from kvcli.kv.index_lowrank import LowRank
-from kvcli.kv.index_minmax import MinMax
-from kvcli.kv.index_sketch import Sketch
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.packed import Packed
-from kvcli.kv.recall import Recall
-from kvcli.kv.recall_pages import Budget
-from kvcli.kv.recall_source import Shelf, Whole
-from kvcli.kv.room import Room
-from kvcli.kv.rung import Rung
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.capacity import Room
+from kvcli.kv.formats.format import OfModel
 from kvcli.kv.slots import Sight, Slots, alike, nbytes
+from kvcli.kv.sparse.index import Index
+from kvcli.kv.sparse.index_certified import Certified
+from kvcli.kv.sparse.index_cluster import Clusters
+from kvcli.kv.sparse.index_lowrank import LowRank
+from kvcli.kv.sparse.index_minmax import MinMax
+from kvcli.kv.sparse.index_sketch import Sketch
+from kvcli.kv.sparse.page_source import Shelf, Whole
+from kvcli.kv.sparse.pages import Budget
+from kvcli.kv.sparse.sparse_tier import Recall
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.disk import Disk
+from kvcli.kv.tiers.host import Host
+from kvcli.kv.tiers.quantized import Packed
+from kvcli.methods.formats.cskv import Cskv
 from kvcli.settings.profile import Profile, load_profile
 from kvcli.settings.schema import Kv, Memory
 from tests import families, small_tokenizers

@@ -17,8 +17,8 @@ from kvcli.engine.policy.compression_point import Boundary
 from kvcli.engine.policy.policy import EachLayer, Guard, Moment, Wants
 from kvcli.engine.rows import Rows
 from kvcli.errors import BadConfig
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Masks, Slots, compact
+from kvcli.kv.tiers.dense import Dense
 from kvcli.policies.everything import Everything
 from kvcli.policies.fastgen import FastGen
 from kvcli.policies.recovery import recover

@@ -17,8 +17,8 @@ from kvcli.engine.prefill.matching_spans import Run, runs
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
-from kvcli.kv.dense import Dense
-from kvcli.kv.windows import Window
+from kvcli.kv.sliding_windows import Window
+from kvcli.kv.tiers.dense import Dense
 from kvcli.reuse.pie import Pie
 from kvcli.settings.profile import Profile
 from tests import families

@@ -20,9 +20,9 @@ from kvcli.engine.prefill.revival_pass import Older
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session, commit
-from kvcli.kv.dense import Dense
+from kvcli.kv.sliding_windows import Window
 from kvcli.kv.slots import Slots
-from kvcli.kv.windows import Window
+from kvcli.kv.tiers.dense import Dense
 from kvcli.prune.chunked import Chunked
 from kvcli.prune.lazy import Lazy
 from tests import drafters, families

@@ -15,8 +15,8 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel
 from kvcli.kernels.rotate import rotate, unrotate
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import holders
+from kvcli.kv.tiers.dense import Dense
 from tests import families
 
 LONGROPE = {

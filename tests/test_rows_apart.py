@@ -11,20 +11,20 @@ from torch import Tensor
 from kvcli.kernels import native
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import merge
-from kvcli.kv.dense import Dense
-from kvcli.kv.disk import Disk
-from kvcli.kv.index import Index
-from kvcli.kv.index_certified import Certified
-from kvcli.kv.index_minmax import MinMax
-from kvcli.kv.index_sketch import Sketch
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.packed import Packed
-from kvcli.kv.recall import Recall
-from kvcli.kv.recall_pages import Budget
-from kvcli.kv.recall_source import Shelf
-from kvcli.kv.recall_store import RecallStore
-from kvcli.kv.rung import Rung
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.slots import Sight, Slots, Store, alike
+from kvcli.kv.sparse.index import Index
+from kvcli.kv.sparse.index_certified import Certified
+from kvcli.kv.sparse.index_minmax import MinMax
+from kvcli.kv.sparse.index_sketch import Sketch
+from kvcli.kv.sparse.page_source import Shelf
+from kvcli.kv.sparse.pages import Budget
+from kvcli.kv.sparse.sparse_cache import RecallStore
+from kvcli.kv.sparse.sparse_tier import Recall
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.disk import Disk
+from kvcli.kv.tiers.quantized import Packed
 from tests.policies import masks
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason=native.why_not() or "unknown")

@@ -17,7 +17,7 @@ from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session, commit
 from kvcli.errors import BadModel, ExitStatus
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 from tests.families import FAMILIES, WINDOW, build, prompt
 
 PROMPT = 37  # tokens: more than three windows, a prime

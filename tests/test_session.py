@@ -18,8 +18,8 @@ from kvcli.engine.policy.policy import Guard, Moment, Wants
 from kvcli.engine.rows import Draft, Rows, Scouts
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots
+from kvcli.kv.tiers.dense import Dense
 from tests import drafters, families
 from tests.policies import KeepAll, Ragged, Recent
 

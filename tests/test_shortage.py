@@ -23,14 +23,14 @@ from kvcli.engine.policy.policy import Policy
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig, DoesNotFit, ExitStatus
-from kvcli.kv.dense import Dense
-from kvcli.kv.index_minmax import MinMax
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.recall import Recall
-from kvcli.kv.recall_pages import Budget
-from kvcli.kv.rung import Rung
-from kvcli.kv.shortage import Shortage, as_shortage
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.out_of_memory import Shortage, as_shortage
 from kvcli.kv.slots import Store, alike, nbytes
+from kvcli.kv.sparse.index_minmax import MinMax
+from kvcli.kv.sparse.pages import Budget
+from kvcli.kv.sparse.sparse_tier import Recall
+from kvcli.kv.tiers.dense import Dense
 from kvcli.settings.profile import Profile
 from tests import families, small_tokenizers
 from tests.exact.table import DRAFTERS, prompt

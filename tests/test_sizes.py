@@ -23,14 +23,14 @@ from kvcli.fit import weights
 from kvcli.fit.memory import GIB, kv_bytes, stored
 from kvcli.fit.plan import Facts, Subject, plan
 from kvcli.fit.room import Room
-from kvcli.kv.dense import Dense
-from kvcli.kv.disk import Disk
+from kvcli.kv.cache.level import Floor, Rung
+from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.footprint import layer_bytes
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.packed import Packed
-from kvcli.kv.rung import Floor, Rung
+from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.slots import nbytes
-from kvcli.kv.windows import windows_of
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.disk import Disk
+from kvcli.kv.tiers.quantized import Packed
 from kvcli.models.packing import Packing
 from kvcli.models.shape import shape_of
 from kvcli.policies.window import Window
@@ -146,7 +146,7 @@ def test_in_float64_too(name: str) -> None:
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_text_that_is_kept_in_layers_of_several_sizes_comes_back(name: str) -> None:
-    from kvcli.kv.state import Given
+    from kvcli.kv.snapshot import Given
 
     for kv in STORES:
         one, other = opened(name, kv), opened(name, kv)

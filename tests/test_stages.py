@@ -24,8 +24,8 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.engine.sequence.token_kinds import END, QUESTION, SHOT, TOOLS, Span
 from kvcli.errors import KvcliError
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots
+from kvcli.kv.tiers.dense import Dense
 from kvcli.policies import budgets, post, shares, units
 from kvcli.policies.snap import Snap
 from kvcli.settings.profile import load_profile

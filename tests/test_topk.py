@@ -22,9 +22,9 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.engine.sequence.token_kinds import SYSTEM, Span
 from kvcli.errors import KvcliError
-from kvcli.kv.dense import Dense
-from kvcli.kv.shortage import Shortage
+from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.slots import Slots, nbytes
+from kvcli.kv.tiers.dense import Dense
 from kvcli.policies.keydiff import KeyDiff
 from kvcli.policies.kvzip import KVzip
 from kvcli.policies.snap import Snap

@@ -17,7 +17,7 @@ from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.cache_shim import cache_name, current, under_way
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 from tests import families
 
 

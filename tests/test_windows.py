@@ -13,12 +13,12 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
-from kvcli.kv.dense import Dense
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.packed import Packed
-from kvcli.kv.rung import Rung
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.sliding_windows import Window, windows_of
 from kvcli.kv.slots import LayerShape, Sight, Store
-from kvcli.kv.windows import Window, windows_of
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.quantized import Packed
 from tests import drafters, families
 from tests.policies import KeepAll, Ragged
 

@@ -14,8 +14,8 @@ from kvcli.calibrate.machine import settle
 from kvcli.engine.engine import run
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.rows import Rows
-from kvcli.kv.dense import Dense
-from kvcli.kv.states import States
+from kvcli.kv.recurrent_state import States
+from kvcli.kv.tiers.dense import Dense
 from kvcli.schemas.fit import PassTime
 
 if TYPE_CHECKING:

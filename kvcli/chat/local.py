@@ -27,7 +27,7 @@ from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.chat.window import refuse_longer
 from kvcli.engine.info import ModelInfo
 from kvcli.errors import BadConfig, KvcliError
-from kvcli.kv.shortage import as_shortage, free_caches
+from kvcli.kv.out_of_memory import as_shortage, free_caches
 from kvcli.models.tokenizer import load_tokenizer
 from kvcli.settings.clashes import cautions
 

@@ -18,7 +18,7 @@ from kvcli.engine.forward_request import Work, until
 from kvcli.engine.sequence.token_kinds import QUESTION, Span
 from kvcli.errors import BadInput, BadModel
 from kvcli.kept.shelf import Kept
-from kvcli.kv.shortage import Shortage, lacking
+from kvcli.kv.out_of_memory import Shortage, lacking
 from kvcli.models.text import Messages, StopStrings
 from kvcli.settings.schema import ORDER
 

@@ -35,7 +35,7 @@ from kvcli.kept.block import Damaged
 from kvcli.kept.coded import coded_state, decoded_state
 from kvcli.kept.identity import identity
 from kvcli.kept.shelf import FEW, fields_of
-from kvcli.kv.state import Misfit
+from kvcli.kv.snapshot import Misfit
 from kvcli.schemas.chat import ChatDocument
 from kvcli.schemas.pack import PackDocument, PackedFile
 from kvcli.settings.layers import set_value

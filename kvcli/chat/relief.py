@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli import build
 from kvcli.engine.forward_request import asked
-from kvcli.kv.shortage import free_caches, lacking
+from kvcli.kv.out_of_memory import free_caches, lacking
 from kvcli.kv.slots import nbytes
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from kvcli.engine.policy.policy import Phase
 from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Stats
 from kvcli.errors import KvcliError
-from kvcli.kv.shortage import Shortage, lacking
+from kvcli.kv.out_of_memory import Shortage, lacking
 from kvcli.kv.slots import nbytes
 from kvcli.settings.layers import set_value
 from kvcli.settings.profile import Profile

@@ -16,7 +16,7 @@ from kvcli.engine.forward_request import Work
 from kvcli.engine.process_memory import peak_bytes, used_bytes
 from kvcli.engine.sequence.repetition import Loops
 from kvcli.engine.stats import Stats
-from kvcli.kv.shortage import Shortage, lacking
+from kvcli.kv.out_of_memory import Shortage, lacking
 from kvcli.kv.slots import hit_rate, nbytes
 from kvcli.models.channels import Channels, Piece
 from kvcli.models.text import StopStrings

@@ -22,7 +22,7 @@ from kvcli.drafts.successors import top
 from kvcli.engine.drafting.gemma4_assistant import lenders
 from kvcli.engine.forward_request import Asks, Feed
 from kvcli.engine.rows import Rows
-from kvcli.kv.fixed import Fixed
+from kvcli.kv.tiers.device_tables import Fixed
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM

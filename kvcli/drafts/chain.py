@@ -19,7 +19,7 @@ from kvcli.drafts.odds import Odds
 from kvcli.drafts.successors import NAMES, START, cell, ranked
 from kvcli.drafts.tree import Offer
 from kvcli.errors import KvcliError
-from kvcli.kv.shortage import as_shortage
+from kvcli.kv.out_of_memory import as_shortage
 
 if TYPE_CHECKING:
     from kvcli.drafts.copies import Copies

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.drafts.successors import top
 from kvcli.engine.drafting.draft_kv import Bough
-from kvcli.kv.fixed import Fixed
+from kvcli.kv.tiers.device_tables import Fixed
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from kvcli.engine.drafting.draft_kv import Bough
 from kvcli.engine.forward_request import Asks, Feed
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.commit import commit
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import Past

@@ -22,8 +22,8 @@ from kvcli.engine.forward_request import Asks, Feed
 from kvcli.engine.rows import Hears, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kernels.rotate import rotate, unrotate
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots, Usage
+from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,9 +21,9 @@ from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.rows import Hears, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
-from kvcli.kv.dense import Dense
+from kvcli.kv.recurrent_state import States
 from kvcli.kv.slots import Slots, Usage
-from kvcli.kv.states import States
+from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,8 @@ import torch
 from kvcli.drafts.successors import top
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.rows import Rows
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots, compact, spans
+from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from kvcli.kernels import gpu
 from kvcli.kernels.attend.cpu import FEW
 from kvcli.kernels.attend.reference import BLOCK
 from kvcli.kernels.attend_rows import why_not
-from kvcli.kv.fixed import MOST_ROWS
+from kvcli.kv.tiers.device_tables import MOST_ROWS
 from kvcli.models.shape import shape_of
 
 if TYPE_CHECKING:

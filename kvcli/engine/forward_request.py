@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.rows import Rows
     from kvcli.engine.sequence.sampler import Draw
+    from kvcli.kv.recurrent_state import States
     from kvcli.kv.slots import Readable, Reader
-    from kvcli.kv.states import States
 
 Glean = Callable[["Tensor"], "Tensor"]  # logits [n, V] -> a few numbers [n, m] each
 

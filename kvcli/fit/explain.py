@@ -17,7 +17,7 @@ from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
     from kvcli.fit.plan import Plan, Subject
-    from kvcli.kv.budget import Spending
+    from kvcli.kv.cache.precision_budget import Spending
     from kvcli.schemas.fit import CalibrationDocument
 
 # of the short passes behind a text of which a head map is made (heads/run.py): one without each head in turn, one with

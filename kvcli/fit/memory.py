@@ -12,17 +12,17 @@ from kvcli.engine.forward_memory import frames, fresh_bytes, recorded_bytes, wor
 from kvcli.fit import card
 from kvcli.fit.places import Held
 from kvcli.fit.working import check_bytes, product_bytes
-from kvcli.kv.budget import PLACED, WORTH
-from kvcli.kv.fixed import MOST_ROWS
+from kvcli.kv.cache.precision_budget import PLACED, WORTH
+from kvcli.kv.capacity import EVERY
 from kvcli.kv.footprint import STEP
-from kvcli.kv.room import EVERY
+from kvcli.kv.sliding_windows import Window, windows_of
 from kvcli.kv.slots import LayerShape, Sight
-from kvcli.kv.windows import Window, windows_of
+from kvcli.kv.tiers.device_tables import MOST_ROWS
 
 if TYPE_CHECKING:
     from kvcli.fit.places import Caps
     from kvcli.fit.weights import Weights
-    from kvcli.kv.budget import Spending
+    from kvcli.kv.cache.precision_budget import Spending
     from kvcli.models.shape import Shape
     from kvcli.settings.schema import Order
 
@@ -212,7 +212,9 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         )
     beside = base + on_card + draft + working + behind
     newest, budget = top(stored(shape)[below:], min(held, fresh + STEP)), 0
-    if run.spends is not None:  # what a pass adds comes on top, for each text its own, as a store has it (kv/tiers.py)
+    if (
+        run.spends is not None
+    ):  # what a pass adds comes on top, for each text its own, as a store has it (kv/cache/plan.py)
         each = (run.caps.free - (beside - working - remembered)) // run.texts - working - newest
         budget = replace(run.spends, free=max(0, each)).most(context)
     most = None if run.spends is None or run.spends.is_late else budget

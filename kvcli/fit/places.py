@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvcli.kv.cache.level import SLACK
 from kvcli.kv.footprint import STEP
-from kvcli.kv.rung import SLACK
-from kvcli.kv.shortage import Shortage
+from kvcli.kv.out_of_memory import Shortage
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.kv.room import Room
+    from kvcli.kv.capacity import Room
 
 
 @dataclass(frozen=True, slots=True)

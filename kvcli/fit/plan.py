@@ -14,8 +14,9 @@ from kvcli.fit.places import Caps
 from kvcli.fit.program import BASE
 from kvcli.fit.runs import NOTHING, Beyond
 from kvcli.fit.working import is_fused, is_native
-from kvcli.kv import room as kv_room
-from kvcli.kv.budget import Spending, spending
+from kvcli.kv import capacity as kv_room
+from kvcli.kv.cache.precision_budget import Spending, spending
+from kvcli.kv.capacity import EVERY
 from kvcli.kv.footprint import (
     POSITION,
     index_bytes,
@@ -26,8 +27,7 @@ from kvcli.kv.footprint import (
     packs_by_age,
     wide,
 )
-from kvcli.kv.room import EVERY
-from kvcli.kv.shortage import Shortage
+from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.slots import Sight, storing
 from kvcli.models.packing import Packing
 from kvcli.models.refusals import refuse_quant, refuse_split
@@ -340,7 +340,7 @@ def _kept(profile: Profile, shape: Shape, number: int) -> memory.Beside | None:
 
 def _own(profile: Profile, shape: Shape, number: int, kind: str) -> memory.Beside | None:
     """What a layer of the drafter's own stores, which is like the last of the model; None = it has none."""
-    from kvcli.kv.dense import Dense
+    from kvcli.kv.tiers.dense import Dense
 
     if profile.spec.second is not None or not profile.spec.kept(1, kind):
         return None

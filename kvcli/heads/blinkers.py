@@ -15,8 +15,8 @@ from torch import Tensor
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
-from kvcli.kv.fixed import Fixed
 from kvcli.kv.slots import Sight, Slots, Store, alone, compact, opens
+from kvcli.kv.tiers.device_tables import Fixed
 
 
 @dataclass(frozen=True, slots=True)

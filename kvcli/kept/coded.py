@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcli.kept import exponents
 from kvcli.kept.codec import Codec
-from kvcli.kv.state import Misfit, State, leaves, tree_of
+from kvcli.kv.snapshot import Misfit, State, leaves, tree_of
 
 FEW = 1 << 12  # bytes that are worth coding
 SIZES = 8  # of a tensor, at most

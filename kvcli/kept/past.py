@@ -2,7 +2,7 @@
 
 A safetensors file: tensors by their names in the tree joined by "/", its numbers and a checksum in the header. Written
 one tensor at a time. Read, every size is held against the file's own before room is made for it, so no more is
-allocated than there are bytes; what the tensors must be is for those to say who take them (kv/state.py).
+allocated than there are bytes; what the tensors must be is for those to say who take them (kv/snapshot.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from kvcli.files import replacing
 from kvcli.kept.block import SUM, UNREADABLE, Damaged, blamed
 from kvcli.kept.tree import ENDS
-from kvcli.kv.state import Leaf, Misfit, State, leaves, tree_of
+from kvcli.kv.snapshot import Leaf, Misfit, State, leaves, tree_of
 from kvcli.settings.small_file import open_regular, parse_object
 
 HEADER, MOST, DEEP = 1 << 24, 1 << 17, 8  # bytes, tensors and their dimensions, at most

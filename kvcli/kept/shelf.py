@@ -29,9 +29,9 @@ from kvcli.kept.identity import identity
 from kvcli.kept.room import make_room, mark_used
 from kvcli.kept.tree import Found, Tree
 from kvcli.kernels.attend_rows import BLOCK
-from kvcli.kv.shortage import lacking
-from kvcli.kv.state import Misfit
-from kvcli.kv.windows import windows_of
+from kvcli.kv.out_of_memory import lacking
+from kvcli.kv.sliding_windows import windows_of
+from kvcli.kv.snapshot import Misfit
 from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.kv.form import Form
-    from kvcli.kv.recall_settings import Chosen
+    from kvcli.kv.formats.format import Form
     from kvcli.kv.slots import LayerShape
+    from kvcli.kv.sparse.settings import Chosen
     from kvcli.settings.schema import Kv, Memory
 
 STEP = 64  # slots by which the top of a ladder grows: it is short, or has little room

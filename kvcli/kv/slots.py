@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
-from kvcli.kv.fixed import Fixed
-from kvcli.kv.state import Stateful
+from kvcli.kv.snapshot import Stateful
+from kvcli.kv.tiers.device_tables import Fixed
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcli.engine.policy.policy import Moment
 from kvcli.kv.slots import Slots
-from kvcli.kv.state import Given, State
+from kvcli.kv.snapshot import Given, State
 from kvcli.policies.fastgen_layer import Layer
 from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.knapsack import solve

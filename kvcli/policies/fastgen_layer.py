@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.sequence.token_kinds import END
-from kvcli.kv.state import Given, State
+from kvcli.kv.snapshot import Given, State
 from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.recovery import Sets, classes
 

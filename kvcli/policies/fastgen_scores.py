@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcli.engine.policy.policy import Moment
 from kvcli.kv.slots import Slots
-from kvcli.kv.state import Given, State
+from kvcli.kv.snapshot import Given, State
 from kvcli.policies.recovery import Sets
 from kvcli.policies.recovery_look import Look
 

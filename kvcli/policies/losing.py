@@ -16,7 +16,7 @@ from kvcli.policies.plan import quality, ways_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.kv.budget import Spending
+    from kvcli.kv.cache.precision_budget import Spending
     from kvcli.policies.plan import Layer
 
 LESS = 1 - 1e-6  # of a price, so that what is worth just as much stays, however either was rounded

@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.kv.budget import Spending
+    from kvcli.kv.cache.precision_budget import Spending
     from kvcli.kv.slots import Span
 
 # share of a slot's worth that is left in so many bits: one less the error that rounding it adds to its head's output,

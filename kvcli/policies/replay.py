@@ -14,8 +14,8 @@ from kvcli.engine.rows import Rows
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
-from kvcli.kv.fixed import Fixed
 from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, visible
+from kvcli.kv.tiers.device_tables import Fixed
 
 if TYPE_CHECKING:
     from kvcli.engine.policy.compression_point import Boundary

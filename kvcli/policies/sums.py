@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.hf.lm import LM
-    from kvcli.kv.state import Given, State
+    from kvcli.kv.snapshot import Given, State
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Sums:
 
     def restore(self, given: Given) -> None:
         """Become what gave this."""
-        from kvcli.kv.state import Misfit
+        from kvcli.kv.snapshot import Misfit
 
         for i, shape in enumerate(self.lm.shapes):
             if str(i) in given:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvcli.engine.policy.policy import Moment
     from kvcli.engine.policy.projected_values import Outward
     from kvcli.kv.slots import Masks, Slots
-    from kvcli.kv.state import Given, State, Stateful
+    from kvcli.kv.snapshot import Given, State, Stateful
     from kvcli.policies.shares import Share
 
 Alloc = Literal["uniform", "ada", "pyramid", "headmap", "global", "prefix"]

@@ -13,7 +13,7 @@ from kvcli.engine.forward_request import Asks, asked
 from kvcli.engine.policy.policy import Wants
 from kvcli.errors import ContextOverflow
 from kvcli.kv.footprint import STEP
-from kvcli.kv.shortage import Shortage
+from kvcli.kv.out_of_memory import Shortage
 from kvcli.policies.budget import Budget
 from kvcli.policies.headmap import head_rows
 from kvcli.policies.losing import counted, limit, lost
@@ -23,9 +23,9 @@ from kvcli.policies.sums import Sums
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.compression_point import Boundary
-    from kvcli.kv.budget import Spending
+    from kvcli.kv.cache.precision_budget import Spending
     from kvcli.kv.slots import Masks
-    from kvcli.kv.state import Given, State
+    from kvcli.kv.snapshot import Given, State
     from kvcli.policies.topk import Memory
 
 FLOOR = 0.2  # of the average weight, that a head map leaves every head

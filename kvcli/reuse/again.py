@@ -17,8 +17,8 @@ from kvcli.engine.forward_request import Asks, Feed, Made
 from kvcli.engine.prefill.kv_overlay import Beside
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.commit import commit
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import spans
+from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM

@@ -164,7 +164,7 @@ class Checkout:
         self.lm = _first("kvcli.engine.hf.lm", "kvcli.model")
         self.stats = _first("kvcli.engine.stats", "kvcli.stats")
         self.drafter = _first("kvcli.drafts.off", "kvcli.engine.drafting.drafter", "kvcli.drafts.base")
-        self.build, self.dense = import_module("kvcli.build"), import_module("kvcli.kv.dense")
+        self.build, self.dense = import_module("kvcli.build"), import_module("kvcli.kv.tiers.dense")
 
     def model(self, layers: int) -> Any:
         config = self._config(
@@ -194,7 +194,7 @@ class Checkout:
                     own = answer.part if hollow else getattr(module, op)
                     setattr(module, op, parts.timed("kernels", own))
         import_module("kvcli.kernels.dispatch").choose.cache_clear()
-        slab = import_module("kvcli.kv.slab")
+        slab = import_module("kvcli.kv.tiers.dense_uniform")
         if hasattr(slab, "read"):
             part = import_module("kvcli.kernels.merge").Part
             slab.read = parts.timed("kernels", (lambda q, *_, **__: part(*answer.part(q))) if hollow else slab.read)

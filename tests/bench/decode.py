@@ -85,7 +85,7 @@ def ours(lm: Any, ids: list[int], new: int) -> tuple[float, list[float], Any]:
     from kvcli.engine.engine import drive, events
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.session import Session
-    from kvcli.kv.dense import Dense
+    from kvcli.kv.tiers.dense import Dense
 
     session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
     began = time.perf_counter()

@@ -78,7 +78,7 @@ def text(lm: LM, new: int) -> list[int]:
     from kvcli.drafts.off import Off
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.session import Session
-    from kvcli.kv.dense import Dense
+    from kvcli.kv.tiers.dense import Dense
 
     ids = torch.randint(8, lm.vocab, (17,), generator=torch.Generator().manual_seed(1)).tolist()
     session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())

@@ -25,7 +25,7 @@ from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.session import commit
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 256  # rows

@@ -70,7 +70,7 @@ def session_of(lm: Any, n: int) -> Any:
     from kvcli.engine.engine import drive
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.session import Session
-    from kvcli.kv.dense import Dense
+    from kvcli.kv.tiers.dense import Dense
 
     session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
     drive(session.read(torch.randint(8, lm.vocab, (n,), generator=torch.Generator().manual_seed(1)).tolist()))

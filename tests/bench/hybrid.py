@@ -35,7 +35,7 @@ from kvcli.engine.rows import Draft, Rows  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
 from kvcli.engine.sequence.session import Session  # noqa: E402
 from kvcli.engine.stats import Step  # noqa: E402
-from kvcli.kv.dense import Dense  # noqa: E402
+from kvcli.kv.tiers.dense import Dense  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 from tests.drafters import Scripted  # noqa: E402
 

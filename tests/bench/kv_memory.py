@@ -50,14 +50,14 @@ class Shares(EachLayer):
 
 
 def store(lm: Any, side: str) -> Any:
-    from kvcli.kv.dense import Dense
+    from kvcli.kv.tiers.dense import Dense
 
     shape = lm.shapes, lm.dtype
     if side not in PACKED:
         return Dense(lm.shapes, lm.dtype)
-    from kvcli.kv.ladder import Ladder
-    from kvcli.kv.packed import Packed
-    from kvcli.kv.rung import Rung
+    from kvcli.kv.cache.level import Rung
+    from kvcli.kv.cache.tiered_cache import Ladder
+    from kvcli.kv.tiers.quantized import Packed
 
     k_bits, v_bits = PACKED[side]
     packed = Packed(*shape, lm.device, k_bits=k_bits, v_bits=v_bits, group=GROUP)

@@ -26,12 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.engine.engine import drive  # noqa: E402
-from kvcli.kv.dense import Dense  # noqa: E402
-from kvcli.kv.disk import Disk  # noqa: E402
-from kvcli.kv.ladder import Ladder  # noqa: E402
-from kvcli.kv.packed import Packed  # noqa: E402
-from kvcli.kv.rung import Rung  # noqa: E402
+from kvcli.kv.cache.level import Rung  # noqa: E402
+from kvcli.kv.cache.tiered_cache import Ladder  # noqa: E402
 from kvcli.kv.slots import Slots, nbytes  # noqa: E402
+from kvcli.kv.tiers.dense import Dense  # noqa: E402
+from kvcli.kv.tiers.disk import Disk  # noqa: E402
+from kvcli.kv.tiers.quantized import Packed  # noqa: E402
 from kvcli.settings.profile import load_profile  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 

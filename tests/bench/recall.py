@@ -28,16 +28,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kvcli.engine.engine import drive, events
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
-from kvcli.kv.dense import Dense
-from kvcli.kv.index import Index
-from kvcli.kv.index_certified import Certified
-from kvcli.kv.index_cluster import Clusters
-from kvcli.kv.index_lowrank import LowRank
-from kvcli.kv.index_minmax import MinMax
-from kvcli.kv.index_sketch import Sketch
-from kvcli.kv.recall_pages import Budget, padded
-from kvcli.kv.recall_store import RecallStore
 from kvcli.kv.slots import Sight, alike, nbytes
+from kvcli.kv.sparse.index import Index
+from kvcli.kv.sparse.index_certified import Certified
+from kvcli.kv.sparse.index_cluster import Clusters
+from kvcli.kv.sparse.index_lowrank import LowRank
+from kvcli.kv.sparse.index_minmax import MinMax
+from kvcli.kv.sparse.index_sketch import Sketch
+from kvcli.kv.sparse.pages import Budget, padded
+from kvcli.kv.sparse.sparse_cache import RecallStore
+from kvcli.kv.tiers.dense import Dense
 
 SPREADS = {"diffuse": 1.0, "mixed": 2.5, "peaked": 5.0}  # standard deviation of scores
 INDEXES: dict[str, Callable[[], Index]] = {

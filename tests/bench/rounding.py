@@ -30,12 +30,12 @@ from kvcli.engine.engine import run  # noqa: E402
 from kvcli.engine.forward_request import Feed  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.heads.sample import samples  # noqa: E402
-from kvcli.kv.budget import keys_in  # noqa: E402
-from kvcli.kv.dense import Dense  # noqa: E402
-from kvcli.kv.packed import Packed  # noqa: E402
-from kvcli.kv.recall import _choose  # noqa: E402
-from kvcli.kv.recall_pages import Budget, Pages  # noqa: E402
+from kvcli.kv.cache.precision_budget import keys_in  # noqa: E402
 from kvcli.kv.slots import LayerShape, Sight, Slots  # noqa: E402
+from kvcli.kv.sparse.pages import Budget, Pages  # noqa: E402
+from kvcli.kv.sparse.sparse_tier import _choose  # noqa: E402
+from kvcli.kv.tiers.dense import Dense  # noqa: E402
+from kvcli.kv.tiers.quantized import Packed  # noqa: E402
 from kvcli.settings.registry import registries  # noqa: E402
 from kvcli.settings.resolve import method_class  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402

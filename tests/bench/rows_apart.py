@@ -27,13 +27,14 @@ from kvcli.kernels import native
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import merge
 from kvcli.kernels.page_scores.reference import log_masses
-from kvcli.kv import index_certified, index_minmax, index_sketch, packed, recall, slab
-from kvcli.kv.dense import Dense
-from kvcli.kv.index import Index
-from kvcli.kv.packed import Packed
-from kvcli.kv.recall_pages import Budget
-from kvcli.kv.recall_store import RecallStore
 from kvcli.kv.slots import Sight, Store, Tier, alike, empty_like
+from kvcli.kv.sparse import index_certified, index_minmax, index_sketch, sparse_tier
+from kvcli.kv.sparse.index import Index
+from kvcli.kv.sparse.pages import Budget
+from kvcli.kv.sparse.sparse_cache import RecallStore
+from kvcli.kv.tiers import dense_uniform, quantized
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.quantized import Packed
 
 K, G, D = 4, 4, 128
 BUDGET = Budget(0.03, 1024, 16, 64)
@@ -51,12 +52,12 @@ PACKED["sketch on 4 4"] = (4, 4, "none")
 def torch_alone() -> Iterator[None]:
     """As where no native kernels are."""
     with ExitStack() as stack:
-        for module in (recall, slab):
+        for module in (sparse_tier, dense_uniform):
             stack.enter_context(mock.patch.object(module, "serves", return_value=False))
-        stack.enter_context(mock.patch.object(packed, "serves_packed", return_value=False))
+        stack.enter_context(mock.patch.object(quantized, "serves_packed", return_value=False))
         for module in (index_minmax, index_sketch, index_certified):
             stack.enter_context(mock.patch.object(module, "why_not", return_value="not asked"))
-        stack.enter_context(mock.patch.object(recall, "log_masses", log_masses))
+        stack.enter_context(mock.patch.object(sparse_tier, "log_masses", log_masses))
         yield
 
 
@@ -72,7 +73,7 @@ def stored(name: str, slots: int) -> Tier:
         held.append(0, k, v, 0)
         if not name.startswith("sketch"):
             return held
-        reads = recall.Recall(held, INDEXES["sketch 4"](), BUDGET, [0], source=held)
+        reads = sparse_tier.Recall(held, INDEXES["sketch 4"](), BUDGET, [0], source=held)
         reads.take(0, empty_like(held.slots(0)))  # a boundary
         return reads
     kv: Store = dense

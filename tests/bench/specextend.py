@@ -42,7 +42,7 @@ from kvcli.drafts.retrieval_trigger import trigger  # noqa: E402
 from kvcli.engine.engine import drive, events  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.engine.stats import Step  # noqa: E402
-from kvcli.kv.dense import Dense  # noqa: E402
+from kvcli.kv.tiers.dense import Dense  # noqa: E402
 from kvcli.models.text import render_prompt  # noqa: E402
 from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
 from tests.bench.widened import write  # noqa: E402

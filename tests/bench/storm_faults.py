@@ -155,9 +155,9 @@ def _disk(folder: Path) -> tuple[int, str, str]:
     """The tier on disk: what comes down is there, or the step says that there is no room and can be made again."""
     import torch
 
-    from kvcli.kv.disk import Disk
-    from kvcli.kv.shortage import Shortage
+    from kvcli.kv.out_of_memory import Shortage
     from kvcli.kv.slots import alike
+    from kvcli.kv.tiers.disk import Disk
 
     said = []
     size = 4 << 20

@@ -50,8 +50,8 @@ def disk(rng: random.Random, bad: list[str]) -> None:
     """The tier's file has no name: nothing of it outlives the process."""
     import torch
 
-    from kvcli.kv.disk import Disk
     from kvcli.kv.slots import alike
+    from kvcli.kv.tiers.disk import Disk
 
     folder = Path(tempfile.mkdtemp(prefix="kvcli-kills-"))
     k = torch.randn(2, 64, 16)

@@ -40,7 +40,7 @@ from kvcli.engine.engine import drive  # noqa: E402
 from kvcli.engine.hf.lm import LM  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
 from kvcli.engine.sequence.session import Session  # noqa: E402
-from kvcli.kv.dense import Dense  # noqa: E402
+from kvcli.kv.tiers.dense import Dense  # noqa: E402
 from kvcli.policies.snap import Snap  # noqa: E402
 from tests import families  # noqa: E402
 from tests.fake_graphs import FakeGraphs  # noqa: E402

@@ -30,7 +30,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel, UsageError
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 from kvcli.models import source
 from kvcli.settings.profile import Profile, load_profile
 from tests import drafters, families

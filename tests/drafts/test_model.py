@@ -24,9 +24,9 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig, BadModel
-from kvcli.kv.dense import Dense
+from kvcli.kv.recurrent_state import apart_by
 from kvcli.kv.slots import Slots
-from kvcli.kv.states import apart_by
+from kvcli.kv.tiers.dense import Dense
 from tests import families, hybrids
 from tests.covering import marked
 

@@ -30,8 +30,8 @@ from kvcli.errors import BadModel
 from kvcli.fit import weights
 from kvcli.fit.plan import Facts, Subject, plan
 from kvcli.fit.room import Room
-from kvcli.kv.dense import Dense
-from kvcli.kv.shortage import Shortage
+from kvcli.kv.out_of_memory import Shortage
+from kvcli.kv.tiers.dense import Dense
 from kvcli.models.packing import Packing
 from kvcli.models.shape import shape_of
 from kvcli.settings.profile import Profile

@@ -26,8 +26,8 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Stats
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Slots
+from kvcli.kv.tiers.dense import Dense
 from tests import families
 
 NEW = 60

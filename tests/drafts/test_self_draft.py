@@ -25,8 +25,8 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Stats
 from kvcli.kernels.native import native
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Store
+from kvcli.kv.tiers.dense import Dense
 from kvcli.settings.values import keys_of
 from tests import families
 

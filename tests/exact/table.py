@@ -35,39 +35,39 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kept.shelf import Shelf
 from kvcli.kernels.native import native
-from kvcli.kv.budget import Spending, keys_in, unit
-from kvcli.kv.bus import bus_of
-from kvcli.kv.checked import Checked
-from kvcli.kv.dense import Dense
-from kvcli.kv.disk import Disk
-from kvcli.kv.form import Form, OfModel
-from kvcli.kv.form_cskv import Cskv
-from kvcli.kv.form_freqkv import FreqKV
-from kvcli.kv.form_gear import Gear
-from kvcli.kv.form_kivi import Kivi
-from kvcli.kv.form_mustafar import Mustafar
-from kvcli.kv.form_qaq import Qaq
-from kvcli.kv.form_rotatekv import RotateKV
-from kvcli.kv.form_squat import Squat
-from kvcli.kv.form_subgen import SubGen
-from kvcli.kv.form_zipcache import ZipCache
-from kvcli.kv.host import Host
-from kvcli.kv.index import Index
-from kvcli.kv.index_certified import Certified
-from kvcli.kv.index_cluster import Clusters
-from kvcli.kv.index_lowrank import LowRank
-from kvcli.kv.index_minmax import MinMax
-from kvcli.kv.index_sketch import Sketch
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.mapped import Mapped
-from kvcli.kv.packed import Packed
-from kvcli.kv.reach import ByKernel, ByQuery, ByRule, ByStream, Way
-from kvcli.kv.recall import Recall
-from kvcli.kv.recall_pages import Budget
-from kvcli.kv.recall_store import RecallStore
-from kvcli.kv.rung import Floor, Rung
+from kvcli.kv.cache.draft_and_full import Checked
+from kvcli.kv.cache.level import Floor, Rung
+from kvcli.kv.cache.precision_budget import Spending, keys_in, unit
+from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.formats.format import Form, OfModel
+from kvcli.kv.formats.kivi import Kivi
+from kvcli.kv.offload.host_access import ByKernel, ByQuery, ByRule, ByStream, Way
+from kvcli.kv.offload.transfer import bus_of
+from kvcli.kv.sliding_windows import Window, windows_of
 from kvcli.kv.slots import Store, alike
-from kvcli.kv.windows import Window, windows_of
+from kvcli.kv.sparse.index import Index
+from kvcli.kv.sparse.index_certified import Certified
+from kvcli.kv.sparse.index_cluster import Clusters
+from kvcli.kv.sparse.index_lowrank import LowRank
+from kvcli.kv.sparse.index_minmax import MinMax
+from kvcli.kv.sparse.index_sketch import Sketch
+from kvcli.kv.sparse.pages import Budget
+from kvcli.kv.sparse.sparse_cache import RecallStore
+from kvcli.kv.sparse.sparse_tier import Recall
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.disk import Disk
+from kvcli.kv.tiers.host import Host
+from kvcli.kv.tiers.pinned_host import Mapped
+from kvcli.kv.tiers.quantized import Packed
+from kvcli.methods.formats.cskv import Cskv
+from kvcli.methods.formats.freqkv import FreqKV
+from kvcli.methods.formats.gear import Gear
+from kvcli.methods.formats.mustafar import Mustafar
+from kvcli.methods.formats.qaq import Qaq
+from kvcli.methods.formats.rotatekv import RotateKV
+from kvcli.methods.formats.squat import Squat
+from kvcli.methods.formats.subgen import SubGen
+from kvcli.methods.formats.zipcache import ZipCache
 from kvcli.models.spelling import Spelling
 from kvcli.policies.random import Random
 from kvcli.policies.snap import Snap

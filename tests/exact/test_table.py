@@ -22,8 +22,8 @@ from kvcli.engine.drafting.drafter import Drafter, Pair
 from kvcli.engine.engine import drive, events
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Store
+from kvcli.kv.tiers.dense import Dense
 from kvcli.models.spelling import Spelling
 from tests import drafters, families
 from tests.covering import covering, marked, pairs, spread

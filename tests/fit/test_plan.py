@@ -25,14 +25,14 @@ from kvcli.fit.weights import of_files, of_shape, panels, weigh
 from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS
 from kvcli.kernels.column_mass.reference import SCORES
 from kvcli.kernels.pack import LANES, pack_keys, pack_values
-from kvcli.kv.dense import Dense
+from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.capacity import EVERY
 from kvcli.kv.footprint import POSITION, STEP, narrow, wide
-from kvcli.kv.form_kivi import Kivi
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.room import EVERY
-from kvcli.kv.shortage import Shortage
+from kvcli.kv.formats.kivi import Kivi
+from kvcli.kv.out_of_memory import Shortage
+from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.slots import LayerShape, Sight, nbytes
-from kvcli.kv.windows import windows_of
+from kvcli.kv.tiers.dense import Dense
 from kvcli.models import machine, source
 from kvcli.models.headers import TensorHeader, WeightFile
 from kvcli.models.packing import Packing
@@ -475,7 +475,7 @@ def test_sizes_have_units():
 
 
 def test_memory_of_the_host_lies_behind_cards_alone(monkeypatch):
-    """Elsewhere a store has none of it (kv/tiers.py): on Apple's GPUs it is the same memory."""
+    """Elsewhere a store has none of it (kv/cache/plan.py): on Apple's GPUs it is the same memory."""
     kinds = ("cpu", "cuda:0", "mps")
     found = [machine.Found(kind, kind, 8 * GIB, 8 * GIB) for kind in kinds]
     monkeypatch.setattr(machine, "devices", lambda: found)

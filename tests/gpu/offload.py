@@ -19,18 +19,18 @@ from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import Session
-from kvcli.kv.bus import bus_of
-from kvcli.kv.dense import Dense
-from kvcli.kv.disk import Disk
-from kvcli.kv.host import Host
-from kvcli.kv.ladder import Ladder
-from kvcli.kv.mapped import Mapped
-from kvcli.kv.packed import Packed
-from kvcli.kv.rates import rates
-from kvcli.kv.reach import ByKernel, ByQuery, ByStream, Way
-from kvcli.kv.recall_settings import Certified, MinMax, Sketch
-from kvcli.kv.rung import Rung
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.offload.host_access import ByKernel, ByQuery, ByStream, Way
+from kvcli.kv.offload.link_rates import rates
+from kvcli.kv.offload.transfer import bus_of
 from kvcli.kv.slots import Sight, Slots, Store, alike, run_of
+from kvcli.kv.sparse.settings import Certified, MinMax, Sketch
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.disk import Disk
+from kvcli.kv.tiers.host import Host
+from kvcli.kv.tiers.pinned_host import Mapped
+from kvcli.kv.tiers.quantized import Packed
 from tests import families
 from tests.exact import table as exactness
 from tests.gpu.clock import runtime_calls, spread, times

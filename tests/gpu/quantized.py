@@ -17,7 +17,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.kernels.linear_packed import pack, why_not
 from kvcli.kernels.linear_packed.module import PackedLinear
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 from tests import families
 from tests.bench.decode import build
 from tests.exact import table as exactness

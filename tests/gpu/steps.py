@@ -21,7 +21,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Draft
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 from tests import families
 from tests.bench.decode import theirs
 from tests.drafters import Scripted

@@ -21,7 +21,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 from tests import drafters, families
 from tests.gpu.models import eight
 from tests.gpu.stage import On, Row, why

@@ -22,8 +22,8 @@ from kvcli.heads.repeat import ROWS, repeat, twice
 from kvcli.heads.sample import samples
 from kvcli.kernels.attend.reference import attend
 from kvcli.kernels.merge import merge
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Sight, Slots, alike
+from kvcli.kv.tiers.dense import Dense
 from kvcli.models.text import decode
 
 K, G, D, S = 2, 3, 8, 41

@@ -19,8 +19,8 @@ from kvcli.kernels.attend_rows.tables import Table, Tree, uploaded
 from kvcli.kernels.merge import Part
 from kvcli.kernels.merge import merge as merge_parts
 from kvcli.kernels.merge import reference as merge_reference
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Sight, alike
+from kvcli.kv.tiers.dense import Dense
 
 pytest.importorskip("tests.kernels.interpreted")  # before what is fused
 fused = pytest.importorskip("kvcli.kernels.attend_rows.fused")

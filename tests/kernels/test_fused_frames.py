@@ -18,7 +18,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kernels import gpu
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 from tests import families
 from tests.drafters import Bush
 from tests.fake_graphs import FakeGraphs

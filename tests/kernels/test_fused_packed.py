@@ -11,9 +11,9 @@ from torch import Tensor
 from kvcli.kernels import gpu
 from kvcli.kernels.attend_packed import PackedHead, attend_table, reference, table_of, why_not
 from kvcli.kernels.attend_packed.table import NARROWEST, PROGRAMS, SPANS, Table
-from kvcli.kv import packed
-from kvcli.kv.packed_head import Head, Precision
 from kvcli.kv.slots import Sight, Slots, alike
+from kvcli.kv.tiers import quantized
+from kvcli.kv.tiers.quantized_head import Head, Precision
 
 pytest.importorskip("tests.kernels.interpreted")  # before what is fused
 fused = pytest.importorskip("kvcli.kernels.attend_packed.fused")
@@ -284,16 +284,16 @@ def test_masks_of_rows_and_parts_of_heads_are_left_to_the_reference() -> None:
 
 def test_a_tier_makes_its_table_when_heads_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """And gives what it gives without the kernel, holes, windows and a Hadamard turn included."""
-    monkeypatch.setattr(packed, "serves_packed", lambda *_: False)  # the CPU's own
+    monkeypatch.setattr(quantized, "serves_packed", lambda *_: False)  # the CPU's own
     made: list[int] = []
-    table_of = packed.table_of
+    table_of = quantized.table_of
 
     def counted(*a: object, **k: object) -> object:
         made.append(1)
         return table_of(*a, **k)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(packed, "table_of", counted)
-    tier = packed.Packed(alike(1, 2, D), torch.bfloat16, k_bits=4, v_bits=4, rotate="hadamard")
+    monkeypatch.setattr(quantized, "table_of", counted)
+    tier = quantized.Packed(alike(1, 2, D), torch.bfloat16, k_bits=4, v_bits=4, rotate="hadamard")
     pos = torch.arange(130, dtype=torch.int32).expand(2, -1)
     tier.take(0, Slots(noise(2, 130, D).bfloat16(), noise(2, 130, D, seed=1).bfloat16(), pos))
     q, sight, late = rows([None] * 2, 2), Sight(D**-0.5), Sight(D**-0.5, window=40)  # type: ignore[list-item]

@@ -26,7 +26,7 @@ from kvcli.engine.threads import use_threads
 from kvcli.kernels import native as built
 from kvcli.kernels.linear import linear, pack
 from kvcli.kernels.native import build
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 from tests.families import build as family
 
 pytestmark = pytest.mark.skipif(not built.levels(), reason=built.why_not() or "unknown")

@@ -18,7 +18,7 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig, BadInput
 from kvcli.kernels.native import native, why_not
-from kvcli.kv.dense import Dense
+from kvcli.kv.tiers.dense import Dense
 from kvcli.settings.profile import Profile
 from kvcli.steps.judge import Judge
 from kvcli.steps.lookahead import CHECKPOINTS, Lookahead

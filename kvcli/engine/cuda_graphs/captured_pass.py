@@ -32,7 +32,7 @@ from kvcli.engine.hf.model_settings import fixed_ropes
 from kvcli.kernels.attend_fixed import attend_fixed, storing
 from kvcli.kernels.attend_rows.tables import Tree
 from kvcli.kernels.gumbel.reference import signed
-from kvcli.kv.fixed import Fixed
+from kvcli.kv.tiers.device_tables import Fixed
 
 if TYPE_CHECKING:
     from kvcli.engine.cuda_graphs.capture import Graphs

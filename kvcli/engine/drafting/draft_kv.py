@@ -18,8 +18,8 @@ from kvcli.engine.forward_request import Asks, Feed, Glean, Made
 from kvcli.engine.rows import Rows
 from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
-from kvcli.kv.fixed import Fixed
-from kvcli.kv.states import Known, States
+from kvcli.kv.recurrent_state import Known, States
+from kvcli.kv.tiers.device_tables import Fixed
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM

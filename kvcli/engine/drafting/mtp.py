@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from kvcli.engine.hf.cache_shim import brought
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.errors import BadModel
-from kvcli.kv.shortage import Shortage, as_shortage
+from kvcli.kv.out_of_memory import Shortage, as_shortage
 from kvcli.models.foreign import blamed
 
 

@@ -18,8 +18,8 @@ from kvcli.engine.forward_request import Feed
 from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kernels import gpu
-from kvcli.kv.dense import Dense
-from kvcli.kv.states import States
+from kvcli.kv.recurrent_state import States
+from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM

@@ -17,8 +17,8 @@ from kvcli.engine.prefill.aux_cache import Behind
 from kvcli.engine.prefill.layerwise import ByLayers
 from kvcli.engine.rows import Rows
 from kvcli.errors import BadModel
-from kvcli.kv.dense import Dense
 from kvcli.kv.slots import Sight, spans
+from kvcli.kv.tiers.dense import Dense
 from kvcli.models.foreign import blamed
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.kernels.products import multiplies
 from kvcli.kernels.rotate import Rotary
-from kvcli.kv.bus import bus_of
+from kvcli.kv.offload.transfer import bus_of
 from kvcli.models.family import read_config
 from kvcli.models.hashes import Hashes, Stamped, model_files
 from kvcli.models.packing import Packing

@@ -19,9 +19,9 @@ from kvcli.engine.hf.recurrent_layers import Finder, Mixers
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.errors import BadModel
-from kvcli.kv.dense import Dense
+from kvcli.kv.recurrent_state import Known, States, apart_by
 from kvcli.kv.slots import LayerShape, Sight
-from kvcli.kv.states import Known, States, apart_by
+from kvcli.kv.tiers.dense import Dense
 from kvcli.models.foreign import blamed
 
 _SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors our attention may be handed

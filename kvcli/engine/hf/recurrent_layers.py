@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from kvcli.engine.hf.cache_shim import Trial, current, under_way
 from kvcli.engine.hf.rowwise_recurrence import ByRow, by_row
 from kvcli.errors import BadModel
-from kvcli.kv.states import NOTHING, Folding, Key, Known, States
+from kvcli.kv.recurrent_state import NOTHING, Folding, Key, Known, States
 
 if TYPE_CHECKING:
     from kvcli.engine.forward_request import Feed

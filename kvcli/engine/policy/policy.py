@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvcli.engine.policy.compression_point import Boundary
     from kvcli.kernels.column_mass import Over
     from kvcli.kv.slots import Masks, Slots
-    from kvcli.kv.state import Stateful
+    from kvcli.kv.snapshot import Stateful
 
 # a prompt is being read in chunks; it has been read; the answer is being written
 Phase = Literal["reading", "read", "answering"]

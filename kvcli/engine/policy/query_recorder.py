@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.kv.state import Given, State
+from kvcli.kv.snapshot import Given, State
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM

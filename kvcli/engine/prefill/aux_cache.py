@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcli.engine.forward_request import Asks
 from kvcli.engine.prefill.revival_pass import Stopped, Trip
 from kvcli.kv.slots import Store, Usage, spans
-from kvcli.kv.state import Given, Misfit, State
+from kvcli.kv.snapshot import Given, Misfit, State
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_rows import WIDEST, Own
 from kvcli.kernels.merge import Part
-from kvcli.kv.fixed import Fixed
 from kvcli.kv.slots import LayerShape, Sight, Usage, alone
+from kvcli.kv.tiers.device_tables import Fixed
 
 if TYPE_CHECKING:
     from kvcli.kv.slots import Store

@@ -17,8 +17,8 @@ from kvcli.engine.prefill.prompt_pruner import Live
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kernels.attend import attend
-from kvcli.kv.fixed import Fixed
 from kvcli.kv.slots import Sight, Usage, alone, spans
+from kvcli.kv.tiers.device_tables import Fixed
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM

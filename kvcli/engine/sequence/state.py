@@ -15,9 +15,9 @@ from kvcli.engine.policy.query_recorder import Heard
 from kvcli.engine.prefill.aux_cache import Behind
 from kvcli.engine.prefill.layerwise import ByLayers, meet
 from kvcli.engine.sequence.sampler import Sampler, Seen
+from kvcli.kv.recurrent_state import States
 from kvcli.kv.slots import Lens, Loss, Store
-from kvcli.kv.state import Given, Misfit, State, Stateful
-from kvcli.kv.states import States
+from kvcli.kv.snapshot import Given, Misfit, State, Stateful
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import Drafter

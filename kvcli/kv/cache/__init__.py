@@ -1,0 +1,1 @@
+"""KV caches made of tiers, and the plan that chooses them."""

@@ -1,0 +1,269 @@
+"""From a profile's keys to tiers: one dense tier, or a ladder of what `[kv]` packs and `[memory]` moves away.
+
+Where `memory.disposition` is "demote", the policy says what goes down to the first of them; where there is none, recall
+makes one on the same device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from kvcli.errors import BadConfig
+from kvcli.kernels import dispatch, gpu
+from kvcli.kv.cache.level import Rung
+from kvcli.kv.cache.precision_budget import Spending, keys_in, spending, unit
+from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.capacity import Room, room
+from kvcli.kv.footprint import STEP, is_ladder, packs_by_age, wide
+from kvcli.kv.formats.format import OfModel
+from kvcli.kv.formats.kivi import Kivi
+from kvcli.kv.sliding_windows import windows_of
+from kvcli.kv.slots import storing
+from kvcli.kv.tiers.dense import Dense
+from kvcli.kv.tiers.pinned_host import PIECE
+from kvcli.models.machine import kept_free
+from kvcli.settings.schema import size_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvcli.kernels.rotate import Rotary
+    from kvcli.kv.formats.format import Form
+    from kvcli.kv.offload.host_access import Way
+    from kvcli.kv.slots import LayerShape, Sight, Store, Tier
+    from kvcli.kv.sparse.page_source import Shelf
+    from kvcli.kv.sparse.settings import Chosen
+    from kvcli.kv.tiers.host import Host
+    from kvcli.settings.schema import Kv, Memory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a store is made for."""
+
+    shapes: Sequence[LayerShape]  # by layer
+    dtype: torch.dtype  # of newly stored rows
+    device: torch.device  # that computes
+    kv: Kv
+    memory: Memory
+    recall: Chosen  # how the rungs below the top are read, or the one tier where there is no other
+    sights: Sequence[Sight]  # by layer
+    chunk: int  # tokens read in one pass, at most
+    held: int = 0  # bytes of the device that the store in use takes, which this one is to replace
+    working: int = 0  # bytes of the device that a pass takes beside keys and values
+    form: Form = field(default_factory=Kivi)  # how slots lie that are packed
+    turns: Callable[[], Sequence[Rotary | None]] = tuple  # how layers turn their keys, for forms that ask
+    spare: int = 0  # bytes of the device that texts share whose budget is what is free
+
+    def store(self) -> Store:
+        """The store; raises BadConfig or Shortage where what is asked for cannot be."""
+        if self.device.type == "cpu":
+            self._refuse_host()
+        self._check_steps()
+        if not is_ladder(self.kv, self.form, self.memory):
+            dense = self._dense(self.device)
+            return self.recall.over(dense, dense, self._sights)
+        top, below = self._dense(self.device, STEP), list[Rung]()
+        if self.memory.spends:
+            units = ((bits, unit(bits, self.kv.group)) for bits in self.memory.bits)
+            below += [Rung(self._packed(self.device, bits), group=group) for bits, group in units]
+        if self.is_packed:
+            below.append(self._rung(self._packed(self.device), self.room.on_device, self.kv.group))
+        if self.room.host_bytes:
+            below.append(self._far_rung(self._host(), self.room.in_host, self.kv.group))
+        if size_of(self.memory.disk):
+            disk = self._disk()
+            if self.device.type == "cpu":
+                below.append(self._rung(disk, self.room.on_disk))
+            else:
+                below.append(self._far_rung(self._far(disk), self.room.on_disk))
+        if self.memory.demotes and not below:
+            self._refuse_all_alike()
+            below.append(Rung(self.recall.below(self._dense(self.device, STEP), self._sights), name="demoted"))
+        on_device = None if self.memory.spends else self.room.on_device  # there a policy says what stays
+        ladder = Ladder(
+            top,
+            below,
+            holds=self.kv.residual if packs_by_age(self.kv, self.form, self.memory) else on_device,
+            group=self.kv.group if below and not self.memory.spends else 1,
+            sinks=self.kv.sinks,
+            demotes=self.memory.demotes and not self.memory.spends,
+            drops=self.memory.drops and not self.memory.spends,  # there a policy says what has room
+        )
+        return ladder if below else self.recall.over(ladder, top, self._sights)
+
+    def _rung(self, tier: Shelf, holds: int | None, group: int = 1) -> Rung:
+        return Rung(self.recall.below(tier, self._sights), holds, group)
+
+    def _far_rung(self, tier: Host, holds: int | None, group: int = 1) -> Rung:
+        """One that is read in full is asked before the device's own rungs are, and answers behind them."""
+        later = None if self.recall.layers(self._sights) else tier.ask
+        return replace(self._rung(tier, holds, group), later=later)
+
+    def _refuse_host(self) -> None:
+        steps = [step for step in self.memory.ladder if step.startswith("memory.host")]
+        if steps or (self.memory.host != "auto" and size_of(self.memory.host)):
+            asked = f"memory.ladder has {steps[0]}" if steps else f"memory.host = {self.memory.host}"
+            raise BadConfig(
+                f"{asked}, but keys and values are in host memory already",
+                code="no_host_tier",
+                lines=["the model runs on the CPU, where tiers are precisions: older tokens in fewer bits"],
+                try_=["--set memory.host=0GiB", "--set kv.k_bits=8 --set kv.v_bits=8", "--set memory.disk=8GiB"],
+            )
+
+    def _refuse_all_alike(self) -> None:
+        if not self.recall.reads:
+            raise BadConfig(
+                'memory.disposition = "demote" has no tier to move to, nor an index that finds what was moved',
+                code="no_lower_tier",
+                lines=["what lies beside the rest and is read like it was not let go"],
+                try_=["--set recall.method=sketch", "--set kv.k_bits=8 --set kv.v_bits=8", "--set memory.disk=8GiB"],
+            )
+
+    def _check_steps(self) -> None:
+        """Steps that pack must suit the model: better said now than when memory has run out."""
+        for kv in self._packings():
+            replace(self, kv=kv)._packed(self.device)
+
+    @property
+    def rounds_by_rows(self) -> str:
+        """What the first tier says that says anything, of those that it may have: a step of `memory.ladder` may pack.
+
+        Which setting has rows read it by kernels whose bits depend on who shares the pass; "" = none has.
+        """
+        found = next(filter(None, (tier.rounds_by_rows for tier in self._tiers())), "")
+        return "memory.bits" if self.memory.spends and found == "kv.k_bits" else found
+
+    def _tiers(self) -> Iterator[Tier]:
+        """One of each kind, whether or not there is room for it."""
+        dense = self._dense(self.device)
+        yield self.recall.over(dense, dense, self._sights)
+        for kv in (self.kv, *self._packings()):
+            if self.form.packs(kv):
+                yield self.recall.below(replace(self, kv=kv)._packed(self.device), self._sights)
+        for bits in self.memory.bits if self.memory.spends else ():
+            yield self._packed(self.device, bits)
+        if size_of(self.memory.disk):
+            yield self.recall.below(self._disk(), self._sights)
+
+    def _packings(self) -> Iterator[Kv]:
+        """What the steps of `memory.ladder` that pack make of `[kv]`, each by itself."""
+        for step in self.memory.ladder:
+            key, _, value = step.partition("=")
+            if key in ("kv.k_bits", "kv.v_bits"):
+                bits: dict[str, Any] = {key.removeprefix("kv."): int(value)}
+                yield replace(self.kv, **bits)
+
+    @property
+    def _sights(self) -> list[Sight | None]:
+        """Of the layers that store."""
+        return storing(self.sights, self.shapes)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.form.packs(self.kv)
+
+    @cached_property
+    def room(self) -> Room:
+        """What these keys and the machine leave to keys and values."""
+        is_gpu, free = self.device.type == "cuda", int(psutil.virtual_memory().available)
+        behind = free - kept_free(free) if is_gpu else 0
+        taken = card = 0
+        if is_gpu:
+            free, card = map(int, torch.cuda.mem_get_info(self.device))
+            taken = self.working + 2 * PIECE  # a pass, and the buffers that slots of elsewhere are copied into
+        free += self.held
+        return room(
+            self.kv,
+            self.form,
+            self.memory,
+            self.recall,
+            self.sights,
+            self.shapes,
+            self.dtype.itemsize,
+            chunk=self.chunk,
+            is_cpu=self.device.type == "cpu",
+            free=max(0, free - kept_free(free, card) - taken),
+            host=behind,
+        )
+
+    def _dense(self, device: torch.device, step: int = Dense.STEP) -> Dense:
+        return Dense(self.shapes, self.dtype, device, step=step, windows=windows_of(self.shapes, self.sights))
+
+    @cached_property
+    def spending(self) -> Spending:
+        """What `memory.budget` is spent on."""
+        newest = self.chunk * sum(wide(shape, self.dtype.itemsize) for shape in self.shapes)  # before it is placed
+        of_kv = self.memory, self.kv, self.recall, self.sights, self.shapes, self.dtype.itemsize
+        return spending(
+            *of_kv,
+            kind=self.device.type,
+            free=max(0, self.spare // self.memory.texts - self.working - newest),
+            has_more=self.room.has_more,
+            holds=self.room.elsewhere,
+        )
+
+    def _packed(self, device: torch.device, bits: int | None = None) -> Shelf:
+        """In so many bits; None = as `[kv]` says."""
+        of_rung: dict[str, Any] = {"k_bits": keys_in(bits), "v_bits": bits} if bits else {}
+        kv = replace(self.kv, **of_rung)
+        return self.form.tier(OfModel(self.shapes, self.dtype, self.sights, self.turns), device, kv)
+
+    def _host(self) -> Host:
+        from kvcli.kv.offload.transfer import bus_of
+        from kvcli.kv.tiers.pinned_host import Mapped
+
+        if self.is_packed:
+            return self._far(self._packed(torch.device("cpu")))
+        return self._far(Mapped(self.shapes, self.dtype, bus_of(self.device)))
+
+    def _far(self, tier: Shelf) -> Host:
+        from kvcli.kv.tiers.host import Host
+
+        return Host(tier, self.device, self._way())
+
+    def _way(self) -> Way:
+        """How rows reach what lies in host memory; raises BadConfig where they cannot as `memory.reach` asks."""
+        from kvcli.kv.offload.host_access import ByQuery, ByRule, ByStream
+        from kvcli.kv.offload.link_rates import rates
+
+        asked, unserved = self.memory.reach, self._unserved()
+        why = "slots of few bits are read by the CPU" if self.is_packed else unserved if asked == "kernel" else ""
+        if why and asked in ("kernel", "stream"):
+            raise BadConfig(
+                f'memory.reach = "{asked}" is not for these slots: {why}',
+                code="no_such_reach",
+                try_=["--set memory.reach=auto"],
+            )
+        if asked == "cpu" or self.is_packed:
+            return ByQuery
+        if asked == "stream":
+            return ByStream
+        return partial(ByRule, unserved=unserved, rates=partial(rates, self.device) if asked == "auto" else None)
+
+    def _unserved(self) -> str:
+        """Why no kernel of the device reads host memory in these numbers; "" = one does."""
+        if why := gpu.why_not(self.device, self.dtype):
+            return why
+        bends = {sight.softcap > 0 for sight in self.sights}
+        kinds = [dispatch.choose("attend", self.device.type, self.dtype, bend) for bend in bends]
+        if not all(kind.__module__.endswith(".fused") for kind in kinds):
+            return "attention has no kernel for it"
+        fits = import_module(kinds[0].__module__).fits
+        return (
+            "" if all(fits(shape.k_dim, shape.v_dim) for shape in self.shapes) else "no kernel has heads of this size"
+        )
+
+    def _disk(self) -> Shelf:
+        from kvcli.kv.tiers.disk import Disk
+        from kvcli.kv.tiers.extents import LARGEST
+
+        most, writes = size_of(self.memory.disk), size_of(self.memory.disk_writes)
+        longest = None if self.device.type == "cpu" else LARGEST
+        return Disk(self.shapes, self.dtype, most, writes, longest=longest)

@@ -1,0 +1,1 @@
+"""KV formats: how old slots are stored in fewer bits."""

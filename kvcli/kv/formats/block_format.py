@@ -1,0 +1,93 @@
+"""Forms that write old slots in blocks: a pair of functions over blocks, and the tier and the bytes that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+from kvcli.errors import BadConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from kvcli.kv.formats.format import OfModel
+    from kvcli.kv.slots import LayerShape
+    from kvcli.kv.sparse.page_source import Shelf
+    from kvcli.kv.tiers.block_tier import Codec
+    from kvcli.settings.schema import Kv
+
+Codes: TypeAlias = (
+    "tuple[Tensor, ...]"  # [B, ..] each: so many blocks, whose sizes follow from the settings and the model alone
+)
+
+APART = {"kv.rotate": "which spreads over all channels the outliers that are kept apart"}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What such forms share. A block is `kv.group` slots, of one head or of several that are rounded together.
+
+    `pack` and `unpack` are pure, work on each block by itself, and ask the device nothing; numbers that come back have
+    the same bits whichever blocks they are asked for with: no products of matrices, whose sums depend on that.
+    """
+
+    rope: Literal["after", "before"] = "after"  # keys are rounded as attention reads them, or as before their turning
+
+    own: ClassVar[Mapping[str, str]] = {}  # keys of [kv] -> why this form does not go with them
+    rounds: ClassVar[bool] = True  # to kv.k_bits and kv.v_bits; else it keeps fewer numbers, of 16 bits
+
+    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+        """k [B, h, g, D], v [B, h, g, E] in float32 or wider -> what is stored of them."""
+        raise NotImplementedError
+
+    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The inverse, but for rounding: k [B, h, g, D] and v [B, h, g, E] of type `exact`, for `dims` (D, E)."""
+        raise NotImplementedError
+
+    def packs(self, kv: Kv) -> bool:
+        return True
+
+    def refuses(self, kv: Kv) -> Mapping[str, str]:
+        is_wide = {f"kv.{key}": getattr(kv, key) == 16 for key in ("k_bits", "v_bits")}
+        why = "which rounds nothing: 8, 4 and 2 do" if self.rounds else "and of what this form keeps it rounds nothing"
+        bits = {key: why for key, is_16 in is_wide.items() if is_16 == self.rounds}
+        turned = {"kv.rotate": self.own.get("kv.rotate", 'which turns what form.method = "kivi" packs')}
+        halves = {"kv.halves": 'and halves are of form.method = "kivi"'}
+        return bits | (turned if kv.rotate != "none" else {}) | (halves if kv.halves else {})
+
+    @property
+    def is_joint(self) -> bool:
+        return False
+
+    def heads(self, n: int) -> int:
+        """Of n KV heads, those that are rounded together."""
+        return 1
+
+    def refuse(self, shape: LayerShape, kv: Kv) -> None:
+        """Raise BadConfig where slots of this shape cannot be held."""
+        for key, bits, dim in zip(("kv.k_bits", "kv.v_bits"), (kv.k_bits, kv.v_bits), shape.parts, strict=True):
+            if self.rounds and dim * bits % 8:
+                why = f"its heads have {dim} numbers, and a byte holds {8 // bits}"
+                raise BadConfig(
+                    f"{key} = {bits} does not fit this model: {why}", code="kv_bits", try_=[f"--set {key}=8"]
+                )
+
+    def tier(self, of: OfModel, device: torch.device, kv: Kv) -> Shelf:
+        from kvcli.kv.tiers.block_tier import Coded
+
+        return Coded(self, of, device, kv)
+
+    def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
+        from kvcli.kv.footprint import POSITION
+
+        codec = self.codec(shape, kv)
+        taken = sum(t.nbytes for t in codec.layout(1))
+        return -(-shape.n_kv_heads * taken // (codec.heads * kv.group)) + POSITION
+
+    def codec(self, shape: LayerShape, kv: Kv, **more: Any) -> Codec:
+        """How a layer of this shape is written."""
+        from kvcli.kv.tiers.block_tier import Codec
+
+        return Codec(self, kv, shape.parts, self.heads(shape.n_kv_heads), **more)

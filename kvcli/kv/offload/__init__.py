@@ -1,0 +1,1 @@
+"""Moving keys and values between a device and host memory."""

@@ -1,0 +1,297 @@
+"""How rows of a device reach slots in host memory: the query goes down, the device reads across, or slots come up.
+
+Which way is best is a matter of rates: a query is kilobytes where slots are gigabytes, but the CPU has to keep up with
+the link; and for the many rows of a prompt it cannot, so these have the slots copied past them. The rows of an answer
+all go one way, chosen by what is stored at a boundary and never by who else is in the pass: a row keeps its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.merge import Part, merge
+from kvcli.kv.offload.transfer import Bus, Mark
+from kvcli.kv.slots import Sight
+
+Answer = Callable[[], list[Part]]
+ALIGNED = 16  # bytes, as kernels load them
+
+
+class Reach(Protocol):
+    """A way to the slots of a tier."""
+
+    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+        """q [H, N, D] of rows at positions pos [N], on the device -> the parts there, once they are called for.
+
+        What the device is told in between it does meanwhile.
+        """
+
+    def still(self) -> None:
+        """Wait until nothing of the tier is being read: it is about to change."""
+
+    @property
+    def how(self) -> str:
+        """The way, in words."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Slots of a layer that are read in one go."""
+
+    tensors: tuple[Tensor, ...]  # what is read, in host memory
+    read: Callable[..., Part]  # of the same tensors, wherever they or their copies lie; q, sight, pos
+    unreached: str = ""  # why kernels of the device cannot read it where it lies; "" = they can
+
+    @property
+    def nbytes(self) -> int:
+        """Room that copies of it take."""
+        return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
+
+
+class Source(Protocol):
+    """A tier in host memory, as far as it is read."""
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
+        """On the CPU."""
+
+
+class Pieced(Source, Protocol):
+    """One whose slots can be read elsewhere."""
+
+    def pieces(self, layer: int) -> list[Piece]: ...
+
+
+class ByQuery:
+    """The query goes down, the CPU attends while the device has other rungs to read, and the part comes up."""
+
+    how = "the CPU reads it"
+    nbytes = 0
+
+    def __init__(self, tier: Source, bus: Bus) -> None:
+        self._tier, self._bus = tier, bus
+        self._down, self._up = Staged(bus), Staged(bus)
+        self._sent: Mark | None = None  # behind the last part that came up
+
+    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+        bus, q = self._bus, q.contiguous()
+        below = self._down.like(q)
+        bus.copies.wait(bus.work.record())  # the query is made
+        bus.copies.copy(below, q)
+        here = bus.copies.record()
+
+        def answer() -> list[Part]:
+            here.synchronize()
+            return [self._come_up(joined(self._tier.attend(layer, below, sight, pos)), q)]
+
+        return answer
+
+    def still(self) -> None:
+        """The CPU is done when it has answered."""
+
+    def _come_up(self, part: Part, q: Tensor) -> Part:
+        out, lse = part.out, part.lse
+        if self._sent is not None:
+            self._sent.synchronize()  # what is overwritten has come up
+        both = self._up.like(out.new_empty(out.numel() + lse.numel(), dtype=lse.dtype, device="meta"))
+        both[: out.numel()], both[out.numel() :] = out.flatten(), lse.flatten()
+        there = torch.empty_like(both, device=q.device)
+        self._bus.work.copy(there, both)
+        self._sent = self._bus.work.record()
+        return Part(there[: out.numel()].view(out.shape), there[out.numel() :].view(lse.shape))
+
+
+class ByKernel:
+    """The device's own kernels read pinned host memory, each byte once for all rows."""
+
+    how = "the GPU reads it across the bus"
+    nbytes = 0
+
+    def __init__(self, tier: Pieced, bus: Bus) -> None:
+        self._tier, self._bus = tier, bus
+
+    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+        return lambda: [p.read(*p.tensors, q, sight, pos) for p in self._tier.pieces(layer)]
+
+    def still(self) -> None:
+        self._bus.work.record().synchronize()
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Room on the device for one piece, and how far that has come."""
+
+    room: Tensor  # uint8
+    free: Mark | None = None  # behind what read it last
+    landed: Mark | None = None  # behind the copy into it
+
+
+class ByStream:
+    """Pieces are copied past the rows: while one is read, the next one flies, of this layer or of that behind it."""
+
+    how = "it is copied past the GPU"
+
+    def __init__(self, tier: Pieced, bus: Bus) -> None:
+        self._tier, self._bus = tier, bus
+        self._buffers: list[Buffer] = []
+        self._turn = 0  # which of two is written next
+        self._ahead: tuple[int, Buffer, list[Tensor]] | None = None  # the first piece of the layer expected next
+        self._after: dict[int, int] = {}  # by layer: which one was read behind it last time
+        self._last = -1
+
+    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+        if self._last >= 0:
+            self._after[self._last] = layer
+        self._last = layer
+        pieces = self._tier.pieces(layer)
+        first = self._first(layer, pieces)
+        return lambda: self._read(layer, pieces, first, q, sight, pos)
+
+    def still(self) -> None:
+        self._ahead = None
+        self._bus.copies.record().synchronize()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.room.nbytes for buffer in self._buffers)
+
+    def _first(self, layer: int, pieces: Sequence[Piece]) -> tuple[Buffer, list[Tensor]] | None:
+        """The first piece: on its way already where this layer was expected."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == layer:
+            return ahead[1:]
+        return self._fly(pieces[0]) if pieces else None
+
+    def _read(
+        self,
+        layer: int,
+        pieces: Sequence[Piece],
+        coming: tuple[Buffer, list[Tensor]] | None,
+        q: Tensor,
+        sight: Sight,
+        pos: Sequence[int],
+    ) -> list[Part]:
+        parts = []
+        for piece, behind in zip(pieces, [*pieces[1:], None], strict=True):
+            assert coming is not None
+            buffer, tensors = coming
+            if behind is None:
+                self._expect(layer)
+            else:
+                coming = self._fly(behind)
+            assert buffer.landed is not None
+            self._bus.work.wait(buffer.landed)
+            parts.append(piece.read(*tensors, q, sight, pos))
+            buffer.free = self._bus.work.record()
+        return parts
+
+    def _expect(self, layer: int) -> None:
+        """The first piece of the layer that came behind this one last time."""
+        then = self._after.get(layer, -1)
+        if then > layer and (pieces := self._tier.pieces(then)):  # behind the last layer slots may change
+            self._ahead = (then, *self._fly(pieces[0]))
+
+    def _fly(self, piece: Piece) -> tuple[Buffer, list[Tensor]]:
+        """Into the buffer whose turn it is, once what it held has been read."""
+        buffer, lane = self._buffer(piece.nbytes), self._bus.copies
+        if buffer.free is not None:
+            lane.wait(buffer.free)
+        tensors, at = [], 0
+        for t in piece.tensors:
+            at = -(-at // ALIGNED) * ALIGNED
+            there = buffer.room[at : at + t.nbytes].view(t.dtype).view(t.shape)
+            for to, of in [(there, t)] if t.is_contiguous() else zip(there, t, strict=True):
+                lane.copy(to, of)
+            tensors.append(there)
+            at += t.nbytes
+        buffer.landed = lane.record()
+        return buffer, tensors
+
+    def _buffer(self, nbytes: int) -> Buffer:
+        if not self._buffers or self._buffers[0].room.nbytes < nbytes:
+            self.still()
+            self._bus.work.record().synchronize()  # torch would give their memory to what is told to compute
+            room = 1 << max(20, (nbytes - 1).bit_length())
+            self._buffers = [Buffer(torch.empty(room, dtype=torch.uint8, device=self._bus.device)) for _ in "ab"]
+            self._bus.copies.wait(self._bus.work.record())  # which may still use what was there before
+        self._turn ^= 1
+        return self._buffers[self._turn]
+
+
+class ByRule:
+    """Prompts by stream; the rows of an answer by kernel or by query, whichever is through a layer's slots first."""
+
+    def __init__(self, tier: Pieced, bus: Bus, *, unserved: str = "", rates: Callable[[], Rates] | None = None) -> None:
+        """`unserved`: why no kernel of the device takes these numbers. `rates`: None = kernels are always faster."""
+        self._tier, self._unserved, self._rates = tier, unserved, rates
+        self._query, self._kernel, self._stream = ByQuery(tier, bus), ByKernel(tier, bus), ByStream(tier, bus)
+        self.how = ""  # of the last answer
+
+    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+        return self._way(layer, sight).ask(layer, q, sight, pos)
+
+    def still(self) -> None:
+        for way in (self._query, self._kernel, self._stream):
+            way.still()
+
+    @property
+    def nbytes(self) -> int:
+        return self._stream.nbytes
+
+    def _way(self, layer: int, sight: Sight) -> Reach:
+        if sight.is_prompt:
+            return self._stream
+        if sight.window is not None:
+            return self._query  # few slots, behind a mask
+        pieces = self._tier.pieces(layer)
+        if why := self._unserved or next((p.unreached for p in pieces if p.unreached), ""):
+            self.how = f"{self._query.how}: {why}"
+            return self._query
+        is_slow = self._rates is not None and self._rates().cpu_wins(sum(p.nbytes for p in pieces))
+        way: Reach = self._query if is_slow else self._kernel
+        self.how = way.how
+        return way
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine does with slots in host memory; link_rates.py measures it."""
+
+    link: float  # bytes a second that the device reads of them
+    cpu: float  # that the CPU attends to
+    trip: float  # seconds until a query is down and its part up, however few the slots
+
+    def cpu_wins(self, nbytes: int) -> bool:
+        return self.trip + nbytes / self.cpu < nbytes / self.link
+
+
+@dataclass(slots=True)
+class Staged:
+    """Host memory that copies of a device go through, one at a time."""
+
+    bus: Bus
+    room: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def like(self, t: Tensor) -> Tensor:
+        """Room for numbers of this type and shape."""
+        n = t.numel() * t.dtype.itemsize
+        if self.room.nbytes < n:
+            self.room = self.bus.staging(1 << max(12, (n - 1).bit_length()))
+        return self.room[:n].view(t.dtype).view(t.shape)
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """One part of several, in the type of their lse."""
+    lse = torch.logsumexp(torch.stack([p.lse for p in parts]), 0) if len(parts) > 1 else parts[0].lse
+    return Part(merge(parts).to(lse.dtype), lse)
+
+
+Way = Callable[[Any, Bus], Reach]

@@ -1,0 +1,57 @@
+"""What this machine does with slots in host memory: measured once a process, before the first answer over such slots.
+
+Once, because the way that rows are read may round otherwise than another: two measurements of one text must not differ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from kvcli.kv.offload.host_access import ByQuery, Rates
+from kvcli.kv.offload.transfer import Plain, bus_of
+from kvcli.kv.slots import Sight, Slots, alike, run_of
+from kvcli.kv.tiers.pinned_host import Mapped
+
+HEADS, DIM, GROUP = 8, 128, 4
+SLOTS = 1 << 14  # 64 MiB of bf16: more than stays in most caches
+COPIED = 32 << 20  # bytes
+
+
+@cache
+def rates(device: torch.device) -> Rates:
+    """Of this device and the memory beside it."""
+    bus = bus_of(device)
+    below = bus.staging(COPIED)
+    there = torch.empty(COPIED, dtype=torch.uint8, device=device)
+
+    def copy() -> None:
+        bus.copies.copy(there, below)
+        bus.copies.record().synchronize()
+
+    tier = Mapped(alike(2, HEADS, DIM), torch.bfloat16, Plain(torch.device("cpu")))
+    for layer, n in enumerate((SLOTS, 1)):
+        kv = torch.randn(HEADS, n, DIM, dtype=torch.bfloat16)
+        tier.take(layer, Slots(kv, kv, run_of(0, n, HEADS, kv.device)))
+    q, sight = torch.randn(HEADS * GROUP, 1, DIM, dtype=torch.bfloat16), Sight(DIM**-0.5)
+    query, far = ByQuery(tier, bus), q.to(device)
+
+    def trip() -> None:
+        query.ask(1, far, sight, [SLOTS])()
+        bus.work.record().synchronize()
+
+    attended = _seconds(lambda: tier.attend(0, q, sight, [SLOTS]))
+    return Rates(COPIED / _seconds(copy), 2 * HEADS * SLOTS * DIM * 2 / attended, _seconds(trip))
+
+
+def _seconds(do: Callable[[], object], times: int = 5) -> float:
+    """The least of several."""
+    found = []
+    for _ in range(times):
+        began = time.perf_counter()
+        do()
+        found.append(time.perf_counter() - began)
+    return min(found)

@@ -1,0 +1,51 @@
+"""Pages by int8 keys and the length of what rounding took from each: scores that are rigorous bounds, and tight ones.
+
+|q . k - q . k8| <= |q| |k - k8|, so q . k8 + |q| e is never below the score of a key whose rounding error has length e.
+A quarter of what bf16 keys and values take, and 4 bytes a token. Float errors of the products are part of e.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.code_scores import code_scores
+from kvcli.kernels.page_scores import Coded, page_scores, why_not
+from kvcli.kv.slots import Sight
+from kvcli.kv.sparse.index import Numbers, Runs, bend, by_page
+
+FLOAT = 2.0**-22  # of |q| |k| for each summed product: four roundings in float32
+
+
+@dataclass(frozen=True)
+class Certified(Runs):
+    """Int8 keys with a scale and an error norm per token."""
+
+    is_bound = True
+
+    def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
+        """k [K, P, page, D] -> codes int8 [K, P, page, D], scales and error norms [K, P, page]."""
+        k = k.to(torch.promote_types(k.dtype, torch.float32))
+        scale = _up(k.abs().amax(-1).clamp_min(1e-30) / 127)
+        wide = scale.to(k.dtype).unsqueeze(-1)
+        codes = (k / wide).round()
+        error = (k - codes * wide).norm(dim=-1) + k.shape[-1] * FLOAT * k.norm(dim=-1)
+        return codes.to(torch.int8), scale, _up(error)
+
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: Sight) -> Tensor:
+        """From an upper bound on the score of every token."""
+        codes, scale, error = pages
+        if not why_not(rows):
+            coded = Coded(codes.flatten(1, 2), scale.flatten(1), error.flatten(1))
+            return page_scores(rows, coded, self.page, sight.scale, sight.softcap)
+        score = code_scores(rows, codes.flatten(1, 2), scale.flatten(1))
+        length = rows.to(score.dtype).norm(dim=-1, keepdim=True)  # [K, R, 1]
+        bound = torch.addcmul(score, length, error.flatten(1).to(score.dtype).unsqueeze(1))
+        return by_page(bend(bound, sight), self.page)
+
+
+def _up(x: Tensor) -> Tensor:
+    """In bfloat16 and never smaller: its rounding takes at most 2^-8."""
+    return (x * (1 + 2.0**-7)).to(torch.bfloat16)

@@ -1,0 +1,57 @@
+"""Pages by two bits per number of their keys: an estimate of every score, token by token.
+
+Landmarks of pages lose tasks that read much of the prompt; two-bit keys keep most of them (YAKV). Channels are centred
+and scaled by what the layer's first keys say, as key channels differ far more between each other than over tokens
+(KIVI, arXiv 2402.02750); each token has a scale of its own. 1 / 16 of what bf16 keys and values take, and 2 bytes a
+token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.code_scores import code_scores, pack2, unpack2
+from kvcli.kernels.page_scores import Coded, page_scores, why_not
+from kvcli.kv.slots import Sight
+from kvcli.kv.sparse.index import Numbers, Runs, bend, by_page
+
+EDGE = 0.98  # where the outer levels begin, in standard deviations: least squared error for a normal distribution
+
+
+@dataclass(frozen=True)
+class Sketch(Runs):
+    """Two-bit keys."""
+
+    is_bound = False
+
+    def learn(self, k: Tensor) -> Numbers:
+        """k [K, S, D] -> mean and spread of each channel, [K, 1, D]."""
+        k = k.to(torch.promote_types(k.dtype, torch.float32))
+        mean = k.mean(1, keepdim=True)
+        spread = (k - mean).square().mean(1, keepdim=True).sqrt()
+        return mean, spread.clamp_min(1e-6 * float(spread.max()) + 1e-30)
+
+    def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
+        """k [K, P, page, D] -> packed levels [K, P, page, D / 4] and token scales [K, P, page]."""
+        mean, spread = (t.unsqueeze(1) for t in shared)  # [K, 1, 1, D]
+        x = (k.to(mean.dtype) - mean) / spread
+        edge = EDGE * x.square().mean(-1, keepdim=True).sqrt()
+        codes = (x > 0).to(torch.uint8) + (x > edge) + (x > -edge)  # 0..3
+        level = codes.to(x.dtype) * 2 - 3
+        scale = (x * level).sum(-1) / level.square().sum(-1)  # least squares
+        return pack2(codes), scale.to(torch.bfloat16)
+
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: Sight) -> Tensor:
+        """From the estimated score of every token."""
+        packed, scale = pages
+        mean, spread = shared
+        if not why_not(rows) and mean.dtype == torch.float32:
+            coded = Coded(packed.flatten(1, 2), scale.flatten(1), mean=mean.squeeze(1), spread=spread.squeeze(1))
+            return page_scores(rows, coded, self.page, sight.scale, sight.softcap)
+        rows = rows.to(mean.dtype)
+        codes = unpack2(packed.flatten(1, 2), rows.shape[2])
+        score = code_scores(rows * spread, codes, scale.flatten(1)) + rows @ mean.transpose(1, 2)
+        return by_page(bend(score, sight), self.page)

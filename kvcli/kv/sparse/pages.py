@@ -1,0 +1,203 @@
+"""The pages of one layer: which slots they hold, what the index keeps of them, which grains are always read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcli.kv.snapshot import Given, State
+from kvcli.kv.sparse.index import Index, Numbers
+from kvcli.kv.sparse.page_source import Source
+
+AT_ONCE = 4096  # slots of a head summarized at a time
+ENOUGH = 1024  # slots to learn from; what was learned from fewer is learned anew when there are twice as many
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much of what is stored a row reads, by KV head. The latest slots, and those since the boundary, come free."""
+
+    fraction: float  # of the slots stored
+    floor: int  # slots, at least
+    sinks: int  # first tokens, always read
+    recent: int  # newest tokens at a boundary, always read
+
+    def grains(self, slots: int, grain: int) -> int:
+        """Grains of so many slots that a row may choose of all slots."""
+        return math.ceil(max(self.floor, self.fraction * slots) / grain)
+
+
+class Pages:
+    """Pages of one layer: runs of `index.page` slots in the order of the tier, whole ones only.
+
+    Rows read grains of them, X in all. Heads may hold different numbers. What is behind a head's last whole page is
+    always read, and so is what will be rounded again: a page must stand for the numbers that are read.
+    """
+
+    def __init__(self, index: Index, budget: Budget) -> None:
+        self.index, self.budget = index, budget
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is known any more."""
+        none, heads = torch.empty(0, 0, 1, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+        self.always = self.open = none.flatten(1).bool()  # [K, X] read by every row; to choose from
+        self.kept: Numbers = ()  # of the index, [K, P, ..] each
+        self.shared: Numbers = ()  # of the index, for the layer
+        self.first = none  # [K, P, page / grain] lowest position in a grain; -1 = no such grain
+        self.last = none  # [K, P] highest position
+        self.whole = heads  # [K] pages of each head
+        self.ends = heads  # [K] slots of each head at the boundary
+        self.most = 0  # grains that a row may choose
+        self.reads_all = True  # the budget covers everything: no need to choose
+        self._learned = 0  # slots a head that `shared` comes from
+
+    def state(self) -> State:
+        """What all pages share, which the first of them taught."""
+        return {"learned": self._learned, "shared": {str(i): t for i, t in enumerate(self.shared)}}
+
+    def restore(self, given: Given, layer: int, source: Source) -> None:
+        """Know that and no pages."""
+        self.clear()
+        pos, learned = source.positions(layer), given.number("learned", given.n)
+        if learned and pos.shape[1]:
+            key = source.head(layer, 0, 0).k
+            like = self.index.learn(torch.zeros(pos.shape[0], 1, key.shape[2], dtype=key.dtype))  # for its shapes
+            self.shared = tuple(given.part("shared").like(str(i), t).to(pos.device) for i, t in enumerate(like))
+            self._learned = learned
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that takes memory."""
+        return [*self.kept, *self.shared, self.first, self.last, self.whole, self.ends, self.always, self.open]
+
+    @property
+    def held(self) -> Tensor:
+        """[K, X]: grains that there are."""
+        return self.last.flatten(1) >= 0
+
+    def crop(self, before: Tensor, layer: int, source: Source) -> None:
+        """Slots are gone, and others may have moved or been rounded again: in each head, forget all from the first
+        page in which positions, `before` [K, S], differ, or in which numbers may."""
+        after = source.positions(layer)
+        n = min(before.shape[1], after.shape[1])
+        same = (before[:, :n] == after[:, :n]).cumprod(1).sum(1)  # [K] slots
+        same = source.final(layer, same.to(self.whole))
+        self._cut(torch.minimum(self.whole, same // self.index.page))
+
+    def settle(self, layer: int, source: Source) -> None:
+        """A boundary: know every page there is now, and what is always read until the next one."""
+        pos = source.positions(layer)
+        n_kv, s = pos.shape
+        at = torch.arange(1, s + 1, device=pos.device)
+        self.ends = ((pos >= 0) * at).amax(1) if s else pos.new_zeros(n_kv).long()  # behind each head's last slot
+        longest = int(self.ends.max())
+        self.reads_all = longest <= self.budget.floor
+        if self.reads_all:  # short texts need no index; should this one have had one, it stays
+            return
+        if not self.whole.numel():
+            whole, none = torch.zeros_like(self.ends), pos.new_empty(n_kv, 0, self.index.page // self.index.grain)
+            self.whole, self.first, self.last = whole, none, none  # together: memory may have run out between them
+        if self.shared and self._learned < ENOUGH and longest >= 2 * self._learned:
+            self._cut(torch.zeros_like(self.whole))
+        self._extend(layer, source, s)
+        newest = int(pos.max())
+        ends = ((self.first < self.budget.sinks) | (self.last > newest - self.budget.recent)).flatten(1)
+        self.always, self.open = self.held & ends, self.held & ~ends
+        self.most = self.budget.grains(longest, self.index.grain)
+        self.reads_all = int(self.open.sum(1).max()) <= self.most
+
+    def behind(self) -> Tensor:
+        """[K, M] indices of slots behind each head's last whole page at the boundary, -1 = none."""
+        start = self.whole * self.index.page
+        return _run(start, self.ends - start)
+
+    def slots_of(self, grains: Tensor) -> Tensor:
+        """[K, U] grains, -1 = none -> [K, U * grain] indices of their slots, -1 = none."""
+        return _slots_of(grains, self.index.grain)
+
+    def _cut(self, whole: Tensor) -> None:
+        """Keep so many pages of each head."""
+        most = int(whole.max())
+        gone = torch.arange(most, device=whole.device).unsqueeze(1) >= whole.view(-1, 1, 1)
+        first, last = (t[:, :most].masked_fill(gone, -1) for t in (self.first, self.last))
+        n = most * (self.index.page // self.index.grain)
+        always, open_ = (t[:, :n].clone() for t in (self.always, self.open))  # until the next boundary
+        kept = tuple(t[:, :most].clone() for t in self.kept)
+        self.first, self.last, self.always, self.open, self.kept, self.whole = first, last, always, open_, kept, whole
+        if not most:
+            self.kept, self.shared, self._learned = (), (), 0
+
+    def _extend(self, layer: int, source: Source, slots: int) -> None:
+        """Summarize the pages that became whole, and final, of so many slots a head."""
+        page, at_once = self.index.page, max(1, AT_ONCE // self.index.page)
+        target = torch.minimum(self.ends, source.final(layer, torch.full_like(self.ends, slots))) // page
+        while bool((self.whole < target).any()):
+            fresh = _run(self.whole, (target - self.whole).clamp(max=at_once))  # [K, M] pages
+            self._write(layer, source, fresh)
+            self.whole = self.whole + (fresh >= 0).sum(1)
+
+    def _write(self, layer: int, source: Source, fresh: Tensor) -> None:
+        s = source.gather(layer, _slots_of(fresh, self.index.page))
+        shape, device = (*fresh.shape, self.index.page), self.ends.device
+        pos = s.pos.to(device).view(shape)
+        k = _filled(s.k.to(device).view(*shape, -1), pos)
+        if not self._learned:
+            self.shared = self.index.learn(k.flatten(1, 2))
+            self._learned = k.shape[1] * k.shape[2]
+        pos = pos.view(*fresh.shape, -1, self.index.grain)
+        first = pos.where(pos >= 0, torch.iinfo(pos.dtype).max).amin(3)
+        last = pos.amax(3)
+        first = first.masked_fill(last < 0, -1)
+        new = self.index.summarize(k, self.shared)
+        old = self.kept or tuple(t[:, :0] for t in new)
+        heads, at = (fresh >= 0).nonzero(as_tuple=True)
+        to = fresh[heads, at]
+        kept = tuple(_put(a, b[heads, at], heads, to, 0) for a, b in zip(old, new, strict=True))
+        first = _put(self.first, first[heads, at], heads, to, -1)
+        last = _put(self.last, last[heads, at], heads, to, -1)
+        self.kept, self.first, self.last = kept, first, last
+
+
+def _slots_of(runs: Tensor, n: int) -> Tensor:
+    """[K, U] runs of n slots, -1 = none -> [K, U * n] indices of these, -1 = none."""
+    inside = runs.unsqueeze(2) * n + torch.arange(n, device=runs.device)
+    return inside.masked_fill(runs.unsqueeze(2) < 0, -1).flatten(1)
+
+
+def padded(mask: Tensor) -> Tensor:
+    """[K, P] bool -> [K, U], the indices of each head's True ones in order, -1 behind them."""
+    heads, at = mask.nonzero(as_tuple=True)
+    count = mask.sum(1)
+    rank = torch.arange(heads.shape[0], device=mask.device) - (count.cumsum(0) - count)[heads]
+    out = at.new_full((mask.shape[0], int(count.max())), -1)
+    out[heads, rank] = at
+    return out
+
+
+def _run(start: Tensor, length: Tensor) -> Tensor:
+    """[K] and [K] -> [K, M]: start, start + 1, .. of each head, -1 behind its length."""
+    steps = torch.arange(int(length.max()), device=start.device)
+    return (start.unsqueeze(1) + steps).masked_fill(steps >= length.unsqueeze(1), -1)
+
+
+def _put(old: Tensor, new: Tensor, heads: Tensor, to: Tensor, empty: int) -> Tensor:
+    """`old` [K, P, ..] with `new` [n, ..] at [heads, to], as wide as that takes."""
+    wide = max(old.shape[1], int(to.max()) + 1 if to.numel() else 0)
+    out = old.new_full((old.shape[0], wide, *old.shape[2:]), empty)
+    out[:, : old.shape[1]] = old
+    out[heads, to] = new
+    return out
+
+
+def _filled(k: Tensor, pos: Tensor) -> Tensor:
+    """Keys k [K, M, page, D] with every empty slot a copy of the page's first full one: no bound rises by it beyond
+    that key's own, and a page without any is no page."""
+    empty = pos < 0
+    if not bool(empty.any()):
+        return k
+    one = (~empty).int().argmax(2)[..., None, None].expand(-1, -1, 1, k.shape[3])
+    return torch.where(empty.unsqueeze(3), k.gather(2, one), k)

@@ -1,0 +1,59 @@
+"""Recall over a whole store, for a past that is one tier; on a ladder of several, the lower ones recall instead."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+
+from kvcli.kv.slots import Masks, Store
+from kvcli.kv.sparse.index import Index
+from kvcli.kv.sparse.pages import Budget
+from kvcli.kv.sparse.sparse_tier import Recall
+from kvcli.kv.tiers.device_tables import Fixed
+
+
+class RecallStore(Recall):
+    """A store whose rows read a part of it."""
+
+    def __init__(self, store: Store, index: Index, budget: Budget, layers: Collection[int], **more: Any) -> None:
+        """As `Recall`."""
+        super().__init__(store, index, budget, layers, **more)
+        self._store = store
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The store's."""
+        return self._store.dtype
+
+    @property
+    def changes(self) -> int:
+        """The store's."""
+        return self._store.changes
+
+    @property
+    def forgets(self) -> bool:
+        """The store's."""
+        return self._store.forgets
+
+    def fixed(self, rows: int, more: int = 0) -> Fixed:
+        """Why it needs the host."""
+        return Fixed(why_not="rows choose which pages they read (recall.method)")
+
+    def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
+        """Room for n slots a head."""
+        self._store.reserve(n, layers)
+
+    def reaches(self, n: int) -> bool:
+        """As the store."""
+        return self._store.reaches(n)
+
+    def settle(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
+        """A boundary: what is stored now is what rows choose from."""
+        has_lost = self._store.settle(masks, end, layers)
+        if has_lost:
+            for pages in self._pages.values():
+                pages.clear()
+        self._learn(self._pages if layers is None else layers)
+        return has_lost

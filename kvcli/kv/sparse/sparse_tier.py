@@ -1,0 +1,343 @@
+"""Recall: rows read the pages of a tier that they want, and the rest stays where it is. Approximate by choice.
+
+Quest (arXiv 2406.10774), ArkVale and YAKV read this way. Always read: sinks, the newest tokens, what was stored since
+the last boundary, and whatever stands above this tier on a ladder.
+
+The choice of a row depends on its own query and on what was stored at the last boundary, and on nothing else: neither
+on the rows beside it nor on which of its ancestors are stored already. So the text is that of plain decoding over the
+same store, whatever was guessed. For the same reason a certificate weighs what was stored at the boundary only.
+
+Or one row chooses for all until the next boundary: the first behind it (as LouisKV, arXiv 2510.11292, chooses only now
+and then, and ActQKV, arXiv 2502.13542, by one query a window). No draft crosses a boundary, so that row is the same one
+whatever is guessed, and the first of its pass. Neither the rows of a draft nor queries that drift can have a say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_rows import WIDEST, Chosen, Own, Run, attend_part, read, serves, serves_chosen
+from kvcli.kernels.merge import Part
+from kvcli.kernels.page_scores import log_masses
+from kvcli.kv.slots import Loss, Sight, Slots, Usage, alone, visible
+from kvcli.kv.snapshot import Given, State
+from kvcli.kv.sparse.index import Index
+from kvcli.kv.sparse.page_prefetch import Far, Near
+from kvcli.kv.sparse.page_source import Source, Whole
+from kvcli.kv.sparse.pages import Budget, Pages, padded
+
+if TYPE_CHECKING:
+    from kvcli.kv.cache.level import Floor
+
+UNREAD: Loss = "unread"
+AHEAD = 0.25  # of the pages that a row may choose: so many that were nearly chosen are fetched for the next pass
+ROWS = 64  # rows that choose at a time, at most
+SCORES = 1 << 26  # scores that exist at once: of a cluster's index each slot has one
+
+
+@dataclass(slots=True)
+class Tally:
+    """What rows asked for, over all layers and KV heads."""
+
+    asked: int = 0  # choices of a row in a KV head
+    streamed: int = 0  # of them, how many read everything because their certificate was refused
+    pages: int = 0  # chosen by a pass
+    again: int = 0  # of them, how many the pass before had chosen too
+
+
+class Recall:
+    """A tier whose rows read a part of it; those of a text that is being read leave nothing out.
+
+    Layers with a sliding window, and those not listed, read everything.
+    """
+
+    def __init__(
+        self,
+        tier: Floor,
+        index: Index,
+        budget: Budget,
+        layers: Collection[int],
+        *,
+        epsilon: float | None = None,
+        cutoff: float = 0.0,
+        is_shared: bool = False,
+        source: Source | None = None,
+    ) -> None:
+        """`epsilon`: a row whose missed softmax mass, of what is stored, may be more reads everything instead.
+
+        `cutoff`: what seems to hold a smaller share of a row's mass than that is left out whatever the budget has left.
+        `is_shared`: the first row behind a boundary chooses for those until the next.
+        `source`: a cheaper way to some slots of the tier than all of them.
+        """
+        assert epsilon is None or index.is_bound, "a certificate takes an index that bounds"
+        self._tier, self._index, self._epsilon = tier, index, epsilon
+        self._source = source or Whole(tier)
+        self._near = Near(cast(Far, self._source)) if self._source.is_far else None
+        self._pages = {layer: Pages(index, budget) for layer in sorted(layers)}
+        self._late = dict.fromkeys(self._pages, 0)  # slots a head since the boundary
+        self._chosen: dict[int, Tensor] = {}  # [K, X] by the last pass
+        self._least = math.log(cutoff) if cutoff else -math.inf
+        self._is_shared = is_shared
+        self._choice: dict[int, Tensor] = {}  # [K, 1, X] of the first row behind the boundary
+        self.tally = Tally()
+
+    @property
+    def rounds_by_rows(self) -> str:
+        """What the tier says: what is read, and scored, natively is a matter of its numbers alone."""
+        return self._tier.rounds_by_rows
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> what was stored at the boundary, what since, and their pass."""
+        pages = self._pages.get(layer)
+        if pages is None or pages.reads_all or sight.window is not None or sight.is_prompt:
+            return self._tier.attend(layer, q, sight, pos, own)
+        rows = min(ROWS, max(1, SCORES // (q.shape[0] * pages.open.shape[1])))
+        old = [self._recall(layer, pages, q[:, a : a + rows], sight) for a in range(0, q.shape[1], rows)]
+        parts = old if len(old) == 1 else [Part(torch.cat([p.out for p in old], 1), torch.cat([p.lse for p in old], 1))]
+        n = self._late[layer]
+        if own is not None and serves(q, own.v):
+            with_old, late = replace(own, before=[*own.before, *parts]), self._newest(layer, n) if n else None
+            return [read(q, late, with_old, pos, sight.scale, window=None, softcap=sight.softcap)]
+        if n:
+            s = _here(self._tier.newest(layer, n), q)
+            parts = [*parts, attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, None))]
+        return [*parts, *alone(q, sight, own)]
+
+    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        """Store accepted rows, which all rows read until the next boundary."""
+        self._tier.append(layer, k, v, start)
+        if layer in self._late:
+            self._late[layer] += k.shape[1]
+
+    def take(self, layer: int, slots: Slots) -> None:
+        """Store slots that another tier let go, behind those that are there, and summarize them: a boundary."""
+        self._tier.take(layer, slots)
+        self._learn([layer])
+
+    def n_slots(self, layer: int) -> int:
+        """Slots of the longest head."""
+        return self._tier.n_slots(layer)
+
+    def slots(self, layer: int) -> Slots:
+        """What the tier holds."""
+        return self._tier.slots(layer)
+
+    def newest(self, layer: int, n: int) -> Slots:
+        """The n slots that each head stored last."""
+        return self._tier.newest(layer, n)
+
+    def keep(self, layer: int, mask: Tensor) -> Slots:
+        """Forget slots; what is left is summarized anew."""
+        if layer in self._pages and bool(((self._source.positions(layer) >= 0) & ~mask).any()):
+            self._pages[layer].clear()  # first: should the tier fail half way, nothing refers to what it held
+            self._forget(layer)
+        fell = self._tier.keep(layer, mask)
+        self._learn([layer])
+        return fell
+
+    def crop(self, n: int) -> None:
+        """Forget positions from n on."""
+        before = {layer: self._source.positions(layer).clone() for layer, p in self._pages.items() if p.whole.numel()}
+        for layer in self._pages:
+            self._forget(layer)
+        self._tier.crop(n)
+        for layer, pos in before.items():
+            self._pages[layer].crop(pos, layer, self._source)
+        self._learn(self._pages)
+
+    def state(self) -> State:
+        """The tier's, and what pages are summarized by: of all that is stored they are made again, as by a boundary."""
+        return {"tier": self._tier.state(), "pages": {str(i): pages.state() for i, pages in self._pages.items()}}
+
+    def restore(self, given: Given) -> None:
+        """As behind `crop`, which every question begins with: at a boundary."""
+        self._tier.restore(given.part("tier"))
+        for layer, pages in self._pages.items():
+            pages.restore(given.part("pages").part(str(layer)), layer, self._source)
+        self._learn(self._pages)
+
+    def usage(self) -> list[Usage]:
+        """The tier's, the index as a tier of its own, and what is kept near for the next pass as another."""
+        found = self._tier.usage()
+        for layer, p in self._pages.items():
+            last = [each[layer] for each in (self._chosen, self._choice) if layer in each]
+            size, lost = _nbytes([*p.tensors, *last]), None if p.reads_all else UNREAD
+            found.append(Usage(layer, "index", p.last.shape[1] * self._index.page, size, lost))
+            if self._near is not None:
+                found.append(Usage(layer, "near", 0, self._near.nbytes(layer)))
+        if self._near is not None and found:
+            found[-1] = replace(found[-1], asked=self._near.asked, found=self._near.found)  # of all layers
+        return found
+
+    def _forget(self, layer: int) -> None:
+        if self._near is not None:
+            self._near.forget(layer)
+
+    def _learn(self, layers: Iterable[int]) -> None:
+        """A boundary of these layers."""
+        for layer in layers:
+            if layer in self._pages:
+                self._forget(layer)
+                self._pages[layer].settle(layer, self._source)
+                self._late[layer] = 0
+                self._chosen.pop(layer, None)
+                self._choice.pop(layer, None)
+
+    def _recall(self, layer: int, pages: Pages, q: Tensor, sight: Sight) -> Part:
+        """q [H, N, D] -> attention over the chosen pages, or over everything where a certificate was refused."""
+        n_kv, (h, n, d) = pages.whole.shape[0], q.shape
+        rows = q.reshape(n_kv, h // n_kv, n, d)
+        is_shared = self._is_shared and not sight.is_guess  # guesses of a past of its own come before the first row
+        chosen, score = self._choice.get(layer) if is_shared else None, None
+        if chosen is None or self._epsilon is not None:
+            score = self._index.score(rows.flatten(1, 2), pages.kept, pages.shared, sight)
+            score = score.view(*rows.shape[:3], -1)  # [K, G, N, X]
+        if chosen is None:
+            assert score is not None
+            chosen = _choose(score[:, :, :1] if is_shared else score, pages, self._least)  # [K, N or 1, X]
+            if is_shared:
+                self._choice[layer] = chosen
+        self._count(layer, chosen, n)
+        chosen = chosen.expand(-1, n, -1).contiguous()
+        part = self._read(layer, pages, q, chosen, sight, score)
+        if self._epsilon is not None:
+            assert score is not None
+            missed = log_masses(score, pages.held.unsqueeze(1) & ~chosen)  # [K, G, N]
+            out, lse = (t.view(*rows.shape[:3], *t.shape[2:]) for t in (part.out, part.lse))
+            refused = _refused(missed, lse, self._epsilon)
+            self._stream(layer, pages, rows, refused, Part(out, lse), sight)
+        return part
+
+    def _newest(self, layer: int, n: int) -> Run:
+        """The slots that each head stored last."""
+        run = self._source.run(layer)
+        if run is None:
+            return _run_of(self._tier.newest(layer, n))
+        first = [length - n for length in run.lengths]
+        starts, at = ([a + b for a, b in zip(x, first, strict=True)] for x in (run.starts, run.pos_starts))
+        return replace(run, starts=starts, pos_starts=at, lengths=[n] * len(starts))
+
+    def _read(self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, sight: Sight, score: Tensor | None) -> Part:
+        """Each row over its own choice: as a sequence of its own, so that what others chose changes no bit of it.
+
+        Where no such kernel is, all rows over the union of what they chose, each seeing its own part.
+        """
+        grain, n_rows = self._index.grain, q.shape[1]
+        first = pages.whole * self._index.page
+        behind, left = first.tolist(), (pages.ends - first).tolist()
+        scale, softcap = sight.scale, sight.softcap
+        pos = [0] * n_rows  # where rows stand is of no interest
+        run = None if self._near is not None else self._source.run(layer)
+        if run is not None and serves_chosen(q, run.v):
+            return attend_part(q, run, pos, scale, softcap=softcap, chosen=Chosen(chosen, grain, behind, left))
+        union = padded(chosen.any(1))  # [K, U]
+        index = torch.cat((pages.slots_of(union), pages.behind()), 1)
+        if self._near is None:
+            s = _here(self._source.gather(layer, index), q)
+        else:
+            ahead = None if score is None else pages.slots_of(_nearly(score, chosen, pages))
+            s = _here(self._near.gather(layer, index, ahead), q)
+        mine = _among(chosen, union)  # [K, N, U]
+        if serves_chosen(q, s.v):
+            each = Chosen(mine, grain, [union.shape[1] * grain] * len(left), left)
+            return attend_part(q, _run_of(s), pos, scale, window=WIDEST, softcap=softcap, chosen=each)
+        shown = torch.nn.functional.pad(mine.repeat_interleave(grain, 2), (0, max(left)), value=True)
+        shown &= (s.pos >= 0).unsqueeze(1)
+        # no mask is faster; but a certificate wants one, as without it the kernel may round scores to 16 bits
+        is_bare = n_rows == 1 and self._epsilon is None and bool(shown.all())
+        return attend(q, s.k, s.v, scale, softcap=softcap, mask=None if is_bare else shown)
+
+    def _stream(self, layer: int, pages: Pages, rows: Tensor, refused: Tensor, part: Part, sight: Sight) -> None:
+        """Rewrite `part` [K, G, N, ..] where rows [K, G, N, D] are `refused` [K, N]: there they read everything."""
+        self.tally.streamed += int(refused.sum())
+        for j in refused.any(1).nonzero().flatten().tolist():
+            s = _here(self._source.head(layer, j, int(pages.ends[j])), rows)
+            mine = refused[j]
+            q = rows[j][:, mine]
+            if serves(q, s.v):
+                run, rows_at = _run_of(s), [1] * q.shape[1]
+                full = attend_part(q, run, rows_at, sight.scale, window=WIDEST, softcap=sight.softcap)
+            else:
+                mask = visible(s.pos, range(q.shape[1]), None)
+                full = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
+            part.out[j][:, mine], part.lse[j][:, mine] = full.out.to(part.out.dtype), full.lse.to(part.lse.dtype)
+
+    def _count(self, layer: int, chosen: Tensor, n: int) -> None:
+        """Note what n rows of a pass chose [K, n, X], or one for all of them [K, 1, X]."""
+        union = chosen[:, 0] if chosen.shape[1] == 1 else chosen.any(1)
+        before = self._chosen.get(layer)
+        self.tally.asked += chosen.shape[0] * n
+        self.tally.pages += int(union.sum())
+        if before is not None:
+            self.tally.again += int((union & before).sum())
+        self._chosen[layer] = union
+
+
+def _choose(score: Tensor, pages: Pages, least: float) -> Tensor:
+    """score [K, G, N, X] -> [K, N, X]: the best `most` grains of each row and KV head, and those always read.
+
+    `least`: the logarithm of the share below which none is read. By the largest share of mass that a grain has in any
+    query head of the group: heads differ in scale.
+    """
+    share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax(1)  # [K, N, X]
+    chosen = _best(share.masked_fill(~pages.open.unsqueeze(1), -torch.inf), pages.most, pages.index)
+    if least > -math.inf:
+        chosen &= share >= least
+    return chosen & pages.open.unsqueeze(1) | pages.always.unsqueeze(1)
+
+
+def _best(share: Tensor, most: int, index: Index) -> Tensor:
+    """[K, N, X] bool: the best so many of each row. Of those that share the last score that counts, the first ones."""
+    top = share.topk(most, -1)
+    if index.grain == index.page:
+        return torch.zeros_like(share, dtype=torch.bool).scatter_(2, top.indices, True)
+    least = top.values[..., -1:]
+    above, level = share > least, share == least
+    return above | level & (level.cumsum(-1) <= most - above.sum(-1, keepdim=True))
+
+
+def _nearly(score: Tensor, chosen: Tensor, pages: Pages) -> Tensor:
+    """score [K, G, N, X] -> [K, A], -1 = none: the best grains that no row chose [K, N, X]."""
+    share = (score - log_masses(score, pages.held).unsqueeze(-1)).amax((1, 2))  # [K, X]
+    share = share.masked_fill(~pages.open | chosen.any(1), -torch.inf)
+    best = share.topk(min(math.ceil(AHEAD * pages.most), share.shape[1]), -1)
+    return best.indices.masked_fill(best.values == -torch.inf, -1)
+
+
+def _among(chosen: Tensor, union: Tensor) -> Tensor:
+    """Which of the grains `union` [K, U], -1 = none, each row chose [K, N, X] -> [K, N, U]."""
+    at = union.clamp(min=0).unsqueeze(1).expand(-1, chosen.shape[1], -1)
+    return chosen.gather(2, at) & (union >= 0).unsqueeze(1)
+
+
+def _run_of(s: Slots) -> Run:
+    """Slots of one device, for rows that read them."""
+    n_kv, n = s.pos.shape
+    k, v = s.each(lambda t: t.contiguous().flatten(0, 1))
+    pos = s.pos.contiguous().flatten()
+    starts = range(0, n_kv * n, n) if n else [0] * n_kv
+    return Run(k, v, pos.to(torch.int32), starts, [n] * n_kv, starts)
+
+
+def _refused(missed: Tensor, lse: Tensor, epsilon: float) -> Tensor:
+    """[K, N]: the rows that may have missed more than epsilon in some query head. `missed`: bounds on the log of the
+    mass that was not read, `lse`: of what was, [K, G, N]."""
+    most = math.log(epsilon / (1 - epsilon)) if epsilon else -math.inf
+    # NaN, from keys that are not finite, is refused; a row that missed nothing is not
+    return (~(missed - lse <= most) & (missed != -torch.inf)).any(1)
+
+
+def _here(s: Slots, like: Tensor) -> Slots:
+    """On the device that computes."""
+    return Slots(*s.each(lambda t: t.to(like.device)), s.pos.to(like.device))
+
+
+def _nbytes(tensors: Collection[Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -1,0 +1,1 @@
+"""One kind of storage on one device each: dense, quantized, host, disk."""

@@ -1,0 +1,355 @@
+"""A tier of blocks: old slots in any form that says how a block of them is written and read back.
+
+Slots wait in full numbers until `kv.group` of them make a block. One that is let go becomes a hole; a block of which
+less than half is left is read back, and what is left of it waits. Rows attend to the numbers that come back, a span at
+a time, by the kernels whose bits do not depend on who shares a pass. Keys may be written as they were before the rotary
+embedding: whoever hands in or asks for slots sees turned ones all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_rows import WIDEST, Own, Run, attend_part, serves
+from kvcli.kernels.merge import Part
+from kvcli.kernels.rotate import Rotary, rotate, unrotate
+from kvcli.kv.slots import Sight, Slots, Usage, alone, holders, visible
+from kvcli.kv.snapshot import Given, Misfit, State
+from kvcli.kv.tiers.lossy import Rounding, joined, split
+
+if TYPE_CHECKING:
+    from kvcli.kv.formats.block_format import Blocks, Codes
+    from kvcli.kv.formats.format import OfModel
+    from kvcli.settings.schema import Kv
+
+SPAN = 4096  # slots that are there in full numbers at once while rows read them
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How a layer is written: slots of `heads` heads together."""
+
+    form: Blocks
+    kv: Kv
+    dims: tuple[int, int]  # numbers of a key and of a value
+    heads: int
+    rotary: Rotary | None = None  # that keys are written without; None = as they are
+    dtype: torch.dtype = torch.float32  # of numbers that wait and that come back
+
+    def pack(self, k: Tensor, v: Tensor, pos: Tensor) -> Codes:
+        """k [h, S, D], v [h, S, E] at pos [h, S], S whole blocks."""
+        wide = torch.promote_types(k.dtype, torch.float32)
+        k = k.to(wide) if self.rotary is None else unrotate(k.to(wide), pos, self.rotary)
+        k, v = (blocked(t.to(wide), self.kv.group).transpose(0, 1).contiguous() for t in (k, v))  # [B, h, g, ..]
+        return self.form.pack(k, v, self.kv)
+
+    def unpack(self, codes: Codes, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """k [h, S, D], v [h, S, E] of blocks at pos [h, S]; finite in holes too."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        k, v = (t.transpose(0, 1).flatten(1, 2) for t in self.form.unpack(codes, self.kv, self.dims, wide))
+        k = k if self.rotary is None else rotate(k, pos.clamp(min=0), self.rotary)
+        return k.to(self.dtype), v.to(self.dtype)
+
+    def layout(self, blocks: int) -> Codes:
+        """The types and shapes of so many, without numbers."""
+        k, v = (torch.empty(1, self.heads, self.kv.group, d, device="meta") for d in self.dims)
+        return tuple(t.new_empty(blocks, *t.shape[1:]) for t in self.form.pack(k, v, self.kv))
+
+
+class Band:
+    """The slots of heads that are written together: S of each, the last r of which wait for their block to be full."""
+
+    def __init__(self, codec: Codec, device: torch.device | str) -> None:
+        self._codec, self._group = codec, codec.kv.group
+        self.codes: Codes = tuple(torch.empty_like(t, device=device) for t in codec.layout(0))
+        self.k, self.v = (torch.empty(codec.heads, 0, d, dtype=codec.dtype, device=device) for d in codec.dims)
+        self.pos = torch.empty(codec.heads, 0, dtype=torch.int32, device=device)  # [h, S], -1 = hole
+        self.has_holes = False
+
+    @property
+    def length(self) -> int:
+        return self.pos.shape[1]
+
+    @property
+    def full(self) -> int:
+        """Slots in blocks."""
+        return self.length - self.k.shape[1]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that takes memory."""
+        return [self.pos, self.k, self.v, *self.codes]
+
+    def take(self, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """Store k [h, M, D], v [h, M, E] at positions pos [h, M], none of them -1."""
+        self._hold(
+            self.codes,
+            torch.cat([self.k, k.to(self.k.dtype)], 1),
+            torch.cat([self.v, v.to(self.v.dtype)], 1),
+            torch.cat([self.pos, pos.to(self.pos)], 1),
+        )
+
+    def keep(self, mask: Tensor) -> None:
+        """Forget slots whose mask [h, S] is False."""
+        full, h = self.full, self._codec.heads
+        assert h == 1 or bool((mask == mask[:1]).all()), "heads that are written together hold the same slots"
+        left = blocked(mask[:, :full], self._group)  # [h, B, g]
+        pos = blocked(self.pos[:, :full], self._group)
+        stays = left.sum((0, 2)) * 2 >= h * self._group  # [B]
+        loose = left & ~stays[:, None]
+        touched = loose.any(2).any(0).nonzero().squeeze(1)
+        moved = self._codec.unpack(tuple(t[touched] for t in self.codes), pos[:, touched].flatten(1))
+        which = loose[:, touched].flatten(1)
+        waits = mask[:, full:]
+        k, v = (
+            torch.cat([found[which].view(h, -1, t.shape[2]), t[waits].view(h, -1, t.shape[2])], 1)
+            for found, t in zip(moved, (self.k, self.v), strict=True)
+        )
+        kept = torch.where(left, pos, -1)[:, stays].flatten(1)
+        ends = [pos[loose].view(h, -1), self.pos[:, full:][waits].view(h, -1)]
+        self._hold(tuple(t[stays] for t in self.codes), k, v, torch.cat([kept, *ends], 1))
+        self.has_holes = not bool((self.pos >= 0).all())
+
+    def numbers(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """k, v [h, last - first, ..] of these slots, holes included; `first` begins a block."""
+        g, end = self._group, min(last, self.full)
+        blocks = slice(first // g, max(first, end + g - 1) // g)
+        pos = self.pos[:, first : blocks.stop * g] if end > first else self.pos[:, :0]
+        found = self._codec.unpack(tuple(t[blocks] for t in self.codes), pos)
+        waits = slice(max(0, first - self.full), max(0, last - self.full))
+        k, v = (
+            torch.cat([a[:, : max(0, end - first)], b[:, waits]], 1)
+            for a, b in zip(found, (self.k, self.v), strict=True)
+        )
+        return k, v
+
+    def numbers_at(self, head: int, at: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [m, ..] of slots `at` [m] of one head; no other blocks are read back."""
+        g, waits = self._group, at >= self.full
+        blocks, order = torch.unique(at[~waits] // g, return_inverse=True)
+        pos = blocked(self.pos[:, : self.full], g)[:, blocks].flatten(1)
+        found = self._codec.unpack(tuple(t[blocks] for t in self.codes), pos)
+        out = []
+        for read, rest in zip(found, (self.k, self.v), strict=True):
+            t = rest.new_empty(at.shape[0], rest.shape[2])
+            t[~waits], t[waits] = read[head, order * g + at[~waits] % g], rest[head, at[waits] - self.full]
+            out.append(t)
+        return out[0], out[1]
+
+    def state(self) -> State:
+        """Codes as they lie."""
+        codes: State = {str(i): t for i, t in enumerate(self.codes)}
+        return {"pos": self.pos.contiguous(), "k": self.k, "v": self.v, "codes": codes}
+
+    def restore(self, given: Given) -> None:
+        """Become what gave this."""
+        codec, here = self._codec, self.pos.device
+        pos = given.positions("pos", codec.heads, None, least=-1)
+        k = given.tensor("k", codec.dtype, codec.heads, None, codec.dims[0])
+        v = given.tensor("v", codec.dtype, codec.heads, k.shape[1], codec.dims[1])
+        full, rest = pos.shape[1] - k.shape[1], k.shape[1]
+        if full % self._group or not 0 <= rest < self._group:
+            raise Misfit("its slots make no blocks")
+        layout = codec.layout(full // self._group)
+        part = given.part("codes")
+        self.codes = tuple(part.like(str(i), t).to(here) for i, t in enumerate(layout))
+        self.pos, self.k, self.v = pos.to(here), k.to(here), v.to(here)
+        self.has_holes = not bool((pos >= 0).all())
+
+    def _hold(self, codes: Codes, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        """These, with what waits written as far as blocks are full."""
+        n = k.shape[1] // self._group * self._group
+        if n:
+            first = pos.shape[1] - k.shape[1]
+            more = self._codec.pack(k[:, :n], v[:, :n], pos[:, first : first + n])
+            codes = tuple(torch.cat([a, b.to(a.dtype)]) for a, b in zip(codes, more, strict=True))
+            k, v = k[:, n:].clone(), v[:, n:].clone()
+        self.codes, self.k, self.v, self.pos = codes, k, v, pos  # together: memory may have run out
+
+
+class Coded(Rounding):
+    """Every head has its own length, but for those written together."""
+
+    def __init__(self, form: Blocks, of: OfModel, device: torch.device | str, kv: Kv) -> None:
+        turns = of.turns() if form.rope == "before" else [None] * len(of.shapes)
+        self.dtype, self.changes = of.dtype, 0
+        self._shapes, self._holder = of.shapes, holders(of.shapes)
+        self._span = max(1, SPAN // kv.group) * kv.group
+        self._name = "packed" if torch.device(device).type == "cpu" else f"packed {torch.device(device).type}"
+        self._bands: dict[int, list[Band]] = {}
+        for layer, shape in enumerate(of.shapes):
+            if shape.shares is None:
+                form.refuse(shape, kv)
+                turn = turns[layer]
+                here = turn and replace(turn, inv_freq=turn.inv_freq.to(device))  # a tier may lie off the model's own
+                codec = form.codec(shape, kv, rotary=here, dtype=of.dtype)
+                self._bands[layer] = [Band(codec, device) for _ in range(shape.n_kv_heads // codec.heads)]
+
+    @property
+    def rounds_by_rows(self) -> str:
+        """Where native kernels do not serve its numbers."""
+        likes = [joined(self._shapes[layer].rank, *bands[0].numbers(0, 0)) for layer, bands in self._bands.items()]
+        return "" if all(serves(k, v) for k, v in likes) else "kv.dtype"
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> a part for each span, by the index of its slots."""
+        layer = self._holder[layer]
+        n = self.n_slots(layer)
+        spans = (range(first, min(n, first + self._span)) for first in range(0, n, self._span))
+        return [*(self._part(layer, span, q, sight, pos) for span in spans), *alone(q, sight, own)]
+
+    def _part(self, layer: int, span: range, q: Tensor, sight: Sight, pos: Sequence[int]) -> Part:
+        s = self._numbers(layer, span)
+        if not serves(q, s.v):
+            return attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, sight.window))
+        bands, n = self._bands[layer], len(span)
+        window = WIDEST if sight.window is None and any(band.has_holes for band in bands) else sight.window
+        starts = range(0, len(s.k) * n, n)
+        lengths = [min(max(0, band.length - span.start), n) for band, _ in self._heads(layer)]
+        k, v = s.each(lambda t: t.flatten(0, 1))
+        return attend_part(
+            q,
+            Run(k, v, s.pos.flatten(), starts, lengths, starts),
+            pos,
+            sight.scale,
+            window=window,
+            softcap=sight.softcap,
+        )
+
+    def take(self, layer: int, slots: Slots) -> None:
+        """Store these slots, after rotary embedding; each head those whose position is not -1."""
+        if not slots.n_slots:
+            return
+        assert layer in self._bands, "this layer reads another's slots"
+        k, v = split(self._shapes[layer].rank, slots)
+        at = 0
+        for band in self._bands[layer]:
+            own = slice(at, at := at + band.pos.shape[0])
+            held = slots.pos[own] >= 0
+            assert len(held) == 1 or bool((held == held[:1]).all()), (
+                "heads that are written together hold the same slots"
+            )
+            band.take(k[own, held[0]], v[own, held[0]], slots.pos[own, held[0]])
+        self._share(layer)
+        self.changes += 1
+
+    def n_slots(self, layer: int) -> int:
+        """Slots of the longest head, holes included."""
+        return max(band.length for band in self._bands[layer])
+
+    def slots(self, layer: int) -> Slots:
+        """What this layer holds, read back: a copy, padded to the longest head; holes have position -1."""
+        return self._numbers(layer, range(self.n_slots(layer)))
+
+    def positions(self, layer: int) -> Tensor:
+        """pos [K, S] of all slots; holes and what is behind shorter heads have -1."""
+        return self._positions(layer, range(self.n_slots(layer)))
+
+    def final(self, layer: int, n: Tensor) -> Tensor:
+        """[K]: of the first n [K] slots of each head, those that are not rounded again while all n stay."""
+        ends = zip(self._heads(layer), n.tolist(), strict=True)
+        return n.new_tensor([min(int(end), band.full) // band._group * band._group for (band, _), end in ends])
+
+    def gather(self, layer: int, index: Tensor) -> Slots:
+        """Slots index [K, M] of each head, -1 = none: no other blocks are read back."""
+        k, v = (t.new_zeros(*index.shape, t.shape[2]) for t in self._likes(layer))
+        pos = torch.full_like(index, -1, dtype=torch.int32)
+        for j, (band, head) in enumerate(self._heads(layer)):
+            held = (index[j] >= 0) & (index[j] < band.length)
+            at = index[j, held]
+            k[j, held], v[j, held] = band.numbers_at(head, at)
+            pos[j, held] = band.pos[head, at]
+        return Slots(*joined(self._shapes[layer].rank, k, v), pos)
+
+    def head(self, layer: int, head: int, n: int) -> Slots:
+        """The first n slots of one head, read back."""
+        band, j = list(self._heads(layer))[head]
+        k, v = (t[j : j + 1] for t in band.numbers(0, n))
+        return Slots(*joined(self._shapes[layer].rank, k, v), band.pos[j : j + 1, :n])
+
+    def crop(self, n: int) -> None:
+        """Forget every slot at position n or later."""
+        for layer in self._bands:
+            pos = self.positions(layer)
+            if bool((pos >= n).any()):
+                self._keep(layer, (pos >= 0) & (pos < n))
+
+    def state(self) -> State:
+        """By layer and band."""
+        return {
+            str(layer): {str(i): band.state() for i, band in enumerate(bands)} for layer, bands in self._bands.items()
+        }
+
+    def restore(self, given: Given) -> None:
+        """The same codes: nothing is rounded again."""
+        for layer, bands in self._bands.items():
+            for i, band in enumerate(bands):
+                band.restore(given.part(str(layer)).part(str(i)))
+            self._share(layer)
+        self.changes += 1
+
+    def usage(self) -> list[Usage]:
+        """Slots and bytes of each layer: codes, positions, and slots that wait for a full block."""
+        found = []
+        for layer, bands in self._bands.items():
+            held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for b in bands for t in b.tensors}
+            slots = max(int((band.pos >= 0).sum(1).max()) for band in bands)
+            found.append(Usage(layer, self._name, slots, sum(held.values()), "rounded" if slots else None))
+        return found
+
+    def _heads(self, layer: int) -> Iterator[tuple[Band, int]]:
+        """Of each KV head its band, and which of its heads it is."""
+        return ((band, j) for band in self._bands[layer] for j in range(band.pos.shape[0]))
+
+    def _likes(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values as they wait."""
+        return self._bands[layer][0].k, self._bands[layer][0].v
+
+    def _positions(self, layer: int, span: range) -> Tensor:
+        bands = self._bands[layer]
+        pos = bands[0].pos.new_full((self._shapes[layer].n_kv_heads, len(span)), -1)
+        for j, (band, head) in enumerate(self._heads(layer)):
+            found = band.pos[head, span.start : span.stop]
+            pos[j, : len(found)] = found
+        return pos
+
+    def _numbers(self, layer: int, span: range) -> Slots:
+        """Slots of a span, which begins a block, padded."""
+        pos = self._positions(layer, span)
+        k, v = (t.new_zeros(*pos.shape, t.shape[2]) for t in self._likes(layer))
+        at = 0
+        for band in self._bands[layer]:
+            own = slice(at, at := at + band.pos.shape[0])
+            n = min(band.length, span.stop) - span.start
+            if n > 0:
+                k[own, :n], v[own, :n] = band.numbers(span.start, span.start + n)
+        return Slots(*joined(self._shapes[layer].rank, k, v), pos)
+
+    def _keep(self, layer: int, mask: Tensor) -> None:
+        at = 0
+        for band in self._bands[layer]:
+            part = mask[at : (at := at + band.pos.shape[0]), : band.length]
+            if not torch.equal(part, band.pos >= 0):
+                band.keep(part)
+        self._share(layer)
+        self.changes += 1
+
+    def _share(self, layer: int) -> None:
+        """One row of positions for all heads where they hold the same slots, as mostly they do."""
+        bands = self._bands[layer]
+        first = bands[0].pos[:1]
+        if all(band.length == first.shape[1] and bool((band.pos == first).all()) for band in bands):
+            first = first.clone()
+            for band in bands:
+                band.pos = first.expand(band.pos.shape[0], -1)
+
+
+def blocked(t: Tensor, group: int) -> Tensor:
+    """t [h, S, ..] -> [h, B, g, ..]."""
+    return t.reshape(t.shape[0], t.shape[1] // group, group, *t.shape[2:])

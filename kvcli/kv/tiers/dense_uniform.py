@@ -1,0 +1,313 @@
+"""One layer whose heads all hold the same slots: a slab with one row of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_rows import BLOCK, Own, Run, read, serves
+from kvcli.kernels.merge import Part
+from kvcli.kv.slots import LayerShape, Sight, Slots, alone, opens, picked
+from kvcli.kv.snapshot import Given, State
+from kvcli.kv.tiers.device_tables import Lying, ahead, stays
+
+
+@dataclass(slots=True)
+class Slab:
+    """Keys and values of all heads, with spare room at the end, which is read along and therefore holds finite numbers.
+
+    Grows in steps of `step` slots. Positions lie on the host whatever the device: nothing has to be asked of it to know
+    where a window opens.
+    """
+
+    k: Tensor  # [K, cap, D]
+    v: Tensor  # [K, cap, D]; where keys are values, `k` itself
+    pos: Tensor  # [1, cap] int32 on the CPU, -1 = empty
+    step: int  # slots
+    length: int = 0  # slots of each head
+    highest: int = -1  # position
+    ordered: bool = True  # positions rise with the slot index
+    gone: int = 0  # slots given back before the first: with native kernels the places of the others stay as they were
+    slides: bool = False  # the first slots may not be those of the text's first tokens: a window hides what came before
+    noted: int = 0  # slots whose positions are in `pos`; those behind rise one by one to `highest`
+    lies: Run | None = None  # as `run` gave it last: views of the tensors, made anew once they are others
+    lying: Lying | None = None  # the same for `fixed`
+    there: Tensor | None = None  # [cap] positions beside keys on a device, where a window was read
+    sent: int = 0  # slots whose positions are in `there`
+
+    @staticmethod
+    def of(slots: Slots, step: int, slides: bool = False) -> Slab:
+        """Slots that are the same in all heads; their keys and values become the slab's own."""
+        pos = slots.pos[:1].to("cpu", torch.int32, copy=True)
+        k, v = slots.each(Tensor.contiguous)
+        return Slab(
+            k=k,
+            v=v,
+            pos=pos,
+            step=step,
+            length=slots.n_slots,
+            highest=int(pos.max()) if slots.n_slots else -1,
+            ordered=rises(pos[0]),
+            slides=slides,
+            noted=slots.n_slots,
+        )
+
+    @staticmethod
+    def made(given: Given, shape: LayerShape, like: Tensor, step: int, slides: bool = False) -> Slab:
+        """From what `state` gave; `like`: numbers of the type and on the device."""
+        pos, heads = given.positions("pos", None), shape.n_kv_heads
+        k = given.tensor("k", like.dtype, heads, len(pos), shape.k_dim).to(like.device)
+        v = k if shape.rank else given.tensor("v", like.dtype, heads, len(pos), shape.v_dim).to(like.device)
+        slab = Slab.of(Slots(k, v, pos.expand(heads, -1)), step, slides)
+        slab.gone = given.number("gone", given.n) // BLOCK * BLOCK
+        return slab
+
+    def state(self) -> State:
+        """What is held."""
+        s = self.slots()
+        return {"k": s.k, **({} if s.v is s.k else {"v": s.v}), "pos": s.pos[0], "gone": self.gone}
+
+    @property
+    def total(self) -> int:
+        """Slots of all heads."""
+        return self.length * self.k.shape[0]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that takes memory."""
+        both = [self.k] if self.v is self.k else [self.k, self.v]
+        return [*both, self.pos, *([] if self.there is None else [self.there])]
+
+    @property
+    def at(self) -> np.ndarray:
+        """Positions [S] of what is held."""
+        found: np.ndarray = self._pos.numpy()[0, : self.length]
+        return found
+
+    @property
+    def _pos(self) -> Tensor:
+        """`pos`, all noted: in decoding nobody may ask for it but at boundaries."""
+        self._note()
+        return self.pos
+
+    def _note(self) -> None:
+        if n := self.length - self.noted:
+            end = self.highest + 1
+            self.pos.numpy()[0, self.noted : self.length] = np.arange(end - n, end)
+            self.noted = self.length
+
+    def attend(self, q: Tensor, sight: Sight, rows: Sequence[int], own: Own | None) -> list[Part]:
+        """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
+        if not serves(q, self.v):
+            return [*self._apart(q, sight, rows), *alone(q, sight, own)]
+        if not self.length and own is None:
+            return []
+        if sight.window is not None:
+            self._note()
+        run = self.run() if self.length else None
+        if run is not None and sight.window is not None and q.device.type != "cpu":
+            run.pos = self.beside()
+        window, softcap, is_prompt = sight.window, sight.softcap, sight.is_prompt
+        return [read(q, run, own, rows, sight.scale, window=window, softcap=softcap, is_prompt=is_prompt)]
+
+    def beside(self) -> Tensor:
+        """Positions [cap] on the device of the keys, of all that is held. New ones that rise one by one, as those of an
+        answer do, are made there: nothing is copied, and nothing waits."""
+        if self.there is None:
+            self.there, self.sent = torch.full_like(self.pos[0], -1, device=self.k.device), 0
+        if new := self.length - self.sent:
+            at, place = self.at[self.sent :], self.there[self.sent : self.length]
+            if at[-1] - at[0] == new - 1 and self.ordered:
+                torch.arange(int(at[0]), int(at[-1]) + 1, out=place)
+            else:
+                place.copy_(torch.from_numpy(at))
+            self.sent = self.length
+        return self.there
+
+    def run(self) -> Run:
+        """The slots where they lie, until the slab changes."""
+        if self.lies is None:
+            n_kv, cap, _ = self.k.shape
+            starts = range(0, n_kv * cap, cap)
+            self.lies = Run(self.k.flatten(0, 1), self.v.flatten(0, 1), self.pos[0], starts, [], [0] * n_kv)
+        self.lies.lengths, self.lies.gone = [self.length] * len(self.lies.starts), self.gone
+        return self.lies
+
+    def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int]) -> list[Part]:
+        """Over the slots alone."""
+        if self.length == 0:
+            return []
+        start, mask = 0, None
+        if sight.window is not None:
+            start, mask = seen(self.at, rows, sight.window, self.ordered, q.device)
+        if start == 0 and mask is None:  # the slab in one piece
+            return [attend(q, self.k, self.v, sight.scale, softcap=sight.softcap, length=self.length)]
+        k, v = self.k[:, start : self.length], self.v[:, start : self.length]
+        return [attend(q, k, v, sight.scale, softcap=sight.softcap, mask=mask)]
+
+    def append(self, k: Tensor, v: Tensor, start: int) -> None:
+        """k, v [K, M, D] at positions from `start` on, M > 0."""
+        if self.slides and not self.length:  # as though all before had been stored, and given back
+            self.gone = start // BLOCK * BLOCK
+        self._put(k, v)
+        self._longer(k.shape[1], start)
+
+    def _longer(self, n: int, start: int) -> None:
+        """By n slots that are in place."""
+        if start == self.highest + 1:
+            self.length += n
+            self.highest += n
+        else:
+            self._note()
+            self.length += n
+            self._place(np.arange(start, start + n))
+
+    def _place(self, pos: np.ndarray) -> None:
+        """Positions of the newest slots."""
+        self.ordered &= int(pos[0]) > self.highest
+        self.highest = max(self.highest, int(pos.max()))
+        self.noted = self.length
+        self.at[self.length - len(pos) :] = pos
+
+    def _put(self, k: Tensor, v: Tensor) -> None:
+        first, end = self.length, self.length + k.shape[1]
+        self.reserve(end)
+        self.k[:, first:end] = k
+        if self.v is not self.k:
+            self.v[:, first:end] = v
+
+    def fixed(self, rows: int, more: int = 0) -> Lying:
+        """Where a device finds the slots, and room for `rows` behind them, as `ahead` makes it."""
+        if self.lying is None or self.length + rows > self.k.shape[1]:
+            self.reserve(self.length + ahead(self.length, rows, more, self.step))
+        if self.lying is None:
+            n_kv, cap, _ = self.k.shape
+            starts = range(0, n_kv * cap, cap)
+            self.lying = Lying.of(self.k.flatten(0, 1), self.v.flatten(0, 1), self.beside(), starts, [0] * n_kv, cap)
+        self.lying.tell([self.length] * len(self.k), self.sent < self.length)
+        self.beside()
+        return self.lying
+
+    def grew(self, n: int, start: int) -> None:
+        """A device stored n slots more at positions from `start` on, as `fixed` told it where."""
+        self._longer(n, start)
+        self.sent = self.length
+
+    def refill(self, slots: Slots) -> bool:
+        """Hold these, a copy, in place of all, where passes were recorded over it; False, and nothing done, elsewhere
+        or where they do not suit it."""
+        was, n = self.length, slots.n_slots
+        if self.lying is None or not stays(n, self.k.shape[1], self.step) or not agree(slots):
+            return False
+        pos = slots.pos[0].cpu()
+        self.k[:, :n], self.v[:, :n] = slots.k, slots.v
+        self.v[:, n:was] = 0  # as in `crop`
+        self.length, self.ordered, self.highest, self.gone, self.sent = n, True, -1, 0, 0
+        self._place(pos.numpy())
+        self.ordered = rises(pos)
+        return True
+
+    def take(self, slots: Slots) -> bool:
+        """Store these as well, unless heads bring different ones: then nothing is stored, and the answer is False."""
+        if not agree(slots):
+            return False
+        pos = slots.pos[0].cpu()
+        self._put(slots.k, slots.v)
+        self._note()
+        self.length += len(pos)
+        self._place(pos.numpy())
+        self.ordered &= rises(pos)
+        return True
+
+    def slots(self) -> Slots:
+        """What is held, as views."""
+        pos = self._pos[:, : self.length].to(self.k.device).expand(self.k.shape[0], -1)
+        return Slots(*Slots(self.k, self.v, pos).each(lambda t: t[:, : self.length]), pos)
+
+    def newest(self, n: int) -> Slots:
+        """The last n, as views."""
+        s, first = self.slots(), max(0, self.length - n)
+        return Slots(*s.each(lambda t: t[:, first:]), s.pos[:, first:])
+
+    def positions(self) -> Tensor:
+        """As a view."""
+        return self.slots().pos
+
+    def gather(self, index: Tensor) -> Slots:
+        """A copy of slots index [K, M]."""
+        return picked(self.slots(), index)
+
+    def head(self, head: int, n: int) -> Slots:
+        """As views."""
+        s = self.slots()
+        return Slots(*s.each(lambda t: t[head : head + 1, :n]), s.pos[head : head + 1, :n])
+
+    def crop(self, n: int) -> bool:
+        """Forget positions n and later in place, if slots lie in order; else nothing, and the answer is False."""
+        if not self.ordered:
+            return False
+        was, self.length = self.length, int(np.searchsorted(self.at, n))
+        self.noted, self.sent = self.length, min(self.sent, self.length)
+        self.v[:, self.length : was] = 0  # spare room is read, and NaN or infinity would outlive its text
+        self.highest = int(self.at[-1]) if self.length else -1
+        self.gone *= self.length > 0
+        return True
+
+    def give_back(self, low: int) -> bool:
+        """Forget whole blocks of slots at positions below `low`, which no row will see, if slots lie in order; else
+        nothing, and the answer is False."""
+        if self.ordered and (n := int(np.searchsorted(self.at, low)) // BLOCK * BLOCK):
+            self._lay(n, self.length - n)
+            self.gone += n
+        return self.ordered
+
+    def reserve(self, n: int) -> None:
+        """Room for n slots a head."""
+        if n > self.k.shape[1]:
+            self._lay(0, n)
+
+    def _lay(self, first: int, room: int) -> None:
+        """The slots from `first` on, with room for as many as given."""
+        cap, n = -(-room // self.step) * self.step, self.length - first
+
+        def moved(t: Tensor) -> Tensor:
+            new = t.new_zeros(t.shape[0], cap, t.shape[2])
+            new[:, :n] = t[:, first : self.length]
+            return new
+
+        k, v = Slots(self.k, self.v, self.pos).each(moved)
+        pos = self.pos.new_full((1, cap), -1)
+        pos[:, :n] = self._pos[:, first : self.length]
+        # together: memory may have run out between them
+        self.k, self.v, self.pos, self.lies, self.lying, self.there = k, v, pos, None, None, None
+        self.length = self.noted = n
+
+
+def agree(slots: Slots) -> bool:
+    """Whether all heads hold the same slots, in the same order, and none is empty."""
+    return bool((slots.pos == slots.pos[:1]).all() and (slots.pos >= 0).all())
+
+
+def rises(pos: Tensor) -> bool:
+    """Whether positions [S] lie in order."""
+    return bool((pos[1:] > pos[:-1]).all())
+
+
+def seen(
+    stored: np.ndarray, rows: Sequence[int], window: int, ordered: bool, device: torch.device
+) -> tuple[int, Tensor | None]:
+    """Of slots at positions `stored` [S], where those in the window of rows at positions [N] begin, and the mask
+    [N, S - start] of its ragged edge, if it has one.
+
+    Reading only the window is what makes sliding layers cheap at long context; slots out of order are all read.
+    """
+    first, last = min(rows) - window + 1, max(rows) - window + 1  # where the rows' windows open
+    start = int(np.searchsorted(stored, first)) if ordered else 0
+    if ordered and last <= max(first, int(stored[start]) if start < len(stored) else first):
+        return start, None
+    return start, torch.from_numpy(stored[start:]).to(device) > opens(rows, window, device)

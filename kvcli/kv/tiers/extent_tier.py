@@ -1,0 +1,194 @@
+"""Slots in extents, each of which stays where it is: of a file (disk.py), or of host memory (pinned_host.py).
+
+Rows read extent by extent, as parts that are merged. A layer grows by further extents, so nothing is copied then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend_rows import Own, Run, why_not
+from kvcli.kernels.merge import Part
+from kvcli.kv.offload.host_access import Piece
+from kvcli.kv.slots import LayerShape, Sight, Slots, alone, beside, compact, empty, holders, last, run_of
+from kvcli.kv.snapshot import Given, State
+from kvcli.kv.tiers.extents import Extent, Place
+
+
+class Shelved:
+    """Keys and values in the numbers `dtype`, at a place that the host reads; computed on the CPU."""
+
+    is_far = False
+
+    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, place: Place) -> None:
+        """`shapes`: by layer; one that shares another's slots has none here."""
+        self.dtype = dtype
+        self._shapes, self._place, self._holder = shapes, place, holders(shapes)
+        self._layers: list[list[Extent]] = [[] for _ in shapes]
+        self._pieces: dict[int, list[Piece]] = {}  # by layer, until it changes
+
+    @property
+    def rounds_by_rows(self) -> str:
+        """Where native kernels do not serve its numbers."""
+        cpu = torch.device("cpu")
+        sizes = {(shape.k_dim, shape.v_dim) for shape in self._shapes}
+        return "kv.dtype" if any(why_not(self.dtype, cpu, *size) for size in sizes) else ""
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> one part for each extent."""
+        parts = [e.read(e.k, e.v, q, sight, pos) for e in self._layers[self._holder[layer]] if e.length]
+        return [*parts, *alone(q, sight, own)]
+
+    def pieces(self, layer: int) -> list[Piece]:
+        """What `attend` reads, to be read elsewhere: an extent each. Those of a pass, as it asks in each layer."""
+        if layer not in self._pieces:
+            held = [(e, e.slots) for e in self._layers[layer] if e.length]
+            self._pieces[layer] = [
+                Piece((s.k,), partial(_of_keys, e.read), e.unreached)
+                if s.v is s.k
+                else Piece((s.k, s.v), e.read, e.unreached)
+                for e, s in held
+            ]
+        return self._pieces[layer]
+
+    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        """Store k, v [K, M, D] at positions from `start` on; every head takes all of them."""
+        self.take(layer, Slots(k, v, run_of(start, k.shape[1], k.shape[0], k.device)))
+
+    def take(self, layer: int, slots: Slots) -> None:
+        """Write these slots to the file. All of them are stored, or none and Shortage is raised."""
+        self._store(layer, compact(slots, slots.pos >= 0) if bool((slots.pos < 0).any()) else slots)
+
+    def _store(self, layer: int, s: Slots) -> None:
+        """As they are."""
+        n, held = s.n_slots, self._layers[layer]
+        assert self._holder[layer] == layer, "this layer reads another's slots"
+        self._place.may_write(layer, n)
+        at = min(n, held[-1].room) if held else 0
+        places, fresh = [(held[-1], 0, at)] if at else [], list[Extent]()
+        try:
+            while at < n:
+                fresh.append(self._place.claim(layer, n - at, [*held, *fresh]))
+                places.append((fresh[-1], at, min(n, at + fresh[-1].room)))
+                at = places[-1][2]
+            for extent, a, b in places:
+                self._place.write(extent, s.k[:, a:b], s.v[:, a:b])
+        except BaseException:
+            self._place.give_back(fresh)
+            raise
+        for extent, a, b in places:
+            extent.pos[:, extent.length : extent.length + b - a] = s.pos[:, a:b]
+            extent.length += b - a
+            self._tidy(extent)
+        held += fresh
+        self._pieces.pop(layer, None)
+
+    def n_slots(self, layer: int) -> int:
+        """Slots of the longest head, forgotten ones included where others share their extent."""
+        return sum(extent.length for extent in self._layers[self._holder[layer]])
+
+    def slots(self, layer: int) -> Slots:
+        """A copy in memory of what this layer holds; as mapped where one extent holds it all."""
+        found = [extent.slots for extent in self._layers[self._holder[layer]]]
+        if len(found) == 1:
+            return found[0]
+        return beside([self._none(layer), *found])
+
+    def newest(self, layer: int, n: int) -> Slots:
+        """The n slots that each head stored last."""
+        return last(self.slots(layer), n)
+
+    def positions(self, layer: int) -> Tensor:
+        """pos [K, S] of all slots, -1 = forgotten."""
+        return torch.cat(
+            [self._none(layer).pos, *(extent.slots.pos for extent in self._layers[self._holder[layer]])], 1
+        )
+
+    def run(self, layer: int) -> Run | None:
+        """Slots lie in several extents."""
+        return None
+
+    def final(self, layer: int, n: Tensor) -> Tensor:
+        """All n [K] slots: nothing is rounded."""
+        return n
+
+    def gather(self, layer: int, index: Tensor) -> Slots:
+        """Slots index [K, M] of each head, -1 = none: no other part of the file is read, whole pages aside."""
+        k, v = self._none(layer).each(lambda t: t.new_zeros(*index.shape, t.shape[2]))
+        pos, first = torch.full_like(index, -1, dtype=torch.int32), 0
+        for s in (extent.slots for extent in self._layers[self._holder[layer]]):
+            heads, to = ((index >= first) & (index < first + s.n_slots)).nonzero(as_tuple=True)
+            at = index[heads, to] - first
+            k[heads, to], pos[heads, to] = s.k[heads, at], s.pos[heads, at]
+            if v is not k:
+                v[heads, to] = s.v[heads, at]
+            first += s.n_slots
+        return Slots(k, v, pos)
+
+    def head(self, layer: int, head: int, n: int) -> Slots:
+        """The first n slots of one head, as a copy in memory."""
+        at, found = slice(head, head + 1), [extent.slots for extent in self._layers[self._holder[layer]]]
+        s = beside([Slots(*s.each(lambda t: t[at]), s.pos[at]) for s in found])
+        return Slots(*s.each(lambda t: t[:, :n]), s.pos[:, :n])
+
+    def keep(self, layer: int, mask: Tensor) -> Slots:
+        """Forget slots whose mask [K, S] is False. Their place is used again once an extent is empty."""
+        fell = compact(self.slots(layer), ~mask)
+        shown = mask.split_with_sizes([extent.length for extent in self._layers[layer]], dim=1)
+        for extent, part in zip(self._layers[layer], shown, strict=True):
+            extent.pos[:, : extent.length].masked_fill_(~part, -1)
+            self._tidy(extent)
+        self._sweep(layer)
+        return fell
+
+    def crop(self, n: int) -> None:
+        """Forget every slot at position n or later; the place at the end of an extent is used again."""
+        for layer, extents in enumerate(self._layers):
+            for extent in extents:
+                extent.pos.masked_fill_(extent.pos >= n, -1)
+            if extents:
+                live = (extents[-1].pos >= 0).any(0).nonzero()
+                extents[-1].length = int(live.max()) + 1 if live.numel() else 0
+            for extent in extents:
+                self._tidy(extent)
+            self._sweep(layer)
+
+    def state(self) -> State:
+        """By layer and extent, as mapped."""
+        return {str(layer): {str(i): e.state() for i, e in enumerate(held)} for layer, held in enumerate(self._layers)}
+
+    def restore(self, given: Given) -> None:
+        """In extents of their own, as rows read each of them apart."""
+        for layer in range(len(self._layers)):
+            for one in given.part(str(layer)).parts(given.n):
+                none = self._none(layer)
+                pos = one.positions("pos", none.pos.shape[0], None, least=-1)
+                k = one.tensor("k", self.dtype, *pos.shape, none.k.shape[2])
+                v = k if none.v is none.k else one.tensor("v", self.dtype, *pos.shape, none.v.shape[2])
+                self._layers[layer].append(self._place.claim(layer, max(1, pos.shape[1]), self._layers[layer]))
+                self._store(layer, Slots(k, v, pos))
+
+    def _sweep(self, layer: int) -> None:
+        """Give back extents in which nothing is left."""
+        empty = [e for e in self._layers[layer] if not bool((e.pos >= 0).any())]
+        self._layers[layer] = [e for e in self._layers[layer] if not any(e is gone for gone in empty)]
+        self._place.give_back(empty)
+        self._pieces.pop(layer, None)
+
+    def _tidy(self, extent: Extent) -> None:
+        self._place.tidy(extent)
+        extent.note()
+
+    def _none(self, layer: int) -> Slots:
+        shape = self._shapes[layer]
+        return Slots(*empty(shape, self.dtype), torch.empty(shape.n_kv_heads, 0, dtype=torch.int32))
+
+
+def _of_keys(read: Callable[..., Part], k: Tensor, *asked: Any) -> Part:
+    """Where values are keys."""
+    return read(k, k, *asked)

@@ -1,0 +1,212 @@
+"""Extents of slots, and the private temporary file that they may lie in.
+
+The file has no name (it is unlinked as soon as it is open, or removed at close where that cannot be), is readable by
+its owner only, and dies with the process: it holds the text in recoverable form. Its blocks are claimed before they are
+used, so a full disk is an error when slots come down and never a crash when they are read. At most `writes` bytes are
+written in all, because disks wear.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_rows import WIDEST, Run, attend_part, serves
+from kvcli.kernels.merge import Part
+from kvcli.kv.footprint import FIRST
+from kvcli.kv.out_of_memory import Shortage
+from kvcli.kv.slots import LayerShape, Sight, Slots, visible
+from kvcli.kv.snapshot import State
+from kvcli.kv.tiers.temp_folder import temporary_folder
+
+LARGEST = 4096  # slots of an extent: a layer's grow with what it holds
+
+
+@dataclass(slots=True)
+class Extent:
+    """A run of slots of one layer. A place in it is written once; forgetting what is there only clears its position."""
+
+    offset: int  # bytes, in the file
+    nbytes: int
+    k: Tensor  # [K, cap, D], mapped
+    v: Tensor  # [K, cap, E], mapped; where keys are values, `k` itself
+    pos: Tensor  # [K, cap] int32, in memory; -1 = empty
+    unreached: str = ""  # why a device cannot read it where it lies; "" = it can
+    length: int = 0  # slots of the longest head
+    lengths: Sequence[int] = ()  # of each head, where no holes are among them
+    has_holes: bool = False
+
+    @property
+    def room(self) -> int:
+        return self.pos.shape[1] - self.length
+
+    @property
+    def slots(self) -> Slots:
+        n = self.length
+        return Slots(*Slots(self.k, self.v, self.pos).each(lambda t: t[:, :n]), self.pos[:, :n])
+
+    def note(self) -> None:
+        """Positions have changed."""
+        held = self.pos[:, : self.length] >= 0
+        ends = held.sum(1)
+        self.has_holes = bool((held != (torch.arange(self.length) < ends.unsqueeze(1))).any())
+        self.lengths = [self.length] * len(ends) if self.has_holes else ends.tolist()
+
+    def read(self, k: Tensor, v: Tensor, q: Tensor, sight: Sight, rows: Sequence[int]) -> Part:
+        """q [H, N, D] of rows at positions `rows` over k, v [K, n, ..]: these slots, or a copy of them."""
+        window, softcap = sight.window, sight.softcap
+        if q.device.type == "cpu" and serves(q, v):
+            (n_kv, n), cap = k.shape[:2], self.pos.shape[1]
+            starts, at = (range(0, n_kv * m, m) if m else [0] * n_kv for m in (n, cap))
+            run = Run(k.flatten(0, 1), v.flatten(0, 1), self.pos.flatten(), starts, self.lengths, at)
+            window = WIDEST if window is None and self.has_holes else window
+            return attend_part(q, run, rows, sight.scale, window=window, softcap=softcap)
+        if window is None and not self.has_holes:
+            return attend(q, k, v, sight.scale, softcap=softcap, length=self.lengths)
+        mask, n = visible(self.slots.pos, rows, window), self.length
+        mask = None if mask is None else mask.to(q.device)
+        return attend(q, k[:, :n], v[:, :n], sight.scale, softcap=softcap, mask=mask)
+
+    def state(self) -> State:
+        """As mapped."""
+        s = self.slots
+        return {"k": s.k, **({} if s.v is s.k else {"v": s.v}), "pos": s.pos}
+
+
+class Place(Protocol):
+    """Where extents lie."""
+
+    def claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
+        """One more for a layer that holds these, with room for `need` slots if one may be so large. Raises Shortage."""
+
+    def give_back(self, extents: Iterable[Extent]) -> None:
+        """Nothing is in these."""
+
+    def may_write(self, layer: int, n: int) -> None:
+        """Raises Shortage where n more slots of a layer are not to be written."""
+
+    def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
+        """k, v [K, m, ..] behind what the extent holds. OSError where there turns out to be no room."""
+
+    def tidy(self, extent: Extent) -> None:
+        """Slots have come to it, or were forgotten."""
+
+
+class SlotFile:
+    """Of at most `most` bytes, in runs of slots of all heads of a layer."""
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        dtype: torch.dtype,
+        most: int,
+        writes: int,
+        folder: Path | None,
+        longest: int | None = None,
+    ) -> None:
+        """`folder`: where the file is made; None = the system's for such files. `longest`: slots of an extent at most;
+        None = as many as come at once."""
+        self.folder = folder or temporary_folder()
+        self._shapes, self._dtype = shapes, dtype
+        self._most, self._writes = most, writes
+        self._longest = longest
+        self._per_slot = [of.numbers * dtype.itemsize for of in shapes]  # bytes, by layer
+        self._shares = parts_of(most, self._per_slot)
+        self._written, self._end = 0, 0  # bytes, of the file
+        self._free: list[tuple[int, int]] = []  # (offset, bytes) of extents that are empty again
+        self._file: Any = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  # as long as the tier
+
+    def claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
+        """An extent with room for `need` slots of a layer that holds these, or the most there are in one; its blocks
+        on the disk claimed.
+
+        It takes ahead of its need no more than its part of the file, so that the last has room for as many slots.
+        """
+        with self._full():
+            return self._claim(layer, need if self._longest is None else min(need, self._longest), held)
+
+    def _claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
+        unit, per_slot = mmap.ALLOCATIONGRANULARITY, self._per_slot[layer]  # a map begins at a multiple of the unit
+        again = next((i for i, (_, size) in enumerate(self._free) if size >= need * per_slot), None)
+        if again is not None:
+            offset, size = self._free.pop(again)
+        else:
+            ahead = min(LARGEST, max(FIRST, sum(e.length for e in held))) * per_slot
+            share = self._shares[layer] - sum(e.nbytes for e in held)
+            offset, left = self._end, (self._most - self._end) // unit * unit
+            size = min(-(-max(need * per_slot, min(ahead, share)) // unit) * unit, left)
+            if size < need * per_slot:
+                raise Shortage("memory.disk is full", detail={"used": self._end, "most": self._most})
+            self._grow(offset + size)
+        of, cap = self._shapes[layer], size // per_slot
+        try:
+            mapped = mmap.mmap(self._file.fileno(), size, offset=offset)
+        except OSError:
+            self._free.append((offset, size))
+            raise
+        k, v = laid(torch.frombuffer(mapped, dtype=self._dtype), of, cap)
+        pos = torch.full((of.n_kv_heads, cap), -1, dtype=torch.int32)
+        return Extent(offset, size, k, v, pos, "it lies on the disk")
+
+    def give_back(self, extents: Iterable[Extent]) -> None:
+        """Nothing is in these; their place is used again."""
+        self._free += [(e.offset, e.nbytes) for e in extents]
+
+    def may_write(self, layer: int, n: int) -> None:
+        """Raises Shortage where n more slots are not to be written."""
+        if self._written + n * self._per_slot[layer] > self._writes:
+            raise Shortage("memory.disk_writes is used up", detail={"written": self._written, "most": self._writes})
+
+    def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
+        """k, v [K, m, ..] behind what the extent holds; a write says when the disk is full, a map would crash."""
+        (heads, cap, _), number = extent.k.shape, self._dtype.itemsize
+        for t, first in ((k, 0), (v, extent.k.nbytes))[: 1 if extent.v is extent.k else 2]:
+            for j in range(heads):
+                data = t[j].to(self._dtype).contiguous().view(torch.uint8).numpy().data.cast("B")
+                at = extent.offset + first + (j * cap + extent.length) * t.shape[2] * number
+                while data:
+                    with self._full():
+                        done = os.pwrite(self._file.fileno(), data, at)
+                    self._written += done
+                    at, data = at + done, data[done:]
+
+    def tidy(self, extent: Extent) -> None:
+        """Holes stay: what is on a disk is not moved."""
+
+    @contextmanager
+    def _full(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise Shortage("the disk is full", lines=[f"{self.folder}: {error.strerror}"]) from error
+
+    def _grow(self, end: int) -> None:
+        fd = self._file.fileno()
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, self._end, end - self._end)
+        else:
+            os.ftruncate(fd, end)
+        self._end = end
+
+
+def laid(numbers: Tensor, of: LayerShape, cap: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [K, cap, ..] of a layer as they lie in these numbers, one behind the other."""
+    sizes = [of.n_kv_heads * cap * dim for dim in (of.k_dim, of.v_dim)]
+    k = numbers[: sizes[0]].view(of.n_kv_heads, cap, of.k_dim)
+    return k, k if of.rank else numbers[sizes[0] : sum(sizes)].view(of.n_kv_heads, cap, of.v_dim)
+
+
+def parts_of(most: int, per_slot: Sequence[int]) -> list[int]:
+    """Bytes that each layer, of slots of so many, can be sure of in a file of `most`: all for as many slots."""
+    unit, whole = mmap.ALLOCATIONGRANULARITY, max(1, sum(per_slot))
+    return [most * each // whole // unit * unit for each in per_slot]

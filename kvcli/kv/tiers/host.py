@@ -1,0 +1,196 @@
+"""The host tier: a tier in host memory below those of a device. How rows reach its slots: host_access.py.
+
+Slots that come down pass through one pinned buffer, which a device can write to without a copy in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend_rows import Own, Run
+from kvcli.kernels.merge import Part
+from kvcli.kv.offload.host_access import ALIGNED, Answer, ByQuery, Staged, Way
+from kvcli.kv.offload.transfer import Bus, Lane, Mark, bus_of
+from kvcli.kv.slots import Sight, Slots, Usage, alone
+from kvcli.kv.snapshot import Given, State
+from kvcli.kv.sparse.page_prefetch import Arrival
+from kvcli.kv.sparse.page_source import Shelf
+
+
+class Staging:
+    """The way down: a pinned buffer of a power of two of bytes, made when first used; without one, a plain copy."""
+
+    BYTES = 64 << 20
+
+    def __init__(self) -> None:
+        self.is_pinned: bool | None = None  # None = nothing came down yet, or from no CUDA device
+        self._buffer: Tensor | None = None
+
+    def down(self, t: Tensor) -> Tensor:
+        """The same numbers in host memory."""
+        if t.device.type != "cuda":
+            return t.cpu()
+        if self.is_pinned is None:
+            self._pin()
+        if self._buffer is None:
+            return t.cpu()
+        flat, out = t.contiguous().view(torch.uint8).flatten(), torch.empty(t.nbytes, dtype=torch.uint8)
+        for a in range(0, t.nbytes, self.BYTES):
+            piece = self._buffer[: min(self.BYTES, t.nbytes - a)]
+            piece.copy_(flat[a : a + piece.shape[0]], non_blocking=True)
+            torch.cuda.current_stream(t.device).synchronize()  # the buffer is read by the CPU, and then used again
+            out[a : a + piece.shape[0]] = piece
+        return out.view(t.dtype).view(t.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    def _pin(self) -> None:
+        try:
+            self._buffer = torch.empty(self.BYTES, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # containers and WSL may forbid it; copies are slower then, and as right
+            self._buffer = None
+        self.is_pinned = self._buffer is not None
+
+
+class Stairs:
+    """The way up for a few slots: two pinned buffers by turns, so that one is filled while the other is copied."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._rooms: list[tuple[Staged, Mark | None]] = [(Staged(bus), None), (Staged(bus), None)]
+
+    def up(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]]) -> Mark:
+        """Copies of the second into the first, and the mark behind them."""
+        (room, busy), other = self._rooms
+        if busy is not None:
+            busy.synchronize()
+        whole = room.like(
+            torch.empty(sum(-(-of.nbytes // ALIGNED) * ALIGNED for _, of in pairs), dtype=torch.uint8, device="meta")
+        )
+        at = 0
+        for to, of in pairs:
+            piece = whole[at : at + of.nbytes].view(of.dtype).view(of.shape)
+            piece.copy_(of)
+            lane.copy(to, piece)
+            at += -(-of.nbytes // ALIGNED) * ALIGNED
+        behind = lane.record()
+        self._rooms = [other, (room, behind)]
+        return behind
+
+
+class Host:
+    """A tier on the CPU that answers rows of `device`."""
+
+    is_far = True  # across the bus
+
+    def __init__(
+        self, tier: Shelf, device: torch.device | str, way: Way = ByQuery, bus: Callable[[torch.device], Bus] = bus_of
+    ) -> None:
+        """`way`: how rows reach the tier; `bus`: what leads to the device."""
+        self._tier, self._device = tier, torch.device(device)
+        self._way, self._bus = way, bus
+        self._reach = way(tier, bus(self._device))
+        self.staging, self._stairs = Staging(), Stairs(bus(self._device))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Host:
+        return Host(deepcopy(self._tier, memo), self._device, self._way, self._bus)
+
+    @property
+    def rounds_by_rows(self) -> str:
+        """What the tier says: it is read on the CPU, or by kernels whose rows do not know of each other."""
+        return self._tier.rounds_by_rows
+
+    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+        """q [H, N, D] of rows at positions pos [N], on the device -> parts there, when they are called for: what the
+        device is told before then it does meanwhile."""
+        return self._reach.ask(layer, q, sight, pos) if self._tier.n_slots(layer) else list
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """The same at once, and their pass."""
+        return self.ask(layer, q, sight, pos)() + alone(q, sight, own)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        self._reach.still()
+        self._tier.append(layer, self.staging.down(k), self.staging.down(v), start)
+
+    def take(self, layer: int, slots: Slots) -> None:
+        """Slots of the device come down."""
+        down = self.staging.down
+        self._reach.still()
+        self._tier.take(layer, Slots(*slots.each(down), slots.pos.cpu()))
+
+    def n_slots(self, layer: int) -> int:
+        return self._tier.n_slots(layer)
+
+    def slots(self, layer: int) -> Slots:
+        """A copy of one layer on the device."""
+        return self._up(self._tier.slots(layer))
+
+    def newest(self, layer: int, n: int) -> Slots:
+        return self._up(self._tier.newest(layer, n))
+
+    def positions(self, layer: int) -> Tensor:
+        return self._tier.positions(layer).to(self._device)
+
+    def run(self, layer: int) -> Run | None:
+        """The device does not reach them."""
+        return None
+
+    def final(self, layer: int, n: Tensor) -> Tensor:
+        return self._tier.final(layer, n.cpu()).to(n.device)
+
+    def gather(self, layer: int, index: Tensor) -> Slots:
+        """Only those come up."""
+        return self._up(self._tier.gather(layer, index.cpu()))
+
+    def fly(self, layer: int, index: Tensor) -> Arrival:
+        """The same beside what the device computes."""
+        bus = self._bus(self._device)
+        s = self._tier.gather(layer, index.cpu())
+        there = Slots(
+            *s.each(lambda t: torch.empty_like(t, device=self._device)), torch.empty_like(s.pos, device=self._device)
+        )
+        pairs = [(there.k, s.k), *([] if s.v is s.k else [(there.v, s.v)]), (there.pos, s.pos)]
+        bus.copies.wait(bus.work.record())  # which may have used that room before
+        landed = self._stairs.up(bus.copies, pairs)
+
+        def arrival() -> Slots:
+            bus.work.wait(landed)
+            return there
+
+        return arrival
+
+    def head(self, layer: int, head: int, n: int) -> Slots:
+        return self._up(self._tier.head(layer, head, n))
+
+    def keep(self, layer: int, mask: Tensor) -> Slots:
+        """What fell out stays in host memory: nobody reads it there."""
+        self._reach.still()
+        return self._tier.keep(layer, mask.cpu())
+
+    def crop(self, n: int) -> None:
+        self._reach.still()
+        self._tier.crop(n)
+
+    def state(self) -> State:
+        return self._tier.state()
+
+    def restore(self, given: Given) -> None:
+        self._reach.still()
+        self._tier.restore(given)
+
+    def usage(self) -> list[Usage]:
+        """The tier's bytes, those of memory called "host"; the pinned buffer is part of the first layer's."""
+        found = [replace(use, tier=use.tier.replace("cpu", "host")) for use in self._tier.usage()]
+        found[0] = replace(found[0], nbytes=found[0].nbytes + self.staging.nbytes, how=self._reach.how)
+        near = self._reach.nbytes
+        return [*found, Usage(0, self._device.type, 0, near)] if near else found
+
+    def _up(self, s: Slots) -> Slots:
+        return Slots(*s.each(lambda t: t.to(self._device)), s.pos.to(self._device))

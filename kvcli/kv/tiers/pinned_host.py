@@ -1,0 +1,98 @@
+"""Dense slots in host memory that a device can read where they lie.
+
+They lie in mappings of our own, an extent each, which are pinned as they are claimed and never move: torch's pinned
+allocator would round each up to a power of two, and a slab that grows would have all of it pinned anew. In an extent
+each head's slots stand in front, so that kernels read them by their number and without a mask; heads of unequal length
+take the room of the longest.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcli.kv.footprint import FIRST
+from kvcli.kv.offload.transfer import Bus
+from kvcli.kv.slots import LayerShape, Usage, picked
+from kvcli.kv.snapshot import Given
+from kvcli.kv.tiers.extent_tier import Shelved
+from kvcli.kv.tiers.extents import LARGEST, Extent, laid
+
+PIECE = 16 << 20  # bytes of an extent at most: what is copied in one go, and lies on a device twice while it is
+
+
+class Mapped(Shelved):
+    """Keys and values of any layers that store slots of their own."""
+
+    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, bus: Bus) -> None:
+        self._bus = bus
+        super().__init__(shapes, dtype, Mappings(shapes, dtype, bus))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Mapped:
+        """The same slots in mappings of its own."""
+        new = Mapped(self._shapes, self.dtype, self._bus)
+        new.restore(Given(self.state(), torch.iinfo(torch.int32).max))
+        return new
+
+    def usage(self) -> list[Usage]:
+        """All of it in memory."""
+        return [
+            Usage(layer, "cpu", self.n_slots(layer), sum(e.nbytes + e.pos.nbytes for e in extents))
+            for layer, extents in enumerate(self._layers)
+        ]
+
+
+class Mappings:
+    """Host memory in runs of slots of all heads of a layer."""
+
+    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, bus: Bus) -> None:
+        self._shapes, self._dtype, self._bus = shapes, dtype, bus
+        self._unreached = ""
+
+    def claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
+        """A layer's extents grow with what it holds, by doubling: kernels are compiled for a distance between heads."""
+        shape = self._shapes[layer]
+        per_slot = shape.numbers * self._dtype.itemsize
+        ahead = min(LARGEST, max(need, FIRST, sum(e.length for e in held)))
+        cap = max(1, min(1 << (ahead - 1).bit_length(), PIECE // per_slot))
+        mapped = mmap.mmap(-1, -(-cap * per_slot // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY)
+        whole = torch.frombuffer(mapped, dtype=torch.uint8)
+        # one refusal is enough: what cannot be pinned once cannot be again, and trying costs a launch
+        self._unreached = self._unreached or self._bus.pin(whole)
+        if not self._unreached:
+            # at exit the driver does it
+            weakref.finalize(whole.untyped_storage(), self._bus.unpin, whole.data_ptr(), mapped).atexit = False
+        k, v = laid(whole[: cap * per_slot].view(self._dtype), shape, cap)
+        pos = torch.full((shape.n_kv_heads, cap), -1, dtype=torch.int32)
+        return Extent(0, len(mapped), k, v, pos, self._unreached)
+
+    def give_back(self, extents: Iterable[Extent]) -> None:
+        """They go with the last who refers to them."""
+
+    def may_write(self, layer: int, n: int) -> None:
+        """As much as there is room for."""
+
+    def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
+        """Copied."""
+        at = slice(extent.length, extent.length + k.shape[1])
+        extent.k[:, at] = k
+        if extent.v is not extent.k:
+            extent.v[:, at] = v
+
+    def tidy(self, extent: Extent) -> None:
+        """Holes go behind each head's slots, whose order stays."""
+        s = extent.slots
+        hole = s.pos < 0
+        if not bool(hole.any()):
+            return
+        order = hole.to(torch.uint8).argsort(dim=1, stable=True)  # [K, S]
+        moved = picked(s, order)
+        s.k.copy_(moved.k)
+        if s.v is not s.k:
+            s.v.copy_(moved.v)
+        s.pos.copy_(moved.pos)
+        extent.length = int((~hole).sum(1).max())

@@ -1,0 +1,320 @@
+"""The packed tier: keys and values in 8, 4 or 2 bits, and attention over them as they lie.
+
+4 and 2 bits are KIVI's (arXiv 2402.02750): keys are rounded per channel in groups of slots, because some channels of
+keys are large in every slot, values per slot in groups of channels. 8 bits have one scale per slot, which is enough for
+them and lets torch's integer products read the codes. What is newest and the first tokens stay above, in a dense tier.
+Turning keys, values and queries by a Hadamard matrix (QuaRot, arXiv 2404.00456) spreads outliers over all channels and
+leaves attention as it is, apart from the rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcli.errors import BadConfig
+from kvcli.kernels import gpu, linear
+from kvcli.kernels.attend import attend
+from kvcli.kernels.attend_packed import PackedHead, Table, attend_packed, attend_table, table_of, why_not
+from kvcli.kernels.attend_rows import (
+    WIDEST,
+    Own,
+    PackedRun,
+    Run,
+    attend_packed_part,
+    attend_part,
+    serves,
+    serves_packed,
+)
+from kvcli.kernels.merge import Part
+from kvcli.kernels.pack import hadamard, turned
+from kvcli.kv.slots import LayerShape, Sight, Slots, Usage, alone, holders, opens, visible
+from kvcli.kv.snapshot import Given, State
+from kvcli.kv.tiers.lossy import Rounding, joined, split
+from kvcli.kv.tiers.quantized_head import Head, Precision
+
+
+class Packed(Rounding):
+    """A tier of few bits. Every head has its own length in memory, every layer its own sizes. Refuses by name what its
+    layouts cannot hold.
+
+    Of what is kept, keys of 8 bits and values are not rounded again. Keys of 4 and 2 bits are, where less than half of
+    their group is left.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        k_bits: int = 8,
+        v_bits: int = 8,
+        group: int = 64,
+        rotate: str = "none",
+        halves: bool = False,
+    ) -> None:
+        """`shapes`: by layer; one that shares another's slots has none here. `dtype`: what comes in, and what is
+        computed in; `group`: numbers that share a scale below 8 bits. `halves`: codes of 8 bits lie as twice four, of
+        which guesses read the upper half (QuantSpec, arXiv 2502.10424)."""
+        assert not halves or k_bits == v_bits == 8, "halves are of 8 bits"
+        k_bits, v_bits = (4, 4) if halves else (k_bits, v_bits)
+        own = {layer: of for layer, of in enumerate(shapes) if of.shares is None}
+        for of in own.values():
+            _check(of, k_bits, v_bits, rotate)
+        self.dtype = dtype
+        self.changes = 0
+        self._name = "packed" if torch.device(device).type == "cpu" else f"packed {torch.device(device).type}"
+        self._form = Precision(dtype, k_bits, v_bits, group, halves)
+        self._empty = {
+            layer: tuple(torch.empty(of.n_kv_heads, 0, d, dtype=dtype, device=device) for d in of.parts)
+            for layer, of in enumerate(shapes)
+        }
+        self._own = {
+            layer: [Head(self._form, *of.parts, device) for _ in range(of.n_kv_heads)] for layer, of in own.items()
+        }
+        self._holder = holders(shapes)
+        self._ranks = [shapes[holder].rank for holder in self._holder]
+        self._layers = {layer: self._own[holder] for layer, holder in enumerate(self._holder)}
+        self._tables: dict[tuple[int, bool], Table | None] = {}  # by layer, and whether coarse
+        self._runs: dict[tuple[int, bool], PackedRun] = {}  # the same
+        wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        sizes = {d for of in own.values() for d in of.parts} if rotate == "hadamard" else set()
+        self._turns = {d: hadamard(d, wide) for d in sizes}
+        self._panels = {d: linear.pack(turn) for d, turn in self._turns.items() if not linear.why_not(turn)}
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy finds its own heads: what is known of where they lie holds addresses, which are of the original's."""
+        return {**self.__dict__, "_tables": {}, "_runs": {}}
+
+    @property
+    def rounds_by_rows(self) -> str:
+        """Where native kernels do not serve its numbers, or the size of its heads."""
+        each = self._empty.items()
+        if all(serves(torch.cat((k, v), 2), v) if self._ranks[i] else serves_packed(k, v) for i, (k, v) in each):
+            return ""
+        return "kv.k_bits" if any(t.shape[2] % 16 for _, like in each for t in like) else "kv.dtype"
+
+    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+        """q [H, N, D] of rows at positions pos [N] -> at most one part."""
+        layer = self._holder[layer]
+        if not self.n_slots(layer):
+            return alone(q, sight, own)
+        if self._ranks[layer]:
+            return [self._unpacked(layer, q, sight, pos), *alone(q, sight, own)]
+        if serves_packed(q, self._empty[layer][1]):
+            run, window = self._run(layer, sight.window, coarse=sight.is_guess)
+            turned = self._turned(q).to(q.dtype)
+            part = attend_packed_part(turned, run, pos, sight.scale, window=window, softcap=sight.softcap)
+            return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
+        if (table := self._table(layer, coarse=sight.is_guess)) is not None:
+            part = attend_table(self._turned(q), table, sight.scale, pos, softcap=sight.softcap, window=sight.window)
+            return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
+        seen = [_seen(head, sight.window, pos, coarse=sight.is_guess) for head in self._layers[layer]]
+        masks = [mask for _, mask in seen]
+        part = attend_packed(
+            self._turned(q), [head for head, _ in seen], sight.scale, self.dtype, softcap=sight.softcap, masks=masks
+        )
+        return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
+
+    def _unpacked(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Part:
+        """Over latents, which no kernel reads as they lie: all of the layer in full numbers while it is read."""
+        s = self._numbers(layer, coarse=sight.is_guess)
+        if serves(q, s.k):
+            window = (
+                WIDEST if sight.window is None and any(head.has_holes for head in self._layers[layer]) else sight.window
+            )
+            k, n = s.k.flatten(0, 1), s.n_slots
+            starts = range(0, len(s.k) * n, n)
+            run = Run(k, k, s.pos.flatten(), starts, [n] * len(s.k), starts)
+            return attend_part(q, run, pos, sight.scale, window=window, softcap=sight.softcap)
+        return attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, sight.window))
+
+    def _table(self, layer: int, *, coarse: bool) -> Table | None:
+        """Where the heads lie, made once they have changed; None where no kernel reads them so."""
+        if gpu.why_not(self._empty[layer][0].device, self.dtype):
+            return None
+        if (layer, coarse) not in self._tables:
+            heads = self._layers[layer]
+            held = [head.since(0, coarse=coarse) for head in heads]
+            holes = any(head.has_holes for head in heads)
+            table = None if why_not(held) else table_of(held, [head.pos for head in heads], has_holes=holes)
+            self._tables[layer, coarse] = table
+        return self._tables[layer, coarse]
+
+    def _run(self, layer: int, window: int | None, *, coarse: bool) -> tuple[PackedRun, int | None]:
+        """The heads where they lie, and the window: where there are holes, one that hides them alone."""
+        heads = self._layers[layer]
+        if window is None and any(head.has_holes for head in heads):
+            window = WIDEST
+        first, lengths = heads[0].pos, [head.length for head in heads]
+        if (run := self._runs.get((layer, coarse))) is None:
+            run = PackedRun([head.since(0, coarse=coarse) for head in heads], first, [0] * len(heads))
+            self._runs[layer, coarse] = run
+        if window is None or all(head.pos is first for head in heads):
+            return run, window
+        starts = [sum(lengths[:j]) for j in range(len(heads))]
+        return PackedRun(run.heads, torch.cat([head.pos for head in heads]), starts), window
+
+    def take(self, layer: int, slots: Slots) -> None:
+        """Round and store these slots, after rotary embedding; each head those whose position is not -1."""
+        if not slots.n_slots:
+            return
+        assert layer in self._own, "this layer reads another's slots"
+        self._forget_table(layer)
+        k, v = map(self._turned, split(self._ranks[layer], slots))
+        held = slots.pos >= 0
+        whole = bool(held.all())
+        for j, head in enumerate(self._layers[layer]):
+            at = slice(None) if whole else held[j]
+            if whole or bool(held[j].any()):
+                head.take(k[j, at], v[j, at], slots.pos[j, at])
+        self._share(layer)
+        self.changes += 1
+
+    def n_slots(self, layer: int) -> int:
+        """Slots of the longest head, holes included."""
+        return max(head.length for head in self._layers[layer])
+
+    def slots(self, layer: int) -> Slots:
+        """What this layer holds, unpacked: a copy, padded to the longest head; holes have position -1."""
+        return self._numbers(layer)
+
+    def _numbers(self, layer: int, *, coarse: bool = False) -> Slots:
+        pos = self.positions(layer)
+        k, v = (like.new_zeros(*pos.shape, like.shape[2]) for like in self._empty[layer])
+        for j, head in enumerate(self._layers[layer]):
+            k[j, : head.length], v[j, : head.length] = (self._turned(t) for t in head.numbers(coarse=coarse))
+        return Slots(*joined(self._ranks[layer], k, v), pos)
+
+    def positions(self, layer: int) -> Tensor:
+        """pos [K, S] of all slots; holes and what is behind shorter heads have -1."""
+        heads = self._layers[layer]
+        pos = heads[0].pos.new_full((len(heads), self.n_slots(layer)), -1)
+        for j, head in enumerate(heads):
+            pos[j, : head.length] = head.pos
+        return pos
+
+    def final(self, layer: int, n: Tensor) -> Tensor:
+        """[K]: of the first n [K] slots of each head, those that are not rounded again while all n stay."""
+        ends = zip(self._layers[layer], n.tolist(), strict=True)
+        return n.new_tensor([head.final(int(end)) for head, end in ends])
+
+    def gather(self, layer: int, index: Tensor) -> Slots:
+        """Slots index [K, M] of each head, -1 = none: no others are unpacked."""
+        k, v = (like.new_zeros(*index.shape, like.shape[2]) for like in self._empty[layer])
+        pos = torch.full_like(index, -1, dtype=torch.int32)
+        for j, head in enumerate(self._layers[layer]):
+            held = (index[j] >= 0) & (index[j] < head.length)
+            at = index[j, held]
+            k[j, held], v[j, held] = (self._turned(t).to(t.dtype) for t in head.numbers_at(at))
+            pos[j, held] = head.pos[at]
+        return Slots(*joined(self._ranks[layer], k, v), pos)
+
+    def head(self, layer: int, head: int, n: int) -> Slots:
+        """The first n slots of one head, unpacked."""
+        of = self._layers[layer][head]
+        k, v = (self._turned(t).to(t.dtype)[:n].unsqueeze(0) for t in of.numbers())
+        return Slots(*joined(self._ranks[layer], k, v), of.pos[:n].unsqueeze(0))
+
+    def crop(self, n: int) -> None:
+        """Forget every slot at position n or later."""
+        for layer, heads in self._own.items():
+            late = [(head.pos >= n).any() for head in heads]
+            if bool(torch.stack(late).any()):
+                mask = torch.zeros(len(heads), self.n_slots(layer), dtype=torch.bool, device=heads[0].pos.device)
+                for j, head in enumerate(heads):
+                    mask[j, : head.length] = (head.pos >= 0) & (head.pos < n)
+                self._keep(layer, mask)
+
+    def state(self) -> State:
+        """By layer and head."""
+        return {
+            str(layer): {str(j): head.state() for j, head in enumerate(heads)} for layer, heads in self._own.items()
+        }
+
+    def restore(self, given: Given) -> None:
+        """The same codes: nothing is rounded again."""
+        self._tables.clear()
+        self._runs.clear()
+        for layer, heads in self._own.items():
+            for j, head in enumerate(heads):
+                head.restore(given.part(str(layer)).part(str(j)))
+            self._share(layer)
+        self.changes += 1
+
+    def usage(self) -> list[Usage]:
+        """Slots and bytes of each layer: codes, scales, positions, and keys that wait for a full group. What layers
+        share counts in the first of them."""
+        found, known = [], set[int]()
+        for layer, heads in self._own.items():
+            held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for h in heads for t in h.tensors}
+            slots = max(int((head.pos >= 0).sum()) for head in heads)
+            size = sum(n for at, n in held.items() if at not in known)
+            known |= held.keys() - {0}
+            found.append(Usage(layer, self._name, slots, size, "rounded" if slots else None))
+        return found
+
+    def _forget_table(self, layer: int) -> None:
+        """Before its heads change: a table or a run keeps what it names, which may be what memory runs out of."""
+        for coarse in (False, True):
+            self._tables.pop((layer, coarse), None)
+            self._runs.pop((layer, coarse), None)
+
+    def _keep(self, layer: int, mask: Tensor) -> None:
+        self._forget_table(layer)
+        for j, head in enumerate(self._layers[layer]):
+            part = mask[j, : head.length]
+            if not torch.equal(part, head.pos >= 0):
+                head.keep(part)
+        self._share(layer)
+        self.changes += 1
+
+    def _share(self, layer: int) -> None:
+        """One row of positions for all heads, and all layers, where they hold the same slots, as mostly they do."""
+        first, *others = self._layers[layer]
+        if all(torch.equal(head.pos, first.pos) for head in others):
+            above = next((of[0].pos for i, of in self._own.items() if i != layer and len(of[0].pos)), first.pos)
+            pos = above if torch.equal(above, first.pos) else first.pos
+            for head in (first, *others):
+                head.pos = pos
+
+    def _turned(self, t: Tensor) -> Tensor:
+        """t [.., D] by the Hadamard matrix, which is its own inverse; by native products, if any: row by row."""
+        if not self._turns:
+            return t
+        turn, panels = self._turns[t.shape[-1]], self._panels.get(t.shape[-1])
+        return turned(t, turn) if panels is None else linear.linear(t.to(turn.dtype), panels, None, t.shape[-1])
+
+
+def _seen(head: Head, window: int | None, rows: Sequence[int], *, coarse: bool) -> tuple[PackedHead, Tensor | None]:
+    """What rows at positions [N] see of a head: the slots to read, and which of them [N, S] or [1, S], None = all."""
+    if not head.length:
+        return head.since(0, coarse=coarse), None
+    held = (head.pos >= 0).unsqueeze(0) if head.has_holes else None
+    if window is None:
+        return head.since(0, coarse=coarse), held
+    near = head.pos > opens(rows, window, head.pos.device)  # [N, S]
+    near = near if held is None else near & held
+    if bool(near.all()):
+        return head.since(0, coarse=coarse), None
+    first = head.aligned(int(near.any(0).int().argmax())) if bool(near.any()) else head.length
+    return head.since(first, coarse=coarse), near[:, first:]
+
+
+def _check(of: LayerShape, k_bits: int, v_bits: int, rotate: str) -> None:
+    for name, bits, dim in zip(("kv.k_bits", "kv.v_bits"), (k_bits, v_bits), of.parts, strict=True):
+        if dim * bits % 8:
+            why = f"its heads have {dim} numbers, and a byte holds {8 // bits}"
+            raise BadConfig(
+                f"{name} = {bits} does not fit this model: {why}", code="kv_bits", try_=[f"--set {name}=16"]
+            )
+    odd = [dim for dim in of.parts if dim & (dim - 1)]
+    if rotate == "hadamard" and odd:
+        raise BadConfig(
+            f'kv.rotate = "hadamard" needs heads of a power of two, and those of this model have {odd[0]} numbers',
+            code="kv_rotate",
+            try_=['--set kv.rotate="none"'],
+        )

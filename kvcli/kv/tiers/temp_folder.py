@@ -1,0 +1,29 @@
+"""Where a private file for keys and values is made: on a disk, not on a file system that lives in memory."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from kvcli.kv.out_of_memory import Shortage
+
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are no disk
+
+
+def temporary_folder() -> Path:
+    """The system's folder for large temporary files that is on a disk; raises Shortage if there is none."""
+    found = [Path("/var/tmp"), Path(tempfile.gettempdir())]
+    for folder in found:
+        if folder.is_dir() and _file_system(folder) not in IN_MEMORY:
+            return folder
+    names = ", ".join(map(str, found))
+    raise Shortage("memory.disk has no disk to use", lines=[f"{names}: kept in memory, or not there"])
+
+
+def _file_system(folder: Path) -> str:
+    """The kind of file system a folder lies on."""
+    at = folder.resolve()
+    mounts = [p for p in psutil.disk_partitions(all=True) if at.is_relative_to(p.mountpoint)]
+    return max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else ""

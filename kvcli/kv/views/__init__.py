@@ -1,0 +1,1 @@
+"""Read-only subsets of a KV cache."""

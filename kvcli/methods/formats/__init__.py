@@ -1,0 +1,1 @@
+"""KV formats beyond the default: one file per `[form] method`."""

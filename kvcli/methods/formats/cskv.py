@@ -1,0 +1,76 @@
+"""Products of thin matrices in place of keys and values (CSKV, arXiv 2409.10593; keys as in ShadowKV, 2410.21465).
+
+The paper fits one pair of matrices to each layer's weights and trains it. Here each block has directions of its own,
+those that lose least of it, so nothing is trained, and a block must be long (`kv.group`) to save. What is newest stays
+in full (`kv.residual`), as the paper has it. With values as they are, and recall, rows read as in ShadowKV: keys of the
+chosen pages are rebuilt, and their values fetched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from kvcli.errors import BadConfig
+from kvcli.kv.formats.block_format import Blocks, Codes
+from kvcli.kv.formats.quantization import factors, grouped, halved, product
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from kvcli.kv.slots import LayerShape
+    from kvcli.settings.schema import Kv
+
+
+@dataclass(frozen=True)
+class Cskv(Blocks):
+    """Keep of a block of keys and one of values their main directions over several heads, and each slot's share."""
+
+    rope: Literal["after", "before"] = "before"  # turned keys have more directions
+    k_rank: Annotated[int, Range(1)] = 16  # directions of the keys of a block
+    v_rank: Annotated[int, Range(0)] = 16  # of its values; 0 = values as they are, in 16 bits
+    joint: Annotated[int, Range(1)] = 8  # heads that share directions, at most: as many as divide a layer's
+
+    rounds = False
+
+    @property
+    def is_joint(self) -> bool:
+        return self.joint > 1
+
+    def heads(self, n: int) -> int:
+        return max(h for h in range(1, min(n, self.joint) + 1) if n % h == 0)
+
+    def refuse(self, shape: LayerShape, kv: Kv) -> None:
+        h, g = self.heads(shape.n_kv_heads), kv.group
+        for key, rank, dim in zip(("k_rank", "v_rank"), (self.k_rank, self.v_rank), shape.parts, strict=True):
+            most = -(-g * h * dim // (g + h * dim)) - 1  # that takes less than the slots themselves
+            if rank > most:
+                raise BadConfig(
+                    f"form.{key} = {rank} saves nothing of {g} slots of {h} heads of {dim} numbers",
+                    code="form_rank",
+                    try_=[f"--set form.{key}={most // 2 or 1}", f"--set kv.group={4 * g}"],
+                )
+
+    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+        values = factors(_wide(v), self.v_rank) if self.v_rank else (halved(v),)
+        return *factors(_wide(k), self.k_rank), *values
+
+    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+        k_share, k_way, *of_values = codes  # [B, r, g] and [B, r, h D]
+        k = _narrow(product(k_share, k_way, exact), dims[0])
+        if not self.v_rank:
+            return k, of_values[0].to(exact)
+        v_share, v_way = of_values
+        return k, _narrow(product(v_share, v_way, exact), dims[1])
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x [B, h, g, D] -> [B, g, h D]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _narrow(x: Tensor, dim: int) -> Tensor:
+    """The inverse."""
+    return grouped(x, x.shape[2] // dim).transpose(1, 2)

@@ -1,0 +1,47 @@
+"""The low frequencies of keys and values along the text (FreqKV, arXiv 2505.00570).
+
+The paper goes back to fewer slots than went in, and makes a cache of one size smaller each time it is full, so that
+what is oldest is smoothed most. Here a block goes back to as many slots as it had, each at its position, so that an
+undo, a window or a policy finds them; it is smoothed once, and what the old take grows with the text.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+from torch import Tensor
+
+from kvcli.kv.formats.block_format import Blocks, Codes
+from kvcli.kv.formats.quantization import halved, product
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from kvcli.settings.schema import Kv
+
+
+@dataclass(frozen=True)
+class FreqKV(Blocks):
+    """Keep the low frequencies of each channel along the slots of a block (cosine transform), and drop the others."""
+
+    rope: Literal["after", "before"] = "before"  # turned keys have the frequencies of the turning, too
+    retained: Annotated[float, Range(above=0, most=1)] = 0.5  # of the frequencies of a block, the lowest
+
+    rounds = False
+
+    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+        waves = self._waves(kv.group, k.device, k.dtype).mT  # [g, r]
+        return halved(product(waves, k, k.dtype)), halved(product(waves, v, v.dtype))  # [B, h, r, ..]
+
+    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+        waves = self._waves(kv.group, codes[0].device, exact)
+        return product(waves, codes[0], exact), product(waves, codes[1], exact)
+
+    def _waves(self, g: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """[r, g] of length 1, the lowest first: the type-II cosine transform."""
+        here = "cpu" if device.type == "mps" else device  # Apple's GPU has no float64
+        f, s = (torch.arange(n, dtype=torch.float64, device=here) for n in (max(1, round(self.retained * g)), g))
+        waves = torch.cos(math.pi / g * f[:, None] * (s + 0.5)) * (2 / g) ** 0.5
+        return torch.where(f[:, None] > 0, waves, g**-0.5).to(dtype).to(device)

@@ -1,0 +1,48 @@
+"""Each key and value without its smallest numbers: a map of bits, and what is left (Mustafar, arXiv 2505.22913)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.pack import spread, squeeze
+from kvcli.kv.formats.block_format import Blocks, Codes
+from kvcli.kv.formats.quantization import halved
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from kvcli.settings.schema import Kv
+
+
+@dataclass(frozen=True)
+class Mustafar(Blocks):
+    """Keep the largest numbers of each key and value behind a map of where they stand, and read the others as 0."""
+
+    k_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # of the numbers of a key, those that are given up
+    v_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # of the numbers of a value
+
+    own: ClassVar = {"kv.rotate": "which spreads over all channels the large numbers that this form keeps"}
+    rounds = False
+
+    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+        return *_mapped(k, self.k_sparsity), *_mapped(v, self.v_sparsity)
+
+    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+        return _spread(codes[:2], dims[0], exact), _spread(codes[2:], dims[1], exact)
+
+
+def _mapped(x: Tensor, sparsity: float) -> Codes:
+    """x [.., D] -> a bit for each number, in bytes [.., D / 8], and the n that are kept, in their order [.., n]."""
+    n = max(1, x.shape[-1] - round(sparsity * x.shape[-1]))
+    at = x.abs().topk(n, -1).indices.sort(-1).values
+    stands = x.new_zeros(*x.shape[:-1], -(-x.shape[-1] // 8) * 8, dtype=torch.uint8)
+    return squeeze(stands.scatter(-1, at, 1), 1), halved(x.gather(-1, at))
+
+
+def _spread(of: Codes, dim: int, exact: torch.dtype) -> Tensor:
+    """The inverse, with 0 for what was given up."""
+    stands = spread(of[0], 1)[..., :dim].bool()
+    return torch.zeros(stands.shape, dtype=exact, device=stands.device).masked_scatter_(stands, of[1].to(exact))

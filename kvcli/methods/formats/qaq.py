@@ -1,0 +1,46 @@
+"""Outliers apart in 16 bits, the rest of keys by channel and of values by slot (QAQ, arXiv 2403.04643).
+
+Keys bear less rounding than values: give them more bits (`kv.k_bits`). More bits for what is attended to are a policy's
+choice: `memory.disposition = "demote"` brings down what one lets go, and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+from torch import Tensor
+
+from kvcli.kv.formats.block_format import APART, Blocks, Codes
+from kvcli.kv.formats.quantization import apart, by_slot, numbers, of_slots, put_back, rounded
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from kvcli.settings.schema import Kv
+
+
+@dataclass(frozen=True)
+class Qaq(Blocks):
+    """Keep the largest and smallest numbers of a block in 16 bits, and round the others in the range that is left."""
+
+    outliers: Annotated[float, Range(0, 0.5)] = 0.01  # of the numbers of a block that are kept apart
+
+    own = APART
+
+    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+        inner, *found = zip(*(apart(t.flatten(2), self._each(t)) for t in (k, v)), strict=True)
+        keys = rounded(inner[0].view_as(k), kv.k_bits, -2)
+        return *keys, *by_slot(inner[1].view_as(v), kv.v_bits, kv.group), *(t for each in found for t in each)
+
+    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+        inner = numbers(codes[:3], kv.k_bits, exact), of_slots(codes[3:6], kv.v_bits, exact)
+        k, v = (
+            put_back(t.flatten(2), at, found).view_as(t)
+            for t, at, found in zip(inner, codes[6:8], codes[8:], strict=True)
+        )
+        return k, v
+
+    def _each(self, t: Tensor) -> int:
+        """At each end of the range of a block t [B, h, g, D]."""
+        return round(self.outliers * t.shape[2] * t.shape[3] / 2)

@@ -1,0 +1,91 @@
+"""Keys turned before the rotary embedding and over several heads, channels in the order of their means, sinks apart
+(RotateKV, arXiv 2501.16383).
+
+The order is each block's own, where the paper measures one beforehand. Sinks are known by their massive numbers, not by
+their place: the paper sees them in hidden states, a tier in the norm of keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvcli.errors import BadConfig
+from kvcli.kv.formats.block_format import Blocks, Codes
+from kvcli.kv.formats.quantization import by_slot, grouped, halved, of_slots, placed
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from kvcli.kv.slots import LayerShape
+    from kvcli.settings.schema import Kv
+
+
+@dataclass(frozen=True)
+class RotateKV(Blocks):
+    """Turn keys of several heads by one Hadamard matrix, order channels by their means, and round each slot."""
+
+    rope: Literal["after", "before"] = "before"
+    joint: Annotated[int, Range(1)] = 4  # heads that are turned together, at most: as many as a power of two divides
+    massive: Annotated[int, Range(0)] = 1  # slots of a block whose keys are largest, kept in 16 bits
+
+    own: ClassVar = {"kv.rotate": "which turns keys by themselves, and this form turns them already"}
+
+    @property
+    def is_joint(self) -> bool:
+        return self.joint > 1
+
+    def heads(self, n: int) -> int:
+        return max(1 << i for i in range(self.joint.bit_length()) if 1 << i <= self.joint and n % (1 << i) == 0)
+
+    def refuse(self, shape: LayerShape, kv: Kv) -> None:
+        super().refuse(shape, kv)
+        if odd := [dim for dim in shape.parts if dim & (dim - 1)]:
+            raise BadConfig(
+                f'form.method = "rotatekv" needs heads of a power of two, and this model has some of {odd[0]} numbers',
+                code="kv_rotate",
+                try_=["--set form.method=zipcache", "--set form.method=kivi"],
+            )
+
+    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+        n = min(self.massive, kv.group)
+        at = k.square().sum((1, 3)).topk(n, -1).indices  # [B, n]
+        spared = (halved(t.gather(2, at[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3]))) for t in (k, v))
+        wide = turned(_wide(k))  # [B, g, h D]
+        order = wide.mean(1, keepdim=True).argsort(dim=-1, stable=True)  # [B, 1, h D]
+        keys = by_slot(wide.gather(2, order.expand_as(wide)), kv.k_bits, kv.group)
+        values = by_slot(turned(v), kv.v_bits, kv.group)
+        return *keys, *values, placed(order, wide.shape[2]), placed(at, kv.group), *spared
+
+    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+        order, at, *spared = codes[6:]
+        ordered = of_slots(codes[:3], kv.k_bits, exact)
+        wide = turned(torch.empty_like(ordered).scatter_(2, order.long().expand_as(ordered), ordered))
+        k = grouped(wide, wide.shape[2] // dims[0]).transpose(1, 2)
+        v = turned(of_slots(codes[3:6], kv.v_bits, exact))
+        k, v = (
+            t.scatter(2, at.long()[:, None, :, None].expand_as(found), found.to(exact))
+            for t, found in zip((k, v), spared, strict=True)
+        )
+        return k, v
+
+
+def _wide(k: Tensor) -> Tensor:
+    """k [B, h, g, D] -> [B, g, h D]."""
+    return k.transpose(1, 2).flatten(2)
+
+
+def turned(x: Tensor) -> Tensor:
+    """x [.., n] by the Hadamard matrix, n a power of two: sums and differences of halves, and its own inverse."""
+    n, step = x.shape[-1], 1
+    x = x.movedim(-1, 0).contiguous()  # [n, ..]: so that every sum runs along what lies side by side
+    while step < n:
+        a, b = x.view(n // (2 * step), 2, step, -1).unbind(1)
+        out = torch.empty_like(x)
+        for i, made in enumerate(out.view(n // (2 * step), 2, step, -1).unbind(1)):
+            torch.sub(a, b, out=made) if i else torch.add(a, b, out=made)
+        x = out
+        step *= 2
+    return x.mul_(n**-0.5).movedim(0, -1).contiguous()
