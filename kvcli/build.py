@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from kvcli.engine.policy.policy import EachLayer, Policy
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.session import Session
-    from kvcli.kept.shelf import Shaping
     from kvcli.kv.cache.plan import Plan
     from kvcli.kv.slots import Slots, Store
     from kvcli.kv.views.compact_view import Front
+    from kvcli.prefix_cache.prefix_cache import Shaping
     from kvcli.settings.profile import Profile
     from kvcli.steps.writer import Writer
 
@@ -127,7 +127,7 @@ def keeps_all(profile: Profile) -> bool:
 
 def shaping(profile: Profile) -> Shaping:
     """What makes the past of a text under it, for those who would go on from one."""
-    from kvcli.kept.shelf import Shaping
+    from kvcli.prefix_cache.prefix_cache import Shaping
     from kvcli.settings.small_file import Unfit, read_small
 
     is_whole = keeps_all(profile)

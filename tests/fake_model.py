@@ -16,7 +16,7 @@ from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow
 
 if TYPE_CHECKING:
-    from kvcli.kept.shelf import Kept
+    from kvcli.prefix_cache.prefix_cache import Kept
 
 PARAGRAPH = (
     "The service restarted twice because the cache directory was full; both times it recovered without losing a "
@@ -160,7 +160,7 @@ class FakeModel:
 
     def keep(self, cancel: Cancel) -> Kept:
         # imports torch, and a program in a terminal of the tests is quicker without
-        from kvcli.kept.shelf import Kept
+        from kvcli.prefix_cache.prefix_cache import Kept
 
         return Kept()
 

@@ -24,9 +24,9 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
-from kvcli.kept.shelf import WHOLE, Shaping, Shelf
 from kvcli.kv.tiers.dense import Dense
 from kvcli.policies.snap import Snap
+from kvcli.prefix_cache.prefix_cache import WHOLE, Shaping, Shelf
 from tests import families
 
 IDS, OLD, NEW = families.prompt(900), 400, 850

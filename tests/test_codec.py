@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from kvcli.build import shaping
-from kvcli.kept import past, tree
-from kvcli.kept.block import SUM, Damaged, _sum, read
-from kvcli.kept.codec import Lossless
-from kvcli.kept.coded import coded, coded_state, decoded, decoded_state
-from kvcli.kept.shelf import WHOLE, Shaping
 from kvcli.kv.snapshot import Misfit
+from kvcli.prefix_cache import block_tree, snapshot_file
+from kvcli.prefix_cache.block_file import SUM, Damaged, _sum, read
+from kvcli.prefix_cache.codec import Lossless
+from kvcli.prefix_cache.prefix_cache import WHOLE, Shaping
+from kvcli.prefix_cache.tensor_codec import coded, coded_state, decoded, decoded_state
 from kvcli.settings.profile import Profile
 from tests import kept_storm
 from tests.kept_storm import IDS, SNAP, shelf_in
@@ -124,7 +124,7 @@ def test_a_past_that_says_too_much_is_refused(how: str) -> None:
 
 
 def size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob(f"*/*{tree.ENDS}"))
+    return sum(path.stat().st_size for path in folder.glob(f"*/*{block_tree.ENDS}"))
 
 
 @pytest.mark.parametrize("writes", [WHOLE, CODING], ids=["as they are", "coded"])
@@ -140,7 +140,7 @@ def test_blocks_serve_each_other_with_the_same_bits(lm: Any, tmp_path: Path, wri
 def test_a_damaged_coded_block_is_none(lm: Any, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", lm)
     shelf.keep(kept_storm.read(lm, WHOLE, 400), shaping=CODING)
-    for path in (tmp_path / "kv").glob(f"*/{tree.ROOT}-*{tree.ENDS}"):
+    for path in (tmp_path / "kv").glob(f"*/{block_tree.ROOT}-*{block_tree.ENDS}"):
         tensors = load_file(path)
         tensors["k.0"] = tensors["k.0"][:-1].clone()
         path.write_bytes(save(tensors, {SUM: _sum(tensors)}))  # well made but for that
@@ -159,7 +159,7 @@ def test_a_shaped_past_in_fewer_bytes_goes_on_to_the_same_bits(lm: Any, tmp_path
     shelf, coding = shelf_in(tmp_path / "kv", lm), replace(SNAP, codec=Lossless())
     live = kept_storm.read(lm, SNAP, 850)
     assert not shelf.keep(live, shaping=coding).why_not
-    assert size_of(tmp_path / "kv") < 0.95 * past.nbytes(live.state())
+    assert size_of(tmp_path / "kv") < 0.95 * snapshot_file.nbytes(live.state())
     for reads in (coding, SNAP):
         s = kept_storm.session(lm, SNAP)
         assert shelf.fetch(s, IDS, reads) == 849

@@ -25,11 +25,11 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.engine.sequence.token_kinds import SYSTEM, Span
 from kvcli.errors import BadConfig
-from kvcli.kept.shelf import Shelf
 from kvcli.kernels.rotate import rotate, unrotate
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
 from kvcli.policies.condense import condense, has_room
+from kvcli.prefix_cache.prefix_cache import Shelf
 from kvcli.settings.profile import Profile
 from tests import families
 

@@ -17,14 +17,14 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.prefill.span_reuse import Reusing
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
-from kvcli.kept import elsewhere as finding
-from kvcli.kept.block import LENGTH, Block
-from kvcli.kept.block import read as read_block
-from kvcli.kept.codec import AsIs
-from kvcli.kept.shelf import WHOLE, Shelf
-from kvcli.kept.tree import Tree
 from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.tiers.dense import Dense
+from kvcli.prefix_cache import span_lookup as finding
+from kvcli.prefix_cache.block_file import LENGTH, Block
+from kvcli.prefix_cache.block_file import read as read_block
+from kvcli.prefix_cache.block_tree import Tree
+from kvcli.prefix_cache.codec import AsIs
+from kvcli.prefix_cache.prefix_cache import WHOLE, Shelf
 from kvcli.reuse.blend import Blend
 from kvcli.reuse.pie import Pie
 from kvcli.settings.profile import Profile

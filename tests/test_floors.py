@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # Lowest first: a folder of kvcli/ with all that is in it, or a file; "kvcli" is __init__.py itself. Each imports only
 # itself and those before it, types included.
 FLOORS = (
-    "version errors installing kernels heap files outlet outside sandbox world settings demo models kv engine kept "
+    "version errors installing kernels heap files outlet outside sandbox world settings demo models kv engine prefix_cache "
     "policies prune reuse drafts steps methods api documents schemas build chat fit calibrate summarize quality bench heads "
     "render commands door kvcli cli __main__"
 ).split()
@@ -34,7 +34,7 @@ ONLY = {
         "engine",
         "fit",
         "heads",
-        "kept",
+        "prefix_cache",
         "kernels",
         "kv",
         "models",

@@ -22,10 +22,10 @@ from kvcli.engine.loading import weights as weights_of
 from kvcli.errors import BadInput, BadModel
 from kvcli.fit.plan import subject_of
 from kvcli.heads.own import place
-from kvcli.kept.identity import identity
 from kvcli.models import hashes, source
 from kvcli.models.gguf import unpack
 from kvcli.models.hashes import Hashes, Stamped, code_hash, model_files
+from kvcli.prefix_cache.cache_key import identity
 from kvcli.settings.profile import Profile
 from kvcli.summarize.cache import fingerprint
 from tests.families import build

@@ -29,7 +29,6 @@ from kvcli.engine.sequence.commit import commit
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel
-from kvcli.kept.shelf import Shelf
 from kvcli.kv.cache.level import Rung
 from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.recurrent_state import Folding, Known, States, apart_by
@@ -37,6 +36,7 @@ from kvcli.kv.slots import Store
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.quantized import Packed
 from kvcli.policies.window import Window
+from kvcli.prefix_cache.prefix_cache import Shelf
 from kvcli.settings.profile import Profile
 from tests import small_tokenizers
 from tests.hybrids import HYBRIDS, VOCAB, build, prompt

@@ -28,15 +28,15 @@ from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.files import SPARE
-from kvcli.kept import shelf as shelves
-from kvcli.kept import tree
-from kvcli.kept.block import LENGTH, SUM, Block, Damaged, _ids_of, _sum, glance, read
-from kvcli.kept.codec import AsIs, Codec, Lossless
-from kvcli.kept.past import place
-from kvcli.kept.shelf import WHOLE, Kept, Shaping, Shelf
-from kvcli.kept.tree import Tree
 from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.tiers.dense import Dense
+from kvcli.prefix_cache import block_tree
+from kvcli.prefix_cache import prefix_cache as shelves
+from kvcli.prefix_cache.block_file import LENGTH, SUM, Block, Damaged, _ids_of, _sum, glance, read
+from kvcli.prefix_cache.block_tree import Tree
+from kvcli.prefix_cache.codec import AsIs, Codec, Lossless
+from kvcli.prefix_cache.prefix_cache import WHOLE, Kept, Shaping, Shelf
+from kvcli.prefix_cache.snapshot_file import place
 from kvcli.settings.profile import Profile
 from tests import families, kept_storm
 from tests.twins import flipped, put
@@ -145,9 +145,9 @@ def test_what_was_kept_of_a_longer_text_is_kept_as_a_shorter_one_has_it(lm: LM, 
     shelf.keep(read_all(lm, short))
     assert shelf.fetch(session(lm), [*short, 5]) >= len(short) - 1
     assert shelf.fetch(session(lm), IDS) == len(IDS) - 1
-    files = {path: path.stat().st_ino for path in (tmp_path / "kv").glob(f"*/*{tree.ENDS}")}
+    files = {path: path.stat().st_ino for path in (tmp_path / "kv").glob(f"*/*{block_tree.ENDS}")}
     shelf.keep(read_all(lm, IDS))
-    assert {path: path.stat().st_ino for path in (tmp_path / "kv").glob(f"*/*{tree.ENDS}")} == files
+    assert {path: path.stat().st_ino for path in (tmp_path / "kv").glob(f"*/*{block_tree.ENDS}")} == files
 
 
 @pytest.mark.parametrize("codec", [AsIs(), Lossless()])
@@ -182,7 +182,7 @@ def test_a_longer_text_takes_the_place_of_its_beginning(lm: LM, tmp_path: Path) 
     shelf = shelf_in(tmp_path / "kv", lm)
     for end in (50, 100, 200, LENGTH + 10, LENGTH + 100):
         shelf.keep(read_all(lm, IDS[:end]))
-    assert len(list((tmp_path / "kv").glob(f"*/*{tree.ENDS}"))) == 2
+    assert len(list((tmp_path / "kv").glob(f"*/*{block_tree.ENDS}"))) == 2
     assert shelf.fetch(session(lm), IDS) == LENGTH + 99
 
 
@@ -316,7 +316,7 @@ def test_a_folder_that_takes_nothing_costs_no_answer(lm: LM, tmp_path: Path) -> 
 def kept(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tree, list[Path]]:
     folder = tmp_path_factory.mktemp("kv")
     answer(lm, shelf_in(folder, lm), IDS)
-    return Tree(next(folder.iterdir())), sorted(folder.glob(f"*/*{tree.ENDS}"))
+    return Tree(next(folder.iterdir())), sorted(folder.glob(f"*/*{block_tree.ENDS}"))
 
 
 @settings(max_examples=150, deadline=None)
@@ -427,7 +427,7 @@ def test_a_block_that_became_another_one_before_it_was_read_is_not_taken(
 def test_what_others_remove_meanwhile_is_no_failure(lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs make room at once: what one has listed is gone when it looks."""
     shelf, whole = shelf_in(tmp_path / "kv", lm), Path.glob
-    monkeypatch.setattr(Path, "glob", lambda self, *how: [*whole(self, *how), self / f"gone{tree.ENDS}"])
+    monkeypatch.setattr(Path, "glob", lambda self, *how: [*whole(self, *how), self / f"gone{block_tree.ENDS}"])
     assert not shelf.keep(read_all(lm, IDS)).why_not
 
 
@@ -455,7 +455,7 @@ def test_a_text_that_has_a_beginning_goes_on_to_the_same_bits(lm: LM, tmp_path: 
 def test_keeping_ends_between_blocks_when_it_is_stopped(lm: LM, tmp_path: Path) -> None:
     shelf, asked = shelf_in(tmp_path / "kv", lm), iter([False, False, True])
     assert "stopped" in shelf.keep(read_all(lm, IDS), lambda: next(asked)).why_not
-    assert len(list((tmp_path / "kv").glob(f"*/*{tree.ENDS}"))) == 2
+    assert len(list((tmp_path / "kv").glob(f"*/*{block_tree.ENDS}"))) == 2
     assert not shelf.keep(read_all(lm, IDS)).why_not
     assert shelf.fetch(session(lm), IDS) == len(IDS) - 1
 

@@ -21,8 +21,6 @@ from kvcli.engine.hf.mla import Latent
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel
-from kvcli.kept.block import LENGTH, Block, read
-from kvcli.kept.codec import AsIs
 from kvcli.kernels.native import native
 from kvcli.kv.cache.level import Rung
 from kvcli.kv.cache.tiered_cache import Ladder
@@ -38,6 +36,8 @@ from kvcli.policies.keydiff import KeyDiff
 from kvcli.policies.snap import Snap
 from kvcli.policies.vatp import Vatp
 from kvcli.policies.window import Window
+from kvcli.prefix_cache.block_file import LENGTH, Block, read
+from kvcli.prefix_cache.codec import AsIs
 from tests import drafters
 from tests.families import LATENT, build, config_of, prompt
 

@@ -21,8 +21,8 @@ from kvcli.chat.local import Model
 from kvcli.chat.pack import CHAT, MANIFEST, PAST, make, open_pack
 from kvcli.documents import read_document
 from kvcli.errors import BadInput
-from kvcli.kept import past
-from kvcli.kept.shelf import Shelf
+from kvcli.prefix_cache import snapshot_file
+from kvcli.prefix_cache.prefix_cache import Shelf
 from kvcli.settings.profile import Profile
 from tests.demo_model.example import SAMPLES
 from tests.fakes import Machine
@@ -274,9 +274,9 @@ def test_a_hostile_past_is_refused_when_it_is_asked(
         case "gone":
             (path / PAST).unlink()
         case "other":  # well made, of another text
-            state = dict(past.read(path / PAST))
+            state = dict(snapshot_file.read(path / PAST))
             state["ids"] = state["ids"].clone() + torch.tensor([1] + [0] * (len(state["ids"]) - 1), dtype=torch.int32)
-            past.write(path / PAST, state)
+            snapshot_file.write(path / PAST, state)
             about, data = json.loads((path / MANIFEST).read_text()), (path / PAST).read_bytes()
             about["files"][PAST] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             (path / MANIFEST).write_text(json.dumps(about))

@@ -22,8 +22,6 @@ from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import KvcliError
-from kvcli.kept import past
-from kvcli.kept.block import Damaged
 from kvcli.kv.cache.level import Rung
 from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.sliding_windows import Window, windows_of
@@ -39,6 +37,8 @@ from kvcli.policies.h2o import H2O
 from kvcli.policies.kvzip import KVzip
 from kvcli.policies.snap import Snap
 from kvcli.policies.window import Window as Stream
+from kvcli.prefix_cache import snapshot_file
+from kvcli.prefix_cache.block_file import Damaged
 from kvcli.prune.lazy import Lazy
 from tests import families
 from tests.exact import table
@@ -152,12 +152,12 @@ def test_a_text_goes_on_from_a_file_as_if_it_had_never_been_saved(
     models: Callable[[str], LM], tmp_path: Path, model: str, store: str, policy: str
 ) -> None:
     s = answered(models(model), store, policy)
-    size = past.write(tmp_path / "one", s.state())
+    size = snapshot_file.write(tmp_path / "one", s.state())
     assert size == (tmp_path / "one").stat().st_size
     again = session(s.lm, store, policy)
-    again.restore(past.read(tmp_path / "one"), s.ids[-1])
+    again.restore(snapshot_file.read(tmp_path / "one"), s.ids[-1])
     assert (again.ids, again.committed, again.lost) == (s.ids, s.committed, s.lost)
-    past.write(tmp_path / "two", again.state())
+    snapshot_file.write(tmp_path / "two", again.state())
     more = [] if policy.endswith("on") else MORE  # on: the same answer is written on
     logits, said = goes_on(s, more)
     same, heard = goes_on(again, more)
@@ -172,8 +172,8 @@ def test_slots_behind_a_window_keep_their_places(tmp_path: Path) -> None:
     lm.lay_out()
     s, again = session(lm, "dense", "none"), session(lm, "dense", "none")
     list(events(s.read(families.prompt(4150))))
-    past.write(tmp_path / "one", s.state())
-    again.restore(past.read(tmp_path / "one"), s.ids[-1])
+    snapshot_file.write(tmp_path / "one", s.state())
+    again.restore(snapshot_file.read(tmp_path / "one"), s.ids[-1])
     (logits, said), (same, heard) = goes_on(s, MORE), goes_on(again, MORE)
     assert torch.equal(logits, same)
     assert said == heard
@@ -205,14 +205,14 @@ def test_no_file_is_believed_that_does_not_fit(
     for seed in range(files):
         rng = random.Random(seed)
         (s, tree), (_, store, policy) = trees[seed % len(FUZZED)], FUZZED[seed % len(FUZZED)]
-        past.write(path, tree_of(bent(tree, rng) if seed % 2 else tree))
+        snapshot_file.write(path, tree_of(bent(tree, rng) if seed % 2 else tree))
         if not seed % 2:
             path.write_bytes(damaged(path.read_bytes(), rng))
         asked.clear()
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", counted)
             try:
-                found = past.read(path)
+                found = snapshot_file.read(path)
             except Damaged:
                 found = None
         assert sum(asked) <= path.stat().st_size, seed
@@ -224,7 +224,7 @@ def test_no_file_is_believed_that_does_not_fit(
 def test_a_byte_that_is_another_one_is_noticed(models: Callable[[str], LM], tmp_path: Path) -> None:
     """In the first tensor, in the last and between; a number of the header too, and what made it."""
     path = tmp_path / "past"
-    past.write(path, answered(models("llama"), "packed 8 4", "none").state(), "made by this")
+    snapshot_file.write(path, answered(models("llama"), "packed 8 4", "none").state(), "made by this")
     whole = path.read_bytes()
     first = 8 + int.from_bytes(whole[:8], "little")
     for at in (first, first + 1, (first + len(whole)) // 2, len(whole) - 1):
@@ -232,16 +232,16 @@ def test_a_byte_that_is_another_one_is_noticed(models: Callable[[str], LM], tmp_
         data[at] ^= 1
         path.write_bytes(data)
         with pytest.raises(Damaged, match="not those that were written"):
-            past.read(path, "made by this")
+            snapshot_file.read(path, "made by this")
     number = re.search(rb'": (\d)', whole[:first].replace(b"\\", b" "))
     assert number is not None
     path.write_bytes(whole[: number.start(1)] + b"%d" % (9 - int(number[1])) + whole[number.end(1) :])
     with pytest.raises(Damaged, match="not those that were written"):
-        past.read(path, "made by this")
+        snapshot_file.read(path, "made by this")
     path.write_bytes(whole)
     with pytest.raises(Damaged, match="not those that were written"):
-        past.read(path, "made by another")
-    past.read(path, "made by this")
+        snapshot_file.read(path, "made by another")
+    snapshot_file.read(path, "made by this")
 
 
 def end_of(found: State | None, s: Session, ids: list[int], new: int) -> str:
@@ -326,7 +326,7 @@ def test_a_file_says_nothing_that_is_run(tmp_path: Path) -> None:
 
     torch.save({"k": Runs()}, tmp_path / "past")
     with pytest.raises(Damaged):
-        past.read(tmp_path / "past")
+        snapshot_file.read(tmp_path / "past")
     assert not ran.exists()
 
 

@@ -35,7 +35,7 @@ REGISTRIES = {
     "prune": {"none": "kvcli.prune.everything:Everything"},
     "reuse": {"none": "kvcli.reuse.nothing:Nothing"},
     "form": {"kivi": "kvcli.kv.formats.kivi:Kivi"},
-    "keep": {"none": "kvcli.kept.codec:AsIs"},
+    "keep": {"none": "kvcli.prefix_cache.codec:AsIs"},
     "policy": {"none": "kvcli.policies.everything:Everything"},
     "recall": {"none": "kvcli.kv.sparse.settings:Everything"},
     "spec": {"off": f"{__name__}:Off", "copy": f"{__name__}:Copy", "ngram": f"{__name__}:Copy"},

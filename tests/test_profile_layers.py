@@ -46,7 +46,7 @@ REGISTRIES = {
     "prune": {"none": "kvcli.prune.everything:Everything"},
     "reuse": {"none": "kvcli.reuse.nothing:Nothing"},
     "form": {"kivi": "kvcli.kv.formats.kivi:Kivi"},
-    "keep": {"none": "kvcli.kept.codec:AsIs"},
+    "keep": {"none": "kvcli.prefix_cache.codec:AsIs"},
     "policy": {"none": "kvcli.policies.everything:Everything"},
     "recall": {"none": "kvcli.kv.sparse.settings:Everything"},
     "spec": {

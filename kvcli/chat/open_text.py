@@ -17,9 +17,9 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.forward_request import Work, until
 from kvcli.engine.sequence.token_kinds import QUESTION, Span
 from kvcli.errors import BadInput, BadModel
-from kvcli.kept.shelf import Kept
 from kvcli.kv.out_of_memory import Shortage, lacking
 from kvcli.models.text import Messages, StopStrings
+from kvcli.prefix_cache.prefix_cache import Kept
 from kvcli.settings.schema import ORDER
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
     NAME.kvs/manifest.json   what it is (kvcli.schemas.pack)
              chat.json       the documents as a chat that nothing was asked in yet (kvcli.schemas.chat)
-             past.kv         what the model had stored when it had read them (kvcli.kept.past)
+             past.kv         what the model had stored when it had read them (kvcli.prefix_cache.snapshot_file)
 
 It may come from elsewhere: names in the manifest are none but these, sizes are those of the files before they are
 read, and what is read is what was written, by its digest.
@@ -30,12 +30,12 @@ from kvcli.documents import Document
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadInput, writing
 from kvcli.files import replacing_folder, write_private
-from kvcli.kept import past
-from kvcli.kept.block import Damaged
-from kvcli.kept.coded import coded_state, decoded_state
-from kvcli.kept.identity import identity
-from kvcli.kept.shelf import FEW, fields_of
 from kvcli.kv.snapshot import Misfit
+from kvcli.prefix_cache import snapshot_file
+from kvcli.prefix_cache.block_file import Damaged
+from kvcli.prefix_cache.cache_key import identity
+from kvcli.prefix_cache.prefix_cache import FEW, fields_of
+from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
 from kvcli.schemas.chat import ChatDocument
 from kvcli.schemas.pack import PackDocument, PackedFile
 from kvcli.settings.layers import set_value
@@ -67,11 +67,11 @@ class Pack:
         Raises BadInput for a past that is not what was written.
         """
         n = self.about.tokens
-        if session.committed >= n or len(ids) <= n or past.digest(ids[:n]) != self.about.ids:
+        if session.committed >= n or len(ids) <= n or snapshot_file.digest(ids[:n]) != self.about.ids:
             return
         try:
             self._check(PAST)
-            session.restore(decoded_state(past.read(self.folder / PAST)), ids[n])
+            session.restore(decoded_state(snapshot_file.read(self.folder / PAST)), ids[n])
         except (Damaged, Misfit, Unfit) as error:
             raise _bad(self.folder, f"{PAST}: {error}") from None
         except OSError as error:
@@ -169,7 +169,7 @@ def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, s
     assert text.session.ids[: text.session.committed] == list(ids), "something else was read"
     shaping, values = build.shaping(text.profile), text.profile.values
     with replacing_folder(folder) as made:
-        past.write(made / PAST, coded_state(text.session.state(), shaping.codec))
+        snapshot_file.write(made / PAST, coded_state(text.session.state(), shaping.codec))
         write_private(made / CHAT, json.dumps(as_document(talk).document(), ensure_ascii=False))
         about = PackDocument(
             schema="kvcli.pack/1",
@@ -179,7 +179,7 @@ def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, s
             promise=text.promise,
             documents=[document.name for document in talk.pending],
             tokens=len(ids),
-            ids=past.digest(ids),
+            ids=snapshot_file.digest(ids),
             fingerprint=fingerprint(text, made_by),
             settings={key: set_value(values[key]) for key in (*OF_MODEL, *shaping.settings)},
             files={name: _packed(made / name) for name in (CHAT, PAST)},

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
     from kvcli.chat.open_text import OpenText
     from kvcli.chat.sessions import Opened
-    from kvcli.kept.shelf import Kept as Read
+    from kvcli.prefix_cache.prefix_cache import Kept as Read
     from kvcli.schemas.sessions import SessionEntry
     from kvcli.world import World
 
@@ -95,7 +95,7 @@ def keep(chat: Chat) -> str:
 
 def keep_read(text: OpenText) -> str:
     """Keep what the model has read, for later runs; what there is to say of it."""
-    from kvcli.kept.shelf import STOPPED
+    from kvcli.prefix_cache.prefix_cache import STOPPED
 
     try:
         with Interrupt() as cancel:

@@ -353,7 +353,7 @@ class Setup:
         model.prepare()
         cache = self.world.paths.cache
         if self.reuses and (most := self.config.keep_kv(free_bytes(cache))):
-            from kvcli.kept.shelf import Shelf
+            from kvcli.prefix_cache.prefix_cache import Shelf
 
             model.shelf = Shelf(cache / "kv", most, model.lm)
         self.most = info.limit

@@ -11,7 +11,7 @@ from kvcli.errors import BadConfig
 from kvcli.files import private_folder, write_private
 from kvcli.heads.ask import Ask
 from kvcli.heads.run import probe
-from kvcli.kept.identity import identity
+from kvcli.prefix_cache.cache_key import identity
 from kvcli.quality.controls import full_profile
 from kvcli.schemas.heads import SAMPLE
 

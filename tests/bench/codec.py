@@ -40,12 +40,12 @@ from kvcli.documents import read_document  # noqa: E402
 from kvcli.engine.engine import run  # noqa: E402
 from kvcli.engine.forward_request import Feed  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
-from kvcli.kept import block  # noqa: E402
-from kvcli.kept.block import LENGTH, Block  # noqa: E402
-from kvcli.kept.codec import AsIs, Codec, Lossless  # noqa: E402
-from kvcli.kept.shelf import Shelf, _held  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.models.text import encode  # noqa: E402
+from kvcli.prefix_cache import block_file  # noqa: E402
+from kvcli.prefix_cache.block_file import LENGTH, Block  # noqa: E402
+from kvcli.prefix_cache.codec import AsIs, Codec, Lossless  # noqa: E402
+from kvcli.prefix_cache.prefix_cache import Shelf, _held  # noqa: E402
 from kvcli.world import Paths  # noqa: E402
 
 CODECS: Mapping[str, Codec] = {"as is": AsIs(), "lossless": Lossless()}
@@ -98,7 +98,7 @@ def blocks(model: Model, name: str, reps: int) -> list[dict[str, Any]]:
                 path, began = Path(folder, side), time.perf_counter()
                 sizes[side] = one.write(path, codec)
                 wrote = time.perf_counter()
-                block.read(path, lm.shapes, lm.dtype)
+                block_file.read(path, lm.shapes, lm.dtype)
                 took[side]["write"].append(wrote - began)
                 took[side]["read"].append(time.perf_counter() - wrote)
     rows = [

@@ -36,8 +36,8 @@ from kvcli.build import keeps_all  # noqa: E402
 from kvcli.engine.engine import drive, events  # noqa: E402
 from kvcli.engine.forward_request import asked  # noqa: E402
 from kvcli.engine.stats import Stats  # noqa: E402
-from kvcli.kept.shelf import Shelf  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402
+from kvcli.prefix_cache.prefix_cache import Shelf  # noqa: E402
 from tests.bench.decode import machine, spread  # noqa: E402
 from tests.bench.fafo import looked_at  # noqa: E402
 from tests.bench.widened import write  # noqa: E402

@@ -27,7 +27,7 @@ def resumed(n: int, reps: int, profile: str) -> dict[str, Any]:
     import torch
 
     from kvcli import load
-    from kvcli.kept.shelf import Shelf
+    from kvcli.prefix_cache.prefix_cache import Shelf
     from tests.bench.random_model import write
 
     times: dict[str, list[float]] = {"read": [], "kept": [], "keeping": []}

@@ -33,7 +33,6 @@ from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
-from kvcli.kept.shelf import Shelf
 from kvcli.kernels.native import native
 from kvcli.kv.cache.draft_and_full import Checked
 from kvcli.kv.cache.level import Floor, Rung
@@ -73,6 +72,7 @@ from kvcli.policies.random import Random
 from kvcli.policies.snap import Snap
 from kvcli.policies.window import Window as Stream
 from kvcli.policies.within import Within
+from kvcli.prefix_cache.prefix_cache import Shelf
 from kvcli.prune.lazy import Lazy
 from kvcli.reuse.blend import Blend
 from kvcli.settings.schema import Kv

@@ -21,7 +21,7 @@ from kvcli.summarize.run import summarize
 from tests.fake_model import FakeTokenizer, fake_info
 
 if TYPE_CHECKING:
-    from kvcli.kept.shelf import Kept
+    from kvcli.prefix_cache.prefix_cache import Kept
 
 
 class WordTokenizer(FakeTokenizer):
@@ -68,7 +68,7 @@ class Scribe:
 
     def keep(self, cancel: Cancel) -> Kept:
         # imports torch, and a program in a terminal of the tests is quicker without
-        from kvcli.kept.shelf import Kept
+        from kvcli.prefix_cache.prefix_cache import Kept
 
         return Kept()
 

@@ -20,7 +20,7 @@ from kvcli.chat.pack import MANIFEST, Pack, make, open_pack
 from kvcli.commands.summarize_read import of_pack
 from kvcli.documents import Document, document_of, read_document, with_documents
 from kvcli.errors import ContextOverflow, UsageError
-from kvcli.kept.shelf import Shelf
+from kvcli.prefix_cache.prefix_cache import Shelf
 from kvcli.summarize.parts import AsRead
 from kvcli.summarize.plan import Window, make_plan
 from kvcli.summarize.request import Request

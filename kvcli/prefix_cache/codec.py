@@ -31,6 +31,6 @@ class Lossless:
 
     def encode(self, t: Tensor) -> bytes | None:
         """With exponents in four bits; None where that takes no fewer bytes."""
-        from kvcli.kept.exponents import encode
+        from kvcli.prefix_cache.exponent_coding import encode
 
         return encode(t)

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvcli.kept import exponents
-from kvcli.kept.codec import Codec
 from kvcli.kv.snapshot import Misfit, State, leaves, tree_of
+from kvcli.prefix_cache import exponent_coding
+from kvcli.prefix_cache.codec import Codec
 
 FEW = 1 << 12  # bytes that are worth coding
 SIZES = 8  # of a tensor, at most
-DTYPES = tuple(exponents.UNSIGNED)  # of a past, numbered in its file
+DTYPES = tuple(exponent_coding.UNSIGNED)  # of a past, numbered in its file
 CODED, TYPE = "coded", "type"  # in place of a tensor: its bytes, beside its type and its sizes "0", "1", ..
 
 
@@ -34,7 +34,7 @@ def decoded(t: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return t
     if t.dtype != torch.uint8 or t.dim() != 1:
         raise ValueError("it is of another model")
-    return exponents.decode(t.numpy().tobytes(), shape, dtype)
+    return exponent_coding.decode(t.numpy().tobytes(), shape, dtype)
 
 
 def coded_state(state: State, codec: Codec) -> State:

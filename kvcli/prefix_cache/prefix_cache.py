@@ -1,8 +1,8 @@
 """The shelf: where sessions put what they have read, and look before they read.
 
-One folder for each way of loading a model (identity.py), and of making a past. Where a past is whole, texts share what
-they begin with: a tree of blocks (tree.py). One that settings shaped serves the very text that it was made of, and is
-kept in one piece (past.py). It is a cache: all of it can be made again, so what is damaged, foreign or cannot be
+One folder for each way of loading a model (cache_key.py), and of making a past. Where a past is whole, texts share what
+they begin with: a tree of blocks (block_tree.py). One that settings shaped serves the very text that it was made of, and is
+kept in one piece (snapshot_file.py). It is a cache: all of it can be made again, so what is damaged, foreign or cannot be
 written costs time and nothing else.
 """
 
@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcli.files import SPARE, private_folder, write_private
-from kvcli.kept import past
-from kvcli.kept.block import Block, Damaged, glance, read
-from kvcli.kept.codec import AsIs, Codec
-from kvcli.kept.coded import coded_state, decoded_state
-from kvcli.kept.elsewhere import Seen, elsewhere
-from kvcli.kept.identity import identity
-from kvcli.kept.room import make_room, mark_used
-from kvcli.kept.tree import Found, Tree
 from kvcli.kernels.attend_rows import BLOCK
 from kvcli.kv.out_of_memory import lacking
 from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.snapshot import Misfit
+from kvcli.prefix_cache import snapshot_file
+from kvcli.prefix_cache.block_file import Block, Damaged, glance, read
+from kvcli.prefix_cache.block_tree import Found, Tree
+from kvcli.prefix_cache.cache_key import identity
+from kvcli.prefix_cache.codec import AsIs, Codec
+from kvcli.prefix_cache.disk_quota import make_room, mark_used
+from kvcli.prefix_cache.span_lookup import Seen, elsewhere
+from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
 from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
@@ -192,24 +192,28 @@ class Shelf:
     def _past_of(self, session: Session, folder: Path, codec: Codec) -> tuple[int, list[Path], list[Writing]]:
         """The same of a past in one piece."""
         ids = session.ids[: session.committed]
-        if (path := past.place(folder, ids)).exists():
+        if (path := snapshot_file.place(folder, ids)).exists():
             return 0, [path], []
         state = session.state()
 
         def drop() -> None:
-            for _, shorter in past.along(folder, ids[:-1]):
+            for _, shorter in snapshot_file.along(folder, ids[:-1]):
                 shorter.unlink(missing_ok=True)
 
-        size, of = past.nbytes(state), folder.name
-        return size, [path], [Writing(path, size, lambda: past.write(path, coded_state(state, codec), of), drop)]
+        size, of = snapshot_file.nbytes(state), folder.name
+        return (
+            size,
+            [path],
+            [Writing(path, size, lambda: snapshot_file.write(path, coded_state(state, codec), of), drop)],
+        )
 
     def _go_on(self, session: Session, ids: Sequence[int], shaping: Shaping) -> None:
         """Have a session that is to read `ids` go on from the longest past of their beginning, if one is worth it."""
-        for n, path in past.along(self._folder(session, shaping), ids[:-1]) if self._fields else ():
+        for n, path in snapshot_file.along(self._folder(session, shaping), ids[:-1]) if self._fields else ():
             if n - session.committed < FEW:
                 return
             try:
-                session.restore(decoded_state(past.read(path, path.parent.name)), ids[n])
+                session.restore(decoded_state(snapshot_file.read(path, path.parent.name)), ids[n])
                 if session.ids[:n] != list(ids[:n]):
                     session.rewind(0)
                     raise Misfit("it is of another text")

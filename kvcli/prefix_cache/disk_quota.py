@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvcli.kept.tree import ENDS
+from kvcli.prefix_cache.block_tree import ENDS
 
 LEFT = 0.9  # of the room: where it is full, files go until no more than this is taken
 TICK = 0.001  # seconds

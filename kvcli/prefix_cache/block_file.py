@@ -21,10 +21,10 @@ from torch import Tensor
 
 from kvcli.errors import is_out_of_memory
 from kvcli.files import write_private
-from kvcli.kept.codec import Codec
-from kvcli.kept.coded import coded, decoded
 from kvcli.kernels.attend_rows import BLOCK
 from kvcli.kv.slots import LayerShape
+from kvcli.prefix_cache.codec import Codec
+from kvcli.prefix_cache.tensor_codec import coded, decoded
 from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
 
 LENGTH = 256  # tokens of a whole one

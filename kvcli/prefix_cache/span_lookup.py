@@ -20,9 +20,9 @@ from torch import Tensor
 
 from kvcli.engine.prefill.matching_spans import Run, keys, runs
 from kvcli.engine.prefill.span_reuse import Found, Gone, Held
-from kvcli.kept.block import LENGTH, Damaged, glance, read
-from kvcli.kept.room import mark_used
-from kvcli.kept.tree import ROOT, Tree, name_of
+from kvcli.prefix_cache.block_file import LENGTH, Damaged, glance, read
+from kvcli.prefix_cache.block_tree import ROOT, Tree, name_of
+from kvcli.prefix_cache.disk_quota import mark_used
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM

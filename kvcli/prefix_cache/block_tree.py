@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcli.kept.block import LENGTH, Damaged, glance
+from kvcli.prefix_cache.block_file import LENGTH, Damaged, glance
 
 SIZE = 16  # bytes of a name: too many for anybody to find two texts with one
 ROOT = "0" * 2 * SIZE

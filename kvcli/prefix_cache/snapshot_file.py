@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from kvcli.files import replacing
-from kvcli.kept.block import SUM, UNREADABLE, Damaged, blamed
-from kvcli.kept.tree import ENDS
 from kvcli.kv.snapshot import Leaf, Misfit, State, leaves, tree_of
+from kvcli.prefix_cache.block_file import SUM, UNREADABLE, Damaged, blamed
+from kvcli.prefix_cache.block_tree import ENDS
 from kvcli.settings.small_file import open_regular, parse_object
 
 HEADER, MOST, DEEP = 1 << 24, 1 << 17, 8  # bytes, tensors and their dimensions, at most

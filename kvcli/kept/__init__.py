@@ -1,1 +1,0 @@
-"""What was read, kept on disk: keys and values by the text they belong to, for who reads its beginning again."""
