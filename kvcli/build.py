@@ -242,9 +242,9 @@ def steps(lm: LM, profile: Profile, pair: Pair | None, words: PreTrainedTokenize
 
     Raises BadConfig where the two spell texts in other tokens.
     """
-    from kvcli.drafts.off import Off
     from kvcli.engine.sequence.session import Session
     from kvcli.kv.tiers.dense import Dense
+    from kvcli.methods.drafts.off import Off
     from kvcli.steps.lookahead import CHECKPOINTS
     from kvcli.steps.writer import Writer, ends
 

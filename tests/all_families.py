@@ -44,8 +44,6 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvcli.drafts.ngram import Ngram
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM, quiet
@@ -53,6 +51,8 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.ngram import Ngram
+from kvcli.methods.drafts.off import Off
 from kvcli.models.refusals import refuse
 from kvcli.models.source import find
 from tests.exact.table import prompt

@@ -10,10 +10,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from kvcli.drafts.assistant import AssistantDraft
-from kvcli.drafts.mixer import Mixer
-from kvcli.drafts.mtp import MtpDraft
-from kvcli.drafts.self_draft import SelfDraft
+from kvcli.drafts.tree.tree_drafter import Mixer
 from kvcli.engine.drafting.drafter import Costs, Pair
 from kvcli.engine.drafting.gemma4_assistant import Assistant
 from kvcli.engine.drafting.mtp import Mtp, wrapped
@@ -26,6 +23,9 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Step
 from kvcli.kv.slots import Usage
+from kvcli.methods.drafts.assistant import AssistantDraft
+from kvcli.methods.drafts.mtp import MtpDraft
+from kvcli.methods.drafts.self_draft import SelfDraft
 from tests import families
 
 

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.lm import LM
@@ -25,6 +24,7 @@ from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from kvcli.policies.snap import Snap
 from kvcli.prefix_cache.prefix_cache import WHOLE, Shaping, Shelf
 from tests import families

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import kvcli
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, run
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.lm import LM
@@ -29,6 +28,7 @@ from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.slots import Sight, Store, alike
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.quantized import Packed
+from kvcli.methods.drafts.off import Off
 from kvcli.reuse.again import First
 from kvcli.reuse.blend import Blend
 from kvcli.reuse.pie import Pie

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 
-from kvcli.drafts.successors import top
+from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import Bough
 from kvcli.engine.engine import drive, run
 from kvcli.engine.forward_request import Feed

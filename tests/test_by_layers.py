@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import Engine, drive, events, run
 from kvcli.engine.forward import Pass
 from kvcli.engine.forward_request import Feed, Made
@@ -26,6 +25,7 @@ from kvcli.kv.sliding_windows import Window, windows_of
 from kvcli.kv.slots import LayerShape, Sight, Store, spans
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.dense_uniform import Slab
+from kvcli.methods.drafts.off import Off
 from kvcli.prune.lazy import Lazy
 from tests import families
 

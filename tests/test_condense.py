@@ -17,7 +17,6 @@ from kvcli.chat.conversation import Chat
 from kvcli.chat.local import Model
 from kvcli.chat.transcript import Message
 from kvcli.demo.report import write_report
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.rope import rotaries
@@ -28,6 +27,7 @@ from kvcli.errors import BadConfig
 from kvcli.kernels.rotate import rotate, unrotate
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from kvcli.policies.condense import condense, has_room
 from kvcli.prefix_cache.prefix_cache import Shelf
 from kvcli.settings.profile import Profile

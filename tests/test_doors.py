@@ -14,7 +14,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from kvcli.drafts.ngram import Ngram
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.model_probe import _ours
 from kvcli.engine.loading import weights
@@ -22,6 +21,7 @@ from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.fit.plan import subject_of
 from kvcli.fit.weights import weigh
 from kvcli.installing import EXTRAS, pip
+from kvcli.methods.drafts.ngram import Ngram
 from kvcli.models import packing, source
 from kvcli.models.packing import Packing
 from tests.all_families import config_of, lively, ours

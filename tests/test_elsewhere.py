@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 import kvcli
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.prefill.span_reuse import Reusing
@@ -19,6 +18,7 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from kvcli.prefix_cache import span_lookup as finding
 from kvcli.prefix_cache.block_file import LENGTH, Block
 from kvcli.prefix_cache.block_file import read as read_block

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.drafts.off import Off
 from kvcli.engine import engine as module
 from kvcli.engine.engine import Engine, drive, events, run
 from kvcli.engine.forward_request import Asks, Feed, Work
@@ -18,6 +17,7 @@ from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from tests import families
 
 

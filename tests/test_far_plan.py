@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive
 from kvcli.engine.forward_memory import pass_bytes
 from kvcli.engine.hf.lm import LM
@@ -31,6 +30,7 @@ from kvcli.kv.sparse.settings import Everything, Sketch
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.host import Host
 from kvcli.kv.tiers.pinned_host import PIECE, Mapped
+from kvcli.methods.drafts.off import Off
 from kvcli.settings.profile import load_profile
 from kvcli.settings.schema import Kv, Memory
 from tests import families

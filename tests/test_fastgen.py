@@ -15,9 +15,6 @@ import torch
 from torch import Tensor
 
 from kvcli import build
-from kvcli.drafts.lookahead import Lookahead
-from kvcli.drafts.ngram import Ngram
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
@@ -30,6 +27,9 @@ from kvcli.kernels.attend_rows import Own
 from kvcli.kernels.merge import Part
 from kvcli.kv.slots import Masks, Sight, Slots, Usage, alone, compact
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.lookahead import Lookahead
+from kvcli.methods.drafts.ngram import Ngram
+from kvcli.methods.drafts.off import Off
 from kvcli.policies.fastgen import FastGen
 from kvcli.policies.fastgen_scores import Scores
 from kvcli.policies.recovery import Sets

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.drafts.off import Off
 from kvcli.engine import forward_memory
 from kvcli.engine.cuda_graphs import captured_pass
 from kvcli.engine.engine import drive
@@ -21,6 +20,7 @@ from kvcli.engine.sequence.session import Session
 from kvcli.kernels import argmax
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.device_tables import MOST_ROWS
+from kvcli.methods.drafts.off import Off
 from kvcli.models.shape import shape_of
 from tests import families
 from tests.drafters import Right

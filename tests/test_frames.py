@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcli.drafts.off import Off
 from kvcli.engine.cuda_graphs import captured_pass
 from kvcli.engine.cuda_graphs.captured_pass import FixedPass, Frames
 from kvcli.engine.engine import drive, together
@@ -31,6 +30,7 @@ from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.slots import Sight
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.device_tables import MOST_ROWS, Fixed
+from kvcli.methods.drafts.off import Off
 from kvcli.policies.random import Random
 from kvcli.policies.snap import Snap
 from tests import families

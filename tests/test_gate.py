@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import Engine, call, drive, run, together
 from kvcli.engine.forward import Pass
 from kvcli.engine.forward_request import Asks, Feed, Made
@@ -34,6 +33,7 @@ from kvcli.errors import BadModel, ExitStatus
 from kvcli.kernels.attend.reference import attend
 from kvcli.kv.slots import LayerShape, Sight, Store
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from kvcli.policies.knorm import KNorm
 from kvcli.policies.window import Window
 from kvcli.prune.lazy import Lazy

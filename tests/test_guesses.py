@@ -13,10 +13,7 @@ import pytest
 import torch
 
 from kvcli.build import front, view
-from kvcli.drafts.lookahead import Lookahead
-from kvcli.drafts.mix import Mix
-from kvcli.drafts.mixer import Mixer
-from kvcli.drafts.off import Off
+from kvcli.drafts.tree.tree_drafter import Mixer
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.lm import LM
@@ -26,6 +23,9 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Step
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.lookahead import Lookahead
+from kvcli.methods.drafts.mix import Mix
+from kvcli.methods.drafts.off import Off
 from tests import families
 from tests.policies import Ragged
 
@@ -227,8 +227,8 @@ def test_guesses_come_true() -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_scouts_stay_behind_when_guesses_are_to_be_timed(alone: bool, monkeypatch) -> None:
-    monkeypatch.setattr("kvcli.drafts.credit.Credit.due", lambda *_: True)
-    monkeypatch.setattr("kvcli.drafts.pace.Pace.wants_alone", lambda *_: alone)
+    monkeypatch.setattr("kvcli.drafts.pacing.source_payoff.Credit.due", lambda *_: True)
+    monkeypatch.setattr("kvcli.drafts.pacing.draft_controller.Pace.wants_alone", lambda *_: alone)
     ids, steps = decode(Mix(kill_below=0.0).drafter())
     assert ids == plain()
     assert any(step.rows.n_rows > step.rows.tree for step in steps) is not alone

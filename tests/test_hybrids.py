@@ -16,8 +16,6 @@ import torch
 from safetensors.torch import save_file
 
 from kvcli.chat.local import Model
-from kvcli.drafts.ngram import Ngram
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import Engine, drive, run
 from kvcli.engine.forward_request import Feed
@@ -35,6 +33,8 @@ from kvcli.kv.recurrent_state import Folding, Known, States, apart_by
 from kvcli.kv.slots import Store
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.quantized import Packed
+from kvcli.methods.drafts.ngram import Ngram
+from kvcli.methods.drafts.off import Off
 from kvcli.policies.window import Window
 from kvcli.prefix_cache.prefix_cache import Shelf
 from kvcli.settings.profile import Profile
@@ -472,10 +472,10 @@ def test_packed_weights_and_16_bits_load(name: str):
 
 
 def test_what_cannot_be_served_is_refused_by_name():
-    from kvcli.drafts.lookahead import Lookahead
-    from kvcli.drafts.self_draft import SelfDraft
     from kvcli.engine.drafting.drafter import Pair
     from kvcli.engine.hf.rope import rotaries
+    from kvcli.methods.drafts.lookahead import Lookahead
+    from kvcli.methods.drafts.self_draft import SelfDraft
 
     lm = model("lfm2")
     for asked in (

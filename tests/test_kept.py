@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from kvcli.build import shaping
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.lm import LM
@@ -30,6 +29,7 @@ from kvcli.engine.sequence.session import Session
 from kvcli.files import SPARE
 from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from kvcli.prefix_cache import block_tree
 from kvcli.prefix_cache import prefix_cache as shelves
 from kvcli.prefix_cache.block_file import LENGTH, SUM, Block, Damaged, _ids_of, _sum, glance, read

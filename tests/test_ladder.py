@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvcli.build import view
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
@@ -30,6 +29,7 @@ from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import Disk
 from kvcli.kv.tiers.host import Host, Staging
 from kvcli.kv.tiers.quantized import Packed
+from kvcli.methods.drafts.off import Off
 from tests import families
 from tests.covering import pairs
 from tests.exact.table import DRAFTERS, DTYPES, MODELS, NEW, SAMPLERS, STOP, prompt

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events, together
 from kvcli.engine.hf.cache_shim import Trial
@@ -29,6 +28,7 @@ from kvcli.kv.snapshot import Given
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import Disk
 from kvcli.kv.tiers.quantized import Packed
+from kvcli.methods.drafts.off import Off
 from kvcli.models.shape import shape_of
 from kvcli.policies.expected import Expected
 from kvcli.policies.fastgen import FastGen

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvcli.build import view
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.sequence.session import Session
@@ -22,6 +21,7 @@ from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.slots import Sight, Slots, alike, compact, nbytes, visible
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.quantized import Packed
+from kvcli.methods.drafts.off import Off
 from tests.covering import pairs
 from tests.exact.table import DRAFTERS, POLICIES, SAMPLERS, lm, prompt
 

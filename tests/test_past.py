@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.lm import LM
@@ -31,6 +30,7 @@ from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import Disk
 from kvcli.kv.tiers.host import Host
 from kvcli.kv.tiers.quantized import Packed
+from kvcli.methods.drafts.off import Off
 from kvcli.policies.expected import Expected
 from kvcli.policies.fastgen import FastGen
 from kvcli.policies.h2o import H2O

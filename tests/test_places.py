@@ -13,8 +13,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcli import build
-from kvcli.drafts.ngram import Ngram
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events, run, together
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.lm import LM
@@ -25,6 +23,8 @@ from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig, BadModel, UsageError
 from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.ngram import Ngram
+from kvcli.methods.drafts.off import Off
 from kvcli.settings.profile import Profile
 from tests import families
 from tests.exact.table import SAMPLERS

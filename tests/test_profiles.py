@@ -9,8 +9,8 @@ from pkgutil import resolve_name
 
 import pytest
 
-from kvcli.drafts.mix import Sources
 from kvcli.errors import BadConfig
+from kvcli.methods.drafts.mix import Sources
 from kvcli.settings.layers import builtin_files
 from kvcli.settings.profile import load_profile
 from kvcli.settings.registry import registries

@@ -12,7 +12,6 @@ from itertools import count, pairwise
 import pytest
 import torch
 
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import Engine, drive, events, run, together
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.lm import LM
@@ -26,6 +25,7 @@ from kvcli.kv.cache.level import Rung
 from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.slots import Store
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from kvcli.prune import narrowing
 from kvcli.prune.chunked import Chunked
 from kvcli.prune.cut import Cut

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
@@ -24,6 +23,7 @@ from kvcli.kernels.merge import Part, merge
 from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, alike, alone, empty_like, nbytes
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.dense_ragged import Extents
+from kvcli.methods.drafts.off import Off
 from tests import drafters, families
 from tests.policies import Ragged, Recent, masks
 from tests.test_kv import allocated

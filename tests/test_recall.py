@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvcli import build
 from kvcli.bench.profile_side import plain
 from kvcli.build import view
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
@@ -43,6 +42,7 @@ from kvcli.kv.sparse.pages import Budget, Pages
 from kvcli.kv.sparse.sparse_cache import RecallStore
 from kvcli.kv.sparse.sparse_tier import Recall, _choose
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
 from tests.covering import pairs

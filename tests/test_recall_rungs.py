@@ -14,7 +14,6 @@ from torch import Tensor
 from kvcli import build
 from kvcli.build import view
 from kvcli.chat.local import Model
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
@@ -39,6 +38,7 @@ from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import Disk
 from kvcli.kv.tiers.host import Host
 from kvcli.kv.tiers.quantized import Packed
+from kvcli.methods.drafts.off import Off
 from kvcli.methods.formats.cskv import Cskv
 from kvcli.settings.profile import Profile, load_profile
 from kvcli.settings.schema import Kv, Memory

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import kvcli
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.rope import rotaries
@@ -19,6 +18,7 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kv.sliding_windows import Window
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from kvcli.reuse.pie import Pie
 from kvcli.settings.profile import Profile
 from tests import families

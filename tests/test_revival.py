@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events, run, together
 from kvcli.engine.forward_request import Feed, until
@@ -23,6 +22,7 @@ from kvcli.engine.sequence.session import Session, commit
 from kvcli.kv.sliding_windows import Window
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from kvcli.prune.chunked import Chunked
 from kvcli.prune.lazy import Lazy
 from tests import drafters, families

@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 import torch
 
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.rope import rotaries
@@ -17,6 +16,7 @@ from kvcli.errors import BadModel
 from kvcli.kernels.rotate import rotate, unrotate
 from kvcli.kv.slots import holders
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from tests import families
 
 LONGROPE = {

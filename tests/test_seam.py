@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.lm import LM
@@ -18,6 +17,7 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session, commit
 from kvcli.errors import BadModel, ExitStatus
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from tests.families import FAMILIES, WINDOW, build, prompt
 
 PROMPT = 37  # tokens: more than three windows, a prime

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcli import build
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.forward_request import Made
 from kvcli.engine.hf.lm import LM
@@ -20,6 +19,7 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from tests import drafters, families
 from tests.policies import KeepAll, Ragged, Recent
 

@@ -16,7 +16,6 @@ from kvcli.api import End, Event, Text
 from kvcli.chat.local import Model
 from kvcli.chat.open_text import OpenText
 from kvcli.chat.relief import mend, stepped
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
@@ -31,6 +30,7 @@ from kvcli.kv.sparse.index_minmax import MinMax
 from kvcli.kv.sparse.pages import Budget
 from kvcli.kv.sparse.sparse_tier import Recall
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from kvcli.settings.profile import Profile
 from tests import families, small_tokenizers
 from tests.exact.table import DRAFTERS, prompt

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf import model_probe
@@ -31,6 +30,7 @@ from kvcli.kv.slots import nbytes
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import Disk
 from kvcli.kv.tiers.quantized import Packed
+from kvcli.methods.drafts.off import Off
 from kvcli.models.packing import Packing
 from kvcli.models.shape import shape_of
 from kvcli.policies.window import Window

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvcli import build
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.forward_request import Feed
@@ -26,6 +25,7 @@ from kvcli.engine.sequence.token_kinds import END, QUESTION, SHOT, TOOLS, Span
 from kvcli.errors import KvcliError
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from kvcli.policies import budgets, post, shares, units
 from kvcli.policies.snap import Snap
 from kvcli.settings.profile import load_profile

@@ -12,9 +12,6 @@ import pytest
 import torch
 
 from kvcli import build
-from kvcli.drafts.lookahead import Lookahead
-from kvcli.drafts.ngram import Ngram
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
@@ -25,6 +22,9 @@ from kvcli.errors import KvcliError
 from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.slots import Slots, nbytes
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.lookahead import Lookahead
+from kvcli.methods.drafts.ngram import Ngram
+from kvcli.methods.drafts.off import Off
 from kvcli.policies.keydiff import KeyDiff
 from kvcli.policies.kvzip import KVzip
 from kvcli.policies.snap import Snap

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
@@ -19,6 +18,7 @@ from kvcli.kv.sliding_windows import Window, windows_of
 from kvcli.kv.slots import LayerShape, Sight, Store
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.quantized import Packed
+from kvcli.methods.drafts.off import Off
 from tests import drafters, families
 from tests.policies import KeepAll, Ragged
 

@@ -28,13 +28,13 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.bench.gguf_export import export  # noqa: E402
 from kvcli.bench.llama_cpp import BATCH  # noqa: E402
-from kvcli.drafts.off import Off  # noqa: E402
 from kvcli.engine.engine import drive, events  # noqa: E402
 from kvcli.engine.hf.lm import LM  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
 from kvcli.engine.sequence.session import Session  # noqa: E402
 from kvcli.engine.threads import use_threads  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
+from kvcli.methods.drafts.off import Off  # noqa: E402
 from kvcli.models.source import find  # noqa: E402
 from tests.bench.decode import Clock, machine, spread  # noqa: E402
 from tests.bench.kv_speed import pass_seconds  # noqa: E402

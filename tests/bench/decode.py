@@ -81,11 +81,11 @@ def theirs(model: Any, ids: list[int], new: int) -> tuple[float, list[float], li
 
 def ours(lm: Any, ids: list[int], new: int) -> tuple[float, list[float], Any]:
     """The same by our engine, no drafting -> seconds to the first token, of each later token, the session."""
-    from kvcli.drafts.off import Off
     from kvcli.engine.engine import drive, events
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.session import Session
     from kvcli.kv.tiers.dense import Dense
+    from kvcli.methods.drafts.off import Off
 
     session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
     began = time.perf_counter()

@@ -21,12 +21,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.drafts.lookahead import Lookahead  # noqa: E402
-from kvcli.drafts.mix import Mix  # noqa: E402
-from kvcli.drafts.ngram import Ngram  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
 from kvcli.engine.stats import Step  # noqa: E402
+from kvcli.methods.drafts.lookahead import Lookahead  # noqa: E402
+from kvcli.methods.drafts.mix import Mix  # noqa: E402
+from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
 from tests.bench.decode import machine, spread  # noqa: E402
 from tests.bench.overhead import words  # noqa: E402
 

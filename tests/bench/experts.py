@@ -75,10 +75,10 @@ def unpacked(model: Any, kind: str) -> LM:
 
 
 def text(lm: LM, new: int) -> list[int]:
-    from kvcli.drafts.off import Off
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.session import Session
     from kvcli.kv.tiers.dense import Dense
+    from kvcli.methods.drafts.off import Off
 
     ids = torch.randint(8, lm.vocab, (17,), generator=torch.Generator().manual_seed(1)).tolist()
     session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())

@@ -66,11 +66,11 @@ def products_inside(model: Any) -> Iterator[Any]:
 
 def session_of(lm: Any, n: int) -> Any:
     """A text of n random tokens, read."""
-    from kvcli.drafts.off import Off
     from kvcli.engine.engine import drive
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.session import Session
     from kvcli.kv.tiers.dense import Dense
+    from kvcli.methods.drafts.off import Off
 
     session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
     drive(session.read(torch.randint(8, lm.vocab, (n,), generator=torch.Generator().manual_seed(1)).tolist()))

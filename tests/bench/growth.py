@@ -23,10 +23,10 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.build import view as view_of  # noqa: E402
 from kvcli.calibrate.passes import filled  # noqa: E402
-from kvcli.drafts.lookahead import Lookahead  # noqa: E402
 from kvcli.engine.engine import run  # noqa: E402
 from kvcli.engine.forward_request import Feed  # noqa: E402
 from kvcli.engine.rows import Draft, Rows  # noqa: E402
+from kvcli.methods.drafts.lookahead import Lookahead  # noqa: E402
 from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
 
 GUESSES = 8

@@ -25,8 +25,6 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
-from kvcli.drafts.ngram import Ngram  # noqa: E402
-from kvcli.drafts.off import Off  # noqa: E402
 from kvcli.engine.drafting.drafter import Drafter  # noqa: E402
 from kvcli.engine.engine import drive, events, run  # noqa: E402
 from kvcli.engine.forward_request import Feed  # noqa: E402
@@ -36,6 +34,8 @@ from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
 from kvcli.engine.sequence.session import Session  # noqa: E402
 from kvcli.engine.stats import Step  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
+from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
+from kvcli.methods.drafts.off import Off  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 from tests.drafters import Scripted  # noqa: E402
 

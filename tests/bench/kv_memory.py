@@ -80,9 +80,9 @@ def resident() -> int:
 
 
 def session(lm: Any, side: str, chunk: int) -> Any:
-    from kvcli.drafts.off import Off
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.session import Session
+    from kvcli.methods.drafts.off import Off
 
     policy = Shares(int(side.removeprefix("keep")) / 100) if side.startswith("keep") else None
     return Session(lm, store(lm, side), Off(), Sampler(), policy=policy, chunk=chunk, every=64)

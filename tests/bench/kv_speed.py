@@ -101,9 +101,9 @@ USUAL = ("dense", "k8v8", "keep25", "two", "k4v4", "k4v2")
 
 def session(lm: Any, side: str, n: int) -> Any:
     """A session that has n slots of noise stored and one token pending."""
-    from kvcli.drafts.off import Off
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.session import Session
+    from kvcli.methods.drafts.off import Off
 
     kv, noise = SIDES[side](lm), torch.Generator().manual_seed(0)
     for layer in range(lm.n_layers):

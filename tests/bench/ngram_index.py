@@ -14,8 +14,8 @@ from statistics import median, quantiles
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.drafts.ngram import Ngram
-from kvcli.drafts.suffix import SuffixIndex
+from kvcli.drafts.sources.suffix_index import SuffixIndex
+from kvcli.methods.drafts.ngram import Ngram
 
 LENGTHS = (1_024, 16_384, 131_072)  # tokens
 PLACES = 300  # points at which the text is searched

@@ -42,9 +42,9 @@ class Side:
     def __init__(self, tree: Checkout, parts: Parts, lm: Any, method: str, text: list[int]) -> None:
         config = {
             "off": lambda: tree.drafter.Off(),
-            "ngram": lambda: import_module("kvcli.drafts.ngram").Ngram(),
-            "fafo": lambda: import_module("kvcli.drafts.mix").Mix(view="stream"),
-            "scouts": lambda: import_module("kvcli.drafts.mix").Mix(view="stream", adaptive=False),
+            "ngram": lambda: import_module("kvcli.methods.drafts.ngram").Ngram(),
+            "fafo": lambda: import_module("kvcli.methods.drafts.mix").Mix(view="stream"),
+            "scouts": lambda: import_module("kvcli.methods.drafts.mix").Mix(view="stream", adaptive=False),
         }[method]()
         self._tree, self._parts = tree, parts
         kv = tree.dense.Dense(lm.shapes, lm.dtype) if hasattr(lm, "shapes") else _old_dense(tree, lm)

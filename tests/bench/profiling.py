@@ -23,13 +23,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.drafts.off import Off  # noqa: E402
 from kvcli.engine.engine import drive  # noqa: E402
 from kvcli.engine.forward_request import asked  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
 from kvcli.engine.sequence.session import Session  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
+from kvcli.methods.drafts.off import Off  # noqa: E402
 from kvcli.policies.fastgen import FastGen  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 

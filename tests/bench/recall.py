@@ -179,9 +179,9 @@ def demo() -> tuple[Any, list[int]]:
 
 def answer(model: Any, prompt: list[int], index: Index, budget: Budget) -> dict[str, float | None]:
     """Of the first tokens of the answer, all layers."""
-    from kvcli.drafts.off import Off
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.session import Session
+    from kvcli.methods.drafts.off import Off
 
     lm = model.lm
     store = Dense(lm.shapes, lm.dtype)

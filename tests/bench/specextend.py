@@ -37,8 +37,8 @@ sys.path.insert(0, str(ROOT))
 
 import kvcli  # noqa: E402
 from kvcli.bench.workloads import facts_in, report  # noqa: E402
-from kvcli.drafts.retrieval import Retrieval, looks  # noqa: E402
-from kvcli.drafts.retrieval_trigger import trigger  # noqa: E402
+from kvcli.drafts.draft_models.chunk_retrieval import Retrieval, looks  # noqa: E402
+from kvcli.drafts.draft_models.chunk_trigger import trigger  # noqa: E402
 from kvcli.engine.engine import drive, events  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.engine.stats import Step  # noqa: E402

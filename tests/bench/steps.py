@@ -30,12 +30,12 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli import build, load  # noqa: E402
 from kvcli.bench.workloads import prompt_of  # noqa: E402
-from kvcli.drafts.off import Off  # noqa: E402
 from kvcli.engine.drafting.drafter import Pair  # noqa: E402
 from kvcli.engine.engine import drive  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
 from kvcli.engine.sequence.session import Session  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
+from kvcli.methods.drafts.off import Off  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.steps.lookahead import Lookahead  # noqa: E402
 from kvcli.steps.writer import Writer, ends  # noqa: E402

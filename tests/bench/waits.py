@@ -31,9 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.build import view  # noqa: E402
-from kvcli.drafts.lookahead import Lookahead  # noqa: E402
-from kvcli.drafts.ngram import Ngram  # noqa: E402
-from kvcli.drafts.off import Off  # noqa: E402
 from kvcli.engine.cuda_graphs.capture import CudaGraphs  # noqa: E402
 from kvcli.engine.cuda_graphs.captured_pass import Frames  # noqa: E402
 from kvcli.engine.engine import drive  # noqa: E402
@@ -41,6 +38,9 @@ from kvcli.engine.hf.lm import LM  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
 from kvcli.engine.sequence.session import Session  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
+from kvcli.methods.drafts.lookahead import Lookahead  # noqa: E402
+from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
+from kvcli.methods.drafts.off import Off  # noqa: E402
 from kvcli.policies.snap import Snap  # noqa: E402
 from tests import families  # noqa: E402
 from tests.fake_graphs import FakeGraphs  # noqa: E402

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from kvcli.drafts.mixer import Mixer
+from kvcli.drafts.tree.tree_drafter import Mixer
 from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.stats import Step
 

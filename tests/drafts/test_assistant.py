@@ -20,8 +20,7 @@ from kvcli.commands import setup as setup_file
 from kvcli.commands.flags import profile_flags
 from kvcli.commands.setup import Setup
 from kvcli.demo import weights_dir
-from kvcli.drafts.assistant_head import AssistantHead
-from kvcli.drafts.off import Off
+from kvcli.drafts.draft_models.assistant_head import AssistantHead
 from kvcli.engine.drafting.drafter import Drafter, Pair
 from kvcli.engine.drafting.gemma4_assistant import Output, load_assistant, wrapped
 from kvcli.engine.engine import drive, events, together
@@ -31,6 +30,7 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel, UsageError
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from kvcli.models import source
 from kvcli.settings.profile import Profile, load_profile
 from tests import drafters, families
@@ -151,11 +151,11 @@ def test_guesses_are_others_where_one_of_it_is_wrong(fault: str, monkeypatch: py
     want = said()
     assert said() == want
     if fault == "layer":
-        monkeypatch.setattr("kvcli.drafts.assistant_head.lenders", lambda lm, head: [0, 1] * 2)
+        monkeypatch.setattr("kvcli.drafts.draft_models.assistant_head.lenders", lambda lm, head: [0, 1] * 2)
     elif fault == "position":
         monkeypatch.setattr(AssistantHead, "length", property(lambda self: len(self._text) + 1))
     elif fault == "window":
-        monkeypatch.setattr("kvcli.drafts.assistant_head._WIDER", 0)
+        monkeypatch.setattr("kvcli.drafts.draft_models.assistant_head._WIDER", 0)
     else:
         monkeypatch.setattr(Output, "forward", lambda self, shown, x: self.table(x + 0 * shown.mul_(0).sum()))
     assert said() != want

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.drafts import chain, mixer
-from kvcli.drafts.chain import Chain
-from kvcli.drafts.copies import Copies
-from kvcli.drafts.mixer import Mixer
-from kvcli.drafts.model import Model
-from kvcli.drafts.stop import rule
-from kvcli.drafts.tree import Offer
+from kvcli.drafts.sources import model_draft
+from kvcli.drafts.sources.model_draft import Chain
+from kvcli.drafts.sources.prompt_lookup import Copies
+from kvcli.drafts.tree import tree_drafter
+from kvcli.drafts.tree.stop_rules import rule
+from kvcli.drafts.tree.tree import Offer
+from kvcli.drafts.tree.tree_drafter import Mixer
 from kvcli.engine.rows import Rows
 from kvcli.engine.stats import Step
+from kvcli.methods.drafts.model import Model
 
 PLAIN = 0.02  # seconds of a pass with one row
 WRONG = 20000
@@ -101,7 +102,7 @@ class Run:
     passes: list[int] = field(default_factory=list)  # of the second model, by pass
 
     def __post_init__(self) -> None:
-        for module in (chain, mixer):
+        for module in (model_draft, tree_drafter):
             self.monkeypatch.setattr(module, "perf_counter", lambda: self.now)
         self.truth = list(range(19000))
         config = Model(**self.settings, copies=False)

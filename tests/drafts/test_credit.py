@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcli.drafts.credit import Credit
+from kvcli.drafts.pacing.source_payoff import Credit
 
 
 def sent(passes: int, brought: float, cost: float, speed: float = 1.0) -> Credit:

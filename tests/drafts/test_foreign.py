@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvcli.drafts import foreign
-from kvcli.drafts.foreign import Foreign
-from kvcli.drafts.respelled import Respelled
-from kvcli.drafts.sibling import Sibling
+from kvcli.drafts.draft_models import cross_vocabulary
+from kvcli.drafts.draft_models.cross_vocabulary import Foreign
+from kvcli.drafts.draft_models.retokenized_text import Respelled
+from kvcli.drafts.draft_models.separate_model import Sibling
 from kvcli.engine.engine import drive
 from kvcli.engine.hf.lm import LM
 from kvcli.models.spelling import Spelling
@@ -269,7 +269,7 @@ def test_a_part_of_a_word_is_not_named_again_until_the_word_is_whole() -> None:
 
 
 def test_spelled_candidates_are_remembered_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "KEPT", 3)
+    monkeypatch.setattr(cross_vocabulary, "KEPT", 3)
     _, guesser, _ = named(Says([ITS(letter) for letter in "ABCDEFGH"]))
     assert 0 < len(guesser._known) <= 3
 

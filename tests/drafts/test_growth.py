@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvcli.drafts.chain import Chain
-from kvcli.drafts.copies import Copies
-from kvcli.drafts.growth import Growth, Shape, sequoia
-from kvcli.drafts.tree import grow
+from kvcli.drafts.sources.model_draft import Chain
+from kvcli.drafts.sources.prompt_lookup import Copies
+from kvcli.drafts.tree.growth import Growth, Shape, sequoia
+from kvcli.drafts.tree.tree import grow
 
 
 class Says:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvcli.drafts import mixer, successors
-from kvcli.drafts.company import Company
-from kvcli.drafts.mix import Mix
-from kvcli.drafts.model import Model
-from kvcli.drafts.self_draft import SelfDraft
+from kvcli.drafts.sources import logit_recycling
+from kvcli.drafts.tree import tree_drafter
+from kvcli.methods.drafts.mix import Mix
+from kvcli.methods.drafts.model import Model
+from kvcli.methods.drafts.model_draft_settings import Company
+from kvcli.methods.drafts.self_draft import SelfDraft
 
 
 def test_without_scouts_neither_rows_nor_a_view_are_planned_for():
@@ -25,9 +26,9 @@ def test_without_scouts_neither_rows_nor_a_view_are_planned_for():
 def test_what_a_model_keeps_beside_its_guesses_is_planned_for_as_in_a_mix():
     beside = Model(sources=("stand", "recycle"))
     learned = Mix(sources=("stand", "recycle")).tables(100)
-    assert learned == 400 * successors.KEY_BYTES
+    assert learned == 400 * logit_recycling.KEY_BYTES
     assert beside.tables(100) == Model().tables(100) + learned
-    assert SelfDraft(sources=("recycle",), copies=False).tables(100) == 100 * successors.KEY_BYTES
+    assert SelfDraft(sources=("recycle",), copies=False).tables(100) == 100 * logit_recycling.KEY_BYTES
 
 
 def test_a_mix_of_nothing_is_refused():
@@ -46,7 +47,7 @@ def test_logits_rest_where_listening_takes_longer_than_it_brings(
         now[0] += each
         return now[0]
 
-    for module in (mixer, successors):
+    for module in (tree_drafter, logit_recycling):
         monkeypatch.setattr(module, "perf_counter", clock)
     config = Mix(sources=("suffix", "stand", "recycle"))
     run = engine(config.drafter(), copied_ids(3000, 1), 400, gleaned=lambda row: [7000.0, 7001.0, 1.0, 0.0]).run(100)

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.drafts import sibling
-from kvcli.drafts.chain import Chain
-from kvcli.drafts.model import Model
-from kvcli.drafts.off import Off
-from kvcli.drafts.sibling import Sibling
+from kvcli.drafts.draft_models import separate_model
+from kvcli.drafts.draft_models.separate_model import Sibling
+from kvcli.drafts.sources.model_draft import Chain
 from kvcli.engine import engine
 from kvcli.engine.drafting.drafter import Drafter, Pair
 from kvcli.engine.engine import drive, events, together
@@ -27,6 +25,8 @@ from kvcli.errors import BadConfig, BadModel
 from kvcli.kv.recurrent_state import apart_by
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.model import Model
+from kvcli.methods.drafts.off import Off
 from tests import families, hybrids
 from tests.covering import marked
 
@@ -247,7 +247,7 @@ def test_closed_up_it_is_the_text_without_what_went(sees: int | None, monkeypatc
     assert torch.equal(s.pos, want.pos)
     assert torch.allclose(s.k, want.k, atol=1e-6)  # angles are taken in float32
     assert torch.allclose(s.v, want.v, atol=1e-12)
-    monkeypatch.setattr(sibling, "CHUNK", 5)
+    monkeypatch.setattr(separate_model, "CHUNK", 5)
     for n in range(300):  # five times as long as the model was made for, were positions those of the text
         drive(at.it.read())
         assert int(at.slots().pos.max()) < 23

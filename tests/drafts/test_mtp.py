@@ -14,9 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from kvcli.drafts.mtp import MtpDraft
-from kvcli.drafts.mtp_head import MtpHead
-from kvcli.drafts.off import Off
+from kvcli.drafts.draft_models.mtp_head import MtpHead
 from kvcli.engine.drafting.drafter import Drafter, Pair
 from kvcli.engine.drafting.mtp import Mtp, mtp_of
 from kvcli.engine.engine import drive, events, run
@@ -32,6 +30,8 @@ from kvcli.fit.plan import Facts, Subject, plan
 from kvcli.fit.room import Room
 from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.mtp import MtpDraft
+from kvcli.methods.drafts.off import Off
 from kvcli.models.packing import Packing
 from kvcli.models.shape import shape_of
 from kvcli.settings.profile import Profile

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcli.drafts.copies import Copies
-from kvcli.drafts.mixer import Mixer
-from kvcli.drafts.ngram import Ngram
-from kvcli.drafts.odds import Odds
+from kvcli.drafts.sources.prompt_lookup import Copies
+from kvcli.drafts.tree.acceptance_rates import Odds
+from kvcli.drafts.tree.tree_drafter import Mixer
 from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.stats import Step
+from kvcli.methods.drafts.ngram import Ngram
 
 TEXT = st.integers(1, 4).flatmap(lambda k: st.lists(st.integers(0, k), min_size=1, max_size=90))
 FIXED = Ngram(adaptive=False)
@@ -146,7 +146,7 @@ def test_a_match_cannot_have_to_be_longer_than_it_may_be():
 
 
 def test_settings_are_read_without_torch_or_numpy():
-    code = "import sys, kvcli.drafts.ngram as n; n.Ngram(); print({'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, kvcli.methods.drafts.ngram as n; n.Ngram(); print({'torch', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.drafts.mix import Mix
-from kvcli.drafts.mixer import Mixer
-from kvcli.drafts.model import Model
-from kvcli.drafts.off import Off
-from kvcli.drafts.suffix import SuffixIndex
+from kvcli.drafts.sources.suffix_index import SuffixIndex
+from kvcli.drafts.tree.tree_drafter import Mixer
 from kvcli.engine.drafting.drafter import Pair
 from kvcli.engine.engine import drive
 from kvcli.engine.rows import Draft
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
+from kvcli.methods.drafts.mix import Mix
+from kvcli.methods.drafts.model import Model
+from kvcli.methods.drafts.off import Off
 from tests import drafters
 from tests.exact.table import DRAFTERS, STOP, lm, opened, plain, prompt, sibling, written
 

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from kvcli.drafts.ngram import Ngram
-from kvcli.drafts.pace import Mode, Pace
+from kvcli.drafts.pacing.draft_controller import Mode, Pace
+from kvcli.methods.drafts.ngram import Ngram
 
 COSTS: dict[str, Callable[[int], float]] = {  # rows -> plain passes
     "cheap": lambda rows: 1 + 0.02 * (rows - 1),

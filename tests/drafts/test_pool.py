@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvcli.drafts.mixer import Mixer
-from kvcli.drafts.pool import Pool
-from kvcli.drafts.tree import grow
+from kvcli.drafts.sources.ngram_pool import Pool
+from kvcli.drafts.tree.tree import grow
+from kvcli.drafts.tree.tree_drafter import Mixer
 from kvcli.settings.profile import Profile
 
 
@@ -45,7 +45,7 @@ def test_shared_beginnings_cost_one_row():
 
 
 def test_keys_are_limited(monkeypatch):
-    monkeypatch.setattr("kvcli.drafts.pool.KEYS", 3)
+    monkeypatch.setattr("kvcli.drafts.sources.ngram_pool.KEYS", 3)
     pool = Pool(1, 8, 8)
     for token in range(9):
         pool.put([token], [0])

@@ -14,12 +14,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcli.drafts.model import Model
-from kvcli.drafts.off import Off
-from kvcli.drafts.retrieval import Retrieval, looks
-from kvcli.drafts.retrieval_scores import Query, best, relevance
-from kvcli.drafts.retrieval_trigger import Adaptive, Every, Trigger, trigger
-from kvcli.drafts.sibling import Sibling
+from kvcli.drafts.draft_models.chunk_retrieval import Retrieval, looks
+from kvcli.drafts.draft_models.chunk_scores import Query, best, relevance
+from kvcli.drafts.draft_models.chunk_trigger import Adaptive, Every, Trigger, trigger
+from kvcli.drafts.draft_models.separate_model import Sibling
 from kvcli.engine.drafting.drafter import Drafter, Pair
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
@@ -28,6 +26,8 @@ from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Stats
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.model import Model
+from kvcli.methods.drafts.off import Off
 from tests import families
 
 NEW = 60

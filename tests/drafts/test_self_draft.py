@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from kvcli.build import view
-from kvcli.drafts import skipping
-from kvcli.drafts.chain import Chain
-from kvcli.drafts.itself import Itself
-from kvcli.drafts.mixer import Mixer
-from kvcli.drafts.off import Off
-from kvcli.drafts.self_draft import SelfDraft
-from kvcli.drafts.skipping import Clasp, Early, Found, Knn, Known, Swift
+from kvcli.drafts.draft_models import layer_skip
+from kvcli.drafts.draft_models.layer_skip import Clasp, Early, Found, Knn, Known, Swift
+from kvcli.drafts.draft_models.same_model import Itself
+from kvcli.drafts.sources.model_draft import Chain
+from kvcli.drafts.tree.tree_drafter import Mixer
 from kvcli.engine.drafting.drafter import Drafter, Pair
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
@@ -27,6 +25,8 @@ from kvcli.engine.stats import Stats
 from kvcli.kernels.native import native
 from kvcli.kv.slots import Store
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
+from kvcli.methods.drafts.self_draft import SelfDraft
 from kvcli.settings.values import keys_of
 from tests import families
 
@@ -233,7 +233,7 @@ def test_what_one_text_taught_belongs_to_its_model_and_the_share_left_out(monkey
         assert report is not None
         return report.by.partition(", ")[2]
 
-    monkeypatch.setattr(skipping, "_SHARE", math.inf)  # there is time
+    monkeypatch.setattr(layer_skip, "_SHARE", math.inf)  # there is time
     first = "by search: no text that is known is like this one)"
     again = "as for an earlier text like this one (cosine 1.00))"
     assert name(factory, idle()) == first

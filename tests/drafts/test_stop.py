@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from kvcli.drafts.model import Model
-from kvcli.drafts.stop import Disco, Reject, Stop
+from kvcli.drafts.tree.stop_rules import Disco, Reject, Stop
+from kvcli.methods.drafts.model import Model
 from tests.drafts.test_chain import COSTS, Run
 
 

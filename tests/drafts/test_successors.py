@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcli.drafts.successors import PART, TOP, WIDE, Successors, likeliest, top
-from kvcli.drafts.tree import grow
+from kvcli.drafts.sources.logit_recycling import PART, TOP, WIDE, Successors, likeliest, top
+from kvcli.drafts.tree.tree import grow
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.kernels.gumbel import gumbel
 from kvcli.kernels.gumbel.host import gumbel_host
@@ -86,7 +86,7 @@ def test_what_is_guessed_first_is_what_the_sampler_draws(settings: dict[str, flo
 
 
 def test_keys_are_limited(monkeypatch):
-    monkeypatch.setattr("kvcli.drafts.successors.KEYS", 3)
+    monkeypatch.setattr("kvcli.drafts.sources.logit_recycling.KEYS", 3)
     source = Successors("recycle", 1, 1)
     for token in range(9):
         source.tell([token], [0], [0.0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcli.drafts.window import Window
+from kvcli.drafts.sources.jacobi_window import Window
 
 
 def filled(width: int, ngram: int, text: list[int], ends: tuple[int, ...] = ()) -> Window:

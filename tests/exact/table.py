@@ -20,11 +20,6 @@ import torch
 from safetensors.torch import save_file
 
 from kvcli.build import view
-from kvcli.drafts.lookahead import Lookahead
-from kvcli.drafts.mix import Mix
-from kvcli.drafts.model import Model
-from kvcli.drafts.ngram import Ngram
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter, Pair
 from kvcli.engine.engine import Engine, Ticket, drive, events
 from kvcli.engine.forward_request import Feed, Work
@@ -58,6 +53,11 @@ from kvcli.kv.tiers.disk import Disk
 from kvcli.kv.tiers.host import Host
 from kvcli.kv.tiers.pinned_host import Mapped
 from kvcli.kv.tiers.quantized import Packed
+from kvcli.methods.drafts.lookahead import Lookahead
+from kvcli.methods.drafts.mix import Mix
+from kvcli.methods.drafts.model import Model
+from kvcli.methods.drafts.ngram import Ngram
+from kvcli.methods.drafts.off import Off
 from kvcli.methods.formats.cskv import Cskv
 from kvcli.methods.formats.freqkv import FreqKV
 from kvcli.methods.formats.gear import Gear

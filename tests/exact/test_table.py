@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.drafts.model import Model
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter, Pair
 from kvcli.engine.engine import drive, events
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kv.slots import Store
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.model import Model
+from kvcli.methods.drafts.off import Off
 from kvcli.models.spelling import Spelling
 from tests import drafters, families
 from tests.covering import covering, marked, pairs, spread

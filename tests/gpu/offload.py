@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from kvcli.drafts.ngram import Ngram
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import Session
@@ -31,6 +29,8 @@ from kvcli.kv.tiers.disk import Disk
 from kvcli.kv.tiers.host import Host
 from kvcli.kv.tiers.pinned_host import Mapped
 from kvcli.kv.tiers.quantized import Packed
+from kvcli.methods.drafts.ngram import Ngram
+from kvcli.methods.drafts.off import Off
 from tests import families
 from tests.exact import table as exactness
 from tests.gpu.clock import runtime_calls, spread, times

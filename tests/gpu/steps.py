@@ -15,13 +15,13 @@ from typing import Any, cast
 
 import torch
 
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Draft
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from tests import families
 from tests.bench.decode import theirs
 from tests.drafters import Scripted

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from kvcli.drafts.off import Off
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.engine import run as run_feeds
@@ -22,6 +21,7 @@ from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from tests import drafters, families
 from tests.gpu.models import eight
 from tests.gpu.stage import On, Row, why

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from kvcli.drafts.off import Off
 from kvcli.engine.cuda_graphs import captured_pass
 from kvcli.engine.cuda_graphs.captured_pass import Frames
 from kvcli.engine.engine import drive
@@ -19,6 +18,7 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kernels import gpu
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from tests import families
 from tests.drafters import Bush
 from tests.fake_graphs import FakeGraphs

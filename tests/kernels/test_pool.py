@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, run
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.lm import LM
@@ -27,6 +26,7 @@ from kvcli.kernels import native as built
 from kvcli.kernels.linear import linear, pack
 from kvcli.kernels.native import build
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from tests.families import build as family
 
 pytestmark = pytest.mark.skipif(not built.levels(), reason=built.why_not() or "unknown")

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kvcli import load
-from kvcli.drafts.off import Off
 from kvcli.engine.engine import drive, together
 from kvcli.engine.forward_request import Asks
 from kvcli.engine.hf.lm import LM
@@ -19,6 +18,7 @@ from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig, BadInput
 from kvcli.kernels.native import native, why_not
 from kvcli.kv.tiers.dense import Dense
+from kvcli.methods.drafts.off import Off
 from kvcli.settings.profile import Profile
 from kvcli.steps.judge import Judge
 from kvcli.steps.lookahead import CHECKPOINTS, Lookahead

@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.drafts.viewing import Viewing
+from kvcli.methods.drafts.view_settings import Viewing
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvcli.drafts.mixer import Mixer
-    from kvcli.drafts.pool import Pool
-    from kvcli.drafts.window import Window
+    from kvcli.drafts.sources.jacobi_window import Window
+    from kvcli.drafts.sources.ngram_pool import Pool
+    from kvcli.drafts.tree.tree_drafter import Mixer
     from kvcli.engine.drafting.drafter import Pair
 
 
@@ -41,14 +41,14 @@ class Scouting(Viewing):
 
     def tables(self, n: int) -> int:
         """Bytes of the pool, at most, after n tokens."""
-        from kvcli.drafts.pool import KEY_BYTES, KEYS
+        from kvcli.drafts.sources.ngram_pool import KEY_BYTES, KEYS
 
         return KEY_BYTES * min(KEYS, n * (self.window * self.key_max + self.seeded))
 
     def scouting(self, ends: Collection[int]) -> tuple[Window, Pool]:
         """The window and the pool it fills."""
-        from kvcli.drafts.pool import Pool
-        from kvcli.drafts.window import Window
+        from kvcli.drafts.sources.jacobi_window import Window
+        from kvcli.drafts.sources.ngram_pool import Pool
 
         seeds = self.ngram if self.seeded else 0
         return Window(self.window, self.ngram, ends), Pool(self.key_max, self.per_key, self.guesses, seeds)
@@ -60,7 +60,7 @@ class Lookahead(Scouting):
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet."""
-        from kvcli.drafts.mixer import Mixer
+        from kvcli.drafts.tree.tree_drafter import Mixer
 
         window, pool = self.scouting(ends)
         return Mixer(self, [pool], scouting=(window, pool), view=self.glance())

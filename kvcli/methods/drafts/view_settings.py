@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.drafts.pacing import Pacing
+from kvcli.drafts.draft_settings import Pacing
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:

@@ -14,16 +14,16 @@ from statistics import median_low
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kvcli.drafts.growth import Growth, Place, Shape, Tip, sequoia
-from kvcli.drafts.odds import Odds
-from kvcli.drafts.successors import NAMES, START, cell, ranked
-from kvcli.drafts.tree import Offer
+from kvcli.drafts.sources.logit_recycling import NAMES, START, cell, ranked
+from kvcli.drafts.tree.acceptance_rates import Odds
+from kvcli.drafts.tree.growth import Growth, Place, Shape, Tip, sequoia
+from kvcli.drafts.tree.tree import Offer
 from kvcli.errors import KvcliError
 from kvcli.kv.out_of_memory import as_shortage
 
 if TYPE_CHECKING:
-    from kvcli.drafts.copies import Copies
-    from kvcli.drafts.guesser import Guesser
+    from kvcli.drafts.draft_models.draft_model import Guesser
+    from kvcli.drafts.sources.prompt_lookup import Copies
     from kvcli.engine.drafting.report import Accepted
     from kvcli.engine.forward_request import Asks
     from kvcli.engine.sequence.sampler import Sampler

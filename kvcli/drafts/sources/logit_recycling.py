@@ -15,8 +15,8 @@ from math import exp, inf, log
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kvcli.drafts.odds import Odds
-from kvcli.drafts.tree import Offer
+from kvcli.drafts.tree.acceptance_rates import Odds
+from kvcli.drafts.tree.tree import Offer
 from kvcli.kernels.gumbel.host import gumbel_host
 
 if TYPE_CHECKING:

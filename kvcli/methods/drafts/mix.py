@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.drafts.lookahead import Scouting
-from kvcli.drafts.pacing import Pacing
+from kvcli.drafts.draft_settings import Pacing
+from kvcli.methods.drafts.lookahead import Scouting
 from kvcli.settings.schema import Range
 from kvcli.settings.values import keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvcli.drafts.mixer import Mixer
-    from kvcli.drafts.tree import Source
+    from kvcli.drafts.tree.tree import Source
+    from kvcli.drafts.tree.tree_drafter import Mixer
     from kvcli.engine.drafting.drafter import Pair
 
 
@@ -55,8 +55,8 @@ class Mix(Scouting):
 
     def tables(self, n: int) -> int:
         """Bytes of what its sources remember of n tokens, at most."""
-        from kvcli.drafts.copies import TOKEN_BYTES
-        from kvcli.drafts.successors import LENGTHS, learned_bytes
+        from kvcli.drafts.sources.logit_recycling import LENGTHS, learned_bytes
+        from kvcli.drafts.sources.prompt_lookup import TOKEN_BYTES
 
         each = {"suffix": TOKEN_BYTES * n, "scouts": super().tables(n)}
         each |= {name: learned_bytes([name], n) for name in LENGTHS}
@@ -64,9 +64,9 @@ class Mix(Scouting):
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet."""
-        from kvcli.drafts.copies import Copies
-        from kvcli.drafts.mixer import Mixer
-        from kvcli.drafts.successors import LENGTHS, learners
+        from kvcli.drafts.sources.logit_recycling import LENGTHS, learners
+        from kvcli.drafts.sources.prompt_lookup import Copies
+        from kvcli.drafts.tree.tree_drafter import Mixer
 
         scouting = self.scouting(ends)
         successors = learners([name for name in self.sources if name in LENGTHS])

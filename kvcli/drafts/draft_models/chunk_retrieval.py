@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcli.drafts.retrieval_chunks import KV, Chunks
-from kvcli.drafts.retrieval_scores import Query, best, relevance
-from kvcli.drafts.retrieval_trigger import Trigger
-from kvcli.drafts.sibling import Sibling
+from kvcli.drafts.draft_models.chunk_scores import Query, best, relevance
+from kvcli.drafts.draft_models.chunk_store import KV, Chunks
+from kvcli.drafts.draft_models.chunk_trigger import Trigger
+from kvcli.drafts.draft_models.separate_model import Sibling
 from kvcli.engine.forward_request import Asks, Feed
 from kvcli.engine.rows import Hears, Rows
 from kvcli.engine.sequence.commit import commit

@@ -10,17 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.drafts.company import Company
-from kvcli.drafts.stop import Rule, rule
+from kvcli.drafts.tree.stop_rules import Rule, rule
+from kvcli.methods.drafts.model_draft_settings import Company
 from kvcli.settings.schema import Pattern, Quant, Range, Second
 from kvcli.settings.values import keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvcli.drafts.guesser import Guesser
-    from kvcli.drafts.mixer import Mixer
-    from kvcli.drafts.sibling import Sibling
+    from kvcli.drafts.draft_models.draft_model import Guesser
+    from kvcli.drafts.draft_models.separate_model import Sibling
+    from kvcli.drafts.tree.tree_drafter import Mixer
     from kvcli.engine.drafting.drafter import Pair
 
 _RETRIEVAL = Pattern(r"off|adaptive|every:[1-9]\d{0,4}", '"off", "adaptive" or "every:N" with N passes')
@@ -111,14 +111,14 @@ class Model(Company):
     @property
     def second_rows(self) -> tuple[int, int]:
         """Rows of its passes, at most: of one that reads, and of one all of whose rows have logits."""
-        from kvcli.drafts.chain import LOOK
-        from kvcli.drafts.sibling import CHUNK
+        from kvcli.drafts.draft_models.separate_model import CHUNK
+        from kvcli.drafts.sources.model_draft import LOOK
 
         return CHUNK, LOOK
 
     def kept(self, n: int, device: str = "cpu") -> int:
         """Of n tokens, those whose keys and values it has there at most: more than stay while it reads, or guesses."""
-        from kvcli.drafts.sibling import CHUNK
+        from kvcli.drafts.draft_models.separate_model import CHUNK
 
         ready = n if self.retrieval != "off" and (self.shelf == "device" or device == "cpu") else 0
         return ready + (min(n, max(self.working, self._far) + CHUNK) if self.working and self.prefill != "full" else n)
@@ -126,7 +126,7 @@ class Model(Company):
     @property
     def states(self) -> int:
         """Of layers of the model that drafts that keep one, at most: of its text, of guesses, and of a pass."""
-        from kvcli.drafts.sibling import CHECKPOINTS
+        from kvcli.drafts.draft_models.separate_model import CHECKPOINTS
 
         return 1 + CHECKPOINTS + self.depth + 1
 
@@ -137,9 +137,9 @@ class Model(Company):
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet. Raises BadConfig where `working` tokens are more than the model that drafts
         was made for."""
-        from kvcli.drafts.chain import Chain
-        from kvcli.drafts.copies import Copies
-        from kvcli.drafts.growth import Growth
+        from kvcli.drafts.sources.model_draft import Chain
+        from kvcli.drafts.sources.prompt_lookup import Copies
+        from kvcli.drafts.tree.growth import Growth
         from kvcli.errors import BadConfig
 
         assert pair is not None, "somebody must draft"
@@ -174,8 +174,8 @@ class Model(Company):
         return self.mixer(chain, copies, stop=rule(self.stop, self.risk))
 
     def _guesser(self, pair: Pair, sees: int | None, closes: bool) -> Guesser:
-        from kvcli.drafts.foreign import Foreign
-        from kvcli.drafts.sibling import Sibling
+        from kvcli.drafts.draft_models.cross_vocabulary import Foreign
+        from kvcli.drafts.draft_models.separate_model import Sibling
         from kvcli.errors import BadConfig
 
         wants = {
@@ -204,8 +204,8 @@ class Model(Company):
     def _retrieval(self, pair: Pair, sees: int | None, closes: bool) -> Sibling:
         from functools import partial
 
-        from kvcli.drafts.retrieval import Retrieval, looks
-        from kvcli.drafts.retrieval_trigger import trigger
+        from kvcli.drafts.draft_models.chunk_retrieval import Retrieval, looks
+        from kvcli.drafts.draft_models.chunk_trigger import trigger
 
         return Retrieval(
             pair.draft,

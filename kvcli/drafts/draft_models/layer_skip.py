@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvcli.drafts.successors import top
+from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.rows import Rows
 from kvcli.kv.slots import Slots, compact, spans

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.drafts.listening import Listening
-from kvcli.drafts.sibling import shared
-from kvcli.drafts.skipping import SEEN, newest_before
-from kvcli.drafts.successors import top
+from kvcli.drafts.draft_models.hidden_state_head import Listening
+from kvcli.drafts.draft_models.layer_skip import SEEN, newest_before
+from kvcli.drafts.draft_models.separate_model import shared
+from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import Bough
 from kvcli.engine.forward_request import Asks, Feed
 from kvcli.engine.rows import Rows

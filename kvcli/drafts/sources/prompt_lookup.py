@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcli.drafts.odds import Odds, by_bits
-from kvcli.drafts.suffix import SuffixIndex
-from kvcli.drafts.tree import Offer
+from kvcli.drafts.sources.suffix_index import SuffixIndex
+from kvcli.drafts.tree.acceptance_rates import Odds, by_bits
+from kvcli.drafts.tree.tree import Offer
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.report import Accepted

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.drafts.company import Company
+from kvcli.methods.drafts.model_draft_settings import Company
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvcli.drafts.mixer import Mixer
+    from kvcli.drafts.tree.tree_drafter import Mixer
     from kvcli.engine.drafting.drafter import Pair
 
 
@@ -31,9 +31,9 @@ class MtpDraft(Company):
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet. Raises BadModel where the model's files have no such layer to use."""
-        from kvcli.drafts.chain import Chain
-        from kvcli.drafts.copies import Copies
-        from kvcli.drafts.mtp_head import MtpHead
+        from kvcli.drafts.draft_models.mtp_head import MtpHead
+        from kvcli.drafts.sources.model_draft import Chain
+        from kvcli.drafts.sources.prompt_lookup import Copies
         from kvcli.engine.drafting.mtp import mtp_of
 
         assert pair is not None, "somebody must draft"

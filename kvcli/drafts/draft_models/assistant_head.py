@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.drafts.listening import Listening
-from kvcli.drafts.mtp_head import heard_again
-from kvcli.drafts.successors import top
+from kvcli.drafts.draft_models.hidden_state_head import Listening
+from kvcli.drafts.draft_models.mtp_head import heard_again
+from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.gemma4_assistant import lenders
 from kvcli.engine.forward_request import Asks, Feed
 from kvcli.engine.rows import Rows

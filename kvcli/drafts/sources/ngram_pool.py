@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcli.drafts.odds import Odds
-from kvcli.drafts.tree import Offer
+from kvcli.drafts.tree.acceptance_rates import Odds
+from kvcli.drafts.tree.tree import Offer
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.report import Accepted

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvcli.drafts.respelled import Respelled
+from kvcli.drafts.draft_models.retokenized_text import Respelled
 from kvcli.outlet import BROKEN
 
 if TYPE_CHECKING:
-    from kvcli.drafts.guesser import Guesser
+    from kvcli.drafts.draft_models.draft_model import Guesser
     from kvcli.engine.drafting.drafter import Past
     from kvcli.engine.forward_request import Asks
     from kvcli.engine.rows import Hears

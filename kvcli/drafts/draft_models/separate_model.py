@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcli.drafts.successors import top
+from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import Bough
 from kvcli.engine.forward_request import Asks, Feed
 from kvcli.engine.hf.rope import rotaries

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from kvcli.drafts.company import Company
+from kvcli.methods.drafts.model_draft_settings import Company
 from kvcli.settings.schema import Quant, Range, Second
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvcli.drafts.mixer import Mixer
+    from kvcli.drafts.tree.tree_drafter import Mixer
     from kvcli.engine.drafting.drafter import Pair
 
 
@@ -49,9 +49,9 @@ class AssistantDraft(Company):
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet."""
-        from kvcli.drafts.assistant_head import AssistantHead
-        from kvcli.drafts.chain import Chain
-        from kvcli.drafts.copies import Copies
+        from kvcli.drafts.draft_models.assistant_head import AssistantHead
+        from kvcli.drafts.sources.model_draft import Chain
+        from kvcli.drafts.sources.prompt_lookup import Copies
 
         assert pair is not None, "somebody must draft"
         lm, head = pair.target, pair.draft

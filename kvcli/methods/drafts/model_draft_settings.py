@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvcli.drafts.ngram import Ngram
+from kvcli.methods.drafts.ngram import Ngram
 
 if TYPE_CHECKING:
-    from kvcli.drafts.chain import Chain
-    from kvcli.drafts.copies import Copies
-    from kvcli.drafts.mixer import Mixer
-    from kvcli.drafts.successors import Successors
+    from kvcli.drafts.sources.logit_recycling import Successors
+    from kvcli.drafts.sources.model_draft import Chain
+    from kvcli.drafts.sources.prompt_lookup import Copies
+    from kvcli.drafts.tree.tree_drafter import Mixer
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Company(Ngram):
 
     def tables(self, n: int) -> int:
         """Bytes of what is remembered of n tokens, at most."""
-        from kvcli.drafts.successors import learned_bytes
+        from kvcli.drafts.sources.logit_recycling import learned_bytes
 
         return (super().tables(n) if self.copies else 0) + learned_bytes(self.sources, n)
 
     def mixer(self, chain: Chain, copies: Copies, **of: Any) -> Mixer:
         """The drafter of a chain and its company. `of`: as `Mixer` has it."""
-        from kvcli.drafts.mixer import Mixer
-        from kvcli.drafts.successors import learners
+        from kvcli.drafts.sources.logit_recycling import learners
+        from kvcli.drafts.tree.tree_drafter import Mixer
 
         successors = learners(self.sources)
         others: list[Copies | Successors] = [*([copies] if self.copies else []), *successors]  # the cheapest first

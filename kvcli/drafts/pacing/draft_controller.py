@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvcli.drafts.clock import Clock
+from kvcli.drafts.pacing.pass_timer import Clock
 from kvcli.engine.drafting.report import Report
 
 _WARM_UP = 2  # first passes, whose times count for nothing (allocation, caches, compilation)

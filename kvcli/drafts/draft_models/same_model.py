@@ -1,7 +1,7 @@
 """The model that writes drafts for itself: for guesses it reads less of the past, or in fewer bits, or by fewer layers.
 
 MagicDec (arXiv 2408.11049) and TriForce (arXiv 2404.11912) guess over a part of the past, QuantSpec (arXiv 2502.10424)
-over its coarse half; skipping.py has those that leave layers out. Keys and values of guesses lie beside the past until
+over its coarse half; layer_skip.py has those that leave layers out. Keys and values of guesses lie beside the past until
 the next step, and then go: the text's store is read and never written.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvcli.drafts.successors import top
+from kvcli.drafts.sources.logit_recycling import top
 from kvcli.engine.drafting.draft_kv import Bough
 from kvcli.kv.tiers.device_tables import Fixed
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kvcli.drafts.skipping import Skipping
+    from kvcli.drafts.draft_models.layer_skip import Skipping
     from kvcli.engine.drafting.drafter import Past
     from kvcli.engine.forward_request import Asks
     from kvcli.engine.hf.lm import LM

@@ -7,19 +7,19 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from kvcli.drafts.credit import Credit
-from kvcli.drafts.pace import Mode, Pace
-from kvcli.drafts.tree import FAINT, SURE, Guess, Source, decided, grow
+from kvcli.drafts.pacing.draft_controller import Mode, Pace
+from kvcli.drafts.pacing.source_payoff import Credit
+from kvcli.drafts.tree.tree import FAINT, SURE, Guess, Source, decided, grow
 from kvcli.engine.drafting.report import Report, ScoutsReport
 
 if TYPE_CHECKING:
-    from kvcli.drafts.chain import Chain
-    from kvcli.drafts.pacing import Pacing
-    from kvcli.drafts.pool import Pool
-    from kvcli.drafts.stop import Stop
-    from kvcli.drafts.successors import Successors
-    from kvcli.drafts.tree import Beyond
-    from kvcli.drafts.window import Window
+    from kvcli.drafts.draft_settings import Pacing
+    from kvcli.drafts.sources.jacobi_window import Window
+    from kvcli.drafts.sources.logit_recycling import Successors
+    from kvcli.drafts.sources.model_draft import Chain
+    from kvcli.drafts.sources.ngram_pool import Pool
+    from kvcli.drafts.tree.stop_rules import Stop
+    from kvcli.drafts.tree.tree import Beyond
     from kvcli.engine.drafting.drafter import Costs, Glance, Past
     from kvcli.engine.forward_request import Asks, Glean
     from kvcli.engine.rows import Draft, Scouts
@@ -80,7 +80,7 @@ class Mixer:
         """The likeliest tokens of each row, where a source learns from them."""
         if self._scouts is None and not (self._listens and any(not source.rests for source in self._successors)):
             return None
-        from kvcli.drafts.successors import top  # late: it needs torch
+        from kvcli.drafts.sources.logit_recycling import top  # late: it needs torch
 
         return top
 
@@ -265,7 +265,7 @@ class Mixer:
 
     def _harvest(self, step: Step) -> None:
         """N-grams from the scouts' logits, drawn as the text will be."""
-        from kvcli.drafts.successors import likeliest, ranked  # late: it needs torch
+        from kvcli.drafts.sources.logit_recycling import likeliest, ranked  # late: it needs torch
 
         if self._window is None or self._pool is None:
             return
@@ -278,7 +278,7 @@ class Mixer:
 
     def _hear_logits(self, step: Step) -> None:
         """Successors from the logits of the tree's rows: as many of them as there is time for."""
-        from kvcli.drafts.successors import likeliest  # late: it needs torch
+        from kvcli.drafts.sources.logit_recycling import likeliest  # late: it needs torch
 
         if all(source.rests for source in self._successors):
             return

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.drafts.pacing import Pacing
+from kvcli.drafts.draft_settings import Pacing
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvcli.drafts.mixer import Mixer
+    from kvcli.drafts.tree.tree_drafter import Mixer
     from kvcli.engine.drafting.drafter import Pair
 
 
@@ -29,13 +29,15 @@ class Ngram(Pacing):
 
     def tables(self, n: int) -> int:
         """Bytes of the index of n tokens."""
-        from kvcli.drafts.copies import TOKEN_BYTES
+        from kvcli.drafts.sources.prompt_lookup import TOKEN_BYTES
 
         return TOKEN_BYTES * n
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet."""
-        from kvcli.drafts.copies import Copies  # late: reading a profile must import neither torch nor numpy
-        from kvcli.drafts.mixer import Mixer
+        from kvcli.drafts.sources.prompt_lookup import (
+            Copies,  # late: reading a profile must import neither torch nor numpy
+        )
+        from kvcli.drafts.tree.tree_drafter import Mixer
 
         return Mixer(self, [Copies(self.min_match, self.max_match)])

@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from kvcli.drafts.company import Company
-from kvcli.drafts.viewing import Viewing
+from kvcli.methods.drafts.model_draft_settings import Company
+from kvcli.methods.drafts.view_settings import Viewing
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from kvcli.drafts.mixer import Mixer
-    from kvcli.drafts.skipping import Skipping
+    from kvcli.drafts.draft_models.layer_skip import Skipping
+    from kvcli.drafts.tree.tree_drafter import Mixer
     from kvcli.engine.drafting.drafter import Pair
     from kvcli.engine.hf.lm import LM
 
@@ -41,9 +41,9 @@ class SelfDraft(Company, Viewing):
 
     def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
         """A drafter that knows no text yet."""
-        from kvcli.drafts.chain import Chain
-        from kvcli.drafts.copies import Copies
-        from kvcli.drafts.itself import Itself
+        from kvcli.drafts.draft_models.same_model import Itself
+        from kvcli.drafts.sources.model_draft import Chain
+        from kvcli.drafts.sources.prompt_lookup import Copies
 
         assert pair is not None, "somebody must draft"
         lm = pair.target
@@ -53,7 +53,7 @@ class SelfDraft(Company, Viewing):
         return self.mixer(chain, Copies(self.min_match, self.max_match), view=self.glance())
 
     def _skipping(self, lm: LM) -> Skipping:
-        from kvcli.drafts.skipping import Clasp, Early, Knn, Known, Nothing, Swift
+        from kvcli.drafts.draft_models.layer_skip import Clasp, Early, Knn, Known, Nothing, Swift
 
         if self.skip == "none":
             return Nothing()

@@ -1,0 +1,1 @@
+"""Models that draft: separate ones, the target itself, and heads over its hidden states."""

@@ -1,0 +1,1 @@
+"""Measuring whether drafts are worth their time."""

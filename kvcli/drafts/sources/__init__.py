@@ -1,0 +1,1 @@
+"""Draft sources that need no model, and the one that runs a draft model."""

@@ -1,0 +1,1 @@
+"""Drafting methods: one file per `[spec] method`."""
