@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from kvcli.kv.cache.plan import Plan
     from kvcli.kv.slots import Slots, Store
     from kvcli.kv.views.compact_view import Front
+    from kvcli.methods.steps.step_writer import Writer
     from kvcli.prefix_cache.prefix_cache import Shaping
     from kvcli.settings.profile import Profile
-    from kvcli.steps.writer import Writer
 
 SHAPE = ("prefill", "prune", "reuse", "kv", "form", "memory", "policy", "recall")  # tables that a past depends on
 
@@ -232,7 +232,7 @@ def policy(lm: LM, profile: Profile) -> Policy:
     chosen: Policy = profile.policy.settings
     if not profile.memory.spends:
         return chosen
-    from kvcli.policies.within import Within
+    from kvcli.methods.policies.precision.policy import Within
 
     return Within(**vars(chosen), spending=plan(lm, profile).spending)
 
@@ -245,8 +245,8 @@ def steps(lm: LM, profile: Profile, pair: Pair | None, words: PreTrainedTokenize
     from kvcli.engine.sequence.session import Session
     from kvcli.kv.tiers.dense import Dense
     from kvcli.methods.drafts.off import Off
-    from kvcli.steps.lookahead import CHECKPOINTS
-    from kvcli.steps.writer import Writer, ends
+    from kvcli.methods.steps.lookahead_reasoning import CHECKPOINTS
+    from kvcli.methods.steps.step_writer import Writer, ends
 
     if profile.steps.second is None:
         return None
@@ -268,14 +268,14 @@ def steps(lm: LM, profile: Profile, pair: Pair | None, words: PreTrainedTokenize
 
 def can_condense(session: Session, end: int) -> bool:
     """Whether the model has room to judge so many tokens of a text."""
-    from kvcli.policies.condense import has_room
+    from kvcli.methods.policies.compress_prefix import has_room
 
     return has_room(session.lm.limit, end)
 
 
 def condense(session: Session, end: int, most: int) -> Asks[bool]:
     """The first `end` tokens of a text in `most` slots a head; whether that could be."""
-    from kvcli.policies.condense import condense
+    from kvcli.methods.policies.compress_prefix import condense
 
     return condense(session, end, most)
 

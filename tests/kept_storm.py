@@ -25,7 +25,7 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
-from kvcli.policies.snap import Snap
+from kvcli.methods.policies.snapkv import Snap
 from kvcli.prefix_cache.prefix_cache import WHOLE, Shaping, Shelf
 from tests import families
 

@@ -12,7 +12,7 @@ from kvcli.engine.engine import drive
 from kvcli.engine.forward_request import asked
 from kvcli.engine.policy.policy import EachLayer, Moment, Phase, Policy, Wants
 from kvcli.kv.slots import Slots
-from kvcli.policies.everything import Everything
+from kvcli.methods.policies.keep_all import Everything
 
 
 class KeepAll(Everything):

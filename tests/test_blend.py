@@ -29,9 +29,9 @@ from kvcli.kv.slots import Sight, Store, alike
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.quantized import Packed
 from kvcli.methods.drafts.off import Off
-from kvcli.reuse.again import First
-from kvcli.reuse.blend import Blend
-from kvcli.reuse.pie import Pie
+from kvcli.methods.reuse.cacheblend import Blend
+from kvcli.methods.reuse.pie import Pie
+from kvcli.methods.reuse.selective_recompute import First
 from kvcli.settings.profile import Profile
 from tests import all_families, families
 
@@ -112,7 +112,7 @@ def test_some_of_it_reads_what_is_older_in_every_layer(name: str, select: str, m
     """By position, as it is stored in the end: the same with one plain softmax over all of it."""
     lm, how = lm_of(name), Blend(LEAST, 0.3, select)  # type: ignore[arg-type]
     mixed, plain, turned = (read(lm, one) for one in (how, None, Pie(LEAST)))
-    monkeypatch.setattr("kvcli.reuse.again.Beside", Softmax)
+    monkeypatch.setattr("kvcli.methods.reuse.selective_recompute.Beside", Softmax)
     assert same(mixed, read(lm, how), rtol=1e-3, atol=1e-3)
     assert off(mixed, plain) < off(turned, plain)
 

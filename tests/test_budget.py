@@ -27,10 +27,10 @@ from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.slots import LayerShape, Slots, Span, alike, compact, nbytes
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.quantized import Packed
-from kvcli.policies.budget import Budget
-from kvcli.policies.losing import limit, lost
-from kvcli.policies.plan import FOUND, QUALITY, Layer, in_place, levels, price, together
-from kvcli.policies.within import Within
+from kvcli.methods.policies.precision.loss_limit import limit, lost
+from kvcli.methods.policies.precision.plan import FOUND, QUALITY, Layer, in_place, levels, price, together
+from kvcli.methods.policies.precision.policy import Within
+from kvcli.methods.policies.precision.settings import Budget
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
 from tests.test_ladder import D, K, L, fill, positions, read

@@ -26,7 +26,7 @@ from kvcli.kv.slots import LayerShape, Sight, Store, spans
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.dense_uniform import Slab
 from kvcli.methods.drafts.off import Off
-from kvcli.prune.lazy import Lazy
+from kvcli.methods.prune.lazy import Lazy
 from tests import families
 
 torch.set_num_threads(1)

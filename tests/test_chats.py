@@ -25,7 +25,7 @@ from kvcli.commands.repl import Repl
 from kvcli.commands.setup import Setup
 from kvcli.documents import Document
 from kvcli.errors import BadConfig, BadInput
-from kvcli.policies.headmap import read_headmap
+from kvcli.policies.scoring.headmap import read_headmap
 from kvcli.render.screen import Screen
 from kvcli.schemas.chat import ChatDocument
 from kvcli.world import Paths, World

@@ -28,7 +28,7 @@ from kvcli.kernels.rotate import rotate, unrotate
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
-from kvcli.policies.condense import condense, has_room
+from kvcli.methods.policies.compress_prefix import condense, has_room
 from kvcli.prefix_cache.prefix_cache import Shelf
 from kvcli.settings.profile import Profile
 from tests import families

@@ -19,14 +19,14 @@ from kvcli.engine.sequence.session import Session
 from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
+from kvcli.methods.reuse.cacheblend import Blend
+from kvcli.methods.reuse.pie import Pie
 from kvcli.prefix_cache import span_lookup as finding
 from kvcli.prefix_cache.block_file import LENGTH, Block
 from kvcli.prefix_cache.block_file import read as read_block
 from kvcli.prefix_cache.block_tree import Tree
 from kvcli.prefix_cache.codec import AsIs
 from kvcli.prefix_cache.prefix_cache import WHOLE, Shelf
-from kvcli.reuse.blend import Blend
-from kvcli.reuse.pie import Pie
 from kvcli.settings.profile import Profile
 from tests import families
 

@@ -30,9 +30,9 @@ from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.lookahead import Lookahead
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
-from kvcli.policies.fastgen import FastGen
-from kvcli.policies.fastgen_scores import Scores
-from kvcli.policies.recovery import Sets
+from kvcli.methods.policies.fastgen.frequency_scores import Scores
+from kvcli.methods.policies.fastgen.policy import FastGen
+from kvcli.methods.policies.fastgen.recovery import Sets
 from kvcli.settings.profile import load_profile
 from tests import drafters, families, head_zoo
 from tests.covering import pairs

@@ -47,7 +47,7 @@ OUTSIDE = {
     ("kvcli/models/gguf/unpack.py", "write_text"): "into a folder of the door",
     ("kvcli/models/gguf/unpack.py", "open"): "the same",
     ("kvcli/models/gguf/unpack.py", "save_pretrained"): "the same",
-    ("kvcli/heads/files.py", "savez_compressed"): "into memory",
+    ("kvcli/heads/headmap_formats.py", "savez_compressed"): "into memory",
     ("kvcli/engine/hf/meta_check.py", "TemporaryDirectory"): "a config, which transformers takes from a folder alone",
     ("kvcli/engine/hf/meta_check.py", "write_text"): "the same",
     ("kernels/native/build.py", "TemporaryDirectory"): "what the compiler makes, when kvcli is built",

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # itself and those before it, types included.
 FLOORS = (
     "version errors installing kernels heap files outlet outside sandbox world settings demo models kv engine prefix_cache "
-    "policies prune reuse drafts steps methods api documents schemas build chat fit calibrate summarize quality bench heads "
+    "policies drafts methods api documents schemas build chat fit calibrate summarize quality bench heads "
     "render commands door kvcli cli __main__"
 ).split()
 FLOOR = {name: height for height, name in enumerate(FLOORS)}
@@ -39,13 +39,12 @@ ONLY = {
         "kv",
         "models",
     }
-    | {"methods", "policies", "prune", "quality", "reuse"},
+    | {"methods", "policies", "quality"},
     "triton": {"kernels"},
     "bitsandbytes": {"engine"},
     "gguf": {"bench", "models"},
     **{parser: {"documents"} for parser in ("pypdfium2", "bs4", "lxml", "markdownify", "docx")},
 }
-METHODS = {"drafts", "policies"}  # folders of registered methods; what all of them share is the engine's
 
 
 def _module(path: Path) -> str:
@@ -109,10 +108,11 @@ def test_heavy_packages_have_few_doors(package: str):
 
 
 def test_only_build_knows_the_methods_by_name():
-    past = [(m, t) for m, t in OURS if _place(t) in METHODS and _place(m) not in {_place(t), "build"}]
+    past = [(m, t) for m, t in OURS if _place(t) == "methods" and _place(m) not in {"methods", "build"}]
     # arithmetic that a report shares with the method it reports on names no method
-    shared = {f"kvcli.policies.{name}" for name in ("recovery", "knapsack", "headmap", "plan")}
-    assert [(m, t) for m, t in past if t.count(".") == 2 and t not in shared] == []
+    fastgen = {f"kvcli.methods.policies.fastgen.{name}" for name in ("recovery", "head_knapsack")}
+    shared = {*fastgen, "kvcli.methods.policies.precision.plan"}
+    assert [(m, t) for m, t in past if t not in shared] == []
 
 
 def test_one_file_calls_a_model():

@@ -31,8 +31,8 @@ from kvcli.kv.slots import Sight
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.device_tables import MOST_ROWS, Fixed
 from kvcli.methods.drafts.off import Off
-from kvcli.policies.random import Random
-from kvcli.policies.snap import Snap
+from kvcli.methods.policies.random import Random
+from kvcli.methods.policies.snapkv import Snap
 from tests import families
 from tests.bench.waits import counted
 from tests.drafters import Bush, Right

@@ -10,8 +10,8 @@ from kvcli.kv.slots import Sight, alike
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.views.compact_view import Front
 from kvcli.kv.views.view import View
-from kvcli.policies.quest import Quest
-from kvcli.policies.window import Window
+from kvcli.methods.policies.quest import Quest
+from kvcli.methods.policies.streaming import Window
 from tests.policies import moment
 
 LAYERS, HEADS, DIM = 2, 2, 8

@@ -34,9 +34,9 @@ from kvcli.kernels.attend.reference import attend
 from kvcli.kv.slots import LayerShape, Sight, Store
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
-from kvcli.policies.knorm import KNorm
-from kvcli.policies.window import Window
-from kvcli.prune.lazy import Lazy
+from kvcli.methods.policies.knorm import KNorm
+from kvcli.methods.policies.streaming import Window
+from kvcli.methods.prune.lazy import Lazy
 from tests import families
 from tests.test_ladder import LADDERS, PACKED
 

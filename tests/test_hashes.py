@@ -21,7 +21,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.loading import weights as weights_of
 from kvcli.errors import BadInput, BadModel
 from kvcli.fit.plan import subject_of
-from kvcli.heads.own import place
+from kvcli.heads.auto_headmap import place
 from kvcli.models import hashes, source
 from kvcli.models.gguf import unpack
 from kvcli.models.hashes import Hashes, Stamped, code_hash, model_files

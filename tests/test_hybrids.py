@@ -35,7 +35,7 @@ from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.quantized import Packed
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
-from kvcli.policies.window import Window
+from kvcli.methods.policies.streaming import Window
 from kvcli.prefix_cache.prefix_cache import Shelf
 from kvcli.settings.profile import Profile
 from tests import small_tokenizers

@@ -15,7 +15,7 @@ from kvcli.engine.sequence.session import Session, commit
 from kvcli.errors import KvcliError
 from kvcli.kernels.column_mass import column_mass
 from kvcli.kv.tiers.dense import Dense
-from kvcli.policies.kvzip import KVzip
+from kvcli.methods.policies.kvzip import KVzip
 from kvcli.settings.profile import load_profile
 from tests import families
 

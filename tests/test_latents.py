@@ -29,13 +29,13 @@ from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import Disk
 from kvcli.kv.tiers.quantized import Packed
 from kvcli.methods.drafts.off import Off
+from kvcli.methods.policies.expected_attention import Expected
+from kvcli.methods.policies.fastgen.policy import FastGen
+from kvcli.methods.policies.keydiff import KeyDiff
+from kvcli.methods.policies.snapkv import Snap
+from kvcli.methods.policies.streaming import Window
+from kvcli.methods.policies.vatp import Vatp
 from kvcli.models.shape import shape_of
-from kvcli.policies.expected import Expected
-from kvcli.policies.fastgen import FastGen
-from kvcli.policies.keydiff import KeyDiff
-from kvcli.policies.snap import Snap
-from kvcli.policies.vatp import Vatp
-from kvcli.policies.window import Window
 from kvcli.prefix_cache.block_file import LENGTH, Block, read
 from kvcli.prefix_cache.codec import AsIs
 from tests import drafters

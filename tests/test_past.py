@@ -31,15 +31,15 @@ from kvcli.kv.tiers.disk import Disk
 from kvcli.kv.tiers.host import Host
 from kvcli.kv.tiers.quantized import Packed
 from kvcli.methods.drafts.off import Off
-from kvcli.policies.expected import Expected
-from kvcli.policies.fastgen import FastGen
-from kvcli.policies.h2o import H2O
-from kvcli.policies.kvzip import KVzip
-from kvcli.policies.snap import Snap
-from kvcli.policies.window import Window as Stream
+from kvcli.methods.policies.expected_attention import Expected
+from kvcli.methods.policies.fastgen.policy import FastGen
+from kvcli.methods.policies.h2o import H2O
+from kvcli.methods.policies.kvzip import KVzip
+from kvcli.methods.policies.snapkv import Snap
+from kvcli.methods.policies.streaming import Window as Stream
+from kvcli.methods.prune.lazy import Lazy
 from kvcli.prefix_cache import snapshot_file
 from kvcli.prefix_cache.block_file import Damaged
-from kvcli.prune.lazy import Lazy
 from tests import families
 from tests.exact import table
 

@@ -12,9 +12,9 @@ from kvcli.engine.policy.policy import Policy
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kv.slots import Slots, nbytes
-from kvcli.policies.everything import Everything
-from kvcli.policies.random import Random
-from kvcli.policies.window import Window
+from kvcli.methods.policies.keep_all import Everything
+from kvcli.methods.policies.random import Random
+from kvcli.methods.policies.streaming import Window
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
 from tests.policies import moment

@@ -43,11 +43,11 @@ class Guess:
 
 
 REGISTRIES = {
-    "prune": {"none": "kvcli.prune.everything:Everything"},
-    "reuse": {"none": "kvcli.reuse.nothing:Nothing"},
+    "prune": {"none": "kvcli.methods.prune.no_pruning:Everything"},
+    "reuse": {"none": "kvcli.methods.reuse.prefix_only:Nothing"},
     "form": {"kivi": "kvcli.kv.formats.kivi:Kivi"},
     "keep": {"none": "kvcli.prefix_cache.codec:AsIs"},
-    "policy": {"none": "kvcli.policies.everything:Everything"},
+    "policy": {"none": "kvcli.methods.policies.keep_all:Everything"},
     "recall": {"none": "kvcli.kv.sparse.settings:Everything"},
     "spec": {
         "off": f"{__name__}:Off",
@@ -55,7 +55,7 @@ REGISTRIES = {
         "guess": f"{__name__}:Guess",
         "ngram": f"{__name__}:Copy",
     },
-    "steps": {"none": "kvcli.steps.alone:Alone"},
+    "steps": {"none": "kvcli.methods.steps.no_steps:Alone"},
 }
 
 

@@ -26,11 +26,11 @@ from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.slots import Store
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
-from kvcli.prune import narrowing
-from kvcli.prune.chunked import Chunked
-from kvcli.prune.cut import Cut
-from kvcli.prune.lazy import Lazy
-from kvcli.prune.random import Random
+from kvcli.methods.prune import layer_pruner
+from kvcli.methods.prune.chunked import Chunked
+from kvcli.methods.prune.cut import Cut
+from kvcli.methods.prune.lazy import Lazy
+from kvcli.methods.prune.random import Random
 from kvcli.settings.profile import Profile
 from tests import families
 from tests.policies import Recent
@@ -372,7 +372,7 @@ def test_shares_of_those_on_their_way_compound() -> None:
 def test_no_more_attention_is_dropped_than_was_allowed(mass: float) -> None:
     ids, n_cuts = families.prompt(N + 1), 0
     low = settings(start_keep_ratio=0.05, end_keep_ratio=0.05, mass=mass, recent=1, sinks=0)
-    highest = narrowing.highest
+    highest = layer_pruner.highest
 
     def checked(scores: torch.Tensor, n: int, share: float) -> list[int]:
         nonlocal n_cuts
@@ -383,7 +383,7 @@ def test_no_more_attention_is_dropped_than_was_allowed(mass: float) -> None:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(narrowing, "highest", checked)
+        patch.setattr(layer_pruner, "highest", checked)
         read(session(lm("llama"), low), ids)
     assert n_cuts == 2
 

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TEXT
 from kvcli.kv.slots import Slots, compact
-from kvcli.policies.fastgen import PAPER, FastGen
-from kvcli.policies.knapsack import solve
-from kvcli.policies.recovery import Recovery, Sets, punctuation, recover
+from kvcli.methods.policies.fastgen.head_knapsack import solve
+from kvcli.methods.policies.fastgen.policy import PAPER, FastGen
+from kvcli.methods.policies.fastgen.recovery import Recovery, Sets, punctuation, recover
 from tests import head_zoo
 
 N = 1024

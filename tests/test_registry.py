@@ -19,7 +19,7 @@ from kvcli.settings.schema import METHODS
 MINE = """
 from dataclasses import dataclass
 from typing import Annotated
-from kvcli.policies.topk import TopK
+from kvcli.policies.scoring.topk import TopK
 from kvcli.settings.schema import Range
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def test_none_takes_the_place_of_ours_and_none_has_a_table_of_its_own(install: C
 
 
 def test_another_name_for_one_of_ours_makes_ours_no_code_of_others(install: Callable[[str, str], Path]) -> None:
-    install(MINE, "policy.mine = kvcli.policies.snap:Snap")
+    install(MINE, "policy.mine = kvcli.methods.policies.snapkv:Snap")
     exact = Profile.load("exact").replace(exactness="approx")
     assert exact.replace(policy={"name": "snap"}).foreign == []
 

@@ -19,10 +19,10 @@ from kvcli.engine.rows import Rows
 from kvcli.errors import BadConfig
 from kvcli.kv.slots import Masks, Slots, compact
 from kvcli.kv.tiers.dense import Dense
-from kvcli.policies.everything import Everything
-from kvcli.policies.fastgen import FastGen
-from kvcli.policies.recovery import recover
-from kvcli.policies.replay import Replay
+from kvcli.methods.policies.fastgen.policy import FastGen
+from kvcli.methods.policies.fastgen.recovery import recover
+from kvcli.methods.policies.keep_all import Everything
+from kvcli.policies.scoring.replay import Replay
 from kvcli.settings.profile import load_profile
 from tests import families
 from tests.policies import KeepAll
@@ -145,7 +145,7 @@ def test_where_nothing_was_measured_nothing_is_predicted_again(monkeypatch: pyte
         return feed
 
     s = session(AUTO, lm())
-    monkeypatch.setattr("kvcli.policies.replay.Feed", lambda *args, **more: counted(Feed(*args, **more)))
+    monkeypatch.setattr("kvcli.policies.scoring.replay.Feed", lambda *args, **more: counted(Feed(*args, **more)))
     drive(s.read(prompt()))
     assert len(passes) == 1 + 6, "once with everything, and six halves"
     list(events(s.stream(6)))

@@ -19,7 +19,7 @@ from kvcli.engine.sequence.session import Session
 from kvcli.kv.sliding_windows import Window
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
-from kvcli.reuse.pie import Pie
+from kvcli.methods.reuse.pie import Pie
 from kvcli.settings.profile import Profile
 from tests import families
 

@@ -23,8 +23,8 @@ from kvcli.kv.sliding_windows import Window
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
-from kvcli.prune.chunked import Chunked
-from kvcli.prune.lazy import Lazy
+from kvcli.methods.prune.chunked import Chunked
+from kvcli.methods.prune.lazy import Lazy
 from tests import drafters, families
 from tests.covering import covering, marked
 from tests.test_prune import breaking

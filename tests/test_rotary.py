@@ -10,9 +10,9 @@ import torch
 from kvcli.engine.hf.lm import LM
 from kvcli.kernels.rotate import Rotary, rotate, unrotate
 from kvcli.kv.slots import Slots
-from kvcli.policies.expected import RECENT, Expected, expected
-from kvcli.policies.rotary import mean_turn
-from kvcli.policies.topk import Memory
+from kvcli.methods.policies.expected_attention import RECENT, Expected, expected
+from kvcli.policies.scoring.mean_rotation import mean_turn
+from kvcli.policies.scoring.topk import Memory
 from tests import families
 from tests.policies import moment
 

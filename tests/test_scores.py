@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from kvcli.kv.slots import Slots
-from kvcli.policies import units
-from kvcli.policies.expected import Expected, expected
-from kvcli.policies.h2o import H2O, hear
-from kvcli.policies.keydiff import KeyDiff
-from kvcli.policies.knorm import KNorm
-from kvcli.policies.lag import Lag
-from kvcli.policies.snap import Snap
-from kvcli.policies.sums import Sums
-from kvcli.policies.topk import Memory
-from kvcli.policies.tova import Tova
-from kvcli.policies.vatp import Vatp
+from kvcli.methods.policies.expected_attention import Expected, expected
+from kvcli.methods.policies.h2o import H2O, hear
+from kvcli.methods.policies.keydiff import KeyDiff
+from kvcli.methods.policies.knorm import KNorm
+from kvcli.methods.policies.lagkv import Lag
+from kvcli.methods.policies.snapkv import Snap
+from kvcli.methods.policies.tova import Tova
+from kvcli.methods.policies.vatp import Vatp
+from kvcli.policies.scoring import token_units
+from kvcli.policies.scoring.running_scores import Sums
+from kvcli.policies.scoring.topk import Memory
 from tests.policies import moment
 
 K, G, D, N = 3, 2, 8, 23
@@ -72,7 +72,7 @@ def attention(s: Slots, q: Tensor, q_pos: Tensor, j: int, scale: float) -> dict[
 
 @pytest.mark.parametrize("kind", ["max", "avg"])
 @pytest.mark.parametrize("width", [1, 5])
-def test_snap_is_the_smoothed_attention_of_the_newest_queries(kind: units.Pooling, width: int) -> None:
+def test_snap_is_the_smoothed_attention_of_the_newest_queries(kind: token_units.Pooling, width: int) -> None:
     s, q = ragged(), queries(4)
     at = moment(s, q)
 
@@ -220,8 +220,8 @@ def test_a_chunk_shares_its_mean_among_those_that_count(size: int) -> None:
         return found
 
     n = int(s.pos.max()) + 1
-    unit = units.numbered(size, torch.zeros(n, dtype=torch.int8), n, s.pos.device)
-    same(units.chunked(score, s.pos, unit, among), s, want)
+    unit = token_units.numbered(size, torch.zeros(n, dtype=torch.int8), n, s.pos.device)
+    same(token_units.chunked(score, s.pos, unit, among), s, want)
 
 
 @pytest.mark.parametrize("name", ["snap", "tova", "vatp", "knorm", "keydiff", "lag", "expected"])

@@ -31,9 +31,9 @@ from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.disk import Disk
 from kvcli.kv.tiers.quantized import Packed
 from kvcli.methods.drafts.off import Off
+from kvcli.methods.policies.streaming import Window
 from kvcli.models.packing import Packing
 from kvcli.models.shape import shape_of
-from kvcli.policies.window import Window
 from kvcli.settings.profile import Profile
 from tests import all_families, drafters, families
 

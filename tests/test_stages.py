@@ -26,8 +26,8 @@ from kvcli.errors import KvcliError
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
-from kvcli.policies import budgets, post, shares, units
-from kvcli.policies.snap import Snap
+from kvcli.methods.policies.snapkv import Snap
+from kvcli.policies.scoring import budget_split, score_stages, selection, token_units
 from kvcli.settings.profile import load_profile
 from tests import drafters, families
 from tests.covering import pairs
@@ -89,8 +89,8 @@ def test_half_goes_by_attention_and_half_by_attention_times_what_values_add() ->
     norm = torch.tensor([[[0.1, 0.1, 1, 1, 1, 5, 1, 9], [0.1, 0.1, 1, 1, 1, 5, 3, 9]]], dtype=torch.float64)
     s = slots(torch.zeros(1, 8, 3))
     memory = SimpleNamespace(outward=lambda layer, v, order: norm if order == 1 else None)
-    found = post.critical(score, s, moment(s, memory=memory), torch.tensor([4]))
-    assert budgets.uniform(found, s.pos, 4)[0].nonzero().flatten().tolist() == [0, 1, 5, 7]
+    found = score_stages.critical(score, s, moment(s, memory=memory), torch.tensor([4]))
+    assert selection.uniform(found, s.pos, 4)[0].nonzero().flatten().tolist() == [0, 1, 5, 7]
     torch.testing.assert_close(found[0, 2:], (score[0, 2:] + 1e-4) * torch.tensor([1.0, 1, 1, 5, 2, 9]).double())
 
 
@@ -99,9 +99,9 @@ def test_the_best_damp_whoever_is_like_them() -> None:
     k = torch.eye(6, dtype=torch.float64)[None, [0, 0, 1, 2, 3, 4]]
     score = torch.tensor([[0.9, 0.8, 0.5, 0.4, 0.1, 0.0]], dtype=torch.float64)
     s = slots(k)
-    found = post.graph(score, s, moment(s), torch.tensor([4]))
-    assert budgets.uniform(score, s.pos, 4)[0].tolist() == [True] * 4 + [False] * 2
-    assert budgets.uniform(found, s.pos, 4)[0].tolist() == [True, False, True, True, True, False]
+    found = score_stages.graph(score, s, moment(s), torch.tensor([4]))
+    assert selection.uniform(score, s.pos, 4)[0].tolist() == [True] * 4 + [False] * 2
+    assert selection.uniform(found, s.pos, 4)[0].tolist() == [True, False, True, True, True, False]
 
 
 def test_each_source_damps_its_nearest_once_and_sources_each_other() -> None:
@@ -110,13 +110,13 @@ def test_each_source_damps_its_nearest_once_and_sources_each_other() -> None:
     k = torch.randn(2, 13, 3, dtype=torch.float64, generator=noise)
     score = torch.rand(2, 13, dtype=torch.float64, generator=noise)
     s, counts = slots(k), torch.tensor([10, 13])
-    found = post.graph(score, s, moment(s), counts)
+    found = score_stages.graph(score, s, moment(s), counts)
     for head, count in enumerate(counts.tolist()):
         sources = score[head].argsort(descending=True)[: int(0.3 * count)].tolist()
         want = score[head].clone()
         for i in sources:
             cosine = torch.cosine_similarity(k[head, i], k[head], dim=1)
-            near = sorted((j for j in range(13) if j != i), key=lambda j: -cosine[j])[: post.NEAR]
+            near = sorted((j for j in range(13) if j != i), key=lambda j: -cosine[j])[: score_stages.NEAR]
             for j in near:
                 want[j] *= 1 - cosine[j].clamp(0, 1)
         torch.testing.assert_close(found[head], want)
@@ -144,9 +144,9 @@ def test_representatives_stand_for_what_goes(each: int) -> None:
     score[:, :8] = torch.arange(80, 72, -1, dtype=torch.float64)  # the better half of all heads
     score[1, 8:10] = 100.0  # the second head would have two of the others
     s = slots(torch.zeros(3, 16, 2))
-    found = post.crush(score, s, moment(s), torch.full((3,), each))
-    kept = [row.nonzero().flatten().tolist() for row in budgets.uniform(found, s.pos, each)]
-    says, places = budgets.uniform(score, s.pos, 8), each // 4
+    found = score_stages.crush(score, s, moment(s), torch.full((3,), each))
+    kept = [row.nonzero().flatten().tolist() for row in selection.uniform(found, s.pos, each)]
+    says, places = selection.uniform(score, s.pos, 8), each // 4
     rest = [p for p in range(16) if p not in range(each - places)]
     most = [sum(bool(says[h, p]) for p in rest) * 2 > len(rest) for h in range(3)]
     order = sorted(rest, key=lambda p: (sum(bool(says[h, p]) != most[h] for h in range(3)), p))
@@ -161,7 +161,7 @@ def test_representatives_take_no_place_of_what_is_protected() -> None:
     score[:, :6] = torch.inf
     s = slots(torch.zeros(2, 16, 2))
     for count, competing in ((7, 0), (10, 1)):  # a quarter of the places that are open
-        found = post.crush(score, s, moment(s), torch.full((2,), count))
+        found = score_stages.crush(score, s, moment(s), torch.full((2,), count))
         assert torch.isposinf(found).sum(1).tolist() == [count if competing else 6] * 2
 
 
@@ -171,9 +171,9 @@ def test_each_paragraph_keeps_its_share() -> None:
     kinds = torch.zeros(16, dtype=torch.int8)
     kinds[[9, 13]] = SHOT
     s = slots(torch.zeros(1, 16, 2))
-    found = post.fair(score, s, moment(s, kinds=kinds), torch.tensor([9]))
-    assert budgets.uniform(found, s.pos, 9)[0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 9, 10, 13, 15]
-    assert budgets.uniform(score, s.pos, 9)[0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 9, 10, 15]
+    found = score_stages.fair(score, s, moment(s, kinds=kinds), torch.tensor([9]))
+    assert selection.uniform(found, s.pos, 9)[0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 9, 10, 13, 15]
+    assert selection.uniform(score, s.pos, 9)[0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 9, 10, 15]
 
 
 @pytest.mark.parametrize("name", ["critical", "graph", "crush"])
@@ -193,16 +193,16 @@ def test_stages_change_what_is_kept_and_not_how_much(name: str) -> None:
 def test_every_layer_keeps_what_holds_one_level() -> None:
     """PrefixKV: the fewest that hold the same share everywhere, and they sum to the budget."""
     curves = [[0.9, 0.95, 0.98, 1.0], [0.4, 0.7, 0.9, 1.0], [0.25, 0.5, 0.75, 1.0]]
-    assert budgets.prefix(curves, 7, 0) == [1, 3, 3]  # level 0.75: 0.9, 0.9, 0.75
-    assert budgets.prefix(curves, 12, 0) == [4, 4, 4]
-    assert budgets.prefix(curves, 99, 0) == [4, 4, 4]
-    assert budgets.prefix(curves, 8, 2) == [2, 3, 3]
-    assert budgets.prefix(curves, 3, 2) == [2, 2, 2], "what stays anyhow is more"
+    assert selection.prefix(curves, 7, 0) == [1, 3, 3]  # level 0.75: 0.9, 0.9, 0.75
+    assert selection.prefix(curves, 12, 0) == [4, 4, 4]
+    assert selection.prefix(curves, 99, 0) == [4, 4, 4]
+    assert selection.prefix(curves, 8, 2) == [2, 3, 3]
+    assert selection.prefix(curves, 3, 2) == [2, 2, 2], "what stays anyhow is more"
     r = torch.Generator().manual_seed(1)
     many = [(torch.rand(97, generator=r) ** p).sort(descending=True).values.cumsum(0) for p in (1, 3, 9)]
     shares_ = [(one / one[-1]).tolist() for one in many]
     for total in range(3, 292):
-        counts = budgets.prefix(shares_, total, 1)
+        counts = selection.prefix(shares_, total, 1)
         assert sum(counts) == total
         low = min(c[n - 1] for c, n in zip(shares_, counts, strict=True) if n < 97) if total < 291 else 1.0
         assert all(n == 1 or c[n - 2] <= low for c, n in zip(shares_, counts, strict=True)), "no layer has one too many"
@@ -211,7 +211,7 @@ def test_every_layer_keeps_what_holds_one_level() -> None:
 def test_layers_share_by_what_their_heads_hold() -> None:
     flat, steep = torch.ones(2, 20).double(), 0.5 ** torch.arange(20).expand(2, -1).double()
     pos = torch.arange(20).expand(2, -1)
-    masks = list(shares.prefix([(flat, pos), (steep, pos)], 5, 20))
+    masks = list(budget_split.prefix([(flat, pos), (steep, pos)], 5, 20))
     assert [m.sum(1).tolist() for m in masks] == [[9, 9], [1, 1]]  # 9 of 20 hold 0.45, and the first of the other 0.5
 
 
@@ -231,15 +231,15 @@ def test_sentences_and_examples_are_units() -> None:
     kinds = torch.zeros(9, dtype=torch.int8)
     kinds[[1, 5, 6]] = END
     cpu = torch.device("cpu")
-    assert units.numbered("sentence", kinds, 9, cpu).tolist() == [0, 0, 1, 1, 1, 1, 1, 2, 2]
+    assert token_units.numbered("sentence", kinds, 9, cpu).tolist() == [0, 0, 1, 1, 1, 1, 1, 2, 2]
     kinds[[0, 3]] = SHOT
-    assert units.numbered("shot", kinds, 9, cpu).tolist() == [1, 1, 1, 2, 2, 2, 2, 2, 2]
+    assert token_units.numbered("shot", kinds, 9, cpu).tolist() == [1, 1, 1, 2, 2, 2, 2, 2, 2]
     score = torch.tensor([[4.0, 2.0, 0.0, 1.0, 5.0]])
     pos, among = torch.arange(5).view(1, -1), torch.tensor([[True, True, True, True, False]])
     unit = torch.tensor([0, 0, 0, 1, 1])
-    assert units.chunked(score, pos, unit, among).tolist() == [[2.0, 2.0, 2.0, 1.0, 5.0]]
+    assert token_units.chunked(score, pos, unit, among).tolist() == [[2.0, 2.0, 2.0, 1.0, 5.0]]
     mask = torch.tensor([[True, True, False, True, False]])
-    assert units.uncut(mask, pos, unit, among).tolist() == [[False, False, False, True, False]]
+    assert token_units.uncut(mask, pos, unit, among).tolist() == [[False, False, False, True, False]]
 
 
 @pytest.mark.parametrize("unit", ["shot", "sentence"])
@@ -319,7 +319,7 @@ def test_queries_of_a_greedy_answer_vote() -> None:
         at = moment(past, q, layer, q_pos=torch.arange(59, 63), scale=TINY.sights[layer].scale)
         guarded = (past.pos < 2) | (past.pos >= 55)
         score = Snap(queries=4, pool=3).score(past, at).masked_fill(guarded, torch.inf)
-        want = budgets.uniform(score, past.pos, 18)
+        want = selection.uniform(score, past.pos, 18)
         assert held(s)[layer] == [row.nonzero().flatten().tolist() for row in want]
     heard = session(keep=0.3, alloc="uniform")
     drive(heard.read(ids))

@@ -25,9 +25,9 @@ from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.lookahead import Lookahead
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
-from kvcli.policies.keydiff import KeyDiff
-from kvcli.policies.kvzip import KVzip
-from kvcli.policies.snap import Snap
+from kvcli.methods.policies.keydiff import KeyDiff
+from kvcli.methods.policies.kvzip import KVzip
+from kvcli.methods.policies.snapkv import Snap
 from kvcli.settings.profile import load_profile
 from tests import drafters, families
 from tests.covering import pairs

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.constraint import Constraint, Vocabulary
     from kvcli.engine.sequence.session import Session
+    from kvcli.methods.steps.step_writer import Writer
     from kvcli.models.grammar import Grammar
     from kvcli.models.source import Source
     from kvcli.prefix_cache.prefix_cache import Shelf
     from kvcli.settings.profile import Profile
     from kvcli.settings.schema import Second
-    from kvcli.steps.writer import Writer
 
 log = logging.getLogger("kvcli.chat")
 

@@ -78,7 +78,7 @@ def _plans(
     outlook: Outlook, chosen: Mapping[str, Profile], contexts: Sequence[int | None], notes: list[str] | None
 ) -> list[Plan]:
     """Each profile at each context. With `notes`, one that this model or device refuses is left out if any is left."""
-    from kvcli.policies.headmap import read_headmap
+    from kvcli.policies.scoring.headmap import read_headmap
 
     plans: list[Plan] = []
     refused: dict[str, UsageError | BadConfig | BadInput] = {}
@@ -195,7 +195,7 @@ def _has_map(setup: Setup, plans: Sequence[Plan]) -> bool:
     """Whether the model's own head map was made before, where a plan asks for it."""
     if all(plan.profile.values.get("policy.headmap") != "auto" for plan in plans):
         return False
-    from kvcli.heads.own import was_made
+    from kvcli.heads.auto_headmap import was_made
 
     return was_made(setup.name, setup.world.paths.data / "heads")
 

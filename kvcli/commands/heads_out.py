@@ -12,13 +12,13 @@ from kvcli.commands.flags import listed
 from kvcli.commands.show import print_cells, print_json
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
-from kvcli.heads.files import DUO_CONFIG, PROFILE, TSV
+from kvcli.heads.headmap_formats import DUO_CONFIG, PROFILE, TSV
 from kvcli.render.terminal import Terminal
 from kvcli.settings.toml_places import toml_value
 
 if TYPE_CHECKING:
-    from kvcli.heads.ask import Ask
     from kvcli.heads.report import Strip
+    from kvcli.heads.request import Ask
     from kvcli.schemas.heads import HeadsDocument
     from kvcli.world import World
 
@@ -54,7 +54,7 @@ class Outlet:
         self._print(document)
 
     def _files(self, document: HeadsDocument, tokens: Strip | None) -> Iterator[tuple[str, str | bytes]]:
-        from kvcli.heads import files
+        from kvcli.heads import headmap_formats
 
         for form in self.forms:
             if form == "json":
@@ -64,11 +64,11 @@ class Outlet:
 
                 yield "heads.html", html(document, tokens, self._where)
             elif form == "npz":
-                yield "profile.npz", files.arrays(document)
+                yield "profile.npz", headmap_formats.arrays(document)
             elif form == "tsv":
-                yield TSV, files.duo_tsv(document.heads)
-                yield DUO_CONFIG, files.duo_config(document)
-                if line := files.retrieval_line(document):
+                yield TSV, headmap_formats.duo_tsv(document.heads)
+                yield DUO_CONFIG, headmap_formats.duo_config(document)
+                if line := headmap_formats.retrieval_line(document):
                     yield "retrieval_heads.json", line
             elif form == "md":
                 from kvcli.render.heads_text import markdown
@@ -128,7 +128,7 @@ def outlet(
         _check_folder(folder, out)
     held = None
     if compare is not None:
-        from kvcli.heads.files import read_map
+        from kvcli.heads.headmap_formats import read_map
 
         path = world.cwd / os.path.expanduser(compare)
         read_map(path, compare)

@@ -14,8 +14,8 @@ from kvcli.errors import UsageError
 if TYPE_CHECKING:
     from kvcli.commands.heads_out import Outlet
     from kvcli.commands.setup import Setup
-    from kvcli.heads.ask import Ask
-    from kvcli.policies.fastgen import FastGen
+    from kvcli.heads.request import Ask
+    from kvcli.methods.policies.fastgen.policy import FastGen
     from kvcli.render.bench_progress import Bar
     from kvcli.schemas.heads import Probe
     from kvcli.settings.profile import Profile
@@ -119,7 +119,7 @@ def _ask(
     """What was typed, checked before anything is loaded."""
     from kvcli.bench.grid import contexts
     from kvcli.commands.ask import read_file
-    from kvcli.heads.ask import Ask
+    from kvcli.heads.request import Ask
     from kvcli.schemas.heads import TEXTS
 
     probes = _probes(probe)
@@ -143,7 +143,7 @@ def _ask(
 
 
 def _probes(text: str) -> tuple[Probe, ...]:
-    from kvcli.heads.ask import PROBES
+    from kvcli.heads.request import PROBES
 
     names = o.listed(text)
     if names == ["all"]:

@@ -363,7 +363,7 @@ class Setup:
 
     def map_heads(self, model: Model, tell: Callable[[str], None] = log.info) -> Path:
         """The file of the model's own head map, made where there is none."""
-        from kvcli.heads.own import own_map
+        from kvcli.heads.auto_headmap import own_map
 
         return own_map(model, self.world.paths.data / "heads", tell)
 

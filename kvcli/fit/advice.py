@@ -63,7 +63,7 @@ def _candidates(wrong: Plan, others: Mapping[str, Profile], rooms: Mapping[str, 
     """What to type, the profile then, the room, the context; in the order of what they cost the user."""
     profile, room, context = wrong.profile, wrong.room, wrong.need.context
     if wrong.need.short and wrong.run.spends is not None:
-        # twice what always stays, as the policy says (policies/within.py)
+        # twice what always stays, as the policy says (methods/policies/precision/policy.py)
         size = f"{-(-2 * wrong.run.always * wrong.run.spends.of_token // MIB)}MiB"
         flag = "--budget " if profile.origins["memory.budget"] == "--budget" else "--set memory.budget="
         yield f"{flag}{size}", lambda: profile.replace(memory={"budget": size}), room, context

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.errors import KvcliError
 from kvcli.fit.choice import plan_on
 from kvcli.fit.speed import at, by_rows
-from kvcli.policies.plan import quality, ways
+from kvcli.methods.policies.precision.plan import quality, ways
 from kvcli.schemas.fit import FitBudget, FitChange, FitPart, FitRung
 from kvcli.schemas.heads import SAMPLE, TEXTS
 from kvcli.settings.schema import size_of

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvcli.engine.engine import drive, run
 from kvcli.engine.forward_request import Feed
-from kvcli.heads.blinkers import Blinkers, Reach
-from kvcli.heads.listen import whole
+from kvcli.heads.query_probe import whole
+from kvcli.heads.restricted_heads import Blinkers, Reach
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.policies.knapsack import solve
+from kvcli.methods.policies.fastgen.head_knapsack import solve
 
 if TYPE_CHECKING:
-    from kvcli.policies.fastgen import FastGen
+    from kvcli.methods.policies.fastgen.policy import FastGen
 
 
 def choose(mass: Tensor, cost: Tensor, settings: FastGen, full: Tensor) -> Tensor:

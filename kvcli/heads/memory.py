@@ -11,8 +11,8 @@ from kvcli.schemas.heads import HeadsKv, HeadsSuggest
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
-    from kvcli.heads.ask import Ask
     from kvcli.heads.prompt import Judged
+    from kvcli.heads.request import Ask
 
 
 def kv_bytes(

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from kvcli.engine.engine import events
 from kvcli.heads.attention import Gaze, gaze
-from kvcli.heads.listen import listening
-from kvcli.policies.recovery import Criterion, Recovery, recover
+from kvcli.heads.query_probe import listening
+from kvcli.methods.policies.fastgen.recovery import Criterion, Recovery, recover
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
     from kvcli.engine.policy.policy import Moment
     from kvcli.engine.sequence.session import Session
     from kvcli.kv.slots import Slots
-    from kvcli.policies.fastgen import FastGen
+    from kvcli.methods.policies.fastgen.policy import FastGen
 
 CRITERIA: tuple[Criterion, ...] = ("cvar10", "mean", "p05")
 BINS = 4096  # of the token strip

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcli.engine.engine import drive
 from kvcli.heads.attention import bent, normaliser
-from kvcli.heads.listen import listening
+from kvcli.heads.query_probe import listening
 from kvcli.models.text import special_ids
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from kvcli.heads import tables
-from kvcli.heads.ask import Ask
 from kvcli.heads.choose import choose
 from kvcli.heads.headmap import full_heads
 from kvcli.heads.memory import kv_bytes
 from kvcli.heads.prompt import Judged, Reading, stacked
+from kvcli.heads.request import Ask
 from kvcli.heads.run import Findings, prompt_hash
+from kvcli.methods.policies.fastgen.recovery import punctuation
 from kvcli.models.text import decode
-from kvcli.policies.headmap import read_headmap
-from kvcli.policies.recovery import punctuation
+from kvcli.policies.scoring.headmap import read_headmap
 from kvcli.quality.fingerprint import fingerprint
 from kvcli.schemas.heads import HeadsCheck, HeadsDocument, HeadsPolicy, HeadsPrompt, HeadsStability, HeadsSuggest
 from kvcli.version import __version__

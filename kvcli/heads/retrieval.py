@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcli.heads.ablate import Loss, ablate, answers, open_past, restricted, right
-from kvcli.heads.blinkers import Reach
 from kvcli.heads.needle import OFFSETS, needle
+from kvcli.heads.restricted_heads import Reach
 from kvcli.heads.sample import Sample
 
 if TYPE_CHECKING:

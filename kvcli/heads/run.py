@@ -16,19 +16,19 @@ from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.documents import with_documents
 from kvcli.errors import BadModel, ContextOverflow, UsageError
 from kvcli.heads.ablate import Loss
-from kvcli.heads.ask import BEST, Ask
-from kvcli.heads.blinkers import Reach
 from kvcli.heads.headmap import full_heads, headmap
 from kvcli.heads.prompt import Reading, read_prompt, scalar
 from kvcli.heads.reason import TASK, reason
 from kvcli.heads.repeat import repeat
+from kvcli.heads.request import BEST, Ask
+from kvcli.heads.restricted_heads import Reach
 from kvcli.heads.retrieval import Fetched, check, fetch, full_sight
 from kvcli.heads.sample import Sample, samples
-from kvcli.policies.headmap import head_rows, refuse_latents
+from kvcli.policies.scoring.headmap import head_rows, refuse_latents
 
 if TYPE_CHECKING:
     from kvcli.chat.local import Model
-    from kvcli.policies.fastgen import FastGen
+    from kvcli.methods.policies.fastgen.policy import FastGen
     from kvcli.schemas.heads import Probe
 
 Tell = Callable[[int, int, str], None]  # done, of how many, what is under way

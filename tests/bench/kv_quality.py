@@ -47,14 +47,14 @@ from kvcli.bench.texts import text_of  # noqa: E402
 from kvcli.engine.engine import drive, run  # noqa: E402
 from kvcli.engine.forward_request import Feed  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
-from kvcli.heads.ask import Ask  # noqa: E402
+from kvcli.heads.request import Ask  # noqa: E402
 from kvcli.heads.run import probe  # noqa: E402
 from kvcli.heads.sample import Sample, samples  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402
+from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
 from kvcli.models import source  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.models.gguf import unpack  # noqa: E402
-from kvcli.policies.fastgen import FastGen  # noqa: E402
 from kvcli.quality.answer import kept  # noqa: E402
 from kvcli.quality.fingerprint import fingerprint  # noqa: E402
 from kvcli.quality.statistics import bootstrap  # noqa: E402
@@ -269,7 +269,7 @@ def moved(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
 
 def field(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
     """Every policy that keeps a share of a text, and controls."""
-    from kvcli.policies.topk import TopK
+    from kvcli.policies.scoring.topk import TopK
     from kvcli.settings.registry import registries
     from kvcli.settings.resolve import method_class
 

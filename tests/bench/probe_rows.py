@@ -23,10 +23,10 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli import load  # noqa: E402
 from kvcli.engine.engine import drive  # noqa: E402
-from kvcli.heads.listen import listening  # noqa: E402
+from kvcli.heads.query_probe import listening  # noqa: E402
 from kvcli.heads.sample import Sample, samples  # noqa: E402
-from kvcli.policies.fastgen import FastGen  # noqa: E402
-from kvcli.policies.recovery import recover  # noqa: E402
+from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
+from kvcli.methods.policies.fastgen.recovery import recover  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 from tests.bench.kv_quality import HELD_OUT, Text, answered  # noqa: E402
 

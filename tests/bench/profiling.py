@@ -30,7 +30,7 @@ from kvcli.engine.sequence.session import Session  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
 from kvcli.methods.drafts.off import Off  # noqa: E402
-from kvcli.policies.fastgen import FastGen  # noqa: E402
+from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 
 WARM = 512  # tokens

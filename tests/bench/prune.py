@@ -58,7 +58,7 @@ Took = dict[str, float]
 
 def mean_kept(table: Table, lm: Any) -> float:
     """The share that a schedule gives a layer, tokens that always go on aside."""
-    from kvcli.prune.lazy import Lazy
+    from kvcli.methods.prune.lazy import Lazy
 
     left, shares = 1.0, []
     cuts = Lazy(**{k: v for k, v in table.items() if k != "method"}).cuts(lm)

@@ -22,12 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli import load  # noqa: E402
-from kvcli.heads.ask import Ask  # noqa: E402
-from kvcli.heads.blinkers import Reach  # noqa: E402
 from kvcli.heads.headmap import full_heads  # noqa: E402
+from kvcli.heads.request import Ask  # noqa: E402
+from kvcli.heads.restricted_heads import Reach  # noqa: E402
 from kvcli.heads.run import probe  # noqa: E402
 from kvcli.heads.sample import samples  # noqa: E402
-from kvcli.policies.fastgen import FastGen  # noqa: E402
+from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
 from kvcli.quality.statistics import bootstrap  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 from tests.heads.restrict import right_answers  # noqa: E402

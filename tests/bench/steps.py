@@ -36,9 +36,9 @@ from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
 from kvcli.engine.sequence.session import Session  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
 from kvcli.methods.drafts.off import Off  # noqa: E402
+from kvcli.methods.steps.lookahead_reasoning import Lookahead  # noqa: E402
+from kvcli.methods.steps.step_writer import Writer, ends  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.steps.lookahead import Lookahead  # noqa: E402
-from kvcli.steps.writer import Writer, ends  # noqa: E402
 from kvcli.world import Paths  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 

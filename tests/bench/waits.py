@@ -41,7 +41,7 @@ from kvcli.kv.tiers.dense import Dense  # noqa: E402
 from kvcli.methods.drafts.lookahead import Lookahead  # noqa: E402
 from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
 from kvcli.methods.drafts.off import Off  # noqa: E402
-from kvcli.policies.snap import Snap  # noqa: E402
+from kvcli.methods.policies.snapkv import Snap  # noqa: E402
 from tests import families  # noqa: E402
 from tests.fake_graphs import FakeGraphs  # noqa: E402
 

@@ -67,14 +67,14 @@ from kvcli.methods.formats.rotatekv import RotateKV
 from kvcli.methods.formats.squat import Squat
 from kvcli.methods.formats.subgen import SubGen
 from kvcli.methods.formats.zipcache import ZipCache
+from kvcli.methods.policies.precision.policy import Within
+from kvcli.methods.policies.random import Random
+from kvcli.methods.policies.snapkv import Snap
+from kvcli.methods.policies.streaming import Window as Stream
+from kvcli.methods.prune.lazy import Lazy
+from kvcli.methods.reuse.cacheblend import Blend
 from kvcli.models.spelling import Spelling
-from kvcli.policies.random import Random
-from kvcli.policies.snap import Snap
-from kvcli.policies.window import Window as Stream
-from kvcli.policies.within import Within
 from kvcli.prefix_cache.prefix_cache import Shelf
-from kvcli.prune.lazy import Lazy
-from kvcli.reuse.blend import Blend
 from kvcli.settings.schema import Kv
 from tests import drafters, families, hybrids, small_tokenizers
 from tests.exact.half import Half

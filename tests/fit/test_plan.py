@@ -37,7 +37,7 @@ from kvcli.models import machine, source
 from kvcli.models.headers import TensorHeader, WeightFile
 from kvcli.models.packing import Packing
 from kvcli.models.shape import shape_of
-from kvcli.policies.topk import SCORE
+from kvcli.policies.scoring.topk import SCORE
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import size_of

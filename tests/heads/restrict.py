@@ -10,8 +10,8 @@ from torch import Tensor
 from kvcli.chat.local import Model
 from kvcli.engine.engine import drive, events
 from kvcli.engine.policy.policy import EachLayer, Moment
-from kvcli.heads.blinkers import Reach
-from kvcli.heads.listen import whole
+from kvcli.heads.query_probe import whole
+from kvcli.heads.restricted_heads import Reach
 from kvcli.heads.sample import Sample
 from kvcli.kv.slots import Slots
 

@@ -18,15 +18,15 @@ from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadInput, BadModel
 from kvcli.heads import run as heads_run
 from kvcli.heads.ablate import Loss
-from kvcli.heads.ask import Ask
 from kvcli.heads.choose import choose
 from kvcli.heads.compare import spearman
-from kvcli.heads.files import arrays, duo_config, duo_tsv, read_map, retrieval_line
 from kvcli.heads.headmap import CARRY, FULL, full_heads, headmap
-from kvcli.heads.listen import whole
+from kvcli.heads.headmap_formats import arrays, duo_config, duo_tsv, read_map, retrieval_line
+from kvcli.heads.query_probe import whole
 from kvcli.heads.report import document, strip
+from kvcli.heads.request import Ask
 from kvcli.heads.run import probe
-from kvcli.policies.fastgen import FastGen
+from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.schemas.heads import HeadsDocument
 from kvcli.settings.profile import Profile
 from tests.families import build

@@ -11,10 +11,10 @@ import pytest
 from kvcli.bench.same import tie_at
 from kvcli.chat.local import Model, load
 from kvcli.errors import BadConfig
-from kvcli.heads.ask import Ask
-from kvcli.heads.own import own_map, place
+from kvcli.heads.auto_headmap import own_map, place
+from kvcli.heads.request import Ask
 from kvcli.heads.run import probe
-from kvcli.policies.fastgen import FastGen
+from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.settings.profile import Profile
 
 
@@ -44,7 +44,7 @@ def test_the_map_is_that_of_the_command_and_is_made_once(model: Model, tmp_path:
 
 
 def test_weights_without_files_have_no_place(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcli.heads.own.identity", lambda lm: {})
+    monkeypatch.setattr("kvcli.heads.auto_headmap.identity", lambda lm: {})
     assert place(model.lm, tmp_path) is None
     with pytest.raises(BadConfig, match="by the files of a model"):
         own_map(model, tmp_path)

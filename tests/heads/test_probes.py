@@ -14,11 +14,11 @@ from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, SPECIAL
 from kvcli.heads.ablate import ablate, answers, open_past, right
 from kvcli.heads.attention import FAR, SHARES, gaze, normaliser
-from kvcli.heads.blinkers import Blinkers, Reach
-from kvcli.heads.listen import Listen, whole
 from kvcli.heads.needle import OFFSETS, needle
+from kvcli.heads.query_probe import Listen, whole
 from kvcli.heads.reason import TASK, reason, score, sentence
 from kvcli.heads.repeat import ROWS, repeat, twice
+from kvcli.heads.restricted_heads import Blinkers, Reach
 from kvcli.heads.sample import samples
 from kvcli.kernels.attend.reference import attend
 from kvcli.kernels.merge import merge

@@ -19,10 +19,10 @@ from kvcli.errors import BadConfig, BadInput
 from kvcli.kernels.native import native, why_not
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
+from kvcli.methods.steps.judge import Judge
+from kvcli.methods.steps.lookahead_reasoning import CHECKPOINTS, Lookahead
+from kvcli.methods.steps.step_writer import Writer
 from kvcli.settings.profile import Profile
-from kvcli.steps.judge import Judge
-from kvcli.steps.lookahead import CHECKPOINTS, Lookahead
-from kvcli.steps.writer import Writer
 from tests import families, hybrids
 
 NEW, STOP = 60, 96

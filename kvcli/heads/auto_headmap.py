@@ -1,0 +1,66 @@
+"""The model's own head map: made once, by what is lost when a head forgets, and kept for all later runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from kvcli.errors import BadConfig
+from kvcli.files import private_folder, write_private
+from kvcli.heads.request import Ask
+from kvcli.heads.run import probe
+from kvcli.prefix_cache.cache_key import identity
+from kvcli.quality.controls import full_profile
+from kvcli.schemas.heads import SAMPLE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvcli.chat.local import Model
+    from kvcli.engine.hf.lm import LM
+
+FORMAT = "kvcli.heads/1"  # another one where the probe, or what it is asked, changes
+FIELDS = ("kvcli", "torch", "transformers", "weights", "files", "config", "load.quant", "load.dtype")  # of an identity
+
+
+def own_map(model: Model, folder: Path, tell: Callable[[str], None] = lambda said: None) -> Path:
+    """Its file below `folder`, made if it is not there: of `ablate`, which sees heads that act through others too.
+
+    Raises BadConfig for weights that lie in no files, and BadModel where heads cannot be told apart.
+    """
+    if (path := place(model.lm, folder)) is None:
+        raise BadConfig(
+            'policy.headmap = "auto" keeps a map by the files of a model, and this one has none',
+            code="no_headmap",
+            try_=["--set policy.headmap=FILE, of kvcli profile-heads"],
+        )
+    if not path.exists():
+        tell(f"finding out which heads of {model.info.id} need the whole past: once, and kept in {path}")
+        plain = full_profile(model.profile).replace(exactness="approx", policy={"name": "fastgen"})
+        asked = Ask(probes=("ablate",), context=min(SAMPLE, model.limit), settings=plain.policy.settings)
+        found = probe(model, asked)
+        private_folder(path.parent)
+        write_private(path, json.dumps({"format": FORMAT, "model": model.info.id, "heads": found.heads.tolist()}))
+    return path
+
+
+def was_made(model: str, folder: Path) -> bool:
+    """Is there a map of a model of this name, whose files may have changed since?"""
+    for path in folder.glob("*.json"):
+        try:
+            if json.loads(path.read_text(encoding="utf-8")).get("model") == model:
+                return True
+        except (OSError, ValueError, AttributeError):  # read or made anew where it is wanted
+            continue
+    return False
+
+
+def place(lm: LM, folder: Path) -> Path | None:
+    """Where the map of a loaded model is kept, made or not; None where its weights lie in no files."""
+    known = identity(lm)
+    if not known:
+        return None
+    name = blake2b(json.dumps([FORMAT, *(known[field] for field in FIELDS)]).encode(), digest_size=16).hexdigest()
+    return folder / f"{name}.json"

@@ -1,0 +1,73 @@
+"""Head maps in the forms other tools read: DuoAttention's table, Retrieval_Head's line, and our own document.
+
+DuoAttention (arXiv 2410.10819) keeps `full_attention_heads.tsv`, one line of gates from 0 to 1 for each layer, beside a
+`config.json` with its window. Retrieval_Head (arXiv 2404.15574) keeps {"layer-head": [scores]} by query head.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli.errors import BadInput
+from kvcli.policies.scoring.headmap import read_headmap
+
+if TYPE_CHECKING:
+    from kvcli.schemas.heads import HeadsDocument
+
+TSV, DUO_CONFIG, PROFILE = "full_attention_heads.tsv", "config.json", "profile.json"
+Map = list[list[float]]  # [layers][KV heads]
+
+
+def duo_tsv(heads: Sequence[Sequence[float]]) -> str:
+    """As numpy.savetxt writes it."""
+    return "".join("\t".join(f"{value:.6f}" for value in row) + "\n" for row in heads)
+
+
+def duo_config(document: HeadsDocument) -> str:
+    """Their names for sinks and window."""
+    said = {"sink_size": document.suggest.sinks, "recent_size": document.suggest.window, "model": document.model}
+    return json.dumps(said, indent=2) + "\n"
+
+
+def retrieval_line(document: HeadsDocument) -> str:
+    """One line of scores by query head; empty if no needle was looked for."""
+    table = document.query.get("needle")
+    if table is None:
+        return ""
+    scores = {f"{layer}-{head}": [value] for layer, row in enumerate(table) for head, value in enumerate(row)}
+    return json.dumps(scores) + "\n"
+
+
+def arrays(document: HeadsDocument) -> bytes:
+    """All tables as one .npz."""
+    import numpy as np
+
+    tables = {"heads": document.heads, **{f"scalar_{k}": v for k, v in document.scalars.items()}}
+    tables |= {f"query_{name}": table for name, table in document.query.items()}
+    named = {name: np.asarray(table, dtype=np.float32) for name, table in tables.items()}
+    if (policy := document.policy) is not None:
+        named["policy"] = np.asarray(policy.chosen, dtype=np.int8)
+        named["cost"] = np.asarray(policy.cost, dtype=np.float32)
+        named |= {f"mass_{name}": np.asarray(table, dtype=np.float32) for name, table in policy.mass.items()}
+    if document.distances is not None:
+        longest = max((len(row) for layer in document.distances for row in layer), default=0)
+        padded = [[row + [0.0] * (longest - len(row)) for row in layer] for layer in document.distances]
+        named["distances"] = np.asarray(padded, dtype=np.float32)
+    stream = io.BytesIO()
+    np.savez_compressed(stream, **named)  # type: ignore[arg-type]
+    return stream.getvalue()
+
+
+def read_map(path: Path, shown: str) -> Map:
+    """A head map from our document, a DuoAttention table, or the folder of either. Raises BadInput."""
+    file = path
+    if path.is_dir():
+        found = [path / name for name in (PROFILE, TSV) if (path / name).is_file()]
+        if not found:
+            raise BadInput(f"{shown} holds neither {PROFILE} nor {TSV}", code="bad_headmap")
+        file = found[0]
+    return read_headmap(file)

@@ -1,0 +1,105 @@
+"""The beginning of a text in fewer slots: what KVzip keeps of it moves together, keys turned to positions without gaps.
+
+So a text goes on beyond the positions that its model knows. Each head keeps as many slots as every other, of tokens of
+its own choice (Kim et al., arXiv 2505.23416), and its keys are turned to where these stand now, as behind an edit (He
+et al., arXiv 2407.03157). What was condensed before competes with what it was worth then: it is not repeated again.
+Approximate: what is let go is gone, and distances within what is left are shorter than they were read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvcli.methods.policies.kvzip import KVzip
+from kvcli.policies.scoring.running_scores import Sums
+from kvcli.policies.scoring.topk import Memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.sequence.state import Text
+    from kvcli.kernels.rotate import Rotary
+
+
+PIECE = 64  # tokens repeated at once below which a long text would be repeated in hundreds of passes
+
+
+def has_room(limit: int, end: int) -> bool:
+    """Whether so many tokens can be repeated behind themselves, by a model that takes `limit`."""
+    return limit - end >= KVzip().lead + PIECE
+
+
+def condense(text: Text, end: int, most: int) -> Asks[bool]:
+    """Have the first `end` stored tokens of a text take `most` slots a head; whatever follows is to be read again.
+
+    `text.ids` then begins with as many of their ids, in order, those that most heads kept. False where so few cannot
+    hold what is never let go, or a window gave back what is seen from there: then all of them stay. Raises BadModel
+    where no fixed table says how keys turn.
+    """
+    import torch
+
+    from kvcli.engine.hf.rope import rotaries
+    from kvcli.engine.policy.compression_point import Boundary
+    from kvcli.engine.policy.query_recorder import Heard
+    from kvcli.engine.sequence.token_kinds import kinds_of
+
+    lm, zipped = text.lm, KVzip(budget=most, alloc="uniform", guard=1)
+    turns, guard = rotaries(lm), zipped.wants(lm).guard
+    if not text.kv.reaches(end):
+        return False
+    text.rewind(end + 1)
+    assert text.committed == end > most, "it is stored"
+    sums, ids = Sums(lm, dict(text.worth)), text.ids[: end + 1]
+    kinds = kinds_of(ids[:end], text.kinds, text.spans)
+    past = lm, text.kv, Heard(0, lambda n: ()), guard, ids[:end], kinds
+    at = Boundary(*past, "read", end, True, Memory(done=text.condensed, own=sums))
+    masks = yield from at.ask(zipped)
+    kept = {i: mask for i, mask in enumerate(masks) if mask is not None}
+    if not all(bool((mask.sum(1) == most).all()) for mask in kept.values()):
+        return False
+    worth: dict[int, Tensor] = {}
+    moved: list[tuple[int, Tensor, Tensor, int]] = []
+    votes = torch.zeros(end)
+    for i, shape in enumerate(lm.shapes):
+        if shape.shares is not None:
+            continue
+        s = text.kv.slots(i)
+        if i in kept:
+            old, where = _places(s.pos, kept[i], most)
+            always = replace(guard, recent=0).covers(torch.arange(end, device=lm.device), kinds)
+            score = sums.total[i].masked_fill(always, torch.inf)
+            worth[i] = score.gather(1, old)
+            votes += torch.bincount(old.flatten().cpu(), minlength=end)
+            new, first = torch.arange(most, device=old.device), 0
+        else:  # a window moves as it is
+            stays = (s.pos >= end - most).expand_as(s.pos)
+            old, where = _places(s.pos, stays, int(stays[0].sum()))
+            new, first = old - (end - most), int(old[0, 0]) - (end - most)
+        k, v = (t.gather(1, where.unsqueeze(-1).expand(-1, -1, t.shape[2])) for t in (s.k, s.v))
+        moved.append((i, _turned(k, old, new, turns[i]), v, first))
+    stand = sorted(votes.argsort(descending=True, stable=True)[:most].tolist())
+    text.rewind(0)
+    text.adopt([*(ids[p] for p in stand), ids[end]], most, moved)
+    text.condensed, text.worth = most, worth
+    return True
+
+
+def _places(pos: Tensor, stays: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Of slots at positions pos [K, S] the n of each head that stay: positions, rising, and slots, [K, n] each."""
+    where = stays.nonzero()[:, 1].view(-1, n)
+    old, order = pos.gather(1, where).long().sort(dim=1)
+    return old, where.gather(1, order)
+
+
+def _turned(k: Tensor, old: Tensor, new: Tensor, rotary: Rotary | None) -> Tensor:
+    """Keys k [K, n, D] read at positions old [K, n] as though at new [n] or [K, n]."""
+    import torch
+
+    from kvcli.kernels.rotate import rotate, unrotate
+
+    if rotary is None:
+        return k
+    wide = k.to(torch.promote_types(k.dtype, torch.float32))
+    return rotate(unrotate(wide, old, rotary), new.expand_as(old), rotary).to(k.dtype)

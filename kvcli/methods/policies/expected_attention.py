@@ -1,0 +1,109 @@
+"""Expected Attention: what queries to come will look at stays, if they are like those heard (arXiv 2510.00636).
+
+The paper takes mean and covariance over all queries of the prompt; here over `samples` of them, spread evenly, and over
+the newest where a prompt has too few. They are turned back to position 0, and forward by the mean rotation over the
+next `horizon` positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from kvcli.errors import BadModel
+from kvcli.policies.scoring.topk import TopK
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.policy import Moment, Wants
+    from kvcli.kv.slots import Slots
+
+RECENT = 64  # newest queries; where fewer than so many samples are heard, as of a short question, these count too
+
+
+@dataclass(frozen=True)
+class Expected(TopK):
+    """Keep what queries to come are expected to look at, by value norm (Expected Attention, arXiv 2510.00636)."""
+
+    samples: Annotated[int, Range(2)] = 256  # queries of the prompt that stand for those to come
+    horizon: Annotated[int, Range(1)] = 512  # positions ahead over which their rotation is averaged
+    covariance: bool = True  # count how queries vary, beside their mean
+    epsilon: Annotated[float, Range(0)] = 0.0  # added to an expected attention before it is weighed by the value
+
+    name: ClassVar[str] = "expected"
+    by: ClassVar[str] = "what later questions should look at"
+
+    def wants(self, lm: LM) -> Wants:
+        """Raises BadModel for a model whose rotary frequencies are not found."""
+        from kvcli.engine.hf.rope import rotaries
+
+        try:
+            found = rotaries(lm)  # by layer; None in it = positions change nothing there
+        except BadModel as none:
+            raise BadModel(
+                f'policy.name = "expected" needs the rotary frequencies of {lm.info.id}, and does not find them',
+                code="policy_unsupported",
+                lines=[none.message, *none.lines],
+                try_=["--set policy.name=keydiff", "--set policy.name=snap"],
+            ) from None
+        return self.want(lm, known=found, recent=RECENT, probes=self.probes, lasting=self.keep_new > 0)
+
+    def probes(self, n: int) -> Sequence[int]:
+        """The samples of a prompt of n tokens."""
+        first = min(self.sinks, max(0, n - 1))
+        count = min(self.samples, n - first)
+        return [first + i * (n - first) // count for i in range(count)]
+
+    def score(self, s: Slots, at: Moment) -> Tensor:
+        """The expected attention, times the value's norm."""
+        import torch
+
+        from kvcli.kernels.rotate import unrotate
+        from kvcli.policies.scoring.mean_rotation import mean_turn
+
+        rotary, width = at.memory.known[at.layer], torch.promote_types(at.q.dtype, torch.float32)
+        q, q_pos = self._sample(at)
+        if not q.shape[1]:  # no query at all: any key is as likely as another
+            return expected(s, q.new_zeros(s.k.shape[0], s.k.shape[2], dtype=width), None, 0.0, 0.0, 0.0)
+        q = q.to(width) if rotary is None else unrotate(q.to(width), q_pos, rotary)  # [H, w, D]
+        turn = mean_turn(rotary, torch.arange(at.n, at.n + self.horizon, device=q.device), q.shape[2], q.dtype)
+        mean, cov = q.mean(1), None
+        if self.covariance:
+            off = q - mean.unsqueeze(1)
+            cov = turn @ (off.transpose(1, 2) @ off / q.shape[1]) @ turn.T  # [H, D, D]
+        return expected(s, mean @ turn.T, cov, at.scale, at.softcap, self.epsilon)
+
+    def _sample(self, at: Moment) -> tuple[Tensor, Tensor]:
+        """The heard queries that were spread evenly, if there are enough of them; else all."""
+        wanted = set(self.probes(at.n_prompt)) if at.n_prompt else set()
+        rows = [row for row, pos in enumerate(at.q_pos.tolist()) if pos in wanted]
+        return (at.q[:, rows], at.q_pos[rows]) if len(rows) >= min(RECENT, self.samples) else (at.q, at.q_pos)
+
+
+def expected(s: Slots, mean: Tensor, cov: Tensor | None, scale: float, softcap: float, epsilon: float) -> Tensor:
+    """[K, S]: attention of queries drawn from a normal distribution, times value norm.
+
+    mean [H, D], cov [H, D, D] of the queries to come, as they will stand to the stored keys; None = the mean alone.
+    E exp(q·k) = exp(mean·k + k·cov·k / 2), normalised over the slots; a softcap bends the exponent.
+    """
+    import torch
+
+    from kvcli.policies.scoring.token_units import norm
+
+    kv, _, d = s.k.shape
+    k = s.k.to(mean.dtype)
+    mean = mean.view(kv, -1, d)
+    z = mean @ k.transpose(1, 2) * scale  # [K, G, S]
+    if cov is not None:
+        for g in range(mean.shape[1]):  # one query head of each group at a time: [K, S, D] is all that is made
+            z[:, g] += ((k @ cov.view(kv, -1, d, d)[:, g]) * k).sum(2) * (scale * scale / 2)
+    if softcap > 0:
+        z = softcap * torch.tanh(z / softcap)
+    share = z.masked_fill((s.pos < 0).unsqueeze(1), -torch.inf).softmax(dim=2).mean(1)
+    share = share.nan_to_num(0.0)  # a head without slots
+    return (share + epsilon) * norm(s.v.to(mean.dtype))

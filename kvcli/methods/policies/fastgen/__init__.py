@@ -1,0 +1,1 @@
+"""FastGen: a policy for each head, chosen from its own attention."""

@@ -1,0 +1,72 @@
+"""What FastGen knows of one layer of a text: what its heads were measured to look at, and what each of them chose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.engine.sequence.token_kinds import END
+from kvcli.kv.snapshot import Given, State
+from kvcli.methods.policies.fastgen.frequency_scores import Scores
+from kvcli.methods.policies.fastgen.recovery import Sets, classes
+
+if TYPE_CHECKING:
+    from kvcli.engine.policy.policy import Moment
+    from kvcli.kv.slots import Slots
+    from kvcli.methods.policies.fastgen.policy import FastGen
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer of the text."""
+
+    sets: Sets
+    value: Tensor  # [C, K] what each candidate is worth to a head
+    cost: Tensor  # [C, K] tokens
+    measured: int  # tokens of the text when that was so
+    chosen: list[int] = field(default_factory=list)  # [K] candidates
+    frequent: Tensor | None = None  # [K, S] frequent slots of this very boundary
+    scores: Scores | None = None  # of frequent tokens, while answering
+
+    def state(self) -> State:
+        """Between boundaries, when nothing is `frequent`."""
+        sets, chosen = self.sets, torch.tensor(self.chosen)
+        numbers = {"local": sets.local, "most": sets.frequent, "measured": self.measured}
+        tensors = {"punct": torch.tensor(sets.punct), "value": self.value, "cost": self.cost, "chosen": chosen}
+        return {**numbers, **tensors, **({"scores": self.scores.state()} if self.scores is not None else {})}
+
+    @staticmethod
+    def made(given: Given, settings: FastGen, heads: int, device: torch.device) -> Layer:
+        """From what `state` gave, of a layer with so many KV heads. Raises Misfit."""
+        c = len(settings.candidates)
+        sets = replace(
+            Sets.of(settings, torch.zeros(0, dtype=torch.int8)),
+            local=given.number("local", given.n + settings.guarded),
+            frequent=given.number("most", given.n),
+            punct=tuple(given.indices("punct", 1 + END, None).tolist()),
+        )
+        value, cost = given.floats("value", c, heads).to(device), given.tensor("cost", torch.int64, c, heads).to(device)
+        chosen = given.indices("chosen", c, heads).tolist()
+        scores = Scores.made(given.part("scores"), sets, settings, heads, device) if "scores" in given else None
+        return Layer(sets, value, cost, given.number("measured", given.n), chosen, scores=scores)
+
+    def having(self, word: str, like: Tensor) -> Tensor:
+        """[K, 1] bool: which heads chose a candidate with this word."""
+        words = self.sets.having(word)
+        return torch.tensor([words[c] for c in self.chosen], device=like.device).unsqueeze(1)
+
+    def loose(self, s: Slots, at: Moment) -> Tensor:
+        """[K, S] bool: what heads keep, frequent tokens aside."""
+        always, punct = classes(s, at.kinds, self.sets)
+        age = at.kinds.shape[0] - 1 - s.pos
+        reach = torch.where(self.having("local", age), self.sets.local, self.sets.guard)
+        mask = always | at.protected | (punct & self.having("punct", age))
+        return (mask | (age < reach) | self.having("full", age)) & (s.pos >= 0)
+
+    def fresh(self, s: Slots, at: Moment) -> Tensor:
+        """[K, S] bool: what heads keep at the boundary where they were measured."""
+        mask = self.loose(s, at)
+        return mask if self.frequent is None else mask | (self.frequent & self.having("frequent", s.pos))

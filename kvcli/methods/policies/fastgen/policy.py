@@ -1,0 +1,200 @@
+"""Each head keeps what it looks at: FastGen (Ge et al., arXiv 2310.01801).
+
+When a prompt has been read, a few of its rows say how much attention every head would lose under each of a handful of
+policies (recovery.py), and the head gets the cheapest that loses little enough; or, with `keep`, all heads share one
+budget (head_knapsack.py). While the text has nothing beyond the guard window that a head may forget, there is nothing to
+judge by: all of it stays, and its answer, until a later prompt is long enough. `paper = true` measures as published:
+on all rows, their plain mean, without a guard window. Heads that `headmap` names keep everything. Sliding layers are
+left whole. With `recovery = "auto"` T is found: the newest tokens of the prompt are predicted again by what heads would
+keep, and T is the lowest that predicts them well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+from kvcli.engine.policy.policy import Guard, Usual, Wants
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.compression_point import Boundary
+    from kvcli.kv.slots import Masks
+    from kvcli.methods.policies.fastgen.text_state import Heads
+
+Candidate = Literal[
+    "special", "punct", "local", "frequent", "punct+local", "punct+frequent", "local+frequent", "punct+frequent+local"
+]
+Ratio = Literal["auto"] | Annotated[float, Range(0, 1)]
+CANDIDATES: tuple[Candidate, ...] = get_args(Candidate)
+PAPER: tuple[Candidate, ...] = ("special", "punct", "punct+frequent", "punct+frequent+local")
+LAST = 32  # newest rows of a prompt that are probed each, at most as many as are spread
+ROWS_ON_CPU = 16  # spread over the second half of a prompt, and as many newest: more would be felt beside reading it
+ROWS = 128  # spread over its second half, on a GPU
+RATIO = 0.3  # of newest and of most looked-at tokens, as published
+PART = 0.4  # of the budget, where there is one: larger sets leave most heads with nothing but the guard
+PAPER_ROWS = 1024  # of a longer prompt, so many rows at equal distances stand for all
+
+
+@dataclass(frozen=True)
+class FastGen(Usual):
+    """Keep in each head what it looks at: special tokens, punctuation, newest, most looked at, or all (FastGen)."""
+
+    criterion: Literal["mean", "cvar10", "p05"] = "cvar10"  # over rows: mean, mean of the worst tenth, 5th percentile
+    recovery: Literal["auto"] | Annotated[float, Range(0, 1)] = 0.8  # attention a head must keep; auto = by kl_max
+    kl_max: Annotated[float, Range(above=0)] = 0.005  # of auto: nats a token that predictions may lose
+    replay: Annotated[int, Range(1)] = 64  # of auto: newest tokens of a prompt that are predicted again
+    keep: Annotated[float, Range(0, 1)] = 0.0  # share of tokens kept, averaged over heads, instead; 0 = by recovery
+    policies: tuple[Candidate, ...] = CANDIDATES  # what heads choose from, special tokens included; everything is last
+    local_ratio: Ratio = "auto"  # newest tokens of a local head, share of the prompt; auto = 0.4 keep, 0.3 without it
+    frequent_ratio: Ratio = "auto"  # most looked-at tokens, as a share of the text; auto likewise
+    guard: Annotated[int, Range(0)] = 128  # newest tokens that every head keeps
+    sinks: Annotated[int, Range(0)] = 4  # first tokens, special in every model
+    protect: bool = True  # keep the system prompt in every head
+    punct_cap: Annotated[float, Range(0, 1)] = 0.15  # above this share of the prompt only ends of sentences and lines
+    probe_rows: Literal["auto"] | Annotated[int, Range(1)] = "auto"  # rows measured beside the last; auto = 16 on a CPU
+    crossfit: bool = True  # choose frequent tokens on other rows than they are measured on
+    gqa: Literal["mean", "min"] = "mean"  # over the query heads that share a KV head
+    headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: its heads keep all; auto = made once
+    headmap_from: Annotated[float, Range(0, 1)] = 0.5  # score in that file from which on they do
+    reprofile_every: Annotated[int, Range(0)] = 0  # tokens of an answer between two measurements; 0 = once a prompt
+    every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
+    score_decay: Annotated[float, Range(above=0, most=1)] = 1.0  # weight of older rows, for each token; 1 = equal
+    max_profile_mb: Annotated[float, Range(above=0)] = 256.0  # MiB that measuring may take; more goes in blocks
+    paper: bool = False  # as published: the mean of 1,024 rows at most, five policies, no guard, cross-fit or protect
+
+    def __post_init__(self) -> None:
+        published = {"criterion": "mean", "guard": 0, "crossfit": False, "policies": PAPER, "probe_rows": "auto"}
+        for key, own in published.items():
+            given = getattr(self, key)
+            if self.paper and given not in (own, FastGen.__dataclass_fields__[key].default):
+                raise ValueError(f"paper = true has its own {key} and leaves no room for {given}")
+        if self.keep and self.recovery == "auto":
+            words = 'leaves nothing for recovery = "auto" to find; keep = 0 lifts it'
+            raise ValueError(f"keep = {self.keep} is a budget and {words}")
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """What a head chooses from; everything comes last."""
+        return (*(PAPER if self.paper else self.policies), "full")
+
+    @property
+    def guarded(self) -> int:
+        """Newest tokens that every head keeps."""
+        return 0 if self.paper else self.guard
+
+    @property
+    def reach(self) -> float:
+        """Newest tokens of a local head, as a share of the prompt."""
+        return self._usual if self.local_ratio == "auto" else self.local_ratio
+
+    @property
+    def most(self) -> float:
+        """Most looked-at tokens, as a share of the text."""
+        return self._usual if self.frequent_ratio == "auto" else self.frequent_ratio
+
+    @property
+    def _usual(self) -> float:
+        return PART * self.keep if self.keep and not self.paper else RATIO
+
+    @property
+    def is_crossfit(self) -> bool:
+        """Are frequent tokens chosen on other rows than they are measured on?"""
+        return self.crossfit and not self.paper
+
+    @property
+    def measure(self) -> Literal["mean", "cvar10", "p05"]:
+        """The criterion in force."""
+        return "mean" if self.paper else self.criterion
+
+    @property
+    def least(self) -> float:
+        """Attention that a head must keep, until a text has said what is enough: where that is to be found, all."""
+        return 1.0 if self.recovery == "auto" else self.recovery
+
+    @property
+    def rows(self) -> int:
+        """Rows spread over the second half of a prompt: what `auto` means where nothing says otherwise."""
+        return ROWS if self.probe_rows == "auto" else self.probe_rows
+
+    def probes(self, n: int) -> Sequence[int]:
+        """Rows of a prompt of n tokens to measure: its second half, where attention has something to leave out."""
+        if self.paper:
+            return spread(0, n, PAPER_ROWS)
+        half, last = n // 2, max(n // 2, n - min(LAST, self.rows))
+        return [*spread(half, last, self.rows), *range(last, n)]
+
+    def of(self, lm: LM) -> FastGen:
+        """The same settings, as they are read for this model: how many rows `auto` is."""
+        return self.on(lm.device.type)
+
+    def on(self, kind: str) -> FastGen:
+        """The same for such a device."""
+        is_auto = self.probe_rows == "auto" and not self.paper and kind == "cpu"
+        return replace(self, probe_rows=ROWS_ON_CPU) if is_auto else self
+
+    def wants(self, lm: LM) -> Wants:
+        """Raises BadInput for a head map that cannot be read, or is of another model, and BadModel where heads store
+        nothing of their own."""
+        from kvcli.engine.sequence.token_kinds import SYSTEM, TOOLS
+        from kvcli.methods.policies.fastgen.text_state import Heads
+        from kvcli.policies.scoring.headmap import head_rows, refuse_latents
+
+        refuse_latents(lm, 'policy.name = "fastgen"')
+        own = self.of(lm)
+        if self.recovery == "auto" and self.replay and not self.keep:
+            try_ = ["--set policy.recovery=0.95"]
+            lm.mixers.refuse(lm.info.id, "what stands in the middle of it cannot be predicted once more", try_)
+        rows = head_rows(self.headmap, lm) if self.headmap else []
+        full = [[value >= self.headmap_from for value in row] for row in rows]
+        since = own.every if any("frequent" in name for name in own.candidates) else 0
+        again = own.rows if own.reprofile_every else 0  # of what is to be measured again
+        kinds = frozenset({SYSTEM, TOOLS}) if self.protect and not self.paper else frozenset()
+        return Wants(
+            recent=max(since, again),
+            probes=own.probes,
+            kinds=True,
+            guard=Guard(self.sinks, self.guarded, kinds),
+            memory=lambda: Heads(own, lm, full),
+        )
+
+    def choose(self, at: Boundary) -> Asks[Masks]:
+        """What each head of this text chose, once a prompt has been read."""
+        found: Masks = yield from at.memory.choose(at)
+        return found
+
+    def slots(self, n: int) -> int:
+        """Of a prompt of n tokens, once it has been read; by recovery only the text itself can say, so all of them."""
+        return min(n, max(round(self.keep * n), self.sinks + self.guarded)) if self.keep else n
+
+    def reading(self, n: int) -> int:
+        """All of a prompt: heads are judged when it has been read."""
+        return n
+
+    def judging(self, n: int, heads: int, kind: str, number: int) -> int:
+        """What each of the probed rows sees, as long as it may be held."""
+        seen = sum(row + 1 for row in self.on(kind).probes(n))
+        return min(int(self.max_profile_mb * 2**20), number * heads * seen)
+
+    def found(self, memory: Heads) -> str:
+        """The recovery that was looked for."""
+        return f"by T = {memory.recovery:.2f}" if self.recovery == "auto" else ""
+
+    is_uneven = True
+
+    @property
+    def keeps(self) -> str:
+        share = f"{self.keep:.0%} of the tokens" if self.keep else f"what holds {self.recovery:.0%} of its attention"
+        if not self.keep and self.recovery == "auto":
+            share = "what the newest tokens are predicted by"
+        return f"{share} in each head, by what it looks at"
+
+
+def spread(start: int, end: int, most: int) -> list[int]:
+    """At most so many of the whole numbers from start to end - 1, at equal distances."""
+    n = max(0, end - start)
+    count = min(n, most)
+    return [start + i * n // count for i in range(count)]

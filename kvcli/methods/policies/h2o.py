@@ -1,0 +1,72 @@
+"""H2O, heavy hitters: what was looked at most so far stays (arXiv 2306.14048; Scissorhands, 2305.17118).
+
+While answering, every query is heard once; of a prompt, the last `queries` of each chunk. What is remembered is one
+number a head and position, 1/D of the keys and values of the whole text in 16 bits (float32; float64 in a float64
+model).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from kvcli.policies.scoring.running_scores import Sums
+from kvcli.policies.scoring.topk import TopK
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.compression_point import Boundary
+    from kvcli.engine.policy.policy import Moment, Wants
+    from kvcli.kv.slots import Masks, Slots
+
+
+def hear(sums: Sums, s: Slots, at: Moment) -> None:
+    """Count the attention of the queries that came since."""
+    first = int((at.q_pos <= sums.last.get(at.layer, -1)).sum())
+    if first == at.q.shape[1] or not s.n_slots:
+        return
+    gained = at.mass(s, first, "sum").masked_fill(s.pos < 0, 0.0)
+    total = gained.new_zeros(s.pos.shape[0], at.n)
+    if (before := sums.total.get(at.layer)) is not None:
+        total[:, : before.shape[1]] = before
+    sums.total[at.layer] = total.scatter_add_(1, s.pos.clamp(min=0).long(), gained)
+    sums.last[at.layer] = int(at.q_pos[-1])
+
+
+@dataclass(frozen=True)
+class H2O(TopK):
+    """Keep what was looked at most so far: heavy hitters (H2O, arXiv 2306.14048; Scissorhands, 2305.17118)."""
+
+    keep_new: Annotated[int, Range(0)] = 512  # tokens a head keeps of what was generated since; 0 = all
+    queries: Annotated[int, Range(1)] = 64  # newest queries heard at a boundary; at least every, so that all count
+
+    name: ClassVar[str] = "h2o"
+    by: ClassVar[str] = "what was looked at most"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.queries < self.every:
+            raise ValueError(f"queries = {self.queries} is less than every = {self.every}: some would never be heard")
+
+    def wants(self, lm: LM) -> Wants:
+        """The queries since the last boundary."""
+        return self.want(lm, lambda: Sums(lm), recent=self.queries)
+
+    def choose(self, at: Boundary) -> Asks[Masks] | Masks:
+        """Whether or not anything competes, what was heard counts."""
+        for i in at.open:
+            hear(at.memory.own, *at.layer(i))
+        return super().choose(at)
+
+    def score(self, s: Slots, at: Moment) -> Tensor:
+        """The sum so far."""
+        import torch
+
+        if (total := at.memory.own.total.get(at.layer)) is None:  # nothing was heard yet: all alike, the newest win
+            return torch.zeros_like(s.pos, dtype=torch.float32)
+        found: Tensor = total.gather(1, s.pos.clamp(min=0).long())
+        return found

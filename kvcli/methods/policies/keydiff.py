@@ -1,0 +1,33 @@
+"""KeyDiff: keys that are unlike the others stay (Park et al., arXiv 2504.15364)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kvcli.policies.scoring.topk import TopK
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.policy.policy import Moment
+    from kvcli.kv.slots import Slots
+
+
+@dataclass(frozen=True)
+class KeyDiff(TopK):
+    """Keep keys that are unlike the others (KeyDiff, arXiv 2504.15364); needs no queries."""
+
+    name: ClassVar[str] = "keydiff"
+    by: ClassVar[str] = "how unlike the others its keys are"
+    is_share: ClassVar[bool] = False
+
+    def score(self, s: Slots, at: Moment) -> Tensor:
+        """By cosine with the mean direction of all."""
+        from torch.nn import functional
+
+        from kvcli.policies.scoring.token_units import wide
+
+        way = functional.normalize(wide(s.k), dim=2)
+        anchor = way.masked_fill((s.pos < 0).unsqueeze(-1), 0.0).sum(1, keepdim=True)  # its length cancels
+        return -functional.cosine_similarity(way, anchor, dim=2)

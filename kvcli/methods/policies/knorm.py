@@ -1,0 +1,31 @@
+"""L2 norm: the shortest keys stay, as they tend to be looked at (Devoto et al., arXiv 2406.11430)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kvcli.policies.scoring.topk import Alloc, TopK
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.policy.policy import Moment
+    from kvcli.kv.slots import Slots
+
+
+@dataclass(frozen=True)
+class KNorm(TopK):
+    """Keep the shortest keys (L2 norm, arXiv 2406.11430): cheap, and weaker than lots on retrieval."""
+
+    alloc: Alloc = "uniform"
+
+    name: ClassVar[str] = "knorm"
+    by: ClassVar[str] = "how short its keys are"
+    is_share: ClassVar[bool] = False
+
+    def score(self, s: Slots, at: Moment) -> Tensor:
+        """How short."""
+        from kvcli.policies.scoring.token_units import norm
+
+        return -norm(s.k)

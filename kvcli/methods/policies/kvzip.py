@@ -1,0 +1,160 @@
+"""Keep what the model needs to repeat the text: KVzip (Kim et al., arXiv 2505.23416).
+
+When a prompt has been read, it is run once more behind itself, piece by piece, and the most that any query of a piece
+looks at a slot of that piece is the slot's score. No question is asked, so the text that is left serves any; reading
+takes about twice as long. Of each piece only the stored slots that it repeats count, beside the sinks and the piece
+itself, as in the paper. The paper asks for the repetition in words; here a piece begins with the tokens before it.
+
+`plus` is KVzip+ (KVzap, arXiv 2601.07891): a mass is multiplied by the L2 norm of what the value adds to the stream and
+divided by that of the stream that goes into the layer where it is asked for. Layers are passed one by one for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from kvcli.errors import BadModel, ContextOverflow
+from kvcli.policies.scoring.running_scores import Sums
+from kvcli.policies.scoring.topk import Alloc, TopK
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.compression_point import Boundary
+    from kvcli.engine.policy.policy import Moment, Wants
+    from kvcli.engine.rows import Rows
+    from kvcli.kv.slots import Masks, Slots
+
+    Heard = tuple[Tensor, Tensor, Tensor | None]  # of one layer: queries [H, N, D], keys [K, N, D], its input [N, E]
+
+
+@dataclass(frozen=True)
+class KVzip(TopK):
+    """Keep what the model needs to repeat the text (KVzip): reads every prompt twice, suits any later question."""
+
+    alloc: Alloc = "global"  # who shares: heads equally, heads of a layer, layers by height, heads by a file, all heads
+    floor: Annotated[float, Range(0, 1)] = 0.0  # share of the average that ada, headmap and global leave every head
+    piece: Annotated[int, Range(1)] = 512  # tokens repeated in one pass
+    lead: Annotated[int, Range(0)] = 8  # tokens before a piece that it begins with
+    plus: bool = False  # count what a value adds to the stream, beside the stream that asks for it: KVzip+
+
+    name: ClassVar[str] = "kvzip"
+    by: ClassVar[str] = "what repeating it looks at"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per_chunk:
+            raise ValueError("per_chunk = true cannot be kept: a text is repeated when all of it has been read")
+        if self.keep_new:
+            raise ValueError(f"keep_new = {self.keep_new} cannot be kept: what was generated is never repeated")
+
+    def again(self, n: int) -> int:
+        """All of it, piece by piece, and the tokens that each piece but the first begins with."""
+        return n + (-(-n // self.piece) - 1) * self.lead if n else 0
+
+    def wants(self, lm: LM) -> Wants:
+        """No queries: those that matter are made here. Remembered are scores by layer, 1/D of all keys and values."""
+        try_ = ["--set policy.name=expected"]
+        lm.mixers.refuse(lm.info.id, "a repetition behind it would be of what they know, not of slots", try_)
+        if self.plus and any(of.shares is not None for of in lm.shapes):
+            raise BadModel(
+                f"policy.plus = true needs layers with keys of their own; some of {lm.info.id} read those of others",
+                code="policy_unsupported",
+                try_=["--set policy.plus=false"],
+            )
+        return self.want(lm, lambda: Sums(lm))
+
+    def choose(self, at: Boundary) -> Asks[Masks]:
+        """As all, once the prompt was repeated. Raises ContextOverflow where none of it fits behind the text."""
+        done = at.memory.compressed(at)
+        if at.phase == "read":
+            yield from self.look(at, done)
+        return self.best(at, done)
+
+    def look(self, at: Boundary, first: int) -> Asks[None]:
+        """Repeat the tokens from `first` on, whatever was found of them before."""
+        for layer, score in at.memory.own.total.items():
+            at.memory.own.total[layer] = score[:, :first]
+        for start, end in self.pieces(first, len(at.ids), at.lm.limit):
+            yield from self._repeat(at, start, end)
+
+    def score(self, s: Slots, at: Moment) -> Tensor:
+        """What the repetition looked at."""
+        found: Tensor = at.memory.own.total[at.layer].gather(1, s.pos.clamp(min=0).long())
+        return found
+
+    def pieces(self, first: int, n: int, limit: int) -> Sequence[tuple[int, int]]:
+        """Of tokens `first` to n - 1, as large as fit behind all n of them."""
+        room = limit - n
+        size = min(self.piece, room - self.lead)
+        if size < 1:
+            raise ContextOverflow(
+                f'policy.name = "kvzip" repeats the text behind itself, but {n:,} tokens leave room for {room:,}',
+                lines=[f"the model takes {limit:,} tokens, and a repeated piece {self.lead + 1} at least"],
+                try_=["--set policy.name=expected", "a shorter text"],
+            )
+        return [(start, min(start + size, n)) for start in range(first, n, size)]
+
+    @property
+    def weighs(self) -> str:
+        return super().weighs or ("plus = true" if self.plus else "")
+
+    def _by_layer(self, at: Boundary, rows: Rows) -> Asks[list[Heard]]:
+        """A pass through each layer, as the stream is seen between passes; one through none shows what is embedded."""
+        from kvcli.engine.forward_request import Feed
+
+        found: list[Heard] = []
+        made = yield Feed(at.lm, rows, at.kv, is_prompt=True, layers=range(0))
+        assert made.hidden is not None
+        stream = made.hidden.clone()
+        for i in at.layers:
+            hidden = stream if i else None
+            made = yield Feed(
+                at.lm, rows, at.kv, hear=range(rows.n_rows), is_prompt=True, layers=range(i, i + 1), hidden=hidden
+            )
+            found.append((made.queries[0], made.fresh[i].k, stream))
+            stream = stream if made.hidden is None else made.hidden.clone()
+        return found
+
+    def _repeat(self, at: Boundary, start: int, end: int) -> Asks[None]:
+        """One pass; nothing of it is stored."""
+        import torch
+
+        from kvcli.engine.rows import Rows
+        from kvcli.kernels.column_mass import Over, column_mass
+        from kvcli.kv.slots import compact
+
+        rows = Rows.chain(at.ids[max(0, start - self.lead) : end], len(at.ids))
+        q_pos, scores = torch.tensor(rows.pos, device=at.lm.device), at.memory.own.total
+        heard = yield from (self._by_layer(at, rows) if self.plus else _at_once(at, rows))
+        for i in at.open:
+            (s, moment), (q, fresh, stream) = at.layer(i), heard[i]
+            near = compact(s, (s.pos < self.sinks) | ((s.pos >= start) & (s.pos < end)))
+            k = torch.cat((near.k, fresh.to(near.k.dtype)), 1)
+            pos = torch.cat((near.pos, q_pos.to(near.pos.dtype).expand(near.pos.shape[0], -1)), 1)
+            over: Over = "max" if stream is None else "none"
+            mass = column_mass(q, q_pos, k, pos, moment.scale, softcap=moment.softcap, over=over)[..., : near.n_slots]
+            if stream is not None:  # [K, G, w, S]
+                adds = at.memory.outward(i, near.v, 2).unsqueeze(2)
+                mass = (mass * adds / stream.to(mass.dtype).norm(dim=1).view(-1, 1)).amax((1, 2))
+            score = mass.new_zeros(mass.shape[0], end)
+            if (before := scores.get(i)) is not None:
+                score[:, : before.shape[1]] = before
+            where = near.pos.clamp(min=0).long()
+            scores[i] = score.scatter_reduce_(1, where, mass.masked_fill(near.pos < 0, 0.0), "amax")
+
+
+def _at_once(at: Boundary, rows: Rows) -> Asks[list[Heard]]:
+    """One pass through all layers."""
+    from kvcli.engine.forward_request import Feed
+
+    made = yield Feed(at.lm, rows, at.kv, hear=range(rows.n_rows), is_prompt=True)
+    keys = [
+        made.fresh[i].k if i in made.fresh else made.queries[i] for i in at.layers
+    ]  # of a layer that shares: unread
+    return [(q, k, None) for q, k in zip(made.queries, keys, strict=True)]

@@ -1,0 +1,228 @@
+"""A budget at work: what each token of a text is worth, and the rung of each slot at every boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.engine.forward_request import Asks, asked
+from kvcli.engine.policy.policy import Wants
+from kvcli.errors import ContextOverflow
+from kvcli.kv.footprint import STEP
+from kvcli.kv.out_of_memory import Shortage
+from kvcli.methods.policies.precision.loss_limit import counted, limit, lost
+from kvcli.methods.policies.precision.plan import Layer, in_place, levels, price, quality, together
+from kvcli.methods.policies.precision.settings import Budget
+from kvcli.policies.scoring.headmap import head_rows
+from kvcli.policies.scoring.running_scores import Sums
+
+if TYPE_CHECKING:
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.compression_point import Boundary
+    from kvcli.kv.cache.precision_budget import Spending
+    from kvcli.kv.slots import Masks
+    from kvcli.kv.snapshot import Given, State
+    from kvcli.policies.scoring.topk import Memory
+
+FLOOR = 0.2  # of the average weight, that a head map leaves every head
+TINY = 1e-30
+MIB = 1 << 20
+
+
+@dataclass(slots=True)
+class Known:
+    """Of one text."""
+
+    scorer: Memory  # what the method that scores remembers
+    worth: Sums  # by layer and position, of tokens that were scored
+    faded: Sums  # by layer, [K, 1]: and that rounding had taken of those that went elsewhere
+    heads: list[list[float]] = field(default_factory=list)  # [L][K] what heads weigh; [] = alike
+    n: int = 0  # tokens that were scored
+    said: str = ""  # what came of the last prompt
+
+    def state(self) -> State:
+        """Worths, and what the score remembers."""
+        return {"n": self.n, "scorer": self.scorer.state(), "worth": self.worth.state(), "faded": self.faded.state()}
+
+    def restore(self, given: Given) -> None:
+        """Become what gave this."""
+        self.n = given.number("n", given.n)
+        self.scorer.restore(given.part("scorer"))
+        self.worth.restore(given.part("worth"))
+        self.faded.restore(given.part("faded"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Within(Budget):
+    """The policy of texts whose stores have the rungs that are spent on."""
+
+    spending: Spending
+
+    def wants(self, lm: LM) -> Wants:
+        """What the score wants, whenever newcomers are scored. Raises as it does, and as a head map does."""
+        wants, rows = self.scorer.wants(lm), []
+        if self.headmap:
+            table = head_rows(self.headmap, lm)
+            mean = sum(map(sum, table)) / sum(map(len, table)) or 1.0
+            rows = [[FLOOR + (1 - FLOOR) * value / mean for value in row] for row in table]
+
+        def memory() -> Known:
+            of_score: Memory = wants.memory()  # type: ignore[assignment]
+            return Known(of_score, Sums(lm), Sums(lm), rows)
+
+        return replace(wants, lasting=True, memory=memory)
+
+    def found(self, memory: Known) -> str:
+        """What came of the budget when the last prompt had been read."""
+        return memory.said
+
+    def choose(self, at: Boundary) -> Asks[Masks]:
+        """By layer the rung of each slot. Raises Shortage where what always stays is more than the budget."""
+        masks: list[Tensor | None] = [None] * len(at.layers)
+        most, loses = self.spending.most(len(at.ids)), bool(self.spending.lose) and at.phase != "reading"
+        is_early = at.phase == "reading" and self.spending.is_late  # which is of a text, once it has been read
+        if is_early or not at.open or (at.is_whole and not loses and self._full(at, at.layers) <= most):
+            return masks
+        yield from self._score(at)
+        layers = [self._layer(at, i) for i in at.open]
+        left = most - self._full(at, [i for i in at.layers if i not in at.open])
+        found = self._price(layers, self.spending, left)
+        if found == float("inf") and not self.spending.is_share:
+            raise self._shortage(layers, left, most - left)
+        for layer, rung in zip(layers, self._rungs(layers, found, left, loses), strict=True):
+            masks[layer.number] = rung
+        if at.phase == "read":
+            at.memory.said = self._told(at, layers, masks, most)
+        self._fade(at, layers, masks)
+        return masks
+
+    def _price(self, layers: Sequence[Layer], spending: Spending, left: float) -> float:
+        return price(layers, spending, left) if spending.asked else 0.0
+
+    def _rungs(self, layers: Sequence[Layer], found: float, left: float, loses: bool) -> list[Tensor]:
+        """By layer, at this price. Where another place has no room for all that goes there: with what it has, or as
+        though it had none, whichever loses less."""
+
+        def at(spending: Spending, found: float) -> list[Tensor]:
+            found = max(found, limit(layers, spending, spending.lose)) if loses else found
+            return [levels(layer, spending, found) for layer in layers]
+
+        chosen = at(self.spending, found)
+        held = [in_place(layer, self.spending, rung) for layer, rung in zip(layers, chosen, strict=True)]
+        if all(a is b for a, b in zip(held, chosen, strict=True)):
+            return chosen
+        full = replace(self.spending, holds=0)
+        if (found := self._price(layers, full, left)) == float("inf"):
+            return held
+        return min(held, at(full, found), key=lambda rungs: lost(layers, self.spending, rungs))
+
+    def _fade(self, at: Boundary, layers: Sequence[Layer], masks: Masks) -> None:
+        """What goes elsewhere no longer says in how many bits it came, so that it is worth what was left of it."""
+        for layer in layers if self.spending.has_place else ():
+            rung, there = masks[layer.number], self.spending.last - 1
+            goes = (rung == there) & (layer.rung > 0) & (layer.rung < there)
+            if not bool(goes.any()):
+                continue
+            worth, pos = at.memory.worth.total[layer.number], at.layer(layer.number)[0].pos
+            left = worth.new_tensor(quality(self.spending)[:there])[layer.rung.clamp(0, there - 1).long()]
+            less = torch.zeros_like(worth)
+            for head, of in enumerate(goes):
+                where = pos[head, of].long()
+                less[head, where] = worth[head, where] * (1 - left[head, of])
+            worth -= less
+            before = at.memory.faded.total.get(layer.number, 0.0)
+            at.memory.faded.total[layer.number] = before + less.sum(1, keepdim=True)
+
+    def _told(self, at: Boundary, layers: Sequence[Layer], masks: Masks, most: int) -> str:
+        """What came of it, in words."""
+        rungs = [chosen for layer in layers if (chosen := masks[layer.number]) is not None]
+        whole = len(at.ids) * self.spending.of_token
+        held = self._full(at, [i for i in at.layers if i not in at.open]) + sum(
+            self.spending.nbytes(layer.number, counted(layer, rung, self.spending.last))
+            for layer, rung in zip(layers, rungs, strict=True)
+        )
+        if held > most and self.spending.is_share and len(at.ids) > self.sinks + self.guard:
+            always = f"what always stays has it take {held / MIB:,.1f} MiB"
+            return f"beyond memory.budget = {self.spending.asked}, {most / MIB:,.1f} MiB: {always}"
+        if not (share := lost(layers, self.spending, rungs)):
+            return ""
+        return f"with {1 - share:.1%} of what it is worth in {held / whole:.0%} of its bytes"
+
+    def _full(self, at: Boundary, layers: Container[int]) -> int:
+        """Bytes of these layers, of which nothing went down: by their slots, as spare room hangs on how many
+        rows each pass brought, which must not decide what stays."""
+        held = [(use.layer, -(-use.slots // STEP) * STEP) for use in at.kv.usage() if use.layer in layers]
+        return sum(room * self.spending.whole(layer) for layer, room in held)
+
+    def _score(self, at: Boundary) -> Asks[None]:
+        """What tokens are worth that were not scored yet; of a past that may have been taken back, all."""
+        known, n, scorer = at.memory, len(at.ids), self.scorer
+        first, own, is_seen = 0 if at.is_whole else known.n, replace(at, memory=known.scorer), True
+        try:
+            yield from asked(scorer.look(own, first))
+        except ContextOverflow as error:
+            if at.phase != "answering":
+                raise self._no_room(error) from None
+            is_seen = False  # the end of a window cannot be repeated behind itself: its few tokens are worth the most
+        for i in at.open:
+            s, moment = own.layer(i)
+            worth = torch.zeros(s.pos.shape[0], n, device=s.pos.device)  # of what was never stored here
+            if first:
+                worth[:, :first] = known.worth.total[i][:, :first]
+            else:
+                known.faded.total.pop(i, None)
+            most = worth.amax(1, keepdim=True) if first else torch.ones_like(worth[:, :1])
+            score = self._share(scorer.score(s, moment), s.pos) if is_seen else most.expand_as(s.pos)
+            for head, new in enumerate(s.pos >= first):
+                worth[head, s.pos[head, new].long()] = score[head, new]
+            known.worth.total[i] = worth
+        known.n = n
+
+    def _share(self, score: Tensor, pos: Tensor) -> Tensor:
+        """float32 [K, S] of a head's attention, where scores are not such shares as they come."""
+        score = score.float()
+        if self.score == "kvzip":
+            return score
+        low = score.masked_fill(pos < 0, torch.inf).amin(1, keepdim=True).clamp(max=0)
+        score = (score - low).masked_fill(pos < 0, 0.0)
+        return score / score.sum(1, keepdim=True).clamp(min=TINY)
+
+    def _no_room(self, error: ContextOverflow) -> ContextOverflow:
+        said = f'policy.score = "{self.score}" finds no room to repeat the text behind itself'
+        return ContextOverflow(said, lines=error.lines, try_=["--set policy.score=expected", "a shorter text"])
+
+    def _shortage(self, layers: Sequence[Layer], left: int, elsewhere: int) -> Shortage:
+        """What always stays takes more than there is; `elsewhere`: bytes of layers with windows."""
+        always = sum(int(layer.worth.isinf().sum()) * self.spending.each(layer.number)[0] for layer in layers)
+        size = f"{-(-(2 * int(always) + elsewhere) // MIB)}MiB"
+        return Shortage(
+            f"memory.budget = {self.spending.asked} has no room for a text",
+            lines=[
+                f"what always stays ({self.sinks} first and {self.guard} newest tokens, the system "
+                f"prompt, what tools said) takes {always / MIB:,.1f} MiB of {max(0, left) / MIB:,.1f} MiB"
+            ],
+            try_=[f"--budget {size}", f"--set memory.budget={size} without --budget", "--set policy.protect=false"],
+        )
+
+    def _layer(self, at: Boundary, i: int) -> Layer:
+        """What competes in a layer."""
+        s, moment = at.layer(i)
+        rung = torch.cat([torch.full((span.n,), span.rung) for span in s.spans]).to(s.pos.device)
+        rung = rung.expand_as(s.pos).masked_fill(s.pos < 0, -1).to(torch.int8)
+        worth = at.memory.worth.total[i].gather(1, s.pos.clamp(min=0).long())
+        if at.memory.heads:
+            worth = worth * worth.new_tensor(at.memory.heads[i]).unsqueeze(1)
+        whole = self._whole(at, i) - float(worth.double()[moment.protected].sum())
+        worth = worth.masked_fill(moment.protected, float("inf"))
+        return Layer(i, together(worth, rung, s.spans), rung, [span.n for span in reversed(s.spans)], whole)
+
+    def _whole(self, at: Boundary, i: int) -> float:
+        """Worth of all tokens of a layer, wherever they are."""
+        of_heads = at.memory.worth.total[i].double().sum(1)
+        if i in at.memory.faded.total:
+            of_heads = of_heads + at.memory.faded.total[i].double().sum(1)
+        return float((of_heads * of_heads.new_tensor(at.memory.heads[i])).sum() if at.memory.heads else of_heads.sum())

@@ -1,0 +1,65 @@
+"""Keep what matters within `memory.budget`: each token in as many bits as it is worth, or in none.
+
+More tokens in fewer bits beat fewer tokens in full (More Tokens, Lower Precision, arXiv 2412.12706). What a token is
+worth to a head says another method's score, as a share of the head's sum where that score is no attention, so that
+layers and heads compare and each gets what it needs (PrefixKV, arXiv 2412.03409); a head map weighs them
+(HeadKV, arXiv 2410.19258). One knapsack (plan.py) gives each slot its rung. While the answer grows, newcomers compete
+at each boundary, the price rises, and slots go further down by the worth that is remembered of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from kvcli.engine.policy.policy import Usual
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from kvcli.policies.scoring.topk import TopK
+
+
+@dataclass(frozen=True)
+class Budget(Usual):
+    """Keep what matters within memory.budget: more tokens in fewer bits, each as it is worth (More Tokens)."""
+
+    score: Literal["kvzip", "expected", "snap", "keydiff"] = "kvzip"  # what says how much a token is worth
+    headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: what heads weigh; auto = made once
+    sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept in full
+    guard: Annotated[int, Range(1)] = 60  # newest tokens, always kept in full
+    protect: bool = True  # always keep the system prompt and what tools said in full
+    every: Annotated[int, Range(1)] = 64  # tokens between two looks at the budget while answering
+
+    is_uneven = True
+
+    @property
+    def scorer(self) -> TopK:
+        """The method that scores."""
+        from kvcli.methods.policies.expected_attention import Expected
+        from kvcli.methods.policies.keydiff import KeyDiff
+        from kvcli.methods.policies.kvzip import KVzip
+        from kvcli.methods.policies.snapkv import Snap
+
+        kinds: dict[str, Callable[..., TopK]] = {"kvzip": KVzip, "expected": Expected, "snap": Snap, "keydiff": KeyDiff}
+        return kinds[self.score](sinks=self.sinks, guard=self.guard, protect=self.protect)
+
+    def slots(self, n: int) -> int:
+        """All of them, perhaps in few bits: only the text itself can say which are gone."""
+        return n
+
+    def reading(self, n: int) -> int:
+        """The same."""
+        return n
+
+    def again(self, n: int) -> int:
+        """As the method that scores."""
+        return self.scorer.again(n)
+
+    def judging(self, n: int, heads: int, kind: str, number: int) -> int:
+        """As the method that scores."""
+        return self.scorer.judging(n, heads, kind, number)
+
+    @property
+    def keeps(self) -> str:
+        return f"what a budget of bytes has room for, by {self.scorer.by}"

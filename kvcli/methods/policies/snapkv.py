@@ -1,0 +1,43 @@
+"""SnapKV: what the newest queries look at stays, with its neighbours (Li et al., arXiv 2404.14469)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from kvcli.policies.scoring.lookahead_queries import Looks
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.policy import Moment, Wants
+    from kvcli.kv.slots import Slots
+
+
+@dataclass(frozen=True)
+class Snap(Looks):
+    """Keep what the newest queries look at, with its neighbours (SnapKV, arXiv 2404.14469)."""
+
+    queries: Annotated[int, Range(1)] = 32  # newest tokens whose queries vote
+    pool: Annotated[int, Range(1)] = 7  # positions over which a vote is spread; odd
+    pooling: Literal["max", "avg"] = "max"  # how
+
+    name: ClassVar[str] = "snap"
+    by: ClassVar[str] = "what its end looks at"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pool % 2 == 0:
+            raise ValueError(f"pool = {self.pool} has no middle: use an odd number")
+
+    def wants(self, lm: LM) -> Wants:
+        """The queries that vote."""
+        return self.looks(lm, self.queries)
+
+    def score(self, s: Slots, at: Moment) -> Tensor:
+        """Mean attention of the newest `queries`, smoothed over `pool` positions."""
+        from kvcli.policies.scoring.token_units import pooled
+
+        return pooled(at.mass(s), s.pos, at.n, self.pool, self.pooling)

@@ -1,0 +1,39 @@
+"""TOVA: what the newest query looks at stays, the same in all heads of a layer (Oren et al., arXiv 2401.06104)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kvcli.policies.scoring.lookahead_queries import Looks
+from kvcli.policies.scoring.topk import Alloc
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.policy.policy import Moment, Wants
+    from kvcli.kv.slots import Slots
+
+
+@dataclass(frozen=True)
+class Tova(Looks):
+    """Keep what the newest query looks at, the same in all heads of a layer (TOVA, arXiv 2401.06104)."""
+
+    alloc: Alloc = "uniform"
+
+    name: ClassVar[str] = "tova"
+    by: ClassVar[str] = "what its last token looks at"
+
+    def wants(self, lm: LM) -> Wants:
+        """The newest query."""
+        return self.looks(lm, 1)
+
+    def score(self, s: Slots, at: Moment) -> Tensor:
+        """Its attention, averaged over the heads of the layer."""
+        from kvcli.policies.scoring.token_units import by_position
+
+        one = at.mass(s)
+        held = by_position((s.pos >= 0).to(one.dtype), s.pos, at.n, 0.0).sum(0)
+        mean = by_position(one, s.pos, at.n, 0.0).sum(0) / held.clamp_min(1)
+        return mean.gather(0, s.pos.clamp(min=0).long().flatten()).view_as(one) if mean.numel() else one

@@ -1,0 +1,1 @@
+"""Prompt pruning: one file per `[prune] method`."""

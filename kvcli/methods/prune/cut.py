@@ -1,0 +1,92 @@
+"""One cut: all tokens go through the lower layers, and those that the end of the prompt looks at through the upper.
+
+FastKV (Jo et al., arXiv 2502.01068): judged by the newest rows before one layer, pooled so that neighbours stay
+together; the tokens chosen go on. GemFilter (Shi et al., arXiv 2409.17422), `again`: the lower layers are a look alone,
+and the tokens chosen are read again through all layers, seeing each other and nobody else. They keep their positions
+here, where the paper numbers them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+from kvcli.methods.prune.layer_pruner import Narrowing, looked_at, pooled
+from kvcli.methods.prune.protected_tokens import Spared, below_all, nearest
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.prefill.prompt_pruner import Live, Pruner
+    from kvcli.engine.rows import Rows
+    from kvcli.kv.slots import Store
+
+
+@dataclass(frozen=True)
+class Cut(Spared):
+    """Let on once what the end of a prompt looks at (FastKV, arXiv 2502.01068; GemFilter, arXiv 2409.17422)."""
+
+    layer: Annotated[float, Range(above=0, below=1)] = 0.5  # first layer that fewer reach, share of depth
+    keep: Annotated[float, Range(above=0, most=1)] = 0.2  # of the prompt, that reaches it
+    window: Annotated[int, Range(1)] = 8  # newest rows that judge
+    pool: Annotated[int, Range(1)] = 7  # neighbours whose highest score a token shares
+    again: bool = False  # read those chosen through all layers instead, and nothing of the others (GemFilter)
+
+    def __post_init__(self) -> None:
+        if self.pool % 2 == 0:
+            raise ValueError(f"pool = {self.pool}: as many neighbours on either side make an odd number")
+
+    @property
+    def hears(self) -> int:
+        """The window."""
+        return self.window
+
+    @property
+    def reads(self) -> str:
+        """How much of a long prompt goes through all layers, in words."""
+        layers = "all" if self.again else "the upper"
+        return f"{self.keep:.0%} of a prompt of {self.least:,} tokens or more in {layers} layers"
+
+    def about(self, lm: LM) -> str:
+        """Which layers fewer reach. Raises BadModel for a model that cannot be judged."""
+        cut = self.at(lm)
+        how = f"through all layers, after a look through {cut}" if self.again else f"from layer {cut}"
+        return f"of a prompt of {self.least:,} tokens or more {self.keep:.0%} go on {how}; {self.always}"
+
+    def at(self, lm: LM) -> int:
+        """The first layer that fewer reach."""
+        return nearest(below_all(lm), self.layer * lm.n_layers)
+
+    def over(self, lm: LM, past: Store, rows: Rows, must: set[int], part: int) -> Asks[Pruner | None]:
+        """None for a short prompt. Raises BadModel for a model that cannot be judged."""
+        n = rows.n_rows
+        if n < self.least:
+            return None
+        cut = self.at(lm)
+        once = Narrowing({cut: self.keep}, partial(self._judge, lm, past, rows), must, n)
+        if not self.again:
+            return once
+        from kvcli.engine.prefill.layerwise import ByLayers
+
+        look = ByLayers(lm, past, rows, part, range(max(0, n - self.window), n), comes_back=True)
+        try:
+            while look.layer < cut:
+                yield from look.go_on()
+            chosen = once(cut, look.live)
+        finally:
+            past.crop(rows.pos[0])
+        return partial(_at_first, chosen or range(n))
+
+    def _judge(self, lm: LM, past: Store, rows: Rows, layer: int, live: Live) -> Tensor:
+        scores = looked_at(lm, past, layer, live, rows.pos, min(self.window, rows.n_rows))[rows.pos[0] :]
+        return pooled(scores, self.pool)
+
+
+def _at_first(rows: Sequence[int], layer: int, live: Live) -> Sequence[int] | None:
+    """Lets these on into the first layer, and all of them from there on."""
+    return rows if layer == 0 else None

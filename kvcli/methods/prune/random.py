@@ -1,0 +1,38 @@
+"""Tokens left behind by lot, on LazyLLM's schedule: what a method must beat at the same cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from kvcli.methods.prune.layer_pruner import Narrowing
+from kvcli.methods.prune.schedule import Schedule
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.prefill.prompt_pruner import Live
+    from kvcli.engine.rows import Rows
+    from kvcli.kv.slots import Store
+
+
+@dataclass(frozen=True)
+class Random(Schedule):
+    """Leave as many tokens behind as `lazy` does, by lot: a control."""
+
+    seed: Annotated[int, Range(0, 2**31 - 1)] = 0  # of the lots
+
+    def over(self, lm: LM, past: Store, rows: Rows, must: set[int], part: int) -> Narrowing | None:
+        """None for a short prompt."""
+        if rows.n_rows < self.least:
+            return None
+        import torch
+
+        def lots(layer: int, live: Live) -> Tensor:
+            dice = torch.Generator().manual_seed(self.seed + 1_000_003 * rows.pos[0] + layer)
+            return torch.rand(len(live.rows), generator=dice)
+
+        n = rows.n_rows if self.ratio_of == "prompt" else 0
+        return Narrowing(self.cuts(lm), lots, must, n)

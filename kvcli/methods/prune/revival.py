@@ -1,0 +1,45 @@
+"""Tokens that a prompt left behind come back while an answer is written, when its newest token looks at them.
+
+LazyLLM's decoding (arXiv 2407.14057), with caps. Before a layer of the schedule, tokens that got no further are judged
+by the attention of the newest row in the layer below, among all that have keys there; the highest of them go on from
+where they stopped, as far as they are among those that the schedule lets on. Rows see all that their layers hold, where
+the paper's see what it chose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvcli.methods.prune.layer_pruner import highest, looked_at
+
+if TYPE_CHECKING:
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.prefill.aux_cache import Behind
+    from kvcli.engine.prefill.prompt_pruner import Live
+    from kvcli.kv.slots import Store
+    from kvcli.methods.prune.lazy import Lazy
+
+
+class Returning:
+    """Chooses for one trip of the newest token."""
+
+    def __init__(self, lazy: Lazy, lm: LM, past: Store, behind: Behind) -> None:
+        self._lazy, self._lm, self._past, self._behind = lazy, lm, past, behind
+        self._cuts = lazy.cuts(lm)
+
+    def __call__(self, layer: int, live: Live, pos: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Of those on their way the ones still looked at, and the newest; and who comes back."""
+        waiting, lazy = self._behind.at(layer), self._lazy
+        if layer not in self._cuts or not (waiting or len(pos) > 1):
+            return pos, ()
+        mass = looked_at(self._lm, self._past, layer - 1, live, pos)
+        of = len(mass) if lazy.ratio_of == "prompt" else int((mass > 0).sum())
+        order = highest(mass, math.ceil(self._cuts[layer] * of), lazy.mass)
+        chosen, missing = set(order), set(waiting)
+        on = [p for p in pos if p in chosen or p == pos[-1]]
+        if not waiting or float(mass[waiting].sum()) < lazy.revive_min_mass:
+            return on, ()
+        room = max(0, lazy.revive_max + 1 - len(on))
+        return on, [p for p in order if p in missing][:room]

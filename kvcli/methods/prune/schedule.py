@@ -1,0 +1,86 @@
+"""Which layers fewer tokens reach, and how many do: the five numbers of LazyLLM's authors (arXiv 2407.14057)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from kvcli.methods.prune.protected_tokens import Spared, below_all, nearest
+from kvcli.settings.schema import Range
+
+if TYPE_CHECKING:
+    from kvcli.engine.hf.lm import LM
+
+
+@dataclass(frozen=True)
+class Schedule(Spared):
+    """Layers at even distances, and shares on a line between the first and the last of them."""
+
+    start_prune_layer: Annotated[float, Range(above=0, below=1)] = 0.3  # first layer that fewer reach, share of depth
+    end_prune_layer: Annotated[float, Range(above=0, below=1)] = 0.9  # last such layer, share of depth
+    num_prune: Annotated[int, Range(1)] = 3  # such layers, spread evenly
+    start_keep_ratio: Annotated[float, Range(above=0, most=1)] = 0.7  # share that reaches the first
+    end_keep_ratio: Annotated[float, Range(above=0, most=1)] = 0.3  # share that reaches the last
+    ratio_of: Literal["prompt", "current"] = "prompt"  # what these are shares of; current = those in the layer below
+
+    def __post_init__(self) -> None:
+        if self.end_prune_layer < self.start_prune_layer:
+            raise ValueError(f"end_prune_layer = {self.end_prune_layer} is below start_prune_layer")
+        if self.end_keep_ratio > self.start_keep_ratio and self.ratio_of == "prompt":
+            raise ValueError(f"end_keep_ratio = {self.end_keep_ratio} is above start_keep_ratio: nobody comes back")
+
+    @property
+    def reads(self) -> str:
+        """How much of a long prompt goes through all layers, in words."""
+        return f"{self.last:.0%} of a prompt{self._long} in the upper layers"
+
+    @property
+    def _long(self) -> str:
+        return f" of {self.least:,} tokens or more" if self.least > 1 else ""
+
+    @property
+    def last(self) -> float:
+        """Share of a prompt that reaches the last layer."""
+        shares = [self.start_keep_ratio + self._step * i for i in range(self.num_prune)]
+        return math.prod(shares) if self.ratio_of == "current" else self.end_keep_ratio
+
+    @property
+    def spared(self) -> int:
+        """Last layers that have no cut before them."""
+        return 0
+
+    def about(self, lm: LM) -> str:
+        """Which layers fewer reach, and who always does. Raises BadModel for a model that cannot be judged."""
+        cuts = self.cuts(lm)
+        shares = ", ".join(f"{share:.0%} go on from layer {layer}" for layer, share in cuts.items())
+        wanted = {nearest(range(1, lm.n_layers), at) for at in self._wanted(lm.n_layers)}
+        last = f", nor one of the last {self.spared}" if self.spared else ""
+        why = f"as the layer below must see all of a text{last}"
+        moved = f" (not {', '.join(map(str, sorted(wanted)))}, {why})" if wanted != set(cuts) else ""
+        return f"of a prompt{self._long} {shares}{moved}; {self.always}"
+
+    def cuts(self, lm: LM) -> Mapping[int, float]:
+        """By layer that fewer reach: which share does. A layer whose neighbour below does not see the whole text gives
+        way to the nearest that can judge, and so do the last that are spared."""
+        shown = below_all(lm, self.spared)
+        first, last = self._ends(lm.n_layers)
+        found = {}
+        for at in self._wanted(lm.n_layers):
+            layer = nearest(shown, at)
+            along = 0.0 if last == first else min(1.0, max(0.0, (layer - first) / (last - first)))
+            found[layer] = self.start_keep_ratio + (self.end_keep_ratio - self.start_keep_ratio) * along
+        return found
+
+    def _wanted(self, n_layers: int) -> list[float]:
+        """Where the layers of the schedule would be, if all could show the text."""
+        first, last = self._ends(n_layers)
+        return [first + (last - first) * i / max(1, self.num_prune - 1) for i in range(self.num_prune)]
+
+    def _ends(self, n_layers: int) -> tuple[float, float]:
+        return self.start_prune_layer * n_layers, self.end_prune_layer * n_layers
+
+    @property
+    def _step(self) -> float:
+        return (self.end_keep_ratio - self.start_keep_ratio) / max(1, self.num_prune - 1)

@@ -1,0 +1,1 @@
+"""Reuse of matching spans: one file per `[reuse] method`."""

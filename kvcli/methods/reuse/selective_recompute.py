@@ -1,0 +1,135 @@
+"""Tokens of a run that are read again, those whose keys and values, or hidden states, differ most from what was read.
+
+A pass a layer. Who is in it reads what is stored, the others as they were taken over, and each other, by position; what
+it makes takes the place of what was taken over, and all of it is stored when the last layer is through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcli.engine.forward_request import Asks, Feed, Made
+from kvcli.engine.prefill.kv_overlay import Beside
+from kvcli.engine.rows import Rows
+from kvcli.engine.sequence.commit import commit
+from kvcli.kv.slots import spans
+from kvcli.kv.tiers.dense import Dense
+
+if TYPE_CHECKING:
+    from kvcli.engine.hf.lm import LM
+    from kvcli.engine.prefill.matching_spans import Run
+    from kvcli.engine.prefill.span_reuse import Held, Source
+    from kvcli.kv.slots import Reader, Store
+    from kvcli.methods.reuse.cacheblend import Blend
+
+PART = 1024  # tokens of an old text that go through its first layer together
+
+
+class Again:
+    """Of the runs of one prompt."""
+
+    def __init__(self, lm: LM, settings: Blend) -> None:
+        self._lm, self._spans = lm, spans(lm.shapes)
+        self._shares = settings.shares(len(self._spans) - 1)
+        self._by_hidden, self._chooses = settings.select == "hidden", settings.recompute < 1
+        self._before: list[First] = []
+
+    def __call__(self, rows: Rows, held: Held, kv: Store, run: Run, source: Source) -> Asks[Held]:
+        """`rows`: of a run, all before which is in `kv`; `held`: what is taken over of it. -> What is to be stored."""
+        held = {layer: (k.clone(), v.clone()) for layer, (k, v) in held.items()}
+        live = torch.arange(run.n, device=self._lm.device)
+        made = yield from self._through(self._spans[0], rows, None, held, kv, live)
+        _put(made, held, live)
+        hidden, differs = made.hidden, torch.zeros(run.n, device=live.device)
+        if hidden is not None and self._chooses:
+            if self._by_hidden:
+                was = yield from self._first(source, kv.dtype).gave(run.old, run.n)
+                differs = _off(hidden, was, (1,))
+            else:
+                layers = self._spans[1]
+                made = yield Feed(self._lm, rows, kv, is_prompt=True, layers=layers, hidden=hidden, only_kv=True)
+                differs = _differ(made, held, live)
+        for layers, share in zip(self._spans[1:], self._shares, strict=True):
+            assert hidden is not None, "there are layers above"
+            stay = differs.nan_to_num(torch.inf).topk(ceil(run.n * share)).indices.sort().values
+            live = live[stay]
+            made = yield from self._through(layers, rows, hidden[stay], held, kv, live)
+            is_judged = self._chooses and not self._by_hidden and made.hidden is not None
+            differs = _differ(made, held, live) if is_judged else torch.zeros(len(live), device=live.device)
+            _put(made, held, live)
+            hidden = made.hidden
+        return held
+
+    def _through(
+        self, layers: range, rows: Rows, hidden: Tensor | None, held: Held, kv: Store, live: Tensor
+    ) -> Asks[Made]:
+        """A pass of these rows."""
+        on: Rows = rows
+        past: Reader = kv
+        if len(live) < rows.n_rows:
+            on, past = rows.only(live.tolist()), self._beside(kv, held, layers, rows, live)
+        return (yield Feed(self._lm, on, past, is_prompt=True, layers=layers, hidden=hidden))
+
+    def _beside(self, kv: Store, held: Held, layers: range, rows: Rows, live: Tensor) -> Beside:
+        """All that is stored, and those of a run that are not in the pass."""
+        rest = torch.ones(rows.n_rows, dtype=torch.bool, device=live.device).index_fill(0, live, False).nonzero()[:, 0]
+        left = {layer: (k[:, rest], v[:, rest]) for layer, (k, v) in held.items() if layer in layers}
+        return Beside(kv, self._lm.shapes, left, [rows.pos[i] for i in rest.tolist()])
+
+    def _first(self, source: Source, dtype: torch.dtype) -> First:
+        for one in self._before:
+            if one.ids is source.ids:
+                return one
+        self._before.append(First(self._lm, source.ids, dtype, self._spans[0]))
+        return self._before[-1]
+
+
+class First:
+    """The text that a run comes from, as far as its first layer."""
+
+    def __init__(self, lm: LM, ids: Sequence[int], dtype: torch.dtype, layers: range) -> None:
+        """`layers`: the first, with those that share its slots."""
+        self.ids, self._lm, self._layers, self._n = ids, lm, layers, 0
+        self._kv = Dense(lm.shapes, dtype, lm.device)
+
+    def gave(self, first: int, n: int) -> Asks[Tensor]:
+        """Hidden states [n, E] behind it, of tokens from position `first` on."""
+        self._n, found = min(self._n, first), list[Tensor]()
+        self._kv.crop(self._n)
+        while self._n < first + n:
+            end = min(self._n + PART, first if self._n < first else first + n)
+            rows = Rows.chain(self.ids[self._n : end], self._n)
+            made = yield Feed(self._lm, rows, self._kv, is_prompt=True, layers=self._layers)
+            assert made.hidden is not None, "there are layers above"
+            if self._n >= first:
+                found.append(made.hidden)
+            commit(self._kv, rows, made, range(rows.n_rows))
+            self._n = end
+        return torch.cat(found)
+
+
+def _differ(made: Made, held: Held, live: Tensor) -> Tensor:
+    """By how much keys and values of each token [n] differ from what is held of it, in the layers of a pass."""
+    found = torch.zeros(len(live), device=live.device)
+    for layer, fresh in made.fresh.items():
+        k, v = held[layer]
+        found += _off(fresh.k, k[:, live], (0, 2)) + _off(fresh.v, v[:, live], (0, 2))
+    return found
+
+
+def _put(made: Made, held: Held, live: Tensor) -> None:
+    """What a pass made of these tokens, in place of what is held of them."""
+    for layer, fresh in made.fresh.items():
+        for t, new in zip(held[layer], (fresh.k, fresh.v), strict=True):
+            t[:, live] = new
+
+
+def _off(now: Tensor, was: Tensor, over: tuple[int, ...]) -> Tensor:
+    """Squared difference of each token, in terms of what tokens have."""
+    wide = now.float()
+    return (wide - was.float()).square().mean(over) / wide.square().mean().clamp_min(1e-30)

@@ -1,0 +1,1 @@
+"""Drafted reasoning steps: one file per `[steps] method`."""

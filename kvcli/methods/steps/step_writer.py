@@ -1,0 +1,186 @@
+"""Write by steps: a smaller model drafts them, one pass reads them, and the model's own are written side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvcli.engine.drafting.draft_kv import Bough
+from kvcli.engine.forward_request import Asks
+from kvcli.engine.rows import Rows
+from kvcli.engine.sequence.sampler import Draw
+from kvcli.engine.stats import Step
+from kvcli.errors import BadInput
+from kvcli.methods.steps.judge import Judge
+from kvcli.models.text import decode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from kvcli.engine.sequence.session import Session
+    from kvcli.kv.slots import Usage
+    from kvcli.methods.steps.lookahead_reasoning import Cut, Lookahead
+
+Ends = Callable[[Sequence[int]], bool]
+
+
+def ends(tokenizer: PreTrainedTokenizerBase, cut: Cut) -> Ends:
+    """Whether these ids are a whole step, by their text."""
+    mark = "\n\n" if cut == "paragraph" else "\n"
+
+    def is_whole(ids: Sequence[int]) -> bool:
+        text = decode(tokenizer, ids).lstrip()
+        return mark in text or (cut == "sentence" and text.endswith((".", "!", "?")))
+
+    return is_whole
+
+
+@dataclass(slots=True)
+class Lane:
+    """A drafted step that the model would have said in other words, and its own as far as it is written."""
+
+    n: int  # drafted tokens before it
+    step: list[int]
+    own: list[int]
+    row: int  # of the tree: the last token but one of `own`
+    most: int  # tokens
+    is_over: bool = False
+    is_refused: bool = False
+
+
+class Writer:
+    """Writes a session's text by steps. One for each text: it follows that with a session of the smaller model."""
+
+    def __init__(self, settings: Lookahead, draft: Session, ends: Ends) -> None:
+        self._wants, self._draft, self._ends = settings, draft, ends
+        self.judge = Judge(settings)
+        self.drafted = self.same = self.accepted = 0  # steps; those accepted, and among them the same word for word
+
+    def usage(self) -> list[Usage]:
+        """What the smaller model stores, states of its layers included."""
+        return [replace(use, tier="draft") for use in (*self._draft.kv.usage(), *self._draft.states.usage())]
+
+    def step(self, session: Session, stop: Collection[int] = (), most: float = float("inf")) -> Asks[Step]:
+        """Some steps of the text, at most `most` tokens; or one token, where there is no room for steps.
+
+        Between steps all is as `Session.step` leaves it.
+        """
+        _refuse(session)
+        began, lm = time.perf_counter(), session.lm
+        # one short of a boundary, which is the session's own to cross
+        room = int(min(session.boundary - session.committed - 1, most, lm.limit - session.committed - 1))
+        guessed = yield from self._ahead(session.ids, session, stop, room)
+        if not guessed:
+            return (yield from session.step(stop, most))
+        ids = [i for step in guessed for i in step]
+        how = Draw(session.sampler, session.seen, None, session.ids, session.answer_at)
+        at = len(session.ids) - 1
+        rows, tree = Rows.chain([session.ids[-1], *ids], at), Bough(lm, session.kv, at)
+        made = yield from tree.add(rows.ids, rows.parent, draw=how)
+        lanes, n, same = list[Lane](), 0, 0
+        for step in guessed:
+            drawn = (made.drawn(n + i) for i in range(len(step)))
+            other = next(((i, own) for i, (own, id) in enumerate(zip(drawn, step, strict=False)) if own != id), None)
+            if other is None:
+                same += 1
+            else:
+                i, own = other
+                if not (says := self.judge.looks(partial(_likelihood, made.logits[n : n + len(step)], step))):
+                    lane = Lane(n, step, step[:i], n + i, min(self._wants.tokens, room - n), is_refused=says is False)
+                    lanes.append(lane)
+                    self._add(lane, own, stop)
+                    if lane.is_refused:
+                        break
+            n += len(step)
+        yield from self._write(tree, lanes, how, stop)
+        refused = next((lane for lane in lanes if lane.is_refused), None)
+        if refused is not None:
+            new, path = [*ids[: refused.n], *refused.own], tree.above(refused.row)
+        elif ids[-1] in stop or len(ids) == room:
+            new, path = ids, tree.above(len(ids) - 1)
+        else:  # what the last row says comes next
+            new, path = [*ids, made.drawn(len(ids))], tree.above(len(ids))
+        self._count(guessed, refused, same)
+        session.adopt([*session.ids, *new], session.committed + len(path), tree.held(path))
+        right = refused.n if refused is not None else len(ids)
+        return Step(rows, made.logits, list(range(right + 1)), new, time.perf_counter() - began)
+
+    def _ahead(self, text: Sequence[int], session: Session, stop: Collection[int], room: int) -> Asks[list[list[int]]]:
+        """What the smaller model writes behind the text, drawn by the same noise."""
+        draft, found, n = self._draft, list[list[int]](), 0
+        if len(text) + room >= draft.lm.limit:
+            return found
+        known = [min(i, draft.lm.vocab - 1) for i in text]  # padded tokens have no row in it
+        draft.begin(known, session.sampler)
+        while room > 0 and (yield from draft.chunk(known)):
+            pass
+        while len(found) < self._wants.ahead and n < room:
+            step: list[int] = []
+            while len(step) < min(self._wants.tokens, room - n):
+                (new,) = (yield from draft.step(most=1)).new
+                if new >= session.lm.vocab:
+                    return found
+                step.append(new)
+                if new in stop or self._ends(step):
+                    break
+            found.append(step)
+            n += len(step)
+            if step[-1] in stop:
+                break
+        return found
+
+    def _write(self, tree: Bough, lanes: Sequence[Lane], how: Draw, stop: Collection[int]) -> Asks[None]:
+        """The model's own steps, a token of each in a pass; those behind a refused one are not needed."""
+        while True:
+            refused = next((i for i, lane in enumerate(lanes) if lane.is_refused), len(lanes))
+            if not (open_ := [lane for lane in lanes[: refused + 1] if not lane.is_over]):
+                return
+            n = len(tree)
+            made = yield from tree.add([lane.own[-1] for lane in open_], [lane.row for lane in open_], draw=how)
+            for at, lane in enumerate(open_):
+                lane.row = n + at
+                self._add(lane, made.drawn(at), stop)
+
+    def _add(self, lane: Lane, token: int, stop: Collection[int]) -> None:
+        """The next token of the model's own step; at its end the drafted one is judged."""
+        lane.own.append(token)
+        lane.is_over = token in stop or len(lane.own) >= lane.most or self._ends(lane.own)
+        if lane.is_over and not lane.is_refused:
+            lane.is_refused = not self.judge.compares(lane.step, lane.own)
+
+    def _count(self, guessed: Sequence[Sequence[int]], refused: Lane | None, same: int) -> None:
+        n, taken = 0, 0
+        for step in guessed:
+            if refused is not None and n >= refused.n:
+                break
+            n, taken = n + len(step), taken + 1
+        self.drafted += len(guessed)
+        self.accepted += taken
+        self.same += min(same, taken)
+
+
+def _likelihood(logits: Tensor, step: Sequence[int]) -> float:
+    """The geometric mean of what logits [n, V] make of the n tokens of a step."""
+    of_rows = logits.float().log_softmax(-1)
+    return float(of_rows[list(range(len(step))), list(step)].mean().exp())
+
+
+def _refuse(session: Session) -> None:
+    """What is asked of a token by all tokens before it cannot be asked of several texts at once."""
+    if session.constraint is not None:
+        raise BadInput(
+            "an answer that is held to a schema or grammar cannot be written by steps",
+            code="steps",
+            try_=["--set steps.method=none"],
+        )
+    if session.sampler.needs_text:
+        raise BadInput(
+            "steps cannot be written under a repetition penalty",
+            code="steps",
+            lines=[f"it is {session.sampler.repetition_penalty}, by the profile or the model's own settings"],
+            try_=["--set sample.repetition_penalty=1", "--set steps.method=none"],
+        )

@@ -1,0 +1,1 @@
+"""What score policies share: selection of slots, stages of scores, budgets of heads."""

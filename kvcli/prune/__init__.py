@@ -1,1 +1,0 @@
-"""Methods that leave tokens of a prompt behind between layers."""

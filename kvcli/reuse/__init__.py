@@ -1,1 +1,0 @@
-"""Methods that take over keys and values behind another text than the one they were read behind."""
