@@ -626,7 +626,7 @@ def example(where: str) -> str:
 
 def losses(_: str) -> str:
     """Each shipped profile that may lose facts: which tokens stay, in how many bits, and what an answer reads."""
-    from kvcli.chat.losses import keeps
+    from kvcli.chat.approximation_notes import keeps
     from kvcli.settings.layers import builtin_files
     from kvcli.settings.profile import Profile
 

@@ -16,7 +16,7 @@ from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.documents import Document, read_document
     from kvcli.door import load
     from kvcli.engine.engine import together
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "load": "kvcli.door",
-    "Model": "kvcli.chat.local",
+    "Model": "kvcli.chat.model",
     "together": "kvcli.engine.engine",
     "Chat": "kvcli.chat.conversation",
     "Document": "kvcli.documents",

@@ -15,7 +15,7 @@ from kvcli.settings.profile import Profile
 from kvcli.world import World
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
 
 
 def load(

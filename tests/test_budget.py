@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcli import build
-from kvcli.chat.losses import approx
+from kvcli.chat.approximation_notes import approx
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import Session

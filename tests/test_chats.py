@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from kvcli.chat import database, tables
+from kvcli.chat import chat_tables, database
 from kvcli.chat.chat_file import read_chat
 from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME
-from kvcli.chat.sessions import Sessions
+from kvcli.chat.saved_chats import Sessions
 from kvcli.chat.transcript import messages_of
 from kvcli.commands.repl import Repl
 from kvcli.commands.setup import Setup
@@ -398,7 +398,7 @@ def test_a_chat_that_somebody_removed_is_written_again(talk):
 def _delete(talk):
     """As somebody does who asks for no lock."""
     names = talk.names
-    talk.sessions._db.run(lambda db: tables.remove(db, names))
+    talk.sessions._db.run(lambda db: chat_tables.remove(db, names))
 
 
 def test_the_latest_chat_is_the_one_that_was_kept_last_whatever_the_clock_says(talk):
@@ -467,7 +467,7 @@ OTHER = """
 import sys
 from pathlib import Path
 from kvcli.chat.conversation import Chat
-from kvcli.chat.sessions import Sessions
+from kvcli.chat.saved_chats import Sessions
 from kvcli.errors import BadInput
 from tests.fake_model import FakeModel
 folder, name, n = sys.argv[1:]

@@ -16,7 +16,7 @@ import pytest
 
 import kvcli
 from kvcli.chat.conversation import Chat
-from kvcli.chat.sessions import Sessions
+from kvcli.chat.saved_chats import Sessions
 from kvcli.cli import COMMANDS
 from kvcli.commands.setup import Setup
 from kvcli.errors import BadModel, ExitStatus

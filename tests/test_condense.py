@@ -14,7 +14,7 @@ import torch
 import kvcli
 from kvcli.bench.workloads import facts_in
 from kvcli.chat.conversation import Chat
-from kvcli.chat.local import Model
+from kvcli.chat.model import Model
 from kvcli.chat.transcript import Message
 from kvcli.demo.report import write_report
 from kvcli.engine.engine import drive, events

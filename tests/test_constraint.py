@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kvcli
-from kvcli.chat.local import Model
+from kvcli.chat.model import Model
 from kvcli.engine.sequence.constraint import Vocabulary, is_whole
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.errors import BadInput, BadModel

@@ -9,8 +9,8 @@ import pytest
 
 from kvcli.api import End, Read, Text, Turn
 from kvcli.chat.conversation import Chat
-from kvcli.chat.heard import heard
-from kvcli.chat.sessions import Sessions
+from kvcli.chat.prompt_tokens import heard
+from kvcli.chat.saved_chats import Sessions
 from kvcli.documents import Document, document_of
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadInput, ContextOverflow, UsageError

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvcli import build, load
-from kvcli.chat.local import Model
-from kvcli.chat.losses import approx, keeps
+from kvcli.chat.approximation_notes import approx, keeps
+from kvcli.chat.model import Model
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.lm import LM

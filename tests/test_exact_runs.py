@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcli import build
-from kvcli.chat.local import Model
+from kvcli.chat.model import Model
 from kvcli.engine.hf.lm import LM
 from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.native import native

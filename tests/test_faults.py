@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcli.chat.sessions import Sessions
+from kvcli.chat.saved_chats import Sessions
 from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.slots import alike
 from kvcli.kv.tiers.disk import Disk

@@ -15,8 +15,8 @@ import pytest
 
 import kvcli
 from kvcli.calibrate.run import fingerprint_in, fingerprint_of
-from kvcli.chat.local import Model
-from kvcli.chat.pack import make, open_pack
+from kvcli.chat.document_pack import make, open_pack
+from kvcli.chat.model import Model
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.loading import weights as weights_of
 from kvcli.errors import BadInput, BadModel

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvcli.chat.local import Model
+from kvcli.chat.model import Model
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import Engine, drive, run
 from kvcli.engine.forward_request import Feed

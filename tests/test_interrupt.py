@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from kvcli.__main__ import main
-from kvcli.chat import local
+from kvcli.chat import model
 from kvcli.commands import outlook
 from kvcli.commands.ends import interrupted
 from kvcli.commands.interrupt import Interrupt, insisting, press_again
@@ -83,13 +83,13 @@ def test_where_a_shell_has_it_ignored_it_stays_so() -> None:
 
 @pytest.mark.parametrize("command", ["chat -p hi", "bench --ctx 512", "spec doctor", "spec tune", "profile-heads"])
 def test_every_command_that_loads_hears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    real = local.load
+    real = model.load
 
     def load(*args: Any, **options: Any) -> Any:
         swallow()
         return real(*args, **options)
 
-    monkeypatch.setattr(local, "load", load)
+    monkeypatch.setattr(model, "load", load)
     done = Machine(tmp_path)(*command.split(), "-m", "demo")
     assert (done.exit, done.out) == (ExitStatus.INTERRUPTED, "")
     done = Machine(tmp_path)(*command.split(), "-m", "demo", "--json")

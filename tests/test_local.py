@@ -11,9 +11,9 @@ import torch
 
 import kvcli
 from kvcli.api import End, Live, Read, Text
-from kvcli.chat.local import Model
-from kvcli.chat.open_text import OpenText
-from kvcli.chat.sessions import Sessions
+from kvcli.chat.model import Model
+from kvcli.chat.saved_chats import Sessions
+from kvcli.chat.text_session import OpenText
 from kvcli.demo import weights_dir
 from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow, DoesNotFit, ExitStatus

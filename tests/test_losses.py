@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 import kvcli
-from kvcli.chat.losses import approx
+from kvcli.chat.approximation_notes import approx
 from kvcli.commands.turn_json import Run, turn_document
 from kvcli.demo import report_path
 from kvcli.render.live import Look, live_row

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 import kvcli
+from kvcli.chat.chat_tables import LEFT_OUT
 from kvcli.chat.conversation import Chat
 from kvcli.chat.overflow import ASKED, HEAD, KEPT
-from kvcli.chat.sessions import Sessions
-from kvcli.chat.tables import LEFT_OUT
+from kvcli.chat.saved_chats import Sessions
 from kvcli.documents import document_of
 from kvcli.errors import ContextOverflow
 from tests.fake_model import FakeModel, fake_info

@@ -17,8 +17,8 @@ import torch
 
 import kvcli
 from kvcli.chat.conversation import Chat
-from kvcli.chat.local import Model
-from kvcli.chat.pack import CHAT, MANIFEST, PAST, make, open_pack
+from kvcli.chat.document_pack import CHAT, MANIFEST, PAST, make, open_pack
+from kvcli.chat.model import Model
 from kvcli.documents import read_document
 from kvcli.errors import BadInput
 from kvcli.prefix_cache import snapshot_file
@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_nothing(model: Model, tmp_path: Path, monkeypatch: p
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvcli.chat.pack.past.write", full)
+    monkeypatch.setattr("kvcli.chat.document_pack.past.write", full)
     with pytest.raises(BadInput, match="No space left"):
         make(talk(model, "exact"), tmp_path / "one.kvs")
     assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcli import build
 from kvcli.build import view
-from kvcli.chat.local import Model
+from kvcli.chat.model import Model
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM

@@ -15,7 +15,7 @@ from prompt_toolkit.document import Document as Typed
 
 from kvcli.api import Text
 from kvcli.chat.conversation import Chat
-from kvcli.chat.sessions import Sessions
+from kvcli.chat.saved_chats import Sessions
 from kvcli.commands import prompt, slash
 from kvcli.commands.interrupt import IMPATIENT, Interrupt
 from kvcli.commands.meanwhile import meanwhile

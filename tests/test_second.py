@@ -92,7 +92,7 @@ def test_one_that_cannot_be_loaded_for_want_of_memory_or_by_a_fault_is_done_with
     def fails(*_: object, **__: object) -> None:
         raise fault
 
-    monkeypatch.setattr("kvcli.chat.local.load_second", fails)
+    monkeypatch.setattr("kvcli.chat.model.load_second", fails)
     with (
         kvcli.load("demo", "exact", set={"load.verify": False, "sample.temperature": 0.0}) as plain,
         kvcli.load("demo", "draft", set=ITSELF | {"sample.temperature": 0.0}) as model,

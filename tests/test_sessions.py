@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcli.chat import database, tables
+from kvcli.chat import chat_tables, database
 from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME, VERSION, Database
-from kvcli.chat.sessions import Sessions
+from kvcli.chat.saved_chats import Sessions
 from kvcli.commands.setup import Setup
 from kvcli.documents import Document
 from kvcli.errors import BadInput
@@ -384,7 +384,7 @@ def test_a_file_of_no_name_of_ours_is_not_removed(sessions: Sessions, tmp_path: 
     name = hold_talk(sessions, "one")
     (tmp_path / "mine.json").write_text("mine")
     stamp = "../../../mine.json 1 2 3"
-    sessions._db.run(lambda db: tables.note_file(db, stamp, "00", name))
+    sessions._db.run(lambda db: chat_tables.note_file(db, stamp, "00", name))
     sessions.remove([name])
     assert (tmp_path / "mine.json").exists()
 

@@ -13,9 +13,9 @@ import torch
 
 from kvcli import build
 from kvcli.api import End, Event, Text
-from kvcli.chat.local import Model
-from kvcli.chat.open_text import OpenText
-from kvcli.chat.relief import mend, stepped
+from kvcli.chat.memory_recovery import mend, stepped
+from kvcli.chat.model import Model
+from kvcli.chat.text_session import OpenText
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy

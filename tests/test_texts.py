@@ -17,8 +17,8 @@ import pytest
 
 import kvcli
 from kvcli.api import End, Event, Live, Read, Text, Turn
-from kvcli.chat.local import Model
-from kvcli.chat.open_text import OpenText
+from kvcli.chat.model import Model
+from kvcli.chat.text_session import OpenText
 from kvcli.engine.engine import Engine, events, run
 from kvcli.engine.forward_request import Feed, Made
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, DoesNotFit

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcli.chat.conversation import Chat
-from kvcli.chat.local import Model
+from kvcli.chat.model import Model
 from kvcli.chat.token_kinds import LONG, chat_spans, kind_of, kinds_by_id
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.token_kinds import (

@@ -196,7 +196,7 @@ def test_a_fork_goes_back_by_itself() -> None:
 
 
 def test_a_past_that_moves_to_another_store_knows_what_it_lacks() -> None:
-    from kvcli.chat.relief import move
+    from kvcli.chat.memory_recovery import move
 
     session = opened(MODEL, dense(MODEL))
     written(session)

@@ -13,7 +13,7 @@ from kvcli.engine.stats import Stats
 from kvcli.kv.slots import nbytes
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.engine.drafting.report import Report
     from kvcli.engine.sequence.session import Session
     from kvcli.settings.profile import Profile

@@ -52,7 +52,7 @@ def _answer(name: str, status: int, out: str, err: str) -> int:
 def measure(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Make the side, run it once, and say what the process held at most."""
     from kvcli.bench.profile_side import Models
-    from kvcli.chat.local import load
+    from kvcli.chat.model import load
     from kvcli.engine.process_memory import peak_bytes
 
     recipe = Recipe(**asked["recipe"])

@@ -17,7 +17,7 @@ from kvcli.kv.slots import nbytes
 from kvcli.settings.schema import Memory
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.settings.profile import Profile
 
 

@@ -19,7 +19,7 @@ from kvcli.kernels import native
 
 if TYPE_CHECKING:
     from kvcli.bench.side import Side
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.documents import Document
     from kvcli.engine.info import ModelInfo
     from kvcli.schemas.bench import BenchArgs, BenchDocument, BenchRow

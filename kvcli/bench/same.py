@@ -19,7 +19,7 @@ from kvcli.kernels.gumbel import gumbel
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
 
 ROUNDINGS = 4  # a near tie is at most so many roundings of the largest logit wide
 

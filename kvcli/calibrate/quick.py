@@ -20,7 +20,7 @@ from kvcli.fit.calibration import file_of, machine_fingerprint
 from kvcli.schemas.fit import PassTime, QuickTimes
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.engine.hf.lm import LM
 
 ROWS = (1, 2, 4, 8, 16, 32)

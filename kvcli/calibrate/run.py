@@ -15,7 +15,7 @@ from kvcli.version import __version__
 if TYPE_CHECKING:
     import torch
 
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.fit.plan import Plan, Subject
     from kvcli.settings.profile import Profile
     from kvcli.world import World

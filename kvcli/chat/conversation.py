@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.api import End, Event, Finish, Text, Turn, turn_of
-from kvcli.chat.heard import Heard, heard
 from kvcli.chat.overflow import Shown, fitting, leave_out, shown_of
-from kvcli.chat.sessions import Kept, Opened, Sessions
+from kvcli.chat.prompt_tokens import Heard, heard
+from kvcli.chat.saved_chats import Kept, Opened, Sessions
 from kvcli.chat.transcript import Message, as_document, documents_of, export_chat, figures_of, messages_of, save_chat
 from kvcli.chat.window import refuse_longer
 from kvcli.documents import Document
@@ -28,7 +28,7 @@ from kvcli.models.text import Messages, encode, render_text, resume_ids
 from kvcli.schemas.chat import Figures
 
 if TYPE_CHECKING:
-    from kvcli.chat.open_text import OpenText
+    from kvcli.chat.text_session import OpenText
 
 
 PROBES = ("a", "7", "(", "\n")  # questions whose first letter joins with what stands before it, or does not

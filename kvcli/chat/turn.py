@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvcli import heap
 from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, Turn
-from kvcli.chat.losses import approx
-from kvcli.chat.steady import Steady
+from kvcli.chat.approximation_notes import approx
+from kvcli.chat.resilient_generation import Steady
 from kvcli.engine.forward_request import Work
 from kvcli.engine.process_memory import peak_bytes, used_bytes
 from kvcli.engine.sequence.repetition import Loops
@@ -22,7 +22,7 @@ from kvcli.models.channels import Channels, Piece
 from kvcli.models.text import StopStrings
 
 if TYPE_CHECKING:
-    from kvcli.chat.open_text import OpenText
+    from kvcli.chat.text_session import OpenText
     from kvcli.engine.sequence.constraint import Constraint
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.sequence.token_kinds import Span

@@ -9,7 +9,7 @@ from kvcli.commands.flags import listed
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.commands.bench_ask import Asked
     from kvcli.render.bench_progress import Bar
     from kvcli.schemas.quality import QualityDocument

@@ -16,8 +16,8 @@ from kvcli.errors import DoesNotFit, ExitStatus, UsageError
 if TYPE_CHECKING:
     from kvcli.api import Event, Turn
     from kvcli.chat.conversation import Chat
-    from kvcli.chat.pack import Pack
-    from kvcli.chat.sessions import Opened
+    from kvcli.chat.document_pack import Pack
+    from kvcli.chat.saved_chats import Opened
     from kvcli.commands.ask import Question
     from kvcli.commands.held import Held
     from kvcli.commands.outlook import Prepared

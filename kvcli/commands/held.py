@@ -13,7 +13,7 @@ from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
     from kvcli.api import Turn
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.engine.sequence.constraint import Constraint
     from kvcli.render.screen import Screen
     from kvcli.world import World

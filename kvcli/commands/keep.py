@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from kvcli.chat.sessions import Sessions
+from kvcli.chat.saved_chats import Sessions
 from kvcli.commands.interrupt import Interrupt
 from kvcli.errors import BadInput, BadModel
 from kvcli.render.figures import long_size, plural
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcli.chat.conversation import Chat
-    from kvcli.chat.open_text import OpenText
-    from kvcli.chat.sessions import Opened
+    from kvcli.chat.saved_chats import Opened
+    from kvcli.chat.text_session import OpenText
     from kvcli.prefix_cache.prefix_cache import Kept as Read
     from kvcli.schemas.sessions import SessionEntry
     from kvcli.world import World

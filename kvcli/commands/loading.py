@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcli.chat.open_text import OpenText
+    from kvcli.chat.text_session import OpenText
     from kvcli.commands.outlook import Prepared, Wanted
     from kvcli.commands.setup import Setup
     from kvcli.render.screen import Screen

@@ -95,7 +95,7 @@ def output_folder(world: World, typed: str) -> Path:
 def packed(talk: Chat, folder: Path, screen: Screen) -> PackDocument:
     """The pack, with a bar while the model reads."""
     from kvcli.api import Read
-    from kvcli.chat.pack import make
+    from kvcli.chat.document_pack import make
     from kvcli.render.live import reading_bar
     from kvcli.render.stream import busy_word
 

@@ -10,7 +10,7 @@ from kvcli.commands.ask import tell
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvcli.chat.pack import Pack
+    from kvcli.chat.document_pack import Pack
     from kvcli.commands.setup import Setup
     from kvcli.settings.profile import Profile
     from kvcli.world import World
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def pack_of(world: World, typed: str, others: Sequence[object], flags: str) -> Pack:
     """The pack to ask, which says itself what was read. Raises UsageError where one of `others` was typed as well."""
-    from kvcli.chat.pack import open_pack
+    from kvcli.chat.document_pack import open_pack
 
     if any(others):
         raise UsageError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.chat.sessions import Sessions
+from kvcli.chat.saved_chats import Sessions
 from kvcli.commands.ask import agrees, tell
 from kvcli.commands.flags import option
 from kvcli.commands.keep import facts, sessions_of

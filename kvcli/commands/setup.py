@@ -27,7 +27,7 @@ from kvcli.settings.schema import METHODS
 from kvcli.settings.settings import BY, DEFAULT
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.engine.drafting.drafter import Costs
     from kvcli.fit.plan import Subject
     from kvcli.schemas.fit import PassTime
@@ -344,7 +344,7 @@ class Setup:
         # transformers reads it when imported; its warnings are about what kvcli checks itself
         self.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         with insisting():
-            from kvcli.chat.local import load
+            from kvcli.chat.model import load
 
             model = load(found, profile, tell=tell, cache=self.world.paths.cache, find=partial(self.draft, tell=tell))
         info = model.info = replace(model.info, id=self.name)

@@ -14,7 +14,7 @@ from kvcli.errors import ContextOverflow, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.commands.setup import Setup
     from kvcli.render.bench_progress import Bar
 

@@ -12,7 +12,7 @@ from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.bench.drafting import Rival, Turn
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.engine.drafting.report import Report
     from kvcli.render.bench_progress import Bar
     from kvcli.schemas.fit import PassTime

@@ -11,7 +11,7 @@ from kvcli.errors import BadInput, ContextOverflow, ExitStatus, KvcliError
 from kvcli.render.errors import print_error
 
 if TYPE_CHECKING:
-    from kvcli.chat.pack import Pack
+    from kvcli.chat.document_pack import Pack
     from kvcli.commands.outlook import Wanted
     from kvcli.commands.setup import Setup
     from kvcli.commands.summarize_out import Outlet

@@ -13,7 +13,7 @@ from kvcli.documents.sniff import HEAD, check_type, sniff
 from kvcli.errors import BadInput, KvcliError, UsageError
 
 if TYPE_CHECKING:
-    from kvcli.chat.pack import Pack
+    from kvcli.chat.document_pack import Pack
     from kvcli.documents.document import Counter
     from kvcli.schemas.summary import SourceFacts
     from kvcli.world import World

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from kvcli.api import Turn
-    from kvcli.chat.open_text import OpenText
+    from kvcli.chat.text_session import OpenText
     from kvcli.commands.interrupt import Interrupt
     from kvcli.commands.outlook import Prepared
     from kvcli.commands.summarize_job import Job

@@ -24,7 +24,7 @@ BASE = 463 << 20  # of the whole program where nobody measured it: torch 2.13 fo
 
 def here() -> int:
     """Bytes of this process, with all imported that an answer needs, documents that it has read included."""
-    import kvcli.chat.local
+    import kvcli.chat.model
     import kvcli.engine.hf.lm  # noqa: F401
 
     return int(psutil.Process().memory_info().rss) + AFTER

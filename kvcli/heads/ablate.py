@@ -21,7 +21,7 @@ from kvcli.heads.query_probe import whole
 from kvcli.heads.restricted_heads import Blinkers, Reach
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.engine.sequence.session import Session
     from kvcli.heads.sample import Sample
     from kvcli.kv.slots import Store

@@ -18,7 +18,7 @@ from kvcli.schemas.heads import SAMPLE
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.engine.hf.lm import LM
 
 FORMAT = "kvcli.heads/1"  # another one where the probe, or what it is asked, changes

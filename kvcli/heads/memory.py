@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcli.schemas.heads import HeadsKv, HeadsSuggest
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.heads.prompt import Judged
     from kvcli.heads.request import Ask
 

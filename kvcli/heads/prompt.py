@@ -15,7 +15,7 @@ from kvcli.heads.query_probe import listening
 from kvcli.methods.policies.fastgen.recovery import Criterion, Recovery, recover
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.engine.policy.policy import Moment
     from kvcli.engine.sequence.session import Session
     from kvcli.kv.slots import Slots

@@ -14,7 +14,7 @@ from kvcli.quality.controls import full_profile
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import Slots
 

@@ -23,7 +23,7 @@ from kvcli.quality.score import share_of_references
 from kvcli.quality.tasks.needles import fact
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.engine.sequence.session import Session
     from kvcli.heads.sample import Sample
 

@@ -18,7 +18,7 @@ from kvcli.heads.query_probe import listening
 from kvcli.models.text import special_ids
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.engine.policy.policy import Moment
     from kvcli.kv.slots import Slots
 

@@ -25,7 +25,7 @@ from kvcli.schemas.heads import HeadsCheck, HeadsDocument, HeadsPolicy, HeadsPro
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
 
 ONE_PROMPT = (
     "a head map from one prompt: heads that this prompt leaves idle look dispensable; --probe ablate ranks heads by "

@@ -15,7 +15,7 @@ from kvcli.heads.restricted_heads import Reach
 from kvcli.heads.sample import Sample
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
 
 Tell = Callable[[int], None]  # passes done
 

@@ -27,7 +27,7 @@ from kvcli.heads.sample import Sample, samples
 from kvcli.policies.scoring.headmap import head_rows, refuse_latents
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.methods.policies.fastgen.policy import FastGen
     from kvcli.schemas.heads import Probe
 

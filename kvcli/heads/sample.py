@@ -15,7 +15,7 @@ from kvcli.quality.score import share_of_references
 from kvcli.quality.tasks.needles import ask, fact
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
 
 KEYS = 4  # facts in one text, all of them asked for
 TWIN = str.maketrans("0123456789", "5678901234")

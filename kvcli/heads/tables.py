@@ -15,7 +15,7 @@ from kvcli.models.text import decode
 from kvcli.schemas.heads import HeadsTop
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
 
 DIGITS = 6  # of a figure in a document
 Figure = TypeVar("Figure")

@@ -27,7 +27,7 @@ from kvcli.quality.statistics import bootstrap
 from kvcli.schemas.quality import AgreementDocument, AgreementRow, Estimate
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.engine.sequence.session import Session
     from kvcli.settings.profile import Profile
 

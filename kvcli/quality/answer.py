@@ -13,7 +13,7 @@ from kvcli.quality.prompt import Prompts
 from kvcli.quality.sample import Context, Question, Task
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.engine.sequence.session import Session
 
 

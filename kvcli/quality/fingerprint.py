@@ -11,7 +11,7 @@ from kvcli.models.hashes import code_hash
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
 
 PLAIN = ("family", "parameters", "layers", "heads", "kv_heads", "head_dim", "vocab", "dtype", "quant", "revision")
 

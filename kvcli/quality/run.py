@@ -21,7 +21,7 @@ from kvcli.quality.sample import Draw, Task
 from kvcli.quality.tasks import chosen
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
+    from kvcli.chat.model import Model
     from kvcli.settings.profile import Profile
 
 LENGTHS = (512, 1024)  # tokens, prompt and answer together

@@ -38,8 +38,8 @@ from kvcli.summarize.wording import Messages, merge_messages, part_messages, wor
 from kvcli.summarize.words import sentences
 
 if TYPE_CHECKING:
-    from kvcli.chat.local import Model
-    from kvcli.chat.open_text import OpenText
+    from kvcli.chat.model import Model
+    from kvcli.chat.text_session import OpenText
     from kvcli.documents import Document
     from kvcli.summarize.cache import Cache
     from kvcli.summarize.parts import Part

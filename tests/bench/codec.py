@@ -35,7 +35,7 @@ from torch import Tensor  # noqa: E402
 
 import kvcli  # noqa: E402
 from kvcli import load  # noqa: E402
-from kvcli.chat.local import Model  # noqa: E402
+from kvcli.chat.model import Model  # noqa: E402
 from kvcli.documents import read_document  # noqa: E402
 from kvcli.engine.engine import run  # noqa: E402
 from kvcli.engine.forward_request import Feed  # noqa: E402

@@ -33,7 +33,7 @@ import kvcli  # noqa: E402
 from kvcli.bench.hf import HfSide  # noqa: E402
 from kvcli.bench.profile_side import ProfileSide  # noqa: E402
 from kvcli.calibrate.quick import quick_times  # noqa: E402
-from kvcli.chat.local import Model  # noqa: E402
+from kvcli.chat.model import Model  # noqa: E402
 from kvcli.fit.speed import units  # noqa: E402
 from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import kvcli  # noqa: E402
 from kvcli.bench.profile_side import ProfileSide  # noqa: E402
-from kvcli.chat.local import Model  # noqa: E402
+from kvcli.chat.model import Model  # noqa: E402
 from kvcli.settings.profile import Profile, load_profile  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import kvcli  # noqa: E402
-from kvcli.chat.local import Model  # noqa: E402
+from kvcli.chat.model import Model  # noqa: E402
 from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
 
 

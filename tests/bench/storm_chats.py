@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.api import Turn  # noqa: E402
 from kvcli.chat.conversation import Chat  # noqa: E402
-from kvcli.chat.sessions import Sessions  # noqa: E402
+from kvcli.chat.saved_chats import Sessions  # noqa: E402
 from kvcli.cli import run  # noqa: E402
 from kvcli.commands.keep import keep  # noqa: E402
 from kvcli.commands.profiles import write_new  # noqa: E402

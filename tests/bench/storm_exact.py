@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import kvcli  # noqa: E402
 from kvcli.api import Turn  # noqa: E402
-from kvcli.chat.local import Model  # noqa: E402
+from kvcli.chat.model import Model  # noqa: E402
 from kvcli.engine.drafting.drafter import Costs  # noqa: E402
 from kvcli.models.text import render_prompt  # noqa: E402
 from kvcli.settings.profile import Profile  # noqa: E402

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import kvcli  # noqa: E402
-from kvcli.chat.local import Model  # noqa: E402
+from kvcli.chat.model import Model  # noqa: E402
 from kvcli.demo.report import Finding  # noqa: E402
 from kvcli.documents import document_of  # noqa: E402
 from kvcli.summarize.request import Request  # noqa: E402

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import kvcli  # noqa: E402
-from kvcli.chat.local import Model  # noqa: E402
+from kvcli.chat.model import Model  # noqa: E402
 from kvcli.documents import Document, document_of  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.summarize.cache import Cache  # noqa: E402

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvcli
-from kvcli.chat.local import Model
+from kvcli.chat.model import Model
 from kvcli.demo import sample_path
 from kvcli.documents import Document, read_document
 from tests.demo_model.sample import N_PAGES, main, pdf_bytes, write_sample

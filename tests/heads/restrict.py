@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvcli.chat.local import Model
+from kvcli.chat.model import Model
 from kvcli.engine.engine import drive, events
 from kvcli.engine.policy.policy import EachLayer, Moment
 from kvcli.heads.query_probe import whole

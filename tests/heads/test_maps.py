@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcli import load
-from kvcli.chat.local import Model
+from kvcli.chat.model import Model
 from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.engine.engine import drive
 from kvcli.engine.hf.lm import LM

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcli.bench.same import tie_at
-from kvcli.chat.local import Model, load
+from kvcli.chat.model import Model, load
 from kvcli.errors import BadConfig
 from kvcli.heads.auto_headmap import own_map, place
 from kvcli.heads.request import Ask

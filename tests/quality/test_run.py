@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvcli
-from kvcli.chat.local import Model
+from kvcli.chat.model import Model
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, KvcliError, UsageError
 from kvcli.models.hashes import code_hash
 from kvcli.quality.agree import agreement

@@ -14,9 +14,9 @@ import pytest
 
 import kvcli
 from kvcli.chat.conversation import Chat
-from kvcli.chat.local import Model
-from kvcli.chat.open_text import OpenText
-from kvcli.chat.pack import MANIFEST, Pack, make, open_pack
+from kvcli.chat.document_pack import MANIFEST, Pack, make, open_pack
+from kvcli.chat.model import Model
+from kvcli.chat.text_session import OpenText
 from kvcli.commands.summarize_read import of_pack
 from kvcli.documents import Document, document_of, read_document, with_documents
 from kvcli.errors import ContextOverflow, UsageError

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvcli import build
-from kvcli.chat.relief import relieve
+from kvcli.chat.memory_recovery import relieve
 from kvcli.engine.forward_request import Asks
 from kvcli.engine.policy.policy import Phase
 from kvcli.engine.sequence.session import Session
@@ -23,7 +23,7 @@ from kvcli.settings.profile import Profile
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.chat.open_text import OpenText
+    from kvcli.chat.text_session import OpenText
 
 
 class Steady:

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from kvcli import build
 from kvcli.api import Read
 from kvcli.chat.conversation import Chat
-from kvcli.chat.open_text import OpenText
+from kvcli.chat.text_session import OpenText
 from kvcli.chat.transcript import as_document, documents_of
 from kvcli.documents import Document
 from kvcli.engine.sequence.session import Session

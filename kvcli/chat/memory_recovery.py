@@ -16,7 +16,7 @@ from kvcli.kv.out_of_memory import free_caches, lacking
 from kvcli.kv.slots import nbytes
 
 if TYPE_CHECKING:
-    from kvcli.chat.open_text import OpenText
+    from kvcli.chat.text_session import OpenText
     from kvcli.engine.forward_request import Asks
     from kvcli.engine.policy.policy import Phase
     from kvcli.engine.sequence.session import Session

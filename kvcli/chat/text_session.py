@@ -24,8 +24,8 @@ from kvcli.settings.schema import ORDER
 
 if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
-    from kvcli.chat.local import Model
-    from kvcli.chat.pack import Pack
+    from kvcli.chat.document_pack import Pack
+    from kvcli.chat.model import Model
     from kvcli.engine.sequence.constraint import Constraint
     from kvcli.settings.profile import Profile
 
@@ -158,7 +158,7 @@ class OpenText:
     def chat(self, system: str | None = None) -> Chat:
         """A conversation in this text."""
         from kvcli.chat.conversation import Chat
-        from kvcli.chat.sessions import Sessions
+        from kvcli.chat.saved_chats import Sessions
 
         return Chat(self, system, sessions=Sessions(self.model.data) if self.model.data else None)
 

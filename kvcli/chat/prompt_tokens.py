@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.api import Cancel, Turn
-    from kvcli.chat.open_text import OpenText
+    from kvcli.chat.text_session import OpenText
 
 LEAST = 64  # slots a head below which the beginning is as good as dropped
 NEWEST = 1 / 8  # of the window, of the newest tokens, at least: they stay as they are

@@ -19,10 +19,10 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvcli.chat import tables
+from kvcli.chat import chat_tables
 from kvcli.chat.chat_file import read_chat, write_chat
+from kvcli.chat.chat_lock import Hold
 from kvcli.chat.database import Database
-from kvcli.chat.hold import Hold
 from kvcli.errors import BadInput, writing
 from kvcli.schemas.base import SURROGATE
 from kvcli.schemas.chat import ChatDocument
@@ -36,7 +36,7 @@ AROUND = 40  # characters before and behind what was searched, where it is no wo
 LISTED = (
     "SELECT name, title, model, saved, (SELECT count(*) FROM turns WHERE session = sessions.id),"
     " (SELECT group_concat(name, char(10)) FROM"
-    f" (SELECT name FROM documents WHERE session = sessions.id AND n >= {tables.PENDING} ORDER BY id))"
+    f" (SELECT name FROM documents WHERE session = sessions.id AND n >= {chat_tables.PENDING} ORDER BY id))"
     " FROM sessions"
 )
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class Sessions:
         if wanted is None or not ("/" in wanted or wanted.endswith(".json")):
             return self.find(wanted)
         _, digest = read_chat(cwd / expanduser(wanted))
-        return self._run(lambda db: tables.of_file(db, digest), None)
+        return self._run(lambda db: chat_tables.of_file(db, digest), None)
 
     def begin(self, name: str | None = None, *, holds: bool) -> Kept:
         """The place of this name, or for a new conversation; nothing is read or written."""
@@ -105,7 +105,7 @@ class Sessions:
 
     def read(self, name: str) -> tuple[ChatDocument, int]:
         """A conversation, and its version."""
-        found = self._run(lambda db: tables.read(db, name), None)
+        found = self._run(lambda db: chat_tables.read(db, name), None)
         if found is None:
             raise BadInput(f"there is no conversation {name}", code="no_chat", try_=["kvcli sessions list"])
         return found
@@ -117,12 +117,12 @@ class Sessions:
         """
 
         def work(db: sqlite3.Connection) -> int:
-            version = tables.version(db, kept.name)
+            version = chat_tables.version(db, kept.name)
             if version not in (None, kept.version):
                 raise BadInput(f"{kept.name} was changed by another kvcli and is left as it is", code="chat_changed")
-            latest = tables.write(db, kept.name, made, kept.made if version is not None else {})
+            latest = chat_tables.write(db, kept.name, made, kept.made if version is not None else {})
             if kept.origin:
-                tables.note_file(db, "", kept.origin, kept.name)
+                chat_tables.note_file(db, "", kept.origin, kept.name)
             return latest
 
         self._take_in()
@@ -132,7 +132,7 @@ class Sessions:
         """Write it to a file in `chats`, which is not taken in again."""
         path = self.files / f"{name}.json"
         digest = write_chat(path, self.read(name)[0])
-        self._run(lambda db: tables.note_file(db, _stamp(path), digest, name), None)
+        self._run(lambda db: chat_tables.note_file(db, _stamp(path), digest, name), None)
         return path
 
     def remove(self, names: Sequence[str]) -> None:
@@ -141,7 +141,7 @@ class Sessions:
             with ExitStack() as holds, writing(self.files):
                 for name in some:
                     holds.callback(Hold(self.folder, name).close)
-                gone: list[str] = self._run(partial(tables.remove, names=some), [])
+                gone: list[str] = self._run(partial(chat_tables.remove, names=some), [])
                 for file in gone:
                     (self.files / file).unlink(missing_ok=True)
 
@@ -221,7 +221,7 @@ class Sessions:
     def _take_in(self) -> None:
         """The first time: files of `chats` that are not in yet, oldest first. One that cannot be read is named once."""
         files = {} if self._has_files else dict(_by_age(self.files))
-        known = self._db.run(tables.stamps) if files else set()
+        known = self._db.run(chat_tables.stamps) if files else set()
         for stamp, path in files.items():
             if stamp in known:
                 continue
@@ -237,18 +237,18 @@ class Sessions:
 
 def _entry(row: tuple[Any, ...]) -> SessionEntry:
     name, title, model, saved, questions, documents = row
-    about = {"id": tables.sound(name), "title": title and str(title), "model": str(model), "saved": str(saved)}
+    about = {"id": chat_tables.sound(name), "title": title and str(title), "model": str(model), "saved": str(saved)}
     files = str(documents).split("\n") if documents is not None else []
     return SessionEntry(**about, questions=questions, documents=len(files), files=files)
 
 
 def _take_in(db: sqlite3.Connection, stamp: str, path: Path, digest: str, made: Mapping[str, Any]) -> None:
-    name = tables.of_file(db, digest)
+    name = chat_tables.of_file(db, digest)
     if made and name is None:
-        is_free = NAMES.fullmatch(path.stem) and tables.version(db, path.stem) is None
+        is_free = NAMES.fullmatch(path.stem) and chat_tables.version(db, path.stem) is None
         name = path.stem if is_free else _new_name()
-        tables.write(db, name, made, {})
-    tables.note_file(db, stamp, digest, name)
+        chat_tables.write(db, name, made, {})
+    chat_tables.note_file(db, stamp, digest, name)
 
 
 def _by_age(folder: Path) -> list[tuple[str, Path]]:

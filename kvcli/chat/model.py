@@ -20,9 +20,9 @@ from weakref import WeakSet, WeakValueDictionary
 
 from kvcli import build
 from kvcli.api import Events, Prompt, Turn
+from kvcli.chat.draft_model_loading import load_second
 from kvcli.chat.engine_thread import EngineThread
-from kvcli.chat.open_text import OpenText
-from kvcli.chat.second import load_second
+from kvcli.chat.text_session import OpenText
 from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.chat.window import refuse_longer
 from kvcli.engine.info import ModelInfo
