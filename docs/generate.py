@@ -90,7 +90,7 @@ def commands(_: str) -> str:
     from typer.main import get_command
 
     from kvcli.cli import COMMANDS
-    from kvcli.commands.options import show_rare, take_common, take_model
+    from kvcli.commands.common.common_options import show_rare, take_common, take_model
 
     @typer.Typer().command()
     def none() -> None: ...
@@ -144,7 +144,7 @@ def _cell_text(text: str) -> str:
 
 def slash(_: str) -> str:
     """What can be typed in a chat beside questions."""
-    from kvcli.commands.slash import markdown
+    from kvcli.commands.chat.slash import markdown
 
     return markdown()
 

@@ -2,7 +2,7 @@
 
 import sys
 
-ERROR = (  # as commands/ends.py has it, of which nothing is imported yet
+ERROR = (  # as commands/common/error_exit.py has it, of which nothing is imported yet
     '{"schema": "kvcli.error/1", "code": "interrupted", "exit": 130, "message": "interrupted before there was a result"'
     ', "lines": [], "detail": {}, "try": []}'
 )

@@ -19,14 +19,23 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
-from kvcli.commands.interrupt import press_again
-from kvcli.commands.log import start_log
-from kvcli.commands.options import NARROW, take_common
+from kvcli.commands.common.common_options import NARROW, take_common
+from kvcli.commands.common.interrupt import press_again
+from kvcli.commands.common.log import start_log
 from kvcli.errors import ExitStatus, KvcliError, UsageError
 from kvcli.outlet import Foreign
 from kvcli.version import __version__
 from kvcli.world import World
 
+HOMES = {  # where a command of another name, or of several files, is
+    "chat": "chat.command",
+    "summarize": "summarize.command",
+    "bench": "bench.command",
+    "spec": "spec.command",
+    "profile-heads": "heads.command",
+    "models": "models.command",
+    "sessions": "chats",
+}
 COMMANDS = {
     "chat": "Talk to a model, or ask it one question with -p.",
     "pack": "Documents read once, to be asked many times.",
@@ -92,7 +101,7 @@ class Lazy(TyperCommand):
     """Stands in the tree for a command that is not imported yet."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        app = import_module(f"kvcli.commands.{str(self.name).replace('-', '_')}").app
+        app = import_module(f"kvcli.commands.{HOMES.get(str(self.name), self.name)}").app
         rare, width = bool(extra.get("resilient_parsing")), parent.obj.width() if parent is not None else NARROW
         command = take_common(typer.main.get_command(app), rare=rare, width=width)
         command.name = self.name
@@ -168,7 +177,7 @@ def _invoke(command: Any, args: Sequence[str], world: World) -> int:
 
 def run(args: Sequence[str], world: World) -> int:
     """Run one command line in a world and return its exit code. The one place where errors become exit codes."""
-    from kvcli.commands import ends
+    from kvcli.commands.common import error_exit
 
     start_log(world)
     world.paths.sweep()
@@ -185,12 +194,12 @@ def run(args: Sequence[str], world: World) -> int:
     except SystemExit:  # rich, which prints the help, ends the program like this when the reader has gone
         return ExitStatus.CLOSED_PIPE
     except (KeyboardInterrupt, typer.Abort):
-        return ends.interrupted(world, args)
+        return error_exit.interrupted(world, args)
     except KvcliError as error:
-        return ends.failed(world, args, error)
-    except ends.UsageProblem as problem:
-        return ends.misused(world, args, problem)
+        return error_exit.failed(world, args, error)
+    except error_exit.UsageProblem as problem:
+        return error_exit.misused(world, args, problem)
     except BrokenPipeError:
         return ExitStatus.CLOSED_PIPE
     except Exception as error:
-        return ends.broke(world, args, error)
+        return error_exit.broke(world, args, error)

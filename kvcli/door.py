@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.commands.setup import Setup, sources
+from kvcli.commands.common.run_setup import Setup, sources
 from kvcli.settings.profile import Profile
 from kvcli.world import World
 

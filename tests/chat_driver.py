@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from kvcli.chat.conversation import Chat
-from kvcli.commands.interrupt import Interrupt
+from kvcli.commands.common.interrupt import Interrupt
 from kvcli.errors import KvcliError
 from kvcli.render.errors import print_error
 from kvcli.render.live import Look, Memory
@@ -44,7 +44,7 @@ def main(what, facts, history=""):
     world.options.quiet = facts.pop("quiet", False)
     model, screen = FakeModel(**facts), Screen.of(world, stats)
     if what == "repl":
-        from kvcli.commands.repl import run_repl
+        from kvcli.commands.chat.repl import run_repl
 
         for line in header(model.info, Opening("0.1.0", "fafo", "exact"), screen.err.width):
             screen.err.line((line, ""))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from kvcli.api import Read, Text
 from kvcli.cli import run
-from kvcli.commands import summarize_run
-from kvcli.commands.setup import Setup
+from kvcli.commands.common.run_setup import Setup
+from kvcli.commands.summarize import run as summarize_run
 from kvcli.fit import program
 from kvcli.world import World
 from tests.fake_model import count

@@ -15,7 +15,7 @@ from kvcli.calibrate import machine, passes
 from kvcli.calibrate.passes import contexts, pass_times
 from kvcli.calibrate.quick import quick_costs, quick_times
 from kvcli.calibrate.run import calibrate, fingerprint_of, model_fingerprint
-from kvcli.commands.setup import Setup
+from kvcli.commands.common.run_setup import Setup
 from kvcli.drafts.pacing.pass_timer import Clock
 from kvcli.errors import KvcliError
 from kvcli.fit.calibration import age_days, file_of, load_calibration, machine_fingerprint, save_calibration

@@ -21,8 +21,8 @@ from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME
 from kvcli.chat.saved_chats import Sessions
 from kvcli.chat.transcript import messages_of
-from kvcli.commands.repl import Repl
-from kvcli.commands.setup import Setup
+from kvcli.commands.chat.repl import Repl
+from kvcli.commands.common.run_setup import Setup
 from kvcli.documents import Document
 from kvcli.errors import BadConfig, BadInput
 from kvcli.policies.scoring.headmap import read_headmap
@@ -159,7 +159,7 @@ def test_a_project_does_not_decide_what_is_kept(machine: Machine):
 
 def test_the_model_that_a_chat_was_held_with_is_used_unless_another_is_typed(machine: Machine, monkeypatch):
     asked: list[str | None] = []
-    monkeypatch.setattr("kvcli.commands.loading.load_model", _stop_at(asked))
+    monkeypatch.setattr("kvcli.commands.common.load_model.load_model", _stop_at(asked))
     sessions = Sessions(machine.folder / "home" / "data")
     chat = Chat(FakeModel(answer=ANSWER, info=fake_info(id="x")), sessions=sessions, called="owner/name")
     chat.send("How deep?")
@@ -172,7 +172,7 @@ def test_the_model_that_a_chat_was_held_with_is_used_unless_another_is_typed(mac
 
 def test_a_file_from_elsewhere_names_no_model_that_is_not_here(machine: Machine, monkeypatch):
     asked: list[str | None] = []
-    monkeypatch.setattr("kvcli.commands.loading.load_model", _stop_at(asked))
+    monkeypatch.setattr("kvcli.commands.common.load_model.load_model", _stop_at(asked))
     for name, called in {"theirs": "owner/name", "folder": str(machine.folder), "known": "demo"}.items():
         chat = Chat(FakeModel(answer=ANSWER), called=called)
         chat.send("How deep?")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcli.build import promise, session
-from kvcli.commands.setup import refuse_inexact
+from kvcli.commands.common.run_setup import refuse_inexact
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import Session

@@ -18,7 +18,7 @@ import kvcli
 from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import Sessions
 from kvcli.cli import COMMANDS
-from kvcli.commands.setup import Setup
+from kvcli.commands.common.run_setup import Setup
 from kvcli.errors import BadModel, ExitStatus
 from tests.fake_model import FakeModel
 from tests.fakes import ClosedPipe, Machine, Stream

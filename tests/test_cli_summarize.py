@@ -17,8 +17,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from kvcli.api import Text
-from kvcli.commands.interrupt import Interrupt
-from kvcli.commands.setup import Setup
+from kvcli.commands.common.interrupt import Interrupt
+from kvcli.commands.common.run_setup import Setup
 from kvcli.schemas.documents import DOCUMENTS
 from tests.demo_model.sample import write_sample
 from tests.documents import made
@@ -76,7 +76,7 @@ def office(tmp_path, monkeypatch):
     monkeypatch.setattr(Setup, "load", load)
     monkeypatch.setattr(Setup, "pass_times", lambda self, model: [])
     # the demo's own wording refuses most options; the clerk follows the general one
-    monkeypatch.setattr("kvcli.commands.summarize_run._refuse_early", lambda job: None)
+    monkeypatch.setattr("kvcli.commands.summarize.run._refuse_early", lambda job: None)
     (tmp_path / "a.txt").write_text("\f".join(PAGES))
     return made
 

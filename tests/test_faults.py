@@ -176,7 +176,7 @@ def test_a_user_who_may_write_nowhere(closed: str):
 
 def test_a_clock_that_goes_back_shows_nothing_negative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As after a correction by the network, between two turns and within one."""
-    from kvcli.commands.setup import Setup
+    from kvcli.commands.common.run_setup import Setup
     from kvcli.world import World
     from tests.fakes import Loaded, Machine
 
@@ -209,7 +209,7 @@ FULL = ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "EBADF")
     ("number", "said"), [*((name, "cannot write") for name in FULL), ("EACCES", "is closed to you")]
 )
 def test_a_disk_that_fails_is_no_bug_of_ours(number: str, said: str):
-    from kvcli.commands.ends import machine_gave_out
+    from kvcli.commands.common.error_exit import machine_gave_out
 
     code = getattr(errno, number)
     error = OSError(code, os.strerror(code), "/old", None, "/new")

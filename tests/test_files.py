@@ -32,9 +32,9 @@ for i in range(200):
 # Whatever can write a file and is not the door, with its reason. A new line here is a decision.
 OUTSIDE = {
     ("kvcli/chat/database.py", "connect"): "SQLite writes its files itself, and never half",
-    ("kvcli/commands/log.py", "FileHandler"): "--log-file: a stream of records that logging keeps open",
-    ("kvcli/commands/repl.py", "TemporaryDirectory"): "what $EDITOR is handed; the text is back when it ends",
-    ("kvcli/commands/repl.py", "write_text"): "the same",
+    ("kvcli/commands/common/log.py", "FileHandler"): "--log-file: a stream of records that logging keeps open",
+    ("kvcli/commands/chat/repl.py", "TemporaryDirectory"): "what $EDITOR is handed; the text is back when it ends",
+    ("kvcli/commands/chat/repl.py", "write_text"): "the same",
     ("kvcli/models/tokenizing.py", "TemporaryFile"): "a copy without a name for the process that cuts text",
     ("kvcli/kv/tiers/extents.py", "TemporaryFile"): "the disk tier: no name, gone with the process",
     ("kvcli/kv/tiers/extents.py", "ftruncate"): "the same",

@@ -8,7 +8,7 @@ import pytest
 
 import kvcli
 from kvcli.chat.approximation_notes import approx
-from kvcli.commands.turn_json import Run, turn_document
+from kvcli.commands.common.turn_json import Run, turn_document
 from kvcli.demo import report_path
 from kvcli.render.live import Look, live_row
 from kvcli.render.summary import brief, summary

@@ -19,9 +19,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from kvcli.commands.ask import agrees
-from kvcli.commands.default_model import with_default
-from kvcli.commands.setup import Setup, find
+from kvcli.commands.common.inputs import agrees
+from kvcli.commands.common.run_setup import Setup, find
+from kvcli.commands.models.default_model import with_default
 from kvcli.demo import weights_dir
 from kvcli.errors import BadModel
 from kvcli.files import BEGINS, SPARE
@@ -558,7 +558,7 @@ def test_one_document_of_json_also_where_the_config_cannot_be_written(machine: M
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("kvcli.commands.default_model.write_output", full)
+    monkeypatch.setattr("kvcli.commands.models.default_model.write_output", full)
     done = machine("models", "get", "tiny", "--default", "--json")
     assert (json.loads(done.out)["code"], done.exit) == ("file_unwritable", 3)
 

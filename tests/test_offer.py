@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcli.commands.setup import Setup
+from kvcli.commands.common.run_setup import Setup
 from kvcli.demo import weights_dir
 from kvcli.fit import room
 from kvcli.models import source
@@ -35,9 +35,9 @@ def new(tmp_path, monkeypatch):
     monkeypatch.setattr(Setup, "load", load)
     monkeypatch.setattr(Setup, "look", lambda *_: None)  # the models that are offered are nowhere here
     monkeypatch.setattr(Setup, "fetch", lambda *_: source.find("demo"))
-    monkeypatch.setattr("kvcli.commands.known.cached_ids", list)
+    monkeypatch.setattr("kvcli.commands.models.model_names.cached_ids", list)
     # last: a module that is imported meanwhile would keep the stand-in
-    monkeypatch.setattr("kvcli.commands.models_get.obtain", lambda _, name: machine.fetched.append(name))
+    monkeypatch.setattr("kvcli.commands.models.fetch.obtain", lambda _, name: machine.fetched.append(name))
     monkeypatch.setattr(room, "look", lambda: room.Room("cpu", 24 << 30))
     return machine
 

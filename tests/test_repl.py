@@ -16,10 +16,10 @@ from prompt_toolkit.document import Document as Typed
 from kvcli.api import Text
 from kvcli.chat.conversation import Chat
 from kvcli.chat.saved_chats import Sessions
-from kvcli.commands import prompt, slash
-from kvcli.commands.interrupt import IMPATIENT, Interrupt
-from kvcli.commands.meanwhile import meanwhile
-from kvcli.commands.repl import HINT, Repl
+from kvcli.commands.chat import line_editor, slash
+from kvcli.commands.chat.repl import HINT, Repl
+from kvcli.commands.common.background import meanwhile
+from kvcli.commands.common.interrupt import IMPATIENT, Interrupt
 from kvcli.demo import sample_path
 from kvcli.documents import Document
 from kvcli.errors import BadConfig, ExitStatus
@@ -416,14 +416,14 @@ def test_the_guide_lists_the_commands_as_they_are():
     ],
 )
 def test_blocks(typed, is_open, text):
-    assert prompt.is_open(typed) is is_open
+    assert line_editor.is_open(typed) is is_open
     if text is not None:
-        assert prompt.unblocked(typed) == text
+        assert line_editor.unblocked(typed) == text
 
 
 def test_blocks_on_a_dumb_terminal(tmp_path):
     world = World(io.StringIO('"""a\nb\n"""\nc\n'), io.StringIO(), io.StringIO(), {"TERM": "dumb"}, tmp_path, None)
-    reader = prompt.reader(world, {}, None)
+    reader = line_editor.reader(world, {}, None)
     assert [reader.read(), reader.read()] == ["a\nb", "c"]
     with pytest.raises(EOFError):
         reader.read()
@@ -431,7 +431,7 @@ def test_blocks_on_a_dumb_terminal(tmp_path):
 
 
 def completions(talk, text):
-    completer = prompt.SlashCompleter(talk.repl._words(), talk.world.cwd)
+    completer = line_editor.SlashCompleter(talk.repl._words(), talk.world.cwd)
     return [c.text for c in completer.get_completions(Typed(text), CompleteEvent())]
 
 
@@ -451,8 +451,8 @@ def test_tab_completes_commands_and_their_arguments(talk, tmp_path):
 
 def test_the_history_is_for_its_owner_only(tmp_path):
     file = tmp_path / "state" / "history"
-    history = prompt.open_history(file)
+    history = line_editor.open_history(file)
     history.append_string("a question\nof two lines")
     assert file.stat().st_mode & 0o777 == 0o600
-    assert list(prompt.open_history(file).load_history_strings()) == ["a question\nof two lines"]
-    assert list(prompt.open_history(Path("/proc/nowhere/history")).load_history_strings()) == []
+    assert list(line_editor.open_history(file).load_history_strings()) == ["a question\nof two lines"]
+    assert list(line_editor.open_history(Path("/proc/nowhere/history")).load_history_strings()) == []

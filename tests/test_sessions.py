@@ -17,7 +17,7 @@ from kvcli.chat import chat_tables, database
 from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME, VERSION, Database
 from kvcli.chat.saved_chats import Sessions
-from kvcli.commands.setup import Setup
+from kvcli.commands.common.run_setup import Setup
 from kvcli.documents import Document
 from kvcli.errors import BadInput
 from kvcli.render.terminal import cells

@@ -447,7 +447,7 @@ def test_plain_profiles_store_in_one_tier_and_others_in_a_ladder() -> None:
 
 
 def test_the_end_of_a_turn_carries_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcli.commands.turn_json import Run, turn_document
+    from kvcli.commands.common.turn_json import Run, turn_document
 
     m = model(memory={"ladder": ["prefill.chunk=-50%"]})
     failing(m, monkeypatch, 5)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvcli.commands.flags import profile_flags
-from kvcli.commands.setup import Setup
+from kvcli.commands.common.flags import profile_flags
+from kvcli.commands.common.run_setup import Setup
 from kvcli.demo import weights_dir
 from kvcli.errors import BadModel
 from kvcli.models import source

@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from kvcli.bench.drafting import candidates, laid_over
-from kvcli.commands.spec_profile import profile_text
+from kvcli.commands.spec.tuned_profile import profile_text
 from kvcli.schemas.documents import DOCUMENTS
 from kvcli.settings.profile import Profile, load_profile
 from tests.fakes import Machine

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import kvcli
-from kvcli.commands.interrupt import Interrupt
+from kvcli.commands.common.interrupt import Interrupt
 from kvcli.errors import BadModel, ContextOverflow, UsageError
 from kvcli.models import source, tokenizing
 from kvcli.models.text import decode, encode, encode_with_places

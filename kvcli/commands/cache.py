@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.commands.flags import option
-from kvcli.commands.show import print_json, print_table
+from kvcli.commands.common.flags import option
+from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.errors import BadInput, UsageError
 from kvcli.models.fetch import NAME
 from kvcli.render.figures import long_size

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.chat.database import NAME as SESSIONS
-from kvcli.commands.setup import SYSTEM_CONFIG, sources
-from kvcli.commands.show import print_json, print_table
+from kvcli.commands.common.run_setup import SYSTEM_CONFIG, sources
+from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.errors import UsageError
 from kvcli.fit.runs import NAME as RUNS
 from kvcli.models.fetch import NAME as MODELS

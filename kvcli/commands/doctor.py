@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcli.commands.common.stdout import print_json
 from kvcli.commands.config import places
-from kvcli.commands.show import print_json
 from kvcli.models.machine import installed
 from kvcli.version import __version__
 

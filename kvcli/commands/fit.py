@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.commands import flags as o
+from kvcli.commands.common import flags as o
 from kvcli.errors import BadConfig, BadInput, BadModel, ExitStatus, KvcliError, UsageError
 
 if TYPE_CHECKING:
-    from kvcli.commands.setup import Setup
+    from kvcli.commands.common.run_setup import Setup
     from kvcli.fit.before import Outlook
     from kvcli.fit.plan import Plan, Subject
     from kvcli.schemas.fit import CalibrationDocument
@@ -56,7 +56,7 @@ def fit(
     Reads config.json and the headers of the weight files only. Exit 0: at
     least one of what was asked fits; 5: nothing does.
     """
-    from kvcli.commands.setup import Setup
+    from kvcli.commands.common.run_setup import Setup
 
     world: World = context.obj
     if all_ and profiles is not None:
@@ -116,7 +116,7 @@ def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, note
 
 def _subject(setup: Setup, profile: Profile, notes: list[str]) -> Subject:
     """From the model's files; from config.json alone where the weights are not here."""
-    from kvcli.commands.setup import find
+    from kvcli.commands.common.run_setup import find
     from kvcli.models.config_file import read_config
     from kvcli.models.source import Source
 
@@ -203,7 +203,7 @@ def _has_map(setup: Setup, plans: Sequence[Plan]) -> bool:
 def _print(
     setup: Setup, outlook: Outlook, plans: Sequence[Plan], context: int | None, notes: Sequence[str], explains: bool
 ) -> int:
-    from kvcli.commands.show import print_cells, print_json
+    from kvcli.commands.common.stdout import print_cells, print_json
     from kvcli.fit.report import document
 
     world = setup.world

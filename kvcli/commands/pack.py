@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.commands import flags as o
-from kvcli.commands.outlook import Wanted
+from kvcli.commands.common import flags as o
+from kvcli.commands.common.memory_check import Wanted
 from kvcli.errors import BadInput, ExitStatus, writing
 from kvcli.files import try_output
 
@@ -50,10 +50,10 @@ def pack(
     Keeps what the model stores of them, compressed as the profile says, in a
     folder that `kvcli chat --pack` asks. It holds the text: private to you.
     """
-    from kvcli.commands.ask import read_file, read_system, tell_notes
-    from kvcli.commands.loading import load_model
-    from kvcli.commands.offer import find_model
-    from kvcli.commands.setup import Setup
+    from kvcli.commands.common.inputs import read_file, read_system, tell_notes
+    from kvcli.commands.common.load_model import load_model
+    from kvcli.commands.common.run_setup import Setup
+    from kvcli.commands.models.suggest_model import find_model
     from kvcli.render.screen import Screen
 
     world: World = context.obj
@@ -111,8 +111,8 @@ def packed(talk: Chat, folder: Path, screen: Screen) -> PackDocument:
 
 def show(world: World, folder: Path, about: PackDocument) -> None:
     """What was made, how large it is, and what to type."""
-    from kvcli.commands.ask import tell
-    from kvcli.commands.show import print_json
+    from kvcli.commands.common.inputs import tell
+    from kvcli.commands.common.stdout import print_json
     from kvcli.render.figures import long_size, plural
 
     if world.options.json:

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcli.commands.setup import sources
-from kvcli.commands.show import print_json, print_lines, print_table
+from kvcli.commands.common.run_setup import sources
+from kvcli.commands.common.stdout import print_json, print_lines, print_table
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
 from kvcli.settings.config import NAME, Config, load_config, no_such_profile, read_config

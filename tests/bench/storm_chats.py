@@ -35,7 +35,7 @@ from kvcli.api import Turn  # noqa: E402
 from kvcli.chat.conversation import Chat  # noqa: E402
 from kvcli.chat.saved_chats import Sessions  # noqa: E402
 from kvcli.cli import run  # noqa: E402
-from kvcli.commands.keep import keep  # noqa: E402
+from kvcli.commands.chat.save_chat import keep  # noqa: E402
 from kvcli.commands.profiles import write_new  # noqa: E402
 from kvcli.documents import Document  # noqa: E402
 from kvcli.engine.stats import Stats  # noqa: E402

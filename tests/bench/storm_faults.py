@@ -83,7 +83,7 @@ def _machine(folder: Path, kind: str) -> Any:
 
 def _patched(folder: Path, *args: str, **more: Any) -> tuple[int, str, str]:
     """A command with a model that is told what to say."""
-    from kvcli.commands.setup import Setup
+    from kvcli.commands.common.run_setup import Setup
 
     machine = _machine(folder, args[0])
 
@@ -106,7 +106,7 @@ def _talk(folder: Path) -> tuple[int, str, str]:
 
 
 def _summarize(folder: Path, *more: str) -> tuple[int, str, str]:
-    from kvcli.commands.setup import Setup
+    from kvcli.commands.common.run_setup import Setup
     from tests.test_cli_summarize import Clerk, Office, first_sentences
 
     office = Office(folder, has_config=True)
@@ -120,7 +120,7 @@ def _summarize(folder: Path, *more: str) -> tuple[int, str, str]:
         mock.patch.object(Setup, "load", load),
         mock.patch.object(Setup, "pass_times", return_value=[]),
         mock.patch("kvcli.fit.program.build", return_value="a build"),
-        mock.patch("kvcli.commands.summarize_run._refuse_early", return_value=None),
+        mock.patch("kvcli.commands.summarize.run._refuse_early", return_value=None),
     ):
         done = office("a.txt", *more)
     return done.exit, done.out, done.err

@@ -128,7 +128,7 @@ def child(room: Path, first: int, count: int) -> None:
 def answer(folder: Path) -> str:
     """How a question to the model in `folder` ends, in a line; BAD if it may not end so."""
     import kvcli
-    from kvcli.commands.models import context_of
+    from kvcli.commands.models.command import context_of
     from kvcli.errors import BadModel, KvcliError
     from kvcli.fit.plan import subject_of
     from kvcli.models import source

@@ -13,7 +13,7 @@ from kvcli.bench.compare import acceptance, paired, verdict
 from kvcli.bench.measure import Case, Plan, Series, measure
 from kvcli.bench.profile_side import plain
 from kvcli.bench.side import Sample
-from kvcli.commands.bench import measure as measure_command
+from kvcli.commands.bench.command import measure as measure_command
 from kvcli.engine.stats import Stats
 from kvcli.errors import ExitStatus
 from kvcli.settings.layers import builtin_files

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from kvcli.bench.compare import verdict
 from kvcli.bench.history import history, read, save
-from kvcli.commands.bench_out import Outlet
+from kvcli.commands.bench.output import Outlet
 from kvcli.errors import BadInput, ExitStatus
 from kvcli.render.bench import differences, range_words, share_words, table
 from kvcli.render.bench_text import bars, json_lines, markdown, separated, trend

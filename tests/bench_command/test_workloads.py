@@ -11,7 +11,7 @@ import tomli
 
 from kvcli.bench.texts import TEXTS
 from kvcli.bench.workloads import NAMES, TABLE, WORKLOADS, prompt_of
-from kvcli.commands.bench_options import _WORKLOAD
+from kvcli.commands.bench.options import _WORKLOAD
 from kvcli.demo import weights_dir
 from kvcli.documents import Document
 from kvcli.errors import BadInput

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvcli.commands.setup import Setup
+from kvcli.commands.common.run_setup import Setup
 from tests.documents import made
 from tests.documents.test_formats import PAGE
 from tests.fakes import Machine
@@ -75,7 +75,7 @@ def test_the_plan_reads_pages_too(machine):
 @pytest.mark.parametrize(("beginning", "read"), [(b"%PDF-1.7\n", 1200), (b"words", 1001)])
 def test_a_pdf_from_a_pipe_may_be_larger_than_a_text(machine, monkeypatch, beginning, read):
     """Both are refused here: what shows is how far each was read."""
-    from kvcli.commands import ask
+    from kvcli.commands.common import inputs
     from kvcli.world import World
 
     counts = []
@@ -86,7 +86,7 @@ def test_a_pdf_from_a_pipe_may_be_larger_than_a_text(machine, monkeypatch, begin
         return data
 
     monkeypatch.setattr(World, "read_stdin", counted)
-    monkeypatch.setattr(ask, "MAX_BYTES", 1000)
+    monkeypatch.setattr(inputs, "MAX_BYTES", 1000)
     monkeypatch.setattr("kvcli.documents.read.MAX_BYTES", 1000)
     done = machine("chat", "-p", "What?", stdin=beginning.ljust(1200, b"x"))
     assert (done.exit, sum(counts)) == (3, read)

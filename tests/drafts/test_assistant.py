@@ -16,9 +16,9 @@ from transformers import GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 from kvcli import build
-from kvcli.commands import setup as setup_file
-from kvcli.commands.flags import profile_flags
-from kvcli.commands.setup import Setup
+from kvcli.commands.common import run_setup as setup_file
+from kvcli.commands.common.flags import profile_flags
+from kvcli.commands.common.run_setup import Setup
 from kvcli.demo import weights_dir
 from kvcli.drafts.draft_models.assistant_head import AssistantHead
 from kvcli.engine.drafting.drafter import Drafter, Pair

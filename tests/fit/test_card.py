@@ -9,8 +9,8 @@ from itertools import product
 
 import pytest
 
-from kvcli.commands.outlook import Wanted, prepare
-from kvcli.commands.setup import Setup
+from kvcli.commands.common.memory_check import Wanted, prepare
+from kvcli.commands.common.run_setup import Setup
 from kvcli.engine.forward_memory import DRAWN, recorded_bytes, working_bytes
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.fit import card, program

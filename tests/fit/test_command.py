@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from kvcli.commands.setup import Setup
+from kvcli.commands.common.run_setup import Setup
 from kvcli.demo import weights_dir
 from kvcli.fit import program, room, runs
 from kvcli.fit.calibration import machine_fingerprint, save_calibration

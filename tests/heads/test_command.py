@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import pytest
 from pydantic import TypeAdapter
 
-from kvcli.commands import interrupt
+from kvcli.commands.common import interrupt
 from kvcli.heads.report import Strip
 from kvcli.render.heads import heads_lines
 from kvcli.render.heads_html import _cards, html

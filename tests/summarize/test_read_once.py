@@ -17,7 +17,7 @@ from kvcli.chat.conversation import Chat
 from kvcli.chat.document_pack import MANIFEST, Pack, make, open_pack
 from kvcli.chat.model import Model
 from kvcli.chat.text_session import OpenText
-from kvcli.commands.summarize_read import of_pack
+from kvcli.commands.summarize.documents import of_pack
 from kvcli.documents import Document, document_of, read_document, with_documents
 from kvcli.errors import ContextOverflow, UsageError
 from kvcli.prefix_cache.prefix_cache import Shelf

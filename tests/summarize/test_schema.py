@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcli.commands.turn_json import Run, turn_document
+from kvcli.commands.common.turn_json import Run, turn_document
 from kvcli.schemas.documents import DOCUMENTS, json_schema
 from kvcli.summarize.document import plan_document, source_facts, summary_document
 from kvcli.summarize.plan import Window, make_plan

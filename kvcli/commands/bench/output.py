@@ -1,0 +1,212 @@
+"""What `kvcli bench` prints, writes and keeps, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli.commands.bench.options import Format
+from kvcli.commands.common.flags import listed
+from kvcli.commands.common.output_file import output_file
+from kvcli.commands.common.stdout import print_json, print_table
+from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError, writing
+from kvcli.files import try_folder, write_output
+from kvcli.outlet import escaped, neutralise
+from kvcli.render.figures import plural
+from kvcli.render.terminal import Terminal
+
+if TYPE_CHECKING:
+    from kvcli.bench.run import Bench
+    from kvcli.commands.bench.request import Asked
+    from kvcli.schemas.bench import BenchDocument
+    from kvcli.world import World
+
+ENDINGS: dict[str, Format] = {
+    ".md": "md", ".csv": "csv", ".json": "json", ".jsonl": "jsonl", ".html": "html", ".htm": "html", ".txt": "table"
+}  # fmt: skip
+FILE_WIDTH = 100  # columns of a table in a file
+
+
+class Regression(KvcliError):
+    code, exit = "regression", ExitStatus.REGRESSION
+
+
+@dataclass(frozen=True)
+class Outlet:
+    """Where the result goes. With a file, standard output still gets the table (or, with --json, the object)."""
+
+    world: World
+    shown: Format  # on standard output
+    file: Path | None = None
+    written: Format = "json"  # in the file
+    save: bool = False
+
+    def finish(self, bench: Bench, status: int) -> int:
+        """Print, write, save, and say which conditions failed; returns the exit code."""
+        from kvcli.bench.document import document_of
+
+        document = document_of(bench)
+        missed = [*self._keep(document)]
+        self._print(document)
+        if missed:  # said last: by now the figures are on the screen
+            raise missed[0]
+        failed = [check for check in document.checks if check.failed]
+        if failed and status == ExitStatus.OK:
+            from kvcli.bench.fail_if import words
+
+            raise Regression(
+                f"{plural(len(failed), 'condition')} of --fail-if came true",
+                lines=[words(check) for check in failed],
+                detail={"checks": [check.document() for check in failed]},
+            )
+        return status
+
+    def _keep(self, document: BenchDocument) -> Iterator[BadInput]:
+        """Write and save; what cannot be kept, as errors."""
+        for keep in (self._write, self._save):
+            try:
+                keep(document)
+            except BadInput as error:
+                yield error
+        tables = {self.shown, self.written if self.file is not None else self.shown}
+        if document.quality is not None and (lacking := tables & {"csv", "jsonl"}):
+            self._tell(f"{' and '.join(sorted(lacking))} has no place for the quality suite; json, md and html have")
+
+    def _print(self, document: BenchDocument) -> None:
+        out = Terminal.of(self.world, "stdout")
+        if self.shown == "json":
+            print_json(self.world, document)
+        elif self.shown == "table" and not self.world.options.plain:
+            for line in table_lines(document, out.width):
+                out.line((line if out.unicode else line.replace("±", "+-"), ""))
+        else:
+            out.write(rendered(document, self.shown, out.width, self.world))
+
+    def _write(self, document: BenchDocument) -> None:
+        if self.file is not None:
+            with writing(self.file):
+                write_output(self.file, rendered(document, self.written, FILE_WIDTH, self.world))
+            self._tell(f"wrote {self.file}")
+
+    def _save(self, document: BenchDocument) -> None:
+        from kvcli.bench.history import save
+
+        if self.save:
+            with writing(folder(self.world)):
+                path = save(folder(self.world), document)
+            self._tell(f"saved {path}")
+
+    def _tell(self, text: str) -> None:
+        if not self.world.options.quiet:
+            self.world.stderr.write(f"{text}\n")
+
+
+def outlet(world: World, format: Format | None, output: str | None, save: bool) -> Outlet:
+    """Refuses what cannot be written before anything is measured."""
+    if world.options.json and format not in (None, "json") and output is None:
+        raise UsageError(f"--json and --format {format} exclude each other", try_=["one of the two"])
+    shown: Format = "json" if world.options.json else "table" if output else format or "table"
+    if save:
+        with writing(folder(world)):
+            try_folder(folder(world))
+    if output is None:
+        return Outlet(world, shown, save=save)
+    file, written = output_file(world, output, ENDINGS, format)
+    return Outlet(world, shown, file, written, save)
+
+
+def folder(world: World) -> Path:
+    """Where saved results lie."""
+    return world.paths.data / "bench"
+
+
+def table_lines(document: BenchDocument, width: int) -> list[str]:
+    """The table, and the quality suite's below it."""
+    from kvcli.render import quality as q
+    from kvcli.render.bench import table
+
+    lines = table(document, width)
+    if document.quality is not None:
+        lines += ["", *q.lines(document.quality, width)]
+    return lines
+
+
+def rendered(document: BenchDocument, format: Format, width: int, world: World) -> str:
+    """The document in one of the formats, its last newline included."""
+    from kvcli.render import bench_text as text
+
+    if format == "json":
+        return escaped(document.model_dump_json(by_alias=True)) + "\n"
+    if format == "jsonl":
+        return text.json_lines(document)
+    if format == "md":
+        return text.markdown(document)
+    if format == "html":
+        from kvcli.render.bench_html import html
+
+        return html(document)
+    if format == "csv" or world.options.plain:
+        return text.separated(document, tabs=format != "csv")
+    return "".join(f"{neutralise(line, one_line=True)}\n" for line in table_lines(document, width))
+
+
+def print_history(world: World, model: str, ctx: str | None, workload: str | None) -> int:
+    """Earlier results of a model."""
+    from kvcli.bench.grid import contexts
+    from kvcli.bench.history import history
+    from kvcli.render.bench_text import trend
+    from kvcli.render.screen import Screen
+
+    note = Screen.of(world).note
+    workloads = listed(workload or "")
+    document = history(folder(world), model, contexts(ctx) if ctx else [], workloads, note)
+    if world.options.json:
+        print_json(world, document)
+        return ExitStatus.OK
+    if not document.entries:
+        note(f"nothing is saved that fits; to begin: kvcli bench {model} --save")
+    for i, table in enumerate(trend(document)):
+        if i:
+            world.stdout.write("\n")
+        print_table(world, table)
+    return ExitStatus.OK
+
+
+def print_dry_run(world: World, asked: Asked) -> int:
+    """The sides, the prompts and how many runs that makes."""
+    from kvcli.schemas.bench import BenchPlanDocument, PlannedSide
+
+    args = asked.args
+    cases = len(args.ctx) * len(args.workloads)
+    document = BenchPlanDocument(
+        args=args,
+        baseline=asked.earlier_name or asked.sides[0][0],
+        sides=[
+            PlannedSide(name=name, kind=kind, profile_hash=profile.hash if kind == "profile" else None)
+            for name, kind, profile in asked.sides
+        ],
+        runs=cases * len(asked.sides) * (args.reps + args.warmup),
+        memory_runs=cases * len(asked.sides) if args.memory else 0,
+        notes=asked.notes,
+    )
+    if world.options.json:
+        print_json(world, document)
+        return ExitStatus.OK
+    sides = [[s.name, "profile" if s.kind == "profile" else "baseline", s.profile_hash or "–"] for s in document.sides]
+    print_table(world, [["side", "kind", "profile hash"], *sides])
+    prompts = plural(cases, "prompt")
+    lines = [
+        "",
+        f"model      {args.model}",
+        f"baseline   {document.baseline}",
+        f"workloads  {', '.join(args.workloads)}",
+        f"contexts   {', '.join(f'{n:,}' for n in args.ctx)} tokens, {args.new:,} of them new",
+        f"runs       {document.runs}: {len(sides)} sides, {prompts}, {args.warmup} + {args.reps} repetitions",
+        f"memory     {document.memory_runs} runs in processes of their own",
+        f"quality    {args.quality}",
+        *(f"note: {note}" for note in document.notes),
+    ]
+    Terminal.of(world, "stdout").write("".join(f"{line}\n" for line in lines))
+    return ExitStatus.OK

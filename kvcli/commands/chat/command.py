@@ -1,0 +1,328 @@
+"""`kvcli chat`: one question with -p or from a pipe, a conversation on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvcli.commands.common import flags as o
+from kvcli.commands.common.memory_check import Wanted
+from kvcli.errors import DoesNotFit, ExitStatus, UsageError
+
+if TYPE_CHECKING:
+    from kvcli.api import Event, Turn
+    from kvcli.chat.conversation import Chat
+    from kvcli.chat.document_pack import Pack
+    from kvcli.chat.saved_chats import Opened
+    from kvcli.commands.chat.answer_constraint import Held
+    from kvcli.commands.chat.repl import Repl
+    from kvcli.commands.common.inputs import Question
+    from kvcli.commands.common.memory_check import Prepared
+    from kvcli.commands.common.run_setup import Setup
+    from kvcli.models.grammar import Grammar
+    from kvcli.render.screen import Screen
+    from kvcli.settings.profile import Profile
+    from kvcli.world import World
+
+app = typer.Typer(add_completion=False)
+
+ALONE = "--file, --system, --continue, --resume and --dry-run"
+
+
+@app.command()
+def chat(
+    context: typer.Context,
+    model: o.ModelName = None,
+    prompt: o.Prompt = None,
+    file: o.File = None,
+    pack: o.Pack = None,
+    system: o.System = None,
+    system_file: o.SystemFile = None,
+    continue_: o.Continue = False,
+    resume: o.Resume = None,
+    no_save: o.NoSave = False,
+    max_new_tokens: o.Most = None,
+    temperature: o.Temperature = None,
+    top_p: o.TopP = None,
+    top_k: o.TopK = None,
+    min_p: o.MinP = None,
+    repetition_penalty: o.Penalty = None,
+    seed: o.Seed = None,
+    greedy: o.Greedy = False,
+    schema: o.Schema = None,
+    grammar: o.Rules = None,
+    json_object: o.JsonObject = False,
+    stats: o.Figures = None,
+    stream: o.Lines = False,
+    ctx: o.Ctx = None,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    quant: o.Quant = None,
+    budget: o.Budget = None,
+    spec: o.Spec = None,
+    draft: o.Draft = None,
+    exact: o.Exact = False,
+    force: o.Force = False,
+    allow_pickle: o.Pickle = False,
+    dry_run: o.DryRun = False,
+) -> int:
+    """Talk to a model, or ask it one question with -p or through a pipe.
+
+    The answer goes to stdout, all else to stderr. "kv" in the figures is the
+    cache: keys and values of every token read, so nothing is read twice.
+    """
+    from kvcli.commands.chat.answer_constraint import read_grammar
+    from kvcli.commands.chat.pack_option import model_of as packed_model
+    from kvcli.commands.chat.pack_option import pack_of, profile_of
+    from kvcli.commands.common.inputs import STDIN, files_of, read_question
+    from kvcli.commands.common.run_setup import Setup
+    from kvcli.commands.models.suggest_model import find_model, tell_toy
+
+    world: World = context.obj
+    if stream and not world.options.json:
+        raise UsageError("--stream needs --json", try_=["--json --stream"])
+    others = [file, system, system_file, continue_, resume, dry_run]
+    packed = pack_of(world, pack, others, ALONE) if pack is not None else None
+    file = files_of(world, file or [])
+    with kept(world, continue_, resume, no_save) as opened:
+        named = model
+        if named is None and packed is not None:
+            named = packed_model(world, packed)
+        if named is None and opened is not None:
+            from kvcli.commands.chat.save_chat import model_of
+
+            named = model_of(world, opened)
+        setup = Setup(world, named, o.profile_flags(context.params), exact, is_typed=model is not None)
+        keeps = not no_save and setup.keeps_chats
+        find_model(setup, file)
+        rules = read_grammar(world, schema, grammar, json_object)
+        profile = profile_of(setup, packed)
+        if dry_run:
+            from kvcli.commands.chat.dry_run import print_plan
+
+            return print_plan(setup, profile, file)
+        setup.look(profile)
+        question = read_question(world, prompt, file, system, system_file)
+        if packed is not None:
+            question = about_pack(question, packed)
+        find_model(setup, [d.name for d in question.documents if d.name == STDIN])
+        if question.text is not None and not question.documents:
+            tell_toy(setup)
+        wanted = Wanted(force, ctx == "max")
+        return answer(setup, profile, question, stats, stream, wanted, opened, keeps, rules, packed)
+
+
+def about_pack(question: Question, packed: Pack) -> Question:
+    """The question behind what was packed."""
+    if question.documents:
+        raise UsageError("--pack goes without documents from standard input", try_=["kvcli chat ... </dev/null"])
+    return replace(question, documents=tuple(packed.documents), system=packed.chat.system)
+
+
+@contextmanager
+def kept(world: World, latest: bool, name: str | None, no_save: bool) -> Iterator[Opened | None]:
+    """The chat to go on with, if there is one; until the end nobody else has it, unless it is only read."""
+    if latest and name is not None:
+        raise UsageError("--continue and --resume exclude each other", try_=["one of the two"])
+    if not latest and name is None:
+        yield None
+        return
+    from kvcli.commands.chat.save_chat import reopen, sessions_of
+
+    opened = reopen(sessions_of(world), world, name, holds=not no_save)
+    with closing(opened.kept):
+        yield opened
+
+
+def answer(
+    setup: Setup,
+    profile: Profile,
+    question: Question,
+    stats: o.StatsMode | None,
+    stream: bool,
+    wanted: Wanted,
+    opened: Opened | None = None,
+    keeps: bool = False,
+    rules: Grammar | None = None,
+    packed: Pack | None = None,
+) -> int:
+    """Load the model and ask it, or let the user talk to it."""
+    from kvcli.commands.chat.answer_constraint import hold
+    from kvcli.commands.chat.save_chat import about, keep, keep_read, sessions_of
+    from kvcli.commands.common.inputs import tell
+    from kvcli.commands.common.load_model import load_model
+    from kvcli.render.screen import Screen
+
+    world = setup.world
+    screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
+    setup.reuses = setup.keeps_chats  # --no-save keeps nothing, and reads what is kept
+    run, text = load_model(setup, profile, wanted, screen)
+    from kvcli.chat.conversation import Chat
+
+    talk = Chat(text, sessions=sessions_of(world), holds=True, called=setup.lasting_name)
+    with ExitStack() as ends:
+        ends.callback(lambda: talk.model.close())  # /model may have put another one there
+        ends.callback(talk.close)
+        if packed is not None:
+            packed.refuse_other(text)
+            text.pack = packed
+        begin(world, talk, question, opened, keeps)
+        for note in (*run.notes, *text.cautions, *text.info.notes, *(text.why_again() if opened else ())):
+            tell(world, note)
+        held = hold(text.model, rules, screen) if rules is not None else None
+        if question.text is None:
+            del text  # so that nothing but the chat holds the weights
+            return converse(setup, run, talk, screen, keeps, held, rules)
+        if opened is not None:
+            tell(world, f"goes on with {about(talk)}")
+        try:
+            return ask_once(world, run, talk, question.text, screen, stream, held)
+        finally:
+            note = keep(talk) if keeps else ""
+            if not note and talk.kept is not None and world.options.verbose:
+                note = f"kept as {talk.kept.name}"
+            screen.note(note)
+            screen.note(keep_read(talk.model) if keeps else "")
+
+
+def begin(world: World, talk: Chat, question: Question, opened: Opened | None, keeps: bool) -> None:
+    """What the chat starts from: one that was kept, what was typed over it, and documents that it has not yet."""
+
+    if opened is not None:
+        talk.take(opened)
+        if not keeps:
+            talk.close()
+    if question.system is not None:
+        talk.system = question.system
+    from kvcli.commands.common.inputs import tell
+
+    for document in question.documents:
+        if talk.place(document) is None:
+            talk.attach(document)
+        else:
+            tell(world, f"{document.name} is attached already")
+
+
+def ask_once(
+    world: World, run: Prepared, talk: Chat, text: str, screen: Screen, stream: bool, held: Held | None = None
+) -> int:
+    """One question. Ctrl-C ends the answer after the pass it is in; what was said stays."""
+    from kvcli.commands.common.inputs import tell
+    from kvcli.commands.common.interrupt import Interrupt
+
+    profile, constraint = run.profile, held.constraint if held is not None else None
+    with Interrupt(world.clock) as cancel, closing(talk.stream(text, cancel=cancel, constraint=constraint)) as events:
+        if world.options.json:
+            from kvcli.commands.common.turn_json import Run, print_events, print_turn
+
+            under = Run(
+                profile.name,
+                profile.spec.method,
+                profile.hash,
+                talk.model.promise,
+                cautions=talk.model.cautions,
+                notes=talk.notes,
+            )
+            turn = (print_events if stream else print_turn)(world, events, talk.model.info, under)
+        else:
+            from kvcli.render.live import Look
+            from kvcli.render.stream import show_turn
+
+            turn = show_turn(with_notes(events, talk, screen), screen, Look(profile.name, stopping=cancel))
+    missed = held.missed(turn) if held is not None else ""
+    for note in filter(None, (turn.stats.approx, missed, run.record(profile, turn))):
+        tell(world, note)
+    usual = ExitStatus.BAD_OUTPUT if missed else ExitStatus.OK
+    return {"interrupted": ExitStatus.INTERRUPTED, "loop": ExitStatus.BAD_OUTPUT}.get(turn.finish, usual)
+
+
+def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[Event]:
+    """The same events; what had to be done to the prompt is said before the next."""
+    said = 0
+    for event in events:
+        for note in talk.notes[said:]:
+            screen.note(note)
+        said = len(talk.notes)
+        yield event
+
+
+def converse(
+    setup: Setup,
+    run: Prepared,
+    talk: Chat,
+    screen: Screen,
+    keeps: bool,
+    held: Held | None = None,
+    rules: Grammar | None = None,
+) -> int:
+    """The interactive chat."""
+    from kvcli.commands.chat.answer_constraint import hold
+    from kvcli.commands.chat.repl import run_repl
+    from kvcli.commands.chat.save_chat import about
+    from kvcli.commands.common.load_model import load_model
+    from kvcli.commands.models.suggest_model import find_model
+    from kvcli.models.machine import threads
+    from kvcli.render.summarize import size
+    from kvcli.render.summary import Opening, header
+    from kvcli.version import __version__
+
+    world, profile = setup.world, run.profile
+
+    def after_turn(turn: Turn | None) -> None:
+        if turn is not None:
+            screen.note(held.missed(turn) if held is not None else "")
+            screen.note(run.record(talk.model.profile, turn))
+
+    def change(repl: Repl, name: str) -> None:
+        nonlocal setup, run, held
+        wanted = replace(setup, model=name, is_typed=True, found=None, most=0, settled={})
+        find_model(wanted, [document.name for document in talk.documents], may_ask=False)
+        under = wanted.resolve(repl.profile_name, [*repl.given, *repl.said])
+        try:
+            run, text = load_model(wanted, under, Wanted(), screen)
+        except DoesNotFit as error:
+            error.try_ = (f"/exit, then kvcli chat {talk.goes_on if talk.is_kept else ''} -m {name}", *error.try_)
+            raise
+        held = hold(text.model, rules, screen) if rules is not None else None
+        repl.profiles = setup = wanted
+        repl.constraint = held.constraint if held is not None else None
+        talk.go_to(text, setup.lasting_name)
+        for note in (*run.notes, *text.cautions, *text.info.notes):
+            screen.note(note)
+
+    text = talk.model
+    if not screen.quiet:
+        opening = Opening(
+            __version__,
+            profile.name,
+            text.promise,
+            context=text.limit,
+            estimate=run.estimate,
+            threads=threads(),
+            draft=text.drafts_by,
+        )
+        lines = header(text.info, opening, screen.err.width)
+        lines += [f"each answer is held to {held.name}"] if held is not None else []
+        lines += [f"goes on with {about(talk)}"] if talk.messages else []
+        lines += [f"attached {d.name} · {size(d)}" for d in talk.documents]
+        for line in lines:
+            screen.err.line((line, ""))
+    del text
+    return run_repl(
+        talk,
+        screen,
+        world,
+        keeps=keeps,
+        profiles=setup,
+        profile=profile.name,
+        sets=world.options.set,
+        history=world.paths.state / "history" if keeps else None,
+        after_turn=after_turn,
+        constraint=held.constraint if held is not None else None,
+        change_model=change,
+        before_file=lambda name: find_model(setup, [name], may_ask=False),
+    )

@@ -1,0 +1,51 @@
+"""A pack that was named on a command line: its model, the settings that it was read under, and what may go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os.path import expanduser
+from typing import TYPE_CHECKING
+
+from kvcli.commands.common.inputs import tell
+from kvcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvcli.chat.document_pack import Pack
+    from kvcli.commands.common.run_setup import Setup
+    from kvcli.settings.profile import Profile
+    from kvcli.world import World
+
+
+def pack_of(world: World, typed: str, others: Sequence[object], flags: str) -> Pack:
+    """The pack to ask, which says itself what was read. Raises UsageError where one of `others` was typed as well."""
+    from kvcli.chat.document_pack import open_pack
+
+    if any(others):
+        raise UsageError(
+            f"--pack goes without {flags}: what was read is in the pack",
+            try_=["--pack NAME.kvs alone", "kvcli pack FILE... -o NAME.kvs, with all files and the system text"],
+        )
+    return open_pack(world.cwd / expanduser(typed))
+
+
+def model_of(world: World, packed: Pack) -> str:
+    """The model that it was read by. Raises BadInput for one that is not known here."""
+    from kvcli.commands.chat.save_chat import known_here
+
+    return known_here(world, packed.about.model, packed.folder.name, "packs")
+
+
+def profile_of(setup: Setup, packed: Pack | None) -> Profile:
+    """The profile that was typed, or else that of the pack with the settings that shape its past; these are said.
+
+    Raises BadInput for what was typed and contradicts them.
+    """
+    if packed is None:
+        return setup.profile()
+    setup.usual, setup.packed = packed.about.profile, packed.about.settings
+    profile = setup.profile()
+    packed.refuse_under(profile)
+    if setup.taken:
+        said = ", ".join(f"{key}={value}" for key, value in setup.taken.items())
+        tell(setup.world, f"settings of {packed.folder.name}: {said}")
+    return profile

@@ -1,0 +1,283 @@
+"""The chat on a terminal: a prompt, the answer as it comes, and slash commands, until the user leaves."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvcli.api import Event, Turn
+from kvcli.chat.conversation import Chat
+from kvcli.commands.chat import line_editor, slash
+from kvcli.commands.chat.save_chat import keep, keep_read
+from kvcli.commands.common.background import meanwhile
+from kvcli.commands.common.error_exit import machine_gave_out
+from kvcli.commands.common.inputs import well_formed
+from kvcli.commands.common.interrupt import Interrupt
+from kvcli.documents.decode import decode
+from kvcli.errors import BadInput, ExitStatus, KvcliError
+from kvcli.render.errors import print_error, print_warning
+from kvcli.render.keys import echo
+from kvcli.render.live import Look, Memory
+from kvcli.render.screen import Screen
+from kvcli.render.stream import show_turn
+from kvcli.render.terminal import cells
+from kvcli.render.wrap import folded
+from kvcli.world import World
+
+if TYPE_CHECKING:
+    from kvcli.engine.sequence.constraint import Constraint
+
+LEAVE_WITHIN = 2.0  # seconds between two Ctrl-C at the prompt that leave
+HINT = "Ctrl-D or /exit to leave"
+
+
+class Profiles(Protocol):
+    """What the settings files offer. Handed in by the command that read them."""
+
+    def names(self) -> Sequence[str]: ...
+    def models(self) -> Sequence[str]: ...
+    def keys(self) -> Sequence[str]:
+        """Keys that /set can complete."""
+        ...
+
+    def resolve(self, name: str, sets: Sequence[str]) -> Any:
+        """The profile of that name with KEY=VALUE settings on top; raises BadConfig."""
+        ...
+
+
+class Repl:
+    """One chat on one terminal."""
+
+    def __init__(
+        self,
+        chat: Chat,
+        screen: Screen,
+        world: World,
+        *,
+        profiles: Profiles | None = None,
+        profile: str = "",
+        sets: Sequence[str] = (),
+        after_turn: Callable[[Turn | None], None] | None = None,
+        memory: Callable[[], Memory | None] | None = None,
+        before_file: Callable[[str], None] | None = None,
+        change_model: Callable[[Repl, str], None] | None = None,
+        history: Path | None = None,
+        keeps: bool = False,
+        constraint: Constraint | None = None,
+    ) -> None:
+        """`before_file` may refuse a document; `change_model` puts another model under the chat; `after_turn` is handed
+        the last turn. With `keeps` the chat is on the disk whenever a line can be typed. `memory` is shown in the live
+        row (default: the process's RSS). Every answer is held to `constraint`.
+        """
+        self.keeps, self.constraint = keeps, constraint
+        self.chat, self.screen, self.world = chat, screen, world
+        self.profiles, self.profile_name = profiles, profile
+        self.given, self.said = list(sets), list[str]()  # KEY=VALUE of the command line, and of /set
+        self.memory, self.change_model = memory, change_model
+        self.after_turn, self.before_file = after_turn, before_file
+        self.reader = line_editor.reader(world, self._words(), history)
+        self.last: Turn | None = None
+        self.is_over = False
+        self.draft = ""  # put back at the prompt: a question that was stopped before its answer began
+        self._told: set[str] = set()  # notes already shown
+        self._left_at: float | None = None  # when Ctrl-C was last pressed at the prompt
+
+    # --- the loop
+
+    def run(self) -> ExitStatus:
+        """Until the user leaves."""
+        while not self.is_over:
+            self.say("")
+            line = self._read()
+            if line.strip():
+                with echo(self.screen.stdin, on=False):
+                    self.handle(line)
+                    self.keep()
+        if self.keeps and self.chat.is_kept and not self.screen.quiet:
+            self.screen.err.line((f"kept: kvcli chat {self.chat.goes_on} goes on with it", "dim"))
+        return ExitStatus.OK
+
+    def _read(self) -> str:
+        default, self.draft = self.draft, ""
+        try:
+            with meanwhile(self.chat.model.idle, self._report):
+                line = self.reader.read(default)
+        except EOFError:
+            self.is_over = True
+            return ""
+        except KeyboardInterrupt:
+            now = self.world.clock()
+            if self._left_at is not None and now - self._left_at < LEAVE_WITHIN:
+                self.is_over = True
+            else:
+                self._left_at = now
+                self.screen.err.line((HINT, "dim"))
+            return ""
+        self._left_at = None
+        return line
+
+    def keep(self) -> None:
+        """Write what has changed since the last time, if this chat is to be kept."""
+        for note in (keep(self.chat), keep_read(self.chat.model)) if self.keeps else ():
+            if note:
+                self.warn(note)
+
+    def handle(self, line: str) -> None:
+        """Ask a question or run a slash command. Nothing that goes wrong here ends the chat."""
+        try:
+            well_formed(line, "what was typed")
+            if line.startswith("//"):
+                self.ask(line[1:])
+            elif line.startswith("/"):
+                slash.run(self, line)
+            else:
+                self.ask(line)
+        except KvcliError as error:
+            print_error(self.screen.err, error)
+        except KeyboardInterrupt:
+            self.say("stopped")
+        except Exception as error:  # a bug of ours must not cost the user the conversation
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        lines = ["the conversation is as it was before"]
+        if self.world.options.verbose > 1:
+            lines += "".join(traceback.format_exception(error)).rstrip().split("\n")
+        words = str(error).split("\n")[0]
+        known = machine_gave_out(error) or KvcliError(f"{type(error).__name__}: {words}")
+        known.lines += tuple(lines)
+        print_error(self.screen.err, known)
+
+    # --- turns
+
+    def ask(self, text: str) -> None:
+        """One question; if it was stopped before the answer began it is put back at the prompt."""
+        n = len(self.chat.messages)
+        self.turn(lambda **options: self.chat.stream(text, **options))
+        if self.last is not None and self.last.finish == "interrupted" and len(self.chat.messages) == n:
+            self.draft = text
+
+    def turn(self, start: Callable[..., Iterator[Event]]) -> None:
+        """Show the events that `start(cancel=..., constraint=...)` yields, stopping at Ctrl-C."""
+        done: Turn | None = None
+        with Interrupt(self.world.clock) as cancel:
+            look = Look(self.profile_name, self.memory, cancel)
+            try:
+                done = self.last = show_turn(start(cancel=cancel, constraint=self.constraint), self.screen, look)
+            except KeyboardInterrupt:
+                self.say("stopped at once; the conversation is read again with the next question")
+        for note in [*self.chat.notes, *([done.stats.approx] if done and done.stats.approx else [])]:
+            if note not in self._told:
+                self.screen.note(note)
+                self._told.add(note)
+        if self.after_turn is not None:
+            self.after_turn(done)  # None: it was not finished, and the one before is noted already
+
+    def last_turn(self, what: str) -> Turn:
+        """The last finished turn, or an error naming what was wanted of it."""
+        if self.last is None:
+            raise BadInput(f"no {what} yet: nothing was asked", code="no_question")
+        return self.last
+
+    # --- settings
+
+    @property
+    def limit(self) -> int:
+        """The window in use, tokens."""
+        return self.chat.model.limit
+
+    @property
+    def settings(self) -> str:
+        """The profile and what was set over it, of each key the last."""
+        last = {item.partition("=")[0]: item for item in (*self.given, *self.said)}
+        return " with ".join(filter(None, [self.profile_name, ", ".join(last.values())]))
+
+    def reconfigure(self, name: str, said: Sequence[str]) -> None:
+        """Go on under another profile with the same weights. Refused, and nothing changed, if it does not work."""
+        if self.profiles is None:
+            raise BadInput("profiles cannot be changed in this chat", code="no_profiles")
+        before = self.chat.model
+        changed = before.with_profile(self.profiles.resolve(name, [*self.given, *said]))
+        is_kept = changed.take_past(before)
+        if before.pack is not None and not before.pack.differs(changed):
+            changed.pack = before.pack
+        self.chat.model = changed
+        before.close()  # what keys and values it still has are of no use to the other profile
+        self.profile_name, self.said = name, list(said)
+        again = "; the conversation is read again with it" if self.chat.messages and not is_kept else ""
+        self.say(f"{self.settings} from the next question on{again}")
+        for note in changed.cautions:
+            self.screen.note(note)
+
+    # --- showing
+
+    def say(self, text: str) -> None:
+        """A line on stderr, folded at the terminal's edge."""
+        self.lines(folded(text, self.screen.err.width))
+
+    def warn(self, text: str) -> None:
+        print_warning(self.screen.err, text)
+
+    def lines(self, lines: Sequence[str]) -> None:
+        """Lines of a table, as they are."""
+        for line in lines:
+            self.screen.err.line((line, ""))
+
+    def listing(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Names at the left and sentences beside them, or below them on a narrow terminal."""
+        err = self.screen.err
+        left = max(cells(name) for name, _ in rows) + 2
+        beside = err.width - left - 1 >= 36
+        for name, text in rows:
+            indent = left if beside else 4
+            first, *more = folded(text, err.width, indent)
+            if beside:
+                err.line((name + " " * (left - cells(name)), "cyan"), (first, ""))
+            else:
+                err.line((name, "cyan"))
+                more.insert(0, first)
+            for part in more:
+                err.line((" " * indent + part, ""))
+
+    # --- the user's editor
+
+    def edit_text(self, text: str) -> str:
+        """The text after the user's $EDITOR is done with it."""
+        environ = self.world.environ
+        command = shlex.split(environ.get("VISUAL") or environ.get("EDITOR") or "vi")
+        with tempfile.TemporaryDirectory(prefix="kvcli-") as folder:  # 0700
+            file = Path(folder) / "question.md"
+            file.write_text(text, encoding="utf-8")
+            try:
+                with echo(self.screen.stdin, on=True):
+                    done = subprocess.run([*command, str(file)], check=False, env=dict(environ))
+            except OSError as error:
+                raise BadInput(
+                    f"cannot start the editor {command[0]}: {error.strerror or error}",
+                    code="no_editor",
+                    try_=["export EDITOR=nano"],
+                ) from None
+            if done.returncode:
+                raise BadInput(f"{command[0]} ended with status {done.returncode}", code="editor_failed")
+            return decode(file.read_bytes(), "the edited question")
+
+    def _words(self) -> dict[str, line_editor.Words]:
+        return {
+            "profile": lambda: self.profiles.names() if self.profiles else (),
+            "model": lambda: self.profiles.models() if self.profiles else (),
+            "key": lambda: self.profiles.keys() if self.profiles else (),
+            "stats": lambda: ("live", "turn", "off", "last"),
+            "chat": lambda: [entry.id for entry in self.chat.sessions.entries()],
+            "command": lambda: tuple(slash.COMMANDS),
+            "document": lambda: [str(i + 1) for i in range(len(self.chat.documents))],
+        }
+
+
+def run_repl(chat: Chat, screen: Screen, world: World, **options: Any) -> ExitStatus:
+    """Chat until the user leaves. Options are those of Repl."""
+    return Repl(chat, screen, world, **options).run()

@@ -1,0 +1,129 @@
+"""Keeping a chat, turn by turn, and how it is shown where one is chosen."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from kvcli.chat.saved_chats import Sessions
+from kvcli.commands.common.interrupt import Interrupt
+from kvcli.errors import BadInput, BadModel
+from kvcli.render.figures import long_size, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvcli.chat.conversation import Chat
+    from kvcli.chat.saved_chats import Opened
+    from kvcli.chat.text_session import OpenText
+    from kvcli.prefix_cache.prefix_cache import Kept as Read
+    from kvcli.schemas.sessions import SessionEntry
+    from kvcli.world import World
+
+FEW = 10  # of a list to choose from
+
+
+def sessions_of(world: World) -> Sessions:
+    """The user's."""
+
+    def warn(text: str) -> None:
+        from kvcli.render.errors import print_warning
+        from kvcli.render.terminal import Terminal
+
+        print_warning(Terminal.of(world, "stderr"), text)
+
+    return Sessions(world.paths.data, warn)
+
+
+def reopen(sessions: Sessions, world: World, wanted: str | None, *, holds: bool) -> Opened:
+    """The conversation that is called so; with `holds` no other kvcli can have it meanwhile."""
+    try:
+        return sessions.open(wanted, holds=holds, cwd=world.cwd)
+    except BadInput as error:
+        if error.code == "chat_in_use":
+            error.try_ = ("close it there", "--no-save, for a copy that is not kept", "kvcli chat, for a new one")
+        raise
+
+
+def model_of(world: World, opened: Opened) -> str | None:
+    """The model that a chat was held with. A file from elsewhere may name only what is known and whole here."""
+    if not opened.kept.origin:
+        return opened.saved.model or None
+    return known_here(world, opened.saved.model, "this file", "chats")
+
+
+def known_here(world: World, name: str, file: str, own: str) -> str:
+    """The model that a file from elsewhere names. Raises BadInput for one that is not known and complete here."""
+    from kvcli.commands.common.run_setup import config_of, find
+    from kvcli.commands.models.model_names import known
+
+    if name == config_of(world).default_model:
+        return name
+    try:
+        if name in dict(known(config_of(world), world.paths.data)):
+            find(world, name, allow_pickle=False)
+            return name
+    except BadModel:
+        pass
+    raise BadInput(
+        f"{file} asks for the model {name}, and is none of your own {own}",
+        code="foreign_model",
+        lines=["a file from elsewhere may name only a model that is known and complete here"],
+        try_=[f"-m {shlex.quote(name)}, if you agree", "-m MODEL, for another"],
+    )
+
+
+def keep(chat: Chat) -> str:
+    """Keep the conversation as it is now; why that did not work, if it did not. A lost file costs no turn.
+
+    Nor does Ctrl-C: the first is not heard, and one a second later, on a disk that hangs, gives up.
+    """
+    if not chat.messages and not chat.is_kept:
+        return ""
+    try:
+        with Interrupt():
+            chat.save()
+    except KeyboardInterrupt:
+        return "this chat is not kept: stopped"
+    except BadInput as error:
+        if error.code != "chat_changed":
+            return f"this chat is not kept: {error.message}"
+        chat.close()
+        return keep(chat) or f"{error.message}; this chat goes on as {chat.save()}"
+    return ""
+
+
+def keep_read(text: OpenText) -> str:
+    """Keep what the model has read, for later runs; what there is to say of it."""
+    from kvcli.prefix_cache.prefix_cache import STOPPED
+
+    try:
+        with Interrupt() as cancel:
+            return said_of(text.keep(cancel))
+    except KeyboardInterrupt:
+        return STOPPED
+
+
+def said_of(kept: Read) -> str:
+    """What there is to say of keeping what was read."""
+    if kept.why_not or kept.shelf is None:
+        return kept.why_not
+    return f"keys and values of what is read are kept in {kept.shelf.folder}, up to {long_size(kept.shelf.most)}"
+
+
+def about(talk: Chat) -> str:
+    """One line: its title and how much there is."""
+    return facts(talk.title, len(talk.messages) // 2, len(talk.documents))
+
+
+def facts(title: str | None, questions: int, documents: int) -> str:
+    said = [" ".join((title or "").split()) or "untitled", plural(questions, "question")]
+    return " · ".join([*said, plural(documents, "document")] if documents else said)
+
+
+def choices(entries: Sequence[SessionEntry]) -> list[tuple[str, str]]:
+    """Names and contents of the latest of these, numbered as /resume takes them."""
+    return [
+        (f"{i}  {entry.id}", facts(entry.title, entry.questions, entry.documents))
+        for i, entry in enumerate(entries[:FEW], 1)
+    ]

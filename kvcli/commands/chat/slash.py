@@ -1,0 +1,308 @@
+"""The slash commands of the chat: one small function each, listed with its usage and its help."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli.commands.chat import slash_chats as kept
+from kvcli.commands.common.inputs import files_of, notes_of, read_file
+from kvcli.errors import BadConfig, BadInput, UsageError
+from kvcli.render import figures as f
+from kvcli.render import tables
+from kvcli.render.stream import show_summary
+from kvcli.render.summarize import size
+
+if TYPE_CHECKING:
+    from kvcli.commands.chat.repl import Repl
+
+Handler = Callable[["Repl", str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Slash:
+    """One command. `completes` names what its argument is, for the Tab key."""
+
+    name: str
+    usage: str  # its argument, as shown in /help
+    help: str
+    run: Handler
+    also: tuple[str, ...] = ()
+    completes: str = ""  # path | profile | model | key | stats | command | document | chat
+
+    @property
+    def call(self) -> str:
+        return f"/{self.name} {self.usage}".rstrip()
+
+
+COMMANDS: dict[str, Slash] = {}
+
+
+def slash(
+    name: str, usage: str, help: str, also: tuple[str, ...] = (), completes: str = ""
+) -> Callable[[Handler], Handler]:
+    """Put a function on the list."""
+
+    def add(run: Handler) -> Handler:
+        COMMANDS[name] = Slash(name, usage, help, run, also, completes)
+        return run
+
+    return add
+
+
+def find(name: str) -> Slash:
+    """The command of that name or other name, or an error that guesses which was meant."""
+    for command in COMMANDS.values():
+        if name == command.name or name in command.also:
+            return command
+    names = [n for command in COMMANDS.values() for n in (command.name, *command.also)]
+    near = difflib.get_close_matches(name, names, 1) or [n for n in names if name and n.startswith(name)][:1]
+    raise UsageError(
+        f"there is no command /{name}",
+        code="unknown_command",
+        try_=[f"did you mean /{near[0]}?"] if near else ["/help", f"//{name} sends it as text"],
+    )
+
+
+def run(repl: Repl, line: str) -> None:
+    """Run a line that begins with a slash."""
+    name, _, argument = line[1:].strip().partition(" ")
+    find(name).run(repl, argument.strip())
+
+
+def table() -> list[tuple[str, str]]:
+    """Call and help of every command, in the order of the list."""
+    also = {c.name: f" ({', '.join('/' + n for n in c.also)})" if c.also else "" for c in COMMANDS.values()}
+    return [(c.call, c.help + also[c.name]) for c in COMMANDS.values()]
+
+
+def markdown(_: str = "") -> str:
+    """The table of docs/chat.md."""
+    rows = [f"| `{call}` | {help} |".replace(call, call.replace("|", "\\|")) for call, help in table()]
+    return "\n".join(["| command | what it does |", "|---|---|", *rows])
+
+
+# --- leaving and help
+
+
+@slash("help", "[COMMAND]", "this list, or one command", also=("?",), completes="command")
+def _help(repl: Repl, argument: str) -> None:
+    if argument:
+        command = find(argument.lstrip("/"))
+        repl.say(f"{command.call}: {command.help}")
+        return
+    repl.listing(table())
+    repl.say("")
+    repl.say('For several lines put """ before and after, or end a line with Alt-Enter.')
+    repl.say("//text sends a text that begins with a slash. Ctrl-C stops an answer.")
+
+
+@slash("exit", "", "leave, as Ctrl-D does", also=("quit", "bye"))
+def _exit(repl: Repl, _: str) -> None:
+    repl.is_over = True
+
+
+# --- questions and answers
+
+
+@slash("clear", "", "begin anew; the system text stays")
+def _clear(repl: Repl, _: str) -> None:
+    n = len(repl.chat.messages) // 2
+    again = "; it is kept, and /resume opens it again" if repl.chat.is_kept else ""
+    repl.chat.clear()
+    repl.last = None
+    repl.say(f"forgot {f.plural(n, 'question')}{again}")
+
+
+@slash("retry", "", "ask the last question again")
+def _retry(repl: Repl, _: str) -> None:
+    repl.turn(repl.chat.retry)
+
+
+@slash("undo", "[N]", "forget the last question, or the last N")
+def _undo(repl: Repl, argument: str) -> None:
+    documents = repl.chat.documents
+    n = repl.chat.undo(_number(argument or "1", "/undo 2"))
+    if not n:
+        repl.say("there is no question to forget")
+        return
+    gone = [d.name for d in documents if not any(d is kept for kept in repl.chat.documents)]
+    along = f"; with it went {', '.join(gone)}" if gone else ""
+    repl.say(f"forgot {f.plural(n, 'question')}, {len(repl.chat.messages) // 2} left{along}")
+
+
+@slash("edit", "", "change the last question in $EDITOR, and ask it")
+def _edit(repl: Repl, _: str) -> None:
+    before = repl.chat.last_question if repl.chat.messages else ""
+    after = repl.edit_text(before).strip()
+    if not after or after == before.strip():
+        repl.say("nothing was changed, so nothing is asked")
+    elif repl.chat.messages:
+        repl.turn(lambda **options: repl.chat.edit(after, **options))
+    else:
+        repl.ask(after)
+
+
+# --- documents and settings
+
+
+@slash(
+    "file", "PATH", "attach a file, a folder or *.txt to the next question; paper.pdf:3-9 for pages", completes="path"
+)
+def _file(repl: Repl, argument: str) -> None:
+    path = argument.strip("\"'")
+    if not path:
+        raise UsageError("which file?", try_=["/file report.md", "/file paper.pdf:3-9", "/file demo:report"])
+    if repl.before_file is not None:
+        repl.before_file(path)
+    for file in files_of(repl.world, [path]):
+        _attach(repl, file)
+
+
+def _attach(repl: Repl, path: str) -> None:
+    document = read_file(repl.world, path)
+    name = document.name
+    if (place := repl.chat.place(document)) is not None:
+        repl.say(f"{name} is attached already, as {place + 1} of /files")
+        return
+    repl.chat.attach(document)
+    for note in notes_of(document):
+        repl.warn(note)
+    tokens = document.tokens(repl.chat.model.tokenizer)
+    repl.say(f"attached {name} · {size(document)} · {f.plural(tokens, 'token')}")
+    if repl.limit and tokens > repl.limit:
+        repl.warn(f"{name} alone is longer than the window of {f.count(repl.limit)} tokens")
+
+
+@slash("files", "", "list the attached documents")
+def _files(repl: Repl, _: str) -> None:
+    documents, pending = repl.chat.documents, len(repl.chat.pending)
+    if not documents:
+        repl.say("no document is attached; /file PATH attaches one")
+        return
+    rows = []
+    for i, document in enumerate(documents, 1):
+        tokens = f.plural(document.tokens(repl.chat.model.tokenizer), "token")
+        when = "with the next question" if i > len(documents) - pending else ""
+        rows.append([f"{i}  {document.name}", size(document), tokens, when])
+    repl.lines(tables.columns(rows))
+
+
+@slash("drop", "N", "take document N out of the conversation", completes="document")
+def _drop(repl: Repl, argument: str) -> None:
+    pending = len(repl.chat.pending)
+    document = repl.chat.drop(_number(argument, "/drop 1") - 1)
+    after = "what followed it is read again" if len(repl.chat.pending) == pending else "it was not read yet"
+    repl.say(f"dropped {document.name}; {after}")
+
+
+@slash("system", "[TEXT]", "set the system text, or show it; - removes it")
+def _system(repl: Repl, argument: str) -> None:
+    if not argument:
+        for line in (repl.chat.system or "there is no system text").split("\n"):
+            repl.say(line)
+        return
+    repl.chat.system = None if argument == "-" else argument
+    word = "removed" if argument == "-" else "set"
+    repl.say(f"system text {word}; the conversation is read again with the next question")
+
+
+@slash(
+    "set",
+    "KEY VALUE",
+    "change a profile key from the next question on; its last part will do where that names one",
+    completes="key",
+)
+def _set(repl: Repl, argument: str) -> None:
+    key, _, value = argument.replace("=", " ", 1).partition(" ")
+    if not key or not value.strip():
+        raise UsageError("a key and a value are needed", try_=["/set sample.temperature 0.2"])
+    ends = [one for one in (repl.profiles.keys() if repl.profiles else ()) if one.endswith(f".{key}")]
+    key = ends[0] if len(ends) == 1 else key
+    said = [item for item in repl.said if item.partition("=")[0] != key]
+    repl.reconfigure(repl.profile_name, [*said, f"{key}={value.strip()}"])
+
+
+@slash("profile", "[NAME]", "go on under another profile, or show this one", completes="profile")
+def _profile(repl: Repl, argument: str) -> None:
+    if not argument:
+        repl.say(repl.settings)
+        return
+    try:
+        repl.reconfigure(argument, repl.said)
+    except BadConfig as error:
+        if not repl.said:
+            raise
+        left = ", ".join(repl.said)
+        repl.reconfigure(argument, [])
+        repl.warn(f"{left} was left out: {error.message}")
+
+
+@slash("model", "[NAME]", "go on with another model, or show this one", completes="model")
+def _model(repl: Repl, name: str) -> None:
+    if not name or repl.change_model is None:
+        repl.say(f"{repl.chat.model.info.id}; to change it: /model NAME, one of kvcli models list")
+        return
+    repl.change_model(repl, name)
+    again = "; the conversation is read again with it" if repl.chat.messages else ""
+    repl.say(f"{repl.chat.model.info.id} answers from the next question on{again}")
+
+
+# --- figures
+
+
+@slash("stats", "live|turn|off|last", "when to show figures; or show the last ones", completes="stats")
+def _stats(repl: Repl, argument: str) -> None:
+    match argument:
+        case "last":
+            show_summary(repl.last_turn("figures"), repl.screen, always=True)
+        case "live" | "turn" | "off":
+            repl.screen.stats = argument
+            repl.say(f"stats {argument} from the next question on")
+        case "":
+            repl.say(f"stats {repl.screen.stats}")
+        case _:
+            raise UsageError(
+                f"/stats knows no {argument}", try_=["/stats live", "/stats turn", "/stats off", "/stats last"]
+            )
+
+
+@slash("spec", "", "how drafting went in the last answer")
+def _spec(repl: Repl, _: str) -> None:
+    repl.lines(tables.spec_table(repl.last_turn("drafting").stats, repl.screen.err.width))
+
+
+@slash("kv", "", "what the cache holds, by layer and tier")
+def _kv(repl: Repl, _: str) -> None:
+    rows = repl.chat.model.kv_table()
+    repl.lines(tables.columns(tables.kv_table(rows)) if rows else ["the cache is empty"])
+
+
+@slash("tokens", "", "the context by message, and what is left")
+def _tokens(repl: Repl, _: str) -> None:
+    repl.lines(tables.token_table(repl.chat.tokens(), repl.limit, repl.screen.err.width))
+
+
+# --- keeping
+
+
+slash("save", "[TITLE]", "keep the conversation, with a title if given, and write it to a file")(kept.save)
+slash("resume", "[CHAT]", kept.RESUME, ("load",), "chat")(kept.resume)
+slash("sessions", "[WORDS]", "list the kept conversations, or those with these words")(kept.sessions)
+slash("fork", "[TITLE]", "go on in a copy; the conversation so far stays as it is")(kept.fork)
+
+
+@slash("export", "FILE", "write the conversation: .md, .json or .jsonl", completes="path")
+def _export(repl: Repl, argument: str) -> None:
+    path = argument.strip("\"'")
+    if not path:
+        raise UsageError("which file?", try_=["/export chat.md"])
+    repl.say(f"wrote {repl.chat.export(path if path.startswith('~') else repl.world.cwd / path)}")
+
+
+def _number(text: str, example: str) -> int:
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise BadInput(f"a number from 1 is needed, not {text[:20] or 'nothing'}", code="not_a_number", try_=[example])
+    return int(text)

@@ -1,0 +1,164 @@
+"""`kvcli sessions`: conversations that are kept, to look at, to search, to export and to be rid of."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.chat.saved_chats import Sessions
+from kvcli.commands.chat.save_chat import facts, sessions_of
+from kvcli.commands.common.flags import option
+from kvcli.commands.common.inputs import agrees, tell
+from kvcli.commands.common.stdout import print_json, print_table
+from kvcli.errors import UsageError
+from kvcli.outlet import neutralise
+from kvcli.render.figures import plural
+from kvcli.render.tables import GAP, clip, columns, fitting, widest
+from kvcli.render.terminal import Terminal
+from kvcli.schemas.sessions import SessionEntry, SessionsDocument
+
+if TYPE_CHECKING:
+    from kvcli.world import World
+
+app = typer.Typer(add_completion=False, help="Kept conversations: list, search, show, export, remove.")
+
+CHAT = "The beginning of its name, its number in the list, words of its title or of its files; none means the latest."
+LONG = 24  # columns of a document's name
+ENOUGH = 15  # columns of a text, for which other columns of a list go
+Chat = Annotated[str | None, typer.Argument(metavar="CHAT", help=CHAT)]
+Chats = Annotated[list[str], typer.Argument(metavar="CHAT", help="As show takes them.")]
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="WORD", help="Beginnings of words, all in one turn, or in a title with the names of documents."
+    ),
+]
+Most = Annotated[int, option("--number", "-n", metavar="N", help="How many are shown; default 20.")]
+Out = Annotated[str, option("--output", "-o", metavar="FILE", help="The file: .md, .json or .jsonl.")]
+LONGEST = 100_000  # days
+Days = Annotated[int, option("--older-than", metavar="DAYS", help="Only what was kept so long ago; default 30.")]
+Dry = Annotated[bool, option("--dry-run", help="Say what would go, and leave it.")]
+Yes = Annotated[bool, option("--yes", "-y", help="Do not ask.")]
+
+
+@app.command("list")
+def list_sessions(context: typer.Context, number: Most = 20) -> None:
+    """Kept conversations, the latest first."""
+    world: World = context.obj
+    _print(world, sessions_of(world).entries(), number, numbered=True)
+
+
+@app.command()
+def search(context: typer.Context, words: Words, number: Most = 20) -> None:
+    """Those in which these words stand, the best first."""
+    world: World = context.obj
+    found = sessions_of(world).search(" ".join(words))
+    if not found and not world.options.json:
+        tell(world, f"no conversation has {' '.join(words)}")
+    else:
+        _print(world, found, number)
+
+
+@app.command()
+def show(context: typer.Context, chat: Chat = None) -> None:
+    """Print one as Markdown, documents by name; with --json all of it, with the figures of each answer."""
+    from kvcli.chat.transcript import markdown
+
+    world: World = context.obj
+    kept = sessions_of(world)
+    saved, _ = kept.read(kept.find(chat))
+    if world.options.json:
+        print_json(world, saved)
+    else:
+        world.stdout.write(markdown(saved))
+
+
+@app.command()
+def export(context: typer.Context, output: Out, chat: Chat = None) -> None:
+    """Write one to a file for others to read, or for kvcli chat --resume FILE on another machine."""
+    from os.path import expanduser
+
+    from kvcli.chat.transcript import export_chat
+
+    world: World = context.obj
+    kept = sessions_of(world)
+    name = kept.find(chat)
+    world.stdout.write(f"{export_chat(kept.read(name)[0], world.cwd / expanduser(output))}\n")
+
+
+@app.command()
+def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> None:
+    """Forget conversations for good, and what /save and earlier versions wrote of them."""
+    world: World = context.obj
+    kept = sessions_of(world)
+    names = dict.fromkeys(kept.find(chat) for chat in chats)
+    _remove(world, kept, [entry for entry in kept.entries() if entry.id in names], yes, shlex.join(["rm", *chats]))
+
+
+@app.command()
+def prune(context: typer.Context, older_than: Days = 30, dry_run: Dry = False, yes: Yes = False) -> None:
+    """Forget all that nothing was added to for 30 days."""
+    world: World = context.obj
+    if not 0 <= older_than <= LONGEST:
+        raise UsageError(f"--older-than {older_than}: days, from 0 to {LONGEST:,}")
+    kept, before = sessions_of(world), datetime.now(UTC) - timedelta(days=older_than)
+    old = [entry for entry in kept.entries() if _is_before(entry, before)]
+    if dry_run:
+        _print(world, old, len(old))
+    else:
+        _remove(world, kept, old, yes, f"prune --older-than {older_than}")
+
+
+def _is_before(entry: SessionEntry, when: datetime) -> bool:
+    """What has no date, as in a file that was mended, is not old."""
+    try:
+        return datetime.fromisoformat(entry.saved).astimezone(UTC) <= when
+    except (ValueError, OverflowError):
+        return False
+
+
+def _remove(world: World, kept: Sessions, entries: Sequence[SessionEntry], yes: bool, typed: str) -> None:
+    what = plural(len(entries), "conversation")
+    if len(entries) == 1:
+        what = f"{entries[0].id}, {facts(entries[0].title, entries[0].questions, entries[0].documents)}"
+    if entries and not yes and not agrees(world, f"forget {what}?"):
+        raise UsageError(f"{what}: not forgotten", try_=[f"kvcli sessions {typed} --yes"])
+    kept.remove([entry.id for entry in entries])
+    if world.options.json:
+        _print(world, entries, len(entries), removed=True)
+    else:
+        tell(world, f"forgot {what}")
+
+
+def _with_texts(world: World, rows: Sequence[Sequence[str]], texts: Sequence[str]) -> list[list[str]]:
+    """Rows with a text at the end of each, on a terminal as much of it as one line has room for."""
+    out = Terminal.of(world, "stdout")
+    if out.is_tty and not world.options.plain:
+        rows = fitting(rows, out.width - ENOUGH, ["kept", "model", "files", "questions", ""])
+        room = out.width - 1 - GAP - widest(columns(rows))
+        texts = [clip(neutralise(text, one_line=True), room) for text in texts]
+    return [[*row, text] for row, text in zip(rows, texts, strict=True)]
+
+
+def _print(
+    world: World, entries: Sequence[SessionEntry], number: int, *, removed: bool = False, numbered: bool = False
+) -> None:
+    shown = entries[: max(0, number)]
+    if world.options.json:
+        print_json(world, SessionsDocument(total=len(entries), removed=removed, sessions=list(shown)))
+        return
+    if not entries:
+        tell(world, "no conversation is kept")
+        return
+    rows = [["", "name", "questions", "files", "model", "kept"]]
+    for i, e in enumerate(shown, 1):
+        files = clip(e.files[0], LONG) + f" +{len(e.files) - 1}" * (len(e.files) > 1) if e.files else "–"
+        rows.append([str(i), e.id, str(e.questions), files, e.model, e.saved[:16].replace("T", " ")])
+    texts = ["what", *(" ".join((e.found or e.title or "").split()) for e in shown)]
+    print_table(world, _with_texts(world, rows if numbered else [row[1:] for row in rows], texts))
+    if len(entries) > len(shown):
+        tell(world, f"{len(entries) - len(shown):,} more: -n {len(entries)}")

@@ -1,0 +1,161 @@
+"""The options every command takes, before or after its name: defined once, attached to all."""
+
+from __future__ import annotations
+
+from copy import copy
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.main
+
+from kvcli.commands.common.flags import ModelOption, option
+from kvcli.commands.common.log import start_log
+from kvcli.errors import UsageError
+from kvcli.world import World
+
+NARROW, LEAST = 60, 20  # columns below which help has no boxes, and that it has at least
+
+_option = partial(option, panel="Options of every command")
+
+
+def _common(
+    profile: Annotated[str | None, _option("--profile", "-P", metavar="NAME", help="Settings to use.")] = None,
+    set_: Annotated[
+        list[str] | None, _option("--set", metavar="KEY=VALUE", help="One profile key, as in TOML; repeatable.")
+    ] = None,
+    config: Annotated[
+        Path | None, _option("--config", metavar="FILE", help="One more config file, on top.", rare=True)
+    ] = None,
+    json: Annotated[bool, _option("--json", help="Print one JSON object.")] = False,
+    plain: Annotated[
+        bool, _option("--plain", help="No colour, no wrapping, no live row; tabs in tables.", rare=True)
+    ] = False,
+    quiet: Annotated[bool, _option("--quiet", "-q", help="Nothing on stderr but errors.")] = False,
+    verbose: Annotated[
+        int, _option("--verbose", "-v", count=True, help="Say more on stderr; twice for tracebacks.")
+    ] = 0,
+    log_file: Annotated[
+        Path | None, _option("--log-file", metavar="FILE", help="Write the log there.", rare=True)
+    ] = None,
+    no_color: Annotated[bool, _option("--no-color", help="No colour.", rare=True)] = False,
+    no_input: Annotated[bool, _option("--no-input", help="Never ask anything.", rare=True)] = False,
+    offline: Annotated[bool, _option("--offline", help="Use no network.", rare=True)] = False,
+    help_all: Annotated[bool, _option("--help-all", help="Help with every option there is.")] = False,
+) -> None:
+    """Typer reads these annotations; the values go to the world, see `_take`."""
+
+
+def _named(model_: ModelOption = None) -> None:
+    """What stands beside MODEL in every command that has one."""
+
+
+def take_common(command: Any, *, rare: bool = False, width: int = NARROW) -> Any:
+    """Give a command, and all commands below it, the common options. `rare`: its help is to have the rare ones, too.
+
+    `width`: columns that its help is for.
+    """
+    if width < NARROW:
+        _one_below_the_other(command, width)
+    take_model(command)
+    taken = {name for param in command.params for name in param.opts}
+    command.params += [copy(param) for param in _params() if not taken & set(param.opts)]
+    if rare:
+        show_rare(command)
+        _complete(command)
+    command.context_settings = {**command.context_settings, "help_option_names": ["-h", "--help"]}
+    help_ = command.get_help_option(command.context_class(command, **command.context_settings))
+    for param in [*command.params, *filter(None, [help_])]:
+        if getattr(param, "is_flag", False) or getattr(param, "count", False):
+            param.metavar = ""  # Typer would write <bool>
+    for below in getattr(command, "commands", {}).values():
+        command.no_args_is_help = not getattr(command, "invoke_without_command", False)
+        take_common(below, rare=rare, width=width)
+    return command
+
+
+def _one_below_the_other(command: Any, width: int) -> None:
+    """Help without boxes, which would cut the names of options: each on a line of its own, and what it does below."""
+    usual, formatter = command.context_class, command.context_class.formatter_class
+    below = {"write_dl": lambda self, rows, *_: formatter.write_dl(self, rows, col_max=2)}
+    command.context_class = type("Context", (usual,), {"formatter_class": type("Formatter", (formatter,), below)})
+    command.context_settings = {**command.context_settings, "terminal_width": max(LEAST, width - 1)}
+    command.rich_markup_mode = None
+    command.short_help = (command.help or "").partition("\n")[0]  # whole, in the list of the command above
+
+
+def take_model(command: Any) -> None:
+    """Where MODEL is an argument, -m MODEL says the same."""
+    for model in [param for param in command.params if param.opts == ["model"]]:
+        (named,) = _params_of(_named)
+        named.expose_value, named.callback, model.callback = False, _note_model, _one_model
+        command.params.append(named)
+
+
+def _complete(command: Any) -> None:
+    """Have the Tab key complete what the option parser cannot know."""
+    from kvcli.commands.common.completion import complete
+
+    for param in command.params:
+        if param.metavar:
+            param.shell_complete = partial(complete, param)
+
+
+def show_rare(command: Any) -> None:
+    for param in command.params:
+        param.hidden = False
+
+
+def _params_of(function: Any) -> list[Any]:
+    app = typer.Typer(add_completion=False)
+    app.command()(function)
+    return list(typer.main.get_command(app).params)
+
+
+@cache
+def _params() -> tuple[Any, ...]:
+    params = tuple(_params_of(_common))
+    for param in params:
+        param.expose_value = False  # commands read `world.options` instead of eleven arguments each
+        param.is_eager = param.name == "help_all"
+        param.callback = _help_all if param.is_eager else _take
+    return params
+
+
+def _help_all(context: Any, param: Any, value: Any) -> None:
+    if value and not context.resilient_parsing:
+        show_rare(context.command)
+        context.command.get_help_option(context).callback(context, param, value)
+
+
+def _note_model(context: Any, param: Any, value: Any) -> None:
+    context.meta["model"] = value  # the parser comes to arguments after all options
+
+
+def _one_model(context: Any, param: Any, value: Any) -> Any:
+    """MODEL and --model MODEL are one thing."""
+    named = context.meta.get("model")
+    if value and named and value != named:
+        raise UsageError(f"{value} and --model {named} are two models", try_=["one of the two"])
+    return value or named
+
+
+def _take(context: Any, param: Any, value: Any) -> None:
+    """Add what was typed to the world's options: lists grow, counts add up, of two values the later one wins."""
+    world = context.obj
+    if not isinstance(world, World) or value in (None, False, 0, []) or context.resilient_parsing:
+        return
+    name = param.name.rstrip("_")
+    before = getattr(world.options, name)
+    if name in ("config", "log_file"):
+        value = Path(value)  # older Typers leave that to the function that these parameters do not have
+    elif isinstance(before, list):
+        value = [*before, *map(str, value)]
+    elif isinstance(before, int) and not isinstance(before, bool):
+        value = before + value
+    setattr(world.options, name, value)
+    if name in ("verbose", "log_file"):
+        start_log(world)
+    elif name == "offline":
+        world.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it then

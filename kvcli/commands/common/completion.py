@@ -1,0 +1,85 @@
+"""What the Tab key of a shell completes: names of models, profiles and chats, and values that a setting may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from kvcli.commands import cache
+from kvcli.commands.common.flags import KEYS
+from kvcli.commands.common.run_setup import config_of, sources
+from kvcli.commands.models.model_names import known
+from kvcli.errors import KvcliError
+from kvcli.models.catalog import CATALOG
+from kvcli.settings.profile import load_profile
+from kvcli.settings.registry import registries
+from kvcli.settings.schema import METHODS, TABLES
+from kvcli.settings.values import keys_of, words
+
+if TYPE_CHECKING:
+    from kvcli.world import World
+
+Found = Mapping[str, str] | Iterable[str]  # words, with what they are where something says it
+
+
+def complete(param: Any, context: Any, incomplete: str) -> list[Any]:
+    """Words for a parameter, in the form that the option parser hands to the shell. None = it completes file names."""
+    world: World = context.find_root().obj
+    metavar, name = param.metavar or "", param.opts[0]
+    last = incomplete.rpartition(",")[2] if "," in metavar else incomplete
+    before = incomplete[: len(incomplete) - len(last)]
+    found: Found = [word for word in metavar.split("|") if word.islower()] if "|" in metavar else []
+    kind = KINDS.get(f"{context.command_path.partition(' ')[2]} {metavar}") or KINDS.get(metavar) or KINDS.get(name)
+    with suppress(KvcliError, OSError):  # what is wrong with the files is for the command to say
+        if kind is not None:
+            found = kind(world)
+        elif name in ("--set", "--vary"):
+            key, equals, _ = incomplete.partition("=")
+            every = () if equals else load_profile(sources=sources(world)).values
+            found = [f"{key}={value}" for value in values(key)] if equals else [f"{one}=" for one in every]
+        elif name in KEYS:
+            found = found or values(KEYS[name])
+    about = found if isinstance(found, Mapping) else {}
+    return [
+        SimpleNamespace(value=before + word, type="plain", help=about.get(word) or None)
+        for word in found
+        if word.startswith(last)
+    ]
+
+
+def values(key: str) -> list[str]:
+    """What a profile key may be, where that is one of some words."""
+    table, _, name = key.partition(".")
+    if table in METHODS and METHODS[table][0] == name:
+        return list(registries()[table])
+    if key == "load.device":
+        return ["auto", "cpu", "cuda", "mps"]
+    its = keys_of(TABLES[table]) if table in TABLES else {}  # those of a method are its own
+    return words(its[name].hint) if name in its else []
+
+
+def _profiles(world: World) -> Found:
+    config = config_of(world)
+    said = {name: config.profiles[name].get(("description",)) for name in config.names()}
+    return {name: str(setting.value) if setting else "" for name, setting in said.items()}
+
+
+def _chats(world: World) -> Found:
+    from kvcli.commands.chat.save_chat import sessions_of
+
+    return {entry.id: entry.title or "" for entry in sessions_of(world).entries()}
+
+
+def _models(world: World) -> Found:
+    return dict(known(config_of(world), world.paths.data))
+
+
+KINDS: Mapping[str, Callable[[World], Found]] = {  # by what stands for a value in the help, behind a command's name
+    **dict.fromkeys(("MODEL", "models remove NAME"), _models),
+    **dict.fromkeys(("A", "B", "--profile", "--profiles", "--extends", "profiles show NAME"), _profiles),
+    "CHAT": _chats,
+    "KIND": lambda _: {**cache.KINDS, **cache.BY_NAME},
+    "models get NAME": lambda _: {one.name: one.about for one in CATALOG},
+}

@@ -1,0 +1,152 @@
+"""How a command that went wrong ends: the error in words or as JSON, and its exit code."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+
+from kvcli.commands.common.log import write_traceback
+from kvcli.commands.common.stdout import print_json
+from kvcli.errors import BadInput, DoesNotFit, ExitStatus, KvcliError, UsageError, is_out_of_memory
+from kvcli.world import World
+
+# The root of what the option parser raises; Typer carries its own copy of Click, or uses the real one when older.
+UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+FILES = ["-f FOLDER, for the documents in it", "-f 'notes/*.txt', in quotes"]
+# what a disk says that is full, failing, limited, or not to be written to
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EBADF)
+CROWDED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)  # no file, or no process, may be opened beside those there are
+
+
+def misused(world: World, args: Sequence[str], problem: Any) -> int:
+    """What the option parser found, as one of our errors."""
+    is_option = hasattr(problem, "option_name")
+    message = str(problem.message if is_option else problem.format_message())
+    message = message.replace("Value error, ", "").strip().rstrip(".")  # the words of a validator inside the parser
+    if not message:  # a group without a command, and its help was printed
+        return ExitStatus.USAGE
+    context = getattr(problem, "ctx", None)
+    path = context.command_path if context is not None else "kvcli"
+    nearest = _nearest(problem.option_name, context.command.params) if is_option and context is not None else []
+    question = re.search(r"extra arguments?(?:\(s\))? \((.*)\)$", message) if path.endswith(" chat") else None
+    asks = [f"{path} MODEL -p {json.dumps(question[1], ensure_ascii=False)}"] if question else []
+    # a shell has made many names of -f notes/*, of which the option takes one
+    takes_files = context is not None and any(param.name == "file" for param in context.command.params)
+    is_many = "extra argument" in message and takes_files
+    try_ = [
+        *asks,
+        *(FILES if is_many else ()),
+        *(f"did you mean {option}?" for option in nearest),
+        f"{path} --help-all",
+    ]
+    return failed(world, args, UsageError(message[:1].lower() + message[1:], try_=try_))
+
+
+def _nearest(typed: str, params: Sequence[Any]) -> list[str]:
+    """Options that may be meant: those that begin so, else the most alike. Dashes are alike in all, and say nothing."""
+    names = {name.lstrip("-"): name for param in params for name in param.opts if name.startswith("--")}
+    word = typed.lstrip("-")
+    near = [name for name in names if name.startswith(word)] or get_close_matches(word, names, 2)
+    return [names[name] for name in near[:2]]
+
+
+def failed(world: World, args: Sequence[str], error: KvcliError) -> int:
+    """Say what went wrong, on stdout as `kvcli.error/1` with --json, else on stderr; returns the exit code."""
+    try:
+        # the parser may have failed before it came to --json
+        if not (world.options.json or "--json" in args) or not _as_json(world, args, error):
+            from kvcli.render.errors import print_error
+            from kvcli.render.terminal import Terminal
+
+            print_error(Terminal.of(world, "stderr"), error)
+        if world.options.verbose > 1:
+            world.stderr.write("".join(traceback.format_exception(error)))
+    except BrokenPipeError:
+        return ExitStatus.CLOSED_PIPE
+    return int(error.exit)
+
+
+def _as_json(world: World, args: Sequence[str], error: KvcliError) -> bool:
+    """False where standard output takes nothing any more: on a full disk the error is the output's own."""
+    from kvcli.schemas.turn import ErrorEvent, error_document
+
+    document = error_document(error)
+    try:
+        print_json(world, ErrorEvent(event="error", error=document) if "--stream" in args else document)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+class Interrupted(KvcliError):
+    code, exit = "interrupted", ExitStatus.INTERRUPTED
+
+
+def interrupted(world: World, args: Sequence[str]) -> int:
+    """Ctrl-C where nothing was left to be kept: one line for people, with --json the one object that is promised."""
+    if world.options.json or "--json" in args:
+        if "--stream" in args or not getattr(world.stdout, "has_written", False):
+            return failed(world, args, Interrupted("interrupted before there was a result"))
+    elif not world.options.quiet:
+        with suppress(OSError, ValueError):  # the terminal may have gone with the key
+            world.stderr.write("interrupted\n")
+    return ExitStatus.INTERRUPTED
+
+
+def broke(world: World, args: Sequence[str], error: Exception) -> int:
+    """A bug, or something nobody thought of: one line for people, the traceback in the log."""
+    known = machine_gave_out(error)
+    if known is not None:
+        known.__cause__ = error
+        return failed(world, args, known)
+    log = write_traceback(world, error)
+    first = str(error).strip().split("\n")[0]
+    known = KvcliError(
+        f"internal: {type(error).__name__}: {first}" if first else f"internal: {type(error).__name__}",
+        lines=[f"the traceback is in {log}"] if log else ["the log could not be written"],
+        detail={"type": type(error).__name__, "log": str(log) if log else None},
+        try_=["the same command with -vv", "report it with the output of: kvcli doctor"],
+    )
+    known.__cause__ = error
+    return failed(world, args, known)
+
+
+def machine_gave_out(error: Exception) -> KvcliError | None:
+    """An error that is neither a bug nor a wrong command: no memory, no room on the disk, no permission."""
+    first = str(error).strip().split("\n")[0]
+    number = error.errno if isinstance(error, OSError) else None
+    # of a file that is renamed, the name it was to have
+    name = getattr(error, "filename2", None) or getattr(error, "filename", None)
+    if number in CROWDED:
+        try_ = ["ulimit -n 1024", "ulimit -u shows how many processes you may have"]
+        return DoesNotFit(f"the system gives this command no more: {first}", code="too_few_handles", try_=try_)
+    if number == errno.ENAMETOOLONG:
+        return BadInput(
+            f"a name is too long for this file system: {str(name)[:200]}",
+            code="name_too_long",
+            try_=["a shorter name", "kvcli doctor says which folders are used"],
+        )
+    if (
+        is_out_of_memory(error)
+        or number == errno.ENOMEM
+        or (isinstance(error, ImportError) and "failed to map" in first)
+    ):
+        smaller = ["a smaller --ctx", "--quant int8", "close what else needs memory"]
+        return DoesNotFit("out of memory", code="out_of_memory", lines=[first] if first else [], try_=smaller)
+    if isinstance(error, OSError) and error.errno in FULL:
+        where = f" {name}" if name else ""
+        return KvcliError(f"cannot write{where}: {error.strerror}", code="cannot_write")
+    if isinstance(error, PermissionError) and error.filename:
+        return BadInput(f"{name} is closed to you: {error.strerror}", code="no_permission")
+    return None

@@ -1,0 +1,33 @@
+"""From settings to a loaded model, with a word on the screen meanwhile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcli.chat.text_session import OpenText
+    from kvcli.commands.common.memory_check import Prepared, Wanted
+    from kvcli.commands.common.run_setup import Setup
+    from kvcli.render.screen import Screen
+    from kvcli.settings.profile import Profile
+
+
+def load_model(setup: Setup, profile: Profile, wanted: Wanted, screen: Screen) -> tuple[Prepared, OpenText]:
+    """A text over the model, and the run as it was found to fit, perhaps in a narrower window. Raises DoesNotFit."""
+    from kvcli.commands.common.interrupt import insisting
+    from kvcli.commands.common.memory_check import prepare
+    from kvcli.render.stream import busy_word
+
+    with insisting(), busy_word(screen, f"loading {setup.name}") as busy:
+
+        def tell(text: str) -> None:  # of a download, which draws bars of its own
+            if busy is not None:
+                busy.stop()
+            screen.note(text)
+
+        run = prepare(setup, profile, wanted, tell)
+        model = setup.load(run.profile, tell)
+    run.notes = (*setup.overruled(run.profile), *run.notes, *(model.info.details if screen.verbose else ()))
+    run.profile = model.profile  # as this model can keep it
+    model.foretell, model.fits = run.foretell, run.fits
+    return run, model.open()

@@ -1,0 +1,91 @@
+"""Before a chat loads its model: does it fit, with which window, and how much memory will it take?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli.errors import BadConfig, BadModel, DoesNotFit, KvcliError
+
+if TYPE_CHECKING:
+    from kvcli.api import Turn
+    from kvcli.commands.common.run_setup import Setup
+    from kvcli.fit.before import Outlook
+    from kvcli.models.source import Source
+    from kvcli.settings.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the user said about fitting."""
+
+    force: bool = False  # load whatever the estimate says
+    whole: bool = False  # --ctx max: the model's own limit or nothing
+
+
+@dataclass
+class Prepared:
+    """A run that fits as far as anybody can tell."""
+
+    profile: Profile
+    estimate: int = 0  # bytes with a full window; 0 = no estimate
+    notes: tuple[str, ...] = ()
+    outlook: Outlook | None = None
+    _is_noted: bool = False  # that the log cannot be written, said once
+
+    @property
+    def foretell(self) -> Callable[[Profile, int], tuple[int, int]] | None:
+        return self.outlook.foretell if self.outlook is not None else None
+
+    @property
+    def fits(self) -> Callable[[Profile], int] | None:
+        return self.outlook.fits if self.outlook is not None else None
+
+    def record(self, profile: Profile, turn: Turn) -> str:
+        """Log what a turn used beside its estimate; the first time that does not work, a note that says so."""
+        if self.outlook is None:
+            return ""
+        note = self.outlook.record(profile, turn.stats)
+        was, self._is_noted = self._is_noted, self._is_noted or bool(note)
+        return "" if was else note
+
+
+def outlook_of(setup: Setup, found: Source) -> Outlook:
+    """On this model, for a command that loads nothing."""
+    from kvcli.fit import program
+    from kvcli.fit.before import Outlook
+    from kvcli.fit.plan import subject_of
+
+    paths = setup.world.paths
+    base = program.elsewhere(paths.cache)
+    return Outlook(subject_of(found), setup.name, paths.data, base=base, find=setup.sizes())
+
+
+def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str], None]) -> Prepared:
+    """Raises BadModel where there is none, DoesNotFit, and BadConfig for a window beyond the model's limit.
+
+    A model whose sizes nobody can tell has no estimate; loading it will say what is wrong.
+    """
+    found = setup.fetch(profile, tell)
+    from kvcli.commands.common.run_setup import refuse_beyond
+    from kvcli.commands.fit import others_of
+    from kvcli.fit import program
+    from kvcli.fit.before import Outlook
+    from kvcli.fit.choice import chosen, told
+    from kvcli.fit.plan import subject_of
+
+    try:
+        its = setup.sizes(tell)
+        outlook = Outlook(subject_of(found), setup.name, setup.world.paths.data, base=program.here(), find=its)
+        refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
+        plan, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
+    except BadModel:
+        return Prepared(profile)
+    except (DoesNotFit, BadConfig):
+        raise
+    except KvcliError as error:
+        return Prepared(profile, notes=(f"memory was not estimated: {error.message}",))
+    setup.settled = dict(chosen(plan)) | ({"context.limit": plan.need.context} if note else {})
+    notes = (*outlook.notes, *filter(None, (note, *told(plan))))
+    return Prepared(setup.narrowed(profile), plan.total, notes, outlook)

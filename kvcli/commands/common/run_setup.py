@@ -1,0 +1,424 @@
+"""From what was typed to a loaded model: the profile with its flags, then the model under it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cache, partial
+from os.path import exists, expanduser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli.commands.common.flags import refuse_implied
+from kvcli.commands.common.interrupt import insisting
+from kvcli.demo import BUNDLED
+from kvcli.errors import BadConfig, BadModel, KvcliError, UsageError
+from kvcli.files import free_bytes
+from kvcli.models import hub, source
+from kvcli.models.catalog import BY_NAME
+from kvcli.models.fetch import stands_for
+from kvcli.settings.config import Config, load_config
+from kvcli.settings.layers import Sources, from_environ, from_sets, set_value
+from kvcli.settings.profile import Profile, load_profile
+from kvcli.settings.schema import METHODS
+from kvcli.settings.settings import BY, DEFAULT
+
+if TYPE_CHECKING:
+    from kvcli.chat.model import Model
+    from kvcli.engine.drafting.drafter import Costs
+    from kvcli.fit.plan import Subject
+    from kvcli.schemas.fit import PassTime
+    from kvcli.settings.schema import Model as Entry
+    from kvcli.world import World
+
+Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and the flag that says so
+SYSTEM_CONFIG = Path("/etc/xdg/kvcli/config.toml")
+
+# What --exact insists on: with these, the text is the one the model writes by itself.
+EXACT = {
+    "exactness": "exact",
+    "load.quant": "none",
+    "load.dtype": "auto",
+    "kv.dtype": "auto",
+    "kv.k_bits": 16,
+    "kv.v_bits": 16,
+    "policy.name": "none",
+    "recall.method": "none",
+    "prune.method": "none",
+    "reuse.method": "none",
+}
+
+SMALLER = {"kv.k_bits", "kv.v_bits", "policy.name", "recall.method"}  # of these, those that make a past smaller
+
+WHOLE = ("kv.k_bits=16", "kv.v_bits=16")  # what a profile that packs by age needs beside --budget
+
+log = logging.getLogger("kvcli.setup")
+
+
+def sources(world: World) -> Sources:
+    """Where settings are looked for in this world."""
+    home, config = world.environ.get("HOME"), world.options.config
+    return Sources(
+        system=SYSTEM_CONFIG,
+        user=world.paths.config,
+        cwd=world.cwd,
+        home=Path(home) if home else None,
+        config=world.cwd / expanduser(config) if config else None,
+        environ=world.environ,
+    )
+
+
+def config_of(world: World) -> Config:
+    """What its config files say. Raises BadConfig."""
+    return load_config(sources(world))
+
+
+def entry_of(world: World, config: Config, name: str | None) -> Entry:
+    """What a name stands for in the config files; one that they do not have, on the list of models."""
+    entry = config.model(name)
+    return replace(entry, path=stands_for(entry.path, world.paths.data))
+
+
+def find(
+    world: World,
+    name: str | None,
+    allow_pickle: bool,
+    tell: Callable[[str], None] | None = None,
+    *,
+    may_assist: bool = False,
+    revision: str | None = None,
+) -> source.Source:
+    """The checked files of a model by any of its names, downloaded only with a `tell` to say so to. Raises BadModel."""
+    config = config_of(world)
+    entry, offline = entry_of(world, config, name), world.options.offline
+    if entry.path in BY_NAME and not exists(expanduser(entry.path)):
+        raise BadModel(
+            f"{entry.path} is not on this machine",
+            code="model_not_found",
+            lines=[f"it is on the list of models: {BY_NAME[entry.path].about}"],
+            try_=[f"kvcli models get {entry.path}"],
+        )
+    if tell is not None and world.options.quiet:
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        disable_progress_bars()
+    try:
+        return source.find(
+            entry.path,
+            offline=offline,
+            revision=revision or entry.revision or None,
+            allow_pickle=allow_pickle,
+            tell=tell,
+            may_assist=may_assist,
+        )
+    except BadModel as error:
+        if error.code == "model_not_found":
+            listed = [f"kvcli models get {one.name}" for one in BY_NAME.values() if one.id == entry.path]
+            here = [f.parent.name for f in world.cwd.glob("*/config.json")]
+            near = get_close_matches(entry.path, {*BUNDLED, *config.models, *BY_NAME, *hub.cached_ids(), *here}, 2)
+            error.try_ = (*listed, *(f"did you mean {one}?" for one in near), *error.try_)
+        raise
+
+
+def at_hand(world: World, *, may_assist: bool = False) -> dict[str, source.Source]:
+    """The checked files of all models that have a name here, by that; not of those with which something is wrong."""
+    from kvcli.commands.models.model_names import known
+
+    found = dict[str, source.Source]()
+    for name, _ in known(config_of(world), world.paths.data):
+        with suppress(KvcliError):  # `kvcli models list` says what
+            found[name] = find(world, name, allow_pickle=False, may_assist=may_assist)
+    return found
+
+
+@dataclass(slots=True)
+class Setup:
+    """A model by name and the settings it runs with. Nothing is loaded before `load`."""
+
+    world: World
+    model: str | None = None  # as typed, or as a saved chat has it; None = the default model
+    flags: Flags = field(default_factory=dict)
+    exact: bool = False
+    revision: str | None = None  # of a hub id, instead of what the config says
+    is_typed: bool = True  # of `model`: who opens a saved chat again names no model
+    most: int = 0  # tokens the loaded model can hold; 0 before it is loaded
+    found: source.Source | None = None  # its files, once they were looked for
+    reuses: bool = False  # whether texts look for what was read before; a measurement reads
+    usual: str | None = None  # the profile where none is typed: what a pack was read under
+    packed: Mapping[str, str] = field(default_factory=dict)  # and the settings then, as `--set` takes them
+    taken: Mapping[str, str] = field(default_factory=dict)  # of these, what the profile does not say by itself
+    _named: str | None = None  # the profile that was chosen first
+    settled: Mapping[str, object] = field(default_factory=dict)  # dotted key -> what fits, where nobody says it
+    _config: Config | None = None
+    _absent: str = ""  # what is to draft and was not found here: an assistant shows by its files alone
+
+    @property
+    def config(self) -> Config:
+        """The config files as they were when the command began."""
+        self._config = self._config or config_of(self.world)
+        return self._config
+
+    @property
+    def entry(self) -> Entry:
+        """What the name stands for."""
+        return entry_of(self.world, self.config, self.model)
+
+    @property
+    def lasting_name(self) -> str:
+        """What names the model wherever kvcli is started."""
+        name = self.name
+        is_folder = name not in BUNDLED and self.entry.path == name and exists(expanduser(name))
+        return str(Path(expanduser(name)).absolute()) if is_folder else name
+
+    @property
+    def keeps_chats(self) -> bool:
+        return self.config.keep_chats
+
+    @property
+    def is_named(self) -> bool:
+        """Did anybody say which model: typed, or as `default_model` of a config file?"""
+        return self.is_typed if self.model is not None else "default_model" in self.config.top
+
+    @property
+    def name(self) -> str:
+        return self.model or self.config.default_model
+
+    def profile(self) -> Profile:
+        """The profile that the command line asks for."""
+        options = self.world.options
+        name = options.profile or (self.usual if self.usual in self.names() else None)
+        if self.packed and not options.profile:
+            plain = self._profile(name, (), {})
+            values = {key: set_value(value) for key, value in plain.values.items()}
+            self.taken, self._named = {k: v for k, v in self.packed.items() if values.get(k) != v}, plain.name
+        return self._profile(name, options.set, self.flags)
+
+    def _profile(self, name: str | None, sets: Sequence[str], flags: Flags) -> Profile:
+        own = from_sets(sets)[0]
+        if name in (None, self._named):
+            sets = [*(f"{key}={value}" for key, value in self.taken.items()), *sets]
+        refuse_implied(flags, from_environ(self.world.environ) | from_sets(sets)[0], own)
+        read = partial(load_profile, name, sources=sources(self.world), model=self.model, flags=flags)
+        try:
+            profile = read(sets=sets)
+        except BadConfig as error:
+            if "memory.budget" in flags:
+                with suppress(BadConfig):  # then bits are not all that is in its way
+                    read(sets=[*sets, *WHOLE])
+                    error.try_ = (" ".join(f"--set {one}" for one in WHOLE), "leave --budget out", *error.try_)
+            raise
+        self._refuse_other_policy(profile)
+        if self.exact:
+            refuse_inexact(profile)
+            profile = profile.replace(load={"quant": "none"})  # said, so that nothing else is chosen
+            if profile.spec.method != "off":
+                profile = profile.replace(spec={"strict": True})
+        profile = self.suited(profile)
+        log.info("profile %s, hash %s", profile.name, profile.hash)
+        for key, value in profile.values.items():
+            log.debug("%s = %r (%s)", key, value, profile.origins[key])
+        return profile
+
+    def suited(self, profile: Profile) -> Profile:
+        """The same, where "auto" is to draft and the model's files bring a layer for it: nothing else is as cheap. Or
+        where what is to draft is an assistant, or one that was made for the model is at hand.
+
+        Not where more is said of the model that drafts than its name."""
+        said = {key for key, at in profile.origins.items() if key.startswith("spec.") and at != "default"}
+        if profile.spec.method != "model" or said - {"spec.method", "spec.model", "spec.strict", "spec.quant"}:
+            return profile
+        from kvcli.models.companions import assistant_for, has_mtp, is_assistant
+
+        wanted = {"method": "assistant", "model": profile.spec.model, "quant": profile.spec.quant}
+        with suppress(KvcliError):  # said where the model is wanted
+            if profile.spec.model != "auto" or "auto" in self.config.models:
+                self._absent = profile.spec.model
+                found = find(self.world, profile.spec.model, allow_pickle=False, may_assist=True)
+                self._absent = ""
+                by = profile.origins["spec.model"]
+                return profile.changed({"spec": wanted}, by) if is_assistant(found.config) else profile
+            found = self.fetch(profile)
+            if has_mtp(found) and "spec.quant" not in said:
+                return profile.replace(spec={"method": "mtp"})
+            if name := assistant_for(found, at_hand(self.world, may_assist=True)):
+                return profile.replace(spec=wanted | {"model": name})
+        return profile
+
+    def _refuse_other_policy(self, profile: Profile) -> None:
+        """Raises UsageError where --budget replaces what a profile says of forgetting."""
+        said = self._said(profile, ("policy", "name"), "none")
+        if profile.origins["policy.name"] == "--budget" and said not in ("none", "budget"):
+            raise UsageError(
+                f"--budget and profile {profile.name} exclude each other: its policy is {said}",
+                try_=[f"-P exact --budget {profile.memory.budget}", "leave --budget out"],
+            )
+
+    def _said(self, profile: Profile, key: tuple[str, str], usual: str) -> object:
+        """What the files of a profile say, whatever was typed."""
+        files = (self.config.profiles[name].get(key) for name in profile.chain)
+        return next((setting.value for setting in files if setting is not None), usual)
+
+    def overruled(self, profile: Profile) -> list[str]:
+        """What a flag did that the chosen profile does not: it says that nothing drafts."""
+        if profile.origins["spec.method"] != "--draft":
+            return []
+        said = self._said(profile, ("spec", "method"), "off")
+        about = f"{profile.name} drafts nothing by itself: --draft has {profile.spec.model} draft, the text is the same"
+        return [about] if said == "off" else []
+
+    # what the chat asks for when settings change on the way
+
+    def names(self) -> list[str]:
+        return config_of(self.world).names()
+
+    def models(self) -> list[str]:
+        from kvcli.commands.models.model_names import known
+
+        return [name for name, _ in known(self.config, self.world.paths.data)]
+
+    def keys(self) -> list[str]:
+        return list(self.profile().values)
+
+    def resolve(self, name: str, sets: Sequence[str]) -> Profile:
+        """Another profile on the way. What was set in the chat wins over the flags it was started with."""
+        typed = self.world.options.set
+        new = sets[len(typed) :] if list(sets[: len(typed)]) == typed else sets
+        changed = {item.partition("=")[0].strip() for item in new}
+        other = {table for table, (key, _) in METHODS.items() if f"{table}.{key}" in changed}  # flags of the old one go
+        flags = {key: flag for key, flag in self.flags.items() if key not in changed and key.split(".")[0] not in other}
+        profile = self._profile(name, sets, flags)
+        refuse_beyond(profile, self.most, self.name)
+        return self.narrowed(profile)
+
+    def narrowed(self, profile: Profile) -> Profile:
+        """The profile with what fits (window, order of reading, chunks, weights) where it leaves the choice."""
+        changes: dict[str, object] = {}
+        judges = profile.policy.every is not None or profile.prune.reads
+        for key, value in self.settled.items():
+            is_open = profile.values[key] == "auto" or profile.origins[key] == DEFAULT.name
+            packs_anew = key == "load.quant" and profile.origins[key].startswith("built-in ")
+            is_open = is_open or (packs_anew and value == "none")  # what lies packed in the file
+            if is_open and not (judges and key == "prefill.order"):
+                changes[key] = value
+        return profile.changed(changes, BY) if changes else profile
+
+    def look(self, profile: Profile) -> None:
+        """Find the model, or know that it may be downloaded: before documents are read and anything is imported."""
+        try:
+            self.found = find(self.world, self.model, profile.load.allow_pickle)
+        except BadModel as error:
+            if self.world.options.offline or not hub.may_fetch(self.entry.path, error):
+                raise
+
+    def fetch(self, profile: Profile, tell: Callable[[str], None] | None = None) -> source.Source:
+        """The model's checked files; `tell` hears of a download."""
+        self.found = self.found or find(self.world, self.model, profile.load.allow_pickle, tell, revision=self.revision)
+        return self.found
+
+    def draft(self, name: str, tell: Callable[[str], None] | None = None) -> source.Source:
+        """The checked files of a model that drafts, "auto" = one that is at hand; its pickle files are not trusted."""
+        if name == "auto" and name not in self.config.models:
+            from kvcli.commands.models.draft_candidates import choose
+
+            name = choose(self.fetch(self.profile(), tell), self.name, at_hand(self.world))
+        return replace(find(self.world, name, allow_pickle=False, tell=tell, may_assist=True), id=name)
+
+    def sizes(self, tell: Callable[[str], None] | None = None) -> Callable[[str], Subject]:
+        """The same as a plan has it, by name."""
+        from kvcli.fit.plan import subject_of
+
+        return cache(lambda name: subject_of(self.draft(name, tell)))
+
+    def load(self, profile: Profile, tell: Callable[[str], None] | None = None, *, times: bool = True) -> Model:
+        """Load the model; `tell` hears of a download, and of methods that are not ours. With `times`, what passes take
+        here is measured."""
+        found = self.fetch(profile, tell)
+        for note in profile.foreign:
+            (tell or log.info)(note)
+        if self._absent and profile.spec.model == self._absent:
+            self.draft(self._absent, tell)
+            profile = self.suited(profile)
+        # transformers reads it when imported; its warnings are about what kvcli checks itself
+        self.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        with insisting():
+            from kvcli.chat.model import load
+
+            model = load(found, profile, tell=tell, cache=self.world.paths.cache, find=partial(self.draft, tell=tell))
+        info = model.info = replace(model.info, id=self.name)
+        model.time_passes = partial(self.costs, tell=tell or log.info) if times else None
+        model.map_heads = partial(self.map_heads, tell=tell or log.info)
+        model.prepare()
+        cache = self.world.paths.cache
+        if self.reuses and (most := self.config.keep_kv(free_bytes(cache))):
+            from kvcli.prefix_cache.prefix_cache import Shelf
+
+            model.shelf = Shelf(cache / "kv", most, model.lm)
+        self.most = info.limit
+        refuse_beyond(profile, self.most, self.name)
+        log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)
+        return model
+
+    def map_heads(self, model: Model, tell: Callable[[str], None] = log.info) -> Path:
+        """The file of the model's own head map, made where there is none."""
+        from kvcli.heads.auto_headmap import own_map
+
+        return own_map(model, self.world.paths.data / "heads", tell)
+
+    def costs(self, model: Model, tell: Callable[[str], None] = log.info) -> Costs | None:
+        """What passes take here, for a drafter to start from; None = nobody could measure it."""
+        from kvcli.fit.speed import units
+
+        passes = self.pass_times(model, tell)
+        return (lambda context: units(passes, context)) if passes else None
+
+    def pass_times(self, model: Model, tell: Callable[[str], None] = log.info) -> list[PassTime]:
+        """As `kvcli bench --calibrate` measured them for this model, or from a short look at it."""
+        from kvcli.calibrate.quick import quick_costs
+        from kvcli.calibrate.run import fingerprint_of
+        from kvcli.fit.calibration import load_calibration, machine_fingerprint
+
+        machine = machine_fingerprint(model.info.device)
+        known = load_calibration(self.world.paths.cache, machine, fingerprint_of(model), tell)
+        passes = known.model.passes if known is not None and known.model is not None else []
+        return passes or quick_costs(model, self.world.paths.cache, log.info)
+
+
+def refuse_inexact(profile: Profile) -> None:
+    """--exact: no key may change the text."""
+    values, wants = profile.whole.values, dict[str, object](EXACT)
+    if profile.spec.method != "off" and profile.origins["spec.strict"] != "default":
+        wants["spec.strict"] = True  # whoever wants guesses that round otherwise cannot have both
+    wrong = [key for key, value in wants.items() if values[key] != value]
+    if wrong:
+        origins = dict.fromkeys(profile.origins[key] for key in wrong)
+        flags = [flag for flag in origins if flag.startswith("--") and flag != "--set"]  # --set does not win over these
+        # what a smaller past would lose, a whole one may check
+        checked = (
+            ["--set exactness=exact --set spec.method=self"]
+            if wrong[0] == "exactness" and {*wrong[1:]} <= SMALLER and not flags
+            else []
+        )
+        sets = [f"--set {key}={set_value(wants[key])}" for key in wrong if profile.origins[key] not in flags]
+        raise BadConfig(
+            f"--exact cannot be kept with profile {profile.name}",
+            code="not_exact",
+            lines=[f"{key} = {set_value(values[key])} ({profile.origins[key]}) can change the text" for key in wrong],
+            detail={key: values[key] for key in wrong},
+            try_=[*(f"leave {flag} out" for flag in flags), *(["-P exact", *checked] if sets else []), *sets],
+        )
+
+
+def refuse_beyond(profile: Profile, most: int, model: str) -> None:
+    """A window that the model cannot hold is not made smaller in silence."""
+    asked = profile.context.limit
+    if asked != "auto" and int(asked) > most > 0:
+        raise BadConfig(
+            f"context.limit = {asked:,} is more than {model} was made for",
+            code="beyond_model",
+            lines=[f"its limit is {most:,} tokens; {profile.origins['context.limit']} asks for {asked:,}"],
+            detail={"asked": asked, "limit": most},
+            try_=["--ctx max", f"--ctx {most}"],
+        )

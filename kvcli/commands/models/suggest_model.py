@@ -1,0 +1,164 @@
+"""What to do about a document that nobody named a model for: the bundled demo knows only its own reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcli.commands.common.inputs import STDIN, answer_to, tell
+from kvcli.documents import BUNDLED, split_pages
+from kvcli.errors import KvcliError, UsageError
+
+if TYPE_CHECKING:
+    from kvcli.commands.common.run_setup import Setup
+    from kvcli.fit.room import Room
+    from kvcli.world import World
+
+FEW = 3  # models of this machine that are named
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A model that would read it."""
+
+    model: str
+    quant: str = "none"
+    about: str = ""
+    is_here: bool = True
+
+    @property
+    def typed(self) -> str:
+        return f"-m {self.model}" + (f" --quant {self.quant}" if self.quant != "none" else "")
+
+    @property
+    def line(self) -> str:
+        """Whom to name, or what to type first, and what it takes."""
+        if self.is_here:
+            return f"  {self.typed}  {self.about}"
+        return f"  kvcli models get {self.model}  {self.about}" + (f", --quant {self.quant}" * (self.quant != "none"))
+
+
+def find_model(setup: Setup, names: Sequence[str], *, may_ask: bool = True) -> None:
+    """See to it that documents of these names, as typed, are not answered by a toy that nobody asked for.
+
+    Who named the demo is told what it is. Else this raises, or on a terminal asks and then names the chosen model in
+    `setup`. Reads no document, and imports nothing heavy.
+    """
+    foreign = [name for name in names if split_pages(name)[0] not in BUNDLED]
+    if not foreign or setup.entry.path != "demo":
+        return
+    if setup.is_named:
+        tell(setup.world, f"demo knows only its own reports and makes things up about {_called(foreign)}")
+        return
+    room, offers = look_around(setup)
+    if not (may_ask and setup.world.may_ask and setup.world.is_tty("stderr") and not setup.world.options.json):
+        raise _refusal(foreign, room, offers)
+    chosen = _ask(foreign, room, offers, setup.world)
+    if not chosen.is_here:
+        from kvcli.commands.models.fetch import obtain
+
+        obtain(setup.world, chosen.model)
+    setup.model, setup.is_typed, setup.found = chosen.model, True, None
+    if chosen.quant != "none":
+        setup.flags = {**setup.flags, "load.quant": (chosen.quant, "--quant")}
+
+
+def tell_toy(setup: Setup) -> None:
+    """To somebody who asks the demo without a document, and may not know whom."""
+    if not setup.is_named and setup.entry.path == "demo":
+        tell(setup.world, "demo, the bundled model, answers: it knows only its own reports; -m names another")
+
+
+def look_around(setup: Setup) -> tuple[Room, list[Offer]]:
+    """The memory there is, and what fits in it: models that are here first, then real ones in several sizes."""
+    from kvcli.fit import room
+    from kvcli.models import catalog
+    from kvcli.render.figures import long_size
+
+    found = room.look()
+    usable = found.usable
+    here = _here(setup, usable)
+    typed = setup.flags.get("load.quant")
+    quants = (str(typed[0]),) if typed and typed[0] in catalog.PACKED else ("none", "int8")
+    offers = here[:FEW]
+    for known, quant in catalog.choices(usable, quants):
+        if not {known.id, known.name} & {offer.model for offer in here}:
+            size = f"{long_size(known.download)}, takes {long_size(known.needs(quant))}"
+            offers.append(Offer(known.name, "none" if typed else quant, f"{size}, {known.licence}", is_here=False))
+    return found, offers
+
+
+def _here(setup: Setup, usable: int) -> list[Offer]:
+    """Names of the config files and the cache whose model is whole and fits, the largest first."""
+    from kvcli.commands.common.run_setup import find
+    from kvcli.commands.models.model_names import known
+    from kvcli.demo import BUNDLED
+    from kvcli.models import catalog
+    from kvcli.models.shape import shape_of
+    from kvcli.render.figures import long_size
+
+    found = list[tuple[int, Offer]]()
+    for name, _ in known(setup.config, setup.world.paths.data):
+        try:
+            if setup.config.model(name).path in BUNDLED:
+                continue
+            source = find(setup.world, name, allow_pickle=False)
+            needs = catalog.needs(source.nbytes, shape_of(source.text_config, name))
+        except KvcliError:  # not all of it is here, or it cannot be used
+            continue
+        if needs <= usable:
+            found.append((needs, Offer(name, about=f"is here, takes {long_size(needs)}")))
+    return [offer for _, offer in sorted(found, key=lambda one: -one[0])]
+
+
+def _called(names: Sequence[str]) -> str:
+    return (STDIN if names[0] == "-" else names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _toy(names: Sequence[str]) -> str:
+    return f"no model is named for {_called(names)}, and the bundled demo knows only its own reports"
+
+
+def _fitting(room: Room, offers: Sequence[Offer]) -> str:
+    from kvcli.models.catalog import TOKENS
+    from kvcli.render.figures import count, long_size
+
+    here = f"{long_size(room.available)} are available on {room.device}"
+    return f"{here}; what fits, its download, and what it takes with {count(TOKENS)} tokens:" if offers else here
+
+
+def _refusal(names: Sequence[str], room: Room, offers: Sequence[Offer]) -> UsageError:
+    middle = [offers[len(offers) // 2]] if offers else []
+    then = [one.typed if one.is_here else f"kvcli models get {one.model}, then {one.typed}" for one in middle]
+    return UsageError(
+        _toy(names),
+        code="no_model",
+        lines=[_fitting(room, offers), *(offer.line for offer in offers)],
+        detail={"available": room.available, "device": room.device, "models": [offer.typed for offer in offers]},
+        try_=[
+            *then,
+            "kvcli models suggest",
+            "-m FOLDER",
+            "default_model in your config",
+            "-m demo answers all the same",
+        ],
+    )
+
+
+def _ask(names: Sequence[str], room: Room, offers: Sequence[Offer], world: World) -> Offer:
+    """One question on the terminal; raises UsageError for anything but a choice."""
+    from kvcli.render.terminal import Terminal
+    from kvcli.render.wrap import folded
+
+    err = Terminal.of(world, "stderr")
+    rows = [_toy(names), _fitting(room, offers)]
+    rows += [f"  {i}{offer.line}" for i, offer in enumerate(offers, 1)]
+    for line in (line for row in [*rows, "  d  demo all the same"] for line in folded(row, err.width)):
+        err.line((line, ""))
+    said = answer_to(world, f"{f'1 to {len(offers)}, ' if offers else ''}d, or Enter to leave: ")
+    if said == "d":
+        return Offer("demo")
+    if said.isdecimal() and 1 <= int(said) <= len(offers):
+        return offers[int(said) - 1]
+    raise UsageError(_toy(names), code="no_model", try_=["-m MODEL", "kvcli models list"])

@@ -1,0 +1,161 @@
+"""`kvcli spec`: what drafting brings on this machine, why, and which settings bring most."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcli.commands.common import flags as o
+from kvcli.errors import ContextOverflow, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from kvcli.chat.model import Model
+    from kvcli.commands.common.run_setup import Setup
+    from kvcli.render.bench_progress import Bar
+
+app = typer.Typer(help="Drafting: what it brings here, and settings that bring more.", add_completion=False)
+
+
+Workload = Annotated[str | None, o.option("--workload", "-w", metavar="NAME", help="As of kvcli bench.")]
+_WORKLOADS = "As of kvcli bench. Default article,talk,code; for the demo summary,chat,copy."
+Workloads = Annotated[str | None, o.option("--workload", "-w", metavar="NAME,..", help=_WORKLOADS)]
+Ctx = Annotated[str, o.option("--ctx", metavar="N", help="Prompt and new tokens. Default 2k.")]
+New = Annotated[int, o.option("--new", "-n", metavar="N", help="Tokens that are written. Default 128.")]
+Reps = Annotated[int, o.option("--reps", "-r", metavar="N", help="Repetitions that count. Default 3.")]
+Save = Annotated[str | None, o.option("--save", metavar="NAME", help="Write the best as a profile of that name.")]
+Output = Annotated[Path | None, o.option("--output", "-o", metavar="FILE", help="Write it there instead; - = stdout.")]
+
+
+@app.command()
+def doctor(
+    context: typer.Context,
+    model: o.ModelName = None,
+    workload: Workload = None,
+    ctx: Ctx = "2k",
+    new: New = 128,
+    reps: Reps = 3,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    quant: o.Quant = None,
+    allow_pickle: o.Pickle = False,
+) -> None:
+    """How drafting under a profile fares on a model here, and why.
+
+    Plain decoding and the profile take turns on one text. Shows what passes
+    of many rows cost, which guesses come true, and what scouts bring.
+    """
+    from kvcli.commands.common.stdout import print_json, print_lines
+    from kvcli.render.spec import doctor_lines
+
+    setup = _setup(context)
+    world = setup.world
+    with _model(setup) as (loaded, bar):
+        from kvcli.commands.spec.results import examine
+
+        if loaded.profile.spec.method == "off":
+            raise UsageError(f"profile {loaded.profile.name} drafts nothing", try_=["-P ngram", "-P fafo"])
+        name, prompt = next(iter(_prompts(setup, loaded, workload, ctx, new, 1).items()))
+        found = examine(
+            setup.name, loaded, setup.pass_times(loaded), name, prompt, new, _at_least(1, reps, "--reps 3"), bar
+        )
+    if world.options.json:
+        print_json(world, found)
+    else:
+        print_lines(world, doctor_lines(found, world.width()))
+
+
+@app.command()
+def tune(
+    context: typer.Context,
+    model: o.ModelName = None,
+    workload: Workloads = None,
+    ctx: Ctx = "2k",
+    new: New = 96,
+    reps: Reps = 3,
+    save: Save = None,
+    output: Output = None,
+    device: o.Device = None,
+    dtype: o.Dtype = None,
+    quant: o.Quant = None,
+    allow_pickle: o.Pickle = False,
+) -> None:
+    """Which settings of [spec] are fastest on this model here; writes them as a profile.
+
+    Each text is read once, then all settings continue it in turns.
+    """
+    from kvcli.commands.common.stdout import print_json, print_lines
+    from kvcli.commands.spec.tuned_profile import place, write
+    from kvcli.render.spec import tune_lines
+
+    setup = _setup(context)
+    world = setup.world
+    if world.options.json and output == Path("-"):
+        raise UsageError("both the profile and the JSON would go to stdout", try_=["-o FILE --json", "-o -"])
+    where = place(setup, save, output)  # refused before minutes of measuring, not after
+    with _model(setup) as (loaded, bar):
+        from kvcli.bench.drafting import tune as measure
+        from kvcli.commands.spec.results import tuned
+
+        prompts = _prompts(setup, loaded, workload, ctx, new)
+        rivals = measure(loaded, prompts, new, _at_least(1, reps, "--reps 3"), bar.show)
+        found = tuned(setup.name, loaded, rivals, list(prompts), new, reps, max(map(len, prompts.values())))
+    written = write(setup, where, rivals[0], found)
+    if world.options.json:
+        print_json(world, written)
+    elif where.path != Path("-"):
+        print_lines(world, tune_lines(written, world.width()))
+
+
+def _setup(context: typer.Context) -> Setup:
+    from kvcli.commands.common.run_setup import Setup
+
+    return Setup(context.obj, context.params.get("model"), o.load_flags(context.params))
+
+
+@contextmanager
+def _model(setup: Setup) -> Iterator[tuple[Model, Bar]]:
+    """Loaded under its profile, which draws as a benchmark does."""
+    from kvcli.bench.recipe import drawing
+    from kvcli.commands.bench.request import temperature
+    from kvcli.commands.common.interrupt import insisting
+    from kvcli.render.bench_progress import progress
+    from kvcli.render.screen import Screen
+
+    with progress(Screen.of(setup.world)) as bar:
+        bar.show(0, 0, f"loading {setup.name}")
+        with insisting():
+            model = setup.load(drawing(setup.profile(), temperature(setup)), bar.screen.note)
+        with model as loaded:
+            yield loaded, bar
+
+
+def _prompts(
+    setup: Setup, model: Model, text: str | None, ctx: str, new: int, most: int = 3
+) -> Mapping[str, Sequence[int]]:
+    """Each workload's prompt; prompt and new tokens fill the context. `most` of them where none is named."""
+    from kvcli.bench.grid import contexts
+    from kvcli.bench.workloads import prompt_of
+    from kvcli.commands.bench.request import read_workloads
+
+    (size,) = contexts(ctx)[:1]
+    if _at_least(2, new, "--new 128") >= size - 8:
+        raise UsageError(
+            f"-n {new} leaves no room for a prompt in --ctx {ctx}", try_=["a larger --ctx", "a smaller -n"]
+        )
+    if size > model.limit:
+        raise ContextOverflow(f"{size:,} tokens do not fit into the window", try_=[f"--ctx {model.limit}"])
+    names, files = read_workloads(setup, text, most)
+    tokenizer, vocab = model.tokenizer, model.lm.vocab
+    return {name: prompt_of(name, files, tokenizer, vocab, size, new) for name in names}
+
+
+def _at_least(least: int, n: int, instead: str) -> int:
+    """Of new tokens two are needed, as the first one's time is that of reading."""
+    if n < least:
+        raise UsageError(f"at least {least} needed, not {n}", try_=[instead])
+    return n

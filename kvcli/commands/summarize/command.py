@@ -1,0 +1,97 @@
+"""`kvcli summarize`: documents in short, with the places where it says so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvcli.commands.common import flags as f
+from kvcli.commands.summarize import options as o
+from kvcli.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvcli.world import World
+
+app = typer.Typer(add_completion=False)
+
+ALONE = "files, --pages, --type, --password-file, --extract-only, --each, --mode, --chunk and --overlap"
+
+
+@app.command()
+def summarize(
+    context: typer.Context,
+    files: o.Files = None,
+    length: o.Length = None,
+    style: o.Styled = None,
+    focus: o.Focus = None,
+    lang: o.Lang = None,
+    cite: o.Cite = "page",
+    check: o.Check = True,
+    quotes: o.Quotes = False,
+    pack: o.Pack = None,
+    pages: o.Pages = None,
+    type_: o.Kind = None,
+    password_file: o.Password = None,
+    extract_only: o.Only = False,
+    each: o.Each = False,
+    mode: o.Mode = "auto",
+    chunk: o.Chunk = None,
+    overlap: o.Overlap = 0,
+    fresh: o.Fresh = False,
+    output: o.Output = None,
+    format: o.Format = None,
+    model: f.ModelOption = None,
+    ctx: f.Ctx = None,
+    device: f.Device = None,
+    dtype: f.Dtype = None,
+    quant: f.Quant = None,
+    budget: f.Budget = None,
+    spec: f.Spec = None,
+    draft: f.Draft = None,
+    exact: f.Exact = False,
+    force: f.Force = False,
+    allow_pickle: f.Pickle = False,
+    stats: f.Figures = None,
+    dry_run: o.DryRun = False,
+) -> int:
+    """A summary of long documents, with page numbers that were checked.
+
+    The summary goes to stdout, all else to stderr. A citation that could not
+    be confirmed ends in "?". Parts that are done survive Ctrl-C: the same
+    command goes on from there.
+    """
+    from kvcli.commands.chat.pack_option import model_of, pack_of, profile_of
+    from kvcli.commands.common.memory_check import Wanted
+    from kvcli.commands.common.run_setup import Setup
+    from kvcli.commands.models.suggest_model import find_model
+    from kvcli.commands.summarize.documents import How, of_pack, password_of, read_all
+    from kvcli.commands.summarize.job import Job
+    from kvcli.commands.summarize.output import outlet
+    from kvcli.commands.summarize.run import print_text, run
+    from kvcli.render.screen import Screen
+
+    world: World = context.obj
+    if extract_only:
+        kept = {"files", "pages", "type_", "password_file", "extract_only", "output", "format"}
+        f.refuse_others(context, "--extract-only", kept)
+    if dry_run and output not in (None, "-"):
+        raise UsageError("--dry-run prints the plan and writes no file", try_=["leave -o out"])
+    request = o.request_of(context.params)
+    out = outlet(world, format, output, [*(files or []), *([password_file] if password_file else [])])
+    if out.form == "html" and (extract_only or dry_run):
+        raise UsageError("only a summary comes as html", try_=["--format md", "--format json"])
+    screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
+    others = [files, pages, type_, password_file, extract_only, each, mode != "auto", chunk, overlap]
+    packed = pack_of(world, pack, others, ALONE) if pack is not None else None
+    named = model_of(world, packed) if packed is not None and model is None else model
+    setup = Setup(world, named, f.profile_flags(context.params), exact, is_typed=model is not None)
+    if not extract_only:  # which asks no model
+        find_model(setup, files or [])
+    profile = profile_of(setup, packed)
+    if not extract_only:
+        setup.look(profile)
+    how = How(pages, type_, password_of(world, password_file))
+    shelf = of_pack(packed) if packed is not None else read_all(world, files or [], how)
+    job = Job(setup, profile, request, shelf, out, screen, Wanted(force, ctx == "max"), each, fresh, packed)
+    return print_text(job) if extract_only else run(job, dry_run=dry_run)

@@ -1,0 +1,144 @@
+"""The documents of `kvcli summarize`: read before a model loads; one that cannot be read does not stop the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from os.path import expanduser
+from typing import TYPE_CHECKING
+
+from kvcli.commands.common.inputs import STDIN, read_file, read_stdin
+from kvcli.documents import BUNDLED, Document, document_of, split_pages
+from kvcli.documents.sniff import HEAD, check_type, sniff
+from kvcli.errors import BadInput, KvcliError, UsageError
+
+if TYPE_CHECKING:
+    from kvcli.chat.document_pack import Pack
+    from kvcli.documents.document import Counter
+    from kvcli.schemas.summary import SourceFacts
+    from kvcli.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How files are read."""
+
+    pages: str | None = None
+    type: str | None = None
+    password: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A document, and what the user called it."""
+
+    typed: str
+    document: Document
+
+    @property
+    def heading(self) -> str:
+        """What heads its summary: as it was typed, so that two files of one name differ."""
+        return self.document.name if self.typed == "-" else self.typed
+
+
+@dataclass
+class Shelf:
+    """What was read, and what could not be."""
+
+    given: list[Given] = field(default_factory=list)
+    failed: list[tuple[str, KvcliError]] = field(default_factory=list)
+
+    @property
+    def documents(self) -> list[Document]:
+        return [one.document for one in self.given]
+
+
+def read_all(world: World, names: Sequence[str], how: How) -> Shelf:
+    """All files in the order typed. Raises BadInput where none can be read; of several, the rest is read."""
+    check_type(how.type)
+    if not names:
+        raise UsageError(
+            "which file?",
+            try_=["kvcli summarize paper.pdf", "kvcli summarize - < paper.pdf", "kvcli summarize demo:pdf"],
+        )
+    _refuse_twice(world, names)
+    shelf = Shelf()
+    for name in names:
+        try:
+            shelf.given.append(Given(name, _read(world, name, how)))
+        except BadInput as error:
+            shelf.failed.append((name, error))
+    if not shelf.given and len(shelf.failed) == 1:
+        raise shelf.failed[0][1]
+    return shelf
+
+
+def of_pack(packed: Pack) -> Shelf:
+    """The documents of a pack: pages by the marks in their text, headings of markdown, else lines."""
+    given = []
+    for document in packed.documents:
+        data = document.text.encode(errors="replace")
+        kind = "markdown" if sniff(data[:HEAD], document.name) == "markdown" else "text"
+        found = document_of(data, document.name, type=kind)
+        given.append(Given(document.name, replace(found, text=document.text, sha256=document.sha256)))
+    return Shelf(given)
+
+
+def _refuse_twice(world: World, names: Sequence[str]) -> None:
+    """The same pages of the same file, however it is spelt."""
+    first: dict[object, str] = {}
+    for name in names:
+        file = _file_of(world, name)
+        if file in first:
+            also = f", first as {first[file]}" if first[file] != name else ""
+            raise UsageError(f"{name} is named twice{also}", try_=["each file once"])
+        first[file] = name
+
+
+def _file_of(world: World, name: str) -> object:
+    """Device, inode and pages; the name alone where nothing like that is there."""
+    path, pages = split_pages(name)
+    if name == "-" or path in BUNDLED:
+        return name
+    for candidate, which in ((name, None), (path, pages)):
+        try:
+            found = (world.cwd / expanduser(candidate)).stat()
+        except OSError:
+            continue
+        return found.st_dev, found.st_ino, which
+    return name
+
+
+def _read(world: World, name: str, how: How) -> Document:
+    if name == "-":
+        return document_of(read_stdin(world), STDIN, pages=how.pages, type=how.type, password=how.password)
+    return read_file(world, name, pages=how.pages, type=how.type, password=how.password)
+
+
+def facts(given: Sequence[Given], tokenizer: Counter | None = None) -> list[SourceFacts]:
+    """The sources of one summary, under the names of its citations; with their tokens if there is who counts them."""
+    from kvcli.summarize.document import source_facts
+    from kvcli.summarize.parts import names_of
+
+    return [
+        source_facts(one.document, one.typed, one.document.tokens(tokenizer) if tokenizer else None, name=name)
+        for one, name in zip(given, names_of([one.document for one in given]), strict=True)
+    ]
+
+
+def password_of(world: World, file: str | None) -> str | None:
+    """The first line of the file."""
+    if file is None:
+        return None
+    path = world.cwd / expanduser(file)
+    try:
+        with path.open("rb") as stream:
+            line = stream.readline(4096).decode("utf-8-sig").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise BadInput(
+            f"cannot read the password in {file}: {why}", code="file_unreadable", try_=["--password-file FILE"]
+        ) from None
+    if not line:
+        raise BadInput(f"{file} has no password in its first line", code="empty_file", try_=["--password-file FILE"])
+    return line

@@ -1,0 +1,147 @@
+"""Where summaries go: standard output as they come, or a file when all of them are complete."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcli.commands.common.output_file import output_file
+from kvcli.commands.common.stdout import print_json
+from kvcli.commands.summarize.options import Form
+from kvcli.documents import split_pages
+from kvcli.errors import BadInput, UsageError, writing
+from kvcli.files import write_output
+from kvcli.outlet import escaped, neutralise
+from kvcli.render.terminal import Terminal
+from kvcli.schemas.base import SURROGATE
+
+if TYPE_CHECKING:
+    from kvcli.schemas.base import Json
+    from kvcli.schemas.summary import SummaryDocument
+    from kvcli.summarize.result import Point
+    from kvcli.world import World
+
+ENDINGS: dict[str, Form] = {
+    "": "md", ".md": "md", ".markdown": "md", ".txt": "txt", ".text": "txt", ".json": "json", ".jsonl": "json",
+    ".html": "html", ".htm": "html",
+}  # fmt: skip
+
+
+@dataclass
+class Outlet:
+    """One place, one form."""
+
+    world: World
+    form: Form
+    file: Path | None = None
+    held: list[SummaryDocument] = field(default_factory=list)  # of a page
+    texts: list[str] = field(default_factory=list)  # of a file
+    head: str = ""  # of the text that is to come in the file
+    has_any: bool = False  # of what was asked for, if only its beginning; errors alone replace no file
+
+    @property
+    def writer(self) -> Callable[[Sequence[Point]], str] | None:
+        """Points as text; None where the form needs all of them first."""
+        from kvcli.render.summarize_text import WIDTH, plain_text
+        from kvcli.summarize.result import written
+
+        if self.form == "md":
+            return written
+        if self.form != "txt":
+            return None
+        out = Terminal.of(self.world, "stdout")
+        width = max(20, out.width - 1) if out.is_tty and self.file is None else WIDTH
+        return lambda points: plain_text(points, width)
+
+    def live(self) -> Callable[[Sequence[Point]], str] | None:
+        """The writer of what goes to standard output as it comes; what heads it comes with the first point."""
+        writer, head = self.writer, self.head
+        if self.file is not None or writer is None:
+            return None
+
+        def said(points: Sequence[Point]) -> str:
+            self.has_any = self.has_any or bool(points)
+            return head + writer(points) if points else ""
+
+        return said
+
+    def begin(self, name: str) -> None:
+        """With --each, the name of the file heads its summary."""
+        if self.form in ("json", "html"):
+            return
+        clean = neutralise(name, one_line=True)
+        head = f"# {clean}\n\n" if self.form == "md" else f"{clean}\n{'=' * len(clean)}\n\n"
+        self.head = ("\n" if self.has_any else "") + head
+
+    def end(self, document: SummaryDocument, points: Sequence[Point]) -> None:
+        """A summary is complete."""
+        self.has_any = True
+        if self.form == "html":
+            self.held.append(document)
+        elif self.form == "json":
+            self.json(document)
+        elif self.file is not None and self.writer is not None:
+            self._say(self.writer(points))
+
+    def text(self, text: str) -> None:
+        """A text that is no summary."""
+        self.has_any = True
+        self._say(text)
+
+    def json(self, document: Json, *, counts: bool = True) -> None:
+        """`counts`: it is what was asked for, and no error."""
+        self.has_any = self.has_any or counts
+        if self.file is None:
+            print_json(self.world, document)
+        else:
+            self.texts.append(escaped(json.dumps(document.document(), ensure_ascii=False)) + "\n")
+
+    def close(self) -> None:
+        """Write the file, or the page. Only a run that came to its end calls this."""
+        if self.form == "html" and self.held:
+            from kvcli.render.summarize_html import html
+
+            self._say(html(self.held))
+        if self.file is None or not self.has_any:
+            return
+        with writing(self.file, try_=["-o FILE elsewhere"]):
+            write_output(self.file, SURROGATE.sub("\N{REPLACEMENT CHARACTER}", "".join(self.texts)))
+        if not self.world.options.quiet:
+            Terminal.of(self.world, "stderr").line((f"wrote {self.file}", ""))
+
+    def _say(self, text: str) -> None:
+        text, self.head = self.head + text, ""
+        if self.file is not None:
+            self.texts.append(text)
+        else:
+            Terminal.of(self.world, "stdout").write(text)
+
+
+def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence[str]) -> Outlet:
+    """Refuses what cannot be written before anything is read."""
+    if world.options.json and form not in (None, "json"):
+        raise UsageError(f"--json and --format {form} exclude each other", try_=["one of the two"])
+    form = "json" if world.options.json else form
+    if output is None or output == "-":
+        return Outlet(world, form or "md")
+    if not output:
+        raise UsageError("-o names no file", try_=["-o FILE", "-o - for standard output"])
+    file = world.cwd / os.path.expanduser(output)
+    if any(_same(file, world, name) for typed in inputs for name in (typed, split_pages(typed)[0])):
+        raise UsageError(f"-o {output} would replace a file that is read", try_=["another name"])
+    ending = ENDINGS.get(file.suffix.lower())
+    if world.options.json and file.suffix and ending not in (None, "json"):
+        raise UsageError(f"--json and -o {output} exclude each other", try_=["-o FILE.json", "leave --json out"])
+    file, form = output_file(world, output, ENDINGS, form)
+    return Outlet(world, form, file)
+
+
+def _same(file: Path, world: World, name: str) -> bool:
+    try:
+        return file.samefile(world.cwd / os.path.expanduser(name))
+    except (OSError, BadInput):  # not there
+        return False

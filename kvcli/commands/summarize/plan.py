@@ -1,0 +1,103 @@
+"""`kvcli summarize --dry-run`: how a summary would be made. The tokenizer is loaded, the weights are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvcli.render.terminal import Terminal
+
+if TYPE_CHECKING:
+    from kvcli.commands.common.memory_check import Wanted
+    from kvcli.commands.common.run_setup import Setup
+    from kvcli.commands.summarize.documents import Given
+    from kvcli.commands.summarize.job import Job
+    from kvcli.fit.before import Outlook
+    from kvcli.fit.plan import Plan as Fitted
+    from kvcli.schemas.fit import PassTime
+    from kvcli.settings.profile import Profile
+    from kvcli.summarize.plan import Plan, Window
+    from kvcli.summarize.wording import Wording
+
+
+def print_plans(job: Job) -> None:
+    """A plan for each group of documents that would become one summary."""
+    from kvcli.summarize.plan import make_plan
+
+    window, wording = look(job.setup, job.profile, job.wanted)
+    wording.refuse(job.request, job.setup.name)
+    for given in job.groups:
+        with job.attempt(given):
+            plan = make_plan([one.document for one in given], job.request, window, wording, job.read)
+            if job.out.form == "json":
+                from kvcli.commands.summarize.documents import facts
+                from kvcli.summarize.document import plan_document
+
+                job.out.json(plan_document(plan, facts(given, window.tokenizer)))
+            else:
+                _print(job, given, plan, window)
+
+
+def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wording]:
+    """What a plan must know of the model, from its files."""
+    from kvcli.commands.common.memory_check import outlook_of
+    from kvcli.commands.common.run_setup import refuse_beyond
+    from kvcli.commands.fit import others_of
+    from kvcli.engine.loading.weights import keeps_blocks
+    from kvcli.models.gguf.unpack import ready
+    from kvcli.models.tokenizer import load_tokenizer
+    from kvcli.summarize.plan import Window, most_of
+    from kvcli.summarize.wording import wording_of
+
+    setup.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    found = setup.fetch(profile)
+    outlook = outlook_of(setup, found)
+    refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
+    fitted, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
+    profile = fitted.profile
+    packs = keeps_blocks(profile.load)
+    found = ready(found, profile.load.dtype, setup.world.paths.cache, packs=packs)
+    tokenizer = load_tokenizer(found, profile.load.trust_remote_code)
+    most = outlook.subject.shape.limit
+    asked = profile.context.limit
+    limit = fitted.need.context if note else most if asked == "auto" else min(int(asked), most)
+    passes = _passes(setup, outlook, fitted)
+    foretell, drafts = partial(outlook.foretell, profile), profile.spec.method != "off"
+    window = Window(tokenizer, limit, most_of(profile), passes, foretell, reach=most, drafts=drafts)
+    return window, wording_of(found)
+
+
+def _passes(setup: Setup, outlook: Outlook, fitted: Fitted) -> list[PassTime]:
+    """What was measured before, by `kvcli bench --calibrate` or by an earlier run."""
+    from kvcli.calibrate.quick import kept_times
+    from kvcli.calibrate.run import fingerprint_in
+    from kvcli.fit.calibration import load_calibration, machine_fingerprint
+
+    cache, machine = setup.world.paths.cache, machine_fingerprint(fitted.room.device, fitted.profile.load.threads)
+    key = fingerprint_in(fitted, outlook.subject, setup.name, cache)
+    known = load_calibration(cache, machine, key, outlook.notes.append)
+    if known is not None and known.model is not None and known.model.passes:
+        return list(known.model.passes)
+    return kept_times(cache, machine, key)
+
+
+def plan_words(job: Job, given: Sequence[Given], plan: Plan, window: Window, width: int) -> list[str]:
+    """The files and the plan, in lines."""
+    from kvcli.render.summarize import about_file, hung, plan_lines
+
+    named = zip(given, job.names(given), strict=True)
+    sources = [about_file(name, one.document, one.document.tokens(window.tokenizer)) for one, name in named]
+    return [*(line for words in sources for line in hung(words, width)), *plan_lines(plan, width)]
+
+
+def _print(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> None:
+    from kvcli.render.summarize import stretch
+
+    out = Terminal.of(job.setup.world, "stdout")
+    for line in plan_words(job, given, plan, window, out.width):
+        out.line((line, ""))
+    if len(plan.parts) > 1:
+        for part, prompt in zip(plan.parts, plan.prompts, strict=True):
+            out.line((f"  part {part.number} · {stretch(part)} · {prompt:,} tokens", ""))
+    out.line((f"  answers of at most {plan.answer:,} tokens · window {plan.limit:,}", ""))

@@ -1,0 +1,215 @@
+"""From documents that were read to summaries on their way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, cast
+
+from kvcli.commands.summarize.job import NothingSaid
+from kvcli.errors import ExitStatus, KvcliError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from kvcli.api import Turn
+    from kvcli.chat.text_session import OpenText
+    from kvcli.commands.common.interrupt import Interrupt
+    from kvcli.commands.common.memory_check import Prepared
+    from kvcli.commands.summarize.documents import Given
+    from kvcli.commands.summarize.job import Job
+    from kvcli.render.summarize_view import SummaryView
+    from kvcli.summarize.events import Event
+    from kvcli.summarize.plan import Plan, Window
+    from kvcli.summarize.wording import Wording
+
+
+def run(job: Job, *, dry_run: bool) -> int:
+    """All summaries; the exit code."""
+    _refuse_early(job)
+    job.tell_failed()
+    if not job.shelf.given:
+        return job.status
+    if dry_run:
+        from kvcli.commands.summarize.plan import print_plans
+
+        print_plans(job)
+        return job.status
+    for one, name in zip(job.shelf.given, job.names(job.shelf.given), strict=True):
+        for note in one.document.notes:
+            job.tell(f"{name}: {note}")
+    status = _summarize(job)
+    if status != ExitStatus.INTERRUPTED:
+        job.out.close()
+    elif job.setup.world.options.json:
+        raise KeyboardInterrupt  # said as an error
+    return status
+
+
+def print_text(job: Job) -> int:
+    """--extract-only: the documents as a model would read them."""
+    from kvcli.commands.common.inputs import notes_of
+    from kvcli.documents import marked
+
+    job.tell_failed()
+    given = job.shelf.given
+    if job.out.form == "json":
+        from kvcli.commands.summarize.documents import facts
+        from kvcli.summarize.document import extract_document
+
+        job.out.json(extract_document(facts(given), job.shelf.documents))
+    for one in given:
+        document = one.document
+        for note in notes_of(document):
+            job.tell(note)
+        if job.out.form != "json":
+            if len(given) > 1:
+                job.out.begin(one.heading)
+            text = document.text if document.unit == "line" else marked(document.unit, document.sections)
+            job.out.text(text if text.endswith("\n") else text + "\n")
+    job.out.close()
+    return job.status
+
+
+def _refuse_early(job: Job) -> None:
+    """What the model does not follow is refused before minutes of loading, if its files are here."""
+    from kvcli.summarize.wording import wording_of
+
+    try:
+        found = job.setup.fetch(job.profile)
+    except KvcliError:
+        return  # not here yet, or damaged: loading says so
+    wording_of(found).refuse(job.request, job.setup.name)
+
+
+def _summarize(job: Job) -> int:
+    from kvcli.commands.common.interrupt import Interrupt
+    from kvcli.commands.common.load_model import load_model
+    from kvcli.summarize.plan import Window
+    from kvcli.summarize.wording import wording_of
+
+    job.setup.reuses = job.setup.keeps_chats
+    prepared, text = load_model(job.setup, job.profile, job.wanted, job.screen)
+    cancel = Interrupt(job.setup.world.clock)  # heard while the model works; before that Ctrl-C ends the command
+    with text:
+        if job.packed is not None:
+            job.packed.refuse_other(text)
+            text.pack = job.packed
+        for note in (*prepared.notes, *text.cautions, *text.info.notes):
+            job.tell(note)
+        wording = wording_of(text.info)
+        wording.refuse(job.request, text.info.id)
+        window = Window.of(text, job.setup.pass_times(text.model))
+        for given in job.groups:
+            if job.each and len(job.groups) > 1:
+                job.out.begin(given[0].heading)
+            with job.attempt(given):
+                _one(job, prepared, text, given, window, wording, cancel)
+            if cancel():
+                return ExitStatus.INTERRUPTED
+    return job.status
+
+
+def _one(
+    job: Job,
+    prepared: Prepared,
+    text: OpenText,
+    given: Sequence[Given],
+    window: Window,
+    wording: Wording,
+    cancel: Interrupt,
+) -> None:
+    """One summary, from its plan to its last note."""
+    from kvcli.render.live import Look
+    from kvcli.render.stream import busy_word
+    from kvcli.render.summarize_view import SummaryView
+    from kvcli.summarize.cache import Cache
+    from kvcli.summarize.events import PartEnded
+    from kvcli.summarize.plan import make_plan
+    from kvcli.summarize.run import summarize
+
+    documents = [one.document for one in given]
+    with busy_word(job.screen, "counting tokens"):
+        plan = make_plan(documents, job.request, window, wording, job.read)
+        said = _plan(job, given, plan, window)
+    for line in said:
+        job.screen.err.line((line, ""))
+    cache = Cache.of(job.setup.world.paths.cache, text.info, prepared.profile, is_fresh=job.fresh)
+    look = Look(prepared.profile.name, stopping=cancel)
+    view = SummaryView(job.screen, look, plan, job.out.live(), tells=job.tells)
+    events = summarize(text, documents, cache=cache, cancel=cancel, plan=plan)
+    with cancel, view.running(), closing(cast("Generator[Event]", events)):
+        for event in events:
+            view.on(event)
+            if isinstance(event, PartEnded) and not event.answered.is_cached:
+                _keep(job, text, event.answered.turn, cancel)
+    if view.summary is None:
+        _tell_stopped(job, view)
+        return
+    if not view.summary.points:
+        is_loop = any(answered.turn.finish == "loop" for answered in view.summary.turns)
+        raise NothingSaid(
+            f"{text.info.id} wrote no summary",
+            lines=["its answer went round in a loop" if is_loop else "its answer is empty"],
+            try_=["-m with another model", "--fresh"],
+        )
+    _finish(job, prepared, text, given, view)
+
+
+def _keep(job: Job, text: OpenText, turn: Turn, cancel: Interrupt) -> None:
+    """Keep what was read of a part for later runs, before the next takes its place."""
+    from kvcli.commands.chat.save_chat import said_of
+
+    if job.packed is not None and turn.stats.cached < job.packed.about.tokens:
+        job.tell(f"{job.packed.folder.name} was read again: this question joins with the last word of its text")
+    job.tell(said_of(text.keep(cancel)))
+
+
+def _plan(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> list[str]:
+    from kvcli.commands.summarize.plan import plan_words
+
+    return plan_words(job, given, plan, window, job.screen.err.width) if job.tells else []
+
+
+def _tell_stopped(job: Job, view: SummaryView) -> None:
+    from kvcli.render.summarize import stopped
+    from kvcli.render.summary import joined
+
+    err = job.screen.err
+    for line in joined([stopped(view.stopped, fresh=job.fresh)], err.width) if view.stopped and job.tells else ():
+        err.line((line, ""))
+
+
+def _finish(job: Job, prepared: Prepared, text: OpenText, given: Sequence[Given], view: SummaryView) -> None:
+    """The document, the notes, the figures, and a line in the log of memory."""
+    from kvcli.commands.common.turn_json import Run, turn_document
+    from kvcli.commands.summarize.documents import facts
+    from kvcli.render.stream import show_summary
+    from kvcli.render.summarize import notes, totals
+    from kvcli.render.summary import joined
+    from kvcli.summarize.document import summary_document
+
+    summary, profile = view.summary, prepared.profile
+    assert summary is not None
+    under = Run(profile.name, profile.spec.method, profile.hash, text.promise, cautions=text.cautions)
+    sources = facts(given, text.tokenizer)
+    made = summary_document(summary, sources, [turn_document(a.turn, text.info, under) for a in summary.turns])
+    if not job.each:
+        made.notes += [f"{name} is left out: {error.message}" for name, error in job.shelf.failed]
+    job.out.end(made, summary.points)
+    named = {name: one.document for name, one in zip(job.names(given), given, strict=True)}
+    for note in notes(summary, named, cited=job.request.cite):
+        if note not in view.told:
+            job.tell(note)
+    fresh = [answered.turn for answered in summary.turns if not answered.is_cached]
+    if job.tells and job.screen.stats != "off":
+        if len(fresh) == 1 and len(summary.turns) == 1:
+            show_summary(fresh[0], job.screen)
+        elif fresh:
+            for line in joined(totals(summary), job.screen.err.width, indent="  "):
+                job.screen.err.line((line, "dim"))
+    if any(answered.turn.finish == "loop" for answered in summary.turns):
+        job.status = job.status or ExitStatus.BAD_OUTPUT
+    for turn in fresh:
+        if note := prepared.record(profile, turn):
+            job.tell(note)
