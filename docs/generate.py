@@ -479,8 +479,8 @@ def flops(where: str) -> str:
 
 def _sides(result: dict[str, Any]) -> str:
     """A document of `kvcli bench`: its command, its tables, and each row in which kvcli is not the fastest."""
-    from kvcli.render.bench_html_setup import command_of
-    from kvcli.render.bench_text import markdown
+    from kvcli.render.bench.html_setup import command_of
+    from kvcli.render.bench.text import markdown
     from kvcli.schemas.bench import BenchDocument
 
     document = BenchDocument.model_validate(result)
@@ -491,7 +491,7 @@ def _sides(result: dict[str, Any]) -> str:
 
 def glance(where: str) -> str:
     """A line a workload of a `kvcli bench`: each side in multiples of the baseline, tokens a pass in brackets."""
-    from kvcli.render.bench_html_setup import command_of
+    from kvcli.render.bench.html_setup import command_of
     from kvcli.schemas.bench import BenchDocument
 
     document = BenchDocument.model_validate_json((ROOT / where).read_text(encoding="utf-8"))
@@ -645,7 +645,7 @@ def losses(_: str) -> str:
 def catalog(_: str) -> str:
     """The list of real models."""
     from kvcli.models.catalog import CATALOG
-    from kvcli.render.figures import count, long_size
+    from kvcli.render.terminal.numbers import count, long_size
 
     rows = [
         f"| `{k.name}` | {k.parameters / 1e9:.2f} | {long_size(k.download)} | {long_size(k.needs())} "

@@ -20,7 +20,7 @@ from kvcli.drafts.pacing.pass_timer import Clock
 from kvcli.errors import KvcliError
 from kvcli.fit.calibration import age_days, file_of, load_calibration, machine_fingerprint, save_calibration
 from kvcli.fit.speed import units
-from kvcli.render.fit import calibration_lines
+from kvcli.render.fit.plans import calibration_lines
 from kvcli.schemas.fit import CalibrationDocument, PassTime
 from kvcli.settings.profile import Profile
 from tests.fakes import Machine

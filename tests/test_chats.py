@@ -26,7 +26,7 @@ from kvcli.commands.common.run_setup import Setup
 from kvcli.documents import Document
 from kvcli.errors import BadConfig, BadInput
 from kvcli.policies.scoring.headmap import read_headmap
-from kvcli.render.screen import Screen
+from kvcli.render.terminal.screen import Screen
 from kvcli.schemas.chat import ChatDocument
 from kvcli.world import Paths, World
 from tests.bench.storm_chats import storm

@@ -22,7 +22,7 @@ from kvcli.commands.common.error_exit import interrupted
 from kvcli.commands.common.interrupt import Interrupt, insisting, press_again
 from kvcli.commands.common.load_model import load_model
 from kvcli.errors import ExitStatus
-from kvcli.render import stream
+from kvcli.render.turn import turn_view
 from tests.fakes import Machine
 
 
@@ -144,7 +144,7 @@ def test_one_object_and_no_other_is_printed(tmp_path: Path) -> None:
 
 
 def test_what_is_looked_at_before_loading_hears_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "busy_word", lambda *_: nullcontext())
+    monkeypatch.setattr(turn_view, "busy_word", lambda *_: nullcontext())
     monkeypatch.setattr(memory_check, "prepare", lambda *_: swallow() or MagicMock())
     with pytest.raises(KeyboardInterrupt):
         load_model(MagicMock(), MagicMock(), MagicMock(), MagicMock())

@@ -10,8 +10,8 @@ import kvcli
 from kvcli.chat.approximation_notes import approx
 from kvcli.commands.common.turn_json import Run, turn_document
 from kvcli.demo import report_path
-from kvcli.render.live import Look, live_row
-from kvcli.render.summary import brief, summary
+from kvcli.render.turn.status_row import Look, live_row
+from kvcli.render.turn.turn_summary import brief, summary
 from kvcli.settings.layers import builtin_files
 from kvcli.settings.profile import Profile, load_profile
 

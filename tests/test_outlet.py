@@ -19,7 +19,7 @@ import pytest
 from kvcli.cli import run
 from kvcli.models.source import find
 from kvcli.outlet import Foreign, Outlet, Styled, escaped, neutralise
-from kvcli.render.terminal import cells
+from kvcli.render.terminal.terminal import cells
 from kvcli.world import Paths, World
 from tests.fakes import Stream
 
@@ -101,7 +101,7 @@ def test_only_the_outlet_touches_the_streams():
         "models/template_worker.py",
         "models/tokenizer_worker.py",
     }
-    styled = {"outlet.py", "render/terminal.py", "render/region.py", "render/stream.py"}
+    styled = {"outlet.py", "render/terminal/terminal.py", "render/terminal/live_region.py", "render/turn/turn_view.py"}
     for path in sorted((ROOT / "kvcli").rglob("*.py")):
         name = path.relative_to(ROOT / "kvcli").as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -15,15 +15,15 @@ from kvcli.api import End, Live, Read, Text, Turn
 from kvcli.engine.sequence.repetition import Loop
 from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow, DoesNotFit
-from kvcli.render import figures as f
-from kvcli.render.errors import print_error, print_note
-from kvcli.render.live import Look, Memory, live_row, reading_bar
-from kvcli.render.screen import Screen
-from kvcli.render.stream import TurnView, loop_notes, show_turn
-from kvcli.render.summary import Opening, brief, header, summary
-from kvcli.render.tables import clip, columns, kv_table, spec_table, token_table
-from kvcli.render.terminal import Terminal, cells
-from kvcli.render.wrap import TAB, Wrapper, fold
+from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal.errors import print_error, print_note
+from kvcli.render.terminal.screen import Screen
+from kvcli.render.terminal.tables import clip, columns, kv_table, spec_table, token_table
+from kvcli.render.terminal.terminal import Terminal, cells
+from kvcli.render.terminal.wrap import TAB, Wrapper, fold
+from kvcli.render.turn.status_row import Look, Memory, live_row, reading_bar
+from kvcli.render.turn.turn_summary import Opening, brief, header, summary
+from kvcli.render.turn.turn_view import TurnView, loop_notes, show_turn
 from tests.fake_model import FakeModel, fake_info
 
 LOOK = Look("fafo")
@@ -542,7 +542,7 @@ def test_a_timer_that_comes_late_does_not_leave_the_row_behind(monkeypatch):
         yield
         tick()
 
-    monkeypatch.setattr("kvcli.render.stream.ticking", late)
+    monkeypatch.setattr("kvcli.render.turn.turn_view.ticking", late)
     fake, stats = Fake(), Stats(new=2, passes=1)
     view = TurnView(fake.screen(), Look("fafo", lambda: None))
     with view.running():

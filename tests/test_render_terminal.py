@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from kvcli.render.terminal import cells
+from kvcli.render.terminal.terminal import cells
 from tests.terminal import ROOT, Terminal
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a pty")

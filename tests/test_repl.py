@@ -23,7 +23,7 @@ from kvcli.commands.common.interrupt import IMPATIENT, Interrupt
 from kvcli.demo import sample_path
 from kvcli.documents import Document
 from kvcli.errors import BadConfig, ExitStatus
-from kvcli.render.screen import Screen
+from kvcli.render.terminal.screen import Screen
 from kvcli.world import Paths, World
 from tests.fake_model import FakeModel, FakeProfile, fake_info
 

@@ -20,7 +20,7 @@ from kvcli.chat.saved_chats import Sessions
 from kvcli.commands.common.run_setup import Setup
 from kvcli.documents import Document
 from kvcli.errors import BadInput
-from kvcli.render.terminal import cells
+from kvcli.render.terminal.terminal import cells
 from tests.bench.storm_chats import storm
 from tests.fake_model import FakeModel, fake_info
 from tests.fakes import Machine

@@ -16,7 +16,7 @@ from kvcli.commands.common.flags import option
 from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.errors import BadInput, UsageError
 from kvcli.models.fetch import NAME
-from kvcli.render.figures import long_size
+from kvcli.render.terminal.numbers import long_size
 
 if TYPE_CHECKING:
     from kvcli.world import World

@@ -16,9 +16,9 @@ from kvcli.commands.common.inputs import agrees, tell
 from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.errors import UsageError
 from kvcli.outlet import neutralise
-from kvcli.render.figures import plural
-from kvcli.render.tables import GAP, clip, columns, fitting, widest
-from kvcli.render.terminal import Terminal
+from kvcli.render.terminal.numbers import plural
+from kvcli.render.terminal.tables import GAP, clip, columns, fitting, widest
+from kvcli.render.terminal.terminal import Terminal
 from kvcli.schemas.sessions import SessionEntry, SessionsDocument
 
 if TYPE_CHECKING:

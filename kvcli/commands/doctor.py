@@ -43,7 +43,7 @@ def doctor(
     if world.options.json:
         print_json(world, document)
     else:
-        from kvcli.render.terminal import Terminal
+        from kvcli.render.terminal.terminal import Terminal
 
         out = Terminal.of(world, "stdout")
         lines = words(document)
@@ -143,7 +143,7 @@ def wrapped(line: str, width: int) -> list[str]:
 
 def words(document: DoctorDocument) -> list[str]:
     """The same for people."""
-    from kvcli.render.figures import long_size
+    from kvcli.render.terminal.numbers import long_size
 
     versions = [f"{name:<14}{number or '–'}" for name, number in document.versions.items()]
     flags = ", ".join(document.cpu_flags) or "none of the flags that matter"

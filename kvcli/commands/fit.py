@@ -65,8 +65,8 @@ def fit(
     contexts = list(dict.fromkeys(_context(part) for part in (ctx or "auto").split(",")))
     notes: list[str] = []
     chosen = dict(_chosen(setup, all_, profiles, notes))
-    from kvcli.render.screen import Screen
-    from kvcli.render.stream import busy_word
+    from kvcli.render.terminal.screen import Screen
+    from kvcli.render.turn.turn_view import busy_word
 
     with busy_word(Screen.of(world), f"looking at {setup.name}"):
         outlook = look(setup, next(iter(chosen.values())), vram, ram, notes)
@@ -214,8 +214,8 @@ def _print(
     if world.options.json:
         print_json(world, made)
     else:
-        from kvcli.render.fit import fit_lines, plain_rows
-        from kvcli.render.terminal import Terminal
+        from kvcli.render.fit.plans import fit_lines, plain_rows
+        from kvcli.render.terminal.terminal import Terminal
 
         out = Terminal.of(world, "stdout")
         if world.options.plain:

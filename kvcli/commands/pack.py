@@ -17,7 +17,7 @@ from kvcli.files import try_output
 
 if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
-    from kvcli.render.screen import Screen
+    from kvcli.render.terminal.screen import Screen
     from kvcli.schemas.pack import PackDocument
     from kvcli.world import World
 
@@ -54,7 +54,7 @@ def pack(
     from kvcli.commands.common.load_model import load_model
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.models.suggest_model import find_model
-    from kvcli.render.screen import Screen
+    from kvcli.render.terminal.screen import Screen
 
     world: World = context.obj
     folder = output_folder(world, output)
@@ -96,8 +96,8 @@ def packed(talk: Chat, folder: Path, screen: Screen) -> PackDocument:
     """The pack, with a bar while the model reads."""
     from kvcli.api import Read
     from kvcli.chat.document_pack import make
-    from kvcli.render.live import reading_bar
-    from kvcli.render.stream import busy_word
+    from kvcli.render.turn.status_row import reading_bar
+    from kvcli.render.turn.turn_view import busy_word
 
     at = Read(0, 0, 0, 0.0)
 
@@ -113,7 +113,7 @@ def show(world: World, folder: Path, about: PackDocument) -> None:
     """What was made, how large it is, and what to type."""
     from kvcli.commands.common.inputs import tell
     from kvcli.commands.common.stdout import print_json
-    from kvcli.render.figures import long_size, plural
+    from kvcli.render.terminal.numbers import long_size, plural
 
     if world.options.json:
         print_json(world, about)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcli.render.figures import count, percent
-from kvcli.render.tables import columns, widest
-from kvcli.render.wrap import fold
+from kvcli.render.terminal.numbers import count, percent
+from kvcli.render.terminal.tables import columns, widest
+from kvcli.render.terminal.wrap import fold
 from kvcli.schemas.quality import AgreementDocument, Difference, Estimate, McNemar, QualityDocument, QualityRow
 
 NONE = "–"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvcli.render import figures as f
-from kvcli.render.fit import pass_grid
-from kvcli.render.summary import joined
-from kvcli.render.tables import columns, fitting
-from kvcli.render.wrap import folded
+from kvcli.render.fit.plans import pass_grid
+from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal.tables import columns, fitting
+from kvcli.render.terminal.wrap import folded
+from kvcli.render.turn.turn_summary import joined
 
 if TYPE_CHECKING:
     from kvcli.schemas.spec import Range, SpecDocument, SpecTuneDocument

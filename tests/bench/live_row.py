@@ -27,10 +27,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.api import End  # noqa: E402
-from kvcli.render.live import Look  # noqa: E402
-from kvcli.render.screen import Screen  # noqa: E402
-from kvcli.render.stream import TurnView  # noqa: E402
-from kvcli.render.terminal import Terminal  # noqa: E402
+from kvcli.render.terminal.screen import Screen  # noqa: E402
+from kvcli.render.terminal.terminal import Terminal  # noqa: E402
+from kvcli.render.turn.status_row import Look  # noqa: E402
+from kvcli.render.turn.turn_view import TurnView  # noqa: E402
 
 SIDES = ("silent", "off", "live")
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvcli.render.bench_charts import Point, Span, scatter
-from kvcli.render.bench_html import html
-from kvcli.render.bench_html_setup import command_of
-from kvcli.render.bench_text import markdown
+from kvcli.render.bench.charts import Point, Span, scatter
+from kvcli.render.bench.html import html
+from kvcli.render.bench.html_setup import command_of
+from kvcli.render.bench.text import markdown
 from kvcli.render.html import VOID, Markup, number, tag, ticks
 from kvcli.schemas.bench import BenchDocument
 

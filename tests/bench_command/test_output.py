@@ -15,9 +15,9 @@ from kvcli.bench.compare import verdict
 from kvcli.bench.history import history, read, save
 from kvcli.commands.bench.output import Outlet
 from kvcli.errors import BadInput, ExitStatus
-from kvcli.render.bench import differences, range_words, share_words, table
-from kvcli.render.bench_text import bars, json_lines, markdown, separated, trend
-from kvcli.render.terminal import cells
+from kvcli.render.bench.table import differences, range_words, share_words, table
+from kvcli.render.bench.text import bars, json_lines, markdown, separated, trend
+from kvcli.render.terminal.terminal import cells
 from kvcli.schemas.bench import Ratio
 from kvcli.schemas.documents import DOCUMENTS, json_schema
 from tests.bench_command.sides import Paced, document, measured

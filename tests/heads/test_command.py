@@ -14,10 +14,10 @@ from pydantic import TypeAdapter
 
 from kvcli.commands.common import interrupt
 from kvcli.heads.report import Strip
-from kvcli.render.heads import heads_lines
-from kvcli.render.heads_html import _cards, html
-from kvcli.render.heads_text import facts
-from kvcli.render.terminal import cells, codes
+from kvcli.render.heads.grid import heads_lines
+from kvcli.render.heads.html import _cards, html
+from kvcli.render.heads.text import facts
+from kvcli.render.terminal.terminal import cells, codes
 from kvcli.schemas.documents import DOCUMENTS
 from kvcli.schemas.heads import HeadsDocument
 from kvcli.settings.profile import Profile
@@ -304,7 +304,7 @@ def test_what_the_page_shows_large_is_not_said_again(made):
 
 
 def test_no_two_policies_have_one_colour():
-    from kvcli.render.heads_cells import _LETTER, PALETTE, ink
+    from kvcli.render.heads.cells import _LETTER, PALETTE, ink
 
     assert len(set(PALETTE.values())) == len(PALETTE)
     for letter in {*_LETTER.values()}:

@@ -26,7 +26,7 @@ from kvcli.quality.run import run_quality
 from kvcli.quality.sample import Draw
 from kvcli.quality.tasks import TASKS
 from kvcli.render import quality as render
-from kvcli.render.terminal import cells
+from kvcli.render.terminal.terminal import cells
 from kvcli.schemas.quality import AgreementDocument, QualityRow
 from kvcli.settings.profile import Profile
 from tests import small_tokenizers

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcli.documents import Document, Section, mark
-from kvcli.render.summarize import plan_lines
-from kvcli.render.summarize_view import time_left
+from kvcli.render.summarize.notes import plan_lines
+from kvcli.render.summarize.view import time_left
 from kvcli.schemas.fit import PassTime
 from kvcli.summarize.cites import Place, find, write
 from kvcli.summarize.parts import Part, cut, pieces_of, shown

@@ -16,8 +16,8 @@ def print_calibration(setup: Setup) -> int:
     """Measure, and print the document: an object with --json, one line for each figure with --plain, else in words."""
     from kvcli.bench.run import refuse_unbuilt
     from kvcli.calibrate.run import run_calibration
-    from kvcli.render.bench_progress import progress
-    from kvcli.render.screen import Screen
+    from kvcli.render.bench.progress import progress
+    from kvcli.render.terminal.screen import Screen
 
     world = setup.world
     refuse_unbuilt()
@@ -27,7 +27,7 @@ def print_calibration(setup: Setup) -> int:
     if world.options.json:
         print_json(world, document)
     elif not world.options.plain:
-        from kvcli.render.fit import calibration_lines
+        from kvcli.render.fit.plans import calibration_lines
 
         print_lines(world, calibration_lines(document, world.width()))
     else:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvcli.commands.bench.request import Asked
     from kvcli.commands.common.run_setup import Setup
     from kvcli.models.source import Source
-    from kvcli.render.bench_progress import Bar
+    from kvcli.render.bench.progress import Bar
     from kvcli.world import World
 
 app = typer.Typer(add_completion=False)
@@ -87,8 +87,8 @@ def run(setup: Setup, typed: Mapping[str, Any], out: Outlet, dry_run: bool) -> i
     from kvcli.commands.bench.quality import suite
     from kvcli.commands.bench.request import understand
     from kvcli.models.shape import of_source
-    from kvcli.render.bench_progress import progress
-    from kvcli.render.screen import Screen
+    from kvcli.render.bench.progress import progress
+    from kvcli.render.terminal.screen import Screen
 
     asked = understand(setup, typed)
     with progress(Screen.of(setup.world)) as bar:

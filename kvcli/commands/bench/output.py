@@ -14,8 +14,8 @@ from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError, writing
 from kvcli.files import try_folder, write_output
 from kvcli.outlet import escaped, neutralise
-from kvcli.render.figures import plural
-from kvcli.render.terminal import Terminal
+from kvcli.render.terminal.numbers import plural
+from kvcli.render.terminal.terminal import Terminal
 
 if TYPE_CHECKING:
     from kvcli.bench.run import Bench
@@ -125,7 +125,7 @@ def folder(world: World) -> Path:
 def table_lines(document: BenchDocument, width: int) -> list[str]:
     """The table, and the quality suite's below it."""
     from kvcli.render import quality as q
-    from kvcli.render.bench import table
+    from kvcli.render.bench.table import table
 
     lines = table(document, width)
     if document.quality is not None:
@@ -135,7 +135,7 @@ def table_lines(document: BenchDocument, width: int) -> list[str]:
 
 def rendered(document: BenchDocument, format: Format, width: int, world: World) -> str:
     """The document in one of the formats, its last newline included."""
-    from kvcli.render import bench_text as text
+    from kvcli.render.bench import text
 
     if format == "json":
         return escaped(document.model_dump_json(by_alias=True)) + "\n"
@@ -144,7 +144,7 @@ def rendered(document: BenchDocument, format: Format, width: int, world: World) 
     if format == "md":
         return text.markdown(document)
     if format == "html":
-        from kvcli.render.bench_html import html
+        from kvcli.render.bench.html import html
 
         return html(document)
     if format == "csv" or world.options.plain:
@@ -156,8 +156,8 @@ def print_history(world: World, model: str, ctx: str | None, workload: str | Non
     """Earlier results of a model."""
     from kvcli.bench.grid import contexts
     from kvcli.bench.history import history
-    from kvcli.render.bench_text import trend
-    from kvcli.render.screen import Screen
+    from kvcli.render.bench.text import trend
+    from kvcli.render.terminal.screen import Screen
 
     note = Screen.of(world).note
     workloads = listed(workload or "")

@@ -11,7 +11,7 @@ from kvcli.errors import UsageError
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
     from kvcli.commands.bench.request import Asked
-    from kvcli.render.bench_progress import Bar
+    from kvcli.render.bench.progress import Bar
     from kvcli.schemas.quality import QualityDocument
     from kvcli.settings.profile import Profile
     from kvcli.world import World

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvcli.api import Turn
     from kvcli.chat.model import Model
     from kvcli.engine.sequence.constraint import Constraint
-    from kvcli.render.screen import Screen
+    from kvcli.render.terminal.screen import Screen
     from kvcli.world import World
 
 LARGEST = 1 << 20  # bytes of a schema or a grammar
@@ -40,7 +40,7 @@ class Held:
 
 def hold(model: Model, grammar: Grammar, screen: Screen) -> Held:
     """The model's answers to the grammar."""
-    from kvcli.render.stream import busy_word
+    from kvcli.render.turn.turn_view import busy_word
 
     with busy_word(screen, "reading the vocabulary"):
         return Held(grammar.name, model.constraint(grammar), model.lm.stop_ids)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvcli.commands.common.memory_check import Prepared
     from kvcli.commands.common.run_setup import Setup
     from kvcli.models.grammar import Grammar
-    from kvcli.render.screen import Screen
+    from kvcli.render.terminal.screen import Screen
     from kvcli.settings.profile import Profile
     from kvcli.world import World
 
@@ -155,7 +155,7 @@ def answer(
     from kvcli.commands.chat.save_chat import about, keep, keep_read, sessions_of
     from kvcli.commands.common.inputs import tell
     from kvcli.commands.common.load_model import load_model
-    from kvcli.render.screen import Screen
+    from kvcli.render.terminal.screen import Screen
 
     world = setup.world
     screen = Screen.of(world, stats or ("live" if world.is_tty("stderr") else "turn"))
@@ -229,8 +229,8 @@ def ask_once(
             )
             turn = (print_events if stream else print_turn)(world, events, talk.model.info, under)
         else:
-            from kvcli.render.live import Look
-            from kvcli.render.stream import show_turn
+            from kvcli.render.turn.status_row import Look
+            from kvcli.render.turn.turn_view import show_turn
 
             turn = show_turn(with_notes(events, talk, screen), screen, Look(profile.name, stopping=cancel))
     missed = held.missed(turn) if held is not None else ""
@@ -266,8 +266,8 @@ def converse(
     from kvcli.commands.common.load_model import load_model
     from kvcli.commands.models.suggest_model import find_model
     from kvcli.models.machine import threads
-    from kvcli.render.summarize import size
-    from kvcli.render.summary import Opening, header
+    from kvcli.render.summarize.notes import size
+    from kvcli.render.turn.turn_summary import Opening, header
     from kvcli.version import __version__
 
     world, profile = setup.world, run.profile

@@ -11,7 +11,7 @@ from kvcli.commands.common.run_setup import refuse_beyond
 from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.commands.models.command import kind_of, look_at
 from kvcli.errors import ExitStatus, KvcliError
-from kvcli.render.figures import ORDERS, count, long_size
+from kvcli.render.terminal.numbers import ORDERS, count, long_size
 from kvcli.schemas.listings import PlanDocument
 
 if TYPE_CHECKING:

@@ -20,13 +20,13 @@ from kvcli.commands.common.inputs import well_formed
 from kvcli.commands.common.interrupt import Interrupt
 from kvcli.documents.decode import decode
 from kvcli.errors import BadInput, ExitStatus, KvcliError
-from kvcli.render.errors import print_error, print_warning
-from kvcli.render.keys import echo
-from kvcli.render.live import Look, Memory
-from kvcli.render.screen import Screen
-from kvcli.render.stream import show_turn
-from kvcli.render.terminal import cells
-from kvcli.render.wrap import folded
+from kvcli.render.terminal.errors import print_error, print_warning
+from kvcli.render.terminal.keyboard import echo
+from kvcli.render.terminal.screen import Screen
+from kvcli.render.terminal.terminal import cells
+from kvcli.render.terminal.wrap import folded
+from kvcli.render.turn.status_row import Look, Memory
+from kvcli.render.turn.turn_view import show_turn
 from kvcli.world import World
 
 if TYPE_CHECKING:

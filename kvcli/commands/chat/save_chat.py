@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvcli.chat.saved_chats import Sessions
 from kvcli.commands.common.interrupt import Interrupt
 from kvcli.errors import BadInput, BadModel
-from kvcli.render.figures import long_size, plural
+from kvcli.render.terminal.numbers import long_size, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +27,8 @@ def sessions_of(world: World) -> Sessions:
     """The user's."""
 
     def warn(text: str) -> None:
-        from kvcli.render.errors import print_warning
-        from kvcli.render.terminal import Terminal
+        from kvcli.render.terminal.errors import print_warning
+        from kvcli.render.terminal.terminal import Terminal
 
         print_warning(Terminal.of(world, "stderr"), text)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from kvcli.commands.chat import slash_chats as kept
 from kvcli.commands.common.inputs import files_of, notes_of, read_file
 from kvcli.errors import BadConfig, BadInput, UsageError
-from kvcli.render import figures as f
-from kvcli.render import tables
-from kvcli.render.stream import show_summary
-from kvcli.render.summarize import size
+from kvcli.render.summarize.notes import size
+from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal import tables
+from kvcli.render.turn.turn_view import show_summary
 
 if TYPE_CHECKING:
     from kvcli.commands.chat.repl import Repl

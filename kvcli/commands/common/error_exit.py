@@ -64,8 +64,8 @@ def failed(world: World, args: Sequence[str], error: KvcliError) -> int:
     try:
         # the parser may have failed before it came to --json
         if not (world.options.json or "--json" in args) or not _as_json(world, args, error):
-            from kvcli.render.errors import print_error
-            from kvcli.render.terminal import Terminal
+            from kvcli.render.terminal.errors import print_error
+            from kvcli.render.terminal.terminal import Terminal
 
             print_error(Terminal.of(world, "stderr"), error)
         if world.options.verbose > 1:

@@ -72,8 +72,8 @@ def read_file(
         hint = "leave it out: with -p, standard input is attached by itself"
         raise UsageError("--file takes a path, not -", try_=[hint, "./- for a file of that name"])
     bundled = split_pages(name)[0] in BUNDLED
-    from kvcli.render.screen import Screen
-    from kvcli.render.stream import busy_word
+    from kvcli.render.terminal.screen import Screen
+    from kvcli.render.turn.turn_view import busy_word
 
     with busy_word(Screen.of(world), f"reading {name}"):
         path = name if bundled else world.cwd / os.path.expanduser(name)
@@ -112,7 +112,7 @@ def files_of(world: World, names: Sequence[str]) -> list[str]:
 
 def notes_of(document: Document) -> list[str]:
     """What the user should know of a document as it was read, a sentence each."""
-    from kvcli.render.summarize import scanned
+    from kvcli.render.summarize.notes import scanned
 
     empty = document.without_text
     return [*([scanned(document.name, empty, document.kind)] if empty else []), *document.notes]
@@ -170,8 +170,8 @@ def read_stdin(world: World) -> bytes:
 
 def tell(world: World, text: str) -> None:
     if not world.options.quiet and not world.options.json:
-        from kvcli.render.errors import print_note
-        from kvcli.render.terminal import Terminal
+        from kvcli.render.terminal.errors import print_note
+        from kvcli.render.terminal.terminal import Terminal
 
         print_note(Terminal.of(world, "stderr"), text)
 
@@ -201,7 +201,7 @@ def agrees(world: World, question: str) -> bool:
 
 def answer_to(world: World, question: str) -> str:
     """What is typed on the terminal, in small letters."""
-    from kvcli.render.keys import forget_typed
+    from kvcli.render.terminal.keyboard import forget_typed
 
     forget_typed(world.stdin)
     world.stderr.write(question)

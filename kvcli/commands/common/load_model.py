@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from kvcli.chat.text_session import OpenText
     from kvcli.commands.common.memory_check import Prepared, Wanted
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.render.screen import Screen
+    from kvcli.render.terminal.screen import Screen
     from kvcli.settings.profile import Profile
 
 
@@ -16,7 +16,7 @@ def load_model(setup: Setup, profile: Profile, wanted: Wanted, screen: Screen) -
     """A text over the model, and the run as it was found to fit, perhaps in a narrower window. Raises DoesNotFit."""
     from kvcli.commands.common.interrupt import insisting
     from kvcli.commands.common.memory_check import prepare
-    from kvcli.render.stream import busy_word
+    from kvcli.render.turn.turn_view import busy_word
 
     with insisting(), busy_word(screen, f"loading {setup.name}") as busy:
 

@@ -57,8 +57,8 @@ class LogFile(logging.FileHandler):
         if not isinstance(error, OSError):
             super().handleError(record)
         elif not self.is_told:
-            from kvcli.render.errors import print_warning
-            from kvcli.render.terminal import Terminal
+            from kvcli.render.terminal.errors import print_warning
+            from kvcli.render.terminal.terminal import Terminal
 
             self.is_told = True
             print_warning(

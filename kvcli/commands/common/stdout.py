@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.outlet import escaped, neutralise
-from kvcli.render.tables import WIDEST, columns, fitting, least
-from kvcli.render.terminal import Terminal
+from kvcli.render.terminal.tables import WIDEST, columns, fitting, least
+from kvcli.render.terminal.terminal import Terminal
 
 if TYPE_CHECKING:
     from kvcli.schemas.base import Json

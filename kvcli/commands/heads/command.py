@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcli.commands.heads.output import Outlet
     from kvcli.heads.request import Ask
     from kvcli.methods.policies.fastgen.policy import FastGen
-    from kvcli.render.bench_progress import Bar
+    from kvcli.render.bench.progress import Bar
     from kvcli.schemas.heads import Probe
     from kvcli.settings.profile import Profile
     from kvcli.world import World
@@ -193,8 +193,8 @@ def _layers(text: str | None) -> tuple[int, ...]:
 
 def _run(setup: Setup, profile: Profile, ask: Ask, outlet: Outlet) -> None:
     from kvcli.commands.common.interrupt import Interrupt, insisting
-    from kvcli.render.bench_progress import progress
-    from kvcli.render.screen import Screen
+    from kvcli.render.bench.progress import progress
+    from kvcli.render.terminal.screen import Screen
 
     with progress(Screen.of(setup.world)) as bar, Interrupt() as cancel:
         bar.show(0, 0, f"loading {setup.name}")

@@ -13,7 +13,7 @@ from kvcli.commands.common.stdout import print_cells, print_json
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
 from kvcli.heads.headmap_formats import DUO_CONFIG, PROFILE, TSV
-from kvcli.render.terminal import Terminal
+from kvcli.render.terminal.terminal import Terminal
 from kvcli.settings.toml_places import toml_value
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Outlet:
             if form == "json":
                 yield PROFILE, document.model_dump_json(by_alias=True) + "\n"
             elif form == "html":
-                from kvcli.render.heads_html import html
+                from kvcli.render.heads.html import html
 
                 yield "heads.html", html(document, tokens, self._where)
             elif form == "npz":
@@ -71,7 +71,7 @@ class Outlet:
                 if line := headmap_formats.retrieval_line(document):
                     yield "retrieval_heads.json", line
             elif form == "md":
-                from kvcli.render.heads_text import markdown
+                from kvcli.render.heads.text import markdown
 
                 yield "heads.md", markdown(document)
             elif form == "toml":
@@ -95,7 +95,7 @@ class Outlet:
         return _short(self.folder, self.world.cwd) if "json" in self.forms else None
 
     def _print(self, document: HeadsDocument) -> None:
-        from kvcli.render.heads import Look, heads_lines, plain_rows
+        from kvcli.render.heads.grid import Look, heads_lines, plain_rows
 
         if self.world.options.json:
             print_json(self.world, document)

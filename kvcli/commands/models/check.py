@@ -107,7 +107,7 @@ def _found(setup: Setup, allow_pickle: bool, online: bool) -> Source:
 
 
 def rows(document: CheckDocument) -> list[list[str]]:
-    from kvcli.render.figures import count, long_size
+    from kvcli.render.terminal.numbers import count, long_size
 
     room = f"of {long_size(document.available_bytes)} on {document.device}"
     return [
@@ -127,7 +127,7 @@ def rows(document: CheckDocument) -> list[list[str]]:
 
 
 def _precision(document: CheckDocument) -> str:
-    from kvcli.render.figures import long_size
+    from kvcli.render.terminal.numbers import long_size
 
     numbers = document.numbers if document.quant == "none" else f"{document.quant} and {document.numbers}"
     if document.packed and not document.unpacks:

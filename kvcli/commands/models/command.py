@@ -86,7 +86,7 @@ def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle =
     if world.options.json:
         print_json(world, ModelsDocument(models=[entry]))
         return
-    from kvcli.render.figures import count, long_size
+    from kvcli.render.terminal.numbers import count, long_size
 
     lines = [
         ["model", entry.name],
@@ -114,7 +114,7 @@ def path(context: typer.Context, model: ModelName = None) -> None:
 def remove(context: typer.Context, name: Name, yes: Yes = False) -> None:
     """Remove a model that was fetched, from kvcli's data or from the Hugging Face cache that other programs share."""
     from kvcli.commands.cache import look, remove_path
-    from kvcli.render.figures import long_size
+    from kvcli.render.terminal.numbers import long_size
     from kvcli.schemas.listings import ModelsDocument
 
     world: World = context.obj
@@ -199,7 +199,7 @@ def context_of(found: Source) -> int | None:
 
 
 def row(entry: ModelEntry) -> list[str]:
-    from kvcli.render.figures import count, long_size
+    from kvcli.render.terminal.numbers import count, long_size
 
     return [
         entry.name,

@@ -44,7 +44,7 @@ def siblings(found: Source, here: Mapping[str, Source]) -> list[SiblingEntry]:
 
 def drafted(one: SiblingEntry) -> str:
     """One of them in a line."""
-    from kvcli.render.figures import long_size
+    from kvcli.render.terminal.numbers import long_size
 
     get = "" if one.here else f"; kvcli models get {one.name}"
     return f"{one.name}: {one.how}, {long_size(one.bytes)}, a pass about {one.cost:.2f} of its own{get}"

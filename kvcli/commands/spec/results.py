@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvcli.bench.drafting import Rival, Turn
     from kvcli.chat.model import Model
     from kvcli.engine.drafting.report import Report
-    from kvcli.render.bench_progress import Bar
+    from kvcli.render.bench.progress import Bar
     from kvcli.schemas.fit import PassTime
 
 CLEAR = 1.02  # a factor below which drafting is not worth a word of praise

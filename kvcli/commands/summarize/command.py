@@ -69,7 +69,7 @@ def summarize(
     from kvcli.commands.summarize.job import Job
     from kvcli.commands.summarize.output import outlet
     from kvcli.commands.summarize.run import print_text, run
-    from kvcli.render.screen import Screen
+    from kvcli.render.terminal.screen import Screen
 
     world: World = context.obj
     if extract_only:

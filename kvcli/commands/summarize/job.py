@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcli.errors import BadInput, ContextOverflow, ExitStatus, KvcliError
-from kvcli.render.errors import print_error
+from kvcli.render.terminal.errors import print_error
 
 if TYPE_CHECKING:
     from kvcli.chat.document_pack import Pack
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.summarize.documents import Given, Shelf
     from kvcli.commands.summarize.output import Outlet
-    from kvcli.render.screen import Screen
+    from kvcli.render.terminal.screen import Screen
     from kvcli.settings.profile import Profile
     from kvcli.summarize.parts import AsRead
     from kvcli.summarize.request import Request

@@ -16,7 +16,7 @@ from kvcli.documents import split_pages
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import write_output
 from kvcli.outlet import escaped, neutralise
-from kvcli.render.terminal import Terminal
+from kvcli.render.terminal.terminal import Terminal
 from kvcli.schemas.base import SURROGATE
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Outlet:
     @property
     def writer(self) -> Callable[[Sequence[Point]], str] | None:
         """Points as text; None where the form needs all of them first."""
-        from kvcli.render.summarize_text import WIDTH, plain_text
+        from kvcli.render.summarize.text import WIDTH, plain_text
         from kvcli.summarize.result import written
 
         if self.form == "md":
@@ -103,7 +103,7 @@ class Outlet:
     def close(self) -> None:
         """Write the file, or the page. Only a run that came to its end calls this."""
         if self.form == "html" and self.held:
-            from kvcli.render.summarize_html import html
+            from kvcli.render.summarize.html import html
 
             self._say(html(self.held))
         if self.file is None or not self.has_any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcli.render.terminal import Terminal
+from kvcli.render.terminal.terminal import Terminal
 
 if TYPE_CHECKING:
     from kvcli.commands.common.memory_check import Wanted
@@ -84,7 +84,7 @@ def _passes(setup: Setup, outlook: Outlook, fitted: Fitted) -> list[PassTime]:
 
 def plan_words(job: Job, given: Sequence[Given], plan: Plan, window: Window, width: int) -> list[str]:
     """The files and the plan, in lines."""
-    from kvcli.render.summarize import about_file, hung, plan_lines
+    from kvcli.render.summarize.notes import about_file, hung, plan_lines
 
     named = zip(given, job.names(given), strict=True)
     sources = [about_file(name, one.document, one.document.tokens(window.tokenizer)) for one, name in named]
@@ -92,7 +92,7 @@ def plan_words(job: Job, given: Sequence[Given], plan: Plan, window: Window, wid
 
 
 def _print(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> None:
-    from kvcli.render.summarize import stretch
+    from kvcli.render.summarize.notes import stretch
 
     out = Terminal.of(job.setup.world, "stdout")
     for line in plan_words(job, given, plan, window, out.width):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcli.commands.common.memory_check import Prepared
     from kvcli.commands.summarize.documents import Given
     from kvcli.commands.summarize.job import Job
-    from kvcli.render.summarize_view import SummaryView
+    from kvcli.render.summarize.view import SummaryView
     from kvcli.summarize.events import Event
     from kvcli.summarize.plan import Plan, Window
     from kvcli.summarize.wording import Wording
@@ -120,9 +120,9 @@ def _one(
     cancel: Interrupt,
 ) -> None:
     """One summary, from its plan to its last note."""
-    from kvcli.render.live import Look
-    from kvcli.render.stream import busy_word
-    from kvcli.render.summarize_view import SummaryView
+    from kvcli.render.summarize.view import SummaryView
+    from kvcli.render.turn.status_row import Look
+    from kvcli.render.turn.turn_view import busy_word
     from kvcli.summarize.cache import Cache
     from kvcli.summarize.events import PartEnded
     from kvcli.summarize.plan import make_plan
@@ -172,8 +172,8 @@ def _plan(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> list[
 
 
 def _tell_stopped(job: Job, view: SummaryView) -> None:
-    from kvcli.render.summarize import stopped
-    from kvcli.render.summary import joined
+    from kvcli.render.summarize.notes import stopped
+    from kvcli.render.turn.turn_summary import joined
 
     err = job.screen.err
     for line in joined([stopped(view.stopped, fresh=job.fresh)], err.width) if view.stopped and job.tells else ():
@@ -184,9 +184,9 @@ def _finish(job: Job, prepared: Prepared, text: OpenText, given: Sequence[Given]
     """The document, the notes, the figures, and a line in the log of memory."""
     from kvcli.commands.common.turn_json import Run, turn_document
     from kvcli.commands.summarize.documents import facts
-    from kvcli.render.stream import show_summary
-    from kvcli.render.summarize import notes, totals
-    from kvcli.render.summary import joined
+    from kvcli.render.summarize.notes import notes, totals
+    from kvcli.render.turn.turn_summary import joined
+    from kvcli.render.turn.turn_view import show_summary
     from kvcli.summarize.document import summary_document
 
     summary, profile = view.summary, prepared.profile

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TextIO
 
-from kvcli.render.region import Region
+from kvcli.render.terminal.live_region import Region
 
 try:
     import termios

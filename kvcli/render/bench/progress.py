@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvcli.render.live import NARROWEST
-from kvcli.render.region import Region
-from kvcli.render.screen import Screen
-from kvcli.render.tables import clip
-from kvcli.render.terminal import Span, cells
+from kvcli.render.terminal.live_region import Region
+from kvcli.render.terminal.screen import Screen
+from kvcli.render.terminal.tables import clip
+from kvcli.render.terminal.terminal import Span, cells
+from kvcli.render.turn.status_row import NARROWEST
 
 BAR = 24  # columns
 

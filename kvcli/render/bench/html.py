@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.render import bench as b
-from kvcli.render import bench_charts as charts
-from kvcli.render import bench_html_quality as quality
-from kvcli.render import bench_html_setup as setup
-from kvcli.render.figures import long_size
+from kvcli.render.bench import charts
+from kvcli.render.bench import html_quality as quality
+from kvcli.render.bench import html_setup as setup
+from kvcli.render.bench import table as b
 from kvcli.render.html import Markup, data_table, join, number, page, section, tag
+from kvcli.render.terminal.numbers import long_size
 
 if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchDocument, BenchRow, Ratio

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
-from kvcli.render.errors import print_note
-from kvcli.render.terminal import Terminal
+from kvcli.render.terminal.errors import print_note
+from kvcli.render.terminal.terminal import Terminal
 from kvcli.world import World
 
 StatsMode = Literal["live", "turn", "off"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvcli.render import figures as f
-from kvcli.render.terminal import Span
-from kvcli.render.wrap import folded, styled
+from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal.terminal import Span
+from kvcli.render.terminal.wrap import folded, styled
 
 if TYPE_CHECKING:
     from kvcli.schemas.fit import FitBudget, FitPart, FitPlan, FitRung

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from kvcli.render import figures as f
-from kvcli.render import heads_cells as c
-from kvcli.render.heads_text import facts, top_table
-from kvcli.render.summary import joined
-from kvcli.render.tables import columns, fitting
-from kvcli.render.terminal import Span, cells
-from kvcli.render.wrap import folded, styled
+from kvcli.render.heads import cells as c
+from kvcli.render.heads.text import facts, top_table
+from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal.tables import columns, fitting
+from kvcli.render.terminal.terminal import Span, cells
+from kvcli.render.terminal.wrap import folded, styled
+from kvcli.render.turn.turn_summary import joined
 
 if TYPE_CHECKING:
     from kvcli.schemas.heads import HeadsDocument

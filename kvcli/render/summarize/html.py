@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvcli.documents.document import SIGNS
 from kvcli.render.html import Markup, data_table, join, page, tag
-from kvcli.render.summarize import scanned
+from kvcli.render.summarize.notes import scanned
 from kvcli.schemas.summary import CiteFacts, PointFacts, SummaryDocument
 from kvcli.summarize.cites import find
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from kvcli.documents import listed
 from kvcli.engine.stats import Stats
-from kvcli.render import figures as f
-from kvcli.render.summary import joined
-from kvcli.render.terminal import cells
-from kvcli.render.wrap import folded
+from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal.terminal import cells
+from kvcli.render.terminal.wrap import folded
+from kvcli.render.turn.turn_summary import joined
 
 LONGEST = 14  # columns of the longest bar
 TALLEST = 12  # rows of the histogram

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvcli.documents import listed
 from kvcli.engine.stats import FEW
-from kvcli.render import figures as f
-from kvcli.render.summary import joined
+from kvcli.render.terminal import numbers as f
+from kvcli.render.turn.turn_summary import joined
 
 if TYPE_CHECKING:
     from kvcli.documents import Document

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 
 from kvcli.outlet import Styled
-from kvcli.render.terminal import Terminal, quoted
+from kvcli.render.terminal.terminal import Terminal, quoted
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 WRAP, NO_WRAP = "\x1b[?7h", "\x1b[?7l"

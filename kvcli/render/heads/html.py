@@ -10,11 +10,11 @@ from base64 import b64encode
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from kvcli.render import heads_cells as c
-from kvcli.render.figures import long_size
-from kvcli.render.heads import next_step
-from kvcli.render.heads_text import facts, top_table
+from kvcli.render.heads import cells as c
+from kvcli.render.heads.grid import next_step
+from kvcli.render.heads.text import facts, top_table
 from kvcli.render.html import Markup, data_table, file, head, plain, section, tag
+from kvcli.render.terminal.numbers import long_size
 
 if TYPE_CHECKING:
     from kvcli.heads.report import Strip

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from kvcli.render import bench as b
-from kvcli.render.figures import long_size
+from kvcli.render.bench import table as b
 from kvcli.render.html import Markup, data_table, join, number, section, tag
+from kvcli.render.terminal.numbers import long_size
 
 if TYPE_CHECKING:
     from kvcli.schemas.bench import BenchArgs, BenchDocument

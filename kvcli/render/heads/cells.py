@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from kvcli.render.terminal import Span
+from kvcli.render.terminal.terminal import Span
 
 if TYPE_CHECKING:
     from kvcli.schemas.heads import HeadsDocument

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 from kvcli.api import Event as TurnEvent
 from kvcli.api import Text, Thought
-from kvcli.render import figures as f
-from kvcli.render.live import NARROWEST, Look
-from kvcli.render.stream import TurnView
-from kvcli.render.summarize import hung, merge_done, part_done, stretch
-from kvcli.render.summary import DOT
-from kvcli.render.tables import clip
-from kvcli.render.terminal import Span
+from kvcli.render.summarize.notes import hung, merge_done, part_done, stretch
+from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal.tables import clip
+from kvcli.render.terminal.terminal import Span
+from kvcli.render.turn.status_row import NARROWEST, Look
+from kvcli.render.turn.turn_summary import DOT
+from kvcli.render.turn.turn_view import TurnView
 from kvcli.summarize.events import Done, MergeBegan, MergeEnded, PartBegan, PartEnded, Planned, Said, Stopped, Unkept
 
 if TYPE_CHECKING:
-    from kvcli.render.screen import Screen
+    from kvcli.render.terminal.screen import Screen
     from kvcli.summarize.events import Event
     from kvcli.summarize.plan import Plan
     from kvcli.summarize.result import Point, Summary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvcli.render.terminal import Span, cells, cells_of
+from kvcli.render.terminal.terminal import Span, cells, cells_of
 
 TAB = 8  # columns
 

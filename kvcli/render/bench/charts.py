@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import log2
 
 from kvcli.render.html import Markup, join, number, percent, plain, tag, ticks
-from kvcli.render.tables import clip
+from kvcli.render.terminal.tables import clip
 
 HEIGHT = 300  # pixels of a plot
 ROOM = 1.06  # the farthest mark stays off the edge

@@ -10,8 +10,8 @@ import psutil
 
 from kvcli.api import Read
 from kvcli.engine.stats import FEW, Stats
-from kvcli.render import figures as f
-from kvcli.render.terminal import Span, cells
+from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal.terminal import Span, cells
 
 HERTZ = 8  # redraws a second
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvcli.outlet import neutralise
-from kvcli.render import figures as f
-from kvcli.render import heads_cells as c
+from kvcli.render.heads import cells as c
+from kvcli.render.terminal import numbers as f
 
 if TYPE_CHECKING:
     from kvcli.schemas.heads import HeadsDocument, HeadsKv

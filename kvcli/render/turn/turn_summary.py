@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from kvcli.api import Turn
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.stats import FEW, Stats
-from kvcli.render import figures as f
-from kvcli.render.terminal import cells
-from kvcli.render.wrap import folded
+from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal.terminal import cells
+from kvcli.render.terminal.wrap import folded
 
 DOT = " · "
 

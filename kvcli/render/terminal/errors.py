@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcli.errors import KvcliError
-from kvcli.render.terminal import Span, Terminal, cells
-from kvcli.render.wrap import folded
+from kvcli.render.terminal.terminal import Span, Terminal, cells
+from kvcli.render.terminal.wrap import folded
 
 COLUMN = 80  # the code stands at the right edge, but not further out than this
 GAP = "   ·   "

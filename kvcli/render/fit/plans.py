@@ -7,12 +7,12 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from kvcli.fit.calibration import age_days
-from kvcli.render import figures as f
-from kvcli.render.fit_explain import explained
-from kvcli.render.summary import joined
-from kvcli.render.tables import columns, turned, widest
-from kvcli.render.terminal import Span, cells
-from kvcli.render.wrap import folded, styled
+from kvcli.render.fit.explain import explained
+from kvcli.render.terminal import numbers as f
+from kvcli.render.terminal.tables import columns, turned, widest
+from kvcli.render.terminal.terminal import Span, cells
+from kvcli.render.terminal.wrap import folded, styled
+from kvcli.render.turn.turn_summary import joined
 
 if TYPE_CHECKING:
     from kvcli.schemas.fit import CalibrationDocument, FitDocument, FitPlan, PassTime

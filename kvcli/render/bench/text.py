@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.outlet import escaped, neutralise
 from kvcli.render import quality as q
-from kvcli.render.bench import (
+from kvcli.render.bench.table import (
     CELLS,
     NONE,
     blocks,
@@ -23,7 +23,7 @@ from kvcli.render.bench import (
     weights,
     where,
 )
-from kvcli.render.figures import BARS
+from kvcli.render.terminal.numbers import BARS
 from kvcli.schemas.bench import BenchLine
 
 if TYPE_CHECKING:

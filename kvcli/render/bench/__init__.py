@@ -1,0 +1,1 @@
+"""Results of `kvcli bench` as text, HTML and charts."""

@@ -1,0 +1,1 @@
+"""Results of `kvcli profile-heads` as text and HTML."""
