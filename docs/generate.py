@@ -175,8 +175,8 @@ def keys(_: str) -> str:
 def profiles(_: str) -> str:
     """The shipped profiles by what they are for."""
     from kvcli.settings.config import load_config
-    from kvcli.settings.layers import Sources
     from kvcli.settings.profile import Profile
+    from kvcli.settings.sources import Sources
 
     rows = []
     for p in map(Profile.load, load_config(Sources()).names()):
@@ -227,7 +227,7 @@ def _has_layers(arguments: list[ast.arg] | None) -> bool:
 def _keys_of(table: type) -> str:
     import dataclasses
 
-    from kvcli.settings.toml_places import toml_value
+    from kvcli.settings.toml_positions import toml_value
     from kvcli.settings.values import comments_of, expected, keys_of
 
     comments, rows = comments_of(table), []
@@ -596,8 +596,8 @@ def _reason(why: str) -> str:
 
 def bounds(_: str) -> str:
     """The limits of reading documents, as the code has them."""
-    from kvcli.documents import parsed, read, zipped
-    from kvcli.outside import Limits
+    from kvcli.documents import archives, parsed, read
+    from kvcli.worker_process import Limits
 
     limits, mib = Limits(), 2**20
     rows = [
@@ -609,10 +609,10 @@ def bounds(_: str) -> str:
         ("its answer", f"{limits.output / mib:,.0f} MiB"),
         ("text of a document", f"{parsed.MAX_CHARACTERS:,} characters"),
         ("sections of a document", f"{parsed.MAX_SECTIONS:,}"),
-        ("files in an archive", f"{zipped.MAX_MEMBERS:,}"),
-        ("an archive, unpacked", f"{zipped.MAX_TOTAL / mib:,.0f} MiB"),
-        ("one file of it that is read", f"{zipped.MAX_MEMBER / mib:,.0f} MiB"),
-        (f"its unpacked to its packed size, above {zipped.SMALL / mib:,.0f} MiB", f"{zipped.MAX_RATIO}"),
+        ("files in an archive", f"{archives.MAX_MEMBERS:,}"),
+        ("an archive, unpacked", f"{archives.MAX_TOTAL / mib:,.0f} MiB"),
+        ("one file of it that is read", f"{archives.MAX_MEMBER / mib:,.0f} MiB"),
+        (f"its unpacked to its packed size, above {archives.SMALL / mib:,.0f} MiB", f"{archives.MAX_RATIO}"),
     ]
     return "\n".join(["| what | at most |", "|---|---|", *(f"| {what} | {most} |" for what, most in rows)])
 
@@ -627,8 +627,8 @@ def example(where: str) -> str:
 def losses(_: str) -> str:
     """Each shipped profile that may lose facts: which tokens stay, in how many bits, and what an answer reads."""
     from kvcli.chat.approximation_notes import keeps
-    from kvcli.settings.layers import builtin_files
     from kvcli.settings.profile import Profile
+    from kvcli.settings.sources import builtin_files
 
     rows = []
     for file in builtin_files():

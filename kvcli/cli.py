@@ -22,10 +22,10 @@ from typer.core import TyperCommand, TyperGroup
 from kvcli.commands.common.common_options import NARROW, take_common
 from kvcli.commands.common.interrupt import press_again
 from kvcli.commands.common.log import start_log
+from kvcli.environment import World
 from kvcli.errors import ExitStatus, KvcliError, UsageError
-from kvcli.outlet import Foreign
+from kvcli.safe_output import Foreign
 from kvcli.version import __version__
-from kvcli.world import World
 
 HOMES = {  # where a command of another name, or of several files, is
     "chat": "chat.command",

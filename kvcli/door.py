@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.commands.common.run_setup import Setup, sources
+from kvcli.environment import World
 from kvcli.settings.profile import Profile
-from kvcli.world import World
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from kvcli.chat.conversation import Chat
 from kvcli.commands.common.interrupt import Interrupt
+from kvcli.environment import World
 from kvcli.errors import KvcliError
 from kvcli.render.terminal.errors import print_error
 from kvcli.render.terminal.screen import Screen
 from kvcli.render.turn.status_row import Look, Memory
 from kvcli.render.turn.turn_summary import Opening, header
 from kvcli.render.turn.turn_view import show_turn
-from kvcli.world import World
 from tests.fake_model import FakeModel, FakeProfile
 
 

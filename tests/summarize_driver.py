@@ -14,8 +14,8 @@ from kvcli.api import Read, Text
 from kvcli.cli import run
 from kvcli.commands.common.run_setup import Setup
 from kvcli.commands.summarize import run as summarize_run
-from kvcli.fit import program
-from kvcli.world import World
+from kvcli.environment import World
+from kvcli.fit import base_memory
 from tests.fake_model import count
 from tests.summarize.scribe import Scribe, first_sentences
 
@@ -58,7 +58,7 @@ def main(facts):
     Setup.load = load
     Setup.pass_times = lambda self, model: []
     summarize_run._refuse_early = lambda job: None
-    program.here = lambda: program.BASE  # it imports transformers, to see what that takes
+    base_memory.here = lambda: base_memory.BASE  # it imports transformers, to see what that takes
     return run(["summarize", "-m", "demo", *facts["args"]], World.real())
 
 

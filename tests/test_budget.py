@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.chat.approximation_notes import approx
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
@@ -317,8 +317,8 @@ SCORES = ("kvzip", "expected", "snap", "keydiff")
 @pytest.mark.parametrize("budget", ["60%", "25%", "13%", "64MiB", "0.1MiB"])
 def test_a_text_stays_within_its_budget_at_every_boundary(score: str, budget: str) -> None:
     chosen = profile(policy={"score": score}, memory={"budget": budget}, prefill={"chunk": 128})
-    session = build.session(model(), chosen)
-    spent = build.plan(model(), chosen).spending
+    session = assemble.session(model(), chosen)
+    spent = assemble.plan(model(), chosen).spending
     drive(session.read(families.prompt(400, seed=3)))
     moved = set()
     for _ in range(12):
@@ -343,8 +343,8 @@ def test_where_recall_finds_the_rest_again_the_device_stays_within_the_budget(me
     recall = {"method": method, "floor": 16, "dense_layers": 0, **FOUND_BY[method]}
     memory = {"budget": budget, "disk": "1GiB", "disposition": "demote"}
     chosen = profile(memory=memory, recall=recall, prefill={"chunk": 128})
-    session = build.session(model(), chosen)
-    spent = build.plan(model(), chosen).spending
+    session = assemble.session(model(), chosen)
+    spent = assemble.plan(model(), chosen).spending
     drive(session.read(families.prompt(400, seed=3)))
     for _ in range(6):
         held = nbytes(session.kv)
@@ -359,8 +359,8 @@ def test_where_recall_finds_the_rest_again_the_device_stays_within_the_budget(me
 def test_beside_a_file_the_device_stays_within_the_budget_however_it_is_read(budget: str, recall: Any) -> None:
     memory, policy = {"budget": budget, "disk": "1GiB"}, {"score": "keydiff"}
     chosen = profile(policy=policy, memory=memory, prefill={"chunk": 128}, **recall)
-    session = build.session(model(), chosen)
-    spent = build.plan(model(), chosen).spending
+    session = assemble.session(model(), chosen)
+    spent = assemble.plan(model(), chosen).spending
     drive(session.read(families.prompt(1500, seed=3)))
     for _ in range(3):
         held = nbytes(session.kv)
@@ -381,7 +381,7 @@ def test_a_small_file_takes_what_it_has_room_for_and_the_note_counts_no_more(
 
     def kept(disk: str) -> tuple[int, float]:
         memory, more = {"budget": "20%", "bits": [8], "disk": disk}, {} if disk == "0GiB" else recall
-        session = build.session(model(), profile(policy={"score": "keydiff"}, memory=memory, **more))
+        session = assemble.session(model(), profile(policy={"score": "keydiff"}, memory=memory, **more))
         drive(session.read(families.prompt(400, seed=3)))
         list(events(session.stream(40)))
         return there(session), float((session.memory.said or "with 100%").split()[1].rstrip("%"))
@@ -396,7 +396,7 @@ def test_a_quality_moves_to_a_file_that_is_read_in_full_what_may_not_be_lost() -
     held = {}
     for disk in ("0GiB", "0.1MiB", "1GiB"):
         memory = {"budget": "", "lose": 0.01, "disk": disk}
-        session = build.session(model(), profile(memory=memory))
+        session = assemble.session(model(), profile(memory=memory))
         drive(session.read(families.prompt(400, seed=3)))
         used = nbytes(session.kv)
         held[disk] = sum(used.values()) - used.get("disk", 0)
@@ -409,7 +409,7 @@ def test_what_was_lost_stays_lost_however_a_slot_goes_on(monkeypatch: pytest.Mon
     chosen = profile(
         policy={"score": "keydiff"}, memory={"budget": "0.07MiB", "disk": "1GiB"}, recall={"method": "sketch"}
     )
-    session, seen, place = build.session(model(), chosen), list[float](), Within._rungs
+    session, seen, place = assemble.session(model(), chosen), list[float](), Within._rungs
 
     def placed(policy: Within, layers: list[Layer], *more: Any) -> list[Tensor]:
         rungs = place(policy, layers, *more)
@@ -428,7 +428,7 @@ def test_what_was_lost_stays_lost_however_a_slot_goes_on(monkeypatch: pytest.Mon
 def test_more_is_kept_where_recall_finds_it_again() -> None:
     def n_slots(**memory: Any) -> int:
         recall = {"recall": {"method": "sketch", "floor": 16}} if memory else {}
-        session = build.session(model(), profile(memory={"budget": "20%", "bits": [8], **memory}, **recall))
+        session = assemble.session(model(), profile(memory={"budget": "20%", "bits": [8], **memory}, **recall))
         drive(session.read(families.prompt(400, seed=3)))
         return sum(int((session.kv.slots(layer).pos >= 0).sum()) for layer in range(3))
 
@@ -437,7 +437,7 @@ def test_more_is_kept_where_recall_finds_it_again() -> None:
 
 def test_a_chunk_is_placed_as_soon_as_bytes_run_out() -> None:
     chosen = profile(memory={"budget": "0.1MiB"}, prefill={"chunk": 64})
-    session, most = build.session(model(), chosen), 0
+    session, most = assemble.session(model(), chosen), 0
     for _ in drive_all(session, families.prompt(600, seed=3)):
         most = max(most, sum(nbytes(session.kv).values()))
     fresh = 64 * 3 * (2 * 2 * 16 * 4 + 8)
@@ -448,7 +448,7 @@ def test_a_chunk_is_placed_as_soon_as_bytes_run_out() -> None:
 def test_a_text_loses_no_more_of_its_worth_than_was_asked(score: str) -> None:
     took = []
     for lose in (0.01, 0.05, 0.2):
-        session = build.session(model(), profile(policy={"score": score}, memory={"budget": "", "lose": lose}))
+        session = assemble.session(model(), profile(policy={"score": score}, memory={"budget": "", "lose": lose}))
         drive(session.read(families.prompt(400, seed=3)))
         kept, bytes_ = (float(word.rstrip("%")) / 100 for word in session.memory.said.split() if "%" in word)
         assert kept >= 1 - lose - 0.001
@@ -463,7 +463,7 @@ def test_what_a_pruned_prompt_left_behind_is_worth_nothing() -> None:
     lazy, held = {"method": "lazy", "least": 64, "num_prune": 1, "start_keep_ratio": 0.5, "end_keep_ratio": 0.5}, []
     for lose in (0.001, 0.4):
         memory, policy = {"budget": "", "lose": lose}, {"score": "keydiff"}
-        session = build.session(model(), profile(policy=policy, memory=memory, prune=lazy))
+        session = assemble.session(model(), profile(policy=policy, memory=memory, prune=lazy))
         drive(session.read(families.prompt(400, seed=3)))
         held.append(sum(nbytes(session.kv).values()))
         worth = session.memory.worth.total[model().n_layers - 1]
@@ -475,7 +475,7 @@ def test_what_a_pruned_prompt_left_behind_is_worth_nothing() -> None:
 def test_a_budget_is_the_most_that_a_quality_takes() -> None:
     held = {}
     for budget, lose in (("", 0.001), ("25%", 0.001), ("25%", 0.0), ("0.1MiB", 0.001)):
-        session = build.session(model(), profile(memory={"budget": budget, "lose": lose}))
+        session = assemble.session(model(), profile(memory={"budget": budget, "lose": lose}))
         drive(session.read(families.prompt(400, seed=3)))
         held[budget, lose] = sum(nbytes(session.kv).values())
     assert held["25%", 0.001] == held["25%", 0.0] < held["", 0.001]
@@ -484,9 +484,9 @@ def test_a_budget_is_the_most_that_a_quality_takes() -> None:
 
 def test_a_share_that_what_stays_exceeds_says_so_in_numbers() -> None:
     chosen = profile(memory={"budget": "1%"})
-    session = build.session(model(), chosen)
+    session = assemble.session(model(), chosen)
     drive(session.read(families.prompt(200, seed=4)))
-    said = build.policy(model(), chosen).found(session.memory)
+    said = assemble.policy(model(), chosen).found(session.memory)
     assert said.startswith("beyond memory.budget = 1%, 0.0 MiB: what always stays has it take 0.")
     assert said in approx(chosen, session.lost, said)
     assert approx(chosen, (), said).endswith(f"is {said}; nothing was lost")
@@ -495,8 +495,8 @@ def test_a_share_that_what_stays_exceeds_says_so_in_numbers() -> None:
 
 
 def test_what_is_free_is_one_number_for_all_texts_and_divided_among_them() -> None:
-    one, two = (build.plan(model(), profile(memory={"budget": "fit", "texts": n})).spending.free for n in (1, 2))
-    assert one == build.plan(model(), profile(memory={"budget": "fit"})).spending.free
+    one, two = (assemble.plan(model(), profile(memory={"budget": "fit", "texts": n})).spending.free for n in (1, 2))
+    assert one == assemble.plan(model(), profile(memory={"budget": "fit"})).spending.free
     assert 0 < two < one / 2
     assert one < model().spare
 
@@ -506,8 +506,8 @@ def drive_all(session: Session, ids: list[int]) -> Any:
 
 
 def test_a_text_that_fits_is_whole() -> None:
-    session = build.session(model(), profile(memory={"budget": "64MiB"}))
-    plain = build.session(model(), Profile.load("exact"))
+    session = assemble.session(model(), profile(memory={"budget": "64MiB"}))
+    plain = assemble.session(model(), Profile.load("exact"))
     for one in (session, plain):
         drive(one.read(families.prompt(200, seed=4)))
         list(events(one.stream(40)))
@@ -516,7 +516,7 @@ def test_a_text_that_fits_is_whole() -> None:
 
 
 def test_a_text_of_which_nothing_may_go_yet_is_scored_again() -> None:
-    session = build.session(model(), profile(policy={"guard": 750}))
+    session = assemble.session(model(), profile(policy={"guard": 750}))
     drive(session.read(families.prompt(700, seed=4)))  # more than one piece that kvzip repeats
     assert not session.lost
     list(events(session.stream(100)))
@@ -526,7 +526,7 @@ def test_a_text_of_which_nothing_may_go_yet_is_scored_again() -> None:
 @pytest.mark.parametrize("budget", ["60%", "0.25MiB", "0.1MiB"])
 def test_room_that_is_spare_decides_nothing(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def held() -> list[Slots]:
-        session = build.session(model(), profile(policy={"score": "keydiff"}, memory={"budget": budget}))
+        session = assemble.session(model(), profile(policy={"score": "keydiff"}, memory={"budget": budget}))
         drive(session.read(families.prompt(200, seed=4)))
         list(events(session.stream(100)))
         return [session.kv.slots(layer) for layer in range(model().n_layers)]
@@ -560,16 +560,16 @@ def test_rows_of_a_draft_round_alike_on_rungs_of_few_bits_or_nothing_is_drafted(
     lm = LM.of(families.build("llama", torch.bfloat16, head_dim=head_dim))
     lm.lay_out()
     strict = profile(spec={"method": "ngram", "strict": True}, kv={"group": 8})
-    settled, why = build.settled(lm, strict)
+    settled, why = assemble.settled(lm, strict)
     assert settled.spec.method == ("ngram" if head_dim == 16 else "off"), why
     assert ("memory.bits" in why) == (head_dim != 16)
 
 
 def test_a_text_goes_on_from_its_state() -> None:
-    first = build.session(model(), profile())
+    first = assemble.session(model(), profile())
     drive(first.read(families.prompt(200, seed=4)))
     list(events(first.stream(21)))
-    second = build.session(model(), profile())
+    second = assemble.session(model(), profile())
     second.restore(first.state(), first.ids[-1])
     for one in (first, second):
         list(events(one.stream(40)))
@@ -579,7 +579,7 @@ def test_a_text_goes_on_from_its_state() -> None:
 
 def test_an_undo_gives_the_text_of_a_new_reading() -> None:
     ids = families.prompt(200, seed=4)
-    fresh, again = (build.session(model(), profile()) for _ in range(2))
+    fresh, again = (assemble.session(model(), profile()) for _ in range(2))
     drive(again.read(ids))
     list(events(again.stream(40)))
     again.resume(ids)
@@ -591,7 +591,7 @@ def test_an_undo_gives_the_text_of_a_new_reading() -> None:
 
 
 def test_what_always_stays_must_fit() -> None:
-    session = build.session(model(), profile(memory={"budget": "0.01MiB"}))
+    session = assemble.session(model(), profile(memory={"budget": "0.01MiB"}))
     with pytest.raises(Shortage, match=r"memory.budget = 0.01MiB has no room"):
         drive(session.read(families.prompt(200, seed=4)))
 
@@ -601,7 +601,7 @@ def test_heads_that_a_map_names_keep_more(tmp_path: Any) -> None:
     path.write_text('{"heads": [[1, 0], [1, 0], [1, 0]]}')
     held = []
     for headmap in ("", str(path)):
-        session = build.session(model(), profile(policy={"headmap": headmap}))
+        session = assemble.session(model(), profile(policy={"headmap": headmap}))
         drive(session.read(families.prompt(200, seed=4)))
         s = session.kv.slots(1)
         held.append([int(n) for n in (s.pos >= 0).sum(1)])

@@ -24,11 +24,11 @@ from kvcli.chat.transcript import messages_of
 from kvcli.commands.chat.repl import Repl
 from kvcli.commands.common.run_setup import Setup
 from kvcli.documents import Document
+from kvcli.environment import Paths, World
 from kvcli.errors import BadConfig, BadInput
 from kvcli.policies.scoring.headmap import read_headmap
 from kvcli.render.terminal.screen import Screen
 from kvcli.schemas.chat import ChatDocument
-from kvcli.world import Paths, World
 from tests.bench.storm_chats import storm
 from tests.fake_model import FakeModel, FakeProfile, fake_info
 from tests.fakes import Machine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.build import promise, session
+from kvcli.assemble import promise, session
 from kvcli.commands.common.run_setup import refuse_inexact
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM

@@ -21,7 +21,7 @@ from kvcli.demo import weights_dir
 from kvcli.engine.sequence.repetition import Loop
 from kvcli.engine.stats import Stats
 from kvcli.schemas.documents import DOCUMENTS, json_schema
-from kvcli.settings.clashes import cautions
+from kvcli.settings.conflicts import cautions
 from tests.demo_model.example import SAMPLES
 from tests.fake_model import fake_info
 from tests.fakes import Loaded, Machine

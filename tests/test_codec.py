@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from kvcli.build import shaping
+from kvcli.assemble import shaping
 from kvcli.kv.snapshot import Misfit
 from kvcli.prefix_cache import block_tree, snapshot_file
 from kvcli.prefix_cache.block_file import SUM, Damaged, _sum, read

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli import build, load
+from kvcli import assemble, load
 from kvcli.chat.approximation_notes import approx, keeps
 from kvcli.chat.model import Model
 from kvcli.engine.engine import drive, events, run
@@ -160,7 +160,7 @@ def profile(**changes: Any) -> Profile:
 
 
 def opened(**changes: Any) -> Session:
-    return build.session(lm(), profile(**changes))
+    return assemble.session(lm(), profile(**changes))
 
 
 def told(session: Session) -> list[int]:
@@ -171,7 +171,7 @@ def told(session: Session) -> list[int]:
 
 @cache
 def whole() -> list[int]:
-    session = build.session(lm(), load_profile("exact").replace(prefill={"chunk": 13}))
+    session = assemble.session(lm(), load_profile("exact").replace(prefill={"chunk": 13}))
     return told(session)
 
 
@@ -224,7 +224,7 @@ def test_an_undo_goes_back_where_nothing_was_forgotten(cut: int) -> None:
     assert session.rewind(cut) == cut - 1
     drive(session.read(families.prompt(9, seed=4)))
     list(events(session.stream(12)))
-    plain = build.session(lm(), load_profile("exact").replace(prefill={"chunk": 13}))
+    plain = assemble.session(lm(), load_profile("exact").replace(prefill={"chunk": 13}))
     drive(plain.read([*whole()[:cut], *families.prompt(9, seed=4)]))
     list(events(plain.stream(12)))
     assert session.ids == plain.ids

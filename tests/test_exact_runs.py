@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.chat.model import Model
 from kvcli.engine.hf.lm import LM
 from kvcli.kernels.linear_skinny import MOST
@@ -64,7 +64,7 @@ def test_a_store_that_is_not_read_natively_is_not_drafted_over_by_a_strict_profi
     of.lay_out()
     assert of.is_row_invariant
     wanted = Profile.load("ngram").replace(exactness="approx", spec={"strict": True}, **changes)
-    profile, why = build.settled(of, wanted)
+    profile, why = assemble.settled(of, wanted)
     assert profile.spec.method == ("off" if by else "ngram")
     assert by in why
     assert bool(why) == bool(by)
@@ -77,14 +77,14 @@ def test_passes_of_more_rows_than_a_gpu_serves_alike_are_not_called_exact(monkey
     assert few.spec.rows <= MOST < many.spec.rows
     for is_apart, said in ((False, "bit-exact"), (True, "exact but for near ties")):
         monkeypatch.setattr(of, "is_apart", is_apart)
-        assert (build.promise(of, few), build.promise(of, many)) == ("bit-exact", said)
-        profile, why = build.settled(of, many.replace(spec={"strict": True}))
+        assert (assemble.promise(of, few), assemble.promise(of, many)) == ("bit-exact", said)
+        profile, why = assemble.settled(of, many.replace(spec={"strict": True}))
         assert (profile.spec.method == "off", f"more than {MOST} rows" in why) == (is_apart, is_apart)
 
 
 def test_only_what_is_exact_is_called_so() -> None:
     def said(name: str, dtype: torch.dtype) -> str:
-        return build.promise(LM.of(families.build("llama", dtype)), Profile.load(name))
+        return assemble.promise(LM.of(families.build("llama", dtype)), Profile.load(name))
 
     assert {said(name, torch.bfloat16) for name in DRAFTING} == {"exact but for near ties"}
     assert {said(name, torch.float32) for name in DRAFTING} == {"exact"}

@@ -17,7 +17,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig
-from kvcli.fit.room import Room
+from kvcli.fit.available_memory import Room
 from kvcli.kernels import dispatch, gpu
 from kvcli.kv.cache import plan as tiers
 from kvcli.kv.cache.level import Rung

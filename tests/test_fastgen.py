@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
@@ -443,7 +443,7 @@ def test_the_published_method_has_no_guard_to_set() -> None:
 def test_the_shipped_profiles_answer(name: str) -> None:
     profile = load_profile(name)
     assert profile.exactness == "approx"
-    s = build.session(lm("llama", torch.float32), profile)
+    s = assemble.session(lm("llama", torch.float32), profile)
     drive(s.read(prompt()))
     list(events(s.stream(5)))
     assert profile.policy.slots(1000) == (500 if name == "fastgen" else 1000)

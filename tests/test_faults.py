@@ -177,7 +177,7 @@ def test_a_user_who_may_write_nowhere(closed: str):
 def test_a_clock_that_goes_back_shows_nothing_negative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As after a correction by the network, between two turns and within one."""
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.world import World
+    from kvcli.environment import World
     from tests.fakes import Loaded, Machine
 
     machine = Machine(tmp_path, Loaded(answer="It is 972 metres."), {"TERM": "dumb"})

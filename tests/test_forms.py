@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.engine.engine import drive
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kernels.attend.reference import attend as specified
@@ -504,7 +504,7 @@ def test_a_form_needs_a_profile_that_may_round() -> None:
 def test_a_model_whose_tables_depend_on_length_is_refused() -> None:
     model = table.lm("latents", "fp32")
     with pytest.raises(BadModel, match="stores latents"):
-        build.store(
+        assemble.store(
             model, Profile.load("exact").replace(exactness="approx", form={"method": "kivi", "rope": "before"}, kv=FOUR)
         )
 
@@ -551,14 +551,14 @@ def test_a_session_goes_back_and_on_in_every_form(method: str, family: str) -> N
     asked = Profile.load("exact").replace(exactness="approx", form={"method": method, **rope, **ranks}, kv=kv)
     if method == "rotatekv" and any(dim & (dim - 1) for of in model.shapes for dim in of.parts):
         with pytest.raises(BadConfig, match="power of two"):
-            build.session(model, asked)
+            assemble.session(model, asked)
         return
-    session = build.session(model, asked)
+    session = assemble.session(model, asked)
     drive(session.read(families.prompt(90)))
     drive(session.stream(9))
     assert nbytes(session.kv)["packed"]
     assert session.kv.usage()
-    again = build.session(model, asked)
+    again = assemble.session(model, asked)
     again.kv.restore(Given(copy.deepcopy(session.kv.state()), len(session.ids)))
     assert nbytes(again.kv)["packed"] == nbytes(session.kv)["packed"]
     session.kv.crop(41)

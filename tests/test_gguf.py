@@ -18,18 +18,18 @@ from torch import Tensor
 import kvcli
 from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadInput, BadModel, ExitStatus
-from kvcli.fit.choice import plan_on, told
+from kvcli.fit.auto_placement import plan_on, told
+from kvcli.fit.available_memory import Room
 from kvcli.fit.plan import Facts, subject_of
-from kvcli.fit.room import Room
 from kvcli.fit.weights import weigh
 from kvcli.installing import pip
 from kvcli.kernels.linear_packed.module import PackedLinear
 from kvcli.models import source
 from kvcli.models.catalog import CATALOG, Known, recommended
-from kvcli.models.gguf import unpack
+from kvcli.models.gguf import convert
 from kvcli.models.gguf.config import DIGITS, SPLITS
+from kvcli.models.gguf.conversion_cache import KEPT
 from kvcli.models.gguf.header import TYPES
-from kvcli.models.gguf.kept import KEPT
 from kvcli.models.text import decode, render_prompt
 from kvcli.models.tokenizer import load_tokenizer
 from kvcli.settings.profile import Profile
@@ -43,7 +43,7 @@ gguf = pytest.importorskip("gguf")
 
 
 def loaded(path: Path, *, packs: bool = True, dtype: str = "fp32") -> LM:
-    return LM.load(unpack.ready(source.find(str(path)), dtype, path.parent / "cache", packs=packs), device="cpu")
+    return LM.load(convert.ready(source.find(str(path)), dtype, path.parent / "cache", packs=packs), device="cpu")
 
 
 def refused(act: Any) -> BadModel:
@@ -195,14 +195,14 @@ def test_rules_of_cutting_are_known_to_transformers():
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as KNOWN
 
     assert KNOWN.keys() >= SPLITS
-    assert not DIGITS & KNOWN.keys()  # else what unpack.py adds would come twice
+    assert not DIGITS & KNOWN.keys()  # else what convert.py adds would come twice
 
 
 def test_a_word_that_no_merges_lead_to_is_taken_whole_where_llama_cpp_does(tmp_path: Path):
     file, said = tmp_path / "tiny.gguf", dict[str, list[str]]()
     for rule in ("llama-bpe", "gpt-2"):
         write(file, keys={"tokenizer.ggml.pre": rule, "tokenizer.ggml.merges": ["Ġ a"]})  # none to "th"
-        folder = unpack.ready(source.find(str(file)), "auto", tmp_path / "cache", packs=True)
+        folder = convert.ready(source.find(str(file)), "auto", tmp_path / "cache", packs=True)
         said[rule] = load_tokenizer(folder, False).tokenize("th")
     assert said == {"llama-bpe": ["th"], "gpt-2": ["t", "h"]}
 
@@ -213,7 +213,7 @@ def words_of(tmp_path: Path, *given: str, type: int, **changes: Any) -> Any:
     said["tokenizer.ggml.tokens"][-len(given) :] = given
     said["tokenizer.ggml.token_type"][-len(given) :] = [type] * len(given)
     write(tmp_path / "tiny.gguf", keys=said | changes)
-    return load_tokenizer(unpack.ready(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, packs=True), False)
+    return load_tokenizer(convert.ready(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, packs=True), False)
 
 
 @pytest.mark.parametrize("type", [1, 3, 4])
@@ -237,7 +237,7 @@ def test_runs_of_spaces_stay_words_whatever_their_type(tmp_path: Path):
     said["tokenizer.ggml.tokens"][-1] = "  "
     said["tokenizer.ggml.token_type"][-1] = 4
     write(tmp_path / "tiny.gguf", "gemma2", keys=said)
-    words = load_tokenizer(unpack.ready(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, packs=True), False)
+    words = load_tokenizer(convert.ready(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, packs=True), False)
     assert words.tokenize("a  b") == ["a", "\u2581\u2581", "b"]
 
 
@@ -251,7 +251,7 @@ def test_a_vocabulary_says_whether_a_space_leads_its_text(tmp_path: Path):
         ids = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(("unknown", "bos", "eos"))}
         write(tmp_path / "tiny.gguf", keys=keys | ids, drop=("tokenizer.ggml.merges",))
         found = source.find(str(tmp_path / "tiny.gguf"))
-        words = load_tokenizer(unpack.ready(found, "auto", tmp_path / str(leads), packs=True), False)
+        words = load_tokenizer(convert.ready(found, "auto", tmp_path / str(leads), packs=True), False)
         assert words.tokenize("ab") == (["\u2581"] if leads else []) + ["a", "b"]
         read = [words.decode(words.encode(text, add_special_tokens=False)) for text in ("ab", " ab")]
         assert read == ["ab", "ab" if leads else " ab"]
@@ -259,7 +259,7 @@ def test_a_vocabulary_says_whether_a_space_leads_its_text(tmp_path: Path):
 
 def test_an_older_transformers_is_not_trusted_with_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write(tmp_path / "tiny.gguf")
-    monkeypatch.setattr("kvcli.models.gguf.unpack.find_spec", lambda _: None)
+    monkeypatch.setattr("kvcli.models.gguf.convert.find_spec", lambda _: None)
     assert refused(lambda: loaded(tmp_path / "tiny.gguf")).try_ == (pip("-U", "transformers"),)
 
 
@@ -372,7 +372,7 @@ def test_a_file_cut_short_anywhere_is_damaged(tmp_path: Path):
 def test_it_is_unpacked_once_and_again_when_it_changed(tmp_path: Path):
     file, cache, told = tmp_path / "tiny.gguf", tmp_path / "cache", list[str]()
     write(file)
-    ready = partial(unpack.ready, cache=cache, tell=told.append)
+    ready = partial(convert.ready, cache=cache, tell=told.append)
     first = ready(source.find(str(file)), "auto", packs=True)
     assert (len(told), str(first.path) in told[0], first.id) == (1, True, str(file))
     assert ready(source.find(str(file)), "auto", packs=True).path == first.path
@@ -393,7 +393,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr("kvcli.models.gguf.unpack.numbers", full)
+        broken.setattr("kvcli.models.gguf.convert.numbers", full)
         with pytest.raises(BadInput, match=r"cannot write .*/cache/gguf/.*: No space"):
             loaded(tmp_path / "tiny.gguf")
     assert list((tmp_path / "cache" / "gguf").iterdir()) == []
@@ -406,9 +406,9 @@ def test_a_large_tensor_is_written_a_stretch_at_a_time(tmp_path: Path, monkeypat
     write(tmp_path / "tiny.gguf")
     whole, bit = (tmp_path / name for name in ("whole", "bit"))
     found = source.find(str(tmp_path / "tiny.gguf"))
-    one = unpack.ready(found, "fp32", whole, packs=True).path / "model.safetensors"
+    one = convert.ready(found, "fp32", whole, packs=True).path / "model.safetensors"
     monkeypatch.setattr("kvcli.models.gguf.blocks._STRETCH", 700)  # two rows and a bit
-    two = unpack.ready(found, "fp32", bit, packs=True).path / "model.safetensors"
+    two = convert.ready(found, "fp32", bit, packs=True).path / "model.safetensors"
     assert one.read_bytes() == two.read_bytes()
     with safe_open(one, "pt") as file:
         assert file.get_tensor("model.layers.0.self_attn.q_proj.data").dtype == torch.uint8
@@ -466,7 +466,7 @@ def test_a_profile_for_cpus_leaves_packed_weights_as_they_are(tmp_path: Path):
 def test_weights_are_counted_alike_in_the_file_unpacked_and_loaded(tmp_path: Path, family: str):
     write(tmp_path / "tiny.gguf", family)
     found = source.find(str(tmp_path / "tiny.gguf"))
-    lm, made = loaded(tmp_path / "tiny.gguf"), unpack.ready(found, "fp32", tmp_path / "cache", packs=True)
+    lm, made = loaded(tmp_path / "tiny.gguf"), convert.ready(found, "fp32", tmp_path / "cache", packs=True)
     assert found.parameters == made.parameters == lm.info.parameters
 
 
@@ -478,7 +478,7 @@ def test_a_plan_is_worded_as_the_run_is(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "wordings.toml").write_text(f"[[wording]]\n{row}")
     monkeypatch.setattr("kvcli.summarize.wording.TABLE", tmp_path / "wordings.toml")
     found = source.find(str(tmp_path / "tiny.gguf"))
-    made = unpack.ready(found, "fp32", tmp_path / "cache", packs=True)
+    made = convert.ready(found, "fp32", tmp_path / "cache", packs=True)
     assert [wording_of(model).sentence for model in (found, made, lm.info)] == [9, 9, 9]
 
 

@@ -14,7 +14,7 @@ import pytest
 from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadModel
 from kvcli.models import source
-from kvcli.models.gguf import header, unpack
+from kvcli.models.gguf import convert, header
 from tests.gguf_files import write
 from tests.test_seam import our_logits
 
@@ -74,7 +74,7 @@ def outcomes(whole: Path, folder: Path, seeds: Iterator[int], *, load: bool) -> 
 
 def loads(found: source.Source, folder: Path) -> str:
     try:
-        lm = LM.load(unpack.ready(found, "fp32", folder / "cache", packs=True), device="cpu")
+        lm = LM.load(convert.ready(found, "fp32", folder / "cache", packs=True), device="cpu")
     except BadModel as error:
         return error.code
     our_logits(lm, [5, 6, 7], 2)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.build import front, view
+from kvcli.assemble import front, view
 from kvcli.drafts.tree.tree_drafter import Mixer
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.forward_request import Feed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcli.build import session
+from kvcli.assemble import session
 from kvcli.engine.engine import drive, events
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig

@@ -23,7 +23,7 @@ from kvcli.errors import BadInput, BadModel
 from kvcli.fit.plan import subject_of
 from kvcli.heads.auto_headmap import place
 from kvcli.models import hashes, source
-from kvcli.models.gguf import unpack
+from kvcli.models.gguf import convert
 from kvcli.models.hashes import Hashes, Stamped, code_hash, model_files
 from kvcli.prefix_cache.cache_key import identity
 from kvcli.settings.profile import Profile
@@ -373,7 +373,7 @@ def test_a_gguf_file_is_not_answered_from_its_twins_copy(tmp_path: Path, settled
             file = tmp_path / folder / "model.gguf"
             file.parent.mkdir(exist_ok=True)
             put(file, its, how)
-            copy = unpack.ready(source.find(str(file)), "fp32", cache, packs=True).path
+            copy = convert.ready(source.find(str(file)), "fp32", cache, packs=True).path
             made.setdefault(name, set()).add((copy.name, (copy / "model.safetensors").read_bytes()))
     assert [len(copies) for copies in made.values()] == [1] * 4
     assert made["a"] == made["again"]
@@ -386,13 +386,13 @@ def test_a_gguf_file_that_changes_while_it_is_unpacked_leaves_no_copy(
     gguf_files = pytest.importorskip("tests.gguf_files", reason="the gguf package is absent")
     file = tmp_path / "model.gguf"
     gguf_files.write(file)
-    found, data, write = source.find(str(file)), file.read_bytes(), unpack._write_weights
+    found, data, write = source.find(str(file)), file.read_bytes(), convert._write_weights
 
     def writing(*given: Any) -> None:
         put(file, flipped(data, -9), "rename")
         write(*given)
 
-    monkeypatch.setattr(unpack, "_write_weights", writing)
+    monkeypatch.setattr(convert, "_write_weights", writing)
     with pytest.raises(BadModel, match="changed"):
-        unpack.ready(found, "fp32", tmp_path / "cache", packs=True)
+        convert.ready(found, "fp32", tmp_path / "cache", packs=True)
     assert list((tmp_path / "cache" / "gguf").iterdir()) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
@@ -431,7 +431,7 @@ SIZES = (LayerShape(2, 16, 16), LayerShape(1, 32, 16), LayerShape(2, 16, 16, sha
 def test_what_packs_moves_away_or_recalls_takes_layers_of_any_size(key: str) -> None:
     """And gives what a dense tier gives, to what is rounded."""
     profile = load_profile("exact").replace(exactness="approx", **MORE[key])
-    plan = build.plan(LM.of(families.build("llama", num_hidden_layers=4)), profile)
+    plan = assemble.plan(LM.of(families.build("llama", num_hidden_layers=4)), profile)
     kv, plain = replace(plan, shapes=SIZES).store(), Dense(SIZES, plan.dtype)
     for layer, of in enumerate(SIZES):
         if of.shares is None:
@@ -454,7 +454,7 @@ def test_what_packs_moves_away_or_recalls_takes_layers_of_any_size(key: str) -> 
 
 def test_what_a_layout_cannot_hold_is_refused_by_the_key_that_asks_for_it() -> None:
     profile = load_profile("exact").replace(exactness="approx", kv={"v_bits": 4})
-    plan = build.plan(LM.of(families.build("llama", num_hidden_layers=4)), profile)
+    plan = assemble.plan(LM.of(families.build("llama", num_hidden_layers=4)), profile)
     with pytest.raises(BadConfig, match=r"kv\.v_bits = 4 does not fit") as caught:
         replace(plan, shapes=UNEVEN).store()
     assert caught.value.code == "kv_bits"

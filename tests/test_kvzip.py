@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.lm import LM
@@ -26,7 +26,7 @@ N = 61
 
 def session(lm: LM = TINY, **more: object) -> Session:
     policy = {"name": "kvzip", "piece": 25, "lead": 3, "sinks": 2, "guard": 4, **more}
-    return build.session(lm, load_profile("exact").replace(exactness="approx", policy=policy, prefill={"chunk": 32}))
+    return assemble.session(lm, load_profile("exact").replace(exactness="approx", policy=policy, prefill={"chunk": 32}))
 
 
 def scored(s: Session) -> dict[int, Tensor]:
@@ -83,7 +83,7 @@ def test_plus_weighs_what_a_value_adds_beside_the_stream_that_asks_for_it(family
 
 
 def test_nothing_of_the_repetition_is_stored() -> None:
-    ids, s, plain = families.prompt(N + 1), session(keep=1.0), build.session(TINY, load_profile("exact"))
+    ids, s, plain = families.prompt(N + 1), session(keep=1.0), assemble.session(TINY, load_profile("exact"))
     for each in (s, plain):
         drive(each.read(ids))
         list(events(each.stream(12)))

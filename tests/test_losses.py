@@ -12,8 +12,8 @@ from kvcli.commands.common.turn_json import Run, turn_document
 from kvcli.demo import report_path
 from kvcli.render.turn.status_row import Look, live_row
 from kvcli.render.turn.turn_summary import brief, summary
-from kvcli.settings.layers import builtin_files
 from kvcli.settings.profile import Profile, load_profile
+from kvcli.settings.sources import builtin_files
 
 DRAFTED = ("draft", "specextend", "specextend-paper")
 SHIPPED = {file.profile: Profile.load(file.profile) for file in builtin_files() if file.profile not in DRAFTED}

@@ -25,10 +25,10 @@ from kvcli.commands.models.default_model import with_default
 from kvcli.demo import weights_dir
 from kvcli.errors import BadModel
 from kvcli.files import BEGINS, SPARE
-from kvcli.fit import room
+from kvcli.fit import available_memory
 from kvcli.models import fetch
 from kvcli.models.catalog import BY_NAME, Known, Terms
-from kvcli.models.packages import Packed, Wheel
+from kvcli.models.pip_packages import Packed, Wheel
 from tests.fakes import Machine, Stream
 from tests.small_hub import Hub, serving
 from tests.test_sandbox import is_gone, until
@@ -608,7 +608,9 @@ def test_one_gguf_file_of_the_hub_is_held_against_its_checksum(tmp_path: Path):
 @pytest.fixture
 def suggested(machine: Machine, monkeypatch: pytest.MonkeyPatch):
     def ask(gib: float, *args: str, of: float = 0, **more: object) -> str:
-        monkeypatch.setattr(room, "look", lambda: room.Room("cpu", int(gib * 2**30), total=int(of * 2**30)))
+        monkeypatch.setattr(
+            available_memory, "look", lambda: available_memory.Room("cpu", int(gib * 2**30), total=int(of * 2**30))
+        )
         done = machine("models", "suggest", *args, **more)
         assert done.exit == 0
         return done.out
@@ -617,7 +619,7 @@ def suggested(machine: Machine, monkeypatch: pytest.MonkeyPatch):
 
 
 def usable(gib: int) -> int:
-    return room.Room("cpu", gib << 30).usable
+    return available_memory.Room("cpu", gib << 30).usable
 
 
 def test_what_runs_with_ease_stands_first_and_what_does_not_fit_last(suggested):
@@ -655,7 +657,9 @@ def test_what_is_free_at_the_moment_moves_no_model(suggested, free: float):
 def test_what_is_free_at_the_moment_is_said(machine: Machine, monkeypatch: pytest.MonkeyPatch):
     said = []
     for free in (22, 6):
-        monkeypatch.setattr(room, "look", lambda free=free: room.Room("cpu", free << 30, total=32 << 30))
+        monkeypatch.setattr(
+            available_memory, "look", lambda free=free: available_memory.Room("cpu", free << 30, total=32 << 30)
+        )
         said.append(machine("models", "suggest").err)
     ample, scarce = said
     assert "6.0 GiB of 32.0 GiB are free" in scarce
@@ -664,9 +668,9 @@ def test_what_is_free_at_the_moment_is_said(machine: Machine, monkeypatch: pytes
 
 
 def test_on_a_gpu_the_whole_card_ranks_but_for_what_its_driver_takes(suggested):
-    card = room.Room("cuda:0", 1 << 30, total=24 << 30)
-    assert card.empty.available == (24 << 30) - room.CONTEXT
-    assert room.Room("cpu", 5 << 30).empty.available == 5 << 30  # nobody knows the total
+    card = available_memory.Room("cuda:0", 1 << 30, total=24 << 30)
+    assert card.empty.available == (24 << 30) - available_memory.CONTEXT
+    assert available_memory.Room("cpu", 5 << 30).empty.available == 5 << 30  # nobody knows the total
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])

@@ -17,10 +17,10 @@ from typing import TextIO
 import pytest
 
 from kvcli.cli import run
+from kvcli.environment import Paths, World
 from kvcli.models.source import find
-from kvcli.outlet import Foreign, Outlet, Styled, escaped, neutralise
 from kvcli.render.terminal.terminal import cells
-from kvcli.world import Paths, World
+from kvcli.safe_output import Foreign, Outlet, Styled, escaped, neutralise
 from tests.fakes import Stream
 
 ROOT = Path(__file__).parents[1]
@@ -91,8 +91,8 @@ def test_only_the_outlet_touches_the_streams():
     """Whoever writes to a world's stream writes through it; these files are processes of their own."""
     alone = {
         "__main__.py",
-        "outlet.py",
-        "world.py",
+        "safe_output.py",
+        "environment.py",
         "cli.py",
         "documents/worker.py",
         "bench/peak.py",
@@ -101,7 +101,12 @@ def test_only_the_outlet_touches_the_streams():
         "models/template_worker.py",
         "models/tokenizer_worker.py",
     }
-    styled = {"outlet.py", "render/terminal/terminal.py", "render/terminal/live_region.py", "render/turn/turn_view.py"}
+    styled = {
+        "safe_output.py",
+        "render/terminal/terminal.py",
+        "render/terminal/live_region.py",
+        "render/turn/turn_view.py",
+    }
     for path in sorted((ROOT / "kvcli").rglob("*.py")):
         name = path.relative_to(ROOT / "kvcli").as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))

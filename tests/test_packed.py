@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.build import view
+from kvcli.assemble import view
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.sequence.session import Session

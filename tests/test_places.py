@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.engine.engine import drive, events, run, together
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.lm import LM
@@ -149,12 +149,12 @@ def test_two_texts_over_a_split_and_layers_with_windows(family):
 
 def test_what_chooses_from_a_past_is_refused_where_layers_lie_apart(monkeypatch):
     lm = LM.of(families.build("llama"), layers_on_gpu=2)
-    build.store(lm, Profile.load("balanced"))  # all on one device after all
-    lm.shapes = (*(build.replace(of, device=CPU) for of in lm.shapes[:1]), *lm.shapes[1:])
-    build.store(lm, Profile.load("ngram"))
+    assemble.store(lm, Profile.load("balanced"))  # all on one device after all
+    lm.shapes = (*(assemble.replace(of, device=CPU) for of in lm.shapes[:1]), *lm.shapes[1:])
+    assemble.store(lm, Profile.load("ngram"))
     for name in ("balanced", "streaming", "fafo", "lazy"):
         with pytest.raises(BadConfig, match="two devices"):
-            build.store(lm, Profile.load(name))
+            assemble.store(lm, Profile.load(name))
 
 
 def test_rows_of_a_split_model_are_not_stopped_on_the_way():

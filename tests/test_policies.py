@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
@@ -34,7 +34,7 @@ def kept(policy: Window | Random, s: Slots, layer: int = 0) -> list[list[int]]:
 
 def session(**policy: object) -> Session:
     profile = load_profile("exact").replace(exactness="approx", policy=policy, prefill={"chunk": 16})
-    return build.session(TINY, profile)
+    return assemble.session(TINY, profile)
 
 
 def test_a_window_keeps_the_first_and_the_newest() -> None:
@@ -69,7 +69,7 @@ def test_lots_do_not_depend_on_when_they_are_drawn() -> None:
 @pytest.mark.parametrize("policy", [{"name": "window", "sinks": 2, "window": 9}, {"name": "random", "budget": 80}])
 def test_what_is_not_kept_is_freed(policy: dict[str, object]) -> None:
     s = session(**policy)
-    full = build.session(TINY, load_profile("exact"))
+    full = assemble.session(TINY, load_profile("exact"))
     for each in (s, full):
         drive(each.read(families.prompt(301)))
     slot = sum(nbytes(full.kv).values()) / -(-301 // 256) / 256

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvcli.errors import BadConfig, ExitStatus, KvcliError
-from kvcli.settings.layers import builtin_files
 from kvcli.settings.profile import Clash, Profile, Sources, load_profile
+from kvcli.settings.sources import builtin_files
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvcli.cli import run
+from kvcli.environment import Paths, World
 from kvcli.schemas.listings import ProfilesDocument
-from kvcli.settings.layers import builtin_files
-from kvcli.world import Paths, World
+from kvcli.settings.sources import builtin_files
 from tests.fakes import Machine
 
 SHIPPED = [file.profile for file in builtin_files()]

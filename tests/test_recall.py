@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcli import build
+from kvcli import assemble
+from kvcli.assemble import view
 from kvcli.bench.profile_side import plain
-from kvcli.build import view
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
@@ -660,12 +660,12 @@ def test_a_promise_that_recall_cannot_keep_is_refused_by_name(exactness: str, me
 def test_a_profile_reads_through_its_table() -> None:
     model = exactness.lm("dense", "fp32")
     small = {"page": 3, "floor": 4, "sinks": 1, "recent": 4, "every": 8, "dense_layers": 1}
-    session = build.session(model, profile("certified", method="certified", epsilon=0.25, **small))
+    session = assemble.session(model, profile("certified", method="certified", epsilon=0.25, **small))
     drive(session.read(exactness.prompt()))
     list(events(session.stream(30)))
     assert session.every == 8
     assert {use.layer for use in session.kv.usage() if use.tier == "index"} == {1, 2}
-    whole = build.session(exactness.lm("sliding", "fp32"), profile(method="sketch", dense_layers=0))
+    whole = assemble.session(exactness.lm("sliding", "fp32"), profile(method="sketch", dense_layers=0))
     assert {use.layer for use in whole.kv.usage() if use.tier == "index"} == {1}, "gemma's other layers slide"
 
 
@@ -673,7 +673,7 @@ def test_a_profile_says_who_chooses_and_what_is_too_little() -> None:
     model, small = exactness.lm("dense", "fp32"), {"floor": 4, "sinks": 1, "recent": 4, "every": 8, "dense_layers": 1}
     tallies = []
     for more in ({}, {"choice": "boundary"}, {"cutoff": 0.2}):
-        session = build.session(model, profile(method="lowrank", page=3, rank=5, **small, **more))
+        session = assemble.session(model, profile(method="lowrank", page=3, rank=5, **small, **more))
         drive(session.read(exactness.prompt()))
         list(events(session.stream(16)))
         assert isinstance(session.kv, Recall)

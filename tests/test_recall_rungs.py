@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli import build
-from kvcli.build import view
+from kvcli import assemble
+from kvcli.assemble import view
 from kvcli.chat.model import Model
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
@@ -410,7 +410,7 @@ RECALL = {"method": "minmax", "page": 3, "floor": 4, "sinks": 1, "recent": 4, "e
 )
 def test_a_profile_reads_a_part_of_any_ladder(other: dict[str, dict[str, object]]) -> None:
     model = lm("fp32")
-    session = build.session(model, profile(recall=RECALL, **other))
+    session = assemble.session(model, profile(recall=RECALL, **other))
     drive(session.read(families.prompt(400)))
     list(events(session.stream(12)))
     index = {use.layer for use in session.kv.usage() if use.tier == "index" and use.nbytes > 100}

@@ -22,9 +22,9 @@ from kvcli.commands.common.background import meanwhile
 from kvcli.commands.common.interrupt import IMPATIENT, Interrupt
 from kvcli.demo import sample_path
 from kvcli.documents import Document
+from kvcli.environment import Paths, World
 from kvcli.errors import BadConfig, ExitStatus
 from kvcli.render.terminal.screen import Screen
-from kvcli.world import Paths, World
 from tests.fake_model import FakeModel, FakeProfile, fake_info
 
 

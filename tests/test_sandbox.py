@@ -23,7 +23,7 @@ import pytest
 from kvcli import sandbox
 from kvcli.commands.doctor import sandbox_words
 from kvcli.documents import document_of
-from kvcli.outside import Limits, Outside, TooSlow, means
+from kvcli.worker_process import Limits, Outside, TooSlow, means
 
 ROOT = Path(__file__).parents[1]
 
@@ -105,7 +105,7 @@ document_of(forms(10, 12), "a.pdf")
 """
 WAITS = """
 import signal
-from kvcli.outside import Limits, Outside
+from kvcli.worker_process import Limits, Outside
 process = Outside("tests.test_sandbox", Limits(cpu=1000, wall=1000.0))
 signal.pause()
 """
@@ -142,7 +142,7 @@ def test_without_privileges_it_is_shut_in_as_well(tmp_path):
 import ctypes, os, sys
 for capability in range(64):
     ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
-os.execv(sys.executable, [sys.executable, "-c", "from kvcli.outside import means; print(*means())"])
+os.execv(sys.executable, [sys.executable, "-c", "from kvcli.worker_process import means; print(*means())"])
 """
     assert said(code).split() == means()
 
@@ -238,7 +238,7 @@ def test_the_doctor_says_how_it_is_shut_in(found, words):
 
 
 def test_what_cannot_be_started_has_no_means(monkeypatch):
-    monkeypatch.setattr("kvcli.outside.BOOT", "nonsense")
+    monkeypatch.setattr("kvcli.worker_process.BOOT", "nonsense")
     assert means() == []
 
 
@@ -266,7 +266,7 @@ def test_it_is_gone_with_its_parent_though_others_hold_its_pipes():
 
 
 def test_a_parent_that_was_gone_before_it_began(monkeypatch):
-    monkeypatch.setattr("kvcli.outside.os.getpid", lambda: 1)
+    monkeypatch.setattr("kvcli.worker_process.os.getpid", lambda: 1)
     process = Outside("kvcli.sandbox", Limits())
     assert list(process.ask(b"", 30)) == []
     assert process.end() == 1
@@ -283,7 +283,7 @@ def test_it_ends_by_its_own_clock(tmp_path):
 def test_an_answer_without_end_does_not_stop_the_clock(monkeypatch, wait):
     code = "import time\nend = time.monotonic() + 8\nwhile time.monotonic() < end: print('x', end='', flush=True)"
     code += f"; {wait}"
-    monkeypatch.setattr("kvcli.outside.BOOT", code)
+    monkeypatch.setattr("kvcli.worker_process.BOOT", code)
     process = Outside("", Limits(output=1 << 40))
     with pytest.raises(TooSlow):
         list(process.ask(b"", 0.7))
@@ -291,7 +291,7 @@ def test_an_answer_without_end_does_not_stop_the_clock(monkeypatch, wait):
 
 
 def test_what_does_not_listen_does_not_hold_its_parent_up(monkeypatch):
-    monkeypatch.setattr("kvcli.outside.BOOT", "import os, time; os.read(0, 9000); time.sleep(10)")
+    monkeypatch.setattr("kvcli.worker_process.BOOT", "import os, time; os.read(0, 9000); time.sleep(10)")
     process = Outside("", Limits())
     with pytest.raises(TooSlow):
         list(process.ask(b"x" * 1_000_000, 0.7))
@@ -300,7 +300,7 @@ def test_what_does_not_listen_does_not_hold_its_parent_up(monkeypatch):
 
 
 def test_it_is_killed_when_nobody_holds_it(monkeypatch):
-    monkeypatch.setattr("kvcli.outside.BOOT", "import time; time.sleep(60)")
+    monkeypatch.setattr("kvcli.worker_process.BOOT", "import time; time.sleep(60)")
     process = Outside("", Limits())
     worker = psutil.Process(process._process.pid)
     del process

@@ -14,14 +14,14 @@ import pytest
 import kvcli
 from kvcli.demo import weights_dir
 from kvcli.errors import BadConfig, BadModel
+from kvcli.fit.available_memory import Room
 from kvcli.fit.plan import Facts, plan, subject_of
-from kvcli.fit.room import Room
 from kvcli.kv.slots import nbytes
 from kvcli.models import source
-from kvcli.models.mixing import Folds
-from kvcli.models.spelling import spelling
-from kvcli.settings.layers import Sources
+from kvcli.models.recurrent_shapes import Folds
+from kvcli.models.retokenizer import spelling
 from kvcli.settings.profile import Profile
+from kvcli.settings.sources import Sources
 from tests import small_tokenizers
 
 PROMPT = "Name the planets, twice."

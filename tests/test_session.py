@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.engine.engine import drive, events
 from kvcli.engine.forward_request import Made
 from kvcli.engine.hf.lm import LM
@@ -233,7 +233,7 @@ def test_scouts_read_what_the_drafters_policy_keeps() -> None:
     found = {}
     for policy in (None, KeepAll(), Recent(last=3)):
         s = session(Scouting())
-        s.view = policy and build.front(s.lm, s.kv, policy, 8)
+        s.view = policy and assemble.front(s.lm, s.kv, policy, 8)
         drive(s.read(families.prompt(40)))
         step = drive(s.step())
         assert step.path == [0]

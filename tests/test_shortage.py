@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.api import End, Event, Text
 from kvcli.chat.memory_recovery import mend, stepped
 from kvcli.chat.model import Model
@@ -74,7 +74,7 @@ def session(store: str, drafter: Any = None) -> Session:
     make, policy = STORES[store]
     kv = make((lm().n_layers, lm().n_kv_heads, lm().head_dim), lm().dtype)
     drafter = drafter or Off()
-    view = build.view(lm(), kv, drafter)
+    view = assemble.view(lm(), kv, drafter)
     return Session(lm(), kv, drafter, SAMPLED, view=view, policy=policy, every=EVERY, chunk=13)
 
 

@@ -19,9 +19,9 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel
 from kvcli.fit import weights
+from kvcli.fit.available_memory import Room
 from kvcli.fit.memory import GIB, kv_bytes, stored
 from kvcli.fit.plan import Facts, Subject, plan
-from kvcli.fit.room import Room
 from kvcli.kv.cache.level import Floor, Rung
 from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.footprint import layer_bytes
@@ -32,7 +32,7 @@ from kvcli.kv.tiers.disk import Disk
 from kvcli.kv.tiers.quantized import Packed
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.streaming import Window
-from kvcli.models.packing import Packing
+from kvcli.models.checkpoint_format import Packing
 from kvcli.models.shape import shape_of
 from kvcli.settings.profile import Profile
 from tests import all_families, drafters, families

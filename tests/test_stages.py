@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events, run
 from kvcli.engine.forward_request import Feed
@@ -346,7 +346,7 @@ def test_what_tools_said_and_the_last_question_stay_at_six_percent(name: str, wh
     for is_on in (True, False):
         more = {k: v for k, v in {**SNAP, "name": name, "keep": 0.06, key: is_on, **only}.items() if v is not None}
         profile = load_profile("exact").replace(exactness="approx", policy=more, prefill={"chunk": 64})
-        s = build.session(TINY, profile)
+        s = assemble.session(TINY, profile)
         s.spans = [span]
         drive(s.read(families.prompt(401)))
         stays = {*range(span.start, span.end)}
@@ -415,7 +415,9 @@ def test_models_that_cannot_be_judged_so_are_refused(monkeypatch: pytest.MonkeyP
         session(latent, post="critical")
     shared = LM.of(families.build("gemma4_shared"))
     with pytest.raises(KvcliError, match="those of others"):
-        build.session(shared, load_profile("exact").replace(exactness="approx", policy={"name": "kvzip", "plus": True}))
+        assemble.session(
+            shared, load_profile("exact").replace(exactness="approx", policy={"name": "kvzip", "plus": True})
+        )
     uneven = (replace(TINY.shapes[0], n_kv_heads=K + 1), *TINY.shapes[1:])
     monkeypatch.setattr(TINY, "shapes", uneven)
     with pytest.raises(KvcliError, match="uneven"):

@@ -18,7 +18,7 @@ import sys
 from io import StringIO
 from pathlib import Path
 from kvcli import cli
-from kvcli.world import Paths, World
+from kvcli.environment import Paths, World
 
 class Terminal(StringIO):
     def isatty(self):

@@ -22,11 +22,11 @@ from kvcli.engine.loading.build_limit import within
 from kvcli.errors import BadModel, ExitStatus, KvcliError
 from kvcli.fit.plan import subject_of
 from kvcli.models import source
-from kvcli.models.foreign import blamed
 from kvcli.models.headers import read_header
+from kvcli.models.library_errors import blamed
 from kvcli.models.text import decode, render_prompt
 from kvcli.models.tokenizer import load_tokenizer
-from kvcli.settings.toml_places import Scan, read_document
+from kvcli.settings.toml_positions import Scan, read_document
 from tests.bench.storm_models import storm
 from tests.fakes import Machine
 from tests.families import build, config_of

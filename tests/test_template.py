@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from kvcli import outside
+from kvcli import worker_process
 from kvcli.errors import BadInput, BadModel, ExitStatus, UsageError
 from kvcli.models import template
 from kvcli.models.source import find
@@ -156,9 +156,9 @@ def test_an_interrupted_question_is_not_answered_to_the_next(chats, monkeypatch)
         raise KeyboardInterrupt
         yield
 
-    real = outside.Outside.ask
+    real = worker_process.Outside.ask
     with monkeypatch.context() as patch:
-        patch.setattr(outside.Outside, "ask", interrupted)
+        patch.setattr(worker_process.Outside, "ask", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ours(chats, TALKS["turns"])
     assert ours(chats, TALKS["nothing"]) == theirs(chats._tokenizer, TALKS["nothing"])
@@ -173,7 +173,7 @@ def test_a_template_may_not_be_chosen(chats):
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"text": 1}', b'{"a": 1, "b": 2}'])
 def test_a_process_that_was_taken_over_cannot_confuse_its_parent(chats, monkeypatch, answer):
-    monkeypatch.setattr(outside.Standby, "_answer", lambda *_: answer)
+    monkeypatch.setattr(worker_process.Standby, "_answer", lambda *_: answer)
     with pytest.raises(BadModel):
         chats(TALKS["question"], **template.ASKED)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
@@ -55,7 +55,7 @@ ALLOCS = ("uniform", "ada", "pyramid", "headmap", "global")
 def session(name: str, lm: LM = TINY, chunk: int = 64, **more: Any) -> Session:
     settings = {"name": name, **SMALL, **NAMES[name], **more}
     profile = load_profile("exact").replace(exactness="approx", policy=settings, prefill={"chunk": chunk})
-    return build.session(lm, profile)
+    return assemble.session(lm, profile)
 
 
 def held(s: Session) -> list[list[list[int]]]:
@@ -273,7 +273,7 @@ def spoken(name: str, alloc: str, full: bool, drafter: Drafter) -> list[int]:
         kv,
         drafter,
         Sampler(0.8, seed=3),
-        view=build.view(lm, kv, drafter),
+        view=assemble.view(lm, kv, drafter),
         policy=policy,
         every=policy.every,
         chunk=19,
@@ -389,7 +389,7 @@ def test_the_shipped_profiles_halve_a_prompt(name: str) -> None:
     assert profile.exactness == "approx"
     assert profile.policy.method == name
     assert profile.policy.slots(10_000) == 5000
-    s = build.session(TINY, profile)
+    s = assemble.session(TINY, profile)
     drive(s.read(families.prompt(301)))
     assert sum(len(head) for head in heads(s)) == L * K * 150
     list(events(s.stream(8)))

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.bench.compare import acceptance, all_figures, paired, samples_of, unpaired
-from kvcli.bench.earlier import unlike
+from kvcli.bench.earlier_result import unlike
 from kvcli.bench.environment import environment
 from kvcli.bench.fail_if import Condition
 from kvcli.bench.run import Bench, hash_of
-from kvcli.bench.same import first_difference
+from kvcli.bench.text_agreement import first_difference
 from kvcli.schemas.bench import BenchDocument, BenchModel, BenchRow, Check, Ratio, Ratios, Same, Samples
 from kvcli.version import __version__
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from kvcli.errors import BadModel
 from kvcli.files import check_room, private_folder, replacing
 from kvcli.models.family import read_config
-from kvcli.models.gguf.kept import FOLDER, KEPT, fingerprint, forget, use
+from kvcli.models.gguf.conversion_cache import FOLDER, KEPT, fingerprint, forget, use
 from kvcli.models.gguf.names import HEAD, SETTINGS, WRITTEN, Layout
 from kvcli.models.hashes import Hashes, Stamped
 

@@ -16,7 +16,7 @@ from kvcli.engine.hf.lm import quiet
 from kvcli.engine.loading import weights
 from kvcli.engine.stats import Stats
 from kvcli.models.family import read_config
-from kvcli.models.gguf.unpack import ready
+from kvcli.models.gguf.convert import ready
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -98,7 +98,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from kvcli.world import World
+    from kvcli.environment import World
 
     parser = argparse.ArgumentParser(
         prog=COMMAND, description="Make the environment of `kvcli bench --baseline kvpress`."

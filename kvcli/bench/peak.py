@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcli.bench.makers import make
 from kvcli.bench.recipe import Recipe
+from kvcli.bench.side_factory import make
 from kvcli.errors import KvcliError
 
 

@@ -25,7 +25,7 @@ class Recipe:
     """One side. For a baseline, `settings` are those of the first profile: what it has to be like."""
 
     name: str
-    kind: str  # "profile" or a baseline of `makers.py`
+    kind: str  # "profile" or a baseline of `side_factory.py`
     model: str  # folder of the files
     settings: Mapping[str, Any]  # dotted keys, as in `Profile.values`
     profile: str  # name

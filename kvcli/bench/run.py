@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcli.bench.environment import load_average
-from kvcli.bench.makers import make
 from kvcli.bench.measure import Case, Plan, Progress, Series, Tell, measure, words_of
 from kvcli.bench.profile_side import Models, plain
 from kvcli.bench.recipe import Recipe
-from kvcli.bench.same import Tie, first_difference, tie_at
+from kvcli.bench.side_factory import make
+from kvcli.bench.text_agreement import Tie, first_difference, tie_at
 from kvcli.bench.workloads import prompt_of
 from kvcli.errors import ContextOverflow, KvcliError, UsageError
 from kvcli.kernels import native

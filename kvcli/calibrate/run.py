@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import torch
 
     from kvcli.chat.model import Model
+    from kvcli.environment import World
     from kvcli.fit.plan import Plan, Subject
     from kvcli.settings.profile import Profile
-    from kvcli.world import World
 
 Tell = Callable[[str], None]
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.api import Read
 from kvcli.chat.conversation import Chat
 from kvcli.chat.text_session import OpenText
@@ -38,8 +38,8 @@ from kvcli.prefix_cache.prefix_cache import FEW, fields_of
 from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
 from kvcli.schemas.chat import ChatDocument
 from kvcli.schemas.pack import PackDocument, PackedFile
-from kvcli.settings.layers import set_value
 from kvcli.settings.small_file import Unfit, open_regular, read_small
+from kvcli.settings.sources import set_value
 
 if TYPE_CHECKING:
     from kvcli.settings.profile import Profile
@@ -167,7 +167,7 @@ def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, s
     """`made_by`: the identity of the model before it read."""
     text = talk.model
     assert text.session.ids[: text.session.committed] == list(ids), "something else was read"
-    shaping, values = build.shaping(text.profile), text.profile.values
+    shaping, values = assemble.shaping(text.profile), text.profile.values
     with replacing_folder(folder) as made:
         snapshot_file.write(made / PAST, coded_state(text.session.state(), shaping.codec))
         write_private(made / CHAT, json.dumps(as_document(talk).document(), ensure_ascii=False))
@@ -190,7 +190,7 @@ def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, s
 
 def fingerprint(text: OpenText, made_by: Mapping[str, str]) -> dict[str, str]:
     """All that the past of a text depends on, by field."""
-    return fields_of(made_by, text.session, build.shaping(text.profile))
+    return fields_of(made_by, text.session, assemble.shaping(text.profile))
 
 
 def _unlike(mine: Mapping[str, str], its: Mapping[str, str]) -> list[str]:
@@ -198,7 +198,7 @@ def _unlike(mine: Mapping[str, str], its: Mapping[str, str]) -> list[str]:
 
 
 def _is_of_past(key: str) -> bool:
-    return key in OF_MODEL or (key.partition(".")[0] in build.SHAPE and "=" not in key)
+    return key in OF_MODEL or (key.partition(".")[0] in assemble.SHAPE and "=" not in key)
 
 
 def _packed(path: Path) -> PackedFile:

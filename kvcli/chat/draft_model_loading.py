@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvcli.engine.drafting.drafter import Pair
 from kvcli.errors import BadModel
-from kvcli.models.companions import is_assistant
-from kvcli.models.spelling import spelling
+from kvcli.models.draft_heads import is_assistant
+from kvcli.models.retokenizer import spelling
 from kvcli.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ def load_second(
     from kvcli.engine.drafting.gemma4_assistant import load_assistant
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.loading.weights import keeps_blocks
-    from kvcli.models.gguf import unpack
+    from kvcli.models.gguf import convert
 
     untrusted = replace(load, quant=wanted.quant, allow_pickle=False, trust_remote_code=False)
     wants = replace(untrusted, layers_on_gpu="auto")  # what was chosen is for the other's layers
-    found = unpack.ready(find(wanted.model), wants.dtype, cache, packs=keeps_blocks(wants), tell=tell)
+    found = convert.ready(find(wanted.model), wants.dtype, cache, packs=keeps_blocks(wants), tell=tell)
     if is_assistant(found.config) != wanted.is_assistant:
         raise _of_another_method(wanted)
     if untrusted == load and (str(found.path), found.revision) == (target.info.path, target.info.revision):

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.engine.forward_request import asked
 from kvcli.kv.out_of_memory import free_caches, lacking
 from kvcli.kv.slots import nbytes
@@ -73,17 +73,17 @@ def _apply(session: Session, old: Profile, new: Profile) -> bool:
     """Have the session go on under `new`; False if what that needs is not there, and nothing has changed."""
     if _storage(old) != _storage(new):
         with lacking() as lacks:
-            store = build.store(session.lm, new, nbytes(session.kv).get(session.lm.device.type, 0))
+            store = assemble.store(session.lm, new, nbytes(session.kv).get(session.lm.device.type, 0))
         if lacks:
             return False
-        session.every = build.every(new)
+        session.every = assemble.every(new)
         with lacking() as lacks:
             move(session.kv, store, session.lm.storing)
             session.put(store)
             session.rewind(session.committed + 1)  # the next boundary may be another
         if lacks:
             _restart(session, new)
-    session.chunk_rows = build.chunk(session.lm, new)
+    session.chunk_rows = assemble.chunk(session.lm, new)
     return True
 
 
@@ -113,4 +113,4 @@ def _restart(session: Session, profile: Profile) -> None:
     """Forget everything stored, in a new store: the old one may be torn."""
     session.committed = 0
     session.rewind(0)  # first: should there be no room for another store, nothing refers to what is torn
-    session.put(build.store(session.lm, profile))
+    session.put(assemble.store(session.lm, profile))

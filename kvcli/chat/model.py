@@ -18,7 +18,7 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.api import Events, Prompt, Turn
 from kvcli.chat.draft_model_loading import load_second
 from kvcli.chat.engine_thread import EngineThread
@@ -29,7 +29,7 @@ from kvcli.engine.info import ModelInfo
 from kvcli.errors import BadConfig, KvcliError
 from kvcli.kv.out_of_memory import as_shortage, free_caches
 from kvcli.models.tokenizer import load_tokenizer
-from kvcli.settings.clashes import cautions
+from kvcli.settings.conflicts import cautions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,21 +71,21 @@ def load(
     from kvcli.models import source
     from kvcli.models.catalog import recommended
     from kvcli.models.ends import ends
-    from kvcli.models.gguf import unpack
+    from kvcli.models.gguf import convert
     from kvcli.models.hashes import Hashes
 
     began, wants = time.perf_counter(), profile.load
     named = partial(source.find, offline=offline, tell=tell)
     found = named(model, allow_pickle=wants.allow_pickle) if isinstance(model, str) else model
     packs = keeps_blocks(wants)
-    given, found = found, unpack.ready(found, wants.dtype, cache, packs=packs, tell=tell)
+    given, found = found, convert.ready(found, wants.dtype, cache, packs=packs, tell=tell)
     # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
     tokenizer = load_tokenizer(found, wants.trust_remote_code)
     lm = LM.load(found, **asdict(wants))  # the table's keys are what a model is loaded by
     ids, strings = ends(tokenizer, lm.vocab)
     lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
     lm.hashes = Hashes(cache, tell)
-    told, usual = unpack.told(given, packs, lm.info.dtype), recommended(given.text_config, given.id)
+    told, usual = convert.told(given, packs, lm.info.dtype), recommended(given.text_config, given.id)
     if lm.generation != (sampling := model_settings.generation(lm.model, lm.info.id, usual)):
         told += (f"its files say nothing of sampling; kvcli takes {', '.join(f'{k} {v:g}' for k, v in usual.items())}",)
     notes = lm.info.notes
@@ -114,7 +114,7 @@ class Model:
     ) -> None:
         """`second`: loads a model that drafts beside this one; None = none can be had."""
         self.lm, self.tokenizer = lm, tokenizer
-        self.profile, self._unkept = build.settled(lm, profile)
+        self.profile, self._unkept = assemble.settled(lm, profile)
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
         self.engine = EngineThread()  # of the texts that event loops ask
         self.data: Path | None = None  # the user's folder, where chats are kept; None = nobody said which
@@ -184,7 +184,7 @@ class Model:
             )
         tells = self.profile.policy.every is not None or bool(self.profile.prune.reads)
         kinds = self._kinds() if tells else None
-        return build.session(self.lm, self.mapped(), self.costs, kinds, self._draft())
+        return assemble.session(self.lm, self.mapped(), self.costs, kinds, self._draft())
 
     def mapped(self) -> Profile:
         """The profile with the file of the model's own head map, where it asks for that."""
@@ -200,7 +200,7 @@ class Model:
 
     def new_writer(self) -> Writer | None:
         """What writes a session's text by steps, under a profile that wants that."""
-        return build.steps(self.lm, self.profile, self._draft(), self.tokenizer)
+        return assemble.steps(self.lm, self.profile, self._draft(), self.tokenizer)
 
     def _draft(self) -> Pair | None:
         """This model with the one that drafts under its profile, loaded when it is first asked for.
@@ -253,14 +253,14 @@ class Model:
     @property
     def cautions(self) -> list[str]:
         """What the user should know of the profile on this device, one line each."""
-        spends = build.plan(self.lm, self.profile).spending.told if self.profile.memory.spends else ""
+        spends = assemble.plan(self.lm, self.profile).spending.told if self.profile.memory.spends else ""
         said = self._unkept, self.profile.prune.about(self.lm), spends
         return [*filter(None, said), *cautions(self.profile, self.lm.device.type)]
 
     @property
     def promise(self) -> str:
         """What may be said of the text: "bit-exact", "exact", "exact but for near ties", "certified", "approx"."""
-        return build.promise(self.lm, self.profile)
+        return assemble.promise(self.lm, self.profile)
 
     def with_profile(self, profile: Profile) -> Model:
         """The same under another profile. Refuses a change of `load`."""
@@ -279,7 +279,7 @@ class Model:
     def under(self, profile: Profile) -> Model:
         """The same, with nothing refused or measured: for a text that has to go on."""
         changed = copy(self)
-        changed.profile, changed._unkept = build.settled(self.lm, profile)
+        changed.profile, changed._unkept = assemble.settled(self.lm, profile)
         vars(changed).pop("text", None)
         return changed
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.chat.memory_recovery import relieve
 from kvcli.engine.forward_request import Asks
 from kvcli.engine.policy.policy import Phase
@@ -18,9 +18,9 @@ from kvcli.engine.stats import Stats
 from kvcli.errors import KvcliError
 from kvcli.kv.out_of_memory import Shortage, lacking
 from kvcli.kv.slots import nbytes
-from kvcli.settings.layers import set_value
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import size_of
+from kvcli.settings.sources import set_value
 
 if TYPE_CHECKING:
     from kvcli.chat.text_session import OpenText
@@ -103,7 +103,7 @@ def _larger(session: Session, profile: Profile) -> Iterator[dict[str, object]]:
         yield {**rounding, "kv.k_bits": 8, "kv.v_bits": 8}
     if not size_of(profile.memory.disk):
         yield {"memory.disk": "8GiB"}
-    if (chunk := build.chunk(session.lm, profile) // 4) >= 1:
+    if (chunk := assemble.chunk(session.lm, profile) // 4) >= 1:
         yield {"prefill.chunk": chunk}
 
 
@@ -111,7 +111,7 @@ def _holds(session: Session, profile: Profile, changes: dict[str, object], n: in
     """Whether a store under the changed profile can be made, and has room for a text of n tokens."""
     with suppress(KvcliError), lacking():
         changed = profile.replace(**changes)
-        plan = build.plan(session.lm, changed, nbytes(session.kv).get(session.lm.device.type, 0))
+        plan = assemble.plan(session.lm, changed, nbytes(session.kv).get(session.lm.device.type, 0))
         plan.store()
         kept = n if changed.memory.demotes else max(changed.policy.slots(n), changed.policy.reading(n))
         return plan.room.holds(kept)

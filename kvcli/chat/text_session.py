@@ -8,7 +8,7 @@ from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import TYPE_CHECKING, Any
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
 from kvcli.chat.token_kinds import chat_spans
 from kvcli.chat.turn import Answering, Asked
@@ -83,7 +83,7 @@ class OpenText:
             self.pack.fetch(self.session, ids)
         if (shelf := self.model.shelf) is not None and not self.session.condensed:
             with lacking():  # then it is read
-                for shaping in (ways := build.shapings(self.profile)):
+                for shaping in (ways := assemble.shapings(self.profile)):
                     shelf.fetch(self.session, ids, shaping)
                 if self.session.spare is not None and ways[-1].is_whole:
                     self.session.spare.add(shelf.elsewhere(self.session, ids, ways[-1]))
@@ -100,14 +100,14 @@ class OpenText:
 
     def can_condense(self, ids: Sequence[int]) -> bool:
         """Whether it has read these, and has room to judge what of them is to stay."""
-        return self.has_read(ids) and build.can_condense(self.session, len(ids))
+        return self.has_read(ids) and assemble.can_condense(self.session, len(ids))
 
     def condense(self, end: int, most: int, cancel: Cancel) -> list[int] | None:
         """Have the first `end` tokens take `most` slots a head; the ids that stand for them then. None: they cannot, or
         `cancel()` said otherwise."""
         self._end()
         with lacking():
-            if drive(until(build.condense(self.session, end, most), cancel)):
+            if drive(until(assemble.condense(self.session, end, most), cancel)):
                 return self.session.ids[:most]
         return None
 
@@ -118,7 +118,7 @@ class OpenText:
         """
         if self.model.shelf is None or self.session.condensed:  # its ids are no text that anybody reads
             return Kept()
-        ways = build.shapings(self.profile)
+        ways = assemble.shapings(self.profile)
         shaping = ways[0 if "reused" in self.session.lost else -1]
         kept = self.model.shelf.keep(self.session, cancel, shaping)
         was, self._is_unkept = self._is_unkept, bool(kept.why_not)
@@ -133,7 +133,7 @@ class OpenText:
     def why_again(self) -> list[str]:
         """Why what this model read before is of no use to this text, if it was loaded another way then."""
         shelf = self.model.shelf
-        fields = shelf.differs(self.session, build.shaping(self.profile)) if shelf is not None else []
+        fields = shelf.differs(self.session, assemble.shaping(self.profile)) if shelf is not None else []
         return [f"what was read before is of no use now: {', '.join(fields)}"] if fields else []
 
     def with_profile(self, profile: Profile) -> OpenText:
@@ -226,7 +226,7 @@ class OpenText:
             () if ignore_eos else model.lm.stop_ids,
             StopStrings([*([stop] if isinstance(stop, str) else stop), *(() if ignore_eos else model.lm.stop_strings)]),
             cancel or (lambda: False),
-            build.sampler(model.lm, profile),
+            assemble.sampler(model.lm, profile),
             0 if ignore_eos else profile.sample.stop_loops,
             constraint,
         )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from kvcli import heap
+from kvcli import malloc_tuning
 from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, Turn
 from kvcli.chat.approximation_notes import approx
 from kvcli.chat.resilient_generation import Steady
@@ -69,7 +69,7 @@ class Answering:
             self._fetched = time.perf_counter() - began
             self._stats.order = session.order
             yield Live(self._stats)
-            with heap.reading():
+            with malloc_tuning.reading():
                 yield from self._read()
             return (yield from self._write())
         except (GeneratorExit, Shortage):  # the session survives a lack of memory

@@ -19,7 +19,7 @@ from kvcli.models.fetch import NAME
 from kvcli.render.terminal.numbers import long_size
 
 if TYPE_CHECKING:
-    from kvcli.world import World
+    from kvcli.environment import World
 
 app = typer.Typer(add_completion=False, help="What is kept only to be faster the next time.")
 

@@ -15,14 +15,14 @@ from kvcli.commands.common.flags import option
 from kvcli.commands.common.inputs import agrees, tell
 from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.errors import UsageError
-from kvcli.outlet import neutralise
 from kvcli.render.terminal.numbers import plural
 from kvcli.render.terminal.tables import GAP, clip, columns, fitting, widest
 from kvcli.render.terminal.terminal import Terminal
+from kvcli.safe_output import neutralise
 from kvcli.schemas.sessions import SessionEntry, SessionsDocument
 
 if TYPE_CHECKING:
-    from kvcli.world import World
+    from kvcli.environment import World
 
 app = typer.Typer(add_completion=False, help="Kept conversations: list, search, show, export, remove.")
 

@@ -11,13 +11,13 @@ from kvcli.chat.database import NAME as SESSIONS
 from kvcli.commands.common.run_setup import SYSTEM_CONFIG, sources
 from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.errors import UsageError
-from kvcli.fit.runs import NAME as RUNS
+from kvcli.fit.run_log import NAME as RUNS
 from kvcli.models.fetch import NAME as MODELS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcli.world import World
+    from kvcli.environment import World
 
 app = typer.Typer(add_completion=False, help="Where settings live, and the schemas of the JSON.")
 

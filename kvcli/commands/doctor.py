@@ -17,8 +17,8 @@ from kvcli.models.machine import installed
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
+    from kvcli.environment import World
     from kvcli.schemas.listings import DoctorDocument
-    from kvcli.world import World
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "bitsandbytes", "triton", "typer", "rich")
 VARIABLES = re.compile(
@@ -57,8 +57,8 @@ def examine(world: World) -> DoctorDocument:
     import psutil
 
     from kvcli.demo import weights_dir
-    from kvcli.outside import means
     from kvcli.schemas.listings import DoctorDocument
+    from kvcli.worker_process import means
 
     memory = psutil.virtual_memory()
     return DoctorDocument(

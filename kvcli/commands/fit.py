@@ -14,11 +14,11 @@ from kvcli.errors import BadConfig, BadInput, BadModel, ExitStatus, KvcliError, 
 
 if TYPE_CHECKING:
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.fit.before import Outlook
+    from kvcli.environment import World
     from kvcli.fit.plan import Plan, Subject
+    from kvcli.fit.preflight import Outlook
     from kvcli.schemas.fit import CalibrationDocument
     from kvcli.settings.profile import Profile
-    from kvcli.world import World
 
 app = typer.Typer(add_completion=False)
 
@@ -102,16 +102,16 @@ def _plans(
 def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, notes: list[str]) -> Outlook:
     """The model's sizes and the machine's, or of the machine that was described."""
     subject = _subject(setup, profile, notes)  # before anything large is imported: a typing error is quick
-    from kvcli.fit import program
-    from kvcli.fit.before import Outlook
-    from kvcli.fit.card import CONTEXT
-    from kvcli.fit.room import rooms, size
+    from kvcli.fit import base_memory
+    from kvcli.fit.available_memory import rooms, size
+    from kvcli.fit.cuda_overhead import CONTEXT
+    from kvcli.fit.preflight import Outlook
 
     found = rooms(size(vram, "--vram") if vram else None, size(ram, "--ram") if ram else None)
     if vram:
         notes.append(f"of a card, CUDA itself takes {CONTEXT >> 20} MiB; the program's own memory is on the host")
     paths = setup.world.paths
-    return Outlook(subject, setup.name, paths.data, found, program.elsewhere(paths.cache), find=setup.sizes())
+    return Outlook(subject, setup.name, paths.data, found, base_memory.elsewhere(paths.cache), find=setup.sizes())
 
 
 def _subject(setup: Setup, profile: Profile, notes: list[str]) -> Subject:

@@ -17,9 +17,9 @@ from kvcli.files import try_output
 
 if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
+    from kvcli.environment import World
     from kvcli.render.terminal.screen import Screen
     from kvcli.schemas.pack import PackDocument
-    from kvcli.world import World
 
 app = typer.Typer(add_completion=False)
 

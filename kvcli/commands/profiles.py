@@ -12,16 +12,16 @@ import typer
 
 from kvcli.commands.common.run_setup import sources
 from kvcli.commands.common.stdout import print_json, print_lines, print_table
+from kvcli.environment import World
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
 from kvcli.settings.config import NAME, Config, load_config, no_such_profile, read_config
-from kvcli.settings.layers import PROJECT_FILE, Sources
 from kvcli.settings.problems import Problem, bad_config
 from kvcli.settings.profile import Outcome, Profile, Rules, load_profile, resolve_profile
 from kvcli.settings.profile_file import new_profile
 from kvcli.settings.settings import InFile
-from kvcli.settings.toml_places import toml_value
-from kvcli.world import World
+from kvcli.settings.sources import PROJECT_FILE, Sources
+from kvcli.settings.toml_positions import toml_value
 
 SCHEMA = "kvcli.profiles/1"
 

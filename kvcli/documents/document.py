@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from kvcli.models.foreign import blamed
+from kvcli.models.library_errors import blamed
 from kvcli.models.text import tokenizer_failed
 
 Unit = Literal["page", "heading", "chapter", "line"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import IO
 
+from kvcli.documents.archives import open_zip
+from kvcli.documents.dehyphenate import tidy, unmarked
 from kvcli.documents.docx_parts import Parts, attribute, tags
 from kvcli.documents.docx_sheet import BULLET, NOTES, Sheet
 from kvcli.documents.docx_words import PARAGRAPH, TABLE, inside, nearest, table, words
 from kvcli.documents.parsed import Job, Parsed, damaged
 from kvcli.documents.plain import headed_text
-from kvcli.documents.repair import tidy, unmarked
 from kvcli.documents.xml_tree import first_words
-from kvcli.documents.zipped import open_zip
 
 
 def read(file: IO[bytes], job: Job) -> Parsed:

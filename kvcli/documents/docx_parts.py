@@ -8,9 +8,9 @@ from functools import cache
 from typing import Any
 from urllib.parse import unquote
 
+from kvcli.documents.archives import member
 from kvcli.documents.parsed import damaged
 from kvcli.documents.xml_tree import parse_xml
-from kvcli.documents.zipped import member
 
 SPACES = (
     "http://schemas.openxmlformats.org/wordprocessingml/2006/main",

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcli.documents.docx_parts import MATH, is_on, tags, value
 from kvcli.documents.docx_sheet import BULLET, NOTES, Sheet
-from kvcli.documents.raised import apart, grouped
+from kvcli.documents.superscripts import apart, grouped
 
 PARAGRAPH, TABLE, ROW, CELL, RUN = tags("p"), tags("tbl"), tags("tr"), tags("tc"), tags("r")
 # deleted text, text moved away, and the second copy of a drawing for older programs

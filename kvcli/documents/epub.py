@@ -9,11 +9,11 @@ from contextlib import suppress
 from typing import IO, Any
 from urllib.parse import unquote
 
+from kvcli.documents.archives import member, open_zip
 from kvcli.documents.markup import read_markup, rules_of
 from kvcli.documents.parsed import Job, Parsed, damaged, refuse_too_much
 from kvcli.documents.plain import headed_text
 from kvcli.documents.xml_tree import first_words, parse_xml
-from kvcli.documents.zipped import member, open_zip
 from kvcli.errors import BadInput
 
 WHAT = "an EPUB"

@@ -10,10 +10,10 @@ from email.parser import BytesParser
 from typing import IO, Any
 
 from kvcli.documents.charsets import codec_of, page_text
+from kvcli.documents.dehyphenate import clean
 from kvcli.documents.markup import read_markup, rules_of
 from kvcli.documents.parsed import Job, Parsed
 from kvcli.documents.plain import headed_text
-from kvcli.documents.repair import clean
 
 HEADERS = ("From", "To", "Cc", "Date", "Subject")
 POSTED = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))From [^\n]*\d:\d\d[^\n]*\n(?=[A-Za-z-]+:)")  # begins a message

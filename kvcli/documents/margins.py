@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from kvcli.documents.lines import Block, Piece, is_fixed, rows, running_on
-from kvcli.documents.raised import joined
+from kvcli.documents.reading_order import Block, Piece, is_fixed, rows, running_on
+from kvcli.documents.superscripts import joined
 
 FEW = 3  # numbers that make a series
 PROSE = 0.2  # share of the rows beside them that must go on in the next

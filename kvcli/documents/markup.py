@@ -11,11 +11,11 @@ from bs4.dammit import EncodingDetector
 from markdownify import MarkdownConverter
 
 from kvcli.documents.charsets import page_text
+from kvcli.documents.dehyphenate import clean, tidy, unmarked
 from kvcli.documents.numerals import numeral, whole
 from kvcli.documents.parsed import Job, Parsed, damaged
 from kvcli.documents.plain import headed_text
-from kvcli.documents.raised import LONGEST, apart
-from kvcli.documents.repair import clean, tidy, unmarked
+from kvcli.documents.superscripts import LONGEST, apart
 
 # holds no text for a reader, text that no longer holds, or text that a browser shows only when something fails
 DROPPED = ["script", "style", "noscript", "template", "head", "svg", "math", "iframe", "object", "embed", "canvas"]

@@ -7,15 +7,15 @@ from typing import IO, Any
 
 import pypdfium2.raw as raw
 
+from kvcli.documents.dehyphenate import Words, clean, mended, unmarked
 from kvcli.documents.document import Section
-from kvcli.documents.edges import without_running
-from kvcli.documents.lines import paragraphs, reading_order
 from kvcli.documents.pages import listed, present
 from kvcli.documents.parsed import Job, Parsed, damaged, no_text, refuse_too_much
 from kvcli.documents.pdf_open import open_pdf
 from kvcli.documents.pdf_page import Page, read_page
 from kvcli.documents.pdf_seen import Seen
-from kvcli.documents.repair import Words, clean, mended, unmarked
+from kvcli.documents.reading_order import paragraphs, reading_order
+from kvcli.documents.running_headers import without_running
 from kvcli.errors import BadInput
 
 SHOWN = 8  # names of attached files in a note

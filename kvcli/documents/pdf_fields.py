@@ -8,7 +8,7 @@ from typing import Any
 
 import pypdfium2.raw as raw
 
-from kvcli.documents.repair import SOFT, clean
+from kvcli.documents.dehyphenate import SOFT, clean
 
 MOST = 2000  # fields of one page; a form for people has fewer
 LONGEST = 1 << 16  # bytes of one value

@@ -15,13 +15,13 @@ import pypdfium2 as pdfium
 import pypdfium2.raw as raw
 
 from kvcli.documents.accents import GONE, with_accents
-from kvcli.documents.lines import CJK, RTL, Piece
+from kvcli.documents.dehyphenate import clean
 from kvcli.documents.margins import line_numbers
 from kvcli.documents.pdf_calls import Box, handle, ink, plain, told
 from kvcli.documents.pdf_fields import Typed, field_lines
 from kvcli.documents.pdf_seen import Seen
-from kvcli.documents.raised import joined
-from kvcli.documents.repair import clean
+from kvcli.documents.reading_order import CJK, RTL, Piece
+from kvcli.documents.superscripts import joined
 
 RUN = re.compile("[^\r\n\ufffe]+\ufffe?")  # a line as pdfium sees it, with the sign for a hyphen at its end
 INK = re.compile(rf"[^\s\ufffe{GONE}]")

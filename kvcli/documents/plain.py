@@ -6,11 +6,11 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from kvcli.documents.dehyphenate import unmarked
 from kvcli.documents.document import Section, Unit, marked
 from kvcli.documents.markdown import headed_markdown
 from kvcli.documents.pages import present
 from kvcli.documents.parsed import MAX_SECTIONS, Job, Parsed, no_text, refuse_pages, refuse_too_much
-from kvcli.documents.repair import unmarked
 
 PAGE = re.compile(r"^\[p\. (\d{1,9})\][ \t]*$", re.M)
 BLOCK = 40  # lines of a block at most

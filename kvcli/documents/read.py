@@ -13,13 +13,13 @@ from typing import IO
 
 from kvcli.documents.decode import decode
 from kvcli.documents.document import Document, marked
-from kvcli.documents.outside import parse_outside
 from kvcli.documents.pages import Span, parse_pages, split_pages
+from kvcli.documents.parse_in_process import parse_outside
 from kvcli.documents.parsed import Job, Parsed, no_text
 from kvcli.documents.plain import parse_plain, prompt_text
 from kvcli.documents.sniff import HEAD, check_type, disagreement, sniff
 from kvcli.errors import BadInput, UsageError, reading
-from kvcli.outside import Limits
+from kvcli.worker_process import Limits
 
 MAX_BYTES = 64 * 2**20  # of a text; a page of HTML or an archive may be no larger either
 MAX_PDF = 512 * 2**20  # pictures are not read, so a PDF may be large

@@ -1,4 +1,4 @@
-"""The process that parses one hostile file: shuts itself in, reads, writes lines of JSON. See outside.py."""
+"""The process that parses one hostile file: shuts itself in, reads, writes lines of JSON. See parse_in_process.py."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import asdict, replace
 from importlib import import_module
 from typing import IO, Any
 
-from kvcli.documents.outside import crashed, too_heavy
+from kvcli.documents.archives import kind_of
+from kvcli.documents.parse_in_process import crashed, too_heavy
 from kvcli.documents.parsed import Job, Parsed, damaged, refuse_pages
 from kvcli.documents.sniff import WORDS
-from kvcli.documents.zipped import kind_of
 from kvcli.errors import BadInput, KvcliError
 from kvcli.installing import EXTRAS, pip
 from kvcli.sandbox import bound, preload, shut

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import KvcliError
-from kvcli.fit.choice import plan_on
+from kvcli.fit.auto_placement import plan_on
+from kvcli.fit.available_memory import choose
 from kvcli.fit.plan import Facts, Plan, Subject
-from kvcli.fit.room import choose
-from kvcli.fit.runs import NOTHING
+from kvcli.fit.run_log import NOTHING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from kvcli.fit.room import Room
+    from kvcli.fit.available_memory import Room
     from kvcli.settings.profile import Profile
 
 MIB = 1 << 20

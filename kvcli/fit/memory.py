@@ -9,9 +9,9 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from kvcli.engine.forward_memory import frames, fresh_bytes, recorded_bytes, working_bytes
-from kvcli.fit import card
-from kvcli.fit.places import Held
-from kvcli.fit.working import check_bytes, product_bytes
+from kvcli.fit import cuda_overhead
+from kvcli.fit.kv_placement import Held
+from kvcli.fit.working_memory import check_bytes, product_bytes
 from kvcli.kv.cache.precision_budget import PLACED, WORTH
 from kvcli.kv.capacity import EVERY
 from kvcli.kv.footprint import STEP
@@ -20,7 +20,7 @@ from kvcli.kv.slots import LayerShape, Sight
 from kvcli.kv.tiers.device_tables import MOST_ROWS
 
 if TYPE_CHECKING:
-    from kvcli.fit.places import Caps
+    from kvcli.fit.kv_placement import Caps
     from kvcli.fit.weights import Weights
     from kvcli.kv.cache.precision_budget import Spending
     from kvcli.models.shape import Shape
@@ -207,7 +207,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     base = run.base
     if run.records:
         number, kv_number = run.number, run.kv_number
-        base += card.captured(shape.layers, len(frames(run.rows))) + recorded_bytes(
+        base += cuda_overhead.captured(shape.layers, len(frames(run.rows))) + recorded_bytes(
             shape, rows=run.rows, slots=held + moved, number=number, kv_number=kv_number, draws=run.draws
         )
     beside = base + on_card + draft + working + behind

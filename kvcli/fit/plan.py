@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from kvcli.engine.forward_memory import WIDE, working_bytes
 from kvcli.errors import BadInput
-from kvcli.fit import card, memory, weights
-from kvcli.fit.places import Caps
-from kvcli.fit.program import BASE
-from kvcli.fit.runs import NOTHING, Beyond
-from kvcli.fit.working import is_fused, is_native
+from kvcli.fit import cuda_overhead, memory, weights
+from kvcli.fit.base_memory import BASE
+from kvcli.fit.kv_placement import Caps
+from kvcli.fit.run_log import NOTHING, Beyond
+from kvcli.fit.working_memory import is_fused, is_native
 from kvcli.kv import capacity as kv_room
 from kvcli.kv.cache.precision_budget import Spending, spending
 from kvcli.kv.capacity import EVERY
@@ -29,14 +29,14 @@ from kvcli.kv.footprint import (
 )
 from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.slots import Sight, storing
-from kvcli.models.packing import Packing
+from kvcli.models.checkpoint_format import Packing
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
 from kvcli.settings.schema import NUMBERS, Memory, Second
 from kvcli.settings.settings import DEFAULT
 
 if TYPE_CHECKING:
-    from kvcli.fit.room import Room
+    from kvcli.fit.available_memory import Room
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
 
@@ -241,7 +241,7 @@ def _base(room: Room, facts: Facts) -> int:
     """Of the program: on a CPU itself, on a GPU what its libraries take there."""
     if room.kind != "cuda":
         return facts.base if room.kind == "cpu" else 0
-    return card.libraries(room.capability, room.total)
+    return cuda_overhead.libraries(room.capability, room.total)
 
 
 def _is_recorded(profile: Profile) -> bool:
@@ -257,8 +257,8 @@ def _by_room(
     """The run with chunks that a GPU has room to read, where the profile does not say how long they are."""
     if room.kind != "cuda" or profile.origins["prefill.chunk"] != DEFAULT.name:
         return run
-    tried = [replace(run, chunk=chunk) for chunk in (run.chunk, *card.CHUNKS) if chunk <= run.chunk]
-    most = card.working_most(room.available)
+    tried = [replace(run, chunk=chunk) for chunk in (run.chunk, *cuda_overhead.CHUNKS) if chunk <= run.chunk]
+    most = cuda_overhead.working_most(room.available)
     return next((one for one in tried if memory.need(shape, heavy, one, asked).working <= most), tried[-1])
 
 

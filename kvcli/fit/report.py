@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvcli.fit.advice import binding, changes
-from kvcli.fit.before import gib
-from kvcli.fit.choice import chosen
+from kvcli.fit.auto_placement import chosen
 from kvcli.fit.explain import budget, parts
+from kvcli.fit.preflight import gib
 from kvcli.fit.speed import speed, split
 from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.fit.before import Outlook
     from kvcli.fit.plan import Plan, Subject
+    from kvcli.fit.preflight import Outlook
     from kvcli.schemas.fit import CalibrationDocument
     from kvcli.settings.profile import Profile
 

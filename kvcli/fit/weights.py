@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from kvcli.kernels.linear import PANEL
 from kvcli.kernels.linear_packed import group_of, why_not
 from kvcli.kernels.linear_packed import held as held_outputs
+from kvcli.models.checkpoint_format import Packing
 from kvcli.models.gguf.blocks import stays_packed
-from kvcli.models.packing import Packing
 from kvcli.models.sizes import sizes_of
 
 if TYPE_CHECKING:
+    from kvcli.models.kv_shapes import Stores
     from kvcli.models.shape import Shape
     from kvcli.models.source import Source
-    from kvcli.models.stores import Stores
 
 BYTES = {
     "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "f16": 2,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcli.models.packages import GEMMA, GEMMA_TERMS, SMOLLM2, Packed
+from kvcli.models.pip_packages import GEMMA, GEMMA_TERMS, SMOLLM2, Packed
 from kvcli.models.shape import Shape
 from kvcli.models.sizes import sizes_of
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvcli.errors import BadModel
 from kvcli.installing import pip
-from kvcli.models.foreign import blamed
-from kvcli.models.packing import INSTEAD, Packing
+from kvcli.models.checkpoint_format import INSTEAD, Packing
+from kvcli.models.library_errors import blamed
 from kvcli.models.source import Source
 
 _SENSING = (

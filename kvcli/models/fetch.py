@@ -22,7 +22,7 @@ from pathlib import Path
 from kvcli.errors import BadModel, writing
 from kvcli.files import check_room, private_folder, replacing, temporary_folder
 from kvcli.models.catalog import BY_NAME, Known
-from kvcli.models.packages import Packed, Wheel
+from kvcli.models.pip_packages import Packed, Wheel
 from kvcli.settings.small_file import Unfit, open_regular
 
 CHUNK = 1 << 20

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcli.errors import BadInput
 from kvcli.installing import EXTRAS, pip
-from kvcli.models.foreign import blamed
+from kvcli.models.library_errors import blamed
 
 # Between two signs of JSON, as in llama.cpp: with as much as JSON allows, a small model may indent for ever.
 SPACE = r" |\n[ \t]{0,20}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadInput, BadModel
 from kvcli.models.control_words import PLACE
-from kvcli.models.foreign import blamed
+from kvcli.models.library_errors import blamed
 from kvcli.models.template import broken
 
 if TYPE_CHECKING:

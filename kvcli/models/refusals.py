@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvcli.errors import BadModel, UsageError
-from kvcli.models.companions import refuse_head
+from kvcli.models.draft_heads import refuse_head
 
 Config = dict[str, Any]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadModel
-from kvcli.models.mixing import NONE, Folds, folds_of, layer_kinds
+from kvcli.models.kv_shapes import Stores, kinds_of, stores_of
+from kvcli.models.recurrent_shapes import NONE, Folds, folds_of, layer_kinds
 from kvcli.models.sizes import NAMES, count, sizes_of
-from kvcli.models.stores import Stores, kinds_of, stores_of
 
 if TYPE_CHECKING:
     from kvcli.models.source import Source

@@ -12,11 +12,11 @@ from pathlib import Path
 from kvcli.demo import BUNDLED, weights_dir
 from kvcli.errors import BadModel
 from kvcli.models import hub
+from kvcli.models.checkpoint_format import Packing
 from kvcli.models.config_file import Config, read_config, read_json, text_config
 from kvcli.models.gguf import header
 from kvcli.models.gguf.config import describe
 from kvcli.models.headers import WeightFile
-from kvcli.models.packing import Packing
 from kvcli.models.refusals import refuse
 from kvcli.models.shards import weights
 from kvcli.models.sizes import hold

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadModel, UsageError
 from kvcli.models.guarded import Guarded
-from kvcli.outside import Limits, Outside, Standby
+from kvcli.worker_process import Limits, Outside, Standby
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

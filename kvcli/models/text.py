@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from kvcli.errors import BadInput, BadModel
 from kvcli.models import control_words
 from kvcli.models.control_words import FENCED, OPEN
-from kvcli.models.foreign import blamed
 from kvcli.models.layout import Layout, layout, placed, render
-from kvcli.outlet import BROKEN
+from kvcli.models.library_errors import blamed
+from kvcli.safe_output import BROKEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvcli.errors import BadModel
 from kvcli.models.control_words import admit
 from kvcli.models.family import read_config
-from kvcli.models.foreign import blamed
+from kvcli.models.library_errors import blamed
 from kvcli.models.refusals import no_tokenizer
 from kvcli.models.template import Chats
 from kvcli.models.tokenizing import Tokenizing, check_load

@@ -20,7 +20,7 @@ from kvcli.demo.words import split_pattern
 from kvcli.errors import BadModel, UsageError
 from kvcli.models.guarded import Guarded
 from kvcli.models.text import tokenizer_failed
-from kvcli.outside import Limits, Outside, Standby
+from kvcli.worker_process import Limits, Outside, Standby
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

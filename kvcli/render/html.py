@@ -7,7 +7,7 @@ from html import escape
 from importlib.resources import files
 from math import ceil, floor, log10
 
-from kvcli.outlet import neutralise
+from kvcli.safe_output import neutralise
 
 VOID = frozenset({"meta", "br"})
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"

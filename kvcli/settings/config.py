@@ -9,11 +9,11 @@ from pathlib import PurePath
 from typing import get_args
 
 from kvcli.errors import BadConfig
-from kvcli.settings.layers import CONFIG_KEYS, ConfigFile, Sources, read_files
 from kvcli.settings.problems import Problem, bad_config, did_you_mean
 from kvcli.settings.schema import ORDER, Header, Model, Purpose, Top, size_of
 from kvcli.settings.settings import InFile, Setting, Settings, flatten, merge
-from kvcli.settings.toml_places import Keys, Level, toml_value
+from kvcli.settings.sources import CONFIG_KEYS, ConfigFile, Sources, read_files
+from kvcli.settings.toml_positions import Keys, Level, toml_value
 from kvcli.settings.values import WrongValue, check, keys_of, noun
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

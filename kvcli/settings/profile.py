@@ -1,7 +1,7 @@
 """A profile: every setting of a run, checked, with where each came from.
 
 Files, environment, `--set` and flags are laid over each other in `load_profile`. What the tables are is in `schema.py`,
-where the layers come from in `layers.py` and `config.py`, how they are checked in `resolve.py`.
+where the layers come from in `sources.py` and `config.py`, how they are checked in `resolve.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from functools import cached_property
 from typing import Any, overload
 
 from kvcli.settings.config import Config, chosen_profile, read_config
-from kvcli.settings.layers import Sources, from_arguments, from_environ, from_flags, from_sets
 from kvcli.settings.problems import Problem, bad_config
 from kvcli.settings.registry import Registries, foreign, registries
 from kvcli.settings.resolve import Resolved, extended_names, lineage, resolve
 from kvcli.settings.schema import METHODS, ORDER, Context, Exactness, Header, Kv, Load, Memory, Prefill, Sample
 from kvcli.settings.settings import DEFAULT, InFile, Setting, Settings, merge
+from kvcli.settings.sources import Sources, from_arguments, from_environ, from_flags, from_sets
 
 __all__ = ["Clash", "Clashes", "Method", "Outcome", "Profile", "Rules", "Sources", "load_profile", "resolve_profile"]
 
@@ -62,7 +62,7 @@ class Rules:
     @classmethod
     def shipped(cls) -> Rules:
         """Those that are installed."""
-        return cls(registries(), importlib.import_module("kvcli.settings.clashes").clashes)
+        return cls(registries(), importlib.import_module("kvcli.settings.conflicts").clashes)
 
 
 class _Load:

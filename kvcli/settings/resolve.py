@@ -13,7 +13,7 @@ from kvcli.settings.problems import Problem, any_of, did_you_mean
 from kvcli.settings.registry import Registries, foreign
 from kvcli.settings.schema import METHODS, ORDER, TABLES, Header
 from kvcli.settings.settings import DEFAULT, Setting, Settings, Typed, merge
-from kvcli.settings.toml_places import Keys, toml_value
+from kvcli.settings.toml_positions import Keys, toml_value
 from kvcli.settings.values import WrongValue, check, keys_of, noun
 
 DEEPEST = 8  # profiles below the chosen one

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvcli.settings.problems import Place, Problem
 from kvcli.settings.schema import METHODS
-from kvcli.settings.toml_places import Document, Keys
+from kvcli.settings.toml_positions import Document, Keys
 
 
 class Origin(Protocol):

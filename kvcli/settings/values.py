@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from kvcli.settings.problems import any_of, did_you_mean
 from kvcli.settings.schema import Pattern, Range
-from kvcli.settings.toml_places import toml_value
+from kvcli.settings.toml_positions import toml_value
 
 
 class WrongValue(ValueError):

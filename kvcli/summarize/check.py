@@ -14,10 +14,10 @@ from functools import cached_property
 from itertools import pairwise
 
 from kvcli.documents.document import SIGNS
-from kvcli.summarize.cites import Bracket, Place, clean, same, write
+from kvcli.summarize.citations import Bracket, Place, clean, same, write
+from kvcli.summarize.claim_words import Unit, Word, units, words
 from kvcli.summarize.lexicon import Lexicon
 from kvcli.summarize.result import Cite, Quote
-from kvcli.summarize.words import Unit, Word, units, words
 
 MOST_PARTS = 12  # of a claim; what has more is no claim but a page
 WIDEST = 5  # pages; a range of more says too little about where something stands

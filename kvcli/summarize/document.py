@@ -22,7 +22,7 @@ from kvcli.version import __version__
 if TYPE_CHECKING:
     from kvcli.documents import Document
     from kvcli.schemas.turn import TurnDocument
-    from kvcli.summarize.cites import Place
+    from kvcli.summarize.citations import Place
     from kvcli.summarize.plan import Plan
     from kvcli.summarize.result import Cite, Summary
 

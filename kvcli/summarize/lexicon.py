@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from kvcli.summarize.words import Unit, Word, n_words, words
+from kvcli.summarize.claim_words import Unit, Word, n_words, words
 
 Kind = Literal["number", "name", "word"]
 

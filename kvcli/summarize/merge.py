@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvcli.summarize.check import Passage, named
-from kvcli.summarize.cites import write
+from kvcli.summarize.citations import write
 from kvcli.summarize.result import Point
 
 

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
-from kvcli.summarize.measures import CURRENCIES, LETTER, MEASURES, measure, unit_at
+from kvcli.summarize.units import CURRENCIES, LETTER, MEASURES, measure, unit_at
 
 COUNTED = {
     w: str(n)

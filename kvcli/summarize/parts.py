@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvcli.schemas.base import SURROGATE
 from kvcli.summarize.check import Passage
-from kvcli.summarize.cites import Place, write
-from kvcli.summarize.words import sentences
+from kvcli.summarize.citations import Place, write
+from kvcli.summarize.claim_words import sentences
 
 if TYPE_CHECKING:
     from kvcli.documents import Document, Section, Unit

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcli.summarize.check import Checker, Judged
-from kvcli.summarize.cites import Bracket, Place, find, without, write
+from kvcli.summarize.citations import Bracket, Place, find, without, write
+from kvcli.summarize.claim_words import words
 from kvcli.summarize.result import Cite, Point
 from kvcli.summarize.split import Raw
-from kvcli.summarize.words import words
 
 MOST = 12  # rows of places that are held against one statement; what has more is none
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from kvcli.api import Turn
-    from kvcli.summarize.cites import Place
+    from kvcli.summarize.citations import Place
 
 Mode = Literal["whole", "map"]
 PointKind = Literal["bullet", "sentence", "heading"]

@@ -13,6 +13,7 @@ from kvcli.api import Cancel, End, Text, Turn
 from kvcli.models.channels import Channels
 from kvcli.models.text import render_prompt
 from kvcli.summarize.check import Checker, Passage
+from kvcli.summarize.claim_words import sentences
 from kvcli.summarize.events import (
     Done,
     Event,
@@ -27,15 +28,14 @@ from kvcli.summarize.events import (
 )
 from kvcli.summarize.merge import cited, for_merge, grouped
 from kvcli.summarize.parts import spoken_names
-from kvcli.summarize.pen import Pen, unique
 from kvcli.summarize.plan import Plan, Window, make_plan
+from kvcli.summarize.point_stream import Pen, unique
 from kvcli.summarize.points import point_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Answered, Point, Summary
 from kvcli.summarize.sentence import FEWEST
 from kvcli.summarize.split import Raw
 from kvcli.summarize.wording import Messages, merge_messages, part_messages, wording_of
-from kvcli.summarize.words import sentences
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model

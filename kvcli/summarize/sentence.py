@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvcli.summarize.words import sentences, words
+from kvcli.summarize.claim_words import sentences, words
 
 # Share of a sentence's words that stand in the passage. Below it, nearly all that SmolLM2-135M said of 57 passages, in
 # four wordings, was about itself or "the text above", or made up

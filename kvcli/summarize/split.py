@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvcli.summarize.cites import Bracket, find, without
+from kvcli.summarize.citations import Bracket, find, without
+from kvcli.summarize.claim_words import sentences
 from kvcli.summarize.result import PointKind
-from kvcli.summarize.words import sentences
 
 _SIGN = r"(?:[-*•–+]|\(?\d{1,3}[.)])"
 _BULLET = re.compile(rf"(?P<pad>[ \t]*){_SIGN}[ \t]+(?P<text>\S.*)")

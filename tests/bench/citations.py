@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.summarize.check import WITH_NUMBERS, WITHOUT, Checker  # noqa: E402
-from kvcli.summarize.cites import Bracket, Place  # noqa: E402
+from kvcli.summarize.citations import Bracket, Place  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 from tests.summarize.cases import PARTLY, SURE, Case, Wanted, cases  # noqa: E402
 

@@ -164,7 +164,7 @@ class Checkout:
         self.lm = _first("kvcli.engine.hf.lm", "kvcli.model")
         self.stats = _first("kvcli.engine.stats", "kvcli.stats")
         self.drafter = _first("kvcli.methods.drafts.off", "kvcli.engine.drafting.drafter", "kvcli.drafts.base")
-        self.build, self.dense = import_module("kvcli.build"), import_module("kvcli.kv.tiers.dense")
+        self.build, self.dense = import_module("kvcli.assemble"), import_module("kvcli.kv.tiers.dense")
 
     def model(self, layers: int) -> Any:
         config = self._config(

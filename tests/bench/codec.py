@@ -40,13 +40,13 @@ from kvcli.documents import read_document  # noqa: E402
 from kvcli.engine.engine import run  # noqa: E402
 from kvcli.engine.forward_request import Feed  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
+from kvcli.environment import Paths  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.models.text import encode  # noqa: E402
 from kvcli.prefix_cache import block_file  # noqa: E402
 from kvcli.prefix_cache.block_file import LENGTH, Block  # noqa: E402
 from kvcli.prefix_cache.codec import AsIs, Codec, Lossless  # noqa: E402
 from kvcli.prefix_cache.prefix_cache import Shelf, _held  # noqa: E402
-from kvcli.world import Paths  # noqa: E402
 
 CODECS: Mapping[str, Codec] = {"as is": AsIs(), "lossless": Lossless()}
 STEPS = {

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import kvcli  # noqa: E402
-from kvcli.build import keeps_all  # noqa: E402
+from kvcli.assemble import keeps_all  # noqa: E402
 from kvcli.engine.engine import drive, events  # noqa: E402
 from kvcli.engine.forward_request import asked  # noqa: E402
 from kvcli.engine.stats import Stats  # noqa: E402

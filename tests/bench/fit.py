@@ -75,8 +75,8 @@ def compare(
     name: str, model: str, lengths: Iterable[int], profiles: list[str], base: int, known: Known
 ) -> list[dict[str, Any]]:
     """A row for each profile and context."""
+    from kvcli.fit.available_memory import Room
     from kvcli.fit.plan import Facts, plan, subject_of
-    from kvcli.fit.room import Room
     from kvcli.models import source
     from kvcli.settings.profile import Profile
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
-    from kvcli.fit.program import measured as program
+    from kvcli.fit.base_memory import measured as program
     from tests.bench.decode import machine
     from tests.bench.random_model import write
 

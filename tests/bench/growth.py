@@ -21,7 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.build import view as view_of  # noqa: E402
+from kvcli.assemble import view as view_of  # noqa: E402
 from kvcli.calibrate.passes import filled  # noqa: E402
 from kvcli.engine.engine import run  # noqa: E402
 from kvcli.engine.forward_request import Feed  # noqa: E402

@@ -47,6 +47,7 @@ from kvcli.bench.texts import text_of  # noqa: E402
 from kvcli.engine.engine import drive, run  # noqa: E402
 from kvcli.engine.forward_request import Feed  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
+from kvcli.environment import Paths  # noqa: E402
 from kvcli.heads.request import Ask  # noqa: E402
 from kvcli.heads.run import probe  # noqa: E402
 from kvcli.heads.sample import Sample, samples  # noqa: E402
@@ -54,12 +55,11 @@ from kvcli.kv.slots import nbytes  # noqa: E402
 from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
 from kvcli.models import source  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.models.gguf import unpack  # noqa: E402
+from kvcli.models.gguf import convert  # noqa: E402
 from kvcli.quality.answer import kept  # noqa: E402
 from kvcli.quality.fingerprint import fingerprint  # noqa: E402
 from kvcli.quality.statistics import bootstrap  # noqa: E402
 from kvcli.quality.tasks import TASKS  # noqa: E402
-from kvcli.world import Paths  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 from tests.bench.known import Known, Outcome  # noqa: E402
 
@@ -119,7 +119,7 @@ def opened(name: str, cache: Path, settings: dict[str, object]) -> Any:
     """The model under `exact` with these settings. A GGUF file is unpacked to float32: so passes of many rows are three
     times as fast, and no rounding of weights or rows makes more of a difference than there is."""
     found = source.find(stands_for(name, Paths.of(os.environ).data))
-    return load(unpack.ready(found, "fp32", cache, packs=False), "exact", set=settings)
+    return load(convert.ready(found, "fp32", cache, packs=False), "exact", set=settings)
 
 
 class Text:

@@ -20,9 +20,9 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli import load  # noqa: E402
 from kvcli.bench.workloads import prompt_of  # noqa: E402
+from kvcli.environment import Paths  # noqa: E402
 from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.world import Paths  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 from tests.drafts.conftest import PLAIN, Engine  # noqa: E402
 

@@ -37,13 +37,13 @@ from kvcli import load  # noqa: E402
 from kvcli.bench.hf import load_hf  # noqa: E402
 from kvcli.engine.engine import drive, events  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
+from kvcli.environment import Paths  # noqa: E402
 from kvcli.models import source  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.models.gguf import unpack  # noqa: E402
+from kvcli.models.gguf import convert  # noqa: E402
 from kvcli.models.text import decode  # noqa: E402
 from kvcli.quality.statistics import bootstrap  # noqa: E402
 from kvcli.settings.profile import Profile  # noqa: E402
-from kvcli.world import Paths  # noqa: E402
 from tests.bench import prune_asked  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 from tests.bench.prune_asked import Asked  # noqa: E402
@@ -189,7 +189,7 @@ def main() -> None:
             name = str(Path(folder, name))
             write(Path(name))
         given = source.find(stands_for(name, Paths.of(os.environ).data) if name != "demo" else name)
-        files = unpack.ready(given, "bf16", Path(folder), packs=False)
+        files = convert.ready(given, "bf16", Path(folder), packs=False)
         model = load(files, "exact", {"load.threads": args.threads})
         ask = {"demo": prune_asked.of_demo, "random-152M": prune_asked.plain}.get(args.model, prune_asked.of_suite)
         asked = list(ask(model, args.tokens, args.n))

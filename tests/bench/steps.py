@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli import build, load  # noqa: E402
+from kvcli import assemble, load  # noqa: E402
 from kvcli.bench.workloads import prompt_of  # noqa: E402
 from kvcli.engine.drafting.drafter import Pair  # noqa: E402
 from kvcli.engine.engine import drive  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
 from kvcli.engine.sequence.session import Session  # noqa: E402
+from kvcli.environment import Paths  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
 from kvcli.methods.drafts.off import Off  # noqa: E402
 from kvcli.methods.steps.lookahead_reasoning import Lookahead  # noqa: E402
 from kvcli.methods.steps.step_writer import Writer, ends  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
-from kvcli.world import Paths  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ def timed(model: Any, ids: list[int], new: int, draft: LM | None, writer: Writer
     spec = {"method": "model", "model": "draft", "working": 0, "prefill": "full", "copies": False}
     tokens = model.profile.replace(spec=spec)
     pair = Pair(model.lm, draft) if draft is not None else None
-    session = build.session(model.lm, tokens if pair is not None else model.profile, pair=pair)
+    session = assemble.session(model.lm, tokens if pair is not None else model.profile, pair=pair)
     session.begin(ids, Sampler())
     while drive(session.chunk(ids)):
         pass

@@ -39,10 +39,10 @@ from kvcli.commands.chat.save_chat import keep  # noqa: E402
 from kvcli.commands.profiles import write_new  # noqa: E402
 from kvcli.documents import Document  # noqa: E402
 from kvcli.engine.stats import Stats  # noqa: E402
+from kvcli.environment import Paths, World  # noqa: E402
 from kvcli.errors import BadInput  # noqa: E402
 from kvcli.files import BEGINS, append  # noqa: E402
 from kvcli.summarize.cache import Cache  # noqa: E402
-from kvcli.world import Paths, World  # noqa: E402
 from tests.fake_model import FakeModel, fake_info  # noqa: E402
 
 TEXT = "A document that takes a while to write. " * 20_000

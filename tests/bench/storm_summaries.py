@@ -29,6 +29,7 @@ import kvcli  # noqa: E402
 from kvcli.chat.model import Model  # noqa: E402
 from kvcli.documents import Document, read_document  # noqa: E402
 from kvcli.engine.threads import use_threads  # noqa: E402
+from kvcli.environment import Paths  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.settings.profile import Profile  # noqa: E402
 from kvcli.summarize.cache import Cache  # noqa: E402
@@ -36,7 +37,6 @@ from kvcli.summarize.events import Done  # noqa: E402
 from kvcli.summarize.request import Request  # noqa: E402
 from kvcli.summarize.result import Summary  # noqa: E402
 from kvcli.summarize.run import summarize  # noqa: E402
-from kvcli.world import Paths  # noqa: E402
 from tests.bench.storm_exact import PROFILES, costs, jumping_clock  # noqa: E402
 from tests.summarize.scribe import summary_of  # noqa: E402
 

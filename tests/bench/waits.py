@@ -30,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.build import view  # noqa: E402
+from kvcli.assemble import view  # noqa: E402
 from kvcli.engine.cuda_graphs.capture import CudaGraphs  # noqa: E402
 from kvcli.engine.cuda_graphs.captured_pass import Frames  # noqa: E402
 from kvcli.engine.engine import drive  # noqa: E402

@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 import kvcli  # noqa: E402
 from kvcli.chat.model import Model  # noqa: E402
 from kvcli.documents import Document, document_of  # noqa: E402
+from kvcli.environment import Paths  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.summarize.cache import Cache  # noqa: E402
 from kvcli.summarize.events import Done, PartEnded  # noqa: E402
@@ -41,7 +42,6 @@ from kvcli.summarize.request import Request  # noqa: E402
 from kvcli.summarize.result import Summary  # noqa: E402
 from kvcli.summarize.run import summarize  # noqa: E402
 from kvcli.summarize.wording import Wording, part_messages, wording_of  # noqa: E402
-from kvcli.world import Paths  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
 
 COUNTS = ("points", "words", "confirmed", "doubtful", "uncited", "silent", "told", "copied", "loops")

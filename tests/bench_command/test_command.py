@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 import kvcli
 from kvcli.bench.profile_side import plain
 from kvcli.bench.recipe import drawing
-from kvcli.bench.same import tie_at
+from kvcli.bench.text_agreement import tie_at
 from kvcli.demo import weights_dir
 from kvcli.engine.engine import drive, events
 from kvcli.errors import ExitStatus

@@ -13,7 +13,7 @@ import torch
 from kvcli.bench.gguf_export import VERSION, export, permuted
 from kvcli.errors import BadInput, BadModel
 from kvcli.models import source
-from kvcli.models.gguf.kept import KEPT, fingerprint
+from kvcli.models.gguf.conversion_cache import KEPT, fingerprint
 from kvcli.models.hashes import Hashes
 from tests.families import build
 from tests.twins import flipped, put

@@ -8,7 +8,7 @@ import torch
 from kvcli.bench.environment import is_quiet
 from kvcli.bench.grid import Vary, check_keys, contexts, variants
 from kvcli.bench.run import check_room
-from kvcli.bench.same import first_difference, tie_of
+from kvcli.bench.text_agreement import first_difference, tie_of
 from kvcli.errors import ContextOverflow, UsageError
 
 

@@ -18,7 +18,7 @@ from kvcli.bench import kvpress_environment, kvpress_worker
 from kvcli.bench.kvpress import KvPress
 from kvcli.bench.kvpress_environment import COMMAND, interpreter, main, make_environment, torch_version
 from kvcli.bench.kvpress_press import PRESSES, Press
-from kvcli.bench.makers import baseline_of
+from kvcli.bench.side_factory import baseline_of
 from kvcli.errors import ExitStatus, KvcliError, UsageError
 from tests.families import build, prompt
 

@@ -76,7 +76,7 @@ def test_the_plan_reads_pages_too(machine):
 def test_a_pdf_from_a_pipe_may_be_larger_than_a_text(machine, monkeypatch, beginning, read):
     """Both are refused here: what shows is how far each was read."""
     from kvcli.commands.common import inputs
-    from kvcli.world import World
+    from kvcli.environment import World
 
     counts = []
     real = World.read_stdin

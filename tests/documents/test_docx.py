@@ -343,7 +343,7 @@ def test_a_picture_that_packs_well_is_no_bomb():
 
 
 def test_a_bomb_is_called_one_in_a_part_that_is_read(monkeypatch):
-    monkeypatch.setattr("kvcli.documents.zipped.MAX_MEMBER", 1 << 20)
+    monkeypatch.setattr("kvcli.documents.archives.MAX_MEMBER", 1 << 20)
     with pytest.raises(BadInput) as caught:
         text_of(word(paragraph(" ".join(map(str, range(300_000))))))
     assert caught.value.code == "document_too_heavy"

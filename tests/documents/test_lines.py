@@ -11,9 +11,9 @@ import pytest
 from reportlab.pdfbase import pdfmetrics
 
 from kvcli.documents import Limits, document_of
-from kvcli.documents.lines import Line, Piece, reading_order, row_text, rows
+from kvcli.documents.dehyphenate import Words, mended
 from kvcli.documents.parsed import Job
-from kvcli.documents.repair import Words, mended
+from kvcli.documents.reading_order import Line, Piece, reading_order, row_text, rows
 from kvcli.documents.worker import parse
 from tests.documents import made
 

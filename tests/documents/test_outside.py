@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from kvcli.documents import Limits, document_of
-from kvcli.documents.outside import _Answer, parse_outside
+from kvcli.documents.parse_in_process import _Answer, parse_outside
 from kvcli.documents.parsed import Job
 from kvcli.errors import BadInput
-from kvcli.outside import BOOT
+from kvcli.worker_process import BOOT
 from tests.documents import books, made
 
 WHOLE = made.plain(Random(1)).data
@@ -79,7 +79,7 @@ def test_an_error_that_is_no_text_is_not_passed_on():
 
 
 def test_a_parser_that_ends_itself_by_any_signal(monkeypatch):
-    monkeypatch.setattr("kvcli.outside.BOOT", "import os; os.kill(os.getpid(), 40)")
+    monkeypatch.setattr("kvcli.worker_process.BOOT", "import os; os.kill(os.getpid(), 40)")
     with pytest.raises(BadInput) as caught:
         document_of(WHOLE, "a.pdf")
     assert (caught.value.code, "broke off" in caught.value.lines[0]) == ("damaged_file", True)
@@ -122,16 +122,16 @@ def test_the_parsers_see_neither_torch_nor_the_folder_they_start_in(tmp_path, mo
 
 
 def test_the_password_is_in_no_list_of_processes(tmp_path, monkeypatch):
-    from kvcli import outside
+    from kvcli import worker_process
 
     seen = []
-    real = outside.subprocess.Popen
+    real = worker_process.subprocess.Popen
 
     def watch(command, **options):
         seen.append(command)
         return real(command, **options)
 
-    monkeypatch.setattr(outside.subprocess, "Popen", watch)
+    monkeypatch.setattr(worker_process.subprocess, "Popen", watch)
     data = made.encrypted("river", "board", "RC4-128")(Random(1)).data
     with io.BytesIO() as _, (tmp_path / "f").open("w+b") as file:
         file.write(data)

@@ -10,9 +10,9 @@ from random import Random
 import pytest
 
 from kvcli.documents import document_of
-from kvcli.documents.edges import without_running
-from kvcli.documents.lines import Line, Piece
-from kvcli.documents.repair import Words, clean, mended
+from kvcli.documents.dehyphenate import Words, clean, mended
+from kvcli.documents.reading_order import Line, Piece
+from kvcli.documents.running_headers import without_running
 from kvcli.errors import BadInput
 from tests.documents import made
 
@@ -138,5 +138,5 @@ def test_the_parent_imports_no_parser(tmp_path):
     code = "import sys; from kvcli import read_document; read_document(sys.argv[1]); print(*sys.modules)"
     run = [sys.executable, "-c", code, str(tmp_path / "a.pdf")]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "kvcli.documents.outside" in done.stdout.split()
+    assert "kvcli.documents.parse_in_process" in done.stdout.split()
     assert not {"pypdfium2", "pypdfium2_raw", "lxml", "bs4", "docx", "torch"} & set(done.stdout.split())

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.commands.common import run_setup as setup_file
 from kvcli.commands.common.flags import profile_flags
 from kvcli.commands.common.run_setup import Setup
@@ -225,7 +225,7 @@ def test_over_what_a_profile_keeps_the_text_is_the_same(kept: list[str]) -> None
     pair = Pair(lm, wrapped(lm, drafters.assistant_of(lm)))
 
     def text(profile: Profile, n: int) -> Any:
-        session = build.session(lm, profile, pair=pair)
+        session = assemble.session(lm, profile, pair=pair)
         yield from session.read(families.prompt(n))
         yield from session.stream(30)
         return session.ids

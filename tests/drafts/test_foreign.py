@@ -16,7 +16,7 @@ from kvcli.drafts.draft_models.retokenized_text import Respelled
 from kvcli.drafts.draft_models.separate_model import Sibling
 from kvcli.engine.engine import drive
 from kvcli.engine.hf.lm import LM
-from kvcli.models.spelling import Spelling
+from kvcli.models.retokenizer import Spelling
 from kvcli.models.text import decode
 from tests import families, small_tokenizers
 

@@ -26,13 +26,13 @@ from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
 from kvcli.fit import weights
+from kvcli.fit.available_memory import Room
 from kvcli.fit.plan import Facts, Subject, plan
-from kvcli.fit.room import Room
 from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.mtp import MtpDraft
 from kvcli.methods.drafts.off import Off
-from kvcli.models.packing import Packing
+from kvcli.models.checkpoint_format import Packing
 from kvcli.models.shape import shape_of
 from kvcli.settings.profile import Profile
 from tests import drafters, families, hybrids

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.build import view
+from kvcli.assemble import view
 from kvcli.drafts.draft_models import layer_skip
 from kvcli.drafts.draft_models.layer_skip import Clasp, Early, Found, Knn, Known, Swift
 from kvcli.drafts.draft_models.same_model import Itself

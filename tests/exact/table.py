@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from kvcli.build import view
+from kvcli.assemble import view
 from kvcli.engine.drafting.drafter import Drafter, Pair
 from kvcli.engine.engine import Engine, Ticket, drive, events
 from kvcli.engine.forward_request import Feed, Work
@@ -73,7 +73,7 @@ from kvcli.methods.policies.snapkv import Snap
 from kvcli.methods.policies.streaming import Window as Stream
 from kvcli.methods.prune.lazy import Lazy
 from kvcli.methods.reuse.cacheblend import Blend
-from kvcli.models.spelling import Spelling
+from kvcli.models.retokenizer import Spelling
 from kvcli.prefix_cache.prefix_cache import Shelf
 from kvcli.settings.schema import Kv
 from tests import drafters, families, hybrids, small_tokenizers

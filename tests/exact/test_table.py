@@ -24,7 +24,7 @@ from kvcli.kv.slots import Store
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.model import Model
 from kvcli.methods.drafts.off import Off
-from kvcli.models.spelling import Spelling
+from kvcli.models.retokenizer import Spelling
 from tests import drafters, families
 from tests.covering import covering, marked, pairs, spread
 from tests.exact.half import Half

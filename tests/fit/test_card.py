@@ -13,21 +13,21 @@ from kvcli.commands.common.memory_check import Wanted, prepare
 from kvcli.commands.common.run_setup import Setup
 from kvcli.engine.forward_memory import DRAWN, recorded_bytes, working_bytes
 from kvcli.errors import DoesNotFit, UsageError
-from kvcli.fit import card, program
-from kvcli.fit.before import Outlook
-from kvcli.fit.choice import chosen, plan_on
+from kvcli.fit import base_memory, cuda_overhead
+from kvcli.fit.auto_placement import chosen, plan_on
+from kvcli.fit.available_memory import Room
+from kvcli.fit.base_memory import BASE
 from kvcli.fit.memory import GIB
 from kvcli.fit.plan import Facts, Subject, plan
-from kvcli.fit.program import BASE
+from kvcli.fit.preflight import Outlook
 from kvcli.fit.report import document
-from kvcli.fit.room import Room
 from kvcli.fit.speed import split
 from kvcli.fit.weights import of_shape
 from kvcli.kv.footprint import POSITION
 from kvcli.models import machine as this_machine
+from kvcli.models.checkpoint_format import Packing
 from kvcli.models.machine import Found
-from kvcli.models.mixing import Folds
-from kvcli.models.packing import Packing
+from kvcli.models.recurrent_shapes import Folds
 from kvcli.models.shape import shape_of
 from kvcli.schemas.fit import CalibrationDocument
 from kvcli.settings.profile import Profile
@@ -41,7 +41,7 @@ NGRAM, BALANCED = Profile.load("ngram"), Profile.load("balanced")
 
 
 def room(gib, host=64, **more):
-    return Room("cuda:0", gib * GIB - card.CONTEXT, host=host * GIB, total=gib * GIB, **more)
+    return Room("cuda:0", gib * GIB - cuda_overhead.CONTEXT, host=host * GIB, total=gib * GIB, **more)
 
 
 def planned(profile, gib, context=32768, subject=SUBJECT, **more):
@@ -84,10 +84,11 @@ def test_of_a_card_three_in_a_hundred_are_never_planned_with():
 
 def test_libraries_take_what_their_builds_ask_for_and_a_described_card_the_most():
     ampere, large, hopper, blackwell = (
-        card.libraries(*of) for of in (((8, 6), 12 * GIB), ((8, 6), 24 * GIB), ((9, 0), 80 * GIB), ((12, 0), 8 * GIB))
+        cuda_overhead.libraries(*of)
+        for of in (((8, 6), 12 * GIB), ((8, 6), 24 * GIB), ((9, 0), 80 * GIB), ((12, 0), 8 * GIB))
     )
     assert ampere < large < blackwell < hopper
-    assert card.libraries(None, 8 * GIB) == blackwell
+    assert cuda_overhead.libraries(None, 8 * GIB) == blackwell
 
 
 def test_a_draw_on_the_card_has_no_logits_in_float32():
@@ -102,7 +103,7 @@ def test_captured_passes_keep_what_they_compute_with_while_a_prompt_is_read():
     quiet = NGRAM.replace(load={"graphs": "off"})
     kept = planned(NGRAM, 24).need.base - planned(quiet, 24).need.base
     one = partial(recorded_bytes, LLAMA_8B, slots=32768, number=2, kv_number=2, draws=False)
-    assert one(rows=NGRAM.spec.rows) + card.captured(32, 3) == kept, "of 1, 8 and 16 rows"
+    assert one(rows=NGRAM.spec.rows) + cuda_overhead.captured(32, 3) == kept, "of 1, 8 and 16 rows"
     assert 3 * MIB < one(rows=1) < kept < 450 * MIB
     assert one(rows=64) == one(rows=65), "wider ones are not captured"
     assert planned(NGRAM, 24, unserved="no Triton").need.base == planned(quiet, 24).need.base
@@ -203,7 +204,7 @@ def test_a_narrower_window_comes_before_fewer_bits(tmp_path):
 
 @pytest.fixture
 def typed(tmp_path, monkeypatch):
-    monkeypatch.setattr(program, "here", lambda: BASE)
+    monkeypatch.setattr(base_memory, "here", lambda: BASE)
     found = Machine(tmp_path)
     monkeypatch.setattr(Setup, "load", found.load)
 
@@ -272,7 +273,7 @@ def test_intels_gpus_are_refused_with_what_serves_them(typed):
 
 def test_a_run_is_noted_with_what_its_card_lacks(tmp_path):
     from kvcli.engine.stats import Stats
-    from kvcli.fit.before import _taken
+    from kvcli.fit.preflight import _taken
 
     assert _taken(Stats(peak=5, available=90)) == 5
     assert _taken(Stats(peak=5, available=90, used=40, total=100)) == 30

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from kvcli.fit import weights
+from kvcli.fit.available_memory import Room
 from kvcli.fit.plan import Facts, Subject, plan
-from kvcli.fit.room import Room
 from kvcli.models.catalog import CATALOG, TOKENS, choices
+from kvcli.models.checkpoint_format import Packing
 from kvcli.models.machine import kept_free
-from kvcli.models.packing import Packing
 from kvcli.settings.profile import Profile
 
 GIB = 1 << 30

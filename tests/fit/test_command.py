@@ -10,13 +10,13 @@ from pydantic import TypeAdapter
 
 from kvcli.commands.common.run_setup import Setup
 from kvcli.demo import weights_dir
-from kvcli.fit import program, room, runs
+from kvcli.fit import available_memory, base_memory, run_log
+from kvcli.fit.base_memory import BASE
 from kvcli.fit.calibration import machine_fingerprint, save_calibration
-from kvcli.fit.program import BASE
 from kvcli.schemas.documents import DOCUMENTS
 from kvcli.settings.config import load_config
-from kvcli.settings.layers import Sources
 from kvcli.settings.profile import Profile
+from kvcli.settings.sources import Sources
 from tests.fakes import Machine
 from tests.fit.test_runs import entry
 from tests.test_calibrate import made
@@ -31,7 +31,7 @@ SHIPPED = [name for name in load_config(Sources()).names() if not name.startswit
 def machine(tmp_path, monkeypatch):
     found = Machine(tmp_path)
     monkeypatch.setattr(Setup, "load", found.load)
-    monkeypatch.setattr(program, "here", lambda: BASE)  # a process of tests holds much more
+    monkeypatch.setattr(base_memory, "here", lambda: BASE)  # a process of tests holds much more
     return found
 
 
@@ -204,7 +204,7 @@ def test_what_lies_on_the_disk_is_no_memory_and_is_listed(machine):
 
 def test_a_card_that_is_described(machine):
     found = document(machine("fit", "demo", "--vram", "12GiB", "--json"))
-    assert (found["device"], found["free_bytes"]) == ("cuda:0", (12 << 30) - room.CONTEXT)
+    assert (found["device"], found["free_bytes"]) == ("cuda:0", (12 << 30) - available_memory.CONTEXT)
     assert found["plans"][0]["base"] < 100 << 20, "workspaces of libraries, captured passes; the program is on the host"
     assert any("CUDA itself" in note for note in found["notes"])
     small = machine("fit", "demo", "--vram", "0.1GiB", "--ram", "8GiB")
@@ -365,8 +365,8 @@ def test_what_runs_took_is_added_to_the_program_of_every_profile_and_to_nothing_
     asked = ("fit", "demo", "--all", "--ctx", "512")
     plain = {plan["profile"]: plan for plan in document(machine(*asked, "--json"))["plans"]}
     for more, profile in ((300, "exact"), (320, "ngram"), (2, "snap")):
-        known = {"predicted": 500 * MIB, "measured": (500 + more) * MIB, "build": program.build()}
-        runs.append(data, entry(profile=profile, **known))
+        known = {"predicted": 500 * MIB, "measured": (500 + more) * MIB, "build": base_memory.build()}
+        run_log.append(data, entry(profile=profile, **known))
     done = flat(machine(*asked))
     assert "Your last 3 runs of this model took 2.0 MiB more to 320 MiB more than estimated, so program" in done
     for plan in document(machine(*asked, "--json"))["plans"]:
@@ -393,7 +393,7 @@ def test_a_calibration_under_other_threads_is_found_by_the_profile_that_has_them
 
 
 def small(monkeypatch, mib):
-    monkeypatch.setattr(room, "container_room", lambda **_: mib << 20)
+    monkeypatch.setattr(available_memory, "container_room", lambda **_: mib << 20)
 
 
 def test_a_chat_that_cannot_fit_is_refused_before_it_loads(machine, monkeypatch):

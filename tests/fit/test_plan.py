@@ -14,15 +14,15 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.mla import Latent
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.fit.advice import binding, changes
-from kvcli.fit.before import Outlook
+from kvcli.fit.available_memory import Room, choose, container_room, rooms, size
 from kvcli.fit.explain import alike
 from kvcli.fit.memory import GIB, largest, need
 from kvcli.fit.plan import Facts, Subject, plan, subject_of
-from kvcli.fit.room import Room, choose, container_room, rooms, size
-from kvcli.fit.runs import Beyond
+from kvcli.fit.preflight import Outlook
+from kvcli.fit.run_log import Beyond
 from kvcli.fit.speed import at, by_rows, speed
 from kvcli.fit.weights import of_files, of_shape, panels, weigh
-from kvcli.fit.working import AGAIN, LINEAR, PRODUCT, WIDTHS
+from kvcli.fit.working_memory import AGAIN, LINEAR, PRODUCT, WIDTHS
 from kvcli.kernels.column_mass.reference import SCORES
 from kvcli.kernels.pack import LANES, pack_keys, pack_values
 from kvcli.kv.cache.tiered_cache import Ladder
@@ -34,8 +34,8 @@ from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.slots import LayerShape, Sight, nbytes
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models import machine, source
+from kvcli.models.checkpoint_format import Packing
 from kvcli.models.headers import TensorHeader, WeightFile
-from kvcli.models.packing import Packing
 from kvcli.models.shape import shape_of
 from kvcli.policies.scoring.topk import SCORE
 from kvcli.schemas.fit import CalibrationDocument, ModelTimes, PassTime

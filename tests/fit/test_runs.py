@@ -10,10 +10,10 @@ import pytest
 
 from kvcli import load
 from kvcli.engine.stats import Stats
-from kvcli.fit import runs
-from kvcli.fit.before import Outlook
+from kvcli.fit import run_log
+from kvcli.fit.available_memory import Room
 from kvcli.fit.plan import subject_of
-from kvcli.fit.room import Room
+from kvcli.fit.preflight import Outlook
 from kvcli.models.source import find
 from kvcli.schemas.fit import RunEntry
 from kvcli.settings.profile import Profile
@@ -30,44 +30,44 @@ def entry(run="", **changes):
     return RunEntry(**(facts | changes))
 
 
-LIKE = runs.Like("demo", "cpu", "b")
+LIKE = run_log.Like("demo", "cpu", "b")
 
 
 def test_the_middle_of_the_last_six_of_the_same_kind_under_any_profile(tmp_path):
     for measured in (900, 90, 100, 110, 120, 104, 106):  # the first is the seventh last
-        runs.append(tmp_path, entry(measured=measured, profile=f"p{measured}"))
+        run_log.append(tmp_path, entry(measured=measured, profile=f"p{measured}"))
     for other in ({"model": "other"}, {"device": "cuda:0"}, {"build": "another torch"}):
-        runs.append(tmp_path, entry(measured=500, **other))
-    assert runs.beyond(runs.read(tmp_path), LIKE) == runs.Beyond(5, -10, 20, 6)
-    assert runs.beyond(runs.read(tmp_path), replace(LIKE, model="none")) is None
+        run_log.append(tmp_path, entry(measured=500, **other))
+    assert run_log.beyond(run_log.read(tmp_path), LIKE) == run_log.Beyond(5, -10, 20, 6)
+    assert run_log.beyond(run_log.read(tmp_path), replace(LIKE, model="none")) is None
 
 
 @pytest.mark.parametrize("odd", [3000, 20])
 def test_one_odd_run_moves_nothing_and_two_that_agree_do(odd):
-    assert runs.beyond([entry(measured=odd)], LIKE) == runs.Beyond(0, odd - 100, odd - 100, 1)
-    assert runs.beyond([entry(measured=104), entry(measured=odd)], LIKE).middle == (4 if odd > 100 else 0)
-    assert runs.beyond([entry(measured=104), entry(measured=106)], LIKE).middle == 4
-    assert runs.beyond([entry(measured=104), entry(measured=106), entry(measured=odd)], LIKE).middle in (4, 6)
+    assert run_log.beyond([entry(measured=odd)], LIKE) == run_log.Beyond(0, odd - 100, odd - 100, 1)
+    assert run_log.beyond([entry(measured=104), entry(measured=odd)], LIKE).middle == (4 if odd > 100 else 0)
+    assert run_log.beyond([entry(measured=104), entry(measured=106)], LIKE).middle == 4
+    assert run_log.beyond([entry(measured=104), entry(measured=106), entry(measured=odd)], LIKE).middle in (4, 6)
 
 
 def test_many_turns_of_one_chat_are_one_run():
     turns = [entry(measured=100 + i, run="long chat") for i in range(20)]
-    assert runs.beyond([entry(measured=90), *turns, entry(measured=105)], LIKE) == runs.Beyond(5, -10, 19, 3)
+    assert run_log.beyond([entry(measured=90), *turns, entry(measured=105)], LIKE) == run_log.Beyond(5, -10, 19, 3)
 
 
 def test_the_log_is_private_bounded_and_survives_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "MOST", 2000)
+    monkeypatch.setattr(run_log, "MOST", 2000)
     folder = tmp_path / "data"
     for _ in range(30):
-        runs.append(folder, entry())
-    file = folder / runs.NAME
+        run_log.append(folder, entry())
+    file = folder / run_log.NAME
     assert file.stat().st_size <= 2000
     assert file.stat().st_mode & 0o777 == 0o600
-    whole = len(runs.read(folder))
+    whole = len(run_log.read(folder))
     assert whole > 2
     with file.open("a") as stream:
         stream.write('{"broken\n\x00\n')
-    assert len(runs.read(folder)) == whole
+    assert len(run_log.read(folder)) == whole
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_turn_is_noted_without_its_text_and_the_next_estimate_follows(outlook)
     first, available = outlook.foretell(profile, 100)
     assert available == 1 << 40
     assert outlook.record(profile, Stats(peak=2 * first, context=100)) == ""
-    (line,) = (outlook.data / runs.NAME).read_text().splitlines()
+    (line,) = (outlook.data / run_log.NAME).read_text().splitlines()
     assert set(json.loads(line)) == {
         "schema", "kvcli", "date", "run", "model", "profile", "profile_hash", "device", "ctx", "build", "predicted",
         "measured",

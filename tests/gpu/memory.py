@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.process_memory import peak_bytes
+from kvcli.fit.available_memory import Room
 from kvcli.fit.plan import Facts, plan, subject_of
-from kvcli.fit.room import Room
 from kvcli.models import source
 from kvcli.settings.profile import Profile
 from tests import families
@@ -41,7 +41,7 @@ def _peak(found: source.Source, profile: Profile, n: int, on: On) -> Row:
         gone = torch.cuda.mem_get_info(device)[0]
     began = time.monotonic()
     lm = LM.load(found, device=on.device)
-    session = build.session(lm, profile)
+    session = assemble.session(lm, profile)
     drive(session.read(families.prompt(n, vocab=lm.vocab)))
     read = time.monotonic() - began
     list(events(session.stream(NEW)))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcli.bench.same import tie_at
+from kvcli.bench.text_agreement import tie_at
 from kvcli.chat.model import Model, load
 from kvcli.errors import BadConfig
 from kvcli.heads.auto_headmap import own_map, place

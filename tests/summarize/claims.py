@@ -13,10 +13,10 @@ from random import Random
 from kvcli.demo.report import write_report
 from kvcli.demo.words import place as place_name
 from kvcli.summarize.check import Passage
-from kvcli.summarize.cites import Place
-from kvcli.summarize.measures import measure
+from kvcli.summarize.citations import Place
+from kvcli.summarize.claim_words import STOP, sentences, words
 from kvcli.summarize.numbers import COUNTED, SCALES
-from kvcli.summarize.words import STOP, sentences, words
+from kvcli.summarize.units import measure
 
 Make = Callable[[Random, tuple[Passage, ...]], tuple[str, str] | None]
 

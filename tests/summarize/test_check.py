@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcli.summarize.check import Checker, Claim, Passage
-from kvcli.summarize.cites import Bracket, Place, find, write
-from kvcli.summarize.measures import heads
-from kvcli.summarize.words import units, words
+from kvcli.summarize.citations import Bracket, Place, find, write
+from kvcli.summarize.claim_words import units, words
+from kvcli.summarize.units import heads
 from tests.bench.citations import is_right, judged
 from tests.summarize.cases import KINDS, SURE, cases
 

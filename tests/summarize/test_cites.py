@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvcli.documents import mark
 from kvcli.summarize.check import named
-from kvcli.summarize.cites import Place, clean, find, without, write
+from kvcli.summarize.citations import Place, clean, find, without, write
 
 
 def pages(*labels: str, document: str = "") -> tuple[Place, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvcli.summarize.check import Checker, Passage
-from kvcli.summarize.cites import Bracket, Place
-from kvcli.summarize.measures import heads
-from kvcli.summarize.words import units, words
+from kvcli.summarize.citations import Bracket, Place
+from kvcli.summarize.claim_words import units, words
+from kvcli.summarize.units import heads
 
 TEXT = "The patients of the trial at Stultov got {} each morning, as Adler said. Nothing else was given."
 

@@ -13,7 +13,7 @@ from kvcli.documents import Document, Section, mark
 from kvcli.render.summarize.notes import plan_lines
 from kvcli.render.summarize.view import time_left
 from kvcli.schemas.fit import PassTime
-from kvcli.summarize.cites import Place, find, write
+from kvcli.summarize.citations import Place, find, write
 from kvcli.summarize.parts import Part, cut, pieces_of, shown
 from kvcli.summarize.plan import Window, make_plan
 from kvcli.summarize.request import Request

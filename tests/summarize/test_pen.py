@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcli.summarize.pen import Pen, unique
+from kvcli.summarize.point_stream import Pen, unique
 from kvcli.summarize.points import point_of
 from kvcli.summarize.result import Point, written
 from kvcli.summarize.split import Splitter, split

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcli.summarize.check import Checker, Judged, Passage
-from kvcli.summarize.cites import Bracket, Place, find
+from kvcli.summarize.citations import Bracket, Place, find
 from kvcli.summarize.points import MOST, pieces, point_of
 from kvcli.summarize.result import written
 from kvcli.summarize.split import Raw, split

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from kvcli.commands.bench.output import Outlet
     from kvcli.commands.bench.request import Asked
     from kvcli.commands.common.run_setup import Setup
+    from kvcli.environment import World
     from kvcli.models.source import Source
     from kvcli.render.bench.progress import Bar
-    from kvcli.world import World
 
 app = typer.Typer(add_completion=False)
 

@@ -13,15 +13,15 @@ from kvcli.commands.common.output_file import output_file
 from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.errors import BadInput, ExitStatus, KvcliError, UsageError, writing
 from kvcli.files import try_folder, write_output
-from kvcli.outlet import escaped, neutralise
 from kvcli.render.terminal.numbers import plural
 from kvcli.render.terminal.terminal import Terminal
+from kvcli.safe_output import escaped, neutralise
 
 if TYPE_CHECKING:
     from kvcli.bench.run import Bench
     from kvcli.commands.bench.request import Asked
+    from kvcli.environment import World
     from kvcli.schemas.bench import BenchDocument
-    from kvcli.world import World
 
 ENDINGS: dict[str, Format] = {
     ".md": "md", ".csv": "csv", ".json": "json", ".jsonl": "jsonl", ".html": "html", ".htm": "html", ".txt": "table"

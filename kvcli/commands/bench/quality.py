@@ -11,10 +11,10 @@ from kvcli.errors import UsageError
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
     from kvcli.commands.bench.request import Asked
+    from kvcli.environment import World
     from kvcli.render.bench.progress import Bar
     from kvcli.schemas.quality import QualityDocument
     from kvcli.settings.profile import Profile
-    from kvcli.world import World
 
 Suite = Callable[["Model", "list[Profile]"], "QualityDocument | None"]
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kvcli.bench.fail_if import Condition
 from kvcli.bench.grid import Vary, check_keys, contexts, variants
 from kvcli.bench.history import read
-from kvcli.bench.makers import BASELINES, baseline_of
 from kvcli.bench.recipe import Recipe, drawing
+from kvcli.bench.side_factory import BASELINES, baseline_of
 from kvcli.bench.workloads import NAMES, usual
 from kvcli.commands.common.flags import listed, tokens
 from kvcli.commands.common.inputs import read_file

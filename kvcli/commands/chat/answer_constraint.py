@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvcli.api import Turn
     from kvcli.chat.model import Model
     from kvcli.engine.sequence.constraint import Constraint
+    from kvcli.environment import World
     from kvcli.render.terminal.screen import Screen
-    from kvcli.world import World
 
 LARGEST = 1 << 20  # bytes of a schema or a grammar
 

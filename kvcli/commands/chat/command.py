@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from kvcli.commands.common.inputs import Question
     from kvcli.commands.common.memory_check import Prepared
     from kvcli.commands.common.run_setup import Setup
+    from kvcli.environment import World
     from kvcli.models.grammar import Grammar
     from kvcli.render.terminal.screen import Screen
     from kvcli.settings.profile import Profile
-    from kvcli.world import World
 
 app = typer.Typer(add_completion=False)
 

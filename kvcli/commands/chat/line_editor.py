@@ -21,9 +21,9 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
 from kvcli.commands.chat.slash import COMMANDS
+from kvcli.environment import World
 from kvcli.files import append, private_folder
-from kvcli.outlet import Outlet, neutralise
-from kvcli.world import World
+from kvcli.safe_output import Outlet, neutralise
 
 PROMPT, MORE = "> ", ". "
 BLOCK = '"""'

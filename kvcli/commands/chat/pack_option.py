@@ -12,8 +12,8 @@ from kvcli.errors import UsageError
 if TYPE_CHECKING:
     from kvcli.chat.document_pack import Pack
     from kvcli.commands.common.run_setup import Setup
+    from kvcli.environment import World
     from kvcli.settings.profile import Profile
-    from kvcli.world import World
 
 
 def pack_of(world: World, typed: str, others: Sequence[object], flags: str) -> Pack:

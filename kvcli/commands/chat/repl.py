@@ -19,6 +19,7 @@ from kvcli.commands.common.error_exit import machine_gave_out
 from kvcli.commands.common.inputs import well_formed
 from kvcli.commands.common.interrupt import Interrupt
 from kvcli.documents.decode import decode
+from kvcli.environment import World
 from kvcli.errors import BadInput, ExitStatus, KvcliError
 from kvcli.render.terminal.errors import print_error, print_warning
 from kvcli.render.terminal.keyboard import echo
@@ -27,7 +28,6 @@ from kvcli.render.terminal.terminal import cells
 from kvcli.render.terminal.wrap import folded
 from kvcli.render.turn.status_row import Look, Memory
 from kvcli.render.turn.turn_view import show_turn
-from kvcli.world import World
 
 if TYPE_CHECKING:
     from kvcli.engine.sequence.constraint import Constraint

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
     from kvcli.chat.saved_chats import Opened
     from kvcli.chat.text_session import OpenText
+    from kvcli.environment import World
     from kvcli.prefix_cache.prefix_cache import Kept as Read
     from kvcli.schemas.sessions import SessionEntry
-    from kvcli.world import World
 
 FEW = 10  # of a list to choose from
 

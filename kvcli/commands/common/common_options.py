@@ -12,8 +12,8 @@ import typer.main
 
 from kvcli.commands.common.flags import ModelOption, option
 from kvcli.commands.common.log import start_log
+from kvcli.environment import World
 from kvcli.errors import UsageError
-from kvcli.world import World
 
 NARROW, LEAST = 60, 20  # columns below which help has no boxes, and that it has at least
 

@@ -19,7 +19,7 @@ from kvcli.settings.schema import METHODS, TABLES
 from kvcli.settings.values import keys_of, words
 
 if TYPE_CHECKING:
-    from kvcli.world import World
+    from kvcli.environment import World
 
 Found = Mapping[str, str] | Iterable[str]  # words, with what they are where something says it
 

@@ -15,8 +15,8 @@ import typer
 
 from kvcli.commands.common.log import write_traceback
 from kvcli.commands.common.stdout import print_json
+from kvcli.environment import World
 from kvcli.errors import BadInput, DoesNotFit, ExitStatus, KvcliError, UsageError, is_out_of_memory
-from kvcli.world import World
 
 # The root of what the option parser raises; Typer carries its own copy of Click, or uses the real one when older.
 UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

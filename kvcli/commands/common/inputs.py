@@ -21,8 +21,8 @@ from kvcli.documents import (
 )
 from kvcli.documents.read import most_bytes
 from kvcli.documents.sniff import HEAD, looks_readable
+from kvcli.environment import World
 from kvcli.errors import BadInput, UsageError, reading
-from kvcli.world import World
 
 STDIN = "standard input"
 MOST = 200  # documents that a folder or a pattern may stand for

@@ -35,7 +35,7 @@ class Interrupt:
         now = self.clock()
         waits = False
         while frame is not None and not waits:
-            waits, frame = frame.f_globals.get("__name__") == "kvcli.outside", frame.f_back
+            waits, frame = frame.f_globals.get("__name__") == "kvcli.worker_process", frame.f_back
         if waits or (self.since is not None and now - self.since > IMPATIENT):
             raise KeyboardInterrupt
         self.since = now if self.since is None else self.since

@@ -9,10 +9,10 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from kvcli.environment import World
 from kvcli.errors import writing
 from kvcli.files import append, private_folder
 from kvcli.version import __version__
-from kvcli.world import World
 
 LARGEST = 1 << 20  # bytes; beyond that the older half goes
 FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"

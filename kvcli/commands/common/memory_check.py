@@ -11,7 +11,7 @@ from kvcli.errors import BadConfig, BadModel, DoesNotFit, KvcliError
 if TYPE_CHECKING:
     from kvcli.api import Turn
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.fit.before import Outlook
+    from kvcli.fit.preflight import Outlook
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
 
@@ -53,12 +53,12 @@ class Prepared:
 
 def outlook_of(setup: Setup, found: Source) -> Outlook:
     """On this model, for a command that loads nothing."""
-    from kvcli.fit import program
-    from kvcli.fit.before import Outlook
+    from kvcli.fit import base_memory
     from kvcli.fit.plan import subject_of
+    from kvcli.fit.preflight import Outlook
 
     paths = setup.world.paths
-    base = program.elsewhere(paths.cache)
+    base = base_memory.elsewhere(paths.cache)
     return Outlook(subject_of(found), setup.name, paths.data, base=base, find=setup.sizes())
 
 
@@ -70,14 +70,14 @@ def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str]
     found = setup.fetch(profile, tell)
     from kvcli.commands.common.run_setup import refuse_beyond
     from kvcli.commands.fit import others_of
-    from kvcli.fit import program
-    from kvcli.fit.before import Outlook
-    from kvcli.fit.choice import chosen, told
+    from kvcli.fit import base_memory
+    from kvcli.fit.auto_placement import chosen, told
     from kvcli.fit.plan import subject_of
+    from kvcli.fit.preflight import Outlook
 
     try:
         its = setup.sizes(tell)
-        outlook = Outlook(subject_of(found), setup.name, setup.world.paths.data, base=program.here(), find=its)
+        outlook = Outlook(subject_of(found), setup.name, setup.world.paths.data, base=base_memory.here(), find=its)
         refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
         plan, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
     except BadModel:

@@ -11,7 +11,7 @@ from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import try_output
 
 if TYPE_CHECKING:
-    from kvcli.world import World
+    from kvcli.environment import World
 
 Form = TypeVar("Form", bound=str)
 

@@ -21,18 +21,18 @@ from kvcli.models import hub, source
 from kvcli.models.catalog import BY_NAME
 from kvcli.models.fetch import stands_for
 from kvcli.settings.config import Config, load_config
-from kvcli.settings.layers import Sources, from_environ, from_sets, set_value
 from kvcli.settings.profile import Profile, load_profile
 from kvcli.settings.schema import METHODS
 from kvcli.settings.settings import BY, DEFAULT
+from kvcli.settings.sources import Sources, from_environ, from_sets, set_value
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
     from kvcli.engine.drafting.drafter import Costs
+    from kvcli.environment import World
     from kvcli.fit.plan import Subject
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.schema import Model as Entry
-    from kvcli.world import World
 
 Flags = Mapping[str, tuple[object, str]]  # dotted key -> value and the flag that says so
 SYSTEM_CONFIG = Path("/etc/xdg/kvcli/config.toml")
@@ -230,7 +230,7 @@ class Setup:
         said = {key for key, at in profile.origins.items() if key.startswith("spec.") and at != "default"}
         if profile.spec.method != "model" or said - {"spec.method", "spec.model", "spec.strict", "spec.quant"}:
             return profile
-        from kvcli.models.companions import assistant_for, has_mtp, is_assistant
+        from kvcli.models.draft_heads import assistant_for, has_mtp, is_assistant
 
         wanted = {"method": "assistant", "model": profile.spec.model, "quant": profile.spec.quant}
         with suppress(KvcliError):  # said where the model is wanted

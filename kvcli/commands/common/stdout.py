@@ -6,13 +6,13 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.outlet import escaped, neutralise
 from kvcli.render.terminal.tables import WIDEST, columns, fitting, least
 from kvcli.render.terminal.terminal import Terminal
+from kvcli.safe_output import escaped, neutralise
 
 if TYPE_CHECKING:
+    from kvcli.environment import World
     from kvcli.schemas.base import Json
-    from kvcli.world import World
 
 
 GLUE = "\ue000"  # between two words that stay together

@@ -27,7 +27,7 @@ from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.engine.stats import Stats
-    from kvcli.world import World
+    from kvcli.environment import World
 
 EVERY = 0.5  # seconds between two stats lines
 

@@ -14,12 +14,12 @@ from kvcli.errors import UsageError
 if TYPE_CHECKING:
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.heads.output import Outlet
+    from kvcli.environment import World
     from kvcli.heads.request import Ask
     from kvcli.methods.policies.fastgen.policy import FastGen
     from kvcli.render.bench.progress import Bar
     from kvcli.schemas.heads import Probe
     from kvcli.settings.profile import Profile
-    from kvcli.world import World
 
 app = typer.Typer(add_completion=False)
 

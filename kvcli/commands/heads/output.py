@@ -14,13 +14,13 @@ from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
 from kvcli.heads.headmap_formats import DUO_CONFIG, PROFILE, TSV
 from kvcli.render.terminal.terminal import Terminal
-from kvcli.settings.toml_places import toml_value
+from kvcli.settings.toml_positions import toml_value
 
 if TYPE_CHECKING:
+    from kvcli.environment import World
     from kvcli.heads.report import Strip
     from kvcli.heads.request import Ask
     from kvcli.schemas.heads import HeadsDocument
-    from kvcli.world import World
 
 FORMS = ("html", "json", "npz", "tsv", "md", "toml")
 TRUECOLOR = ("truecolor", "24bit")  # what COLORTERM says where cells may have any colour

@@ -13,9 +13,9 @@ from kvcli.commands.models.draft_candidates import drafted, siblings
 from kvcli.errors import BadModel, ExitStatus, UsageError
 
 if TYPE_CHECKING:
+    from kvcli.environment import World
     from kvcli.models.source import Source
     from kvcli.schemas.listings import CheckDocument
-    from kvcli.world import World
 
 Online = Annotated[bool, o.option("--online", help="Ask the Hugging Face hub for headers of what is not here.")]
 
@@ -53,10 +53,10 @@ def checked(setup: Setup, online: bool) -> CheckDocument:
     """Raises BadModel for a model that would not load."""
     from kvcli.commands.common.memory_check import outlook_of
     from kvcli.engine.hf.meta_check import examine
+    from kvcli.fit.available_memory import choose
     from kvcli.fit.plan import torch_dtype
     from kvcli.fit.report import notes_of
-    from kvcli.fit.room import choose
-    from kvcli.models.companions import found_in
+    from kvcli.models.draft_heads import found_in
     from kvcli.models.tokenizer import refuse_wordless
     from kvcli.schemas.listings import CheckDocument, CheckMemory
 

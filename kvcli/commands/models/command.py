@@ -19,12 +19,12 @@ from kvcli.commands.models.model_names import known
 from kvcli.demo import BUNDLED
 from kvcli.errors import BadModel, KvcliError, UsageError
 from kvcli.models.catalog import BY_NAME
-from kvcli.models.packing import Packing
+from kvcli.models.checkpoint_format import Packing
 from kvcli.models.source import Source
 
 if TYPE_CHECKING:
+    from kvcli.environment import World
     from kvcli.schemas.listings import ModelEntry
-    from kvcli.world import World
 
 app = typer.Typer(add_completion=False, help="Models on this machine, and real ones for it.")
 app.command()(suggest)
@@ -148,7 +148,7 @@ def look_at(
     """What its config and the headers of its files say. With `strict`, a model that is not there is an error; with
     `drafts`, which others could draft for it."""
     from kvcli.commands.models.draft_candidates import siblings
-    from kvcli.models.companions import found_in
+    from kvcli.models.draft_heads import found_in
     from kvcli.schemas.listings import ModelEntry
 
     profile = config_of(world).model(name).profile or None

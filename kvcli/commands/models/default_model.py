@@ -9,10 +9,10 @@ from kvcli.commands.common.run_setup import config_of
 from kvcli.errors import writing
 from kvcli.files import private_folder, write_output
 from kvcli.settings.problems import bad_config
-from kvcli.settings.toml_places import parse_document, read_document, toml_value
+from kvcli.settings.toml_positions import parse_document, read_document, toml_value
 
 if TYPE_CHECKING:
-    from kvcli.world import World
+    from kvcli.environment import World
 
 KEY = "default_model"
 

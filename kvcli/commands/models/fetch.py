@@ -18,9 +18,9 @@ from kvcli.models.fetch import Fetching, file_of, is_whole, terms_of
 from kvcli.models.hub import cached_folder, cached_ids, may_fetch, verify
 
 if TYPE_CHECKING:
-    from kvcli.models.packages import Packed
+    from kvcli.environment import World
+    from kvcli.models.pip_packages import Packed
     from kvcli.schemas.listings import Group, Suggestion
-    from kvcli.world import World
 
 GROUPS: tuple[Group, ...] = ("with ease", "takes most", "does not fit")
 WIDE = 60  # columns from which a command stands on one line, to be copied
@@ -30,12 +30,12 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help=NAME)]
 
 def suggest(context: typer.Context) -> None:
     """Real models for this machine's memory, those that run with ease first, and what to type for each."""
-    from kvcli.fit import room
+    from kvcli.fit import available_memory
     from kvcli.render.terminal.numbers import count, long_size
     from kvcli.schemas.listings import SuggestionsDocument
 
     world: World = context.obj
-    found = room.look()
+    found = available_memory.look()
     entries, whole = ranked(world, found.empty.usable), found.empty.available
     if world.options.json:
         document = SuggestionsDocument(

@@ -12,8 +12,8 @@ from kvcli.errors import KvcliError, UsageError
 
 if TYPE_CHECKING:
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.fit.room import Room
-    from kvcli.world import World
+    from kvcli.environment import World
+    from kvcli.fit.available_memory import Room
 
 FEW = 3  # models of this machine that are named
 
@@ -72,11 +72,11 @@ def tell_toy(setup: Setup) -> None:
 
 def look_around(setup: Setup) -> tuple[Room, list[Offer]]:
     """The memory there is, and what fits in it: models that are here first, then real ones in several sizes."""
-    from kvcli.fit import room
+    from kvcli.fit import available_memory
     from kvcli.models import catalog
     from kvcli.render.terminal.numbers import long_size
 
-    found = room.look()
+    found = available_memory.look()
     usable = found.usable
     here = _here(setup, usable)
     typed = setup.flags.get("load.quant")

@@ -69,7 +69,7 @@ def _difference(
     plain: Model, prompt: Sequence[int], without: Sequence[Turn], with_: Sequence[Turn]
 ) -> Difference | None:
     """Where the texts part first, and whether rounding explains it."""
-    from kvcli.bench.same import first_difference, tie_at
+    from kvcli.bench.text_agreement import first_difference, tie_at
 
     for a, b in zip(without, with_, strict=True):
         if (at := first_difference(a.ids, b.ids)) is not None:

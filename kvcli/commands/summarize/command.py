@@ -11,7 +11,7 @@ from kvcli.commands.summarize import options as o
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvcli.world import World
+    from kvcli.environment import World
 
 app = typer.Typer(add_completion=False)
 

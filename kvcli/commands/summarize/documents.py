@@ -15,8 +15,8 @@ from kvcli.errors import BadInput, KvcliError, UsageError
 if TYPE_CHECKING:
     from kvcli.chat.document_pack import Pack
     from kvcli.documents.document import Counter
+    from kvcli.environment import World
     from kvcli.schemas.summary import SourceFacts
-    from kvcli.world import World
 
 
 @dataclass(frozen=True, slots=True)

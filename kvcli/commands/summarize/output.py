@@ -15,15 +15,15 @@ from kvcli.commands.summarize.options import Form
 from kvcli.documents import split_pages
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import write_output
-from kvcli.outlet import escaped, neutralise
 from kvcli.render.terminal.terminal import Terminal
+from kvcli.safe_output import escaped, neutralise
 from kvcli.schemas.base import SURROGATE
 
 if TYPE_CHECKING:
+    from kvcli.environment import World
     from kvcli.schemas.base import Json
     from kvcli.schemas.summary import SummaryDocument
     from kvcli.summarize.result import Point
-    from kvcli.world import World
 
 ENDINGS: dict[str, Form] = {
     "": "md", ".md": "md", ".markdown": "md", ".txt": "txt", ".text": "txt", ".json": "json", ".jsonl": "json",

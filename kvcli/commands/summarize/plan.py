@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.summarize.documents import Given
     from kvcli.commands.summarize.job import Job
-    from kvcli.fit.before import Outlook
     from kvcli.fit.plan import Plan as Fitted
+    from kvcli.fit.preflight import Outlook
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.profile import Profile
     from kvcli.summarize.plan import Plan, Window
@@ -45,7 +45,7 @@ def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wordin
     from kvcli.commands.common.run_setup import refuse_beyond
     from kvcli.commands.fit import others_of
     from kvcli.engine.loading.weights import keeps_blocks
-    from kvcli.models.gguf.unpack import ready
+    from kvcli.models.gguf.convert import ready
     from kvcli.models.tokenizer import load_tokenizer
     from kvcli.summarize.plan import Window, most_of
     from kvcli.summarize.wording import wording_of

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcli.drafts.draft_models.retokenized_text import Respelled
-from kvcli.outlet import BROKEN
+from kvcli.safe_output import BROKEN
 
 if TYPE_CHECKING:
     from kvcli.drafts.draft_models.draft_model import Guesser
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvcli.engine.rows import Hears
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
-    from kvcli.models.spelling import Spelling
+    from kvcli.models.retokenizer import Spelling
 
 FEW = 8  # candidates of a row that are spelled
 AHEAD = 4  # tokens that it may take until a word is whole

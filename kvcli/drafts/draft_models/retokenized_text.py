@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.outlet import BROKEN
+from kvcli.safe_output import BROKEN
 
 if TYPE_CHECKING:
-    from kvcli.models.spelling import Spelling
+    from kvcli.models.retokenizer import Spelling
 
 PIECE = 48  # tokens between two cuts, or fewer
 OPEN = 24  # newest tokens that are spelled anew, at least

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Lens, Store, Usage
-    from kvcli.models.spelling import Spelling
+    from kvcli.models.retokenizer import Spelling
 
 
 # tokens of context -> rows of a pass -> its time in passes of one row
@@ -25,7 +25,7 @@ Costs = Callable[[int], Mapping[int, float]]
 class Glance:
     """How scouts or guesses read the past: what a policy keeps, chosen anew every `every` tokens."""
 
-    kind: str  # "stream" or "quest"; which policy that is, kvcli/build.py knows
+    kind: str  # "stream" or "quest"; which policy that is, kvcli/assemble.py knows
     settings: Mapping[str, int]  # of the policy
     every: int
 

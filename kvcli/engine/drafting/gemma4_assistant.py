@@ -17,8 +17,8 @@ from kvcli.engine.hf.cache_shim import brought
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.loading import weights
 from kvcli.errors import BadModel
+from kvcli.models.checkpoint_format import Packing
 from kvcli.models.family import read_config
-from kvcli.models.packing import Packing
 from kvcli.models.refusals import refuse_quant
 from kvcli.models.source import Source
 from kvcli.settings.schema import Load

@@ -18,7 +18,7 @@ from kvcli.engine.hf.cache_shim import brought
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.errors import BadModel
 from kvcli.kv.out_of_memory import Shortage, as_shortage
-from kvcli.models.foreign import blamed
+from kvcli.models.library_errors import blamed
 
 
 class Mtp(PreTrainedModel):  # type: ignore[misc]

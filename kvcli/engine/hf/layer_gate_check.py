@@ -19,7 +19,7 @@ from kvcli.engine.rows import Rows
 from kvcli.errors import BadModel
 from kvcli.kv.slots import Sight, spans
 from kvcli.kv.tiers.dense import Dense
-from kvcli.models.foreign import blamed
+from kvcli.models.library_errors import blamed
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import logging
 
-from kvcli import heap
+from kvcli import malloc_tuning
 from kvcli.engine import forward
 from kvcli.engine.cuda_graphs.capture import CudaGraphs
 from kvcli.engine.cuda_graphs.captured_pass import Frames
@@ -41,9 +41,9 @@ from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.kernels.products import multiplies
 from kvcli.kernels.rotate import Rotary
 from kvcli.kv.offload.transfer import bus_of
+from kvcli.models.checkpoint_format import Packing
 from kvcli.models.family import read_config
 from kvcli.models.hashes import Hashes, Stamped, model_files
-from kvcli.models.packing import Packing
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.sizes import count
 from kvcli.models.source import Source
@@ -160,7 +160,7 @@ class LM:
         return lm
 
     @staticmethod
-    @heap.reading()
+    @malloc_tuning.reading()
     def load(
         source: Source,
         *,

@@ -17,10 +17,10 @@ from kvcli.engine.hf import model_settings
 from kvcli.engine.hf.lm import probed, quiet
 from kvcli.engine.loading.build_limit import within
 from kvcli.errors import BadModel
+from kvcli.models.checkpoint_format import Packing, refuse_unpackable
 from kvcli.models.family import loader_of, read_config, refuse_unknown_packing, unreadable
-from kvcli.models.foreign import blamed
 from kvcli.models.gguf import quantizer
-from kvcli.models.packing import Packing, refuse_unpackable
+from kvcli.models.library_errors import blamed
 from kvcli.models.sizes import count
 from kvcli.models.source import Source
 

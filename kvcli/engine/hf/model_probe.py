@@ -22,7 +22,7 @@ from kvcli.errors import BadModel
 from kvcli.kv.recurrent_state import Known, States, apart_by
 from kvcli.kv.slots import LayerShape, Sight
 from kvcli.kv.tiers.dense import Dense
-from kvcli.models.foreign import blamed
+from kvcli.models.library_errors import blamed
 
 _SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors our attention may be handed
 # Relative RMS of a row's logits. Stock attention takes its softmax in float32 even in a float64 model.

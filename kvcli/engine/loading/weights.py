@@ -22,10 +22,10 @@ from kvcli.kernels.linear_packed import Bits
 from kvcli.kernels.linear_packed.experts import quantize_experts_, stay
 from kvcli.kernels.linear_packed.module import Swap, make_native_, quantize_, swap_
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
+from kvcli.models.checkpoint_format import INSTEAD, Packing, refuse_unpackable
 from kvcli.models.family import loader_of, refuse_unknown_packing, unreadable
-from kvcli.models.foreign import blamed
 from kvcli.models.gguf import quantizer
-from kvcli.models.packing import INSTEAD, Packing, refuse_unpackable
+from kvcli.models.library_errors import blamed
 from kvcli.models.refusals import refuse_device
 from kvcli.models.sizes import sizes_of
 from kvcli.models.source import Source

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import BadModel
-from kvcli.models.foreign import blamed
 from kvcli.models.grammar import Grammar, library, refused
+from kvcli.models.library_errors import blamed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.outlet import escaped, neutralise
 from kvcli.render import quality as q
 from kvcli.render.bench.table import (
     CELLS,
@@ -24,6 +23,7 @@ from kvcli.render.bench.table import (
     where,
 )
 from kvcli.render.terminal.numbers import BARS
+from kvcli.safe_output import escaped, neutralise
 from kvcli.schemas.bench import BenchLine
 
 if TYPE_CHECKING:

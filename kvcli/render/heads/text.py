@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvcli.outlet import neutralise
 from kvcli.render.heads import cells as c
 from kvcli.render.terminal import numbers as f
+from kvcli.safe_output import neutralise
 
 if TYPE_CHECKING:
     from kvcli.schemas.heads import HeadsDocument, HeadsKv

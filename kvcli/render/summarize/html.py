@@ -8,7 +8,7 @@ from kvcli.documents.document import SIGNS
 from kvcli.render.html import Markup, data_table, join, page, tag
 from kvcli.render.summarize.notes import scanned
 from kvcli.schemas.summary import CiteFacts, PointFacts, SummaryDocument
-from kvcli.summarize.cites import find
+from kvcli.summarize.citations import find
 
 _DEEPEST = 2  # of indented points
 

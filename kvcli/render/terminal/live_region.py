@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvcli.outlet import Styled
 from kvcli.render.terminal.terminal import Terminal, quoted
+from kvcli.safe_output import Styled
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 WRAP, NO_WRAP = "\x1b[?7h", "\x1b[?7l"

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
+from kvcli.environment import World
 from kvcli.render.terminal.errors import print_note
 from kvcli.render.terminal.terminal import Terminal
-from kvcli.world import World
 
 StatsMode = Literal["live", "turn", "off"]
 

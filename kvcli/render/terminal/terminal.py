@@ -9,8 +9,8 @@ from typing import TextIO
 
 from rich.cells import cell_len
 
-from kvcli.outlet import Styled, neutralise
-from kvcli.world import Stream, World
+from kvcli.environment import Stream, World
+from kvcli.safe_output import Styled, neutralise
 
 Span = tuple[str, str]  # text and style; a style is one of STYLES, or colours such as "#000000 on #ffcc00"
 STYLES = {"": "", "dim": "2", "bold": "1", "red": "1;31", "yellow": "33", "green": "32", "cyan": "36"}

@@ -10,7 +10,6 @@ from functools import partial
 
 from kvcli.api import End, Event, Live, Read, Text, Thought, Turn
 from kvcli.engine.stats import Stats
-from kvcli.outlet import Styled
 from kvcli.render.terminal.keyboard import echo, suspendable
 from kvcli.render.terminal.live_region import Region
 from kvcli.render.terminal.screen import Screen
@@ -18,6 +17,7 @@ from kvcli.render.terminal.terminal import Span, cells, quoted
 from kvcli.render.terminal.wrap import Wrapper
 from kvcli.render.turn.status_row import HERTZ, Look, busy, live_row, process_memory, reading_bar
 from kvcli.render.turn.turn_summary import brief, summary
+from kvcli.safe_output import Styled
 
 PATIENCE = 0.3  # seconds of reading before a bar is worth its flicker
 CURSOR = "█"

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcli.build import may_split
+from kvcli.assemble import may_split
 from kvcli.fit.plan import Facts, Plan, Subject, plan
 from kvcli.settings.settings import BY, DEFAULT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvcli.fit.room import Room
+    from kvcli.fit.available_memory import Room
     from kvcli.settings.profile import Profile
 
 WINDOW = 8192  # tokens that a split is made for where no window is asked for

@@ -6,9 +6,9 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
-from kvcli.summarize.cites import find
-from kvcli.summarize.measures import CJK, LETTER, heads
+from kvcli.summarize.citations import find
 from kvcli.summarize.numbers import NUMBER, read
+from kvcli.summarize.units import CJK, LETTER, heads
 
 _WORD = rf"{CJK}|{LETTER}+(?:['’.,]{LETTER}+)*"
 _TOKEN = re.compile(rf"(?P<number>{NUMBER})|{_WORD}", re.IGNORECASE)

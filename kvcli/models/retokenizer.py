@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.models.foreign import blamed
+from kvcli.models.library_errors import blamed
 from kvcli.models.text import decode, opening_ids, special_ids, tokenizer_failed
-from kvcli.outlet import BROKEN
+from kvcli.safe_output import BROKEN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvcli.summarize.cites import same
+from kvcli.summarize.citations import same
 from kvcli.summarize.events import Said
 from kvcli.summarize.result import Point
 from kvcli.summarize.split import Raw, Splitter

@@ -26,13 +26,13 @@ from kvcli.installing import pip
 from kvcli.kernels.linear_packed import reference
 from kvcli.models import source
 from kvcli.models.control_words import spelled
-from kvcli.models.foreign import blamed
 from kvcli.models.gguf.blocks import Bytes, numbers, packed, stays_packed, stretches
 from kvcli.models.gguf.config import DIGITS, WHOLE, Described, Piece, describe
+from kvcli.models.gguf.conversion_cache import FOLDER, KEPT, fingerprint, forget, use
 from kvcli.models.gguf.header import BLOCKS, Header, read
-from kvcli.models.gguf.kept import FOLDER, KEPT, fingerprint, forget, use
 from kvcli.models.gguf.quantizer import GROUP, METHOD
 from kvcli.models.hashes import Hashes, Stamped
+from kvcli.models.library_errors import blamed
 from kvcli.models.refusals import no_tokenizer
 from kvcli.settings.schema import NUMBERS
 

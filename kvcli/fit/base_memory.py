@@ -18,7 +18,7 @@ from kvcli.version import __version__
 # Bytes that a command takes beyond its imports until it has answered, the model and its text aside: threads, compiled
 # products, pages of libraries that are touched late. Like the peak it is compared with, all of this is resident memory.
 AFTER = 40 << 20
-CODE = "from kvcli.fit.program import here; print(here())"
+CODE = "from kvcli.fit.base_memory import here; print(here())"
 BASE = 463 << 20  # of the whole program where nobody measured it: torch 2.13 for CPUs, transformers 5, Linux
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcli.models.mixing import attends, layer_kinds
+from kvcli.models.recurrent_shapes import attends, layer_kinds
 from kvcli.models.sizes import count
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kvcli.documents.document import SIGNS, clean
-from kvcli.summarize.places import Place, Reader
+from kvcli.summarize.citation_places import Place, Reader
 
 __all__ = ["Bracket", "Place", "clean", "find", "same", "without", "write"]
 

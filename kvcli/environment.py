@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, TextIO, cast
 
 from kvcli.files import sweep
-from kvcli.outlet import Outlet
+from kvcli.safe_output import Outlet
 
 Stream = Literal["stdin", "stdout", "stderr"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kvcli.documents.lines import Piece, Row, row_text, rows, top
+from kvcli.documents.reading_order import Piece, Row, row_text, rows, top
 
 DEPTH = 3  # rows looked at from each edge
 FEW = 3  # pages of a run on which a line must recur

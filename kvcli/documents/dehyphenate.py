@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from kvcli.documents.lines import CJK, Line
+from kvcli.documents.reading_order import CJK, Line
 
 SOFT = "\u00ad"
 LONGEST = 100  # letters of the beginning of a broken word that are looked at

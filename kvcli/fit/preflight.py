@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from kvcli.errors import DoesNotFit
-from kvcli.fit import program, runs
+from kvcli.fit import base_memory, run_log
 from kvcli.fit.advice import MIB, changes
-from kvcli.fit.choice import plan_on
+from kvcli.fit.auto_placement import plan_on
+from kvcli.fit.available_memory import Room, choose, rooms
+from kvcli.fit.base_memory import BASE
 from kvcli.fit.plan import Facts, Plan, Subject, plan
-from kvcli.fit.program import BASE
-from kvcli.fit.room import Room, choose, rooms
-from kvcli.fit.runs import NOTHING
+from kvcli.fit.run_log import NOTHING
 from kvcli.schemas.fit import RunEntry
 from kvcli.version import __version__
 
@@ -43,7 +43,9 @@ class Outlook:
 
     def facts(self, device: str) -> Facts:
         """What the program takes, and what earlier runs of this model took beyond their estimates."""
-        past = runs.beyond(runs.read(self.data), runs.Like(self.name, device.partition(":")[0], program.build()))
+        past = run_log.beyond(
+            run_log.read(self.data), run_log.Like(self.name, device.partition(":")[0], base_memory.build())
+        )
         return Facts(self.base, past or NOTHING, self.find)
 
     def plan(self, profile: Profile, context: int | None = None, *, as_is: bool = False) -> Plan:
@@ -140,14 +142,14 @@ class Outlook:
             profile_hash=profile.hash,
             device=choose(dict(self.found), profile.load.device).device,
             ctx=stats.context,
-            build=program.build(),
+            build=base_memory.build(),
             predicted=self.foretold,
             measured=_taken(stats),
         )
         try:
-            runs.append(self.data, entry)
+            run_log.append(self.data, entry)
         except OSError as error:
-            return f"what this run used could not be noted in {self.data / runs.NAME}: {error.strerror}"
+            return f"what this run used could not be noted in {self.data / run_log.NAME}: {error.strerror}"
         return ""
 
 

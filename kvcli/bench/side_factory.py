@@ -76,7 +76,7 @@ def _kvpress(recipe: Recipe, models: Models) -> Side:
     from kvcli.bench.kvpress import KvPress
     from kvcli.bench.kvpress_environment import interpreter
     from kvcli.engine.loading import weights
-    from kvcli.models.gguf.unpack import ready
+    from kvcli.models.gguf.convert import ready
 
     profile = recipe.as_profile()
     python, device = interpreter(Path(recipe.cache)), str(weights.find_device(profile.load.device))

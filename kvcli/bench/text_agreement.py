@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcli import build
+from kvcli import assemble
 from kvcli.engine.engine import drive
 from kvcli.kernels.gumbel import gumbel
 
@@ -43,7 +43,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 def tie_at(model: Model, text: Sequence[int], a: int, b: int) -> Tie:
     """The plain model reads `text` (prompt and the part that both sides wrote) and says what it thinks of a and b."""
-    session = build.session(model.lm, model.mapped())
+    session = assemble.session(model.lm, model.mapped())
     drive(session.read(text))
     logits = drive(session.step(most=1)).logits[0]
     noise = torch.zeros_like(logits, dtype=torch.float64)

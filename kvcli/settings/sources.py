@@ -13,7 +13,7 @@ import tomli
 
 from kvcli.settings.problems import Place, Problem
 from kvcli.settings.settings import Setting, Settings, Typed, leaves
-from kvcli.settings.toml_places import Document, Keys, Level, decode_document, read_document, toml_value
+from kvcli.settings.toml_positions import Document, Keys, Level, decode_document, read_document, toml_value
 
 PROJECT_FILE = ".kvcli.toml"
 PREFIX = "KVCLI_"

@@ -9,7 +9,7 @@ from kvcli.fit.weights import BYTES
 from kvcli.kernels.attend.cpu import MANY
 
 if TYPE_CHECKING:
-    from kvcli.fit.room import Room
+    from kvcli.fit.available_memory import Room
     from kvcli.models.shape import Shape
 
 # Products of 16-bit matrices on a CPU: oneDNN compiles one for each shape that it meets and keeps the last thousand.

@@ -1,4 +1,4 @@
-"""Read a hostile format in a process of its own (kvcli/outside.py); the parent parses nothing.
+"""Read a hostile format in a process of its own (kvcli/worker_process.py); the parent parses nothing.
 
 The child gets the file as an open descriptor and the job as one line of JSON on its standard input, so a password
 stands in no list of processes. It answers in lines of JSON: a section each, then the rest or an error.
@@ -11,11 +11,11 @@ import signal
 from dataclasses import asdict
 from typing import IO, Any
 
+from kvcli.documents.dehyphenate import unmarked
 from kvcli.documents.document import Section
 from kvcli.documents.parsed import Job, Parsed, part_of, refuse_too_much
-from kvcli.documents.repair import unmarked
 from kvcli.errors import BadInput
-from kvcli.outside import Limits, Outside, TooLong, TooSlow
+from kvcli.worker_process import Limits, Outside, TooLong, TooSlow
 
 
 def parse_outside(file: IO[bytes], job: Job, limits: Limits | None = None) -> Parsed:

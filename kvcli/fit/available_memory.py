@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from kvcli.errors import UsageError
-from kvcli.fit.card import CONTEXT
+from kvcli.fit.cuda_overhead import CONTEXT
 from kvcli.models.machine import kept_free
 from kvcli.models.refusals import refuse_device
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
-from kvcli.documents.lines import Piece
+from kvcli.documents.reading_order import Piece
 
 LONGEST = 40  # characters; what is longer was raised for its looks
 WORD = re.compile(r"[^\W\d_]{2,}\.?")  # 1st, Mme, a trade mark
