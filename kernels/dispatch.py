@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from kvcli.kernels import gpu, native
+from kvcli.kernels import native, triton_support
 
 ON_GPUS = {  # what Triton kernels serve, and of it what is left to the reference
-    "attend_rows": "rows over slots and their pass, one sequence each; slots that rows choose (recall) are not served",
+    "attend_invariant": "rows over slots and their pass, one sequence each; slots that rows choose (recall) are not served",
     "attend": "as attend_rows; slots behind a mask in plain PyTorch",
-    "attend_packed": "codes as they lie, all heads at once",
-    "merge": "parts in order",
-    "append": "all layers at once",
+    "attend_quantized": "codes as they lie, all heads at once",
+    "merge_attention": "parts in order",
+    "append_kv": "all layers at once",
 }
 
 
@@ -29,8 +29,8 @@ def choose(op: str, device: str, dtype: torch.dtype, bent: bool = False) -> Call
 
 def explain(device: str, dtype: torch.dtype) -> list[tuple[str, str, str]]:
     """(op, implementation, reason) for each op that dispatches; `kvcli doctor` prints it."""
-    names = ["attend", "attend_fresh", "attend_packed"] + (
-        ["attend_rows", "merge", "append"] if device == "cuda" else []
+    names = ["attend", "attend_new_tokens", "attend_quantized"] + (
+        ["attend_invariant", "merge_attention", "append_kv"] if device == "cuda" else []
     )
     ops = [(op, *_decide(op, device, dtype, False)) for op in names]
     return [*ops, ("native", *_explain_native())] if device == "cpu" else ops
@@ -46,7 +46,7 @@ def _explain_native() -> tuple[str, str]:
 
 
 def _decide(op: str, device: str, dtype: torch.dtype, bent: bool) -> tuple[str, str]:
-    if why := device == "cuda" and gpu.why_not(torch.device(device), dtype):
+    if why := device == "cuda" and triton_support.why_not(torch.device(device), dtype):
         return "reference", f"plain PyTorch: {why}"
     if device == "cuda" and op in ON_GPUS:
         return "fused", f"Triton: {ON_GPUS[op]}"
@@ -58,7 +58,7 @@ def _decide(op: str, device: str, dtype: torch.dtype, bent: bool) -> tuple[str, 
         return "reference", f"plain PyTorch: the CPU flash kernel does not take {dtype}"
     if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return "reference", "plain PyTorch: this torch has no CPU flash kernel"
-    if op == "attend_packed":
+    if op == "attend_quantized":
         return _decide_packed(dtype)
     if op == "attend":
         return "cpu", "batched products for few rows, torch's CPU flash kernel for many"
@@ -68,6 +68,6 @@ def _decide(op: str, device: str, dtype: torch.dtype, bent: bool) -> tuple[str, 
 def _decide_packed(dtype: torch.dtype) -> tuple[str, str]:
     if dtype in (torch.float64, torch.float32):
         return "reference", f"plain PyTorch: {str(dtype).removeprefix('torch.')} is held to in full"
-    if why := import_module("kvcli.kernels.attend_packed.probe").why_not():
+    if why := import_module("kvcli.kernels.attend_quantized.probe").why_not():
         return "reference", f"plain PyTorch: {why}"
     return "cpu", "integer products for few rows over 8-bit slots, tried at start; otherwise codes widened in stretches"

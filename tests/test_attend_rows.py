@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcli.kernels import native
-from kvcli.kernels.attend_rows import Chosen, Run, attend_part, attend_rows, reference, why_not
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import Chosen, Run, attend_part, attend_rows, reference, why_not
+from kvcli.kernels.merge_attention import Part
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason=native.why_not() or "unknown")
 LEVELS = native.levels()
@@ -374,7 +374,7 @@ def test_what_is_not_served() -> None:
 
 
 def test_what_is_not_served_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcli.kernels.gpu._why_no_card", lambda device: "")
+    monkeypatch.setattr("kvcli.kernels.triton_support._why_no_card", lambda device: "")
     card = torch.device("cuda", 7)  # the answers are kept
     assert why_not(torch.bfloat16, card, 64, 80) == ""
     assert "held to in full" in why_not(torch.float32, card, 64, 64)

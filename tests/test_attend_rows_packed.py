@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvcli.kernels import native
-from kvcli.kernels.attend_packed import PackedHead
-from kvcli.kernels.attend_rows import PackedRun, Run, attend_packed_part, attend_part
-from kvcli.kernels.pack import pack_keys, pack_values, unpack_keys, unpack_values
+from kvcli.kernels.attend_invariant import PackedRun, Run, attend_packed_part, attend_part
+from kvcli.kernels.attend_quantized import PackedHead
+from kvcli.kernels.quantize_kv import pack_keys, pack_values, unpack_keys, unpack_values
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason=native.why_not() or "unknown")
 

@@ -20,8 +20,8 @@ from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel
-from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import Own
+from kvcli.kernels.merge_attention import Part
 from kvcli.kernels.native import native
 from kvcli.kv.cache.tiered_cache import Ladder, Rung
 from kvcli.kv.sliding_windows import windows_of

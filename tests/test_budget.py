@@ -18,7 +18,7 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig
-from kvcli.kernels.pack import pack_values
+from kvcli.kernels.quantize_kv import pack_values
 from kvcli.kv.cache.level import Rung
 from kvcli.kv.cache.precision_budget import WORTH, Spending, keys_in, unit
 from kvcli.kv.cache.tiered_cache import Ladder

@@ -24,7 +24,7 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.engine.sequence.token_kinds import SYSTEM, Span
 from kvcli.errors import BadConfig
-from kvcli.kernels.rotate import rotate, unrotate
+from kvcli.kernels.rope import rotate, unrotate
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off

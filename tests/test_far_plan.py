@@ -18,7 +18,7 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig
 from kvcli.fit.available_memory import Room
-from kvcli.kernels import dispatch, gpu
+from kvcli.kernels import dispatch, triton_support
 from kvcli.kv.cache import plan as tiers
 from kvcli.kv.cache.level import Rung
 from kvcli.kv.cache.tiered_cache import Ladder
@@ -51,7 +51,7 @@ def plan(memory: Memory = HOST, **more: Any) -> tiers.Plan:
 @pytest.fixture
 def _served(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a card and kernels for it are."""
-    monkeypatch.setattr(gpu, "why_not", lambda device, dtype: "")
+    monkeypatch.setattr(triton_support, "why_not", lambda device, dtype: "")
     name = "kvcli.kernels.attend.fused"
     monkeypatch.setattr(dispatch, "choose", lambda *_: SimpleNamespace(__module__=name))
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(fits=lambda d, e: d <= 256))  # type: ignore[misc]
@@ -80,7 +80,7 @@ def test_the_way_is_what_the_setting_asks_for() -> None:
 def test_where_no_kernel_serves_answers_go_by_query_and_asking_for_one_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu, "why_not", lambda device, dtype: "triton is not installed")
+    monkeypatch.setattr(triton_support, "why_not", lambda device, dtype: "triton is not installed")
     name, how = way()
     assert name == "ByRule"
     assert how["unserved"] == "triton is not installed"

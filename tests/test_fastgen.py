@@ -23,8 +23,8 @@ from kvcli.engine.sequence.session import Session
 from kvcli.engine.sequence.token_kinds import NEWLINE, PUNCT, SPECIAL, SYSTEM, Span
 from kvcli.errors import KvcliError
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import Own
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.slots import Masks, Sight, Slots, Usage, alone, compact
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.lookahead import Lookahead

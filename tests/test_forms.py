@@ -13,10 +13,10 @@ from kvcli import assemble
 from kvcli.engine.engine import drive
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kernels.attend.reference import attend as specified
-from kvcli.kernels.merge import merge
+from kvcli.kernels.merge_attention import merge
 from kvcli.kernels.native import native
-from kvcli.kernels.pack import hadamard
-from kvcli.kernels.rotate import Rotary, unrotate
+from kvcli.kernels.quantize_kv import hadamard
+from kvcli.kernels.rope import Rotary, unrotate
 from kvcli.kv.formats.block_format import Blocks
 from kvcli.kv.formats.format import OfModel
 from kvcli.kv.formats.kivi import Kivi

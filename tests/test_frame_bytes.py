@@ -27,7 +27,7 @@ from tests.drafters import Right
 from tests.fake_device import FakeDevice
 from tests.fake_graphs import FakeGraphs
 
-fused = pytest.importorskip("kvcli.kernels.attend_rows.fused")
+fused = pytest.importorskip("kvcli.kernels.attend_invariant.fused")
 
 T = TypeVar("T")
 LARGE = {
@@ -76,7 +76,7 @@ def attend(q: Tensor, table: Any, k: Tensor, v: Tensor, tree: Any, scale: float,
 @pytest.mark.parametrize("rows", [1, 8])
 def test_frames_hold_what_fit_counts(rows: int, sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a layer has room for the answer and a frame's rows, no more."""
-    monkeypatch.setattr(captured_pass, "attend_fixed", attend)
+    monkeypatch.setattr(captured_pass, "attend_captured", attend)
     monkeypatch.setattr(forward_memory, "STRETCHES", 0)  # torch sums a linear layer in one go
     monkeypatch.setattr(argmax, "why_not", lambda logits: "")  # as on a card, where it makes nothing else
     monkeypatch.setattr(argmax, "argmax", lambda logits: logits.argmax(-1))

@@ -24,8 +24,8 @@ from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
-from kvcli.kernels.append import COLUMNS, addresses
-from kvcli.kernels.attend_rows.tables import Table
+from kvcli.kernels.append_kv import COLUMNS, addresses
+from kvcli.kernels.attend_invariant.tables import Table
 from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.slots import Sight
 from kvcli.kv.tiers.dense import Dense
@@ -502,7 +502,7 @@ def test_keys_and_values_are_copied_only_where_they_lie_otherwise(
     )
     numbers: Any = SimpleNamespace(ids=range(n), tree=None)
     lying = SimpleNamespace(table=Table(*(torch.zeros(4, size) for size in (d, e)), *(torch.zeros(4),) * 3), room=4)
-    monkeypatch.setattr(captured_pass, "attend_fixed", lambda q, *_, **__: q)
+    monkeypatch.setattr(captured_pass, "attend_captured", lambda q, *_, **__: q)
     q = torch.zeros(4, n, d, dtype=its.dtype)
     apart = [torch.randn(n, n_kv, size, dtype=its.dtype).transpose(0, 1) for size in (d, e)]  # as models make them
     for k, v, is_copied in ((*apart, False), (apart[0], apart[1].contiguous(), True)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcli.kernels.merge import merge
+from kvcli.kernels.merge_attention import merge
 from kvcli.kv.slots import Sight, alike
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.views.compact_view import Front

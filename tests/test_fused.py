@@ -19,7 +19,7 @@ from kvcli.engine.hf.fused_layers import Fused
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.reduced_model import few_layers, kinds
 from kvcli.engine.rows import Rows
-from kvcli.kernels import gpu, native
+from kvcli.kernels import native, triton_support
 from kvcli.kernels.gated_mlp.module import NativeMlp
 from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.rms_norm.module import NativeNorm, norm_
@@ -223,7 +223,7 @@ def test_a_device_is_tried_where_fused_kernels_serve_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(found, "is_apart", True)
     assert found.most_rows == MOST
     assert rows_know_neighbours(found)  # of this one nobody says that its kernels do not look at the shape
-    monkeypatch.setattr(gpu, "why_not", lambda device, dtype: "")
+    monkeypatch.setattr(triton_support, "why_not", lambda device, dtype: "")
     assert not rows_know_neighbours(found)
 
 

@@ -23,7 +23,7 @@ from kvcli.fit.available_memory import Room
 from kvcli.fit.plan import Facts, subject_of
 from kvcli.fit.weights import weigh
 from kvcli.installing import pip
-from kvcli.kernels.linear_packed.module import PackedLinear
+from kvcli.kernels.linear_quantized.module import PackedLinear
 from kvcli.models import source
 from kvcli.models.catalog import CATALOG, Known, recommended
 from kvcli.models.gguf import convert

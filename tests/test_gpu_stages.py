@@ -91,7 +91,10 @@ def test_rows_have_the_same_bits_in_company_and_one_op_has_not() -> None:
     *rows, last = found("bits")
     assert last["differ"] == 0 < last["tried"]
     assert {row["kind"] for row in rows} == {"ours", "libraries", "seeded", "stored"}
-    assert {row["op"].partition(",")[0] for row in rows if row["kind"] == "ours"} >= {"attend_rows", "linear_skinny"}
+    assert {row["op"].partition(",")[0] for row in rows if row["kind"] == "ours"} >= {
+        "attend_invariant",
+        "linear_skinny",
+    }
     seeded = [row for row in rows if row["kind"] == "seeded"]
     assert len(seeded) == 2
     assert all(row["differ"] for row in seeded)
@@ -172,7 +175,7 @@ def test_a_peak_is_held_against_its_estimate() -> None:
 def test_first_calls_are_timed() -> None:
     assert {row["op"]: row["first"] >= 0 <= row["again"] for row in found("compiling")[:-1]} == {
         "rms_norm": True,
-        "append": True,
+        "append_kv": True,
     }
 
 
@@ -196,8 +199,8 @@ def test_what_a_sanitizer_says_is_counted(kind: str, tmp_path: Path, monkeypatch
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     path = sanitizer.binary()
     assert path == str(tmp_path / "compute-sanitizer")
-    row = sanitizer.checked("memcheck", path, "append", On("cpu", 60), 60)
-    assert row == {"op": "append", "tool": "memcheck", **want}
+    row = sanitizer.checked("memcheck", path, "append_kv", On("cpu", 60), 60)
+    assert row == {"op": "append_kv", "tool": "memcheck", **want}
 
 
 def test_without_a_sanitizer_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

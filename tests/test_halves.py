@@ -10,7 +10,7 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend import attend
-from kvcli.kernels.pack import pack_keys, pack_values, unpack_keys, unpack_values
+from kvcli.kernels.quantize_kv import pack_keys, pack_values, unpack_keys, unpack_values
 from kvcli.kv.slots import Sight, Slots, alike, run_of
 from kvcli.kv.snapshot import Given
 from kvcli.kv.tiers.quantized import Packed

@@ -13,8 +13,8 @@ from kvcli import assemble
 from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
-from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import merge
+from kvcli.kernels.attend_invariant import Own
+from kvcli.kernels.merge_attention import merge
 from kvcli.kv.footprint import narrow, wide
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, last, nbytes

@@ -13,7 +13,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.session import Session, commit
 from kvcli.errors import KvcliError
-from kvcli.kernels.column_mass import column_mass
+from kvcli.kernels.attention_mass import column_mass
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.policies.kvzip import KVzip
 from kvcli.settings.profile import load_profile

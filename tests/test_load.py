@@ -22,7 +22,7 @@ from kvcli.engine.loading import weights
 from kvcli.engine.loading.weights import quantize_with_bitsandbytes
 from kvcli.errors import BadModel, ExitStatus, KvcliError, UsageError
 from kvcli.fit.weights import of_files, weigh
-from kvcli.kernels.experts import weights_of
+from kvcli.kernels.moe_linear import weights_of
 from kvcli.kernels.native import levels
 from kvcli.models import hub, source
 from kvcli.models.family import read_config

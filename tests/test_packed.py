@@ -15,7 +15,7 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
-from kvcli.kernels.merge import merge
+from kvcli.kernels.merge_attention import merge
 from kvcli.kv.cache.level import Rung
 from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.slots import Sight, Slots, alike, compact, nbytes, visible

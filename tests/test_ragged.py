@@ -18,8 +18,8 @@ from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
-from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import Part, merge
+from kvcli.kernels.attend_invariant import Own
+from kvcli.kernels.merge_attention import Part, merge
 from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, alike, alone, empty_like, nbytes
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.dense_ragged import Extents

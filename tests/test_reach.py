@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.kernels.merge import merge
+from kvcli.kernels.merge_attention import merge
 from kvcli.kv.cache.level import Rung
 from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.offload import host_access

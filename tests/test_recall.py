@@ -25,7 +25,7 @@ from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import KvcliError
 from kvcli.kernels.attend.reference import attend as specified
-from kvcli.kernels.merge import Part, merge
+from kvcli.kernels.merge_attention import Part, merge
 from kvcli.kernels.native import native
 from kvcli.kv.cache.level import Rung
 from kvcli.kv.cache.tiered_cache import Ladder

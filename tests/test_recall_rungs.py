@@ -18,8 +18,8 @@ from kvcli.engine.drafting.drafter import Drafter
 from kvcli.engine.engine import drive, events
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.session import Session
-from kvcli.kernels.merge import merge
-from kvcli.kernels.rotate import Rotary, rotate
+from kvcli.kernels.merge_attention import merge
+from kvcli.kernels.rope import Rotary, rotate
 from kvcli.kv.cache.level import Rung
 from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.capacity import Room

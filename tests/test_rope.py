@@ -13,7 +13,7 @@ from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
 from kvcli.errors import BadModel
-from kvcli.kernels.rotate import rotate, unrotate
+from kvcli.kernels.rope import rotate, unrotate
 from kvcli.kv.slots import holders
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcli.engine.hf.lm import LM
-from kvcli.kernels.rotate import Rotary, rotate, unrotate
+from kvcli.kernels.rope import Rotary, rotate, unrotate
 from kvcli.kv.slots import Slots
 from kvcli.methods.policies.expected_attention import RECENT, Expected, expected
 from kvcli.policies.scoring.mean_rotation import mean_turn

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import native
-from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import merge
+from kvcli.kernels.attend_invariant import Own
+from kvcli.kernels.merge_attention import merge
 from kvcli.kv.cache.level import Rung
 from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.slots import Sight, Slots, Store, alike

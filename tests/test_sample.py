@@ -24,7 +24,7 @@ from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sequence.sampler import Draw, Sampler, Seen
 from kvcli.engine.sequence.verify import walk
 from kvcli.errors import BadInput, BadModel
-from kvcli.kernels.gumbel import gumbel
+from kvcli.kernels.gumbel_noise import gumbel
 from tests.exact.half import Half
 
 V = 13

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.kernels import gpu
+from kvcli.kernels import triton_support
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Noise:
 def why_not(logits: Tensor) -> str:
     """Why logits are left to PyTorch; "" if they are not."""
     dtype = torch.bfloat16 if logits.dtype == torch.float32 else logits.dtype  # compared, and not multiplied
-    return gpu.why_not(logits.device, dtype)
+    return triton_support.why_not(logits.device, dtype)
 
 
 def argmax(logits: Tensor, noise: Noise | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcli.kernels.gumbel.reference import GOLDEN, MIX1, MIX2
+from kvcli.kernels.gumbel_noise.reference import GOLDEN, MIX1, MIX2
 
 if TYPE_CHECKING:
     from kvcli.kernels.argmax import Noise
@@ -75,7 +75,7 @@ def _highest(b_s, b_at):
 
 @triton.jit
 def _splitmix(x):
-    """As kernels/gumbel/reference.py, in int64."""
+    """As kernels/gumbel_noise/reference.py, in int64."""
     x = x + _GOLDEN
     x = (x ^ _shift(x, 30)) * _MIX1
     x = (x ^ _shift(x, 27)) * _MIX2

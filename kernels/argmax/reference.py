@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.kernels.gumbel.reference import gumbel
+from kvcli.kernels.gumbel_noise.reference import gumbel
 
 if TYPE_CHECKING:
     from kvcli.kernels.argmax import Noise

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvcli.kernels import dispatch
-from kvcli.kernels.merge import Part
+from kvcli.kernels.merge_attention import Part
 
 
 def attend(

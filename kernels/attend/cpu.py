@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvcli.kernels.attend.reference import fold, within
-from kvcli.kernels.products import multiplies
+from kvcli.kernels.cpu_matmul import multiplies
 
 FEW = 64  # rows with their group; beyond, the flash kernel's blocks pay
 MANY = 1024  # slots; fewer are over before the products' ten calls are made

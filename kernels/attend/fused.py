@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import reference
-from kvcli.kernels.attend_rows.fused import attend_rows
-from kvcli.kernels.attend_rows.passes import MANY
-from kvcli.kernels.attend_rows.tables import Table, fits, uploaded
+from kvcli.kernels.attend_invariant.fused import attend_rows
+from kvcli.kernels.attend_invariant.passes import MANY
+from kvcli.kernels.attend_invariant.tables import Table, fits, uploaded
 
 
 def attend(

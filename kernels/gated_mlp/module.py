@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kvcli.kernels.gated_mlp import ACTIVATIONS, Mlp, gated_mlp
 from kvcli.kernels.gated_mlp.product import product_of, type_of
 from kvcli.kernels.gated_mlp.reference import ACTIVATIONS as KNOWN
-from kvcli.kernels.trial import alike, ends, kind, tried
+from kvcli.kernels.module_probe import alike, ends, kind, tried
 
 
 class NativeMlp:

@@ -7,8 +7,8 @@ import ctypes
 from torch import Tensor, dtype, nn
 
 from kvcli.kernels.linear.module import NativeLinear
-from kvcli.kernels.linear_packed import panels
-from kvcli.kernels.linear_packed.module import PackedLinear
+from kvcli.kernels.linear_quantized import panels
+from kvcli.kernels.linear_quantized.module import PackedLinear
 
 
 class Product(ctypes.Structure):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import native as built
-from kvcli.kernels.linear.room import Room
+from kvcli.kernels.linear.weight_arena import Room
 
 PANEL = 64
 SERVED = (torch.bfloat16, torch.float32)

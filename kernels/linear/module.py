@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvcli.kernels.linear import linear, pack, rows_of, unpack, why_not
-from kvcli.kernels.linear.room import Room
+from kvcli.kernels.linear.weight_arena import Room
 
 
 class NativeWeight(Tensor):

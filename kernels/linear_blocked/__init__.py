@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from kvcli.kernels.products import multiplies
+from kvcli.kernels.cpu_matmul import multiplies
 
 LEAST = 4  # rows; oneDNN's kernels are slower below, so fewer rows are filled up; float32 pays from here on
 STRETCH = 1 << 19  # weights in float32 at a time: 2 MiB, small enough to stay in cache

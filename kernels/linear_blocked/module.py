@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from kvcli.kernels.cpu_matmul import multiplies
 from kvcli.kernels.linear_blocked import block, linear_blocked, why_not
-from kvcli.kernels.products import multiplies
 
 
 class BlockedLinear(nn.Module):

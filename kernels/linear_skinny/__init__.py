@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcli.kernels import gpu
-from kvcli.kernels.linear_packed import Packed
+from kvcli.kernels import triton_support
+from kvcli.kernels.linear_quantized import Packed
 from kvcli.kernels.linear_skinny import reference
 
 Kind = Literal["plain", "int8", "int4", "nf4"]
@@ -50,7 +50,7 @@ class Weight:
 
 def why_not(weight: Tensor) -> str:
     """Why a weight [N, K] in 16 bits is not served where it is; "" if it is."""
-    if why := gpu.why_not(weight.device, weight.dtype):
+    if why := triton_support.why_not(weight.device, weight.dtype):
         return why
     if not weight.is_contiguous():
         return "its rows do not lie one behind another"
@@ -83,7 +83,7 @@ def linear_skinny(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
     """x [..., K] -> [..., N]."""
     n, k = w.shape
     dtype = x.dtype if w.kind == "nf4" else (w.data if w.scale is None else w.scale).dtype
-    if x.shape[-1] != k or x.dtype != dtype or dtype not in gpu.TYPES:
+    if x.shape[-1] != k or x.dtype != dtype or dtype not in triton_support.TYPES:
         raise ValueError(f"{x.shape[-1]} inputs in {x.dtype} for a weight of {k} in {dtype} ({w.kind})")
     rows = x.reshape(-1, k).contiguous()  # [M, K]
     if rows.shape[0] == 0:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvcli.kernels.experts import Stack
-from kvcli.kernels.linear_packed.experts import Codes
+from kvcli.kernels.linear_quantized.experts import Codes
 from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, reference
+from kvcli.kernels.moe_linear import Stack
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels import gpu
-from kvcli.kernels.experts.tensor import Experts
-from kvcli.kernels.linear_packed.experts import codes_of
-from kvcli.kernels.linear_packed.module import PackedLinear
+from kvcli.kernels import triton_support
+from kvcli.kernels.linear_quantized.experts import codes_of
+from kvcli.kernels.linear_quantized.module import PackedLinear
 from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, pack_nf4, why_not
 from kvcli.kernels.linear_skinny.experts import SkinnyCodes
+from kvcli.kernels.moe_linear.tensor import Experts
 
 BLOCK = 64  # inputs to a scale of nf4
 
@@ -67,7 +67,7 @@ def lay_out_skinny_(root: nn.Module, done_with: Callable[[Tensor], object] = lam
                 continue
             done += 1
         for name, old, codes in codes_of(parent):
-            if not codes.like.is_native and not gpu.why_not(old.device, old.dtype):
+            if not codes.like.is_native and not triton_support.why_not(old.device, old.dtype):
                 fresh = Experts(SkinnyCodes.of(codes), old.shape, old.dtype, old.is_turned)
                 setattr(parent, name, nn.Parameter(fresh, requires_grad=False))
                 done += 1
@@ -77,14 +77,14 @@ def lay_out_skinny_(root: nn.Module, done_with: Callable[[Tensor], object] = lam
 def packed_of(layer: nn.Module) -> Weight | None:
     """Its numbers as the kernels want them; None where it is not packed, or not served."""
     if isinstance(layer, PackedLinear):
-        if layer.is_native or gpu.why_not(layer.data.device, layer.scale.dtype):
+        if layer.is_native or triton_support.why_not(layer.data.device, layer.scale.dtype):
             return None
         return of_packed(layer.weights)
     weight = layer._parameters.get("weight")
     state: Any = getattr(weight, "quant_state", None)  # of bitsandbytes, once the weight is where it stays
     if weight is None or (getattr(state, "quant_type", ""), getattr(state, "blocksize", 0)) != ("nf4", BLOCK):
         return None
-    if gpu.why_not(weight.device, state.dtype) or len(state.shape) != 2 or state.shape[1] % BLOCK:
+    if triton_support.why_not(weight.device, state.dtype) or len(state.shape) != 2 or state.shape[1] % BLOCK:
         return None
     return pack_nf4(*of_bitsandbytes(weight.data, state))
 

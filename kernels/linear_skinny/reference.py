@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcli.kernels.linear_packed import reference as packed
+from kvcli.kernels.linear_quantized import reference as packed
 from kvcli.kernels.linear_skinny.ptx import NF4
 
 if TYPE_CHECKING:

@@ -72,7 +72,7 @@ def build(to: Path, machine: str, system: str, cc: Sequence[str], extra: Sequenc
         jobs = [
             ([f"-mcpu={cpu}", f"-DLEVEL={name}"], source, f"{name}_{source}")
             for name, cpu in LEVELS[machine].items()
-            for source in ("attend.c", "level.c", "page_scores.c")
+            for source in ("attend.c", "isa.c", "page_scores.c")
         ]
         jobs += [([], "pool.c", "pool"), ([f"-DSOURCES={sources()}"], "cpu.c", "cpu")]
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.kernels import gpu
+from kvcli.kernels import triton_support
 
 
 def page_bounds(rows: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Two products: positive parts of a query meet the maxima, negative ones the minima. No [R, P, D] exists."""
-    if gpu.serves(rows, low, high):
+    if triton_support.serves(rows, low, high):
         from kvcli.kernels.page_bounds import fused  # brings Triton, which is not everywhere
 
         return fused.page_bounds(rows, low, high)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.kernels.code_scores import unpack2
+from kvcli.kernels.quantized_key_scores import unpack2
 
 if TYPE_CHECKING:
     from kvcli.kernels.page_scores import Box, Coded

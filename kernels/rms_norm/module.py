@@ -13,9 +13,9 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels import gpu
+from kvcli.kernels import triton_support
+from kvcli.kernels.module_probe import tried
 from kvcli.kernels.rms_norm import FORMS, Norm, norm_of, rms_norm, why_not
-from kvcli.kernels.trial import tried
 
 
 class NativeNorm:
@@ -73,7 +73,7 @@ def norm_(root: nn.Module) -> int:
 
 def _same(module: nn.Module, weight: Tensor, eps: float) -> NativeNorm | FusedNorm | None:
     """What computes the same; None where nothing does."""
-    is_fused = not gpu.why_not(weight.device, weight.dtype)
+    is_fused = not triton_support.why_not(weight.device, weight.dtype)
     if not is_fused and why_not(weight):
         return None
     x = trial_rows(weight)

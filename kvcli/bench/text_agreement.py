@@ -14,7 +14,7 @@ import torch
 
 from kvcli import assemble
 from kvcli.engine.engine import drive
-from kvcli.kernels.gumbel import gumbel
+from kvcli.kernels.gumbel_noise import gumbel
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,8 @@ from kvcli.engine.forward_request import Fresh
 from kvcli.engine.hf.cache_shim import Trial, current, noted
 from kvcli.engine.hf.layer_gates import Enough
 from kvcli.engine.rows import Rows
-from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import Part, merge
+from kvcli.kernels.attend_invariant import Own
+from kvcli.kernels.merge_attention import Part, merge
 from kvcli.kv.slots import Sight
 
 if TYPE_CHECKING:

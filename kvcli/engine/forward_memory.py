@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcli.kernels import gpu
+from kvcli.kernels import triton_support
 from kvcli.kernels.attend.cpu import FEW
 from kvcli.kernels.attend.reference import BLOCK
-from kvcli.kernels.attend_rows import why_not
+from kvcli.kernels.attend_invariant import why_not
 from kvcli.kv.tiers.device_tables import MOST_ROWS
 from kvcli.models.shape import shape_of
 
@@ -47,7 +47,7 @@ def pass_bytes(lm: LM, chunk: int, rows: int, dtype: torch.dtype, device: str = 
         kv_number=dtype.itemsize,
         device=device,
         is_native=device == "cpu" and not any(why_not(lm.dtype, lm.device, of.k_dim, of.v_dim) for of in lm.shapes),
-        is_fused=not gpu.why_not(lm.device, dtype),
+        is_fused=not triton_support.why_not(lm.device, dtype),
         largest=0 if lm.info.quant == "none" else UNPACKED,
     )
 

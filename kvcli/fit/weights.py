@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.kernels.linear import PANEL
-from kvcli.kernels.linear_packed import group_of, why_not
-from kvcli.kernels.linear_packed import held as held_outputs
+from kvcli.kernels.linear_quantized import group_of, why_not
+from kvcli.kernels.linear_quantized import held as held_outputs
 from kvcli.models.checkpoint_format import Packing
 from kvcli.models.gguf.blocks import stays_packed
 from kvcli.models.sizes import sizes_of

@@ -29,7 +29,7 @@ def is_native(shape: Shape, dtype: str, device: str) -> bool:
     """Whether attention of this type has kernels here, which keep no scores and compile nothing."""
     import torch
 
-    from kvcli.kernels.attend_rows import why_not
+    from kvcli.kernels.attend_invariant import why_not
 
     kinds = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
     kind = kinds.get(dtype, torch.float32 if BYTES[dtype] == WIDE else torch.float16)

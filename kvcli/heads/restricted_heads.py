@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import Own
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.slots import Sight, Slots, Store, alone, compact, opens
 from kvcli.kv.tiers.device_tables import Fixed
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_rows import BLOCK
+from kvcli.kernels.attend_invariant import BLOCK
 
 if TYPE_CHECKING:
     from kvcli.kv.slots import LayerShape, Sight

@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import Own
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.snapshot import Stateful
 from kvcli.kv.tiers.device_tables import Fixed
 

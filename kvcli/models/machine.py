@@ -42,7 +42,7 @@ def devices() -> Iterator[Found]:
     """The CPU first."""
     import torch
 
-    from kvcli.kernels.gpu import why_not
+    from kvcli.kernels.triton_support import why_not
 
     memory = psutil.virtual_memory()
     yield Found("cpu", cpu_name() or platform.machine(), memory.total, memory.available)

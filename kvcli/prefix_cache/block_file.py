@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvcli.errors import is_out_of_memory
 from kvcli.files import write_private
-from kvcli.kernels.attend_rows import BLOCK
+from kvcli.kernels.attend_invariant import BLOCK
 from kvcli.kv.slots import LayerShape
 from kvcli.prefix_cache.codec import Codec
 from kvcli.prefix_cache.tensor_codec import coded, decoded

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcli.files import SPARE, private_folder, write_private
-from kvcli.kernels.attend_rows import BLOCK
+from kvcli.kernels.attend_invariant import BLOCK
 from kvcli.kv.out_of_memory import lacking
 from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.snapshot import Misfit

@@ -19,10 +19,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.kernels.attend_packed import PackedHead
-from kvcli.kernels.attend_rows import PackedRun, Run, attend_packed_part, attend_part
-from kvcli.kernels.merge import Part
-from kvcli.kernels.pack import pack_keys, pack_values
+from kvcli.kernels.attend_invariant import PackedRun, Run, attend_packed_part, attend_part
+from kvcli.kernels.attend_quantized import PackedHead
+from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.quantize_kv import pack_keys, pack_values
 from tests.bench.attend_rows import interleaved
 from tests.bench.decode import machine
 

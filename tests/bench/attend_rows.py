@@ -23,9 +23,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_fresh import attend_fresh
-from kvcli.kernels.attend_rows import Run, attend_rows
-from kvcli.kernels.merge import merge
+from kvcli.kernels.attend_invariant import Run, attend_rows
+from kvcli.kernels.attend_new_tokens import attend_fresh
+from kvcli.kernels.merge_attention import merge
 
 BYTES = 96 << 20  # of stored slots, in all copies
 

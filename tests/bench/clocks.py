@@ -186,7 +186,7 @@ class Checkout:
     def clock(self, parts: Parts, lm: Any, *, hollow: bool) -> None:
         """Put clocks where work passes from one part to another."""
         answer = Prepared(self.torch)
-        for op in ("attend", "attend_fresh", "merge"):
+        for op in ("attend", "attend_new_tokens", "merge"):
             package = import_module(f"kvcli.kernels.{op}")
             for inner in iter_modules(package.__path__):
                 module = import_module(f"{package.__name__}.{inner.name}")
@@ -196,7 +196,7 @@ class Checkout:
         import_module("kvcli.kernels.dispatch").choose.cache_clear()
         slab = import_module("kvcli.kv.tiers.dense_uniform")
         if hasattr(slab, "read"):
-            part = import_module("kvcli.kernels.merge").Part
+            part = import_module("kvcli.kernels.merge_attention").Part
             slab.read = parts.timed("kernels", (lambda q, *_, **__: part(*answer.part(q))) if hollow else slab.read)
             self.forward.Pass.attend = parts.timed("attention", self.forward.Pass.attend)
         self.forward.merge = parts.timed("kernels", answer.merged if hollow else self.forward.merge)

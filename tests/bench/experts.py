@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.engine.engine import drive, events  # noqa: E402
 from kvcli.engine.hf.lm import LM  # noqa: E402
-from kvcli.kernels.linear_packed.experts import quantize_experts_  # noqa: E402
-from kvcli.kernels.linear_packed.module import quantize_  # noqa: E402
+from kvcli.kernels.linear_quantized.experts import quantize_experts_  # noqa: E402
+from kvcli.kernels.linear_quantized.module import quantize_  # noqa: E402
 from tests.bench.decode import machine, ours  # noqa: E402
 
 LAYERS, VOCAB = 40, 248_320  # of the whole model

@@ -67,8 +67,8 @@ WEIGHTS: dict[str, tuple[Forms, float]] = {
     "nf4": (("linear_skinny", "nf4 by 64, 16 rows, bf16", "nf4 by 64, 32 rows, bf16"), 0.5 + 2 / 64),
 }
 STORED: dict[str, tuple[Forms, float]] = {
-    "bf16": (("attend_rows", "16 rows", "32 rows"), 2.0),
-    "4 bits": (("attend_packed", "4 bits, 16 rows, heads of 128", "4 bits, 32 rows, heads of 128"), 0.5 + 4 / 64),
+    "bf16": (("attend_invariant", "16 rows", "32 rows"), 2.0),
+    "4 bits": (("attend_quantized", "4 bits, 16 rows, heads of 128", "4 bits, 32 rows, heads of 128"), 0.5 + 4 / 64),
 }
 SIDES = (
     ("bf16", "bf16", 4096),

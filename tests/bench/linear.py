@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kvcli.kernels import native as built
 from kvcli.kernels.linear import linear, pack
 from kvcli.kernels.linear_blocked import block, linear_blocked
-from kvcli.kernels.linear_packed import cpu, group_of, panels, reference
+from kvcli.kernels.linear_quantized import cpu, group_of, panels, reference
 
 FRESH = 128 << 20  # bytes of weights in turns, more than the caches hold
 Side = Callable[[Tensor], object]

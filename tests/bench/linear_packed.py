@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.kernels.linear_packed import Bits, Packed, cpu, group_of, reference
+from kvcli.kernels.linear_quantized import Bits, Packed, cpu, group_of, reference
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512)
 COPIES = 4  # weights in turn, so that they come from memory

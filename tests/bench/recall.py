@@ -26,8 +26,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.engine.engine import drive, events
-from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import Own
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.slots import Sight, alike, nbytes
 from kvcli.kv.sparse.index import Index
 from kvcli.kv.sparse.index_certified import Certified

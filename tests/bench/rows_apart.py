@@ -24,8 +24,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.kernels import native
-from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import merge
+from kvcli.kernels.attend_invariant import Own
+from kvcli.kernels.merge_attention import merge
 from kvcli.kernels.page_scores.reference import log_masses
 from kvcli.kv.slots import Sight, Store, Tier, alike, empty_like
 from kvcli.kv.sparse import index_certified, index_minmax, index_sketch, sparse_tier

@@ -11,8 +11,8 @@ import torch
 from kvcli.drafts.sources.logit_recycling import PART, TOP, WIDE, Successors, likeliest, top
 from kvcli.drafts.tree.tree import grow
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.kernels.gumbel import gumbel
-from kvcli.kernels.gumbel.host import gumbel_host
+from kvcli.kernels.gumbel_noise import gumbel
+from kvcli.kernels.gumbel_noise.host import gumbel_host
 
 
 class Elsewhere(torch.Tensor):

@@ -23,8 +23,8 @@ from kvcli.fit.run_log import Beyond
 from kvcli.fit.speed import at, by_rows, speed
 from kvcli.fit.weights import of_files, of_shape, panels, weigh
 from kvcli.fit.working_memory import AGAIN, LINEAR, PRODUCT, WIDTHS
-from kvcli.kernels.column_mass.reference import SCORES
-from kvcli.kernels.pack import LANES, pack_keys, pack_values
+from kvcli.kernels.attention_mass.reference import SCORES
+from kvcli.kernels.quantize_kv import LANES, pack_keys, pack_values
 from kvcli.kv.cache.tiered_cache import Ladder
 from kvcli.kv.capacity import EVERY
 from kvcli.kv.footprint import POSITION, STEP, narrow, wide

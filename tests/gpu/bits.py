@@ -18,7 +18,7 @@ from tests.gpu.ops import OURS, SEEDED, THEIRS, TINY, Make, Op, Size, layer, of_
 from tests.gpu.stage import On, Row, interpret_on_a_cpu, why
 from tests.kernels.row_dependent import looking_at_rows
 
-LOOKING = ("rms_norm", "linear_skinny", "attend_rows")  # ops whose kernels are spoiled, to be caught
+LOOKING = ("rms_norm", "linear_skinny", "attend_invariant")  # ops whose kernels are spoiled, to be caught
 TOGETHER = (2, 3, 8, 16, 17, 32)
 SCALE = 0.1
 # round tiles of 32 and 64 slots, and round the ends of spans: of 256 each at first, then 512, from 32,768 on 2,048
@@ -49,8 +49,8 @@ def _unequal(got: Tensor, want: Tensor) -> int:
 
 def apart(parents: Sequence[int], slots: int, size: Size, g: torch.Generator, **more: Any) -> tuple[int, int]:
     """Rows of a tree in one pass against each alone, its ancestors stored: how many, and how many differ."""
-    from kvcli.kernels.attend_rows import fused
-    from kvcli.kernels.attend_rows.tables import Tree
+    from kvcli.kernels.attend_invariant import fused
+    from kvcli.kernels.attend_invariant.tables import Tree
 
     n = len(parents)
     q, table, k, v = layer(replace(size, slots=slots), g, room=n)

@@ -15,7 +15,7 @@ ROWS = (1, 32)  # for tiles of 16 rows and of 32
 
 
 def run(on: On) -> Iterator[Row]:
-    jobs = [("rms_norm", 1), ("append", 1)] if on.is_tiny else [(op, n) for op in OURS for n in ROWS]
+    jobs = [("rms_norm", 1), ("append_kv", 1)] if on.is_tiny else [(op, n) for op in OURS for n in ROWS]
     size, faults, first = "tiny" if on.is_tiny else "whole", 0, list[float]()
 
     def made(job: tuple[str, int]) -> Row:

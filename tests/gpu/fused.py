@@ -51,8 +51,8 @@ def _line(row: int) -> list[int]:
 
 def rows(x: Inputs, *, bent: bool, is_prompt: bool = False) -> Sequence[Tensor]:
     """[N, H, E] and [N, H]; `is_prompt`: in the form for many."""
-    from kvcli.kernels.attend_rows import fused
-    from kvcli.kernels.attend_rows.tables import Table, Tree
+    from kvcli.kernels.attend_invariant import fused
+    from kvcli.kernels.attend_invariant.tables import Table, Tree
 
     device, each = x["q"].device, x["k"].shape[0] // len(x["starts"])
     start, length = (torch.tensor(x[name], dtype=torch.int32, device=device) for name in ("starts", "lengths"))
@@ -64,8 +64,8 @@ def rows(x: Inputs, *, bent: bool, is_prompt: bool = False) -> Sequence[Tensor]:
 
 
 def rows_reference(x: Inputs, *, bent: bool) -> Sequence[Tensor]:
-    from kvcli.kernels.attend_rows import Run
-    from kvcli.kernels.attend_rows.reference import attend_rows
+    from kvcli.kernels.attend_invariant import Run
+    from kvcli.kernels.attend_invariant.reference import attend_rows
 
     n, each = len(PARENTS), x["k"].shape[0] // len(x["starts"])
     pos = torch.arange(each, dtype=torch.int32).repeat(len(x["starts"]))
@@ -99,8 +99,8 @@ def product_reference(x: Inputs) -> Sequence[Tensor]:
 
 def sent(x: Inputs) -> Sequence[Tensor]:
     """A third of the rows to an expert that has the first half of the outputs, the rest to one with the others."""
-    from kvcli.kernels.experts import Stack, experts
     from kvcli.kernels.linear_skinny.experts import SkinnyCodes
+    from kvcli.kernels.moe_linear import Stack, experts
 
     w, n, m = x["weight"], x["weight"].shape[0] // 2, len(x["x"])
     scales = w.scale.split(n, dim=0 if w.kind == "int8" else 1)
@@ -116,7 +116,7 @@ def sent_reference(x: Inputs) -> Sequence[Tensor]:
 
 def weight_of(x: Inputs, kind: str) -> Inputs:
     """Packed where it is right, so that both sides read the same codes."""
-    from kvcli.kernels.linear_packed import reference as rounding
+    from kvcli.kernels.linear_quantized import reference as rounding
     from kvcli.kernels.linear_skinny import Weight, pack4, pack_nf4
 
     w = x["w"] / x["w"].shape[1] ** 0.5
@@ -151,8 +151,8 @@ def likeliest(x: Inputs) -> Sequence[Tensor]:
 
 def stored(x: Inputs, *, is_reference: bool) -> Sequence[Tensor]:
     """What three accepted rows leave behind two slots of each head: keys, values, positions, lengths."""
-    from kvcli.kernels.append import addresses, fused, reference
-    from kvcli.kernels.attend_rows.tables import Table
+    from kvcli.kernels.append_kv import addresses, fused, reference
+    from kvcli.kernels.attend_invariant.tables import Table
 
     k, v = x["fk"], x["fv"]
     kv, room, d = len(k), 8, k.shape[2]
@@ -174,7 +174,7 @@ def stored(x: Inputs, *, is_reference: bool) -> Sequence[Tensor]:
 def cases() -> dict[str, list[tuple[Any, ...]]]:
     """By op: name, inputs, the op, its reference, what comes before both."""
     return {
-        "attend_rows": [
+        "attend_invariant": [
             (kind + name, tree, partial(rows, bent=bent, is_prompt=many), partial(rows_reference, bent=bent), dict)
             for name, bent in (("tree", False), ("tree, window, softcap, sink", True))
             for kind, many in (("", False), ("prompt, ", True))
@@ -183,11 +183,13 @@ def cases() -> dict[str, list[tuple[Any, ...]]]:
             (kind, linear, product, product_reference, partial(weight_of, kind=kind))
             for kind in ("plain", "int8", "int4", "nf4")
         ],
-        "experts": [(kind, linear, sent, sent_reference, partial(weight_of, kind=kind)) for kind in ("int8", "int4")],
+        "moe_linear": [
+            (kind, linear, sent, sent_reference, partial(weight_of, kind=kind)) for kind in ("int8", "int4")
+        ],
         "rms_norm": [
             (form, linear, partial(norm, form=form), partial(norm_reference, form=form), dict)
             for form in ("round first", "one more", "round last")
         ],
         "argmax": [("likeliest", linear, likeliest, lambda x: [x["x"].argmax(-1)], dict)],
-        "append": [("a path", tree, partial(stored, is_reference=False), partial(stored, is_reference=True), dict)],
+        "append_kv": [("a path", tree, partial(stored, is_reference=False), partial(stored, is_reference=True), dict)],
     }

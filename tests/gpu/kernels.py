@@ -15,18 +15,18 @@ from torch import Generator, Tensor
 
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend.reference import attend as attend_reference
-from kvcli.kernels.attend_fresh import attend_fresh
-from kvcli.kernels.attend_fresh.reference import attend_fresh as fresh_reference
-from kvcli.kernels.attend_packed import PackedHead, attend_packed
-from kvcli.kernels.code_scores import code_scores, pack2, unpack2
-from kvcli.kernels.column_mass import column_mass
-from kvcli.kernels.gumbel import gumbel
-from kvcli.kernels.linear_packed import Packed, linear_packed, pack
+from kvcli.kernels.attend_new_tokens import attend_fresh
+from kvcli.kernels.attend_new_tokens.reference import attend_fresh as fresh_reference
+from kvcli.kernels.attend_quantized import PackedHead, attend_packed
+from kvcli.kernels.attention_mass import column_mass
+from kvcli.kernels.gumbel_noise import gumbel
+from kvcli.kernels.linear_quantized import Packed, linear_packed, pack
 from kvcli.kernels.linear_skinny import Weight
-from kvcli.kernels.merge import Part, merge
-from kvcli.kernels.pack import Rounded, hadamard, pack_keys, pack_values, unpack_keys, unpack_values
+from kvcli.kernels.merge_attention import Part, merge
 from kvcli.kernels.page_bounds import page_bounds
-from kvcli.kernels.rotate import Rotary, rotate, unrotate
+from kvcli.kernels.quantize_kv import Rounded, hadamard, pack_keys, pack_values, unpack_keys, unpack_values
+from kvcli.kernels.quantized_key_scores import code_scores, pack2, unpack2
+from kvcli.kernels.rope import Rotary, rotate, unrotate
 from tests.gpu import fused
 from tests.gpu.stage import On, Row, interpret_on_a_cpu, why
 
@@ -35,7 +35,7 @@ WITHIN = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}  # of the largest number tha
 SCALE, GROUP, WINDOW = 0.1, 64, 33
 HALVES = ("bf16", "fp16")  # what fused kernels serve
 CPU_ONLY = (
-    "attend_fixed",
+    "attend_captured",
     "decoder_layer",
     "gated_delta",
     "gated_mlp",
@@ -205,30 +205,30 @@ def _cases() -> dict[str, list[Case]]:
             both("masked", _attention, _attend, masked=True),
             both("softcap", _attention, _attend, softcap=5.0),
         ],
-        "attend_fresh": [both("chunk", _tree, _fresh, tree=False), both("tree", _tree, _fresh, tree=True)],
-        "attend_packed": [
+        "attend_new_tokens": [both("chunk", _tree, _fresh, tree=False), both("tree", _tree, _fresh, tree=True)],
+        "attend_quantized": [
             Case(f"{k}-{v} bits", _attention, _attend_packed, _unpacked, before=partial(_packed, bits=(k, v)))
             for k, v in ((8, 8), (4, 4), (4, 2), (2, 2))
         ],
-        "code_scores": [
+        "quantized_key_scores": [
             same("int8", _scores, lambda x: [code_scores(x["q"], x["codes"], x["scale"])]),
             same("2 bits", _scores, lambda x: [unpack2(pack2(x["codes"]), x["codes"].shape[-1])]),
         ],
-        "column_mass": [
+        "attention_mass": [
             same("mean", _mass, chosen("mean")),
             same("none, windowed", _mass, chosen("none", window=WINDOW)),
             same("max, softcap", _mass, chosen("max", softcap=5.0)),
         ],
-        "gumbel": [same("noise", _scores, lambda x: [gumbel(7, torch.arange(9, device=x["q"].device), _ids(x))])],
-        "linear_packed": [
+        "gumbel_noise": [same("noise", _scores, lambda x: [gumbel(7, torch.arange(9, device=x["q"].device), _ids(x))])],
+        "linear_quantized": [
             same(f"{bits} bits", _linear, _product, before=partial(_packed_weight, bits=bits)) for bits in (8, 4)
         ],
-        "merge": [same("three and two parts", _attention, _merged)],
-        "pack": [
+        "merge_attention": [same("three and two parts", _attention, _merged)],
+        "quantize_kv": [
             same(f"{bits} bits", _attention, partial(_codes, bits=bits), step=2 / (2**bits - 1)) for bits in (8, 4, 2)
         ],
         "page_bounds": [same("bounds", _pages, lambda x: [page_bounds(x["q"], x["low"], x["high"])])],
-        "rotate": [
+        "rope": [
             same("halves", _keys, partial(_turn, interleaved=False)),
             same("neighbours", _keys, partial(_turn, interleaved=True)),
         ],

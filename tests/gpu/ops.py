@@ -65,7 +65,7 @@ def noise(g: Generator, *shape: int) -> Tensor:
 
 
 def _product(kind: str, size: Size, g: Generator) -> Op:
-    from kvcli.kernels.linear_packed import reference as rounding
+    from kvcli.kernels.linear_quantized import reference as rounding
     from kvcli.kernels.linear_skinny import Weight, fused, pack4, pack_nf4
 
     x, shape = noise(g, MOST, size.inputs), (size.outputs, size.inputs)
@@ -84,7 +84,7 @@ def _product(kind: str, size: Size, g: Generator) -> Op:
 
 def layer(size: Size, g: Generator, room: int = 0) -> tuple[Tensor, Any, Tensor, Tensor]:
     """Queries [H, MOST, D]; a table of stored slots, with so much room behind those of each head; fresh k and v."""
-    from kvcli.kernels.attend_rows.tables import Table
+    from kvcli.kernels.attend_invariant.tables import Table
 
     each = size.slots + room
     k, v = (noise(g, size.kv * each, size.d) for _ in "kv")
@@ -97,8 +97,8 @@ def layer(size: Size, g: Generator, room: int = 0) -> tuple[Tensor, Any, Tensor,
 
 def _attention(size: Size, g: Generator) -> Op:
     """Each row reads what is stored, and itself."""
-    from kvcli.kernels.attend_rows import fused
-    from kvcli.kernels.attend_rows.tables import Tree
+    from kvcli.kernels.attend_invariant import fused
+    from kvcli.kernels.attend_invariant.tables import Tree
 
     q, table, k, v = layer(size, g)
 
@@ -113,8 +113,8 @@ def _attention(size: Size, g: Generator) -> Op:
 
 
 def _packed_attention(bits: int, size: Size, g: Generator) -> Op:
-    from kvcli.kernels.attend_packed import PackedHead, fused, table_of
-    from kvcli.kernels.pack import pack_keys, pack_values
+    from kvcli.kernels.attend_quantized import PackedHead, fused, table_of
+    from kvcli.kernels.quantize_kv import pack_keys, pack_values
 
     q, heads = noise(g, size.heads, MOST, size.d), []
     full = size.slots if bits == 8 else size.slots // 64 * 64  # keys in fewer bits wait until a group is full
@@ -149,7 +149,7 @@ def _limited(size: Size, g: Generator) -> Op:
 
 def _stored(size: Size, g: Generator) -> Op:
     """Rows of a pass become slots: their keys, values and positions there."""
-    from kvcli.kernels.append import addresses, fused
+    from kvcli.kernels.append_kv import addresses, fused
 
     _, table, k, v = layer(replace(size, slots=0), g, room=MOST)
     assert table.pos is not None
@@ -193,7 +193,7 @@ def _drawn(size: Size, g: Generator) -> Op:
 
 def _merged(size: Size, g: Generator) -> Op:
     """Parts of three tiers, one of which some rows see nothing of."""
-    from kvcli.kernels.merge import fused
+    from kvcli.kernels.merge_attention import fused
 
     outs, lses = (
         [torch.randn(MOST, size.heads, *more, generator=g, device=g.device) for _ in "abc"] for more in ((size.d,), ())
@@ -208,13 +208,13 @@ def _merged(size: Size, g: Generator) -> Op:
 
 
 def _turned(size: Size, g: Generator) -> Op:
-    from kvcli.kernels.pack import fused
+    from kvcli.kernels.quantize_kv import fused
 
     return by_rows(fused.turned, noise(g, MOST, size.heads, size.d))
 
 
 def _rotated(size: Size, g: Generator) -> Op:
-    from kvcli.kernels.rotate import fused
+    from kvcli.kernels.rope import fused
 
     k, freq = noise(g, size.kv, MOST, size.d), 1e4 ** (-torch.arange(0, size.d, 2, device=g.device) / size.d)
     at = torch.randint(0, 131_072, (MOST,), generator=g, device=g.device)
@@ -228,7 +228,7 @@ def _rotated(size: Size, g: Generator) -> Op:
 
 def _masses(size: Size, g: Generator) -> Op:
     """What each row gives to each slot."""
-    from kvcli.kernels.column_mass import fused
+    from kvcli.kernels.attention_mass import fused
 
     q, k = noise(g, size.heads, MOST, size.d), noise(g, size.kv, size.slots, size.d)
     pos, at = (
@@ -245,8 +245,8 @@ def _masses(size: Size, g: Generator) -> Op:
 
 def _scored(size: Size, g: Generator, *, by_codes: bool) -> Op:
     """Pages by their bounds, or slots by their codes, as recall has them in a pass."""
-    from kvcli.kernels.code_scores import fused as scores
     from kvcli.kernels.page_bounds import fused as bounds
+    from kvcli.kernels.quantized_key_scores import fused as scores
 
     shape = size.kv, size.slots if by_codes else size.slots // 16, size.d
     low, high, codes = noise(g, *shape), noise(g, *shape).abs() + 3, noise(g, *shape).to(torch.int8)
@@ -262,11 +262,11 @@ def _scored(size: Size, g: Generator, *, by_codes: bool) -> Op:
 
 
 OURS: dict[str, Make] = {f"linear_skinny, {kind}": partial(_product, kind) for kind in ("plain", "int8", "int4", "nf4")}
-OURS |= {"attend_rows": _attention, "attend, limits": _limited, "append": _stored, "argmax, drawn": _drawn}
+OURS |= {"attend_invariant": _attention, "attend, limits": _limited, "append_kv": _stored, "argmax, drawn": _drawn}
 OURS |= {"rms_norm, in float32": partial(_norm, in_full=True), "rms_norm": partial(_norm, in_full=False)}
 OURS |= {f"attend_packed, {bits} bits": partial(_packed_attention, bits) for bits in (8, 4, 2)}
-OURS |= {"merge": _merged, "pack, turned": _turned, "rotate": _rotated, "column_mass": _masses}
-OURS |= {"page_bounds": partial(_scored, by_codes=False), "code_scores": partial(_scored, by_codes=True)}
+OURS |= {"merge_attention": _merged, "pack, turned": _turned, "rope": _rotated, "attention_mass": _masses}
+OURS |= {"page_bounds": partial(_scored, by_codes=False), "quantized_key_scores": partial(_scored, by_codes=True)}
 
 
 def of_op(op: str) -> Make:

@@ -15,8 +15,8 @@ from kvcli.engine.engine import run as run_feeds
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.kernels.linear_packed import pack, why_not
-from kvcli.kernels.linear_packed.module import PackedLinear
+from kvcli.kernels.linear_quantized import pack, why_not
+from kvcli.kernels.linear_quantized.module import PackedLinear
 from kvcli.kv.tiers.dense import Dense
 from tests import families
 from tests.bench.decode import build

@@ -18,12 +18,12 @@ NAME = "compute-sanitizer"
 PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 TOOLS = ("memcheck", "racecheck")
 OPS = (  # those that reach what they read by tables and limits
-    "attend_rows",
+    "attend_invariant",
     "attend, limits",
     "attend_packed, 4 bits",
-    "append",
+    "append_kv",
     "linear_skinny, int4",
-    "column_mass",
+    "attention_mass",
 )
 ROWS = 3
 

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 PLACE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
-SIZED = ("attend_rows", "attend_packed")  # by slots; a line for those that windows limit would count what nobody reads
+SIZED = (
+    "attend_invariant",
+    "attend_quantized",
+)  # by slots; a line for those that windows limit would count what nobody reads
 Row = dict[str, Any]
 
 

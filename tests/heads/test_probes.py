@@ -21,7 +21,7 @@ from kvcli.heads.repeat import ROWS, repeat, twice
 from kvcli.heads.restricted_heads import Blinkers, Reach
 from kvcli.heads.sample import samples
 from kvcli.kernels.attend.reference import attend
-from kvcli.kernels.merge import merge
+from kvcli.kernels.merge_attention import merge
 from kvcli.kv.slots import Sight, Slots, alike
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models.text import decode

@@ -21,33 +21,33 @@ class Change:
 
 
 # a scale for all rows of a program in place of one for each
-SHARED = Change("attend_rows", "tl.maximum(top, tl.max(score, 1))", "tl.maximum(top, tl.max(tl.max(score, 1), 0))")
+SHARED = Change("attend_invariant", "tl.maximum(top, tl.max(score, 1))", "tl.maximum(top, tl.max(tl.max(score, 1), 0))")
 ROUNDED = "{0}.to(tl.bfloat16).to(tl.float32)"  # what is added up, of several rows
 
 CHANGES = {
     # a position by the place among the accepted rows, as if these were the first ones of the pass
-    "append": Change("append", "tl.load(p_row_pos + row,", "tl.load(p_row_pos + i,"),
+    "append_kv": Change("append_kv", "tl.load(p_row_pos + row,", "tl.load(p_row_pos + i,"),
     # noise by the place in the pass
     "argmax": Change("argmax", "_splitmix(tl.load(p_seed + row)) ^ tl.load(p_pos + row)", "_splitmix(row)"),
     # as far as the furthest of a program
     "attend": Change(
-        "attend_rows",
+        "attend_invariant",
         "tl.load(p_upto + n, mask=mine, other=0) - 1",
         "tl.max(tl.load(p_upto + n, mask=mine, other=0), 0) - 1",
     ),
-    "attend_fixed": SHARED,
-    "attend_packed": Change(
-        "attend_packed", "tl.maximum(base, tl.max(score, 1) - ABOVE)", "tl.maximum(base, tl.max(score) - ABOVE)"
+    "attend_captured": SHARED,
+    "attend_quantized": Change(
+        "attend_quantized", "tl.maximum(base, tl.max(score, 1) - ABOVE)", "tl.maximum(base, tl.max(score) - ABOVE)"
     ),
-    "attend_rows": SHARED,
+    "attend_invariant": SHARED,
     # fewer products where there are several rows
-    "code_scores": Change(
-        "code_scores",
+    "quantized_key_scores": Change(
+        "quantized_key_scores",
         "left = x.to(tl.float32) - most.to(tl.float32)",
         "left = tl.where(n_rows > 1, 0.0, x.to(tl.float32) - most.to(tl.float32))",
     ),
-    "column_mass": Change(
-        "column_mass",
+    "attention_mass": Change(
+        "attention_mass",
         "tl.sum(tl.exp2(score - safe[:, None]), 1)",
         f"tl.where(w > 1, tl.sum({ROUNDED.format('tl.exp2(score - safe[:, None])')}, 1),"
         " tl.sum(tl.exp2(score - safe[:, None]), 1))",
@@ -58,10 +58,12 @@ CHANGES = {
         f"b_y = tl.dot(b_x, b_w, tl.where(M > 1, {ROUNDED.format('b_y')}, b_y))",
     ),
     # weights of parts relative to something else
-    "merge": Change("merge", "tl.maximum(top, tl.max(lse, 0))", "tl.maximum(top, tl.max(lse, 0)) + (n_rows > 1)"),
+    "merge_attention": Change(
+        "merge_attention", "tl.maximum(top, tl.max(lse, 0))", "tl.maximum(top, tl.max(lse, 0)) + (n_rows > 1)"
+    ),
     # numbers by the largest of a program
-    "pack": Change(
-        "pack",
+    "quantize_kv": Change(
+        "quantize_kv",
         "most = x.to(tl.bfloat16)\n        y = tl.dot(most, sign, y)",
         "most = x.to(tl.bfloat16)\n"
         "        top = tl.max(tl.max(tl.abs(x.to(tl.float32)), 1), 0)\n"
@@ -79,7 +81,7 @@ CHANGES = {
         "tl.where(tl.num_programs(0) > 1, tl.sum(_in_two((b_x * b_x)[None, :]), 0), tl.sum(b_x * b_x, 0))",
     ),
     # angles as if positions followed upon one another
-    "rotate": Change("rotate", "tl.load(p_pos + row, mask", "i_slot + tl.load(p_pos + row - i_slot, mask"),
+    "rope": Change("rope", "tl.load(p_pos + row, mask", "i_slot + tl.load(p_pos + row - i_slot, mask"),
 }
 IN_TWO = '''
 

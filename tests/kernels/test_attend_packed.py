@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvcli.kernels import dispatch
 from kvcli.kernels.attend.reference import attend as specified
-from kvcli.kernels.attend_packed import PackedHead, attend_packed, cpu, probe
-from kvcli.kernels.pack import pack_keys, pack_values, spread, unpack_keys, unpack_values
+from kvcli.kernels.attend_quantized import PackedHead, attend_packed, cpu, probe
+from kvcli.kernels.quantize_kv import pack_keys, pack_values, spread, unpack_keys, unpack_values
 
 torch.set_num_threads(1)
 
@@ -150,7 +150,7 @@ def test_every_path_is_taken() -> None:
 
 def test_the_choice_is_explained() -> None:
     op, what, why = dispatch.explain("cpu", torch.bfloat16)[2]
-    assert (op, what) == ("attend_packed", "cpu"), why
+    assert (op, what) == ("attend_quantized", "cpu"), why
     assert dispatch.explain("cpu", torch.float32)[2][1] == "reference"
 
 

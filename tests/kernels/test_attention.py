@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.kernels import attend, attend_fresh, dispatch, native
+from kvcli.kernels import attend, attend_new_tokens, dispatch, native
 from kvcli.kernels.attend import attend as attend_op
-from kvcli.kernels.merge import Part, merge
-from kvcli.kernels.merge.reference import merge as merge_reference
+from kvcli.kernels.merge_attention import Part, merge
+from kvcli.kernels.merge_attention.reference import merge as merge_reference
 
 # K, G, N, S, D: primes and ones
 SHAPES = [(1, 1, 1, 1, 8), (2, 3, 5, 7, 16), (3, 1, 1, 131, 8), (1, 7, 3, 4099, 8), (2, 2, 13, 1, 32)]
@@ -93,7 +93,7 @@ def test_attend_fresh_is_masked_attention(
     sees = torch.ones(n, n, dtype=torch.bool).tril()
     if tree:
         sees = (torch.rand(n, n, generator=torch.Generator().manual_seed(4)) < 0.4) | torch.eye(n, dtype=torch.bool)
-    out, lse = of("attend_fresh", name)(q, key, v, 0.3, sees if tree else None, 0.0)
+    out, lse = of("attend_new_tokens", name)(q, key, v, 0.3, sees if tree else None, 0.0)
     want, mass = softmax_attention(q, key, v, 0.3, 0.0, sees)
     torch.testing.assert_close(out.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(lse.double(), mass, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -183,11 +183,11 @@ def test_scores_beyond_half_precision_stay_finite(name: str) -> None:
 
 def test_dispatch_says_what_it_chose_and_why() -> None:
     chosen = dispatch.explain("cpu", torch.bfloat16)
-    assert [(op, what) for op, what, _ in chosen[:2]] == [("attend", "cpu"), ("attend_fresh", "cpu")]
-    assert [op for op, _, _ in chosen[2:]] == ["attend_packed", "native"]  # which ask the CPU
+    assert [(op, what) for op, what, _ in chosen[:2]] == [("attend", "cpu"), ("attend_new_tokens", "cpu")]
+    assert [op for op, _, _ in chosen[2:]] == ["attend_quantized", "native"]  # which ask the CPU
     assert all(why for *_, why in chosen)
     assert {what for _, what, _ in dispatch.explain("cuda", torch.bfloat16)} == {"reference"}
-    assert attend.dispatch is attend_fresh.dispatch
+    assert attend.dispatch is attend_new_tokens.dispatch
 
 
 def test_a_card_that_kernels_serve_is_told_what_they_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_a_card_that_kernels_serve_is_told_what_they_leave(monkeypatch: pytest.M
     told = {op: (what, why) for op, what, why in dispatch.explain("cuda", torch.bfloat16)}
     assert all(told[op][0] == "fused" for op in dispatch.ON_GPUS)
     assert "mask" in told["attend"][1]
-    assert told["attend_fresh"][0] == "reference"
+    assert told["attend_new_tokens"][0] == "reference"
 
 
 @pytest.mark.parametrize("levels", [(), ("avx2",), ("avx2", "avx512")])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.kernels.column_mass import Over, column_mass, reference
+from kvcli.kernels.attention_mass import Over, column_mass, reference
 
 # K, G, w, S, D: primes and ones
 SHAPES = [(1, 1, 1, 1, 4), (2, 3, 5, 31, 8), (3, 1, 1, 7, 4), (1, 7, 13, 3, 8)]

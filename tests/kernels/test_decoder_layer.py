@@ -19,8 +19,8 @@ from kvcli.kernels.gated_mlp import reference as mlp_reference
 from kvcli.kernels.gated_mlp.product import Product, product_of
 from kvcli.kernels.linear import linear
 from kvcli.kernels.linear.module import NativeLinear, NativeWeight
-from kvcli.kernels.linear_packed import panels
-from kvcli.kernels.linear_packed.module import PackedLinear
+from kvcli.kernels.linear_quantized import panels
+from kvcli.kernels.linear_quantized.module import PackedLinear
 from kvcli.kernels.rms_norm import FORMS, Norm, norm_of, reference, rms_norm
 from kvcli.kernels.rms_norm.module import trial_rows
 

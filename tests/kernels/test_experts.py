@@ -13,14 +13,14 @@ from transformers.pytorch_utils import Conv1D
 
 from kvcli.engine.hf.batch_invariance import rows_know_neighbours
 from kvcli.engine.hf.lm import LM
-from kvcli.kernels import experts as grouped
+from kvcli.kernels import moe_linear as grouped
 from kvcli.kernels import native as built
-from kvcli.kernels.experts import Form, reference, tensor
-from kvcli.kernels.experts.tensor import Experts
 from kvcli.kernels.linear.experts import Panels, lay_out_experts_
 from kvcli.kernels.linear.module import NativeWeight
-from kvcli.kernels.linear_packed import Bits, panels
-from kvcli.kernels.linear_packed.experts import Codes, quantize_experts_
+from kvcli.kernels.linear_quantized import Bits, panels
+from kvcli.kernels.linear_quantized.experts import Codes, quantize_experts_
+from kvcli.kernels.moe_linear import Form, reference, tensor
+from kvcli.kernels.moe_linear.tensor import Experts
 from kvcli.kernels.rms_norm.module import norm_
 from tests.families import build
 
@@ -207,5 +207,5 @@ def test_a_sum_in_an_order_that_goes_by_the_number_of_rows_is_found(quant: str, 
     lm = LM.of(build("qwen3_moe", **WIDE), quant=quant)
     lm.lay_out()
     assert lm.is_row_invariant
-    monkeypatch.setattr(tensor, "experts", halves)
+    monkeypatch.setattr(tensor, "moe_linear", halves)
     assert rows_know_neighbours(lm)

@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.kernels.append import addresses
-from kvcli.kernels.append import reference as append_reference
+from kvcli.kernels.append_kv import addresses
+from kvcli.kernels.append_kv import reference as append_reference
 from kvcli.kernels.attend import reference as attend_reference
-from kvcli.kernels.attend_rows import Own, Run, reference
-from kvcli.kernels.attend_rows.tables import Table, Tree, uploaded
-from kvcli.kernels.merge import Part
-from kvcli.kernels.merge import merge as merge_parts
-from kvcli.kernels.merge import reference as merge_reference
+from kvcli.kernels.attend_invariant import Own, Run, reference
+from kvcli.kernels.attend_invariant.tables import Table, Tree, uploaded
+from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.merge_attention import merge as merge_parts
+from kvcli.kernels.merge_attention import reference as merge_reference
 from kvcli.kv.slots import Sight, alike
 from kvcli.kv.tiers.dense import Dense
 
 pytest.importorskip("tests.kernels.interpreted")  # before what is fused
-fused = pytest.importorskip("kvcli.kernels.attend_rows.fused")
+fused = pytest.importorskip("kvcli.kernels.attend_invariant.fused")
 append, attend, merge, passes = (
     pytest.importorskip(f"kvcli.kernels.{name}")
     for name in ("append.fused", "attend.fused", "merge.fused", "attend_rows.passes")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.kernels import code_scores, column_mass, gpu, pack, page_bounds, rotate
+from kvcli.kernels import attention_mass, page_bounds, quantize_kv, quantized_key_scores, rope, triton_support
 
 pytest.importorskip("tests.kernels.interpreted")  # before what is fused
 FUSED = {
     op: pytest.importorskip(f"kvcli.kernels.{op}.fused")
-    for op in ("pack", "rotate", "column_mass", "code_scores", "page_bounds")
+    for op in ("quantize_kv", "rope", "attention_mass", "quantized_key_scores", "page_bounds")
 }
 
 torch.set_num_threads(1)
@@ -32,7 +32,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], tuple
     def run(call: Callable[[], Any]) -> tuple[Any, Any]:
         want = call()
         with monkeypatch.context() as m:
-            m.setattr(gpu, "why_not", lambda *_: "")
+            m.setattr(triton_support, "why_not", lambda *_: "")
             for module in FUSED.values():
                 _poison(m, module)
             return call(), want
@@ -66,7 +66,10 @@ def test_codes_and_scales_are_those_of_the_reference(shape: tuple[int, int, int]
     x[s // 2 :, ::3] = 7e4 if bits == 8 else 3.25
     for dtype in (torch.bfloat16, torch.float32):
         k, v = x[: s // group * group].to(dtype), x.to(dtype)
-        for call in (lambda k=k: pack.pack_keys(k, bits, group), lambda v=v: pack.pack_values(v, bits, group)):
+        for call in (
+            lambda k=k: quantize_kv.pack_keys(k, bits, group),
+            lambda v=v: quantize_kv.pack_values(v, bits, group),
+        ):
             got, want = both(call)
             assert [t.shape for t in got.tensors] == [t.shape for t in want.tensors]
             assert all(torch.equal(a, b) for a, b in zip(got.tensors, want.tensors, strict=True))
@@ -78,7 +81,7 @@ def test_numbers_beyond_sixteen_bits_are_packed_as_the_reference_packs_them(bits
     """Neither zero nor scale becomes infinite, which would make every number of the group none."""
     x = noise(64, 16)
     x[3, 5], x[32:, 7] = far, far
-    for call in (lambda: pack.pack_keys(x, bits, 32), lambda: pack.pack_values(x, bits, 8)):
+    for call in (lambda: quantize_kv.pack_keys(x, bits, 32), lambda: quantize_kv.pack_values(x, bits, 8)):
         got, want = both(call)
         assert all(t.isfinite().all() for t in got.tensors)
         assert all(torch.equal(a, b) for a, b in zip(got.tensors, want.tensors, strict=True))
@@ -86,7 +89,9 @@ def test_numbers_beyond_sixteen_bits_are_packed_as_the_reference_packs_them(bits
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_no_slots_are_packed(bits: int, both: Any) -> None:
-    got, want = both(lambda: (pack.pack_keys(noise(0, 16), bits, 8), pack.pack_values(noise(0, 16), bits, 8)))
+    got, want = both(
+        lambda: (quantize_kv.pack_keys(noise(0, 16), bits, 8), quantize_kv.pack_values(noise(0, 16), bits, 8))
+    )
     for a, b in zip(got, want, strict=True):
         assert [t.shape for t in a.tensors] == [t.shape for t in b.tensors]
 
@@ -96,20 +101,20 @@ def test_no_slots_are_packed(bits: int, both: Any) -> None:
 def test_a_hadamard_turn_is_that_of_its_matrix(d: int, dtype: torch.dtype, both: Any) -> None:
     """To the rounding of float32, and a row the same alone."""
     x = noise(3, 7, d).to(dtype)
-    matrix = pack.hadamard(d, x.float())
-    torch.testing.assert_close(*both(lambda: pack.turned(x, matrix)), atol=3e-6, rtol=1e-5)
-    together, alone = (both(lambda n=n: pack.turned(x[:, :n], matrix))[0] for n in (7, 1))
+    matrix = quantize_kv.hadamard(d, x.float())
+    torch.testing.assert_close(*both(lambda: quantize_kv.turned(x, matrix)), atol=3e-6, rtol=1e-5)
+    together, alone = (both(lambda n=n: quantize_kv.turned(x[:, :n], matrix))[0] for n in (7, 1))
     assert torch.equal(together[:, :1], alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("dims", "near"), [(16, False), (10, True), (6, False)])
 def test_keys_turn_and_turn_back(dims: int, near: bool, dtype: torch.dtype, both: Any) -> None:
-    rotary = rotate.Rotary(100.0 ** (-torch.arange(0, dims, 2) / dims), 1.3, near)
+    rotary = rope.Rotary(100.0 ** (-torch.arange(0, dims, 2) / dims), 1.3, near)
     k = noise(3, 19, 16).to(dtype)[:, 1:]  # strides are free
     pos = torch.randint(0, 100_000, (3, 18), generator=torch.Generator().manual_seed(1))
     for at in (pos, pos[:1], pos[0]):
-        for way in (rotate.rotate, rotate.unrotate):
+        for way in (rope.rotate, rope.unrotate):
             got, want = both(lambda way=way, at=at: way(k, at, rotary))
             assert got.dtype == dtype
             torch.testing.assert_close(got, want, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
@@ -117,9 +122,9 @@ def test_keys_turn_and_turn_back(dims: int, near: bool, dtype: torch.dtype, both
 
 @pytest.mark.parametrize("shape", [(3, 0, 16), (0, 5, 16)], ids=str)
 def test_no_keys_turn_into_none(shape: tuple[int, int, int], both: Any) -> None:
-    rotary, k = rotate.Rotary(100.0 ** (-torch.arange(0, 16, 2) / 16)), torch.empty(shape)
+    rotary, k = rope.Rotary(100.0 ** (-torch.arange(0, 16, 2) / 16)), torch.empty(shape)
     for pos in (torch.arange(shape[1]), torch.empty(shape[:2], dtype=torch.int64)):
-        got, want = both(lambda pos=pos: rotate.unrotate(k, pos, rotary))
+        got, want = both(lambda pos=pos: rope.unrotate(k, pos, rotary))
         assert got.shape == want.shape == shape
 
 
@@ -133,19 +138,19 @@ def test_masses_are_those_of_the_reference(over: str, softcap: float, window: in
     q_pos = torch.arange(s // 2, s // 2 + w)
     q_pos[0] = -1  # sees nothing
     both_of = both(
-        lambda: column_mass.column_mass(q, q_pos, k, pos, 0.2, softcap=softcap, window=window, over=over)  # type: ignore[arg-type]
+        lambda: attention_mass.column_mass(q, q_pos, k, pos, 0.2, softcap=softcap, window=window, over=over)  # type: ignore[arg-type]
     )
     torch.testing.assert_close(*both_of, atol=1e-5, rtol=2e-3)
 
 
 def test_masses_of_long_pasts_are_found_in_spans(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FUSED["column_mass"], "SPAN", 64)
+    monkeypatch.setattr(FUSED["attention_mass"], "SPAN", 64)
     q, k = noise(1, 3, 64).half(), noise(1, 200, 64, seed=1).half()
     pos = torch.arange(200, dtype=torch.int32).expand(1, -1)
-    call = lambda: column_mass.column_mass(q, torch.tensor([199, 70, 3]), k, pos, 0.2)  # noqa: E731
+    call = lambda: attention_mass.column_mass(q, torch.tensor([199, 70, 3]), k, pos, 0.2)  # noqa: E731
     torch.testing.assert_close(*both(call), atol=1e-5, rtol=2e-3)
     nobody, nothing = (
-        both(lambda n=n, m=m: column_mass.column_mass(q[:, :n], q.new_zeros(n).long(), k[:, :m], pos[:, :m], 0.2))
+        both(lambda n=n, m=m: attention_mass.column_mass(q[:, :n], q.new_zeros(n).long(), k[:, :m], pos[:, :m], 0.2))
         for n, m in ((0, 200), (3, 0))
     )
     assert torch.equal(*nobody)
@@ -157,7 +162,7 @@ def test_scores_of_codes_are_those_of_float32(dtype: torch.dtype, both: Any) -> 
     rows = noise(2, 19, 48).to(dtype)
     codes = torch.randint(-127, 128, (2, 70, 48), generator=torch.Generator().manual_seed(2)).to(torch.int8)
     scale = noise(2, 70).abs().bfloat16()
-    got, want = both(lambda: code_scores.code_scores(rows, codes, scale))
+    got, want = both(lambda: quantized_key_scores.code_scores(rows, codes, scale))
     torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-5)
 
 
@@ -179,10 +184,10 @@ def _boxes(op: str) -> Callable[[slice], Tensor]:
     scale, pos, at = noise(2, 70).abs(), torch.arange(35).expand(2, -1), torch.arange(35 - ROWS, 35)
     calls: dict[str, Callable[[slice], Tensor]] = {
         "page_bounds": lambda some: FUSED["page_bounds"].page_bounds(x[:, some], low, high),
-        "code_scores": lambda some: FUSED["code_scores"].code_scores(x[:, some], codes, scale),
-        "pack": lambda some: FUSED["pack"].turned(x[:, some]),
-        "rotate": lambda some: FUSED["rotate"].turned(x[:, some], at[some], x[0, 0, :64], 1.0, False, back=False),
-        "column_mass": lambda some: FUSED["column_mass"].column_mass(
+        "quantized_key_scores": lambda some: FUSED["quantized_key_scores"].code_scores(x[:, some], codes, scale),
+        "quantize_kv": lambda some: FUSED["quantize_kv"].turned(x[:, some]),
+        "rope": lambda some: FUSED["rope"].turned(x[:, some], at[some], x[0, 0, :64], 1.0, False, back=False),
+        "attention_mass": lambda some: FUSED["attention_mass"].column_mass(
             *(x[:, some].half(), at[some], low.half(), pos, 0.1, 2.0, 20, "none")
         )[:, 0],
     }

@@ -16,7 +16,7 @@ from kvcli.engine.engine import drive
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.engine.sequence.session import Session
-from kvcli.kernels import gpu
+from kvcli.kernels import triton_support
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from tests import families
@@ -24,7 +24,7 @@ from tests.drafters import Bush
 from tests.fake_graphs import FakeGraphs
 
 pytest.importorskip("tests.kernels.interpreted")  # before what is fused
-OPS = ("attend_rows", "append", "argmax")
+OPS = ("attend_invariant", "append_kv", "argmax")
 FUSED = {name: pytest.importorskip(f"kvcli.kernels.{name}.fused") for name in OPS}
 
 SINGLE = {"num_hidden_layers": 1, "vocab_size": 61}
@@ -46,7 +46,7 @@ def test_fused_kernels_drop_in(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     lm, graphs = LM.of(families.build(family, torch.float16, **SINGLE, **windowed)), FakeGraphs()
     want = written(lm, Off(), 6)
     lm.frames = Frames(graphs)
-    monkeypatch.setattr(gpu, "why_not", lambda device, dtype: "")
+    monkeypatch.setattr(triton_support, "why_not", lambda device, dtype: "")
     asked = [opaque(monkeypatch, graphs, FUSED[name], name) for name in OPS]
     assert written(lm, Off(), 6) == want
     assert written(lm, Bush([*families.prompt(30, vocab=61), *want], 61, 60), 6) == want
@@ -69,7 +69,7 @@ def test_what_becomes_slots_is_held_by_its_frame(monkeypatch: pytest.MonkeyPatch
     def storing(tables: Any, fresh: Any) -> Any:
         made.extend(ref(t) for pair in fresh for t in pair)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gpu, "why_not", lambda device, dtype: "")
+            patch.setattr(triton_support, "why_not", lambda device, dtype: "")
             _, alive = own(tables, fresh)
         return lambda *_: None, alive
 

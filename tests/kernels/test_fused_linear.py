@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 
 from kvcli.engine.loading.weights import quantize_for_gpu
-from kvcli.kernels import gpu, linear_packed
-from kvcli.kernels.experts import reference as experts
-from kvcli.kernels.linear_packed import experts as packing
-from kvcli.kernels.linear_packed import reference as packed
+from kvcli.kernels import linear_quantized, triton_support
+from kvcli.kernels.linear_quantized import experts as packing
+from kvcli.kernels.linear_quantized import reference as packed
 from kvcli.kernels.linear_skinny import MOST, Weight, linear_skinny, pack4, pack_nf4, ptx, reference
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_, of_bitsandbytes
+from kvcli.kernels.moe_linear import reference as experts
 from tests.families import build
 
 pytest.importorskip("tests.kernels.interpreted")  # before anything that is fused
@@ -54,7 +54,7 @@ def weight(kind: str, n: int, k: int, dtype: torch.dtype = BF16) -> Weight:
         q, scale = packed.round8(w)
         return Weight("int8", (n, k), q, scale)
     if kind == "int4":
-        group = linear_packed.group_of(k)
+        group = linear_quantized.group_of(k)
         return pack4(*packed.round4(w, group), group)
     return pack_nf4(*quantized(w)[:2])
 
@@ -115,7 +115,7 @@ def test_many_rows_are_multiplied_by_what_is_fastest(kind: str, n: int, k: int, 
 def test_int4_is_of_the_numbers_that_a_cpu_has():
     for k in (256, 192, 160):
         w = numbers(32, k).to(BF16)
-        there = linear_packed.pack(w, 4, native=False)
+        there = linear_quantized.pack(w, 4, native=False)
         here = pack4(packed.unpack4(there.data), there.scale, there.group)
         assert torch.equal(
             reference.weight(here), packed.weight(4, there.group, packed.unpack4(there.data), there.scale)
@@ -195,7 +195,9 @@ def test_bits_of_more_shapes(kind: str, sk: int):
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "why_not", lambda device, dtype: "" if dtype in WITHIN else "float32 is held to in full")
+    monkeypatch.setattr(
+        triton_support, "why_not", lambda device, dtype: "" if dtype in WITHIN else "float32 is held to in full"
+    )
 
 
 def layers() -> nn.Sequential:
@@ -231,7 +233,7 @@ def test_quant_on_a_gpu_is_in_our_kernels(quant: str, within: float, served: Non
     assert [(layer.kind, layer.out_features) for layer in root] == [(quant, 64), (quant, 48)]
     assert 0 < (root(x).float() - before).norm() < 2 * within * before.norm()
     if quant != "nf4":
-        there = linear_packed.pack(layers()[0].weight, 8 if quant == "int8" else 4, native=False)
+        there = linear_quantized.pack(layers()[0].weight, 8 if quant == "int8" else 4, native=False)
         assert torch.equal(root[0].scale, there.scale)
 
 
@@ -241,7 +243,7 @@ def test_quant_on_a_gpu_is_in_our_kernels(quant: str, within: float, served: Non
 @pytest.mark.filterwarnings("ignore")
 def test_experts_that_no_kernel_packs_are_said(is_served: bool, quant: str, why: str, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(gpu, "why_not", lambda *_: "" if is_served else "no card")
+    monkeypatch.setattr(triton_support, "why_not", lambda *_: "" if is_served else "no card")
     swap, _ = quantize_for_gpu(build("qwen3_moe", BF16, hidden_size=64).model.layers, quant, torch.device("cpu"))
     assert (swap.packed, swap.kept) == (12, {why: 30})
 
@@ -264,7 +266,7 @@ def test_wrong_inputs_are_refused():
 @pytest.mark.parametrize("quant", ["int8", "int4"])
 def test_experts_are_multiplied_each_by_the_same_kernels(quant: str, served: None):
     """Packed from full precision, and from what was packed for files while it was loaded: the same codes."""
-    bits: linear_packed.Bits = 8 if quant == "int8" else 4
+    bits: linear_quantized.Bits = 8 if quant == "int8" else 4
     w, x, ends = numbers(3 * 48, 160).view(3, 48, 160).to(BF16), numbers(19, 160, seed=5).to(BF16), [7, 7, 18]
 
     class Some(nn.Module):

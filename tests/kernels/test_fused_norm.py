@@ -12,7 +12,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from kvcli.kernels import gpu
+from kvcli.kernels import triton_support
 from kvcli.kernels.rms_norm import FORMS, reference
 from kvcli.kernels.rms_norm.module import FusedNorm, norm_
 
@@ -62,7 +62,9 @@ class Centred(LlamaRMSNorm):
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "why_not", lambda device, dtype: "" if dtype in TYPES else "float32 is held to in full")
+    monkeypatch.setattr(
+        triton_support, "why_not", lambda device, dtype: "" if dtype in TYPES else "float32 is held to in full"
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.kernels import gpu
-from kvcli.kernels.attend_packed import PackedHead, attend_table, reference, table_of, why_not
-from kvcli.kernels.attend_packed.table import NARROWEST, PROGRAMS, SPANS, Table
+from kvcli.kernels import triton_support
+from kvcli.kernels.attend_quantized import PackedHead, attend_table, reference, table_of, why_not
+from kvcli.kernels.attend_quantized.table import NARROWEST, PROGRAMS, SPANS, Table
 from kvcli.kv.slots import Sight, Slots, alike
 from kvcli.kv.tiers import quantized
 from kvcli.kv.tiers.quantized_head import Head, Precision
 
 pytest.importorskip("tests.kernels.interpreted")  # before what is fused
-fused = pytest.importorskip("kvcli.kernels.attend_packed.fused")
+fused = pytest.importorskip("kvcli.kernels.attend_quantized.fused")
 
 torch.set_num_threads(1)
 
@@ -301,9 +301,9 @@ def test_a_tier_makes_its_table_when_heads_change(monkeypatch: pytest.MonkeyPatc
     keep[:, 5:9] = False
     for step in range(2):
         for how in (sight, late):
-            monkeypatch.setattr(gpu, "why_not", lambda *_: "")
+            monkeypatch.setattr(triton_support, "why_not", lambda *_: "")
             (got,) = tier.attend(0, q, how, [130, 131])
-            monkeypatch.setattr(gpu, "why_not", lambda *_: "none")
+            monkeypatch.setattr(triton_support, "why_not", lambda *_: "none")
             (want,) = tier.attend(0, q, how, [130, 131])
             assert (got.out - want.out).norm() <= 1e-2 * want.out.norm()
             torch.testing.assert_close(got.lse, want.lse, atol=2e-2, rtol=1e-2)

@@ -17,9 +17,9 @@ from kvcli.kernels import native as built
 from kvcli.kernels.gated_mlp.product import type_of
 from kvcli.kernels.linear import linear, pack, reference, rows_of, unpack, why_not
 from kvcli.kernels.linear.module import NativeLinear, NativeWeight, lay_out_
-from kvcli.kernels.linear.room import PIECE, Room
-from kvcli.kernels.linear_packed import panels
-from kvcli.kernels.linear_packed import reference as packed
+from kvcli.kernels.linear.weight_arena import PIECE, Room
+from kvcli.kernels.linear_quantized import panels
+from kvcli.kernels.linear_quantized import reference as packed
 from kvcli.kernels.native import build
 
 pytestmark = pytest.mark.skipif(not built.levels(), reason=built.why_not())

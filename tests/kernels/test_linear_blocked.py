@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from kvcli.kernels.cpu_matmul import multiplies
 from kvcli.kernels.linear_blocked import block, linear_blocked, reference, why_not
 from kvcli.kernels.linear_blocked.module import BlockedLinear, block_
-from kvcli.kernels.linear_packed.module import quantize_
-from kvcli.kernels.products import multiplies
+from kvcli.kernels.linear_quantized.module import quantize_
 
 
 @pytest.fixture(params=["blocks", "widened"])

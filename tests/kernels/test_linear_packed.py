@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.kernels import native as built
-from kvcli.kernels.linear_packed import Bits, Packed, cpu, group_of, linear_packed, pack, panels, reference, why_not
-from kvcli.kernels.linear_packed.module import PackedLinear, quantize_
+from kvcli.kernels.linear_quantized import Bits, Packed, cpu, group_of, linear_packed, pack, panels, reference, why_not
+from kvcli.kernels.linear_quantized.module import PackedLinear, quantize_
 
 torch.set_num_threads(1)
 

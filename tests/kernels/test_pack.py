@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.kernels.pack import (
+from kvcli.kernels.quantize_kv import (
     LANES,
     Rounded,
     hadamard,
@@ -17,7 +17,7 @@ from kvcli.kernels.pack import (
     unpack_keys,
     unpack_values,
 )
-from kvcli.kernels.pack.reference import width_of
+from kvcli.kernels.quantize_kv.reference import width_of
 
 # slots, channels, numbers in a group: primes and ones
 SHAPES = [(1, 8, 1), (7, 16, 7), (13, 12, 5), (130, 64, 13), (64, 80, 64)]

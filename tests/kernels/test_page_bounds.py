@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcli.kernels.code_scores import code_scores, pack2, reference, unpack2
 from kvcli.kernels.page_bounds import page_bounds
 from kvcli.kernels.page_bounds.reference import page_bounds as specified
+from kvcli.kernels.quantized_key_scores import code_scores, pack2, reference, unpack2
 
 SHAPES = [(1, 1, 1, 1), (2, 5, 7, 16), (3, 13, 131, 8), (1, 3, 5003, 64), (2, 1, 11, 48)]  # K, R, P or S, D
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5}  # products are summed in float32 at least

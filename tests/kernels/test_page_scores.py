@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import native
-from kvcli.kernels.code_scores import pack2
 from kvcli.kernels.page_scores import Box, Coded, log_masses, page_scores, reference, why_not
+from kvcli.kernels.quantized_key_scores import pack2
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason=native.why_not() or "unknown")
 LEVELS = native.levels()

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers.models.cohere2.modeling_cohere2 import apply_rotary_pos_emb as neighbours
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as halves
 
-from kvcli.kernels.rotate import Rotary, rotate, unrotate
-from kvcli.kernels.rotate.reference import BLOCK
+from kvcli.kernels.rope import Rotary, rotate, unrotate
+from kvcli.kernels.rope.reference import BLOCK
 
 K, D = 3, 16
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from kvcli.kernels import gpu
-from kvcli.kernels.attend_fixed import attend_fixed
-from kvcli.kernels.attend_rows.tables import Tree
+from kvcli.kernels import triton_support
+from kvcli.kernels.attend_captured import attend_fixed
+from kvcli.kernels.attend_invariant.tables import Tree
 from tests.kernels.compiled import ROOT
 from tests.kernels.row_dependent import CHANGES, looking_at_rows
 
@@ -42,8 +42,8 @@ def _in_frames(size: Size, g: Generator) -> Op:
 def test_a_row_has_its_own_bits_and_a_kernel_that_looks_at_others_is_caught(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "why_not", lambda *_: "")
-    make = _in_frames if op == "attend_fixed" else of_op(op)
+    monkeypatch.setattr(triton_support, "why_not", lambda *_: "")
+    make = _in_frames if op == "attend_captured" else of_op(op)
     made = make(TINY, Generator().manual_seed(0))
     assert differing(made, (5,), 1)[1] == 0
     with looking_at_rows(op):
@@ -52,4 +52,4 @@ def test_a_row_has_its_own_bits_and_a_kernel_that_looks_at_others_is_caught(
 
 
 def test_no_kernel_is_left_out() -> None:
-    assert {path.parent.name for path in (ROOT / "kernels").glob("*/fused.py")} | {"attend_fixed"} == set(CHANGES)
+    assert {path.parent.name for path in (ROOT / "kernels").glob("*/fused.py")} | {"attend_captured"} == set(CHANGES)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvcli.kernels.whole_vectors import PIECE, activation_
+from kvcli.kernels.invariant_activations import PIECE, activation_
 
 ACTS = {"gelu": nn.GELU(), "tanh": nn.GELU("tanh"), "silu": nn.SiLU(), "sigmoid": nn.Sigmoid()}
 

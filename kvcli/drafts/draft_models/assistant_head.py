@@ -27,8 +27,8 @@ from kvcli.kv.tiers.device_tables import Fixed
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
-    from kvcli.kernels.attend_rows import Own
-    from kvcli.kernels.merge import Part
+    from kvcli.kernels.attend_invariant import Own
+    from kvcli.kernels.merge_attention import Part
     from kvcli.kv.slots import Sight, Store, Usage
 
 _WIDER = 2  # tokens: a window is inclusive there, and counted from the newest slot, which is one before the rows

@@ -21,7 +21,7 @@ from kvcli.drafts.draft_models.separate_model import Sibling
 from kvcli.engine.forward_request import Asks, Feed
 from kvcli.engine.rows import Hears, Rows
 from kvcli.engine.sequence.commit import commit
-from kvcli.kernels.rotate import rotate, unrotate
+from kvcli.kernels.rope import rotate, unrotate
 from kvcli.kv.slots import Slots, Usage
 from kvcli.kv.tiers.dense import Dense
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.kernels.column_mass import column_mass
+from kvcli.kernels.attention_mass import column_mass
 from kvcli.kv.slots import Sight, Store
 
 STAYS = 1.1  # a chunk that is held goes for one that is looked at so many times as much

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.rows import Hears
     from kvcli.engine.stats import Step
-    from kvcli.kernels.attend_rows import Own
-    from kvcli.kernels.merge import Part
+    from kvcli.kernels.attend_invariant import Own
+    from kvcli.kernels.merge_attention import Part
     from kvcli.kv.slots import Readable, Sight, Usage
 
 _NEWEST = 64  # tokens that are remembered

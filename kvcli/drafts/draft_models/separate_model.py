@@ -20,7 +20,7 @@ from kvcli.engine.forward_request import Asks, Feed
 from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.rows import Hears, Rows
 from kvcli.engine.sequence.commit import commit
-from kvcli.kernels.rotate import Rotary, rotate, unrotate
+from kvcli.kernels.rope import Rotary, rotate, unrotate
 from kvcli.kv.recurrent_state import States
 from kvcli.kv.slots import Slots, Usage
 from kvcli.kv.tiers.dense import Dense

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.drafts.tree.acceptance_rates import Odds
 from kvcli.drafts.tree.tree import Offer
-from kvcli.kernels.gumbel.host import gumbel_host
+from kvcli.kernels.gumbel_noise.host import gumbel_host
 
 if TYPE_CHECKING:
     import numpy as np

@@ -29,9 +29,9 @@ from kvcli.engine.forward_memory import FRAMES
 from kvcli.engine.forward_request import Feed, Fresh, Made
 from kvcli.engine.hf.cache_shim import Trial
 from kvcli.engine.hf.model_settings import fixed_ropes
-from kvcli.kernels.attend_fixed import attend_fixed, storing
-from kvcli.kernels.attend_rows.tables import Tree
-from kvcli.kernels.gumbel.reference import signed
+from kvcli.kernels.attend_captured import attend_fixed, storing
+from kvcli.kernels.attend_invariant.tables import Tree
+from kvcli.kernels.gumbel_noise.reference import signed
 from kvcli.kv.tiers.device_tables import Fixed
 
 if TYPE_CHECKING:

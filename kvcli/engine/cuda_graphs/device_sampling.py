@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcli.engine.cuda_graphs.captured_pass import Numbers
     from kvcli.engine.forward_request import Feed, Glean
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.kernels.attend_fixed import Storing
+    from kvcli.kernels.attend_captured import Storing
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvcli.engine.forward_request import Asks, Feed, Glean, Made
 from kvcli.engine.rows import Rows
-from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import Own
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.recurrent_state import Known, States
 from kvcli.kv.tiers.device_tables import Fixed
 

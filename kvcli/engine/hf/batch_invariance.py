@@ -17,7 +17,7 @@ from kvcli.engine.engine import run
 from kvcli.engine.forward_request import Feed
 from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sequence.commit import commit
-from kvcli.kernels import gpu
+from kvcli.kernels import triton_support
 from kvcli.kv.recurrent_state import States
 from kvcli.kv.tiers.dense import Dense
 
@@ -33,7 +33,7 @@ WIDE = 11  # of one that fills a tile of 32 rows and begins another
 def rows_know_neighbours(lm: LM) -> bool:
     """Whether logits of a text differ when its rows run among guesses or in other chunks. Random tokens, fixed."""
     n = min(STORED, lm.limit - DEPTH)
-    if n < 1 or (lm.is_apart and gpu.why_not(lm.device, lm.dtype)):
+    if n < 1 or (lm.is_apart and triton_support.why_not(lm.device, lm.dtype)):
         return True
     # a recurrence adds up a chunk otherwise than a row, which 16 bits hide from a short trial
     if lm.mixers.like.rec and not lm.mixers.are_by_row:

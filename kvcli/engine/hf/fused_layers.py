@@ -21,10 +21,10 @@ from kvcli.engine.hf.reduced_model import few_layers, kinds
 from kvcli.kernels.decoder_layer import Layer, after, before
 from kvcli.kernels.gated_mlp.module import NativeMlp, mlp_
 from kvcli.kernels.gated_mlp.product import product_of, type_of
+from kvcli.kernels.invariant_activations import activation_
+from kvcli.kernels.module_probe import ends
 from kvcli.kernels.rms_norm import Norm
 from kvcli.kernels.rms_norm.module import NativeNorm, norm_
-from kvcli.kernels.trial import ends
-from kvcli.kernels.whole_vectors import activation_
 
 if TYPE_CHECKING:
     from kvcli.engine.forward import Pass, SideBySide

@@ -31,15 +31,15 @@ from kvcli.engine.loading.weight_quantization import pack, placed, split
 from kvcli.engine.process_memory import give_back, spare_bytes
 from kvcli.engine.threads import use_device, use_threads
 from kvcli.errors import BadModel
-from kvcli.kernels import attend_rows, gpu
+from kvcli.kernels import attend_invariant, triton_support
+from kvcli.kernels.cpu_matmul import multiplies
 from kvcli.kernels.linear.experts import lay_out_experts_
 from kvcli.kernels.linear.module import lay_out_
 from kvcli.kernels.linear_blocked.module import block_
-from kvcli.kernels.linear_packed.module import packed_weights
+from kvcli.kernels.linear_quantized.module import packed_weights
 from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
-from kvcli.kernels.products import multiplies
-from kvcli.kernels.rotate import Rotary
+from kvcli.kernels.rope import Rotary
 from kvcli.kv.offload.transfer import bus_of
 from kvcli.models.checkpoint_format import Packing
 from kvcli.models.family import read_config
@@ -260,7 +260,7 @@ class LM:
         for swap, how in ((lay_out_, native), (lay_out_experts_, experts), skinny, blocked):
             if done := swap(self.model, give_back):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
-        serves = (not attend_rows.why_not(self.dtype, self.device, of.k_dim, of.v_dim) for of in self.shapes)
+        serves = (not attend_invariant.why_not(self.dtype, self.device, of.k_dim, of.v_dim) for of in self.shapes)
         self.has_pool = not self.is_apart and any(serves)
         for latent in self.latents.values():
             latent.lay_out()
@@ -279,9 +279,9 @@ class LM:
     def record(self, graphs: str) -> None:
         """Have its device record passes and replay them (captured_pass.py), where it can; the backend says so, or why not."""
         whys = (
-            gpu.why_not(self.device, self.dtype) if graphs == "auto" else f"load.graphs = {graphs}",
+            triton_support.why_not(self.device, self.dtype) if graphs == "auto" else f"load.graphs = {graphs}",
             "its layers are on two devices" if self.is_split else "",
-            *(attend_rows.why_not(self.dtype, self.device, of.k_dim, of.v_dim) for of in self.shapes),
+            *(attend_invariant.why_not(self.dtype, self.device, of.k_dim, of.v_dim) for of in self.shapes),
             self.mixers.why_not_recorded,
         )
         if not (why := next(filter(None, whys), "")):

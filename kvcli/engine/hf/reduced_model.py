@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from kvcli.kernels.trial import alike, ends, kind
+from kvcli.kernels.module_probe import alike, ends, kind
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcli.engine.engine import call
 from kvcli.errors import BadModel
-from kvcli.kernels.rotate import Rotary, rotate, unrotate
+from kvcli.kernels.rope import Rotary, rotate, unrotate
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM

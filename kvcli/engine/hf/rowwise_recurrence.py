@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvcli.kernels import native
 from kvcli.kernels.gated_delta import SERVED, causal_conv, gated_delta, numbers
-from kvcli.kernels.trial import REFUSALS
+from kvcli.kernels.module_probe import REFUSALS
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.recurrent_layers import Part

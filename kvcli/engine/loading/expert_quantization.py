@@ -17,17 +17,17 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvcli.engine.process_memory import give_back
-from kvcli.kernels import gpu
-from kvcli.kernels.experts import weights_of
-from kvcli.kernels.linear_packed import Bits
-from kvcli.kernels.linear_packed.experts import packed
+from kvcli.kernels import triton_support
+from kvcli.kernels.linear_quantized import Bits
+from kvcli.kernels.linear_quantized.experts import packed
+from kvcli.kernels.moe_linear import weights_of
 
 METHOD = "kvcli_experts"
 
 
 def while_loading(quant: str, dtype: torch.dtype, device: torch.device) -> Any:
     """What `from_pretrained` takes as quantization_config; None where experts are not packed."""
-    if quant not in ("int8", "int4") or (device.type != "cpu" and gpu.why_not(device, dtype)):
+    if quant not in ("int8", "int4") or (device.type != "cpu" and triton_support.why_not(device, dtype)):
         return None
     return _register()(bits=8 if quant == "int8" else 4, native=device.type == "cpu")
 

@@ -14,9 +14,9 @@ from kvcli.engine.loading import weights
 from kvcli.engine.loading.device_split import place_
 from kvcli.engine.process_memory import give_back
 from kvcli.errors import BadModel
-from kvcli.kernels.linear_packed import Bits, panels
-from kvcli.kernels.linear_packed.experts import quantize_experts_
-from kvcli.kernels.linear_packed.module import Swap, quantize_
+from kvcli.kernels.linear_quantized import Bits, panels
+from kvcli.kernels.linear_quantized.experts import quantize_experts_
+from kvcli.kernels.linear_quantized.module import Swap, quantize_
 from kvcli.kv.slots import LayerShape
 from kvcli.models.gguf import quantizer
 

@@ -17,10 +17,10 @@ from kvcli.engine.loading.expert_quantization import while_loading
 from kvcli.engine.process_memory import give_back
 from kvcli.errors import BadModel, UsageError
 from kvcli.installing import pip
-from kvcli.kernels import gpu
-from kvcli.kernels.linear_packed import Bits
-from kvcli.kernels.linear_packed.experts import quantize_experts_, stay
-from kvcli.kernels.linear_packed.module import Swap, make_native_, quantize_, swap_
+from kvcli.kernels import triton_support
+from kvcli.kernels.linear_quantized import Bits
+from kvcli.kernels.linear_quantized.experts import quantize_experts_, stay
+from kvcli.kernels.linear_quantized.module import Swap, make_native_, quantize_, swap_
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.models.checkpoint_format import INSTEAD, Packing, refuse_unpackable
 from kvcli.models.family import loader_of, refuse_unknown_packing, unreadable
@@ -178,7 +178,7 @@ def quantize_for_gpu(root: nn.Module, quant: str, device: torch.device) -> tuple
 
     Where the fused kernels serve it, int8 and int4 are the numbers that a CPU has, and nf4 those of bitsandbytes.
     """
-    if why := gpu.why_not(device, next(root.parameters()).dtype):
+    if why := triton_support.why_not(device, next(root.parameters()).dtype):
         kind = "fp4" if quant == "int4" else quant
         swap = quantize_with_bitsandbytes(root, quant, device) + stay(root, "bitsandbytes packs no experts")
         return swap, f"bitsandbytes {kind} ({why})"

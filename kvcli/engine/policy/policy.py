@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvcli.engine.forward_request import Asks
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.policy.compression_point import Boundary
-    from kvcli.kernels.column_mass import Over
+    from kvcli.kernels.attention_mass import Over
     from kvcli.kv.slots import Masks, Slots
     from kvcli.kv.snapshot import Stateful
 
@@ -83,7 +83,7 @@ class Moment:
 
         By default its mean over these queries and over the query heads of a KV head; zeros where nothing was heard.
         """
-        from kvcli.kernels.column_mass import column_mass
+        from kvcli.kernels.attention_mass import column_mass
 
         q, q_pos = self.q[:, first:], self.q_pos[first:]
         return column_mass(q, q_pos, s.k, s.pos, self.scale, softcap=self.softcap, window=self.window, over=over)

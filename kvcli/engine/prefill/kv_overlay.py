@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import WIDEST, Own
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import WIDEST, Own
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.slots import LayerShape, Sight, Usage, alone
 from kvcli.kv.tiers.device_tables import Fixed
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.prefill.aux_cache import Behind
     from kvcli.engine.prefill.prompt_pruner import Choose
-    from kvcli.kernels.attend_rows import Own
-    from kvcli.kernels.merge import Part
+    from kvcli.kernels.attend_invariant import Own
+    from kvcli.kernels.merge_attention import Part
     from kvcli.kv.slots import Store
 
 Stopped = dict[int, tuple[list[int], Tensor]]  # by the layer that they did not go into: positions, vectors [n, E]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvcli.engine.rows import Rows
 from kvcli.kernels import argmax
-from kvcli.kernels.gumbel import gumbel
-from kvcli.kernels.gumbel.reference import signed
+from kvcli.kernels.gumbel_noise import gumbel
+from kvcli.kernels.gumbel_noise.reference import signed
 
 if TYPE_CHECKING:
     from kvcli.engine.sequence.constraint import Constraint

@@ -18,8 +18,8 @@ from kvcli.kv.slots import Masks, Sight, Slots, Usage
 from kvcli.kv.tiers.device_tables import Fixed
 
 if TYPE_CHECKING:
-    from kvcli.kernels.attend_rows import Own
-    from kvcli.kernels.merge import Part
+    from kvcli.kernels.attend_invariant import Own
+    from kvcli.kernels.merge_attention import Part
     from kvcli.kv.slots import Store
     from kvcli.kv.snapshot import Given, State
 

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from kvcli.errors import BadConfig
-from kvcli.kernels import dispatch, gpu
+from kvcli.kernels import dispatch, triton_support
 from kvcli.kv.cache.level import Rung
 from kvcli.kv.cache.precision_budget import Spending, keys_in, spending, unit
 from kvcli.kv.cache.tiered_cache import Ladder
@@ -33,7 +33,7 @@ from kvcli.settings.schema import size_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvcli.kernels.rotate import Rotary
+    from kvcli.kernels.rope import Rotary
     from kvcli.kv.formats.format import Form
     from kvcli.kv.offload.host_access import Way
     from kvcli.kv.slots import LayerShape, Sight, Store, Tier
@@ -249,7 +249,7 @@ class Plan:
 
     def _unserved(self) -> str:
         """Why no kernel of the device reads host memory in these numbers; "" = one does."""
-        if why := gpu.why_not(self.device, self.dtype):
+        if why := triton_support.why_not(self.device, self.dtype):
             return why
         bends = {sight.softcap > 0 for sight in self.sights}
         kinds = [dispatch.choose("attend", self.device.type, self.dtype, bend) for bend in bends]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.kernels.pack import LANES, width_of
+from kvcli.kernels.quantize_kv import LANES, width_of
 from kvcli.kv.footprint import POSITION, STEP, away
 from kvcli.kv.slots import storing
 from kvcli.kv.tiers.dense_ragged import room_of

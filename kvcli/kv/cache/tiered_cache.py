@@ -19,8 +19,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import Own
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.cache.level import Rung, Top
 from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.slots import Masks, Sight, Slots, Span, Usage, beside, compact, empty_like

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvcli.kernels.rotate import Rotary
+from kvcli.kernels.rope import Rotary
 from kvcli.kv.slots import LayerShape, Sight
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.kernels.pack import round_range, spread, squeeze, width_of
+from kvcli.kernels.quantize_kv import round_range, spread, squeeze, width_of
 from kvcli.kv.formats.block_format import Codes
 from kvcli.kv.formats.eigen import eigenvectors
 

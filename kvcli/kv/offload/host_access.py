@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvcli.kernels.merge import Part, merge
+from kvcli.kernels.merge_attention import Part, merge
 from kvcli.kv.offload.transfer import Bus, Mark
 from kvcli.kv.slots import Sight
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.kernels.code_scores import code_scores, pack2, unpack2
 from kvcli.kernels.page_scores import Coded, page_scores, why_not
+from kvcli.kernels.quantized_key_scores import code_scores, pack2, unpack2
 from kvcli.kv.slots import Sight
 from kvcli.kv.sparse.index import Numbers, Runs, bend, by_page
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvcli.kernels.attend_rows import Run
+from kvcli.kernels.attend_invariant import Run
 from kvcli.kv.cache.level import Floor
 from kvcli.kv.slots import Slots, Tier, picked
 

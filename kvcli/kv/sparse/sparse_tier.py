@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import WIDEST, Chosen, Own, Run, attend_part, read, serves, serves_chosen
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import WIDEST, Chosen, Own, Run, attend_part, read, serves, serves_chosen
+from kvcli.kernels.merge_attention import Part
 from kvcli.kernels.page_scores import log_masses
 from kvcli.kv.slots import Loss, Sight, Slots, Usage, alone, visible
 from kvcli.kv.snapshot import Given, State

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import WIDEST, Own, Run, attend_part, serves
-from kvcli.kernels.merge import Part
-from kvcli.kernels.rotate import Rotary, rotate, unrotate
+from kvcli.kernels.attend_invariant import WIDEST, Own, Run, attend_part, serves
+from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.rope import Rotary, rotate, unrotate
 from kvcli.kv.slots import Sight, Slots, Usage, alone, holders, visible
 from kvcli.kv.snapshot import Given, Misfit, State
 from kvcli.kv.tiers.lossy import Rounding, joined, split

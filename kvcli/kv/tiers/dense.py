@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_rows import Own, Run, why_not
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import Own, Run, why_not
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.sliding_windows import Window, Windows
 from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, compact, empty, empty_like, holders, on_host
 from kvcli.kv.snapshot import Given, State

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import Own, Run, read, serves
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import Own, Run, read, serves
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.slots import LayerShape, Sight, Slots, alone, last, run_of
 from kvcli.kv.snapshot import Given, State
 from kvcli.kv.tiers.dense_uniform import rises, seen

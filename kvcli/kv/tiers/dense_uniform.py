@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import BLOCK, Own, Run, read, serves
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import BLOCK, Own, Run, read, serves
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.slots import LayerShape, Sight, Slots, alone, opens, picked
 from kvcli.kv.snapshot import Given, State
 from kvcli.kv.tiers.device_tables import Lying, ahead, stays

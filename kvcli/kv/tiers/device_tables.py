@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvcli.kernels.attend_rows.tables import Table, uploaded
+from kvcli.kernels.attend_invariant.tables import Table, uploaded
 
 AHEAD = 4  # steps by which a layer grows at least for recorded passes, if so much is to come
 MOST_ROWS = 64  # of a recorded pass, for which there is room behind what is stored

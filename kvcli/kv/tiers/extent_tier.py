@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_rows import Own, Run, why_not
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import Own, Run, why_not
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.offload.host_access import Piece
 from kvcli.kv.slots import LayerShape, Sight, Slots, alone, beside, compact, empty, holders, last, run_of
 from kvcli.kv.snapshot import Given, State

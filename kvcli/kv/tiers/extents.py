@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import WIDEST, Run, attend_part, serves
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import WIDEST, Run, attend_part, serves
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.footprint import FIRST
 from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.slots import LayerShape, Sight, Slots, visible

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_rows import Own, Run
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import Own, Run
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.offload.host_access import ALIGNED, Answer, ByQuery, Staged, Way
 from kvcli.kv.offload.transfer import Bus, Lane, Mark, bus_of
 from kvcli.kv.slots import Sight, Slots, Usage, alone

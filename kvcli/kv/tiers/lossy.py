@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcli.kv.slots import Slots, compact, empty_like, picked, run_of
 
 if TYPE_CHECKING:
-    from kvcli.kernels.attend_rows import Run
+    from kvcli.kernels.attend_invariant import Run
 
 
 class Rounding:

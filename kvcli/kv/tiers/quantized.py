@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import BadConfig
-from kvcli.kernels import gpu, linear
+from kvcli.kernels import linear, triton_support
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_packed import PackedHead, Table, attend_packed, attend_table, table_of, why_not
-from kvcli.kernels.attend_rows import (
+from kvcli.kernels.attend_invariant import (
     WIDEST,
     Own,
     PackedRun,
@@ -28,8 +27,9 @@ from kvcli.kernels.attend_rows import (
     serves,
     serves_packed,
 )
-from kvcli.kernels.merge import Part
-from kvcli.kernels.pack import hadamard, turned
+from kvcli.kernels.attend_quantized import PackedHead, Table, attend_packed, attend_table, table_of, why_not
+from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.quantize_kv import hadamard, turned
 from kvcli.kv.slots import LayerShape, Sight, Slots, Usage, alone, holders, opens, visible
 from kvcli.kv.snapshot import Given, State
 from kvcli.kv.tiers.lossy import Rounding, joined, split
@@ -134,7 +134,7 @@ class Packed(Rounding):
 
     def _table(self, layer: int, *, coarse: bool) -> Table | None:
         """Where the heads lie, made once they have changed; None where no kernel reads them so."""
-        if gpu.why_not(self._empty[layer][0].device, self.dtype):
+        if triton_support.why_not(self._empty[layer][0].device, self.dtype):
             return None
         if (layer, coarse) not in self._tables:
             heads = self._layers[layer]

@@ -15,8 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_packed import PackedHead
-from kvcli.kernels.pack import LANES, Rounded, pack_keys, pack_values, transposed, unpack_keys, unpack_values
+from kvcli.kernels.attend_quantized import PackedHead
+from kvcli.kernels.quantize_kv import LANES, Rounded, pack_keys, pack_values, transposed, unpack_keys, unpack_values
 from kvcli.kv.snapshot import Given, Misfit, State
 
 

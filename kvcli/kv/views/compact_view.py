@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import Own
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.slots import LayerShape, Sight, Slots, Store, Usage, alone, compact
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.views.view import Pick

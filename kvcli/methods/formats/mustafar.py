@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from kvcli.kernels.pack import spread, squeeze
+from kvcli.kernels.quantize_kv import spread, squeeze
 from kvcli.kv.formats.block_format import Blocks, Codes
 from kvcli.kv.formats.quantization import halved
 from kvcli.settings.schema import Range

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from torch import Tensor
 
-from kvcli.kernels.pack import round_range, squeeze
+from kvcli.kernels.quantize_kv import round_range, squeeze
 from kvcli.kv.formats.block_format import Blocks, Codes
 from kvcli.kv.formats.quantization import by_slot, directions, numbers, of_slots
 from kvcli.settings.schema import Range

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvcli.engine.forward_request import Asks
     from kvcli.engine.sequence.state import Text
-    from kvcli.kernels.rotate import Rotary
+    from kvcli.kernels.rope import Rotary
 
 
 PIECE = 64  # tokens repeated at once below which a long text would be repeated in hundreds of passes
@@ -97,7 +97,7 @@ def _turned(k: Tensor, old: Tensor, new: Tensor, rotary: Rotary | None) -> Tenso
     """Keys k [K, n, D] read at positions old [K, n] as though at new [n] or [K, n]."""
     import torch
 
-    from kvcli.kernels.rotate import rotate, unrotate
+    from kvcli.kernels.rope import rotate, unrotate
 
     if rotary is None:
         return k

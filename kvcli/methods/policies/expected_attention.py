@@ -63,7 +63,7 @@ class Expected(TopK):
         """The expected attention, times the value's norm."""
         import torch
 
-        from kvcli.kernels.rotate import unrotate
+        from kvcli.kernels.rope import unrotate
         from kvcli.policies.scoring.mean_rotation import mean_turn
 
         rotary, width = at.memory.known[at.layer], torch.promote_types(at.q.dtype, torch.float32)

@@ -126,7 +126,7 @@ class KVzip(TopK):
         import torch
 
         from kvcli.engine.rows import Rows
-        from kvcli.kernels.column_mass import Over, column_mass
+        from kvcli.kernels.attention_mass import Over, column_mass
         from kvcli.kv.slots import compact
 
         rows = Rows.chain(at.ids[max(0, start - self.lead) : end], len(at.ids))

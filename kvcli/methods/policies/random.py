@@ -41,7 +41,7 @@ class Random(EachLayer):
         """The lot of a token is fixed by its position, so what fell out early would not have stayed later either."""
         import torch
 
-        from kvcli.kernels.gumbel import gumbel
+        from kvcli.kernels.gumbel_noise import gumbel
 
         n_kv, n = s.pos.shape
         head = at.layer * n_kv + torch.arange(n_kv, device=s.pos.device).repeat_interleave(n)

@@ -57,7 +57,7 @@ def looked_at(lm: LM, past: Store, layer: int, live: Live, pos: Sequence[int], h
     """
     import torch
 
-    from kvcli.kernels.column_mass import column_mass
+    from kvcli.kernels.attention_mass import column_mass
 
     assert live.queries is not None, "the newest rows are heard"
     s = past.slots(layer)

@@ -9,7 +9,7 @@ import torch
 
 from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.prefill.span_reuse import Found, Gone, Held, Past
-from kvcli.kernels.rotate import rotate, unrotate
+from kvcli.kernels.rope import rotate, unrotate
 
 if TYPE_CHECKING:
     from kvcli.engine.forward_request import Asks

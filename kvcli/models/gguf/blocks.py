@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvcli.kernels.linear_packed import why_not
+from kvcli.kernels.linear_quantized import why_not
 
 Bytes = NDArray[np.uint8]
 _STRETCH = 1 << 22  # numbers unpacked at a time: 16 MiB in float32

@@ -23,7 +23,7 @@ import torch
 from kvcli.errors import BadModel, writing
 from kvcli.files import check_room, private_folder, replacing_folder
 from kvcli.installing import pip
-from kvcli.kernels.linear_packed import reference
+from kvcli.kernels.linear_quantized import reference
 from kvcli.models import source
 from kvcli.models.control_words import spelled
 from kvcli.models.gguf.blocks import Bytes, numbers, packed, stays_packed, stretches

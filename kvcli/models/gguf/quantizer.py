@@ -1,7 +1,7 @@
 """Linear layers that stay packed while transformers loads them: our method of quantization, at its official door.
 
 A checkpoint that says `quant_method: kvcli` has, for each module it names, `data` and `scale` of
-`kvcli.kernels.linear_packed` in place of `weight`: 4 bits, low nibble first.
+`kvcli.kernels.linear_quantized` in place of `weight`: 4 bits, low nibble first.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcli.kernels.linear_packed import Packed, why_not
-from kvcli.kernels.linear_packed.module import PackedLinear
+from kvcli.kernels.linear_quantized import Packed, why_not
+from kvcli.kernels.linear_quantized.module import PackedLinear
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcli.kernels.rotate import Rotary
+from kvcli.kernels.rope import Rotary
 
 
 def mean_turn(rotary: Rotary | None, pos: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

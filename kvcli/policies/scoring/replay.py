@@ -12,8 +12,8 @@ from kvcli.engine.forward_request import Asks, Feed
 from kvcli.engine.policy.policy import Moment
 from kvcli.engine.rows import Rows
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_rows import Own
-from kvcli.kernels.merge import Part
+from kvcli.kernels.attend_invariant import Own
+from kvcli.kernels.merge_attention import Part
 from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, visible
 from kvcli.kv.tiers.device_tables import Fixed
 

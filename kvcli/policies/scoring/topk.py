@@ -238,7 +238,7 @@ class TopK(Usual):
 
     def judging(self, n: int, heads: int, kind: str, number: int) -> int:
         """One block of attention in float32; scores that look at keys alone take less at most lengths."""
-        from kvcli.kernels.column_mass.reference import ROWS, SCORES
+        from kvcli.kernels.attention_mass.reference import ROWS, SCORES
 
         return SCORE * min(SCORES, ROWS * heads * n)
 

@@ -16,7 +16,7 @@ ARCHS = (80, 86, 89, 90, 120)  # compute capabilities
 class Variant:
     """One kernel with its constants."""
 
-    kernel: str  # module:name of the jitted function, as kvcli.kernels.merge.fused:merge_kernel
+    kernel: str  # module:name of the jitted function, as kvcli.kernels.merge_attention.fused:merge_kernel
     name: str  # of the form: "16 rows, body"
     types: Mapping[str, str]  # of arguments that are no constants: *bf16, *fp32, *i32, *i64, *u8, i32, fp32
     consts: Mapping[str, Any]

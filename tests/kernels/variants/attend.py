@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernels.variants.attend_rows import BARE, WHOLE, form
+from tests.kernels.variants.attend_invariant import BARE, WHOLE, form
 
 ALONE = {**BARE, "p_path": None}
 VARIANTS = [

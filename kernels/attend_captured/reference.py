@@ -1,0 +1,86 @@
+"""Rows over slots and each other by numbers that lie on the device, in plain PyTorch: the specification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvcli.kernels.append_kv import Fresh
+    from kvcli.kernels.attend_invariant.tables import Table, Tree
+
+
+def attend_fixed(
+    q: Tensor,
+    table: Table,
+    k: Tensor,
+    v: Tensor,
+    tree: Tree,
+    scale: float,
+    *,
+    capacity: int,
+    softcap: float = 0.0,
+    window: int | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
+    """As the contract says. Reads all the room that there is: what lies behind a head's end is hidden. Unused rows get
+    zeros."""
+    h, n, _ = q.shape
+    n_kv, wide = k.shape[0], torch.promote_types(q.dtype, torch.float32)
+    opens = None if window is None else (tree.pos - window).view(1, n, 1)
+    slots = torch.arange(capacity, device=q.device)
+    stored = slots < table.length.unsqueeze(1)  # [K, S]
+    at = _within(table.start, slots, stored)
+    seen = (stored.unsqueeze(1) & (tree.path_of >= 0).unsqueeze(1)).expand(-1, n, -1)  # [K, N, S]
+    if opens is not None:
+        assert table.pos is not None
+        assert table.pos_start is not None
+        seen = seen & (table.pos[_within(table.pos_start, slots, stored)].unsqueeze(1) > opens)
+    line = _line(tree, n)
+    own = line if opens is None else line & (tree.pos.view(1, 1, n) > opens)
+    keys, values = torch.cat([table.k[at], k], 1).to(wide), torch.cat([table.v[at], v], 1)
+    shown = torch.cat([seen, own.expand(n_kv, n, n)], 2).unsqueeze(1)  # [K, 1, N, S + N]
+    score = q.to(wide).view(n_kv, h // n_kv, n, -1) @ keys.unsqueeze(1).mT * scale  # [K, G, N, S + N]
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    score = score.masked_fill(~shown, -torch.inf)
+    if sink is not None:
+        score = torch.cat([score, sink.to(wide).view(n_kv, -1, 1, 1).expand(-1, -1, n, 1)], 3)
+    weights = torch.softmax(score, 3).nan_to_num(0.0)[..., : values.shape[1]]
+    return (weights @ values.to(wide).unsqueeze(1)).view(h, n, -1).to(q.dtype)
+
+
+def _within(start: Tensor, slots: Tensor, stored: Tensor) -> Tensor:
+    """[K, S]: where each slot of a head lies; its first one in place of what is not stored."""
+    return start.unsqueeze(1) + slots * stored
+
+
+def _line(tree: Tree, n: int) -> Tensor:
+    """[1, N, N]: which rows are a row's ancestors or itself."""
+    rows = torch.arange(n, device=tree.depth.device)
+    mine = tree.path[tree.path_of.clamp(min=0)]  # [N, depth]
+    deep = torch.arange(tree.path.shape[1], device=rows.device) <= tree.depth.unsqueeze(1)
+    above = (mine.unsqueeze(2) == rows) & deep.unsqueeze(2)  # [N, depth, N]
+    return (above.any(1) & (tree.path_of >= 0).unsqueeze(1)).unsqueeze(0)
+
+
+def store(tables: Sequence[Table], fresh: Fresh, path: Tensor, count: Tensor, pos: Tensor) -> None:
+    """As kernels/append, without a look at `count` on the host: places behind the last row are written with what they
+    hold, so there has to be room for as many rows as `path` is long."""
+    behind = torch.arange(path.shape[0], device=path.device)
+    is_row, rows = behind < count, path.clamp(min=0)
+    for table, (k, v) in zip(tables, fresh, strict=True):
+        ends = table.length.unsqueeze(1) + behind  # [K, F]
+        at = (table.start.unsqueeze(1) + ends).flatten()
+        for held, new in ((table.k, k), (table.v, v)):
+            given = new.index_select(1, rows).flatten(0, 1).to(held.dtype)
+            held.index_copy_(0, at, torch.where(is_row.repeat(len(k)).unsqueeze(1), given, held[at]))
+        assert table.pos is not None
+        assert table.pos_start is not None
+        at = (table.pos_start.unsqueeze(1) + ends).flatten()
+        given = torch.where(is_row, pos[rows], table.pos[at].view(len(k), -1)).flatten().to(table.pos.dtype)
+        table.pos.index_put_((at,), given)  # heads with positions in common write the same ones
+        table.length.add_(count)

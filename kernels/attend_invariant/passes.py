@@ -1,0 +1,87 @@
+"""What stores and passes hand over, as fused.py takes it: indices go to the device once a pass, not once a layer.
+
+What was sent already is noted in the pass itself (`Own.sent`), under what it was made of; layers of one shape and
+length share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend_invariant.fused import attend_rows
+from kvcli.kernels.attend_invariant.tables import Table, Tree, uploaded
+from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.merge_attention.fused import merge
+
+if TYPE_CHECKING:
+    from kvcli.kernels.attend_invariant import Own, Run
+
+MANY = 64  # rows of a prompt; beyond, there are programs enough without cutting the slots, and parts would be gigabytes
+
+
+def read(
+    q: Tensor,
+    run: Run | None,
+    own: Own | None,
+    pos: Sequence[int],
+    scale: float,
+    *,
+    window: int | None,
+    softcap: float,
+    is_prompt: bool = False,
+) -> Part:
+    """As attend_rows.read; float32 where it is a part of something."""
+    sent, device, n = {} if own is None else own.sent, q.device, q.shape[1]
+
+    def once(key: Any, make: Callable[[], Any]) -> Any:
+        if key not in sent:
+            sent[key] = make()
+        return sent[key]
+
+    nothing = () if own is None else ((0,) * own.k.shape[0],) * 3
+    heads: tuple[tuple[int, ...], ...] = (
+        nothing if run is None else (tuple(run.starts), tuple(run.lengths), tuple(run.pos_starts))
+    )
+    start, length, pos_start = once(heads, lambda: uploaded(heads, device))
+    if run is not None:
+        table = Table(run.k, run.v, run.pos, start, length, pos_start)
+    else:
+        assert own is not None, "nothing to read"
+        table = Table(own.k[0], own.v[0], start, start, length)  # where nothing is read
+    fresh: tuple[Tensor | None, Tensor | None, Tree | None] = None, None, None
+    row_pos = None
+    if own is not None:
+        fresh = own.k, own.v, once((n, len(own.pos)), lambda: _tree(own, device))
+    elif window is not None:
+        (row_pos,) = uploaded([pos], device)
+    is_prompt = n > MANY and (is_prompt or own is None)
+    before = () if own is None else own.before
+    sink = None if own is None or own.sink is None else own.sink.float()
+    is_part = own is None or bool(before)
+    out = q.new_empty(n, q.shape[0], table.v.shape[1], dtype=torch.float32 if is_part else q.dtype)
+    out, lse = attend_rows(
+        *(q, table, *fresh, scale),
+        capacity=max(heads[1]),
+        softcap=softcap,
+        window=window,
+        sink=None if before else sink,
+        row_pos=row_pos,
+        out=out,
+        is_prompt=is_prompt,
+    )
+    part = Part(out.transpose(0, 1), lse.T)
+    if not before:
+        return part
+    parts = [*before, part]
+    return Part(*merge([p.out for p in parts], [p.lse for p in parts], sink=sink, dtype=q.dtype))
+
+
+def _tree(own: Own, device: torch.device) -> Tree:
+    if own.line is None:
+        return Tree.chain(own.pos, device)
+    return Tree.of_seen([np.flatnonzero(row).tolist() for row in own.line.numpy()], own.pos, device)

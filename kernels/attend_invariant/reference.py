@@ -1,0 +1,75 @@
+"""Rows over a run and each other, in plain PyTorch: the specification of `attend_rows`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.attend_invariant import Chosen, Run
+from kvcli.kernels.merge_attention import Part
+
+
+def attend_rows(
+    q: Tensor,
+    run: Run | None,
+    fresh: tuple[Tensor, Tensor] | None,
+    pos: Sequence[int],
+    scale: float,
+    *,
+    sees: Tensor | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    before: Sequence[Part] = (),
+    sink: Tensor | None = None,
+    chosen: Chosen | None = None,
+) -> Part:
+    """q [H, N, D] of rows over `run`, or what each chose of it, then over the fresh rows' (k [K, M, D], v [K, M, E]).
+
+    The rows that ask are the last N of the M; `pos` [M] are the positions of all. `sees` [N, M] bool: which fresh rows
+    a row sees, itself among them; None = itself and all before it. `window`: a row sees positions from 0 on above its
+    own less the window, of fresh rows too. `softcap`: c tanh(s / c) of scaled scores.
+    `before`: what the same rows saw elsewhere, older. `sink` [H]: logits that take mass and give nothing. A row that
+    sees nothing gets zeros.
+    """
+    h, n, _ = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    heads = []
+    n_kv = 0 if fresh is None else len(fresh[0])
+    if run is not None:
+        n_kv = len(run.starts)
+    rows = torch.tensor(pos)
+    asking = rows[-n:]
+    for j in range(n_kv):
+        ks, vs, shown = [], [], []
+        if run is not None:
+            a, b, p = run.starts[j], run.starts[j] + run.lengths[j], run.pos_starts[j]
+            ks, vs = [run.k[a:b]], [run.v[a:b]]
+            at = run.pos[p : p + run.lengths[j]].long()
+            opens = None if window is None else (asking - window).clamp_min(-1).unsqueeze(1)
+            shown = [torch.ones(n, b - a, dtype=torch.bool) if opens is None else at > opens]
+            if chosen is not None:
+                mine = chosen.pages[j].repeat_interleave(chosen.page, 1)[:, : b - a]
+                mine = torch.nn.functional.pad(mine, (0, b - a - mine.shape[1]))
+                mine[:, chosen.behind[j] : chosen.behind[j] + chosen.left[j]] = True
+                shown[0] &= mine
+        if fresh is not None:
+            ks, vs = [*ks, fresh[0][j]], [*vs, fresh[1][j]]
+            m = fresh[0].shape[1]
+            mine = torch.ones(n, m, dtype=torch.bool).tril(m - n) if sees is None else sees
+            shown.append(mine if window is None else mine & (rows > (asking - window).unsqueeze(1)))
+        k, v, mask = torch.cat(ks).to(wide), torch.cat(vs).to(wide), torch.cat(shown, 1)
+        score = q[j * (h // n_kv) : (j + 1) * (h // n_kv)].to(wide) @ k.T * scale  # [G, N, S]
+        if softcap:
+            score = softcap * torch.tanh(score / softcap)
+        score = score.masked_fill(~mask, -torch.inf)
+        lse = torch.logsumexp(score, -1)
+        heads.append((torch.softmax(score, -1).nan_to_num(0.0) @ v, lse))
+    out, lse = torch.cat([o for o, _ in heads]), torch.cat([e for _, e in heads])
+    parts = [*before, Part(out, lse)]
+    lses = [p.lse.to(wide) for p in parts] + ([] if sink is None else [sink.to(wide).unsqueeze(1).expand(h, n)])
+    total = torch.logsumexp(torch.stack(lses), 0)
+    weights = [torch.exp(e - total).nan_to_num(0.0).unsqueeze(-1) for e in lses]
+    # a sink's weight is behind those of the parts
+    return Part(torch.stack([p.out.to(wide) * w for p, w in zip(parts, weights, strict=False)]).sum(0), total)

@@ -1,0 +1,22 @@
+"""Attention of a pass's rows over each other: a causal chunk while reading, a tree of guesses while decoding.
+
+q [H, n, D], k [K, N, D], v [K, N, E], the n rows being the last of the N; `sees` [n, N] bool allows (row i sees row j),
+None = causal, n = N and row i sees rows 0..i. Every row sees itself, so no row comes out empty. Returns one part, like
+`attend`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvcli.kernels import dispatch
+from kvcli.kernels.merge_attention import Part
+
+
+def attend_fresh(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, sees: Tensor | None = None, *, softcap: float = 0.0
+) -> Part:
+    """Rows over rows -> one part."""
+    return Part(
+        *dispatch.choose("attend_new_tokens", q.device.type, q.dtype, softcap > 0)(q, k, v, scale, sees, softcap)
+    )

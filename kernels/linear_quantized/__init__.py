@@ -1,0 +1,119 @@
+"""A linear layer whose weights are packed to 8 or 4 bits and stay packed while it runs on a CPU.
+
+Layouts: x [..., K], weight [N, K], result [..., N] in x's dtype (bfloat16, float16 or float32).
+  8 bits: w[n, k] = scale[n] * q[n, k],                          q in -127..127, one scale per output
+  4 bits: w[n, k] = scale[n, k // g] * (q[n, k] - 8) + zero[n, k // g],  q in 0..15, one pair per g inputs
+On a CPU the native kernel serves them, or torch's where there is none (and for float16). Refused by `why_not`: shapes
+that torch's kernels would read or write outside of (they do not check), and a group that does not divide K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvcli.kernels.linear_quantized import cpu, panels, reference
+
+Bits = Literal[8, 4]
+GROUPS = (128, 64, 32)  # the int4 kernel takes these; wider is smaller and faster, narrower is closer to the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Weights of one layer. `is_native` says that `data` is in the order that the CPU kernel for its scales wants."""
+
+    bits: Bits
+    group: int  # 0 = a scale per output
+    shape: tuple[int, int]  # N, K
+    data: Tensor  # unless native: 8 bits [N, K] int8; 4 bits [N, K // 2] uint8, low nibble first
+    scale: Tensor  # 8 bits: [N]; 4 bits: [K // g, N, 2], scale and zero
+    is_native: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scale.nbytes
+
+    @property
+    def codes(self) -> Tensor:
+        """[N, K], int8 or 0..15; TypeError where they lie in an order that only a kernel reads."""
+        if self.is_native:
+            raise TypeError("weights packed for the CPU's kernel are multiplied, and cannot be looked at")
+        return self.data if self.bits == 8 else reference.unpack4(self.data)
+
+    def plain(self) -> Tensor:
+        """The weight [N, K] that they stand for, in float32."""
+        return reference.weight(self.bits, self.group, self.codes, self.scale)
+
+    def native(self) -> Packed:
+        """As the CPU kernel for its scales wants it."""
+        if self.is_native:
+            return self
+        return replace(self, data=arrange(self.codes, self.bits, self.scale.dtype), is_native=True)
+
+
+def why_not(shape: tuple[int, int], bits: Bits) -> str:
+    """Why a weight of this shape cannot be packed; "" if it can."""
+    n, k = shape
+    if bits == 8:
+        # torch reads 16 inputs at a time without a tail: 13 inputs gave numbers from beyond the tensor, 97 a crash
+        return f"{k} inputs are not a multiple of 16" if k % 16 else ""
+    if group_of(k) == 0:
+        return f"{k} inputs are not a multiple of {GROUPS[-1]}"
+    return f"{n} outputs are not a multiple of 16" if n % 16 else ""
+
+
+def group_of(k: int) -> int:
+    """Inputs per 4-bit group for a layer of `k` inputs; 0 if none fits."""
+    return next((g for g in GROUPS if k % g == 0), 0)
+
+
+def held(n: int) -> int:
+    """Outputs whose codes lie in memory for a layer of `n`, where the CPU's kernel runs it."""
+    return -(-n // panels.PANEL) * panels.PANEL if panels.serves(torch.bfloat16) else n
+
+
+def pack(weight: Tensor, bits: Bits, *, native: bool = True) -> Packed:
+    """Round a weight [N, K] to packed form; scales keep its dtype. Raises ValueError where `why_not` has a reason."""
+    n, k = weight.shape
+    if native and (why := why_not((n, k), bits)):
+        raise ValueError(f"a weight of {n} x {k} cannot be packed to {bits} bits: {why}")
+    group = 0 if bits == 8 else group_of(k) or k
+    q, scale = reference.round8(weight) if bits == 8 else reference.round4(weight, group)
+    data = arrange(q, bits, scale.dtype) if native else q if bits == 8 else reference.pack4(q)
+    return Packed(bits, group, (n, k), data, scale, native)
+
+
+def arrange(q: Tensor, bits: Bits, dtype: torch.dtype) -> Tensor:
+    """Codes [N, K] in the order that the CPU kernel wants which serves inputs of `dtype`."""
+    if panels.serves(dtype):
+        return panels.arrange(q, bits)
+    return q if bits == 8 else cpu.pack4(q)
+
+
+def linear_packed(x: Tensor, w: Packed) -> Tensor:
+    """x [..., K] times the packed weight, [..., N]."""
+    if x.shape[-1] != w.shape[1]:
+        raise ValueError(f"{x.shape[-1]} inputs for a weight of {w.shape[1]}")
+    if x.dtype != w.scale.dtype:
+        raise ValueError(f"inputs are {x.dtype}, the scales {w.scale.dtype}")
+    rows = x.reshape(-1, x.shape[-1])  # [M, K]
+    if w.is_native and x.device.type != "cpu":
+        raise ValueError(f"packed for the CPU kernel, but the inputs are on {x.device.type}")
+    if rows.shape[0] == 0:
+        return x.new_empty(*x.shape[:-1], w.shape[0])
+    if w.is_native and panels.serves(x.dtype):
+        y = panels.linear(rows, w.shape[0], w.bits, w.group, w.data, w.scale)
+    else:
+        y = (cpu.linear if w.is_native else reference.linear)(rows, w.bits, w.group, w.data, w.scale)
+    return y.view(*x.shape[:-1], w.shape[0])
+
+
+def explain() -> str:
+    """What serves packed layers here; for `kvcli doctor`."""
+    return "native kernel, float16 on torch" if panels.serves(torch.bfloat16) else cpu.explain()
+
+
+__all__ = ["GROUPS", "Bits", "Packed", "arrange", "explain", "group_of", "held", "linear_quantized", "pack", "why_not"]

@@ -1,0 +1,144 @@
+"""Keys and values of one KV head in few bits, and back (KIVI, arXiv 2402.02750; 8 bits as KVQuant's baselines do).
+
+Layouts, for S slots of head size D; a code is an unsigned step above `zero`, at 8 bits a signed multiple of `scale`:
+  keys, 8 bits        codes [S, D] int8, scale [S], one per slot
+  keys, 4 or 2 bits   codes [S, D * bits / 8] uint8, scale and zero [S / g, D]: g slots share them, by channel
+  values, 8 bits      codes [D, S] int8, transposed, scale [S]; S is rounded up to a multiple of 16 with zeros
+  values, 4 or 2      codes [S, D * bits / 8] uint8, scale and zero [S, D / c]: c channels share them, by slot
+  8 bits in halves    as 4 bits, and `fine` like codes: the lower half of each code (QuantSpec, arXiv 2502.10424)
+  16 bits             codes [S, D] in the numbers they came in, no scale
+A byte holds neighbours, the first in its lowest bits. Scales and zeros are float16: its 11 bits place a narrow range
+that lies far from zero eight times as well as the 8 of bfloat16. What it cannot hold, beyond 65,504, is clipped. Codes
+are rounded against the scales as stored. On GPUs that kernels/triton_support.py names one kernel gives the same codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvcli.kernels import triton_support
+from kvcli.kernels.quantize_kv.reference import (
+    hadamard,
+    keys_of,
+    round_halves,
+    round_range,
+    round_scaled,
+    spread,
+    squeeze,
+    values_of,
+    width_of,
+)
+
+LANES = 16  # slots; torch's packed product reads so many at a time and knows no tail
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Keys or values of one head, in one of the layouts above."""
+
+    bits: int
+    codes: Tensor
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    fine: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that takes memory."""
+        return [t for t in (self.codes, self.scale, self.zero, self.fine) if t is not None]
+
+    @property
+    def coarse(self) -> Rounded:
+        """What its codes of 4 bits say without their lower halves."""
+        return Rounded(self.bits, self.codes, self.scale, self.zero)
+
+
+def pack_keys(k: Tensor, bits: int, group: int, *, halves: bool = False) -> Rounded:
+    """Round keys [S, D]. With 4 or 2 bits S is a multiple of `group`, and D * bits one of 8. `halves`: 4 bits and 4
+    finer ones."""
+    if halves:
+        upper, lower, scale, zero = round_halves(k.unflatten(0, (-1, group)), 1)
+        codes, fine = (squeeze(half.flatten(0, 1), 4) for half in (upper, lower))
+        return Rounded(4, codes, scale.squeeze(1), zero.squeeze(1), fine)
+    if bits == 16:
+        return Rounded(16, k)
+    if triton_support.serves(k):
+        from kvcli.kernels.quantize_kv import fused  # brings Triton, which is not everywhere
+
+        return Rounded(
+            bits, *(fused.round_scaled(k) if bits == 8 else fused.round_range(k.unflatten(0, (-1, group)), bits, 1))
+        )
+    if bits == 8:
+        return Rounded(8, *round_scaled(k))
+    codes, scale, zero = round_range(k.unflatten(0, (-1, group)), bits, 1)  # [S / g, g, D], [S / g, 1, D]
+    return Rounded(bits, squeeze(codes.flatten(0, 1), bits), scale.squeeze(1), zero.squeeze(1))
+
+
+def pack_values(v: Tensor, bits: int, group: int, *, halves: bool = False) -> Rounded:
+    """Round values [S, D], by groups of at most `group` channels. `halves`: 4 bits and 4 finer ones."""
+    if halves:
+        upper, lower, scale, zero = round_halves(v.unflatten(1, (-1, width_of(v.shape[1], group))), 2)
+        codes, fine = (squeeze(half.flatten(1), 4) for half in (upper, lower))
+        return Rounded(4, codes, scale.squeeze(2), zero.squeeze(2), fine)
+    if bits == 16:
+        return Rounded(16, v)
+    width = width_of(v.shape[1], group)
+    if triton_support.serves(v) and width * bits % 8 == 0:
+        from kvcli.kernels.quantize_kv import fused
+
+        if bits == 8:
+            return Rounded(8, *fused.round_scaled(v, -(-v.shape[0] // LANES) * LANES))
+        codes, scale, zero = fused.round_range(v.unflatten(1, (-1, width)), bits, 2)
+        return Rounded(bits, codes.view(v.shape[0], v.shape[1] * bits // 8), scale, zero)
+    if bits == 8:
+        codes, scale = round_scaled(v)
+        return transposed(codes, scale)
+    codes, scale, zero = round_range(v.unflatten(1, (-1, width)), bits, 2)  # [S, D / c, c]
+    return Rounded(bits, squeeze(codes.flatten(1), bits), scale.squeeze(2), zero.squeeze(2))
+
+
+def turned(x: Tensor, matrix: Tensor) -> Tensor:
+    """x [.., D] by a Hadamard `matrix` [D, D], in the type of that."""
+    if triton_support.serves(x, matrix) and 16 <= x.shape[-1] <= 256:
+        from kvcli.kernels.quantize_kv import fused
+
+        return fused.turned(x)
+    return x.to(matrix.dtype) @ matrix
+
+
+def transposed(codes: Tensor, scale: Tensor) -> Rounded:
+    """Values of 8 bits from codes [S, D] and scale [S]."""
+    n = scale.shape[0]
+    room = -(-n // LANES) * LANES
+    turned, wider = codes.new_zeros(codes.shape[1], room), scale.new_zeros(room)
+    turned[:, :n], wider[:n] = codes.T, scale
+    return Rounded(8, turned, wider)
+
+
+def unpack_keys(r: Rounded, like: Tensor) -> Tensor:
+    """The keys [S, D] that codes stand for, in the type of `like`."""
+    return keys_of(r.bits, r.codes, r.scale, r.zero, like.dtype, r.fine)
+
+
+def unpack_values(r: Rounded, like: Tensor, n: int) -> Tensor:
+    """The first n values [n, D] that codes stand for, in the type of `like`."""
+    return values_of(r.bits, r.codes, r.scale, r.zero, like.dtype, r.fine)[:n]
+
+
+__all__ = [
+    "LANES",
+    "Rounded",
+    "hadamard",
+    "pack_keys",
+    "pack_values",
+    "round_range",
+    "spread",
+    "squeeze",
+    "transposed",
+    "turned",
+    "unpack_keys",
+    "unpack_values",
+    "width_of",
+]
