@@ -33,7 +33,7 @@ from kvcli.methods.policies.precision.policy import Within
 from kvcli.methods.policies.precision.settings import Budget
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
-from tests.test_ladder import D, K, L, fill, positions, read
+from tests.test_tiered_cache import D, K, L, fill, positions, read
 
 BITS = (8, 4, 2)
 

@@ -29,7 +29,7 @@ from kvcli.errors import BadConfig, BadInput
 from kvcli.policies.scoring.headmap import read_headmap
 from kvcli.render.terminal.screen import Screen
 from kvcli.schemas.chat import ChatDocument
-from tests.bench.storm_chats import storm
+from tests.bench.stress_chats import storm
 from tests.fake_model import FakeModel, FakeProfile, fake_info
 from tests.fakes import Machine
 
@@ -560,7 +560,7 @@ def test_a_held_session_stays_held_while_it_is_written_again_and_again(tmp_path:
 
 
 def test_a_short_storm_of_kills_and_pairs_damages_nothing():
-    """`python tests/bench/storm_chats.py` is the long one."""
+    """`python tests/bench/stress_chats.py` is the long one."""
     found = storm(kills=8, pairs=2, turns=12)
     assert (found["tried"], found["bad"], found["refused"]) == (10, 0, 1), found
 

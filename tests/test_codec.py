@@ -24,8 +24,8 @@ from kvcli.prefix_cache.codec import Lossless
 from kvcli.prefix_cache.prefix_cache import WHOLE, Shaping
 from kvcli.prefix_cache.tensor_codec import coded, coded_state, decoded, decoded_state
 from kvcli.settings.profile import Profile
-from tests import kept_storm
-from tests.kept_storm import IDS, SNAP, shelf_in
+from tests import prefix_cache_stress
+from tests.prefix_cache_stress import IDS, SNAP, shelf_in
 
 torch.set_num_threads(1)
 CODING = Shaping(codec=Lossless())
@@ -34,7 +34,7 @@ SIZE = (2, 100, 24)
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return kept_storm.model(tmp_path_factory.mktemp("llama"))
+    return prefix_cache_stress.model(tmp_path_factory.mktemp("llama"))
 
 
 def kv(dtype: torch.dtype, *size: int, seed: int = 0) -> Tensor:
@@ -131,40 +131,42 @@ def size_of(folder: Path) -> int:
 @pytest.mark.parametrize("reads", [WHOLE, CODING], ids=["as they are", "coded"])
 def test_blocks_serve_each_other_with_the_same_bits(lm: Any, tmp_path: Path, writes: Shaping, reads: Shaping) -> None:
     shelf = shelf_in(tmp_path / "kv", lm)
-    assert not shelf.keep(kept_storm.read(lm, WHOLE, 400), shaping=writes).why_not
-    s = kept_storm.session(lm, WHOLE)
+    assert not shelf.keep(prefix_cache_stress.read(lm, WHOLE, 400), shaping=writes).why_not
+    s = prefix_cache_stress.session(lm, WHOLE)
     assert shelf.fetch(s, IDS, reads) == 399
-    assert torch.equal(kept_storm.logits(s, IDS), kept_storm.logits(kept_storm.read(lm, WHOLE, 10), IDS))
+    assert torch.equal(
+        prefix_cache_stress.logits(s, IDS), prefix_cache_stress.logits(prefix_cache_stress.read(lm, WHOLE, 10), IDS)
+    )
 
 
 def test_a_damaged_coded_block_is_none(lm: Any, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", lm)
-    shelf.keep(kept_storm.read(lm, WHOLE, 400), shaping=CODING)
+    shelf.keep(prefix_cache_stress.read(lm, WHOLE, 400), shaping=CODING)
     for path in (tmp_path / "kv").glob(f"*/{block_tree.ROOT}-*{block_tree.ENDS}"):
         tensors = load_file(path)
         tensors["k.0"] = tensors["k.0"][:-1].clone()
         path.write_bytes(save(tensors, {SUM: _sum(tensors)}))  # well made but for that
         with pytest.raises(Damaged, match="longer or shorter"):
             read(path, lm.shapes, lm.dtype)
-    assert shelf.fetch(kept_storm.session(lm, WHOLE), IDS) == 0
+    assert shelf.fetch(prefix_cache_stress.session(lm, WHOLE), IDS) == 0
 
 
 def test_coded_files_are_smaller(lm: Any, tmp_path: Path) -> None:
     for name, each in {"as they are": WHOLE, "coded": CODING}.items():
-        shelf_in(tmp_path / name, lm).keep(kept_storm.read(lm, WHOLE, 850), shaping=each)
+        shelf_in(tmp_path / name, lm).keep(prefix_cache_stress.read(lm, WHOLE, 850), shaping=each)
     assert size_of(tmp_path / "coded") < 0.93 * size_of(tmp_path / "as they are")
 
 
 def test_a_shaped_past_in_fewer_bytes_goes_on_to_the_same_bits(lm: Any, tmp_path: Path) -> None:
     shelf, coding = shelf_in(tmp_path / "kv", lm), replace(SNAP, codec=Lossless())
-    live = kept_storm.read(lm, SNAP, 850)
+    live = prefix_cache_stress.read(lm, SNAP, 850)
     assert not shelf.keep(live, shaping=coding).why_not
     assert size_of(tmp_path / "kv") < 0.95 * snapshot_file.nbytes(live.state())
     for reads in (coding, SNAP):
-        s = kept_storm.session(lm, SNAP)
+        s = prefix_cache_stress.session(lm, SNAP)
         assert shelf.fetch(s, IDS, reads) == 849
-        want = kept_storm.logits(kept_storm.read(lm, SNAP, 850), IDS)
-        assert torch.equal(kept_storm.logits(s, IDS), want)
+        want = prefix_cache_stress.logits(prefix_cache_stress.read(lm, SNAP, 850), IDS)
+        assert torch.equal(prefix_cache_stress.logits(s, IDS), want)
 
 
 def test_a_profile_may_ask_for_it_and_promise_the_same_text() -> None:

@@ -31,7 +31,7 @@ from kvcli.settings.profile import Profile, load_profile
 from tests import families
 from tests.exact import table as exactness
 from tests.fake_device import FakeDevice
-from tests.test_ladder import BIG, D, K, L, fill, positions, read
+from tests.test_tiered_cache import BIG, D, K, L, fill, positions, read
 
 DEMOTE = {"disposition": "demote"}
 SMALL = {"method": "sketch", "page": 3, "floor": 4, "sinks": 1, "recent": 4, "dense_layers": 0}

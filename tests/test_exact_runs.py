@@ -17,8 +17,8 @@ from kvcli.kernels.native import native
 from kvcli.settings.profile import Profile
 from kvcli.summarize.request import Request
 from tests import families, small_tokenizers
-from tests.bench import storm_summaries
-from tests.bench.storm_exact import storm
+from tests.bench import stress_summaries
+from tests.bench.stress_exact import storm
 
 ROOT = Path(__file__).parents[1]
 DRAFTING = ["ngram", "lookahead", "fafo", "fafo-paper"]
@@ -113,13 +113,13 @@ def test_two_hundred_exact_runs_write_one_text() -> None:
 
 
 def test_a_summary_is_one_text_whatever_its_passes_take() -> None:
-    found = storm_summaries.storm(2, Request(chunk=700), file="demo:pdf:1-4")
+    found = stress_summaries.storm(2, Request(chunk=700), file="demo:pdf:1-4")
     assert (found["tried"], found["bad"]) == (2, 0)
     assert (found["drafted"] > 0) is (native() is not None)
 
 
 @pytest.mark.slow
 def test_fifty_summaries_are_one_text() -> None:
-    found = storm_summaries.storm(50, Request(chunk=1200), seed=1)
+    found = stress_summaries.storm(50, Request(chunk=1200), seed=1)
     assert (found["tried"], found["bad"]) == (50, 0)
     assert found["stopped"] > 10

@@ -21,7 +21,7 @@ from kvcli.chat.saved_chats import Sessions
 from kvcli.kv.out_of_memory import Shortage
 from kvcli.kv.slots import alike
 from kvcli.kv.tiers.disk import Disk
-from tests.bench import storm_faults
+from tests.bench import stress_faults
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,23 +38,23 @@ def storm(name: str, *args: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("cases", [",".join(case for case in storm_faults.CASES if case != "disk tier"), "disk tier"])
+@pytest.mark.parametrize("cases", [",".join(case for case in stress_faults.CASES if case != "disk tier"), "disk tier"])
 def test_every_call_that_writes_may_fail(cases: str, tmp_path: Path):
     """The long form is the same command without --step."""
-    if storm_faults.built(tmp_path) is None:
+    if stress_faults.built(tmp_path) is None:
         pytest.skip("no C compiler, or no Linux: the calls of libc cannot be made to fail")
-    assert storm("storm_faults.py", "--cases", cases, "--step", "40")["tried"] >= 25
+    assert storm("stress_faults.py", "--cases", cases, "--step", "40")["tried"] >= 25
 
 
 def test_a_storm_that_sees_no_fault_is_none(tmp_path: Path):
     """What the storm calls bad: the check itself is tried on a writer that leaves a half."""
-    usual = storm_faults.Ended(0, "", "", {"a.json": b"{}"})
-    case = storm_faults.Case(lambda folder: (0, "", ""), (1,), same=("a.json",))
+    usual = stress_faults.Ended(0, "", "", {"a.json": b"{}"})
+    case = stress_faults.Case(lambda folder: (0, "", ""), (1,), same=("a.json",))
     before = {"b.txt": b"mine"}
 
     def said(code: int = 0, err: str = "", **files: bytes) -> list[str]:
         held = {name.replace("_", "."): data for name, data in files.items()}
-        return list(storm_faults.wrong(case, before, usual, storm_faults.Ended(code, "", err, held), is_rerun=False))
+        return list(stress_faults.wrong(case, before, usual, stress_faults.Ended(code, "", err, held), is_rerun=False))
 
     assert said(b_txt=b"mine", a_json=b"{}") == []
     assert said(1, "error: full", b_txt=b"mine") == []
@@ -89,7 +89,7 @@ def test_room_whose_use_failed_is_there_again(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_is_killed_leaves_nothing_and_the_next_run_is_fine():
-    assert storm("storm_kills.py", "--kills", "8", "--commands", "0")["tried"] == 16
+    assert storm("stress_kills.py", "--kills", "8", "--commands", "0")["tried"] == 16
 
 
 # --- somebody who is not root
@@ -135,7 +135,7 @@ def test_a_user_who_may_write_nowhere(closed: str):
         pytest.skip("run by root, whose Python is closed to other users")
 
     def work(folder: Path) -> list[list[object]]:
-        storm_faults.furnish(folder)
+        stress_faults.furnish(folder)
         home = folder / "home"
         for path in [p for p in home.rglob("*") if p.is_dir()] + [home]:
             path.chmod(0o500 if closed == "to writing" else 0o000)
@@ -143,12 +143,12 @@ def test_a_user_who_may_write_nowhere(closed: str):
                 path.chmod(0o700)
         os.chdir(folder)
         cases = {
-            "chat": storm_faults._talk,
-            "chat -p": lambda f: storm_faults._patched(f, "chat", "-f", "b.txt", "-p", "How deep?"),
-            "summarize": storm_faults._summarize,
-            "profiles new": lambda f: storm_faults._patched(f, "profiles", "new", "fresh"),
-            "calibrate": storm_faults._calibrate,
-            "config": lambda f: storm_faults._patched(f, "config", "path"),
+            "chat": stress_faults._talk,
+            "chat -p": lambda f: stress_faults._patched(f, "chat", "-f", "b.txt", "-p", "How deep?"),
+            "summarize": stress_faults._summarize,
+            "profiles new": lambda f: stress_faults._patched(f, "profiles", "new", "fresh"),
+            "calibrate": stress_faults._calibrate,
+            "config": lambda f: stress_faults._patched(f, "config", "path"),
         }
         found = [[name, *run(folder)] for name, run in cases.items()]
         for path in [home, *home.rglob("*")]:

@@ -37,7 +37,7 @@ from kvcli.summarize.wording import wording_of
 from tests.fakes import Machine
 from tests.families import build, prompt
 from tests.gguf_files import ARCHS, CHAT, KINDS, VOCAB, vocabulary, write
-from tests.test_seam import our_logits
+from tests.test_model_probe import our_logits
 
 gguf = pytest.importorskip("gguf")
 

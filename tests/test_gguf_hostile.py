@@ -16,7 +16,7 @@ from kvcli.errors import BadModel
 from kvcli.models import source
 from kvcli.models.gguf import convert, header
 from tests.gguf_files import write
-from tests.test_seam import our_logits
+from tests.test_model_probe import our_logits
 
 ROOM = 16 << 20  # bytes that reading a header may take, whatever it announces: the file has 0.2 MB
 

@@ -22,7 +22,7 @@ from kvcli.settings.profile import Profile
 from kvcli.settings.sources import builtin_files
 from tests import drafters, families, small_tokenizers
 
-DRAFTED = ("draft", "specextend", "specextend-paper")  # tests/test_second.py has those
+DRAFTED = ("draft", "specextend", "specextend-paper")  # tests/test_draft_model_loading.py has those
 SHIPPED = [file.profile for file in builtin_files() if file.profile not in DRAFTED]
 LONG = 1301  # tokens: beyond every guard, residual and window
 

@@ -21,7 +21,7 @@ from kvcli.commands.common.run_setup import Setup
 from kvcli.documents import Document
 from kvcli.errors import BadInput
 from kvcli.render.terminal.terminal import cells
-from tests.bench.storm_chats import storm
+from tests.bench.stress_chats import storm
 from tests.fake_model import FakeModel, fake_info
 from tests.fakes import Machine
 

@@ -91,7 +91,7 @@ LOWER = {"demoted": "llama", "recalled": "llama", "lowered": "llama"}
 MODELS |= LOWER | {"given": "gemma3"}  # whose sliding layers give back what they hide
 # no packed product is made in float64; what lies below is read alike in fp32 and fp64
 NONE = {("rounded", "fp32"), ("blocks", "fp64"), *((name, "fp64") for name in LOWER)}
-NONE |= {("given", "fp32"), ("given", "fp64")}  # tests/test_windows.py has them
+NONE |= {("given", "fp32"), ("given", "fp64")}  # tests/test_sliding_windows.py has them
 STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (name, dtype) not in NONE]
 # where rows are known to have the same bits alone and in company, 16 bits are a row like any other
 # stores whose rows read a part of the past, or some of it in other numbers or another place
@@ -151,7 +151,7 @@ POLICIES |= {name: (Within(**SPENDER, spending=spent), 16) for name, spent in SP
 AWAY: dict[str, Any] = {"beyond": [18.0] * 3, "apart": [0.0] * 3}  # what that costs where recall finds slots again
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 AHEAD = Snap(0.4, sinks=2, guard=5, queries=4, lookahead=3, keep_new=14, every=11, alloc="prefix", post="graph")
-POLICIES |= {"ahead": (AHEAD, 11)}  # tests/test_stages.py and test_topk.py have the others
+POLICIES |= {"ahead": (AHEAD, 11)}  # tests/test_score_stages.py and test_topk.py have the others
 LAZY = Lazy(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8)  # two of three layers
 SAMPLERS = {
     "greedy": Sampler(),

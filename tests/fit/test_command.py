@@ -18,7 +18,7 @@ from kvcli.settings.config import load_config
 from kvcli.settings.profile import Profile
 from kvcli.settings.sources import Sources
 from tests.fakes import Machine
-from tests.fit.test_runs import entry
+from tests.fit.test_run_log import entry
 from tests.test_calibrate import made
 from tests.test_repl import Talk
 

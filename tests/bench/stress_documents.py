@@ -1,6 +1,6 @@
 """Damaged documents by the thousand: each is read, or refused with an error for the user.
 
-    python tests/bench/storm_documents.py [--count 4000] [--processes 100]
+    python tests/bench/stress_documents.py [--count 4000] [--processes 100]
 
 Files of each kind with stretches replaced at random: most go to the reader itself, some to the whole with the process
 around it, as a user's do. Anything but a document or an error for the user is bad. The last line is JSON.
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             kept.write_bytes(data)
             bad.append(f"{kept}: {type(error).__name__}: {error}")
     print("\n".join(bad))
-    command = "python tests/bench/storm_documents.py"
+    command = "python tests/bench/stress_documents.py"
     print(json.dumps({"what": "damaged documents", "tried": len(plan), "bad": len(bad), "command": command}))
     return int(bool(bad))
 

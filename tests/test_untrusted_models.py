@@ -27,7 +27,7 @@ from kvcli.models.library_errors import blamed
 from kvcli.models.text import decode, render_prompt
 from kvcli.models.tokenizer import load_tokenizer
 from kvcli.settings.toml_positions import Scan, read_document
-from tests.bench.storm_models import storm
+from tests.bench.stress_models import storm
 from tests.fakes import Machine
 from tests.families import build, config_of
 from tests.model_mutations import FORMS
@@ -476,7 +476,7 @@ def test_the_context_shown_is_the_one_a_chat_has(machine: Machine, tmp_path: Pat
 
 
 def test_mutated_models_answer_or_end_in_an_error_of_the_model():
-    """The short form; `python tests/bench/storm_models.py --count 50000` is the long one."""
+    """The short form; `python tests/bench/stress_models.py --count 50000` is the long one."""
     tally = storm(120, tell=False)
     assert tally.bad == []
     assert tally.tried == 120

@@ -1,4 +1,4 @@
-"""Every call that writes fails in turn, in every command that keeps something: `python tests/bench/storm_faults.py`.
+"""Every call that writes fails in turn, in every command that keeps something: `python tests/bench/stress_faults.py`.
 
 
 The calls are the program's real ones (tests/faults.c stands before libc); what fails is the k-th write, fsync, rename,
@@ -376,7 +376,7 @@ def main(arguments: list[str] | None = None) -> int:
     tally = storm(asked.cases.split(","), asked.step)
     print("\n".join(tally.bad))
     what = "a call that writes fails: ENOSPC, EIO, EINTR"
-    command = "python tests/bench/storm_faults.py"
+    command = "python tests/bench/stress_faults.py"
     print(json.dumps({"what": what, "tried": tally.tried, "bad": len(tally.bad), "command": command}))
     return int(bool(tally.bad))
 

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments of what writes for long: `python tests/bench/storm_kills.py`.
+"""SIGKILL at random moments of what writes for long: `python tests/bench/stress_kills.py`.
 
 
 The tier on disk, `bench --calibrate` as it keeps what it measured, and the whole command as a process of its own. Bad
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     print("\n".join(bad))
     tried = 2 * asked.kills + asked.commands
     said = {"what": "kills of the disk tier and of bench --calibrate", "tried": tried, "bad": len(bad)}
-    print(json.dumps(said | {"command": "python tests/bench/storm_kills.py"}))
+    print(json.dumps(said | {"command": "python tests/bench/stress_kills.py"}))
     return int(bool(bad))
 
 

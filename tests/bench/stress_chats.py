@@ -1,6 +1,6 @@
 """What is written survives: kills at any moment, and two processes at one chat.
 
-    python tests/bench/storm_chats.py [--kills 400] [--pairs 20] [--turns 200]
+    python tests/bench/stress_chats.py [--kills 400] [--pairs 20] [--turns 200]
 
 A kill: a process writes a chat turn by turn, parts of summaries, profiles and lines of a log, and says what it
 has written; SIGKILL comes at a random moment. Then every file must be whole, hold all that was said, and open at once;
@@ -225,7 +225,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = vars(parser.parse_args())
     found = {"what": "kills while files are written, and two processes at one chat", **storm(**asked)}
-    command = "python tests/bench/storm_chats.py " + " ".join(f"--{name} {n}" for name, n in asked.items())
+    command = "python tests/bench/stress_chats.py " + " ".join(f"--{name} {n}" for name, n in asked.items())
     print(
         json.dumps(
             {"what": "kills while files are written, and two processes at one chat", **found, "command": command}

@@ -1,6 +1,6 @@
 """Broken model folders by the thousand: each must answer a token or end in an error of the model.
 
-    python tests/bench/storm_models.py --count 50000
+    python tests/bench/stress_models.py --count 50000
 
 A child process loads them one after the other, with little more memory than a whole model takes and with seconds for
 each; a child that dies or hangs is a bad outcome of the folder it had in hand. The last line is JSON.
@@ -177,7 +177,7 @@ def main(args: list[str] | None = None) -> int:
     for how, n in tally.ends.most_common():
         print(f"{n:>8,}  {how}")
     print("\n".join(line[:400] for line in tally.bad))
-    command = f"python tests/bench/storm_models.py --count {asked.count}"
+    command = f"python tests/bench/stress_models.py --count {asked.count}"
     what = "model folders mutated (config, tokenizer, headers, index, weights, forms of files)"
     print(json.dumps({"what": what, "tried": tally.tried, "bad": len(tally.bad), "command": command}))
     return int(bool(tally.bad))

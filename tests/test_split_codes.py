@@ -16,7 +16,7 @@ from kvcli.kv.snapshot import Given
 from kvcli.kv.tiers.quantized import Packed
 from kvcli.settings.profile import load_profile
 from tests import families
-from tests.test_checked import lm
+from tests.test_draft_and_full import lm
 
 K, S, D = 3, 150, 32
 

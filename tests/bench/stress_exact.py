@@ -1,6 +1,6 @@
 """One text however long passes take: `spec.strict` against plain decoding, with timings shuffled and none remembered.
 
-    python tests/bench/storm_exact.py [--runs 200] [--dtypes bf16,fp32] [--stores dense,minmax,hadamard,...]
+    python tests/bench/stress_exact.py [--runs 200] [--dtypes bf16,fp32] [--stores dense,minmax,hadamard,...]
 
 Each run asks two questions under a drafting profile with `spec.strict`, as `--exact` does: the clock leaps, and what
 passes are said to take is drawn by lot, so that drafts differ in length from run to run. Every token must be that of
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--stores", default="dense", help=f"of {', '.join(STORES)}")
     args = parser.parse_args()
     found = storm(args.runs, dtypes=args.dtypes.split(","), stores=args.stores.split(","))
-    command = f"python tests/bench/storm_exact.py --runs {args.runs} --dtypes {args.dtypes}"
+    command = f"python tests/bench/stress_exact.py --runs {args.runs} --dtypes {args.dtypes}"
     command += f" --stores {args.stores}" if args.stores != "dense" else ""
     what = f"exact runs with shuffled timings, {found['tokens']:,} tokens in {args.dtypes}"
     print(json.dumps({"what": what, **found, "command": command}))

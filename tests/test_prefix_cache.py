@@ -38,7 +38,7 @@ from kvcli.prefix_cache.codec import AsIs, Codec, Lossless
 from kvcli.prefix_cache.prefix_cache import WHOLE, Kept, Shaping, Shelf
 from kvcli.prefix_cache.snapshot_file import place
 from kvcli.settings.profile import Profile
-from tests import families, kept_storm
+from tests import families, prefix_cache_stress
 from tests.twins import flipped, put
 
 torch.set_num_threads(1)
@@ -462,17 +462,17 @@ def test_keeping_ends_between_blocks_when_it_is_stopped(lm: LM, tmp_path: Path) 
 
 # --- room, errors of the system, storms
 
-SNAP = kept_storm.SNAP
+SNAP = prefix_cache_stress.SNAP
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> LM:
-    return kept_storm.model(tmp_path_factory.mktemp("llama"))
+    return prefix_cache_stress.model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_leaves_what_was_kept(llama: LM, tmp_path: Path, kills: int) -> None:
-    found = kept_storm.kills(tmp_path, llama, kills, seed=kills)
+    found = prefix_cache_stress.kills(tmp_path, llama, kills, seed=kills)
     assert found["bad"] == 0, found
     assert found["old"] + found["new"] + found["between"] == kills
 
@@ -481,14 +481,14 @@ def test_a_kill_at_any_moment_leaves_what_was_kept(llama: LM, tmp_path: Path, ki
 def test_no_more_is_taken_than_there_is_room_for_not_even_meanwhile(
     llama: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shaping: Shaping
 ) -> None:
-    shelf_in(tmp_path / "one", llama).keep(kept_storm.read(llama, shaping, 850), shaping=shaping)
+    shelf_in(tmp_path / "one", llama).keep(prefix_cache_stress.read(llama, shaping, 850), shaping=shaping)
     most = int(1.7 * sum(path.stat().st_size for path in (tmp_path / "one").glob("*/*.kv")))
     shelf, seen = shelf_in(tmp_path / "kv", llama, most), list[int]()
 
     monkeypatch.setattr("kvcli.files.os.replace", lambda *of: (rename(*of), seen.append(held(tmp_path / "kv")))[0])
     for start in range(3):
-        s = kept_storm.session(llama, shaping)
-        list(events(s.read([start, *kept_storm.IDS[:850]])))
+        s = prefix_cache_stress.session(llama, shaping)
+        list(events(s.read([start, *prefix_cache_stress.IDS[:850]])))
         assert not shelf.keep(s, shaping=shaping).why_not
     assert most / 2 < max(seen) <= most
 
@@ -505,7 +505,7 @@ def test_what_the_system_would_not_open_is_not_damaged(
     llama: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shaping: Shaping
 ) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
-    shelf.keep(kept_storm.read(llama, shaping, 400), shaping=shaping)
+    shelf.keep(prefix_cache_stress.read(llama, shaping, 400), shaping=shaping)
     files = sorted((tmp_path / "kv").glob("*/*.kv"))
 
     def full(*_: object) -> int:
@@ -513,9 +513,9 @@ def test_what_the_system_would_not_open_is_not_damaged(
 
     with monkeypatch.context() as patch:
         patch.setattr("kvcli.settings.small_file.os.open", full)
-        assert shelf.fetch(kept_storm.session(llama, shaping), kept_storm.IDS, shaping) == 0
+        assert shelf.fetch(prefix_cache_stress.session(llama, shaping), prefix_cache_stress.IDS, shaping) == 0
     assert sorted((tmp_path / "kv").glob("*/*.kv")) == files
-    assert shelf.fetch(kept_storm.session(llama, shaping), kept_storm.IDS, shaping) == 399
+    assert shelf.fetch(prefix_cache_stress.session(llama, shaping), prefix_cache_stress.IDS, shaping) == 399
 
 
 @pytest.mark.parametrize("shaping", [WHOLE, SNAP], ids=["whole", "shaped"])
@@ -524,34 +524,40 @@ def test_where_nothing_can_be_written_what_was_kept_stays(
     llama: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shaping: Shaping, error: Exception
 ) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
-    shelf.keep(kept_storm.read(llama, shaping, 400), shaping=shaping)
+    shelf.keep(prefix_cache_stress.read(llama, shaping, 400), shaping=shaping)
 
     def full(*_: object, **__: object) -> None:
         raise error
 
     with monkeypatch.context() as patch:
         patch.setattr("kvcli.files._temporary", full)
-        why = shelf.keep(kept_storm.read(llama, shaping, 850), shaping=shaping).why_not
+        why = shelf.keep(prefix_cache_stress.read(llama, shaping, 850), shaping=shaping).why_not
     assert why.startswith("what was read is not kept: ")
-    assert shelf.fetch(kept_storm.session(llama, shaping), kept_storm.IDS, shaping) == 399
+    assert shelf.fetch(prefix_cache_stress.session(llama, shaping), prefix_cache_stress.IDS, shaping) == 399
 
 
 @pytest.mark.parametrize("shaping", [WHOLE, SNAP], ids=["whole", "shaped"])
 def test_two_processes_keep_and_take_at_once(llama: LM, tmp_path: Path, shaping: Shaping) -> None:
     """With room for little more than one text, so that each makes the other's go."""
-    texts = [kept_storm.read(llama, shaping, n) for n in (400, 850)]
+    texts = [prefix_cache_stress.read(llama, shaping, n) for n in (400, 850)]
     shelf_in(tmp_path / "one", llama).keep(texts[1], shaping=shaping)
-    most, want = int(1.3 * held(tmp_path / "one")), kept_storm.logits(kept_storm.session(llama, WHOLE), kept_storm.IDS)
-    rights = {n - 1: kept_storm.logits(kept_storm.read(llama, SNAP, n), kept_storm.IDS) for n in (400, 850)}
+    most, want = (
+        int(1.3 * held(tmp_path / "one")),
+        prefix_cache_stress.logits(prefix_cache_stress.session(llama, WHOLE), prefix_cache_stress.IDS),
+    )
+    rights = {
+        n - 1: prefix_cache_stress.logits(prefix_cache_stress.read(llama, SNAP, n), prefix_cache_stress.IDS)
+        for n in (400, 850)
+    }
 
     def one(mine: int) -> None:
         shelf = shelf_in(tmp_path / "kv", llama, most)
         for _ in range(12):
             assert not shelf.keep(texts[mine], shaping=shaping).why_not
-            s = kept_storm.session(llama, shaping)
-            if have := shelf.fetch(s, kept_storm.IDS, shaping):
+            s = prefix_cache_stress.session(llama, shaping)
+            if have := shelf.fetch(s, prefix_cache_stress.IDS, shaping):
                 right = want if shaping.is_whole else rights[have]
-                assert torch.equal(kept_storm.logits(s, kept_storm.IDS), right)
+                assert torch.equal(prefix_cache_stress.logits(s, prefix_cache_stress.IDS), right)
 
     children = [_forked(partial(one, mine)) for mine in range(2)]
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
@@ -572,43 +578,47 @@ def _forked(work: Callable[[], None]) -> int:
 
 def test_each_setting_that_shaped_a_past_is_named_where_it_differs(llama: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
-    shelf.keep(kept_storm.read(llama, SNAP, 400), shaping=SNAP)
+    shelf.keep(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
     for key, value in SNAP.settings.items():
-        other, s = replace(SNAP, settings={**SNAP.settings, key: "another"}), kept_storm.session(llama, SNAP)
-        assert shelf.fetch(s, kept_storm.IDS, other) == 0
+        other, s = replace(SNAP, settings={**SNAP.settings, key: "another"}), prefix_cache_stress.session(llama, SNAP)
+        assert shelf.fetch(s, prefix_cache_stress.IDS, other) == 0
         assert shelf.differs(s, other) == [f"{key} was {value}, is another"]
     fields = dict(shelf._fields)
     for field in fields:
-        shelf._fields, s = fields | {field: "another"}, kept_storm.session(llama, SNAP)
-        assert shelf.fetch(s, kept_storm.IDS, SNAP) == 0
+        shelf._fields, s = fields | {field: "another"}, prefix_cache_stress.session(llama, SNAP)
+        assert shelf.fetch(s, prefix_cache_stress.IDS, SNAP) == 0
         assert shelf.differs(s, SNAP) == [f"{field} was {fields[field]}, is another"]
 
 
 def test_a_shaped_past_serves_a_text_that_goes_on_from_it_and_no_other(llama: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
-    shelf.keep(kept_storm.read(llama, SNAP, 400), shaping=SNAP)
-    for ids, n in ((kept_storm.IDS, 399), (kept_storm.IDS[:399], 0), ([*kept_storm.IDS[:398], 3, 4, 5], 0)):
-        s = kept_storm.session(llama, SNAP)
+    shelf.keep(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
+    for ids, n in (
+        (prefix_cache_stress.IDS, 399),
+        (prefix_cache_stress.IDS[:399], 0),
+        ([*prefix_cache_stress.IDS[:398], 3, 4, 5], 0),
+    ):
+        s = prefix_cache_stress.session(llama, SNAP)
         assert shelf.fetch(s, ids, SNAP) == s.committed == n
-    assert shelf.fetch(kept_storm.session(llama, WHOLE), kept_storm.IDS) == 0
+    assert shelf.fetch(prefix_cache_stress.session(llama, WHOLE), prefix_cache_stress.IDS) == 0
 
 
 def test_a_shaped_past_under_the_name_of_another_text_is_not_taken(llama: LM, tmp_path: Path) -> None:
-    shelf, other = shelf_in(tmp_path / "kv", llama), [*kept_storm.IDS[:200], 3, *kept_storm.IDS[201:]]
-    shelf.keep(kept_storm.read(llama, SNAP, 400), shaping=SNAP)
+    shelf, other = shelf_in(tmp_path / "kv", llama), [*prefix_cache_stress.IDS[:200], 3, *prefix_cache_stress.IDS[201:]]
+    shelf.keep(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
     (path,) = (tmp_path / "kv").glob("*/*.kv")
     path.rename(place(path.parent, other[:399]))
-    s = kept_storm.session(llama, SNAP)
+    s = prefix_cache_stress.session(llama, SNAP)
     assert shelf.fetch(s, other, SNAP) == s.committed == 0
     assert not list((tmp_path / "kv").glob("*/*.kv"))
-    want = kept_storm.logits(kept_storm.session(llama, SNAP), other)
-    assert torch.equal(kept_storm.logits(s, other), want)
+    want = prefix_cache_stress.logits(prefix_cache_stress.session(llama, SNAP), other)
+    assert torch.equal(prefix_cache_stress.logits(s, other), want)
 
 
 def test_a_longer_shaped_past_takes_the_place_of_its_beginning(llama: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
     for n in (100, 400, 850):
-        shelf.keep(kept_storm.read(llama, SNAP, n), shaping=SNAP)
+        shelf.keep(prefix_cache_stress.read(llama, SNAP, n), shaping=SNAP)
     (path,) = (tmp_path / "kv").glob("*/*.kv")
     assert path.stat().st_mode & 0o777 == 0o600
 

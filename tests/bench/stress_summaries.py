@@ -1,6 +1,6 @@
 """One summary however long things take: a document summarised under `spec.strict` again and again, as `--exact` does.
 
-    python tests/bench/storm_summaries.py [--runs 50] [--model demo] [--file demo:pdf] [--chunk 1200] [--length WORDS]
+    python tests/bench/stress_summaries.py [--runs 50] [--model demo] [--file demo:pdf] [--chunk 1200] [--length WORDS]
 
 Drawn by lot for each run: a drafting profile, one thread or two, up to two busy processes beside it and their nice
 level, pauses between passes, a clock that leaps, what passes are said to take, and where rows are bit-exact also how
@@ -37,7 +37,7 @@ from kvcli.summarize.events import Done  # noqa: E402
 from kvcli.summarize.request import Request  # noqa: E402
 from kvcli.summarize.result import Summary  # noqa: E402
 from kvcli.summarize.run import summarize  # noqa: E402
-from tests.bench.storm_exact import PROFILES, costs, jumping_clock  # noqa: E402
+from tests.bench.stress_exact import PROFILES, costs, jumping_clock  # noqa: E402
 from tests.summarize.scribe import summary_of  # noqa: E402
 
 BUSY = "import os, sys\nos.nice(int(sys.argv[1]))\nwhile True:\n    pass"

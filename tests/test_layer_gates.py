@@ -38,7 +38,7 @@ from kvcli.methods.policies.knorm import KNorm
 from kvcli.methods.policies.streaming import Window
 from kvcli.methods.prune.lazy import Lazy
 from tests import families
-from tests.test_ladder import LADDERS, PACKED
+from tests.test_tiered_cache import LADDERS, PACKED
 
 N = 33  # rows of a prompt: three windows
 HEAR = [28, 32]

@@ -8,7 +8,7 @@ import pytest
 
 from kvcli.drafts.tree.stop_rules import Disco, Reject, Stop
 from kvcli.methods.drafts.model import Model
-from tests.drafts.test_chain import COSTS, Run
+from tests.drafts.test_model_draft import COSTS, Run
 
 
 @pytest.mark.parametrize("cost", ["cheap", "steep"])

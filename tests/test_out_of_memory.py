@@ -36,8 +36,8 @@ from tests import families, small_tokenizers
 from tests.exact.table import DRAFTERS, prompt
 from tests.fake_device import FakeDevice
 from tests.policies import Ragged
-from tests.test_ladder import PACKED, on_disk, rounding, three, two_dense
 from tests.test_recall_rungs import ladder as recalled
+from tests.test_tiered_cache import PACKED, on_disk, rounding, three, two_dense
 
 torch.set_num_threads(1)
 SAMPLED = Sampler(temperature=0.9, repetition_penalty=1.2, seed=3)
