@@ -1,8 +1,8 @@
 """Rows over stored slots and each other, and slots made of rows, as a device does both without its host.
 
-For passes that are recorded once (engine/cuda_graphs/captured_pass.py): nothing is asked of the host, shapes depend on sizes of buffers
-alone, and where a head ends, or which rows are a row's ancestors, is read where it lies. What kernels/attend_rows and
-kernels/append do on a GPU; elsewhere reference.py, for tests.
+For passes that are recorded once (engine/cuda_graphs/captured_pass.py): nothing is asked of the host, shapes depend on
+sizes of buffers alone, and where a head ends, or which rows are a row's ancestors, is read where it lies. What
+kernels/attend_rows and kernels/append do on a GPU; elsewhere reference.py, for tests.
 """
 
 from __future__ import annotations

@@ -152,8 +152,9 @@ class Reader(Readable, Protocol):
     def fixed(self, rows: int, more: int = 0) -> Fixed:
         """Where a device finds all of it by itself, with room for `rows` slots a head; or why it cannot.
 
-        Asked before a pass that is recorded once (engine/cuda_graphs/captured_pass.py); what is stored or forgotten in between it tells.
-        `more`: slots that may come before anything of it moves or the text ends, for which room is made in large steps.
+        Asked before a pass that is recorded once (engine/cuda_graphs/captured_pass.py); what is stored or forgotten in
+        between it tells. `more`: slots that may come before anything of it moves or the text ends, for which room is
+        made in large steps.
         """
 
 

@@ -1,7 +1,8 @@
 """What comes with a model to draft for it: layers in its files, or a head in files of its own. Standard library only.
 
-MTP layers draft (engine/drafting/mtp.py), and so do Gemma 4's assistants, in files of their own (engine/drafting/gemma4_assistant.py). Other
-heads read several layers' hidden states, which are handed to no drafter; an early exit has no weights of its own.
+MTP layers draft (engine/drafting/mtp.py), and so do Gemma 4's assistants, in files of their own
+(engine/drafting/gemma4_assistant.py). Other heads read several layers' hidden states, which are handed to no drafter;
+an early exit has no weights of its own.
 """
 
 from __future__ import annotations

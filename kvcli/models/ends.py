@@ -1,4 +1,5 @@
-"""What ends an answer, asked of a tokenizer and its chat template; a model's configs are asked in engine/hf/model_settings.py."""
+"""What ends an answer, asked of a tokenizer and its chat template; a model's configs are asked in
+engine/hf/model_settings.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What each layer of a model stores of a token, by its config: what a loaded model says of itself (engine/hf/model_probe.py)."""
+"""What each layer of a model stores of a token, by its config: what a loaded model says of itself
+(engine/hf/model_probe.py)."""
 
 from __future__ import annotations
 

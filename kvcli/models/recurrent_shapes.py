@@ -1,4 +1,5 @@
-"""What layers that keep a state take, by the config: what a loaded model says of itself (engine/hf/recurrent_layers.py)."""
+"""What layers that keep a state take, by the config: what a loaded model says of itself
+(engine/hf/recurrent_layers.py)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from kvcli.models.draft_heads import refuse_head
 Config = dict[str, Any]
 
 _ATTENTION = {"full_attention", "sliding_attention", "attention"}
-# Layers that keep a state, or only compute row by row: the probe finds them, the check at load tries them (model_probe.py).
+# Layers that keep a state, or only compute row by row: the probe finds them, the check at load tries them
+# (model_probe.py).
 _FOUND = {"linear_attention", "mamba", "mamba2", "conv", "hybrid", "hybrid_sliding", "recurrent", "mlp", "moe"}
 # Families none of whose layers attend, or whose states are kept elsewhere, or no pass of several rows goes on from.
 _STATE_FAMILIES = {

@@ -1,9 +1,9 @@
 """The shelf: where sessions put what they have read, and look before they read.
 
 One folder for each way of loading a model (cache_key.py), and of making a past. Where a past is whole, texts share what
-they begin with: a tree of blocks (block_tree.py). One that settings shaped serves the very text that it was made of, and is
-kept in one piece (snapshot_file.py). It is a cache: all of it can be made again, so what is damaged, foreign or cannot be
-written costs time and nothing else.
+they begin with: a tree of blocks (block_tree.py). One that settings shaped serves the very text that it was made of,
+and is kept in one piece (snapshot_file.py). It is a cache: all of it can be made again, so what is damaged, foreign or
+cannot be written costs time and nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What is left of a slot's worth in few bits, and where recall reads a part: the constants of kvcli/methods/policies/precision/plan.py.
+"""What is left of a slot's worth in few bits, and where recall reads a part: the constants of
+kvcli/methods/policies/precision/plan.py.
 
     python tests/bench/rounding.py [--model demo] [--length 1024] [--slots 64] [--recall sketch,minmax]
 

@@ -7,8 +7,9 @@ Tiny random models. A wait is an operation whose result the host needs before it
 count is the same on any device; what the host knows by itself (numpy, lists, what was made of tensors that came over)
 is none. With the name of the line that waits. Prints a table, then JSON on the last line.
 
-Each side once by single operations, and once recorded (engine/cuda_graphs/captured_pass.py): on a CPU by a device that stands for CUDA's
-graphs and counts what waits for it (tests/fake_graphs.py). Then operations are those that are not replayed.
+Each side once by single operations, and once recorded (engine/cuda_graphs/captured_pass.py): on a CPU by a device that
+stands for CUDA's graphs and counts what waits for it (tests/fake_graphs.py). Then operations are those that are not
+replayed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The model that writes drafts for itself: for guesses it reads less of the past, or in fewer bits, or by fewer layers.
 
 MagicDec (arXiv 2408.11049) and TriForce (arXiv 2404.11912) guess over a part of the past, QuantSpec (arXiv 2502.10424)
-over its coarse half; layer_skip.py has those that leave layers out. Keys and values of guesses lie beside the past until
-the next step, and then go: the text's store is read and never written.
+over its coarse half; layer_skip.py has those that leave layers out. Keys and values of guesses lie beside the past
+until the next step, and then go: the text's store is read and never written.
 """
 
 from __future__ import annotations

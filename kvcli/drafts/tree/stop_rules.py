@@ -1,4 +1,5 @@
-"""When a second model has guessed enough: rules that stop sooner than the marginal one of draft_controller.py, never later.
+"""When a second model has guessed enough: rules that stop sooner than the marginal one of draft_controller.py, never
+later.
 
 SpecDec++ (Huang et al., arXiv 2405.19715) stops once a rejection among all guesses is likelier than a bound; DISCO
 (Mamou et al., arXiv 2405.04304) has a classifier judge each guess by itself. Theirs were trained beforehand. Here the

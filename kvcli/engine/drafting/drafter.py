@@ -54,7 +54,8 @@ class Past(Protocol):
 class Drafter(Protocol):
     """Proposes guesses. Nothing it does can change the text: the engine samples, then matches.
 
-    `start`, `propose` and `observe` may be generators, which ask for passes of a model of their own (forward_request.py).
+    `start`, `propose` and `observe` may be generators, which ask for passes of a model of their own
+    (forward_request.py).
     """
 
     @property

@@ -47,7 +47,8 @@ class Trial:
         return latent.nothing(k), v[:, :, :1]
 
     def fold(self, i: int) -> Callable[[int], None] | None:
-        """What has the states of its i-th text take in so many of its rows (recurrent_layers.py); None = there are none."""
+        """What has the states of its i-th text take in so many of its rows (recurrent_layers.py); None = there are
+        none."""
         return None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -277,7 +277,8 @@ class LM:
             self.is_row_invariant = not rows_know_neighbours(self)
 
     def record(self, graphs: str) -> None:
-        """Have its device record passes and replay them (captured_pass.py), where it can; the backend says so, or why not."""
+        """Have its device record passes and replay them (captured_pass.py), where it can; the backend says so, or why
+        not."""
         whys = (
             triton_support.why_not(self.device, self.dtype) if graphs == "auto" else f"load.graphs = {graphs}",
             "its layers are on two devices" if self.is_split else "",

@@ -3,8 +3,8 @@ their states.
 
 They are found by what they do: they ask for a state where attention asks for keys. Their arithmetic stays their own.
 Of a pass that was accepted in part, the state is made again over the accepted rows: by the kernel that made it, if one
-did (rowwise_recurrence.py); else by calling each mixer once more, with its linear layers answering from what they gave then.
-No weight is read twice, and one way serves every recurrence.
+did (rowwise_recurrence.py); else by calling each mixer once more, with its linear layers answering from what they gave
+then. No weight is read twice, and one way serves every recurrence.
 """
 
 from __future__ import annotations

@@ -74,4 +74,5 @@ class Pruning(Protocol):
         """
 
     def back(self, lm: LM, past: Store, behind: Behind) -> Choose:
-        """Who comes back on a trip that the newest token makes for that alone (revival_pass.py). Asked where `every` is set."""
+        """Who comes back on a trip that the newest token makes for that alone (revival_pass.py). Asked where `every` is
+        set."""

@@ -1,4 +1,5 @@
-"""Few bits as they are read where they lie: keys by channel, values by slot (KIVI, arXiv 2402.02750; kv/tiers/quantized.py)."""
+"""Few bits as they are read where they lie: keys by channel, values by slot (KIVI, arXiv 2402.02750;
+kv/tiers/quantized.py)."""
 
 from __future__ import annotations
 

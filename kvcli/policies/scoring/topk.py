@@ -1,6 +1,7 @@
 """Keep what scores best: what SnapKV, Expected Attention, KeyDiff and their like share. One file adds one score.
 
-All share who is protected, how much is kept, how it is shared among heads (budget_split.py) and what counts as one unit.
+All share who is protected, how much is kept, how it is shared among heads (budget_split.py) and what counts as one
+unit.
 
 The prompt and the answer are apart, each with a budget of its own (SCOPE, arXiv 2412.13649). A prompt is compressed
 once, when it has been read (or after each of its chunks, which bounds memory while reading), and then left alone. What

@@ -2,8 +2,8 @@
 
 When a prompt has been read, a few of its rows say how much attention every head would lose under each of a handful of
 policies (recovery.py), and the head gets the cheapest that loses little enough; or, with `keep`, all heads share one
-budget (head_knapsack.py). While the text has nothing beyond the guard window that a head may forget, there is nothing to
-judge by: all of it stays, and its answer, until a later prompt is long enough. `paper = true` measures as published:
+budget (head_knapsack.py). While the text has nothing beyond the guard window that a head may forget, there is nothing
+to judge by: all of it stays, and its answer, until a later prompt is long enough. `paper = true` measures as published:
 on all rows, their plain mean, without a guard window. Heads that `headmap` names keep everything. Sliding layers are
 left whole. With `recovery = "auto"` T is found: the newest tokens of the prompt are predicted again by what heads would
 keep, and T is the lowest that predicts them well.
