@@ -626,7 +626,7 @@ def example(where: str) -> str:
 
 def losses(_: str) -> str:
     """Each shipped profile that may lose facts: which tokens stay, in how many bits, and what an answer reads."""
-    from kvcli.chat.approximation_notes import keeps
+    from kvcli.chat.approximation_notes import describe_losses
     from kvcli.settings.profile import Profile
     from kvcli.settings.sources import builtin_files
 
@@ -634,7 +634,7 @@ def losses(_: str) -> str:
     for file in builtin_files():
         profile = Profile.load(file.profile)
         if profile.exactness == "approx":
-            found = keeps(profile)
+            found = describe_losses(profile)
             tokens = found.get("forgotten", "every token").removeprefix("keeps ")
             bits = found.get("rounded", "as the model made them").removeprefix("holds ")
             read = found.get("unread", "all that is kept").removeprefix("reads ")

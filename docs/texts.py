@@ -7,7 +7,7 @@ from kvcli.api import End, Text
 
 with kvcli.load("demo", profile="exact") as model:
     with model.open() as a, model.open(profile="ngram") as b:
-        for ticket in kvcli.together(a.answer("Hello"), b.answer("Thank you!")):
+        for ticket in kvcli.generate_together(a.answer("Hello"), b.answer("Thank you!")):
             print(ticket.result().text)
 
     async def reply(question: str) -> int:

@@ -12,8 +12,8 @@ import torch
 from kvcli.kernels import native, triton_support
 
 ON_GPUS = {  # what Triton kernels serve, and of it what is left to the reference
-    "attend_invariant": "rows over slots and their pass, one sequence each; slots that rows choose (recall) are not served",
-    "attend": "as attend_rows; slots behind a mask in plain PyTorch",
+    "attend_invariant": "rows over slots and their pass, one sequence each; slots that rows choose are not served",
+    "attend": "as attend_invariant; slots behind a mask in plain PyTorch",
     "attend_quantized": "codes as they lie, all heads at once",
     "merge_attention": "parts in order",
     "append_kv": "all layers at once",

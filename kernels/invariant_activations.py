@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kvcli.kernels.module_probe import tried
+from kvcli.kernels.module_probe import probe_output
 
 STEP = 64  # numbers: two vectors of the widest CPU in 16 bits
 PIECE = 32768  # numbers; more of them are shared out among threads
@@ -57,7 +57,7 @@ class WholeRows:
 
 
 @torch.no_grad()
-def activation_(root: nn.Module) -> int:
+def make_activations_invariant_(root: nn.Module) -> int:
     """Have all modules below `root` that are found to be a function of single numbers computed so, and gates of experts
     without such a module. Returns how many."""
     done = 0
@@ -78,10 +78,10 @@ def activation_(root: nn.Module) -> int:
 def _is_elementwise(module: nn.Module) -> bool:
     """Whether it gives each number by itself, and another one than came in."""
     x = torch.linspace(-4, 4, MIXED[0] * MIXED[1]).view(MIXED)
-    found = tried(module, x)
+    found = probe_output(module, x)
     if found is None or found.shape != x.shape or torch.equal(found, x):
         return False
-    alone = [tried(module, one) for one in x.view(-1, 1)]
+    alone = [probe_output(module, one) for one in x.view(-1, 1)]
     if any(one is None or one.shape != (1,) for one in alone):
         return False
     return torch.allclose(torch.cat([one for one in alone if one is not None]), found.flatten(), rtol=1e-5, atol=1e-6)

@@ -14,7 +14,7 @@ REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, As
 T = TypeVar("T")
 
 
-def tried(module: nn.Module, x: Tensor) -> Tensor | None:
+def probe_output(module: nn.Module, x: Tensor) -> Tensor | None:
     """None where it takes, or gives, something else than one tensor of one type."""
     try:
         found = module(x)
@@ -39,7 +39,7 @@ def kind(module: nn.Module) -> Hashable:
     )
 
 
-def alike(these: Iterable[T], kind_of: Callable[[T], Hashable]) -> list[list[T]]:
+def group_by_kind(these: Iterable[T], kind_of: Callable[[T], Hashable]) -> list[list[T]]:
     """Grouped by kind, in their order."""
     found: dict[Hashable, list[T]] = {}
     for one in these:
@@ -47,7 +47,7 @@ def alike(these: Iterable[T], kind_of: Callable[[T], Hashable]) -> list[list[T]]
     return list(found.values())
 
 
-def ends(group: Sequence[T]) -> Sequence[T]:
+def first_and_last(group: Sequence[T]) -> Sequence[T]:
     """Those of a kind that are tried in place of all: the first and the last, as models differ at their ends."""
     return group if len(group) < 3 else (group[0], group[-1])
 

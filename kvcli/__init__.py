@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvcli.chat.model import Model
     from kvcli.documents import Document, read_document
     from kvcli.door import load
-    from kvcli.engine.engine import together
+    from kvcli.engine.engine import generate_together
     from kvcli.errors import KvcliError
     from kvcli.models.grammar import Grammar
     from kvcli.settings.profile import Profile
@@ -44,9 +44,9 @@ __all__ = [
     "Model",
     "Profile",
     "__version__",
+    "generate_together",
     "load",
     "read_document",
-    "together",
 ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from kvcli.engine.sequence.repetition import Loop
+    from kvcli.engine.sequence.repetition import Repetition
     from kvcli.engine.stats import Stats
 
 Finish = Literal["stop", "length", "interrupted", "loop"]
@@ -64,7 +64,7 @@ class Turn:
     ids: tuple[int, ...]  # tokens of the answer, the stop token included if one ended it
     finish: Finish
     stats: Stats
-    loop: Loop | None = None  # in which it ended, where finish is "loop"
+    loop: Repetition | None = None  # in which it ended, where finish is "loop"
     thinking: str = ""  # no part of the text
 
 

@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.engine.drafting.drafter import Costs, Drafter, Pair
-    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.drafting.drafter import Costs, Drafter, ModelPair
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.policy import EachLayer, Policy
+    from kvcli.engine.policy.policy import PerLayerPolicy, Policy
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import Session
-    from kvcli.kv.cache.plan import Plan
-    from kvcli.kv.slots import Slots, Store
-    from kvcli.kv.views.compact_view import Front
+    from kvcli.engine.sequence.session import GenerationSession
+    from kvcli.kv.cache.plan import CachePlan
+    from kvcli.kv.slots import KVCache, Slots
+    from kvcli.kv.views.compact_view import CompactView
     from kvcli.methods.steps.step_writer import Writer
-    from kvcli.prefix_cache.prefix_cache import Shaping
+    from kvcli.prefix_cache.prefix_cache import CacheConditions
     from kvcli.settings.profile import Profile
 
 SHAPE = ("prefill", "prune", "reuse", "kv", "form", "memory", "policy", "recall")  # tables that a past depends on
 
 
-def store(lm: LM, profile: Profile, held: int = 0) -> Store:
+def store(lm: LM, profile: Profile, held: int = 0) -> KVCache:
     """An empty store as `[kv]` and `[memory]` want it; raises BadConfig or Shortage where that cannot be.
 
     `held`: bytes that a store takes which this one is to replace.
@@ -53,9 +53,9 @@ def store(lm: LM, profile: Profile, held: int = 0) -> Store:
     whole = plan(lm, profile.whole, held).store()
     if not profile.is_checked:
         return whole
-    from kvcli.kv.cache.draft_and_full import Checked
+    from kvcli.kv.cache.draft_and_full import DraftAndFullCache
 
-    return Checked(whole, replace(plan(lm, profile), memory=Memory()).store())
+    return DraftAndFullCache(whole, replace(plan(lm, profile), memory=Memory()).store())
 
 
 def may_split(profile: Profile) -> bool:
@@ -68,7 +68,7 @@ def may_split(profile: Profile) -> bool:
     return is_whole and not reads and not views and not is_ladder(profile.kv, profile.form.settings, profile.memory)
 
 
-def settled(lm: LM, profile: Profile) -> tuple[Profile, str]:
+def adapted_profile(lm: LM, profile: Profile) -> tuple[Profile, str]:
     """The profile as this model can keep it, and what had to be changed for that.
 
     A strict profile drafts only where a row has the same bits alone and in a draft. Where kernels do not promise that,
@@ -96,10 +96,10 @@ def _chained(profile: Profile) -> tuple[Profile, str]:
 
 def _rounds_by_rows(lm: LM, profile: Profile) -> str:
     """What makes a row's numbers depend, by more than fp32 shows, on how many share its pass; "" = nothing does."""
-    if lm.rounds_by_rows:
+    if lm.batch_variant_reason:
         return f"in {lm.info.dtype}"
-    if lm.most_rows is not None and profile.spec.rows > lm.most_rows:
-        return f"in passes of more than {lm.most_rows} rows ({profile.spec.method} has {profile.spec.rows})"
+    if lm.max_invariant_rows is not None and profile.spec.rows > lm.max_invariant_rows:
+        return f"in passes of more than {lm.max_invariant_rows} rows ({profile.spec.method} has {profile.spec.rows})"
     wanted = plan(lm, profile.whole)
     by = wanted.rounds_by_rows if min(lm.dtype.itemsize, wanted.dtype.itemsize) < 4 else ""
     return by and f"under this {by}"
@@ -109,13 +109,15 @@ def promise(lm: LM, profile: Profile) -> str:
     """What may be said of the text: `exactness`, or more where rows are independent, or less where they round."""
     if profile.exactness != "exact":
         return profile.exactness
-    is_apart = lm.most_rows is not None and profile.spec.rows > lm.most_rows
+    is_apart = lm.max_invariant_rows is not None and profile.spec.rows > lm.max_invariant_rows
     if lm.is_row_invariant and not is_apart:
         return "bit-exact"
-    return "exact but for near ties" if profile.spec.method != "off" and (lm.rounds_by_rows or is_apart) else "exact"
+    return (
+        "exact but for near ties" if profile.spec.method != "off" and (lm.batch_variant_reason or is_apart) else "exact"
+    )
 
 
-def keeps_all(profile: Profile) -> bool:
+def is_lossless(profile: Profile) -> bool:
     """Whether a text under it holds every key and value as it was made, so that others may go on from them."""
     from kvcli.kv.footprint import is_ladder
 
@@ -125,12 +127,12 @@ def keeps_all(profile: Profile) -> bool:
     )
 
 
-def shaping(profile: Profile) -> Shaping:
+def cache_conditions(profile: Profile) -> CacheConditions:
     """What makes the past of a text under it, for those who would go on from one."""
-    from kvcli.prefix_cache.prefix_cache import Shaping
+    from kvcli.prefix_cache.prefix_cache import CacheConditions
     from kvcli.settings.small_file import Unfit, read_small
 
-    is_whole = keeps_all(profile)
+    is_whole = is_lossless(profile)
     # a whole past has no form: what was kept before there were any is still found
     say_so = {"kv.k_bits", "kv.v_bits", *(f"{table}.{METHODS[table][0]}" for table in METHODS if table != "form")}
     found = {key: str(value) for key, value in profile.values.items() if key.partition(".")[0] in SHAPE}
@@ -138,13 +140,16 @@ def shaping(profile: Profile) -> Shaping:
         with suppress(Unfit):
             found["policy.headmap"] += f" {sha256(read_small(Path(expanduser(name)), 1 << 30)).hexdigest()}"
     settings = {key: value for key, value in found.items() if not is_whole or key in say_so}
-    return Shaping(is_whole, settings, profile.keep.settings)
+    return CacheConditions(is_whole, settings, profile.keep.settings)
 
 
-def shapings(profile: Profile) -> list[Shaping]:
+def shapings(profile: Profile) -> list[CacheConditions]:
     """The same; and where what is taken over alone shapes it, that of the whole pasts of which that may come."""
     alone = profile.replace(reuse={"method": "none"}) if profile.reuse.reuses else profile
-    return [shaping(profile), *([shaping(alone)] if alone is not profile and keeps_all(alone) else [])]
+    return [
+        cache_conditions(profile),
+        *([cache_conditions(alone)] if alone is not profile and is_lossless(alone) else []),
+    ]
 
 
 def chunk(lm: LM, profile: Profile) -> int:
@@ -152,7 +157,7 @@ def chunk(lm: LM, profile: Profile) -> int:
     return min(profile.prefill.chunk, lm.limit if profile.context.limit == "auto" else int(profile.context.limit))
 
 
-def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
+def plan(lm: LM, profile: Profile, n_slots: int = 0) -> CachePlan:
     """What its store is made for; `held` as above."""
     import torch
 
@@ -164,7 +169,7 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
     is_fit = profile.memory.budget == "fit"  # which leaves room for passes on a CPU, too
     kind = "cuda" if lm.is_apart else "cpu"
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, NUMBERS[profile.kv.dtype])
-    return tiers.Plan(
+    return tiers.CachePlan(
         lm.shapes,
         dtype,
         lm.device,
@@ -173,15 +178,15 @@ def plan(lm: LM, profile: Profile, held: int = 0) -> Plan:
         profile.recall.settings,
         lm.sights,
         most,
-        held,
+        n_slots,
         pass_bytes(lm, most, rows, dtype, kind) if lm.is_apart or is_fit else 0,
         profile.form.settings,
         partial(rotaries, lm),
-        lm.spare if is_fit else 0,
+        lm.free_device_bytes if is_fit else 0,
     )
 
 
-def every(profile: Profile) -> int | None:
+def compression_interval(profile: Profile) -> int | None:
     """Tokens between two boundaries: the policy's, else recall's or a ladder's; None = the past never changes."""
     from kvcli.kv.capacity import EVERY
     from kvcli.kv.footprint import is_ladder
@@ -191,8 +196,8 @@ def every(profile: Profile) -> int | None:
 
 
 def session(
-    lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes | None = None, pair: Pair | None = None
-) -> Session:
+    lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes | None = None, pair: ModelPair | None = None
+) -> GenerationSession:
     """An empty session of `lm` as the profile wants it.
 
     `costs`: what passes take on this machine, for the drafter to start from; never changes the text. `kinds`: the kind
@@ -200,17 +205,17 @@ def session(
     """
     import torch
 
-    from kvcli.engine.drafting.drafter import Pair
+    from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.engine.hf.rope import rotaries
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.sequence.session import GenerationSession
 
     if profile.context.on_overflow == "compress":
         rotaries(lm)  # refused now, and not when the window is full
     kv = store(lm, profile)
-    drafter: Drafter = profile.spec.drafter(lm.stop_ids, pair or Pair(lm, lm))
+    drafter: Drafter = profile.spec.drafter(lm.stop_ids, pair or ModelPair(lm, lm))
     if costs:
         drafter.expect(costs)
-    return Session(
+    return GenerationSession(
         lm,
         kv,
         drafter,
@@ -218,7 +223,7 @@ def session(
         view=view(lm, kv, drafter),
         policy=policy(lm, profile) if profile.policy.every is not None else None,
         chunk=chunk(lm, profile),
-        every=every(profile),
+        every=compression_interval(profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
         pruning=profile.prune.settings if profile.prune.reads else None,
         by_layers=profile.prefill.order == "layers",
@@ -232,17 +237,17 @@ def policy(lm: LM, profile: Profile) -> Policy:
     chosen: Policy = profile.policy.settings
     if not profile.memory.spends:
         return chosen
-    from kvcli.methods.policies.precision.policy import Within
+    from kvcli.methods.policies.precision.policy import PrecisionBudgetPolicy
 
-    return Within(**vars(chosen), spending=plan(lm, profile).spending)
+    return PrecisionBudgetPolicy(**vars(chosen), spending=plan(lm, profile).spending)
 
 
-def steps(lm: LM, profile: Profile, pair: Pair | None, words: PreTrainedTokenizerBase) -> Writer | None:
+def steps(lm: LM, profile: Profile, pair: ModelPair | None, words: PreTrainedTokenizerBase) -> Writer | None:
     """What writes a text of `lm` by steps of the model that `[steps]` names, in words; None = nothing does.
 
     Raises BadConfig where the two spell texts in other tokens.
     """
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.tiers.dense import Dense
     from kvcli.methods.drafts.off import Off
     from kvcli.methods.steps.lookahead_reasoning import CHECKPOINTS
@@ -262,43 +267,43 @@ def steps(lm: LM, profile: Profile, pair: Pair | None, words: PreTrainedTokenize
             ],
         )
     past, how = Dense(draft.shapes, draft.dtype, draft.device), sampler(lm, profile)
-    its = Session(draft, past, Off(), how, checkpoints=CHECKPOINTS)
+    its = GenerationSession(draft, past, Off(), how, checkpoints=CHECKPOINTS)
     return Writer(wanted, its, ends(words, wanted.ends))
 
 
-def can_condense(session: Session, end: int) -> bool:
+def can_condense(session: GenerationSession, end: int) -> bool:
     """Whether the model has room to judge so many tokens of a text."""
-    from kvcli.methods.policies.compress_prefix import has_room
+    from kvcli.methods.policies.compress_prefix import fits_repetition
 
-    return has_room(session.lm.limit, end)
+    return fits_repetition(session.lm.limit, end)
 
 
-def condense(session: Session, end: int, most: int) -> Asks[bool]:
+def condense(session: GenerationSession, end: int, most: int) -> Steps[bool]:
     """The first `end` tokens of a text in `most` slots a head; whether that could be."""
-    from kvcli.methods.policies.compress_prefix import condense
+    from kvcli.methods.policies.compress_prefix import compress_prefix
 
-    return condense(session, end, most)
+    return compress_prefix(session, end, most)
 
 
-def view(lm: LM, kv: Store, drafter: Drafter) -> Front | None:
+def view(lm: LM, kv: KVCache, drafter: Drafter) -> CompactView | None:
     """How the drafter's scouts read the past; None = all of it, or there are no scouts."""
     if (glance := drafter.view) is None:
         return None
-    return front(lm, kv, method_class(registries()["view"][glance.kind])(**glance.settings), glance.every)
+    return compact_view(lm, kv, method_class(registries()["view"][glance.kind])(**glance.settings), glance.every)
 
 
-def front(lm: LM, kv: Store, policy: EachLayer, every: int) -> Front:
-    """What `policy` keeps of `kv`, as a short dense copy chosen anew every `every` tokens."""
-    from kvcli.engine.policy.policy import Moment
-    from kvcli.kv.views.compact_view import Front
+def compact_view(lm: LM, kv: KVCache, policy: PerLayerPolicy, every: int) -> CompactView:
+    """What `policy` keeps of `kv`, as a short dense copy chosen anew every `compression_interval` tokens."""
+    from kvcli.engine.policy.policy import LayerContext
+    from kvcli.kv.views.compact_view import CompactView
 
     def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
         now = int(s.pos.amax()) + 1  # the rows stand behind all that is stored
         heard = q, s.pos.new_full((q.shape[1],), now).long()
         nothing = s.pos[0, :0], s.pos < s.pos  # is of a kind, or protected
-        return policy.mask(s, Moment.of(lm, layer, "answering", now, now, heard, *nothing))
+        return policy.mask(s, LayerContext.of(lm, layer, "answering", now, now, heard, *nothing))
 
-    return Front(kv, pick, every, lm.shapes)
+    return CompactView(kv, pick, every, lm.shapes)
 
 
 def sampler(lm: LM, profile: Profile) -> Sampler:

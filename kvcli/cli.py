@@ -22,9 +22,9 @@ from typer.core import TyperCommand, TyperGroup
 from kvcli.commands.common.common_options import NARROW, take_common
 from kvcli.commands.common.interrupt import press_again
 from kvcli.commands.common.log import start_log
-from kvcli.environment import World
+from kvcli.environment import Environment
 from kvcli.errors import ExitStatus, KvcliError, UsageError
-from kvcli.safe_output import Foreign
+from kvcli.safe_output import LibraryStream
 from kvcli.version import __version__
 
 HOMES = {  # where a command of another name, or of several files, is
@@ -143,7 +143,7 @@ def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", "-V", help="Print the version.", show_default=False)] = False,
 ) -> None:
-    world: World = context.obj
+    world: Environment = context.obj
     if version:
         world.stdout.write(f"kvcli {__version__}\n")
         raise typer.Exit()
@@ -158,7 +158,7 @@ def main() -> None:
     # torch and transformers make a million objects that stay; looking for garbage among them took a sixth of the start
     gc.set_threshold(20_000)
     sys.unraisablehook = press_again
-    world = World.real()
+    world = Environment.real()
     status = run(sys.argv[1:], world)
     if status == ExitStatus.CLOSED_PIPE and hasattr(signal, "SIGPIPE"):
         # End as a program does that never asked for anything else; also keeps Python from flushing into the pipe.
@@ -167,7 +167,7 @@ def main() -> None:
     sys.exit(status)
 
 
-def _invoke(command: Any, args: Sequence[str], world: World) -> int:
+def _invoke(command: Any, args: Sequence[str], world: Environment) -> int:
     try:
         with command.make_context("kvcli", list(args), obj=world) as context:
             return int(command.invoke(context) or ExitStatus.OK)
@@ -175,7 +175,7 @@ def _invoke(command: Any, args: Sequence[str], world: World) -> int:
         return int(done.exit_code)
 
 
-def run(args: Sequence[str], world: World) -> int:
+def run(args: Sequence[str], world: Environment) -> int:
     """Run one command line in a world and return its exit code. The one place where errors become exit codes."""
     from kvcli.commands.common import error_exit
 
@@ -186,7 +186,7 @@ def run(args: Sequence[str], world: World) -> int:
     if completes:
         command.main(list(args), prog_name="kvcli", complete_var="_KVCLI_COMPLETE", obj=world)
     try:
-        out, err = cast("TextIO", Foreign(world.stdout)), cast("TextIO", Foreign(world.stderr))
+        out, err = cast("TextIO", LibraryStream(world.stdout)), cast("TextIO", LibraryStream(world.stderr))
         with redirect_stdout(out), redirect_stderr(err):  # libraries write to those of Python
             status = _invoke(command, args, world)
         world.stdout.flush()
@@ -196,10 +196,10 @@ def run(args: Sequence[str], world: World) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return error_exit.interrupted(world, args)
     except KvcliError as error:
-        return error_exit.failed(world, args, error)
+        return error_exit.report_error(world, args, error)
     except error_exit.UsageProblem as problem:
-        return error_exit.misused(world, args, problem)
+        return error_exit.report_usage_error(world, args, problem)
     except BrokenPipeError:
         return ExitStatus.CLOSED_PIPE
     except Exception as error:
-        return error_exit.broke(world, args, error)
+        return error_exit.report_bug(world, args, error)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.commands.common.run_setup import Setup, sources
-from kvcli.environment import World
+from kvcli.environment import Environment
 from kvcli.settings.profile import Profile
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def load(
     downloaded only with `offline=False` and a `tell` to say so to. `cache`: another place for copies of GGUF files.
     Raises KvcliError subclasses.
     """
-    world = World.real()
+    world = Environment.real()
     world.environ = dict(world.environ)  # what a command sets there is not for the caller's process
     world.options.offline = offline
     world.paths = replace(world.paths, cache=cache or world.paths.cache)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, TextIO, cast
 
 from kvcli.files import sweep
-from kvcli.safe_output import Outlet
+from kvcli.safe_output import SafeStream
 
 Stream = Literal["stdin", "stdout", "stderr"]
 
@@ -75,7 +75,7 @@ class Paths:
 
 
 @dataclass(slots=True)
-class World:
+class Environment:
     """What a command sees of the world. `options` are the common ones, as typed."""
 
     stdin: TextIO
@@ -89,11 +89,11 @@ class World:
 
     def __post_init__(self) -> None:
         """Whoever writes to a world's stream writes through the outlet."""
-        self.stdout = cast("TextIO", Outlet(self.stdout, is_vital=True))
-        self.stderr = cast("TextIO", Outlet(self.stderr, is_vital=False))
+        self.stdout = cast("TextIO", SafeStream(self.stdout, is_vital=True))
+        self.stderr = cast("TextIO", SafeStream(self.stderr, is_vital=False))
 
     @classmethod
-    def real(cls) -> World:
+    def real(cls) -> Environment:
         """Python leaves None for a stream that was closed before it started; then nothing is read or written."""
         streams = sys.stdin or nothing("r"), sys.stdout or nothing("w"), sys.stderr or nothing("w")
         try:

@@ -21,7 +21,7 @@ LARGEST = 32 << 20  # glibc's own limit
 
 
 @contextmanager
-def reading() -> Iterator[None]:
+def return_large_blocks() -> Iterator[None]:
     """For the whole process, where glibc makes its blocks; other libraries' ways are left alone."""
     _from(LARGE, 128 << 10)
     try:

@@ -45,7 +45,7 @@ class Styled(str):
     __slots__ = ()
 
 
-class Outlet(io.TextIOBase):
+class SafeStream(io.TextIOBase):
     """One output stream of the program. To a file or a pipe text goes as it is, to a terminal it goes harmless."""
 
     def __init__(self, stream: TextIO, *, is_vital: bool) -> None:
@@ -109,7 +109,7 @@ class Outlet(io.TextIOBase):
         return getattr(self.stream, "encoding", None) or "ascii"
 
 
-class Foreign(Outlet):
+class LibraryStream(SafeStream):
     """What libraries write to an outlet: they draw bars and colour help, and nothing else of theirs steers."""
 
     def __init__(self, outlet: TextIO) -> None:

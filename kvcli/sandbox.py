@@ -41,12 +41,12 @@ ALLOW, DENY = 0x7FFF0000, 0x00050000 | 1  # EPERM
 
 def main(parent: int, limits: dict[str, Any], file: None) -> int:
     """Say how this system shuts a process in."""
-    bound(parent, limits)
-    print(json.dumps(shut()))
+    set_limits(parent, limits)
+    print(json.dumps(enter_sandbox()))
     return 0
 
 
-def bound(parent: int, limits: dict[str, Any]) -> None:
+def set_limits(parent: int, limits: dict[str, Any]) -> None:
     """Before anything is read: so much memory and time, no core file, and an end with the parent's."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -72,7 +72,7 @@ def preload(*packages: str) -> None:
                 continue
 
 
-def shut() -> list[str]:
+def enter_sandbox() -> list[str]:
     """Close all doors there are and say by what means: nothing can be imported or opened any more."""
     libc, is_linux = ctypes.CDLL(None), sys.platform == "linux"
     if is_linux:
@@ -85,7 +85,7 @@ def shut() -> list[str]:
 
 def serve(answered: Callable[[Any], dict[str, Any]]) -> int:
     """Shut in, answer each line on standard input, JSON, with a line; null asks whether it is ready."""
-    shut()
+    enter_sandbox()
     for line in sys.stdin.buffer:
         try:
             answer = answered(json.loads(line))

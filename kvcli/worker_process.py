@@ -50,7 +50,7 @@ class TooLong(Exception):
     """It wrote more than agreed."""
 
 
-class Outside:
+class WorkerProcess:
     """A running `main(parent, limits, file)` of a module, which imports, shuts itself in and then reads its input.
 
     The kernel takes the thread that started it for its parent, and ends it with that thread.
@@ -123,14 +123,14 @@ class Standby:
     """Such a process kept for many questions, one at a time, and started anew where it ended or is too small."""
 
     def __init__(
-        self, start: Callable[[int], Outside], room: int, seconds: float, failed: Callable[[str, str], Exception]
+        self, start: Callable[[int], WorkerProcess], room: int, seconds: float, failed: Callable[[str, str], Exception]
     ) -> None:
         """`start`: one for questions of so many bytes, at first `room`; ready after so many seconds.
 
         `failed`: what to raise where it was too "heavy", is "broken" or has "ended", and why.
         """
         self._start, self._room, self._seconds, self._failed = start, room, seconds, failed
-        self._process: Outside | None = None
+        self._process: WorkerProcess | None = None
         self._lock = Lock()
 
     def start(self) -> None:
@@ -178,7 +178,7 @@ class Standby:
 
 def means() -> list[str]:
     """How this system shuts such a process in; nothing where none can be started."""
-    process = Outside("kvcli.sandbox", Limits())
+    process = WorkerProcess("kvcli.sandbox", Limits())
     try:
         return [str(word) for line in process.ask(b"", START) for word in json.loads(line)]
     except (TooSlow, TooLong, ValueError):

@@ -45,10 +45,10 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcli.engine.drafting.drafter import Drafter
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import KvcliError
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.ngram import Ngram
@@ -281,9 +281,9 @@ def theirs(model: PreTrainedModel, ids: list[int], new: int, **options: Any) -> 
 
 
 def ours(lm: LM, drafter: Drafter, ids: list[int], new: int) -> list[int]:
-    session = Session(lm, Dense(lm.shapes, lm.dtype), drafter, Sampler(), chunk=13)
-    drive(session.read(ids))
-    for _ in events(session.stream(new)):
+    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), drafter, Sampler(), chunk=13)
+    run_to_end(session.read(ids))
+    for _ in iterate_events(session.stream(new)):
         pass
     return session.ids[len(ids) :]
 
@@ -307,7 +307,7 @@ def judge(kind: str, new: int) -> Verdict:
         return Verdict(kind, "refused", "; ".join([f"{error.code}: {error.message}", *error.lines]))
     if isinstance(want, Unbuilt):
         raise want
-    lm.lay_out()
+    lm.install_kernels()
     texts, why = {name: ours(lm, drafter(lm), prompt(), new) for name, drafter in DRAFTERS.items()}, ""
     if any(text != want for text in texts.values()):
         why = "without its cache: with it, generate writes another text than its own forward"
@@ -325,7 +325,7 @@ def opened(model: PreTrainedModel, kind: str) -> LM:
     """Theirs as ours, laid out."""
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         lm = LM.of(model, id=kind, verify=model.dtype is torch.float32)
-        lm.lay_out()
+        lm.install_kernels()
         return lm
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)

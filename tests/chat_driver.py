@@ -11,12 +11,12 @@ from pathlib import Path
 
 from kvcli.chat.conversation import Chat
 from kvcli.commands.common.interrupt import Interrupt
-from kvcli.environment import World
+from kvcli.environment import Environment
 from kvcli.errors import KvcliError
 from kvcli.render.terminal.errors import print_error
 from kvcli.render.terminal.screen import Screen
-from kvcli.render.turn.status_row import Look, Memory
-from kvcli.render.turn.turn_summary import Opening, header
+from kvcli.render.turn.status_row import ProcessMemory, RowOptions
+from kvcli.render.turn.turn_summary import HeaderFacts, header
 from kvcli.render.turn.turn_view import show_turn
 from tests.fake_model import FakeModel, FakeProfile
 
@@ -35,24 +35,24 @@ class Profiles:
 
 
 def memory():
-    return Memory("ram", 431 << 20)
+    return ProcessMemory("ram", 431 << 20)
 
 
 def main(what, facts, history=""):
-    world = World.real()
+    world = Environment.real()
     stats = facts.pop("stats", "live")
     world.options.quiet = facts.pop("quiet", False)
     model, screen = FakeModel(**facts), Screen.of(world, stats)
     if what == "repl":
         from kvcli.commands.chat.repl import run_repl
 
-        for line in header(model.info, Opening("0.1.0", "fafo", "exact"), screen.err.width):
+        for line in header(model.info, HeaderFacts("0.1.0", "fafo", "exact"), screen.err.width):
             screen.err.line((line, ""))
         options = {"profiles": Profiles(), "profile": "fafo", "memory": memory}
         return int(run_repl(Chat(model), screen, world, history=Path(history) if history else None, **options))
     try:
         with Interrupt() as cancel:
-            show_turn(model.stream("x" * 191, cancel=cancel), screen, Look("fafo", memory, cancel))
+            show_turn(model.stream("x" * 191, cancel=cancel), screen, RowOptions("fafo", memory, cancel))
     except KvcliError as error:
         print_error(screen.err, error)
         return int(error.exit)

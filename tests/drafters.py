@@ -10,17 +10,17 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from kvcli.drafts.tree.tree_drafter import Mixer
-from kvcli.engine.drafting.drafter import Costs, Pair
+from kvcli.drafts.tree.tree_drafter import TreeDrafter
+from kvcli.engine.drafting.drafter import Costs, ModelPair
 from kvcli.engine.drafting.gemma4_assistant import Assistant
-from kvcli.engine.drafting.mtp import Mtp, wrapped
-from kvcli.engine.drafting.report import Report
-from kvcli.engine.forward_request import Asks, Glean, asked
+from kvcli.engine.drafting.mtp import Mtp, wrap_layers
+from kvcli.engine.drafting.report import DraftReport
+from kvcli.engine.forward_request import Glean, Steps, await_passes
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
 from kvcli.engine.rows import Draft
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Step
 from kvcli.kv.slots import Usage
 from kvcli.methods.drafts.assistant import AssistantDraft
@@ -119,7 +119,7 @@ class Itself:
         self._config: SelfDraft | MtpDraft | AssistantDraft = config
         self.view = config.glance()
         self._truth: Sequence[int] = ()
-        self._mixer: Mixer | None = None
+        self._mixer: TreeDrafter | None = None
         self._text: tuple[Sequence[int], Sampler | None] = ((), None)
 
     @property
@@ -129,26 +129,26 @@ class Itself:
     def expect(self, costs: Costs) -> None:
         return
 
-    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Asks[None] | None:
+    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Steps[None] | None:
         self._text = ids, sampler
         return self._mixer.start(ids, sampler) if self._mixer is not None else None
 
-    def propose(self, ids: Sequence[int], room: int, past: Session) -> Asks[Draft]:
+    def propose(self, ids: Sequence[int], room: int, past: GenerationSession) -> Steps[Draft]:
         if self._mixer is None:
-            self._mixer = self._config.drafter(pair=Pair(past.lm, self._prepare(past.lm)))
-            yield from asked(self._mixer.start(*self._text))
-        return (yield from asked(self._mixer.propose(ids, room, past)))
+            self._mixer = self._config.drafter(pair=ModelPair(past.lm, self._prepare(past.lm)))
+            yield from await_passes(self._mixer.start(*self._text))
+        return (yield from await_passes(self._mixer.propose(ids, room, past)))
 
     def _prepare(self, lm: LM) -> LM:
         return lm
 
-    def observe(self, step: Step) -> Asks[None] | None:
+    def observe(self, step: Step) -> Steps[None] | None:
         return self._mixer.observe(step) if self._mixer is not None else None
 
     def usage(self) -> list[Usage]:
         return []
 
-    def report(self) -> Report | None:
+    def report(self) -> DraftReport | None:
         return self._mixer.report() if self._mixer is not None else None
 
 
@@ -188,7 +188,7 @@ def head_of(lm: LM, truth: Sequence[int] = (), of: type[Mtp] = Mtp) -> LM:
     model.config.num_mtp_layers = 1
     layers = MtpModel(model, 1)
     families.sharpen(layers, seed=5)
-    found = wrapped(lm, layers.to(lm.dtype).to(lm.device))
+    found = wrap_layers(lm, layers.to(lm.dtype).to(lm.device))
     if truth or of is not Mtp:
         found.model.__class__ = Knowing if truth else of
         found.model.truth = truth

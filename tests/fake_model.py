@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Thought, Turn
 from kvcli.engine.info import ModelInfo
-from kvcli.engine.sequence.repetition import Loop
+from kvcli.engine.sequence.repetition import Repetition
 from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow
 
 if TYPE_CHECKING:
-    from kvcli.prefix_cache.prefix_cache import Kept
+    from kvcli.prefix_cache.prefix_cache import SaveResult
 
 PARAGRAPH = (
     "The service restarted twice because the cache directory was full; both times it recovered without losing a "
@@ -83,7 +83,7 @@ class FakeModel:
     prompts: list[Sequence[int]] = field(default_factory=list)  # what it was asked
     seeds: list[int | None] = field(default_factory=list)  # and with which seed
     held: list[object] = field(default_factory=list)  # and held to what
-    loop: Loop | None = None  # in which the answer ends
+    loop: Repetition | None = None  # in which the answer ends
     approx: str = ""  # what it may miss of the text
     thought: str = ""  # before its answer
     idled: int = 0  # how often it could do what it had left
@@ -158,11 +158,11 @@ class FakeModel:
     def take_past(self, other: FakeModel) -> bool:
         return False
 
-    def keep(self, cancel: Cancel) -> Kept:
+    def keep(self, cancel: Cancel) -> SaveResult:
         # imports torch, and a program in a terminal of the tests is quicker without
-        from kvcli.prefix_cache.prefix_cache import Kept
+        from kvcli.prefix_cache.prefix_cache import SaveResult
 
-        return Kept()
+        return SaveResult()
 
     def idle(self, cancel: Cancel) -> None:
         self.idled += 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcli.cli import run
 from kvcli.demo import weights_dir
-from kvcli.environment import Paths, World
+from kvcli.environment import Environment, Paths
 from kvcli.fit import base_memory
 from tests.fake_model import FakeModel
 
@@ -62,7 +62,7 @@ class Result:
     exit: int
     out: str
     err: str
-    world: World
+    world: Environment
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Machine:
         config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(f'default_model = "{weights_dir()}"\n')
 
-    def world(self, stdin: bytes = b"", tty: tuple[str, ...] = (), stdout: Stream | None = None) -> World:
+    def world(self, stdin: bytes = b"", tty: tuple[str, ...] = (), stdout: Stream | None = None) -> Environment:
         streams = {name: Stream(is_tty=name in tty) for name in ("stdout", "stderr")}
         environ = {"KVCLI_HOME": str(self.folder / "home"), "HOME": str(self.folder), **self.environ}
         paths = Paths.of(environ)
@@ -96,7 +96,7 @@ class Machine:
             with suppress(OSError):  # where a test made the cache unusable
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 kept.write_text(str(base_memory.BASE))
-        return World(
+        return Environment(
             stdin=Stream(stdin, is_tty="stdin" in tty),
             stdout=stdout or streams["stdout"],
             stderr=streams["stderr"],

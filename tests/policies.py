@@ -8,37 +8,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import drive
-from kvcli.engine.forward_request import asked
-from kvcli.engine.policy.policy import EachLayer, Moment, Phase, Policy, Wants
+from kvcli.engine.engine import run_to_end
+from kvcli.engine.forward_request import await_passes
+from kvcli.engine.policy.policy import LayerContext, PerLayerPolicy, Phase, Policy, PolicyRequirements
 from kvcli.kv.slots import Slots
-from kvcli.methods.policies.keep_all import Everything
-
-
-class KeepAll(Everything):
-    pass
+from kvcli.methods.policies.keep_all import KeepAll as KeepAll
 
 
 @dataclass(frozen=True)
-class Recent(EachLayer):
+class Recent(PerLayerPolicy):
     sinks: int = 2
     last: int = 13
 
-    def mask(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: LayerContext) -> Tensor:
         newest = s.pos.amax(dim=1, keepdim=True)
         return (s.pos >= 0) & ((s.pos < self.sinks) | (s.pos > newest - self.last))
 
 
 @dataclass(frozen=True)
-class Ragged(EachLayer):
+class Ragged(PerLayerPolicy):
     """Head j keeps the 9 + 4 j slots that the latest queries like most, and the last 5: unequal heads."""
 
     recent: int = 6
 
-    def wants(self, lm: object) -> Wants:
-        return Wants(self.recent)
+    def requirements(self, lm: object) -> PolicyRequirements:
+        return PolicyRequirements(self.recent)
 
-    def mask(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: LayerContext) -> Tensor:
         n_kv, q = s.k.shape[0], at.q
         assert q.shape[1] == at.q_pos.shape[0] <= self.recent
         rows = q.reshape(n_kv, -1, q.shape[2]).to(s.k.dtype)  # [K, G*w, D]
@@ -51,7 +47,7 @@ class Ragged(EachLayer):
         return mask & (s.pos >= 0)
 
 
-def moment(s: Slots, q: Tensor | None = None, layer: int = 0, **more: Any) -> Moment:
+def moment(s: Slots, q: Tensor | None = None, layer: int = 0, **more: Any) -> LayerContext:
     """A boundary of one layer with these slots, at which the queries q [H, w, D] were the latest."""
     q = s.k[:, :0] if q is None else q
     n = int(s.pos.max()) + 1 if s.n_slots else 0
@@ -67,7 +63,7 @@ def moment(s: Slots, q: Tensor | None = None, layer: int = 0, **more: Any) -> Mo
         "protected": torch.zeros_like(s.pos, dtype=torch.bool),
         "scale": s.k.shape[2] ** -0.5,
     }
-    return Moment(**found | more)
+    return LayerContext(**found | more)
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class OneLayer:
     """A boundary of a model of one layer, of which no more is there than this."""
 
     s: Slots
-    at: Moment
+    at: LayerContext
     is_whole: bool = True
     layers = range(1)
 
@@ -99,13 +95,13 @@ class OneLayer:
     def memory(self) -> Any:
         return self.at.memory
 
-    def layer(self, i: int) -> tuple[Slots, Moment]:
+    def layer(self, i: int) -> tuple[Slots, LayerContext]:
         return self.s, self.at
 
 
-def kept(policy: Policy, s: Slots, at: Moment) -> Tensor:
+def kept(policy: Policy, s: Slots, at: LayerContext) -> Tensor:
     """What the policy keeps of one layer."""
-    (mask,) = drive(asked(policy.choose(OneLayer(s, at))))  # type: ignore[arg-type]
+    (mask,) = run_to_end(await_passes(policy.select(OneLayer(s, at))))  # type: ignore[arg-type]
     return s.pos >= 0 if mask is None else mask
 
 

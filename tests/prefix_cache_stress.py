@@ -17,20 +17,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvcli.engine.engine import drive, events, run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.engine import iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.snapkv import Snap
-from kvcli.prefix_cache.prefix_cache import WHOLE, Shaping, Shelf
+from kvcli.prefix_cache.prefix_cache import WHOLE, CacheConditions, PrefixCache
 from tests import families
 
 IDS, OLD, NEW = families.prompt(900), 400, 850
-SNAP = Shaping(False, {"policy.name": "snap", "policy.keep": "0.4", "prefill.chunk": "100"})
+SNAP = CacheConditions(False, {"policy.name": "snap", "policy.keep": "0.4", "prefill.chunk": "100"})
 
 
 def model(folder: Path) -> LM:
@@ -38,28 +38,28 @@ def model(folder: Path) -> LM:
     made = families.build("llama", max_position_embeddings=2048)
     save_file({n: p.detach().clone() for n, p in made.named_parameters()}, folder / "model.safetensors")
     lm = LM.of(made, path=str(folder))
-    lm.lay_out()
+    lm.install_kernels()
     return lm
 
 
-def session(lm: LM, shaping: Shaping) -> Session:
+def session(lm: LM, shaping: CacheConditions) -> GenerationSession:
     policy = None if shaping.is_whole else Snap(keep=0.4, every=16)
     every = None if policy is None else policy.every
-    return Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=100, policy=policy, every=every)
+    return GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=100, policy=policy, every=every)
 
 
-def read(lm: LM, shaping: Shaping, n: int) -> Session:
+def read(lm: LM, shaping: CacheConditions, n: int) -> GenerationSession:
     s = session(lm, shaping)
-    list(events(s.read(IDS[:n])))
+    list(iterate_events(s.read(IDS[:n])))
     return s
 
 
-def logits(s: Session, ids: list[int]) -> Tensor:
+def logits(s: GenerationSession, ids: list[int]) -> Tensor:
     """Behind `ids`, of which the session has the beginning."""
-    s.begin(ids, Sampler())
-    while drive(s.chunk(ids)):
+    s.start_answer(ids, Sampler())
+    while run_to_end(s.prefill_chunk(ids)):
         pass
-    (made,) = run([Feed(s.lm, Rows.chain(s.ids[-1:], len(s.ids) - 1), s.kv, want=[0])])
+    (made,) = run([ForwardRequest(s.lm, Rows.chain(s.ids[-1:], len(s.ids) - 1), s.cache, want=[0])])
     assert made.logits is not None
     return made.logits[0]
 
@@ -73,26 +73,26 @@ def kills(folder: Path, lm: LM, n: int, seed: int) -> dict[str, int]:
     for i in range(n):
         shaping, at = (WHOLE, SNAP)[i % 2], folder / str(i)
         new, timed = news[shaping.is_whole], shelf_in(folder / "timed", lm)
-        assert not shelf_in(at, lm).keep(olds[shaping.is_whole], shaping=shaping).why_not
+        assert not shelf_in(at, lm).save(olds[shaping.is_whole], shaping=shaping).why_not
         began = time.perf_counter()
-        assert not timed.keep(new, shaping=shaping).why_not
+        assert not timed.save(new, shaping=shaping).why_not
         took = time.perf_counter() - began
         shutil.rmtree(timed.folder)
-        _killed(partial(shelf_in(at, lm).keep, new, shaping=shaping), rng.uniform(0, 1.2 * took))
+        _killed(partial(shelf_in(at, lm).save, new, shaping=shaping), rng.uniform(0, 1.2 * took))
         found["left over"] += any(at.rglob("*.part"))
         again = session(lm, shaping)
-        have = shelf_in(at, lm).fetch(again, IDS, shaping)
+        have = shelf_in(at, lm).load_prefix(again, IDS, shaping)
         found[{OLD - 1: "old", NEW - 1: "new"}.get(have, "between")] += 1
         right = plain if shaping.is_whole and have >= OLD - 1 else want.get(have)
         found["bad"] += right is None or not torch.equal(logits(again, IDS), right)
-        assert not shelf_in(at, lm).keep(new, shaping=shaping).why_not
+        assert not shelf_in(at, lm).save(new, shaping=shaping).why_not
         found["bad"] += any(at.rglob("*.part"))
         shutil.rmtree(at)
     return found
 
 
-def shelf_in(folder: Path, lm: LM, most: int = 1 << 30) -> Shelf:
-    return Shelf(folder, most, lm, worth=0)
+def shelf_in(folder: Path, lm: LM, most: int = 1 << 30) -> PrefixCache:
+    return PrefixCache(folder, most, lm, worth=0)
 
 
 def _killed(work: Callable[[], Any], after: float) -> None:

@@ -7,11 +7,11 @@ from functools import cache
 import pytest
 
 import kvcli
-from kvcli.chat.approximation_notes import approx
+from kvcli.chat.approximation_notes import approximation_note
 from kvcli.commands.common.turn_json import Run, turn_document
 from kvcli.demo import report_path
-from kvcli.render.turn.status_row import Look, live_row
-from kvcli.render.turn.turn_summary import brief, summary
+from kvcli.render.turn.status_row import RowOptions, status_row
+from kvcli.render.turn.turn_summary import one_line_summary, summary
 from kvcli.settings.profile import Profile, load_profile
 from kvcli.settings.sources import builtin_files
 
@@ -69,8 +69,8 @@ def test_beyond_its_budget_the_note_the_figures_and_the_json_say_approx(name):
     assert note.endswith(": facts may be lost; -P exact loses none")
     for width in (200, 40):
         assert any("approx" in line for line in summary(turn, width))
-        assert "approx" in brief(turn, width)[0]
-        assert ("approx", "yellow") in live_row(turn.stats, Look(name), None, width)
+        assert "approx" in one_line_summary(turn, width)[0]
+        assert ("approx", "yellow") in status_row(turn.stats, RowOptions(name), None, width)
     assert document.approx
     assert {"kind": "approx", "text": note} in document.events
 
@@ -79,7 +79,7 @@ def test_beyond_its_budget_the_note_the_figures_and_the_json_say_approx(name):
 def test_where_nothing_is_lost_nothing_is_said(name):
     turn, document = answered(name, 2500)
     assert turn.stats.approx == ""
-    assert "approx" not in str([*summary(turn, 200), *brief(turn, 200)])
+    assert "approx" not in str([*summary(turn, 200), *one_line_summary(turn, 200)])
     assert not document.approx
     assert document.events == []
 
@@ -101,7 +101,7 @@ def test_a_budget_that_was_typed_is_named_as_what_loses():
     flags = {"memory.budget": "25%", "policy.name": "budget", "exactness": "approx"}
     for name in ("exact", "budget"):
         typed = load_profile(name, flags={key: (value, "--budget") for key, value in flags.items()})
-        note = approx(typed, ["forgotten"])
+        note = approximation_note(typed, ["forgotten"])
         assert note.startswith(f"approx: {name} --budget 25% keeps what a budget of bytes has room for")
         assert note.endswith("; -P exact without --budget loses none")
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcli.kernels import native
-from kvcli.kernels.attend_invariant import Chosen, Run, attend_part, attend_rows, reference, why_not
-from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.attend_invariant import SelectedPages, StoredKV, attend_invariant, attend_part, reference, why_not
+from kvcli.kernels.merge_attention import PartialAttention
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason=native.why_not() or "unknown")
 LEVELS = native.levels()
@@ -48,7 +48,7 @@ class Past:
     lengths: list[int]
     fresh: tuple[Tensor, Tensor]
     sees: Tensor  # [N, N]
-    before: list[Part]
+    before: list[PartialAttention]
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -59,16 +59,16 @@ class Past:
     def scale(self) -> float:
         return float(self.q.shape[2] ** -0.5)
 
-    def run(self) -> Run:
+    def run(self) -> StoredKV:
         kv, cap, d = self.k.shape
         starts = [j * cap for j in range(kv)]
         # a shorter head lacks its oldest slots
         pos = torch.cat([torch.arange(cap, dtype=torch.int32) + max(self.lengths) - n for n in self.lengths])
-        return Run(self.k.view(-1, d), self.v.view(kv * cap, -1), pos, starts, self.lengths, starts)
+        return StoredKV(self.k.view(-1, d), self.v.view(kv * cap, -1), pos, starts, self.lengths, starts)
 
     def attend(self, level: str, sees: Tensor | None = None) -> Tensor:
         run = self.run() if max(self.lengths) else None
-        return attend_rows(
+        return attend_invariant(
             self.q, run, self.fresh, self.pos, self.scale, sees=sees, before=self.before, level=level, **self.options
         )
 
@@ -86,7 +86,7 @@ class Past:
             [n + len(seen) for n in self.lengths],
             (self.fresh[0][:, i : i + 1], self.fresh[1][:, i : i + 1]),
             torch.ones(1, 1, dtype=torch.bool),
-            [Part(p.out[:, i : i + 1], p.lse[:, i : i + 1]) for p in self.before],
+            [PartialAttention(p.out[:, i : i + 1], p.lse[:, i : i + 1]) for p in self.before],
             self.options,
         )
 
@@ -108,7 +108,7 @@ def past(shape: tuple[int, int, int, int], stored: int, sees: Tensor, dtype: tor
     ]
     heads = kv * group
     before = [
-        Part(torch.randn(heads, n, e).to(number), torch.randn(heads, n) * 2)
+        PartialAttention(torch.randn(heads, n, e).to(number), torch.randn(heads, n) * 2)
         for number in (torch.float32, dtype)[: asks.pop("before", 0)]
     ]
     if asks.pop("sink", False):
@@ -176,7 +176,7 @@ def test_it_makes_no_difference_which_rows_are_stored_already(level: str, dtype:
                 q=p.q[:, rest],
                 fresh=(p.fresh[0][:, rest], p.fresh[1][:, rest]),
                 sees=chain(67 - m),
-                before=[Part(b.out[:, rest], b.lse[:, rest]) for b in p.before],
+                before=[PartialAttention(b.out[:, rest], b.lse[:, rest]) for b in p.before],
             )
             assert torch.equal(later.attend(level), p.attend(level)[m:]), f"{edge} slots, then {m} rows"
 
@@ -208,12 +208,12 @@ def test_slots_behind_the_window_may_be_in_no_memory(level: str, dtype: torch.dt
         for gone in {64, (stored - 70) // 64 * 64}:
             k, v = (t[:, gone:stored].reshape(-1, d) for t in (p.k, p.v))
             left = stored - gone
-            part = Run(k, v, run.pos[gone:stored].clone(), [0, left], [left] * 2, [0, 0], gone)
+            part = StoredKV(k, v, run.pos[gone:stored].clone(), [0, left], [left] * 2, [0, 0], gone)
             assert torch.equal(
-                attend_rows(p.q, part, p.fresh, p.pos, p.scale, sees=p.sees, level=level, **p.options), want
+                attend_invariant(p.q, part, p.fresh, p.pos, p.scale, sees=p.sees, level=level, **p.options), want
             )
-        wrong = Run(k, v, run.pos[gone:stored].clone(), [0, left], [left] * 2, [0, 0])
-        moved = attend_rows(p.q, wrong, p.fresh, p.pos, p.scale, sees=p.sees, level=level, **p.options)
+        wrong = StoredKV(k, v, run.pos[gone:stored].clone(), [0, left], [left] * 2, [0, 0])
+        moved = attend_invariant(p.q, wrong, p.fresh, p.pos, p.scale, sees=p.sees, level=level, **p.options)
         torch.testing.assert_close(moved, want, atol=2e-2, rtol=2e-2)
 
 
@@ -226,13 +226,13 @@ def test_it_computes_what_the_reference_says(level: str, form: str) -> None:
         run = p.run()
         wide = replace(run, k=run.k.double(), v=run.v.double())
         fresh = (p.fresh[0].double(), p.fresh[1].double())
-        want = reference.attend_rows(
+        want = reference.attend_invariant(
             p.q.double(), wide, fresh, p.pos, p.scale, sees=p.sees, before=p.before, **p.options
         )
         torch.testing.assert_close(p.attend(level, p.sees).transpose(0, 1).double(), want.out, atol=3e-6, rtol=1e-5)
         asks = {key: p.options[key] for key in ("window", "softcap") if key in p.options}
         part = attend_part(p.q, run, p.pos, p.scale, level=level, **asks)
-        want = reference.attend_rows(p.q.double(), wide, None, p.pos, p.scale, **asks)
+        want = reference.attend_invariant(p.q.double(), wide, None, p.pos, p.scale, **asks)
         torch.testing.assert_close(part.out.double(), want.out, atol=3e-6, rtol=1e-5)
         torch.testing.assert_close(part.lse.double(), want.lse, atol=3e-6, rtol=1e-6)
 
@@ -242,8 +242,8 @@ def test_a_part_is_what_the_same_slots_give_in_a_run(level: str) -> None:
     """A tier that nothing is appended to, then the newest: as one softmax over both."""
     p, older = (past((64, 64, 2, 2), n, chain(3), torch.bfloat16, "plain") for n in (300, 200))
     p.before = [attend_part(p.q, older.run(), p.pos, p.scale, level=level)]
-    both = reference.attend_rows(p.q, older.run(), None, p.pos, p.scale)
-    want = reference.attend_rows(p.q, p.run(), p.fresh, p.pos, p.scale, before=[both])
+    both = reference.attend_invariant(p.q, older.run(), None, p.pos, p.scale)
+    want = reference.attend_invariant(p.q, p.run(), p.fresh, p.pos, p.scale, before=[both])
     torch.testing.assert_close(p.attend(level).transpose(0, 1).float(), want.out, atol=1e-2, rtol=1e-2)
     same_alone(p, [0, 1, 2], level, None)
 
@@ -278,13 +278,13 @@ def test_the_last_rows_of_a_pass_may_ask_alone(level: str, dtype: torch.dtype, f
         together = p.attend(level, p.sees)
         for some in (1, 2, n - 1):
             last = slice(n - some, n)
-            before = [Part(b.out[:, last], b.lse[:, last]) for b in p.before]
+            before = [PartialAttention(b.out[:, last], b.lse[:, last]) for b in p.before]
             asks = replace(p, q=p.q[:, last], before=before)
             assert torch.equal(asks.attend(level, p.sees[last]), together[last]), f"the last {some} of {n}"
             assert torch.equal(asks.attend(level), p.attend(level)[last]), "of a prompt"
 
 
-def chosen(p: Past, page: int, share: float) -> Chosen:
+def chosen(p: Past, page: int, share: float) -> SelectedPages:
     """Pages drawn by lot for each row and head; what lies behind the last whole page is read by all."""
     kv, n = len(p.lengths), p.q.shape[1]
     whole = [max(0, length - 13) // page for length in p.lengths]
@@ -292,7 +292,7 @@ def chosen(p: Past, page: int, share: float) -> Chosen:
     for j, m in enumerate(whole):
         pages[j, :, m:] = False
     behind = [m * page for m in whole]
-    return Chosen(pages, page, behind, [a - b for a, b in zip(p.lengths, behind, strict=True)])
+    return SelectedPages(pages, page, behind, [a - b for a, b in zip(p.lengths, behind, strict=True)])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -307,7 +307,7 @@ def test_rows_read_the_pages_that_each_chose(level: str, form: str, page: int) -
             got = attend_part(p.q, p.run(), p.pos, p.scale, chosen=mine, level=level, **asks)
             run = p.run()
             wide = replace(run, k=run.k.double().nan_to_num(0.0), v=run.v.double().nan_to_num(0.0, posinf=0.0))
-            want = reference.attend_rows(p.q.double(), wide, None, p.pos, p.scale, chosen=mine, **asks)
+            want = reference.attend_invariant(p.q.double(), wide, None, p.pos, p.scale, chosen=mine, **asks)
             torch.testing.assert_close(got.out.double(), want.out, atol=3e-6, rtol=1e-5)
             torch.testing.assert_close(got.lse.double(), want.lse, atol=3e-6, rtol=1e-6)
 

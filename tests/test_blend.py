@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 import kvcli
-from kvcli.engine.engine import drive, run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.engine import run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.prefill.kv_overlay import Beside
-from kvcli.engine.prefill.span_reuse import Reusing
+from kvcli.engine.prefill.kv_overlay import KVOverlay
+from kvcli.engine.prefill.span_reuse import ReuseMethod
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel
-from kvcli.kernels.attend_invariant import Own
-from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.native import native
-from kvcli.kv.cache.tiered_cache import Ladder, Rung
+from kvcli.kv.cache.tiered_cache import TieredCache, TierLevel
 from kvcli.kv.sliding_windows import windows_of
-from kvcli.kv.slots import Sight, Store, alike
+from kvcli.kv.slots import AttentionParams, KVCache, alike
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.off import Off
-from kvcli.methods.reuse.cacheblend import Blend
+from kvcli.methods.reuse.cacheblend import CacheBlend
 from kvcli.methods.reuse.pie import Pie
 from kvcli.methods.reuse.selective_recompute import First
 from kvcli.settings.profile import Profile
@@ -45,49 +45,51 @@ def lm_of(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> LM:
     if name in ("gemma3", "gpt_oss"):
         more |= {"layer_types": ["full_attention", "sliding_attention"] * 3, "num_hidden_layers": 6}
     found = LM.of(families.build(name, dtype, **more))
-    found.lay_out()
+    found.install_kernels()
     return found
 
 
-def read(lm: LM, how: Reusing | None, old: Sequence[int] = OLD, new: Sequence[int] = NEW, **more: object) -> Session:
+def read(
+    lm: LM, how: ReuseMethod | None, old: Sequence[int] = OLD, new: Sequence[int] = NEW, **more: object
+) -> GenerationSession:
     """A text that was read, and another one behind it."""
-    kv: Store = more.pop("kv", None) or Dense(lm.shapes, lm.dtype)  # type: ignore[assignment]
-    session = Session(lm, kv, Off(), Sampler(), chunk=50, reusing=how, **more)  # type: ignore[arg-type]
-    drive(session.read(old))
+    kv: KVCache = more.pop("kv", None) or Dense(lm.shapes, lm.dtype)  # type: ignore[assignment]
+    session = GenerationSession(lm, kv, Off(), Sampler(), chunk=50, reusing=how, **more)  # type: ignore[arg-type]
+    run_to_end(session.read(old))
     session.save(new)
-    session.begin(new, Sampler())
-    while drive(session.chunk(new)):
+    session.start_answer(new, Sampler())
+    while run_to_end(session.prefill_chunk(new)):
         pass
     return session
 
 
-def logits(session: Session) -> torch.Tensor:
-    return drive(session.step()).logits[0].double()
+def logits(session: GenerationSession) -> torch.Tensor:
+    return run_to_end(session.step()).logits[0].double()
 
 
-def same(a: Session, b: Session, **near: float) -> bool:
+def same(a: GenerationSession, b: GenerationSession, **near: float) -> bool:
     """Whether they have stored the same, to the bit where no tolerance is given."""
     for layer, shape in enumerate(a.lm.shapes):
-        if shape.shares is None:
-            s, t = a.kv.slots(layer), b.kv.slots(layer)
+        if shape.shared_from is None:
+            s, t = a.cache.slots(layer), b.cache.slots(layer)
             close = [torch.allclose(x, y, **near) if near else torch.equal(x, y) for x, y in ((s.k, t.k), (s.v, t.v))]
             if not (torch.equal(s.pos, t.pos) and all(close)):
                 return False
     return True
 
 
-def off(a: Session, b: Session) -> float:
+def off(a: GenerationSession, b: GenerationSession) -> float:
     """How far values of one are from those of the other."""
-    own = [layer for layer, shape in enumerate(a.lm.shapes) if shape.shares is None]
-    return sum(float((a.kv.slots(i).v - b.kv.slots(i).v).double().square().sum()) for i in own)
+    own = [layer for layer, shape in enumerate(a.lm.shapes) if shape.shared_from is None]
+    return sum(float((a.cache.slots(i).v - b.cache.slots(i).v).double().square().sum()) for i in own)
 
 
 @pytest.mark.parametrize("select", ["kv", "hidden"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "qwen3"])
 def test_all_of_it_read_again_is_plain_reading(name: str, select: str) -> None:
     lm = lm_of(name)
-    again = read(lm, Blend(LEAST, 1.0, select))  # type: ignore[arg-type]
-    assert "reused" in again.lost
+    again = read(lm, CacheBlend(LEAST, 1.0, select))  # type: ignore[arg-type]
+    assert "reused" in again.approximations
     near = {} if lm.is_row_invariant and lm.straight is not None else {"rtol": 1e-4, "atol": 1e-4}
     assert same(again, read(lm, None), **near)
 
@@ -96,36 +98,38 @@ def test_all_of_it_read_again_is_plain_reading(name: str, select: str) -> None:
 def test_in_16_bits_too_to_the_bit() -> None:
     lm = lm_of("llama", torch.bfloat16)
     assert lm.is_row_invariant
-    assert same(read(lm, Blend(LEAST, 1.0)), read(lm, None))
+    assert same(read(lm, CacheBlend(LEAST, 1.0)), read(lm, None))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_none_of_it_read_again_is_pie(name: str) -> None:
     lm = lm_of(name)
-    assert same(read(lm, Blend(LEAST, 0.0)), read(lm, Pie(LEAST)))
-    assert not same(read(lm, Blend(LEAST, 0.2)), read(lm, Pie(LEAST)))
+    assert same(read(lm, CacheBlend(LEAST, 0.0)), read(lm, Pie(LEAST)))
+    assert not same(read(lm, CacheBlend(LEAST, 0.2)), read(lm, Pie(LEAST)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("select", ["kv", "hidden"])
 def test_some_of_it_reads_what_is_older_in_every_layer(name: str, select: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By position, as it is stored in the end: the same with one plain softmax over all of it."""
-    lm, how = lm_of(name), Blend(LEAST, 0.3, select)  # type: ignore[arg-type]
+    lm, how = lm_of(name), CacheBlend(LEAST, 0.3, select)  # type: ignore[arg-type]
     mixed, plain, turned = (read(lm, one) for one in (how, None, Pie(LEAST)))
-    monkeypatch.setattr("kvcli.methods.reuse.selective_recompute.Beside", Softmax)
+    monkeypatch.setattr("kvcli.methods.reuse.selective_recompute.KVOverlay", Softmax)
     assert same(mixed, read(lm, how), rtol=1e-3, atol=1e-3)
     assert off(mixed, plain) < off(turned, plain)
 
 
-class Softmax(Beside):
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+class Softmax(KVOverlay):
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         assert own is not None
-        s, at = self._store.slots(layer), self._shapes[layer].shares
+        s, at = self._store.slots(layer), self._shapes[layer].shared_from
         k, v = self._held[layer if at is None else at]
         k, v = torch.cat([s.k, k, own.k], 1), torch.cat([s.v, v, own.v], 1)
         there, rows = torch.tensor([*s.pos[0].tolist(), *self._pos, *pos]), torch.tensor(pos).view(-1, 1)
         sees = (there <= rows) & (there > rows - (sight.window or 1 << 30))
-        return Own(k, v, there.tolist(), sees, sees, own.sink).parts(q, sight.scale, sight.softcap)
+        return NewRows(k, v, there.tolist(), sees, sees, own.sink).parts(q, sight.scale, sight.softcap)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +146,7 @@ def test_the_more_is_read_again_the_nearer_are_logits(demo, select: str) -> None
     a, b, c = page[:500], page[700:1200], page[1500:2000]
     old, new = [*a, *b, *c, 11], [*b, *c, *a[1:], 11]
     plain = read(demo.lm, None, old, new)
-    sides = [Blend(64, share, select) for share in (0, 0.15, 0.5, 0.85, 1)]  # type: ignore[arg-type]
+    sides = [CacheBlend(64, share, select) for share in (0, 0.15, 0.5, 0.85, 1)]  # type: ignore[arg-type]
     texts = [read(demo.lm, how, old, new) for how in sides]
     values = [off(text, plain) for text in texts]
     want = logits(plain)
@@ -157,12 +161,12 @@ def test_stores_that_hold_it_otherwise_are_read_as_they_are(tier: str) -> None:
     lm = lm_of("llama")
     shape = lm.n_layers, lm.n_kv_heads, lm.head_dim
 
-    def kv() -> Store:
+    def kv() -> KVCache:
         rotate = "hadamard" if tier == "turned" else "none"
-        packed = Packed(alike(*shape), lm.dtype, lm.device, k_bits=8, v_bits=8, group=8, rotate=rotate)  # type: ignore[arg-type]
-        return Ladder(Dense(lm.shapes, lm.dtype), [Rung(packed)], holds=16, group=8, sinks=2)
+        packed = QuantizedTier(alike(*shape), lm.dtype, lm.device, k_bits=8, v_bits=8, group=8, rotate=rotate)  # type: ignore[arg-type]
+        return TieredCache(Dense(lm.shapes, lm.dtype), [TierLevel(packed)], holds=16, group=8, sinks=2)
 
-    plain, mixed, turned = (read(lm, how, kv=kv()) for how in (None, Blend(LEAST, 0.5), Pie(LEAST)))
+    plain, mixed, turned = (read(lm, how, kv=kv()) for how in (None, CacheBlend(LEAST, 0.5), Pie(LEAST)))
     assert off(mixed, plain) < off(turned, plain)
 
 
@@ -170,17 +174,19 @@ def test_stores_that_hold_it_otherwise_are_read_as_they_are(tier: str) -> None:
 def test_what_is_held_as_no_number_is_read_again(bad: float) -> None:
     """Before all that differs by a number: else it would stay, and make nothing of all that is read behind it."""
     lm = lm_of("llama")
-    session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=50, reusing=Blend(LEAST, 0.15, "kv"))
-    drive(session.read(OLD))
+    session = GenerationSession(
+        lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=50, reusing=CacheBlend(LEAST, 0.15, "kv")
+    )
+    run_to_end(session.read(OLD))
     with torch.inference_mode():
         for layer in range(1, lm.n_layers):
-            session.kv.slots(layer).k[:, len(A) + 40] = bad
+            session.cache.slots(layer).k[:, len(A) + 40] = bad
     session.save(NEW)
-    session.begin(NEW, Sampler())
-    while drive(session.chunk(NEW)):
+    session.start_answer(NEW, Sampler())
+    while run_to_end(session.prefill_chunk(NEW)):
         pass
     for layer in range(lm.n_layers):
-        s = session.kv.slots(layer)
+        s = session.cache.slots(layer)
         assert s.k.isfinite().all()
         assert s.v.isfinite().all()
 
@@ -189,31 +195,31 @@ def test_windows_that_moved_on_leave_it_to_be_read() -> None:
     lm = lm_of("gemma3")
     old, new = families.prompt(700), [3, *families.prompt(700)]
     kv = [Dense(lm.shapes, lm.dtype, windows=windows_of(lm.shapes, lm.sights)) for _ in range(2)]
-    mine, plain = (read(lm, how, old, new, kv=one) for how, one in zip((Blend(LEAST), None), kv, strict=True))
-    assert "reused" not in mine.lost
+    mine, plain = (read(lm, how, old, new, kv=one) for how, one in zip((CacheBlend(LEAST), None), kv, strict=True))
+    assert "reused" not in mine.approximations
     assert same(mine, plain)
 
 
 def test_the_old_text_goes_through_its_first_layer_once_and_back_again() -> None:
     lm = lm_of("llama")
     first, kv = First(lm, OLD, lm.dtype, range(1)), Dense(lm.shapes, lm.dtype)
-    (made,) = run([Feed(lm, Rows.chain(OLD, 0), kv, layers=range(1))])
+    (made,) = run([ForwardRequest(lm, Rows.chain(OLD, 0), kv, layers=range(1))])
     for start, n in ((40, 30), (70, 5), (200, 60), (0, 20), (33, 40)):
-        assert torch.equal(drive(first.gave(start, n)), made.hidden[start : start + n])
+        assert torch.equal(run_to_end(first.gave(start, n)), made.hidden[start : start + n])
 
 
 @pytest.mark.parametrize("select", ["kv", "hidden"])
 def test_what_breaks_on_the_way_is_made_again(select: str) -> None:
-    lm, how = lm_of("llama"), Blend(LEAST, 0.3, select)  # type: ignore[arg-type]
+    lm, how = lm_of("llama"), CacheBlend(LEAST, 0.3, select)  # type: ignore[arg-type]
     want = read(lm, how)
     for at in range(3):
-        session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=50, reusing=how)
-        drive(session.read(OLD))
+        session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=50, reusing=how)
+        run_to_end(session.read(OLD))
         session.save(NEW)
-        session.begin(NEW, Sampler())
+        session.start_answer(NEW, Sampler())
         n, stored = 0, session.committed
         while True:
-            work = session.chunk(NEW)
+            work = session.prefill_chunk(NEW)
             try:
                 feed = next(work)
                 for _ in range(at):
@@ -224,10 +230,10 @@ def test_what_breaks_on_the_way_is_made_again(select: str) -> None:
                 pass
             else:
                 assert session.committed == stored
-            if not drive(session.chunk(NEW)):
+            if not run_to_end(session.prefill_chunk(NEW)):
                 break
             stored, n = session.committed, n + 1
-            assert [session.kv.n_slots(i) for i in range(lm.n_layers)] == [stored] * lm.n_layers
+            assert [session.cache.n_slots(i) for i in range(lm.n_layers)] == [stored] * lm.n_layers
         assert n > 5
         assert same(session, want)
 
@@ -235,16 +241,16 @@ def test_what_breaks_on_the_way_is_made_again(select: str) -> None:
 def test_models_whose_keys_turn_by_no_table_are_refused_when_a_text_is_opened() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     lm = LM.of(families.build("llama", rope_parameters=rope))
-    for how in (Blend(), Pie()):
+    for how in (CacheBlend(), Pie()):
         with pytest.raises(BadModel, match="dynamic"):
-            Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), reusing=how)
+            GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), reusing=how)
 
 
 def test_models_whose_rows_cannot_be_stopped_are_refused_where_that_is_needed() -> None:
     lm = LM.of(all_families.build(all_families.config_of("gemma3n_text")))
     with pytest.raises(BadModel, match="cannot be stopped"):
-        Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), reusing=Blend())
-    assert "reused" in read(lm, Pie(LEAST)).lost
+        GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), reusing=CacheBlend())
+    assert "reused" in read(lm, Pie(LEAST)).approximations
 
 
 @pytest.mark.parametrize(

@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 from kvcli import assemble
-from kvcli.chat.approximation_notes import approx
-from kvcli.engine.engine import drive, events
+from kvcli.chat.approximation_notes import approximation_note
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadConfig
 from kvcli.kernels.quantize_kv import pack_values
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.precision_budget import WORTH, Spending, keys_in, unit
-from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.precision_budget import WORTH, PrecisionBudget, keys_in, unit
+from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.footprint import POSITION
-from kvcli.kv.out_of_memory import Shortage
-from kvcli.kv.slots import LayerShape, Slots, Span, alike, compact, nbytes
+from kvcli.kv.out_of_memory import CacheFull
+from kvcli.kv.slots import LayerShape, LevelSpan, Slots, alike, compact, nbytes
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.quantized import Packed
-from kvcli.methods.policies.precision.loss_limit import limit, lost
+from kvcli.kv.tiers.quantized import QuantizedTier
+from kvcli.methods.policies.precision.loss_limit import lost_share, price_for_loss
 from kvcli.methods.policies.precision.plan import FOUND, QUALITY, Layer, in_place, levels, price, together
-from kvcli.methods.policies.precision.policy import Within
-from kvcli.methods.policies.precision.settings import Budget
+from kvcli.methods.policies.precision.policy import PrecisionBudgetPolicy
+from kvcli.methods.policies.precision.settings import PrecisionBudgetSettings
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
 from tests.test_tiered_cache import D, K, L, fill, positions, read
@@ -40,15 +40,15 @@ BITS = (8, 4, 2)
 
 def spending(
     asked: str = "1MiB", shapes: Sequence[LayerShape] = alike(L, K, D), group: int = 4, **more: Any
-) -> Spending:
-    return Spending(asked, 1 << 20, shapes, 4, more.get("bits", BITS), group, [0.0] * len(shapes))
+) -> PrecisionBudget:
+    return PrecisionBudget(asked, 1 << 20, shapes, 4, more.get("bits", BITS), group, [0.0] * len(shapes))
 
 
-def ladder(group: int = 4) -> Ladder:
+def ladder(group: int = 4) -> TieredCache:
     shapes = alike(L, K, D)
-    below = [Packed(shapes, torch.float32, k_bits=keys_in(bits), v_bits=bits, group=group) for bits in BITS]
-    rungs = [Rung(tier, group=unit(bits, group)) for tier, bits in zip(below, BITS, strict=True)]
-    return Ladder(Dense(shapes, torch.float32, step=64), rungs)
+    below = [QuantizedTier(shapes, torch.float32, k_bits=keys_in(bits), v_bits=bits, group=group) for bits in BITS]
+    rungs = [TierLevel(tier, group=unit(bits, group)) for tier, bits in zip(below, BITS, strict=True)]
+    return TieredCache(Dense(shapes, torch.float32, step=64), rungs)
 
 
 # ---- the solver ----
@@ -59,7 +59,7 @@ def of(worth: list[list[float]], rung: list[list[int]] | None = None, number: in
     return Layer(number, torch.tensor(worth), torch.tensor(rung, dtype=torch.int8))
 
 
-class Plain(Spending):
+class Plain(PrecisionBudget):
     """Bytes of slots alone, without what tiers take beside them."""
 
     def nbytes(self, layer: int, counts: Sequence[Sequence[int]]) -> float:
@@ -115,8 +115,10 @@ def test_no_choice_that_loses_as_little_takes_fewer_bytes_by_more_than_one_slot(
         return sum(costs[r] for r in chosen)
 
     before = rung.flatten().tolist()
-    found = levels(layer, plain, limit([layer], plain, share)).flatten().tolist()
-    assert lost([layer], plain, [torch.tensor(found, dtype=torch.int8).view_as(rung)]) == pytest.approx(losing(found))
+    found = levels(layer, plain, price_for_loss([layer], plain, share)).flatten().tolist()
+    assert lost_share([layer], plain, [torch.tensor(found, dtype=torch.int8).view_as(rung)]) == pytest.approx(
+        losing(found)
+    )
     choices = itertools.product(*(range(r, len(costs)) for r in before))
     enough = [cost(one) for one in choices if losing(one) <= share]
     if not enough:  # more was lost before
@@ -130,9 +132,9 @@ def test_what_always_stays_counts_as_nothing_lost() -> None:
     layer = replace(of([[float("inf"), 1.0, 2.0, 1.0]]), whole=4.0)
     plain = Plain("", 0, alike(1, 1, 16), 4, (), 64, [0.0])
     for share, gone in ((0.2, []), (0.26, []), (0.5, [1, 3]), (0.74, [1, 3]), (1.0, [1, 2, 3])):
-        found = levels(layer, plain, limit([layer], plain, share))
+        found = levels(layer, plain, price_for_loss([layer], plain, share))
         assert torch.nonzero(found[0]).flatten().tolist() == gone
-        assert lost([layer], plain, [found]) == pytest.approx(sum(float(layer.worth[0, i]) for i in gone) / 4)
+        assert lost_share([layer], plain, [found]) == pytest.approx(sum(float(layer.worth[0, i]) for i in gone) / 4)
 
 
 def test_what_is_worth_more_lies_no_lower() -> None:
@@ -150,7 +152,7 @@ def test_what_lies_elsewhere_stays_and_counts_as_much_as_its_longest_head() -> N
     assert levels(layer, plain, 1e6).tolist() == [[4, 4, 5], [0, 4, 5]]
     assert price([layer], plain, 2 * 7 * 9.0) < float("inf")
     assert price([layer], plain, 2 * 7 * 9.0 - 1) == float("inf")
-    told = [replace(plain, asked=asked).told for asked in ("1MiB", "25%")]
+    told = [replace(plain, asked=asked).describe for asked in ("1MiB", "25%")]
     assert all("elsewhere, where recall finds them again" in line for line in told)
 
 
@@ -163,7 +165,7 @@ def test_infinite_worth_stays_where_it_is() -> None:
 def test_slots_that_share_scales_are_worth_the_same() -> None:
     worth = torch.arange(22.0).view(2, 11)
     rung = torch.tensor([[3] * 6 + [1] * 2 + [0] * 3] * 2, dtype=torch.int8)
-    found = together(worth, rung, [Span(3, 6, 4), Span(2, 0, 4), Span(1, 2, 1), Span(0, 3, 1)])
+    found = together(worth, rung, [LevelSpan(3, 6, 4), LevelSpan(2, 0, 4), LevelSpan(1, 2, 1), LevelSpan(0, 3, 1)])
     assert found[0].tolist() == [1.5] * 4 + [4, 5, 6, 7, 8, 9, 10]  # a group of four; two that wait for theirs
 
 
@@ -172,9 +174,9 @@ def test_slots_that_share_scales_are_worth_the_same() -> None:
 def test_bytes_of_rungs_are_at_least_those_held_and_hardly_more(number: int, dims: tuple[int, int]) -> None:
     shapes = (LayerShape(3, *dims),)
     dtype = {2: torch.bfloat16, 4: torch.float32}[number]
-    plan = Spending("1MiB", 0, shapes, number, BITS, 8, [0.0])
+    plan = PrecisionBudget("1MiB", 0, shapes, number, BITS, 8, [0.0])
     for rung, bits in enumerate(BITS, 1):
-        tier = Packed(shapes, dtype, k_bits=keys_in(bits), v_bits=bits, group=8)
+        tier = QuantizedTier(shapes, dtype, k_bits=keys_in(bits), v_bits=bits, group=8)
         lengths = [61, 7, 16]
         pos = torch.full((3, 61), -1, dtype=torch.int32)
         for head, n in enumerate(lengths):
@@ -192,7 +194,7 @@ def test_bytes_of_rungs_are_at_least_those_held_and_hardly_more(number: int, dim
 @pytest.mark.parametrize(("v_dim", "group"), [(64, 64), (80, 64), (96, 64), (24, 32), (88, 32), (20, 8)])
 def test_the_bytes_of_one_more_value_are_those_of_its_codes_and_scales(v_dim: int, group: int, bits: int) -> None:
     """Groups divide a value, so that some are narrower than asked and there are more of them."""
-    plan = Spending("1MiB", 0, (LayerShape(1, 0, v_dim),), 4, (bits,), group, [0.0])
+    plan = PrecisionBudget("1MiB", 0, (LayerShape(1, 0, v_dim),), 4, (bits,), group, [0.0])
     takes = POSITION + sum(t.nbytes for t in pack_values(torch.randn(1, v_dim), bits, group).tensors)
     assert plan.nbytes(0, [[0], [group + 1], [0]]) - plan.nbytes(0, [[0], [group], [0]]) == takes
     assert plan.each(0)[1] == takes
@@ -202,7 +204,7 @@ def test_the_bytes_of_one_more_value_are_those_of_its_codes_and_scales(v_dim: in
 def test_what_each_head_takes_beside_its_slots_counts_for_each(heads: int) -> None:
     """Room for what is read of a file, say."""
     shapes = (LayerShape(heads, 8, 8),)
-    beside, none = (Spending("1MiB", 0, shapes, 4, BITS, 8, [5.0], [apart]) for apart in (900.0, 0.0))
+    beside, none = (PrecisionBudget("1MiB", 0, shapes, 4, BITS, 8, [5.0], [apart]) for apart in (900.0, 0.0))
     counts = [[7] * heads] * (none.last + 1)
     assert beside.nbytes(0, counts) - none.nbytes(0, counts) == 900 * heads
 
@@ -213,7 +215,7 @@ def test_no_more_goes_elsewhere_than_has_room_and_it_is_worth_the_most(seed: int
     g = torch.Generator().manual_seed(seed)
     worth, rung = torch.rand(2, 40, generator=g), torch.randint(-1, 5, (2, 40), generator=g).to(torch.int8)
     layer = Layer(0, worth, rung, [0, 0, 0, 0, 9])
-    place = Spending(asked, 0, alike(1, 2, 8), 4, BITS, 64, [9.0], [0.0], holds=19)
+    place = PrecisionBudget(asked, 0, alike(1, 2, 8), 4, BITS, 64, [9.0], [0.0], holds=19)
     all_ = torch.where(rung < 0, 0, 4).to(torch.int8)
     assert in_place(layer, replace(place, holds=9 + 80), all_) is all_
     found, left = in_place(layer, place, all_), 10
@@ -232,7 +234,7 @@ def test_no_more_goes_elsewhere_than_has_room_and_it_is_worth_the_most(seed: int
 # ---- levels on a ladder ----
 
 
-def asked(kv: Ladder, choose: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def asked(kv: TieredCache, choose: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Levels of what each layer shows."""
     return [choose(kv.slots(layer).pos).to(torch.int8) for layer in range(L)]
 
@@ -243,7 +245,7 @@ def test_each_slot_goes_to_the_rung_that_its_level_names() -> None:
     fill(by_hand, 40)
     g = torch.Generator().manual_seed(1)
     chosen = asked(kv, lambda pos: torch.randint(0, 5, pos.shape, generator=g))
-    assert kv.settle(chosen)
+    assert kv.compress(chosen)
     for layer, level in enumerate(chosen):
         s = by_hand._top.slots(layer)
         for rung in (1, 2, 3):
@@ -264,7 +266,7 @@ def test_slots_go_further_down_and_never_up() -> None:
     kv = ladder()
     fill(kv, 20)
     for level, lies in ((1, 1), (0, 1), (3, 3), (2, 3)):
-        kv.settle(asked(kv, lambda pos, level=level: torch.full_like(pos, level)))
+        kv.compress(asked(kv, lambda pos, level=level: torch.full_like(pos, level)))
         assert [kv._rungs[rung].tier.n_slots(0) for rung in range(4)] == [20 * (rung == lies) for rung in range(4)]
 
 
@@ -276,7 +278,7 @@ def test_a_failure_half_way_leaves_each_slot_once() -> None:
     take = lowest.take
     lowest.take = lambda *_: (_ for _ in ()).throw(MemoryError())  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
-        kv.settle(chosen)
+        kv.compress(chosen)
     lowest.take = take  # type: ignore[method-assign]
     kv.crop(30)
     assert positions(kv, 0) == [list(range(30))] * K
@@ -288,8 +290,8 @@ def test_levels_of_two_rungs_are_a_mask() -> None:
     fill(masked, 20)
     g = torch.Generator().manual_seed(2)
     stays = [torch.rand(K, 20, generator=g) < 0.5 for _ in range(L)]
-    kv.settle(asked(kv, lambda pos: torch.where(stays[0], 0, 4)))
-    masked.settle([stays[0]] * L)
+    kv.compress(asked(kv, lambda pos: torch.where(stays[0], 0, 4)))
+    masked.compress([stays[0]] * L)
     assert all(same(kv.slots(layer), masked.slots(layer)) for layer in range(L))
 
 
@@ -299,7 +301,7 @@ def test_levels_of_two_rungs_are_a_mask() -> None:
 @cache
 def model(dtype: torch.dtype = torch.float32) -> LM:
     found = LM.of(families.build("llama", dtype, max_position_embeddings=2048))
-    found.lay_out()
+    found.install_kernels()
     return found
 
 
@@ -319,13 +321,13 @@ def test_a_text_stays_within_its_budget_at_every_boundary(score: str, budget: st
     chosen = profile(policy={"score": score}, memory={"budget": budget}, prefill={"chunk": 128})
     session = assemble.session(model(), chosen)
     spent = assemble.plan(model(), chosen).spending
-    drive(session.read(families.prompt(400, seed=3)))
+    run_to_end(session.read(families.prompt(400, seed=3)))
     moved = set()
     for _ in range(12):
-        held = sum(nbytes(session.kv).values())
+        held = sum(nbytes(session.cache).values())
         assert held <= spent.most(session.committed)
-        moved |= {rung for rung in range(3) if session.kv._rungs[rung].tier.n_slots(0)}
-        list(events(session.stream(16 - session.committed % 16)))
+        moved |= {rung for rung in range(3) if session.cache._rungs[rung].tier.n_slots(0)}
+        list(iterate_events(session.stream(16 - session.committed % 16)))
     assert (moved == {0}) == (budget == "64MiB")
     assert (len(moved) > 2) or budget in ("60%", "64MiB")
 
@@ -345,13 +347,13 @@ def test_where_recall_finds_the_rest_again_the_device_stays_within_the_budget(me
     chosen = profile(memory=memory, recall=recall, prefill={"chunk": 128})
     session = assemble.session(model(), chosen)
     spent = assemble.plan(model(), chosen).spending
-    drive(session.read(families.prompt(400, seed=3)))
+    run_to_end(session.read(families.prompt(400, seed=3)))
     for _ in range(6):
-        held = nbytes(session.kv)
+        held = nbytes(session.cache)
         assert held["disk"]
         assert held["index"] + held["cpu"] + held["packed"] <= spent.most(session.committed)
-        list(events(session.stream(16 - session.committed % 16)))
-    assert "unread" in session.lost
+        list(iterate_events(session.stream(16 - session.committed % 16)))
+    assert "unread" in session.approximations
 
 
 @pytest.mark.parametrize("recall", [{}, {"recall": {"method": "sketch", "floor": 16}}])
@@ -361,29 +363,29 @@ def test_beside_a_file_the_device_stays_within_the_budget_however_it_is_read(bud
     chosen = profile(policy=policy, memory=memory, prefill={"chunk": 128}, **recall)
     session = assemble.session(model(), chosen)
     spent = assemble.plan(model(), chosen).spending
-    drive(session.read(families.prompt(1500, seed=3)))
+    run_to_end(session.read(families.prompt(1500, seed=3)))
     for _ in range(3):
-        held = nbytes(session.kv)
+        held = nbytes(session.cache)
         assert held.pop("disk")
         assert sum(held.values()) <= spent.most(session.committed)
-        list(events(session.stream(16 - session.committed % 16)))
+        list(iterate_events(session.stream(16 - session.committed % 16)))
 
 
-def there(session: Session) -> int:
-    return sum(int((session.kv.slots(layer).pos >= 0).sum()) for layer in range(model().n_layers))
+def there(session: GenerationSession) -> int:
+    return sum(int((session.cache.slots(layer).pos >= 0).sum()) for layer in range(model().n_layers))
 
 
 @pytest.mark.parametrize("recall", [{}, {"recall": {"method": "sketch", "floor": 16}}])
 def test_a_small_file_takes_what_it_has_room_for_and_the_note_counts_no_more(
     recall: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Rung, "forget", lambda *_: pytest.fail("who places slots knows how many have room"))
+    monkeypatch.setattr(TierLevel, "forget", lambda *_: pytest.fail("who places slots knows how many have room"))
 
     def kept(disk: str) -> tuple[int, float]:
         memory, more = {"budget": "20%", "bits": [8], "disk": disk}, {} if disk == "0GiB" else recall
         session = assemble.session(model(), profile(policy={"score": "keydiff"}, memory=memory, **more))
-        drive(session.read(families.prompt(400, seed=3)))
-        list(events(session.stream(40)))
+        run_to_end(session.read(families.prompt(400, seed=3)))
+        list(iterate_events(session.stream(40)))
         return there(session), float((session.memory.said or "with 100%").split()[1].rstrip("%"))
 
     found = [kept(disk) for disk in ("0GiB", "0.1MiB", "0.2MiB", "1GiB")]
@@ -397,8 +399,8 @@ def test_a_quality_moves_to_a_file_that_is_read_in_full_what_may_not_be_lost() -
     for disk in ("0GiB", "0.1MiB", "1GiB"):
         memory = {"budget": "", "lose": 0.01, "disk": disk}
         session = assemble.session(model(), profile(memory=memory))
-        drive(session.read(families.prompt(400, seed=3)))
-        used = nbytes(session.kv)
+        run_to_end(session.read(families.prompt(400, seed=3)))
+        used = nbytes(session.cache)
         held[disk] = sum(used.values()) - used.get("disk", 0)
         assert float(session.memory.said.split()[1].rstrip("%")) >= 99
     assert held["1GiB"] < 0.5 * held["0GiB"]
@@ -409,17 +411,17 @@ def test_what_was_lost_stays_lost_however_a_slot_goes_on(monkeypatch: pytest.Mon
     chosen = profile(
         policy={"score": "keydiff"}, memory={"budget": "0.07MiB", "disk": "1GiB"}, recall={"method": "sketch"}
     )
-    session, seen, place = assemble.session(model(), chosen), list[float](), Within._rungs
+    session, seen, place = assemble.session(model(), chosen), list[float](), PrecisionBudgetPolicy._rungs
 
-    def placed(policy: Within, layers: list[Layer], *more: Any) -> list[Tensor]:
+    def placed(policy: PrecisionBudgetPolicy, layers: list[Layer], *more: Any) -> list[Tensor]:
         rungs = place(policy, layers, *more)
         whole = sum(layer.whole for layer in layers)
-        seen.extend(whole * lost(layers, policy.spending, on) for on in ([of.rung for of in layers], rungs))
+        seen.extend(whole * lost_share(layers, policy.spending, on) for on in ([of.rung for of in layers], rungs))
         return rungs
 
-    monkeypatch.setattr(Within, "_rungs", placed)
-    drive(session.read(families.prompt(400, seed=3)))
-    list(events(session.stream(200)))
+    monkeypatch.setattr(PrecisionBudgetPolicy, "_rungs", placed)
+    run_to_end(session.read(families.prompt(400, seed=3)))
+    list(iterate_events(session.stream(200)))
     assert session.memory.faded.total
     assert len(seen) > 20
     assert all(after >= before * (1 - 1e-5) for before, after in itertools.pairwise(seen))
@@ -429,8 +431,8 @@ def test_more_is_kept_where_recall_finds_it_again() -> None:
     def n_slots(**memory: Any) -> int:
         recall = {"recall": {"method": "sketch", "floor": 16}} if memory else {}
         session = assemble.session(model(), profile(memory={"budget": "20%", "bits": [8], **memory}, **recall))
-        drive(session.read(families.prompt(400, seed=3)))
-        return sum(int((session.kv.slots(layer).pos >= 0).sum()) for layer in range(3))
+        run_to_end(session.read(families.prompt(400, seed=3)))
+        return sum(int((session.cache.slots(layer).pos >= 0).sum()) for layer in range(3))
 
     assert n_slots(disk="1GiB", disposition="demote") > 1.5 * n_slots()
 
@@ -439,7 +441,7 @@ def test_a_chunk_is_placed_as_soon_as_bytes_run_out() -> None:
     chosen = profile(memory={"budget": "0.1MiB"}, prefill={"chunk": 64})
     session, most = assemble.session(model(), chosen), 0
     for _ in drive_all(session, families.prompt(600, seed=3)):
-        most = max(most, sum(nbytes(session.kv).values()))
+        most = max(most, sum(nbytes(session.cache).values()))
     fresh = 64 * 3 * (2 * 2 * 16 * 4 + 8)
     assert most <= 0.1 * (1 << 20) + 1.5 * fresh
 
@@ -449,10 +451,10 @@ def test_a_text_loses_no_more_of_its_worth_than_was_asked(score: str) -> None:
     took = []
     for lose in (0.01, 0.05, 0.2):
         session = assemble.session(model(), profile(policy={"score": score}, memory={"budget": "", "lose": lose}))
-        drive(session.read(families.prompt(400, seed=3)))
+        run_to_end(session.read(families.prompt(400, seed=3)))
         kept, bytes_ = (float(word.rstrip("%")) / 100 for word in session.memory.said.split() if "%" in word)
         assert kept >= 1 - lose - 0.001
-        held = sum(nbytes(session.kv).values()) / (session.committed * 3 * 264)
+        held = sum(nbytes(session.cache).values()) / (session.committed * 3 * 264)
         assert held - 0.01 <= bytes_ <= held + 0.08  # of short texts much is room to grow
         took.append(bytes_)
     assert took == sorted(took, reverse=True)
@@ -464,8 +466,8 @@ def test_what_a_pruned_prompt_left_behind_is_worth_nothing() -> None:
     for lose in (0.001, 0.4):
         memory, policy = {"budget": "", "lose": lose}, {"score": "keydiff"}
         session = assemble.session(model(), profile(policy=policy, memory=memory, prune=lazy))
-        drive(session.read(families.prompt(400, seed=3)))
-        held.append(sum(nbytes(session.kv).values()))
+        run_to_end(session.read(families.prompt(400, seed=3)))
+        held.append(sum(nbytes(session.cache).values()))
         worth = session.memory.worth.total[model().n_layers - 1]
         assert ((worth > 0).sum(1) < 300).all()
         assert (worth.sum(1) <= 1.001).all()  # shares of a head's sum
@@ -476,8 +478,8 @@ def test_a_budget_is_the_most_that_a_quality_takes() -> None:
     held = {}
     for budget, lose in (("", 0.001), ("25%", 0.001), ("25%", 0.0), ("0.1MiB", 0.001)):
         session = assemble.session(model(), profile(memory={"budget": budget, "lose": lose}))
-        drive(session.read(families.prompt(400, seed=3)))
-        held[budget, lose] = sum(nbytes(session.kv).values())
+        run_to_end(session.read(families.prompt(400, seed=3)))
+        held[budget, lose] = sum(nbytes(session.cache).values())
     assert held["25%", 0.001] == held["25%", 0.0] < held["", 0.001]
     assert held["0.1MiB", 0.001] <= 0.1 * (1 << 20)
 
@@ -485,12 +487,12 @@ def test_a_budget_is_the_most_that_a_quality_takes() -> None:
 def test_a_share_that_what_stays_exceeds_says_so_in_numbers() -> None:
     chosen = profile(memory={"budget": "1%"})
     session = assemble.session(model(), chosen)
-    drive(session.read(families.prompt(200, seed=4)))
-    said = assemble.policy(model(), chosen).found(session.memory)
+    run_to_end(session.read(families.prompt(200, seed=4)))
+    said = assemble.policy(model(), chosen).describe_result(session.memory)
     assert said.startswith("beyond memory.budget = 1%, 0.0 MiB: what always stays has it take 0.")
-    assert said in approx(chosen, session.lost, said)
-    assert approx(chosen, (), said).endswith(f"is {said}; nothing was lost")
-    held = sum(nbytes(session.kv).values()) / (1 << 20)
+    assert said in approximation_note(chosen, session.approximations, said)
+    assert approximation_note(chosen, (), said).endswith(f"is {said}; nothing was lost")
+    held = sum(nbytes(session.cache).values()) / (1 << 20)
     assert float(said.split()[-2]) == pytest.approx(held, abs=0.06)
 
 
@@ -498,59 +500,59 @@ def test_what_is_free_is_one_number_for_all_texts_and_divided_among_them() -> No
     one, two = (assemble.plan(model(), profile(memory={"budget": "fit", "texts": n})).spending.free for n in (1, 2))
     assert one == assemble.plan(model(), profile(memory={"budget": "fit"})).spending.free
     assert 0 < two < one / 2
-    assert one < model().spare
+    assert one < model().free_device_bytes
 
 
-def drive_all(session: Session, ids: list[int]) -> Any:
-    yield from events(session.read(ids))
+def drive_all(session: GenerationSession, ids: list[int]) -> Any:
+    yield from iterate_events(session.read(ids))
 
 
 def test_a_text_that_fits_is_whole() -> None:
     session = assemble.session(model(), profile(memory={"budget": "64MiB"}))
     plain = assemble.session(model(), Profile.load("exact"))
     for one in (session, plain):
-        drive(one.read(families.prompt(200, seed=4)))
-        list(events(one.stream(40)))
+        run_to_end(one.read(families.prompt(200, seed=4)))
+        list(iterate_events(one.stream(40)))
     assert session.ids == plain.ids
-    assert not session.lost
+    assert not session.approximations
 
 
 def test_a_text_of_which_nothing_may_go_yet_is_scored_again() -> None:
     session = assemble.session(model(), profile(policy={"guard": 750}))
-    drive(session.read(families.prompt(700, seed=4)))  # more than one piece that kvzip repeats
-    assert not session.lost
-    list(events(session.stream(100)))
-    assert session.lost
+    run_to_end(session.read(families.prompt(700, seed=4)))  # more than one piece that kvzip repeats
+    assert not session.approximations
+    list(iterate_events(session.stream(100)))
+    assert session.approximations
 
 
 @pytest.mark.parametrize("budget", ["60%", "0.25MiB", "0.1MiB"])
 def test_room_that_is_spare_decides_nothing(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def held() -> list[Slots]:
         session = assemble.session(model(), profile(policy={"score": "keydiff"}, memory={"budget": budget}))
-        drive(session.read(families.prompt(200, seed=4)))
-        list(events(session.stream(100)))
-        return [session.kv.slots(layer) for layer in range(model().n_layers)]
+        run_to_end(session.read(families.prompt(200, seed=4)))
+        list(iterate_events(session.stream(100)))
+        return [session.cache.slots(layer) for layer in range(model().n_layers)]
 
-    plain, usage = held(), Ladder.usage
+    plain, usage = held(), TieredCache.usage
     for factor in (0.5, 2):
         monkeypatch.setattr(
-            Ladder, "usage", lambda kv, by=factor: [replace(use, nbytes=int(use.nbytes * by)) for use in usage(kv)]
+            TieredCache, "usage", lambda kv, by=factor: [replace(use, nbytes=int(use.nbytes * by)) for use in usage(kv)]
         )
         assert all(same(a, b) for a, b in zip(plain, held(), strict=True))
 
 
 def test_the_plan_is_told_in_a_line() -> None:
     token = L * (2 * K * D * 4 + K * 4)
-    assert spending(f"{100 * token / 1024}KiB").told.startswith(
+    assert spending(f"{100 * token / 1024}KiB").describe.startswith(
         f"memory.budget = {100 * token / 1024}KiB: room for so many"
     )
-    assert "100 in full" in spending(f"{100 * token / 1024}KiB").told
-    assert spending("25%").told.startswith("memory.budget = 25%: room for so many tokens of a text: 25% in full, ")
+    assert "100 in full" in spending(f"{100 * token / 1024}KiB").describe
+    assert spending("25%").describe.startswith("memory.budget = 25%: room for so many tokens of a text: 25% in full, ")
 
 
 def test_a_shortage_names_a_budget_that_has_room() -> None:
     layers = [of([[float("inf")] * 4])]
-    told = Within(spending=spending())._shortage(layers, 0, 50 << 20)
+    told = PrecisionBudgetPolicy(spending=spending())._shortage(layers, 0, 50 << 20)
     # a flag wins over what a profile says, and nobody here knows which of them it was
     assert told.try_[:2] == ("--budget 51MiB", "--set memory.budget=51MiB without --budget")
 
@@ -558,42 +560,42 @@ def test_a_shortage_names_a_budget_that_has_room() -> None:
 @pytest.mark.parametrize("head_dim", [16, 24])
 def test_rows_of_a_draft_round_alike_on_rungs_of_few_bits_or_nothing_is_drafted(head_dim: int) -> None:
     lm = LM.of(families.build("llama", torch.bfloat16, head_dim=head_dim))
-    lm.lay_out()
+    lm.install_kernels()
     strict = profile(spec={"method": "ngram", "strict": True}, kv={"group": 8})
-    settled, why = assemble.settled(lm, strict)
+    settled, why = assemble.adapted_profile(lm, strict)
     assert settled.spec.method == ("ngram" if head_dim == 16 else "off"), why
     assert ("memory.bits" in why) == (head_dim != 16)
 
 
 def test_a_text_goes_on_from_its_state() -> None:
     first = assemble.session(model(), profile())
-    drive(first.read(families.prompt(200, seed=4)))
-    list(events(first.stream(21)))
+    run_to_end(first.read(families.prompt(200, seed=4)))
+    list(iterate_events(first.stream(21)))
     second = assemble.session(model(), profile())
     second.restore(first.state(), first.ids[-1])
     for one in (first, second):
-        list(events(one.stream(40)))
+        list(iterate_events(one.stream(40)))
     assert first.ids == second.ids
-    assert first.lost == second.lost == {"rounded", "forgotten"}
+    assert first.approximations == second.approximations == {"rounded", "forgotten"}
 
 
 def test_an_undo_gives_the_text_of_a_new_reading() -> None:
     ids = families.prompt(200, seed=4)
     fresh, again = (assemble.session(model(), profile()) for _ in range(2))
-    drive(again.read(ids))
-    list(events(again.stream(40)))
+    run_to_end(again.read(ids))
+    list(iterate_events(again.stream(40)))
     again.resume(ids)
-    drive(again.read(ids[len(again.ids) :]))
-    drive(fresh.read(ids))
+    run_to_end(again.read(ids[len(again.ids) :]))
+    run_to_end(fresh.read(ids))
     for one in (fresh, again):
-        list(events(one.stream(40)))
+        list(iterate_events(one.stream(40)))
     assert fresh.ids == again.ids
 
 
 def test_what_always_stays_must_fit() -> None:
     session = assemble.session(model(), profile(memory={"budget": "0.01MiB"}))
-    with pytest.raises(Shortage, match=r"memory.budget = 0.01MiB has no room"):
-        drive(session.read(families.prompt(200, seed=4)))
+    with pytest.raises(CacheFull, match=r"memory.budget = 0.01MiB has no room"):
+        run_to_end(session.read(families.prompt(200, seed=4)))
 
 
 def test_heads_that_a_map_names_keep_more(tmp_path: Any) -> None:
@@ -602,8 +604,8 @@ def test_heads_that_a_map_names_keep_more(tmp_path: Any) -> None:
     held = []
     for headmap in ("", str(path)):
         session = assemble.session(model(), profile(policy={"headmap": headmap}))
-        drive(session.read(families.prompt(200, seed=4)))
-        s = session.kv.slots(1)
+        run_to_end(session.read(families.prompt(200, seed=4)))
+        s = session.cache.slots(1)
         held.append([int(n) for n in (s.pos >= 0).sum(1)])
     assert held[1][0] - held[1][1] > held[0][0] - held[0][1]
 
@@ -634,7 +636,7 @@ def test_what_cannot_be_kept_beside_a_budget_is_refused_by_name(changes: dict[st
 
 
 def test_a_budget_is_what_the_profile_says() -> None:
-    assert Profile.load("budget").policy.settings == Budget()
+    assert Profile.load("budget").policy.settings == PrecisionBudgetSettings()
     assert spending("25%").most(100) == 25 * L * (2 * K * D * 4 + 4)
     assert spending("2KiB").most(100) == 2048
     assert spending("fit").most(100) == (1 << 20) - WORTH * L * K * 100

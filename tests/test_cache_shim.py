@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from kvcli.engine.engine import call, run
-from kvcli.engine.forward import Pass
-from kvcli.engine.forward_request import Feed
-from kvcli.engine.hf.cache_shim import cache_name, current, under_way
+from kvcli.engine.forward import ForwardPass
+from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.hf.cache_shim import active_pass, cache_name, current
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.kv.tiers.dense import Dense
 from tests import families
 
 
-def feed_of(lm: LM, seed: int) -> Feed:
-    return Feed(lm, Rows.chain(families.prompt(9, seed=seed), 0), Dense(lm.shapes, lm.dtype), want=range(9))
+def feed_of(lm: LM, seed: int) -> ForwardRequest:
+    return ForwardRequest(lm, Rows.chain(families.prompt(9, seed=seed), 0), Dense(lm.shapes, lm.dtype), want=range(9))
 
 
 def test_engines_in_two_threads_answer_their_own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,13 +30,13 @@ def test_engines_in_two_threads_answer_their_own_texts(monkeypatch: pytest.Monke
     lm = LM.of(families.build("llama"))
     feeds = [feed_of(lm, seed) for seed in (1, 2)]
     alone = [run([feed])[0].logits for feed in feeds]
-    in_step, attend = Barrier(2, timeout=60), Pass.attend
+    in_step, attend = Barrier(2, timeout=60), ForwardPass.attend
 
-    def attend_in_step(self: Pass, *args: Any) -> torch.Tensor:
+    def attend_in_step(self: ForwardPass, *args: Any) -> torch.Tensor:
         in_step.wait()
         return attend(self, *args)
 
-    monkeypatch.setattr(Pass, "attend", attend_in_step)
+    monkeypatch.setattr(ForwardPass, "attend", attend_in_step)
     with ThreadPoolExecutor(2) as threads:
         both = [made.logits for (made,) in threads.map(run, [[feed] for feed in feeds])]
     assert all(map(torch.equal, both, alone))
@@ -44,14 +44,14 @@ def test_engines_in_two_threads_answer_their_own_texts(monkeypatch: pytest.Monke
 
 def test_a_call_that_breaks_leaves_no_pass_behind() -> None:
     lm = LM.of(families.build("llama"))
-    with under_way("outer"), pytest.raises(AttributeError):
+    with active_pass("outer"), pytest.raises(AttributeError):
         call(lm.model, [1, 2], its_pass="not a pass")
     assert current() is None
 
 
 def test_a_call_of_no_pass_stands_above_one_that_is() -> None:
-    with under_way("outer"):
-        with under_way(None):
+    with active_pass("outer"):
+        with active_pass(None):
             assert current() is None
         assert current() == "outer"
 

@@ -16,7 +16,7 @@ from kvcli.calibrate.passes import contexts, pass_times
 from kvcli.calibrate.quick import quick_costs, quick_times
 from kvcli.calibrate.run import calibrate, fingerprint_of, model_fingerprint
 from kvcli.commands.common.run_setup import Setup
-from kvcli.drafts.pacing.pass_timer import Clock
+from kvcli.drafts.pacing.pass_timer import PassTimer
 from kvcli.errors import KvcliError
 from kvcli.fit.calibration import age_days, file_of, load_calibration, machine_fingerprint, save_calibration
 from kvcli.fit.speed import units
@@ -166,7 +166,7 @@ def test_age_is_in_whole_days():
 
 
 def test_a_drafter_starts_from_what_was_calibrated_until_it_has_timed_it_itself():
-    clock = Clock()
+    clock = PassTimer()
     flat = clock.costs(17)
     clock.expect({1: 1.0, 2: 1.5, 16: 5.0})
     costs = clock.costs(17)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kvcli.engine import forward_memory
 from kvcli.engine.cuda_graphs import captured_pass
-from kvcli.engine.engine import drive
-from kvcli.engine.forward_memory import recorded_bytes
+from kvcli.engine.engine import run_to_end
+from kvcli.engine.forward_memory import captured_bytes
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kernels import argmax
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.tiers.device_tables import MOST_ROWS
@@ -81,19 +81,19 @@ def test_frames_hold_what_fit_counts(rows: int, sampler: Sampler, monkeypatch: p
     monkeypatch.setattr(argmax, "why_not", lambda logits: "")  # as on a card, where it makes nothing else
     monkeypatch.setattr(argmax, "argmax", lambda logits: logits.argmax(-1))
     lm, graphs = LM.of(families.build("llama", torch.bfloat16, **LARGE)), Weighed()
-    lm.frames = captured_pass.Frames(graphs, [rows])
+    lm.frames = captured_pass.CapturedPasses(graphs, [rows])
     truth = families.prompt(400, vocab=4000)
     drafter: Any = Off() if rows == 1 else Right(truth, 4000, 3999)
-    session = Session(lm, Dense(lm.shapes, lm.dtype), drafter, sampler)
-    drive(session.read(truth[:300]))
-    drive(session.step((), 64))
+    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), drafter, sampler)
+    run_to_end(session.read(truth[:300]))
+    run_to_end(session.step((), 64))
     assert not lm.frames.eager
-    (slab, *_) = session.kv._slabs.values()  # type: ignore[attr-defined]
+    (slab, *_) = session.cache._slabs.values()  # type: ignore[attr-defined]
     slots = slab.k.shape[1]
     assert slots == -(-(300 + 64 + MOST_ROWS) // 256) * 256
 
     shape = shape_of(lm.model.config.get_text_config().to_dict())
-    said = partial(recorded_bytes, shape, slots=slots, number=2, kv_number=2, draws=not sampler.temperature)
+    said = partial(captured_bytes, shape, slots=slots, number=2, kv_number=2, draws=not sampler.temperature)
     counted = said(rows=rows) - (said(rows=1) if rows > 1 else 0)
     (held,) = graphs.pools
     assert 0.8 * counted < held < 1.02 * counted

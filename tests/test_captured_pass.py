@@ -15,21 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.engine.cuda_graphs import captured_pass
-from kvcli.engine.cuda_graphs.captured_pass import FixedPass, Frames
-from kvcli.engine.engine import drive, together
+from kvcli.engine.cuda_graphs.captured_pass import CapturedForward, CapturedPasses
+from kvcli.engine.engine import generate_together, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
 from kvcli.engine.rows import Draft
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
 from kvcli.kernels.append_kv import COLUMNS, addresses
 from kvcli.kernels.attend_invariant.tables import Table
 from kvcli.kv.sliding_windows import windows_of
-from kvcli.kv.slots import Sight
+from kvcli.kv.slots import AttentionParams
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.device_tables import MOST_ROWS, Fixed
+from kvcli.kv.tiers.device_tables import MOST_ROWS, DeviceCache
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.random import Random
 from kvcli.methods.policies.snapkv import Snap
@@ -68,19 +68,19 @@ def lm(family: str) -> LM:
 
 def recorded(family: str) -> tuple[LM, FakeGraphs]:
     its, graphs = lm(family), FakeGraphs()
-    its.frames = Frames(graphs)
+    its.frames = CapturedPasses(graphs)
     return its, graphs
 
 
-def session(its: LM, drafter: Any = None, sampler: Sampler = SEEDED, policy: Policy | None = None) -> Session:
+def session(its: LM, drafter: Any = None, sampler: Sampler = SEEDED, policy: Policy | None = None) -> GenerationSession:
     every = None if policy is None else 7
     kv = Dense(its.shapes, its.dtype, its.device, step=4, windows=windows_of(its.shapes, its.sights))
-    return Session(its, kv, drafter or Off(), sampler, policy=policy, every=every, chunk=16)
+    return GenerationSession(its, kv, drafter or Off(), sampler, policy=policy, every=every, chunk=16)
 
 
-def written(text: Session, new: int = NEW, stop: Sequence[int] = ()) -> list[int]:
+def written(text: GenerationSession, new: int = NEW, stop: Sequence[int] = ()) -> list[int]:
     start = len(text.ids)
-    for _ in iter(lambda: drive(text.step(stop, start + new - len(text.ids))), None):
+    for _ in iter(lambda: run_to_end(text.step(stop, start + new - len(text.ids))), None):
         if len(text.ids) == start + new or text.ids[-1] in stop:
             return text.ids[start:]
     raise AssertionError
@@ -91,7 +91,7 @@ def plain(family: str, sampler: Sampler, policy: Policy | None = None) -> list[i
     its = lm(family)
     its.frames = None
     text = session(its, None, sampler, policy)
-    drive(text.read(PROMPT))
+    run_to_end(text.read(PROMPT))
     return written(text)
 
 
@@ -108,7 +108,7 @@ def test_a_frame_gives_the_text_of_single_operations(family: str, drafts: str) -
     truth = [*PROMPT, *want]
     drafter: Any = {"off": Off(), "chain": Right(truth, 97, 96), "tree": Bush(truth, 97, 96)}[drafts]
     text = session(its, drafter, sampler)
-    drive(text.read(PROMPT))
+    run_to_end(text.read(PROMPT))
     assert written(text) == want
     assert its.frames is not None
     assert (dict(its.frames.eager), its.frames.why) == ({}, "")
@@ -119,7 +119,7 @@ class Hearing(Bush):
     """Is handed the hidden states of its rows."""
 
     def propose(self, ids: Sequence[int], room: int, past: object) -> Draft:
-        return replace(super().propose(ids, room, past), hears="hidden")
+        return replace(super().propose(ids, room, past), needs="hidden")
 
     def observe(self, step: Step) -> None:
         assert step.hidden is not None
@@ -134,7 +134,7 @@ def test_a_frame_shows_the_states_of_single_operations() -> None:
         its.frames = its.frames if is_recorded else None
         drafter = Hearing(truth, 97, 96)
         text = session(its, drafter)
-        drive(text.read(PROMPT))
+        run_to_end(text.read(PROMPT))
         assert written(text) == truth[len(PROMPT) :]
         assert its.frames is None or not its.frames.eager
         each.append([step.hidden for step in drafter.steps])
@@ -150,7 +150,7 @@ class NowAndThen(Right):
         self.hears, self.heard = hears, list[Any]()
 
     def propose(self, ids: Sequence[int], room: int, past: object) -> Draft:
-        return replace(super().propose(ids, room, past), hears=self.hears if len(self.heard) % 2 else "")
+        return replace(super().propose(ids, room, past), needs=self.hears if len(self.heard) % 2 else "")
 
     def observe(self, step: Step) -> None:
         given = step.hidden if self.hears == "hidden" else step.queries
@@ -165,7 +165,7 @@ def test_a_pass_that_is_heard_has_no_frame_of_one_that_is_not(hears: str) -> Non
         its.frames = its.frames if is_recorded else None
         drafter = NowAndThen(truth, hears)
         text = session(its, drafter)
-        drive(text.read(PROMPT))
+        run_to_end(text.read(PROMPT))
         assert written(text) == truth[len(PROMPT) :]
         assert its.frames is None or (graphs.replays and not its.frames.eager)
         each.append(drafter.heard)
@@ -185,7 +185,7 @@ def test_boundaries_change_a_past_under_a_frame(policy: Policy, drafts: str) -> 
     want = plain("llama", SEEDED, policy)
     its, _ = recorded("llama")
     text = session(its, Bush([*PROMPT, *want], 97, 96) if drafts == "tree" else Off(), SEEDED, policy)
-    drive(text.read(PROMPT))
+    run_to_end(text.read(PROMPT))
     assert written(text) == want
     assert its.frames is not None
     assert not its.frames.eager
@@ -195,13 +195,13 @@ def test_a_long_answer_is_recorded_a_few_times_and_a_short_one_takes_little() ->
     """A layer that moves doubles, and never has more room than the answer may still need."""
     its, graphs = recorded("llama")
     text = session(its)
-    drive(text.read(PROMPT))
+    run_to_end(text.read(PROMPT))
     began = len(text.ids)
     for most, times in ((9, 1), (300, 3)):
         before, end = graphs.recorded, len(text.ids) + most
         while len(text.ids) < end:
-            drive(text.step((), end - len(text.ids)))
-            for held in text.kv._slabs.values():  # type: ignore[attr-defined]
+            run_to_end(text.step((), end - len(text.ids)))
+            for held in text.cache._slabs.values():  # type: ignore[attr-defined]
                 assert held.k.shape[1] < end + MOST_ROWS + 4
         assert graphs.recorded - before <= 4 * times, "a pass, what stores, draws, and goes on"
     assert len(text.ids) - began == 309
@@ -212,7 +212,7 @@ def test_boundaries_have_nothing_recorded_again(policy: Policy) -> None:
     """What a policy leaves is as long as it was before, and lies where that lay."""
     its, graphs = recorded("llama")
     text = session(its, policy=policy)
-    drive(text.read(PROMPT))
+    run_to_end(text.read(PROMPT))
     written(text, 15)
     before = graphs.recorded
     written(text, 28)
@@ -223,7 +223,7 @@ def test_a_text_that_ends_takes_its_frames_along() -> None:
     its, _ = recorded("llama")
     texts = [session(its), session(its)]
     for text in texts:
-        drive(text.read(PROMPT))
+        run_to_end(text.read(PROMPT))
         written(text, 3)
     assert its.frames is not None
     frames = [ref(frame) for frame in its.frames._frames.values()]
@@ -245,7 +245,7 @@ def test_plain_rows_run_before_they_are_asked_for_and_one_is_dropped_behind_a_st
     end = want.index(stop) + 1
     its, graphs = recorded("llama")
     text = session(its)
-    drive(text.read(PROMPT))
+    run_to_end(text.read(PROMPT))
     assert written(text, NEW, [stop]) == want[:end]
     frame = next(iter(its.frames._frames.values()))  # type: ignore[union-attr]
     assert frame._under_way is not None, "the token behind the stop was on its way"
@@ -257,17 +257,17 @@ def test_a_rewound_text_forgets_what_ran_ahead() -> None:
     """To where the device went on by itself, with another token and another seed."""
     its, _ = recorded("llama")
     text = session(its)
-    drive(text.read(PROMPT))
+    run_to_end(text.read(PROMPT))
     first = written(text, 8)
     assert first == plain("llama", SEEDED)[:8]
     for back, token in ((1, 5), (3, 60), (7, 7)):
         begins = [*text.ids[:-back], token]
         text.resume(begins)
-        drive(text.read(begins[len(text.ids) :]))
+        run_to_end(text.read(begins[len(text.ids) :]))
         mine = written(text, 6)
         its.frames, frames = None, its.frames
         other = session(its)
-        drive(other.read(begins))
+        run_to_end(other.read(begins))
         assert mine == written(other, 6)
         its.frames = frames
 
@@ -277,12 +277,12 @@ def test_two_texts_side_by_side_and_in_turn() -> None:
     its, _ = recorded("gemma3")
     texts = [session(its, Bush([*PROMPT, *want], 97, 96)), session(its, None, CUT)]
     for text in texts:
-        drive(text.read(PROMPT))
-    tickets = together(texts[0].stream(9), texts[1].stream(9))
+        run_to_end(text.read(PROMPT))
+    tickets = generate_together(texts[0].stream(9), texts[1].stream(9))
     assert all(ticket.error is None for ticket in tickets)
     for _ in range(5):  # what runs ahead of one does not disturb the other
         for text in texts:
-            drive(text.step())
+            run_to_end(text.step())
     for text, truth in zip(texts, (want, other), strict=True):
         mine = text.ids[len(PROMPT) :][:NEW]
         assert mine == truth[: len(mine)]
@@ -305,9 +305,9 @@ def test_frames_that_are_too_wide_together_are_not_run(most: int, fits: bool, mo
     its, _ = recorded("llama")
     texts = [session(its, Few([*PROMPT, *want], 97, 96)) for _ in "ab"]
     for text in texts:
-        drive(text.read(PROMPT))
-    monkeypatch.setattr(LM, "most_rows", property(lambda _: most))
-    tickets = together(*(text.step((), NEW) for text in texts))
+        run_to_end(text.read(PROMPT))
+    monkeypatch.setattr(LM, "max_invariant_rows", property(lambda _: most))
+    tickets = generate_together(*(text.step((), NEW) for text in texts))
     assert all(ticket.error is None for ticket in tickets)
     assert its.frames is not None
     assert [why.split(",")[0] for why in its.frames.eager] == (
@@ -321,7 +321,7 @@ def test_a_pass_that_there_was_no_memory_to_record_is_recorded_the_next_time(mon
     want = plain("llama", SEEDED)
     its, graphs = recorded("llama")
     text = session(its)
-    drive(text.read(PROMPT))
+    run_to_end(text.read(PROMPT))
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -342,10 +342,10 @@ def test_two_texts_that_run_ahead_take_turns() -> None:
     its, _ = recorded("llama")
     texts = [session(its), session(its)]
     for text in texts:
-        drive(text.read(PROMPT))
+        run_to_end(text.read(PROMPT))
     for _ in range(9):
         for text in texts:
-            drive(text.step())
+            run_to_end(text.step())
     for text in texts:
         mine = text.ids[len(PROMPT) :]
         assert mine == want[: len(mine)]
@@ -354,7 +354,7 @@ def test_two_texts_that_run_ahead_take_turns() -> None:
 def test_a_fork_goes_its_own_way() -> None:
     its, _ = recorded("llama")
     text = session(its)
-    drive(text.read(PROMPT))
+    run_to_end(text.read(PROMPT))
     written(text, 5)
     twin = text.fork()
     assert written(text, 9) == written(twin, 9) == plain("llama", SEEDED)[5:14]
@@ -365,7 +365,7 @@ def test_what_depends_on_the_text_is_drawn_apart() -> None:
     want = plain("llama", penalty)
     its, graphs = recorded("llama")
     text = session(its, Right([*PROMPT, *want], 97, 96), penalty)
-    drive(text.read(PROMPT))
+    run_to_end(text.read(PROMPT))
     assert written(text) == want
     assert graphs.replays
 
@@ -375,7 +375,7 @@ def test_a_model_that_asks_the_host_is_not_recorded_and_says_so(family: str) -> 
     want = plain(family, SEEDED)
     its, _ = recorded(family)
     text = session(its)
-    drive(text.read(PROMPT))
+    run_to_end(text.read(PROMPT))
     assert written(text) == want
     assert its.frames is not None
     assert set(its.frames.eager) == {its.frames.why}
@@ -395,11 +395,11 @@ def test_rope_tables_that_move_are_held_still() -> None:
 
     forward.__wrapped__ = own  # type: ignore[attr-defined]
     want = plain("llama", SEEDED)
-    its.frames = Frames(FakeGraphs())
+    its.frames = CapturedPasses(FakeGraphs())
     try:
         type(rope).forward, rope.rope_type = forward, "longrope"
         text = session(its)
-        drive(text.read(PROMPT))
+        run_to_end(text.read(PROMPT))
         assert written(text) == want
         assert its.frames.why == ""
         assert "forward" not in vars(rope)
@@ -410,7 +410,7 @@ def test_rope_tables_that_move_are_held_still() -> None:
 def test_logits_that_are_no_numbers_end_the_text() -> None:
     its, _ = recorded("llama")
     text = session(its)
-    drive(text.read(PROMPT))
+    run_to_end(text.read(PROMPT))
     written(text, 4)
     frame = next(iter(its.frames._frames.values()))  # type: ignore[union-attr]
     frame._under_way = None
@@ -419,7 +419,7 @@ def test_logits_that_are_no_numbers_end_the_text() -> None:
     try:
         poison(head)
         with pytest.raises(BadModel):
-            drive(text.step())
+            run_to_end(text.step())
     finally:
         head.copy_(kept)
     assert written(text, 4) == plain("llama", SEEDED)[4:8]
@@ -470,18 +470,18 @@ def test_a_past_that_moved_under_a_frame_would_show(monkeypatch: pytest.MonkeyPa
     want = plain("llama", SEEDED)[:5]
     its, _ = recorded("llama")
     text = session(its)
-    drive(text.read(PROMPT))
+    run_to_end(text.read(PROMPT))
     assert written(text, 5) == want
     frames = its.frames
     (frame,) = its.frames._frames.values()  # type: ignore[union-attr]
-    monkeypatch.setattr(Frames, "_frame", lambda *_: frame)
-    text.kv.reserve(400)
+    monkeypatch.setattr(CapturedPasses, "_frame", lambda *_: frame)
+    text.cache.reserve(400)
     begins = [*text.ids[:-3], 60, 7, 5]
     text.resume(begins)
-    drive(text.read(begins[len(text.ids) :]))
+    run_to_end(text.read(begins[len(text.ids) :]))
     its.frames = None
     other = session(its)
-    drive(other.read(begins))
+    run_to_end(other.read(begins))
     want = written(other, 6)
     its.frames = frames
     assert written(text, 6) != want
@@ -506,8 +506,8 @@ def test_keys_and_values_are_copied_only_where_they_lie_otherwise(
     q = torch.zeros(4, n, d, dtype=its.dtype)
     apart = [torch.randn(n, n_kv, size, dtype=its.dtype).transpose(0, 1) for size in (d, e)]  # as models make them
     for k, v, is_copied in ((*apart, False), (apart[0], apart[1].contiguous(), True)):
-        way = FixedPass(feed, numbers, Fixed([lying]))  # type: ignore[list-item]
-        way.attend(0, q, k, v, Sight(1.0), None)
+        way = CapturedForward(feed, numbers, DeviceCache([lying]))  # type: ignore[list-item]
+        way.attend(0, q, k, v, AttentionParams(1.0), None)
         fresh = way.fresh[0]
         assert [torch.equal(t, of) for t, of in ((fresh.k, k), (fresh.v, v))] == [True, True]
         assert (fresh.k.data_ptr() != k.data_ptr()) == is_copied

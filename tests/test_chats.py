@@ -19,12 +19,12 @@ from kvcli.chat import chat_tables, database
 from kvcli.chat.chat_file import read_chat
 from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME
-from kvcli.chat.saved_chats import Sessions
+from kvcli.chat.saved_chats import SavedChats
 from kvcli.chat.transcript import messages_of
 from kvcli.commands.chat.repl import Repl
 from kvcli.commands.common.run_setup import Setup
 from kvcli.documents import Document
-from kvcli.environment import Paths, World
+from kvcli.environment import Environment, Paths
 from kvcli.errors import BadConfig, BadInput
 from kvcli.policies.scoring.headmap import read_headmap
 from kvcli.render.terminal.screen import Screen
@@ -46,12 +46,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def kept(machine: Machine) -> list[ChatDocument]:
     """What is on the disk, oldest first."""
-    sessions = Sessions(machine.folder / "home" / "data")
+    sessions = SavedChats(machine.folder / "home" / "data")
     return [sessions.read(name)[0] for name in names(machine)]
 
 
 def names(machine: Machine) -> list[str]:
-    return [entry.id for entry in reversed(Sessions(machine.folder / "home" / "data").entries())]
+    return [entry.id for entry in reversed(SavedChats(machine.folder / "home" / "data").entries())]
 
 
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_a_project_does_not_decide_what_is_kept(machine: Machine):
 def test_the_model_that_a_chat_was_held_with_is_used_unless_another_is_typed(machine: Machine, monkeypatch):
     asked: list[str | None] = []
     monkeypatch.setattr("kvcli.commands.common.load_model.load_model", _stop_at(asked))
-    sessions = Sessions(machine.folder / "home" / "data")
+    sessions = SavedChats(machine.folder / "home" / "data")
     chat = Chat(FakeModel(answer=ANSWER, info=fake_info(id="x")), sessions=sessions, called="owner/name")
     chat.send("How deep?")
     chat.save()
@@ -200,13 +200,13 @@ def test_one_question_says_which_chat_it_goes_on_with_and_with_v_where_it_is_kep
 
 
 def test_ctrl_c_while_one_question_is_kept_costs_nothing(machine: Machine, monkeypatch):
-    write = Sessions.write
+    write = SavedChats.write
 
     def interrupted(*args: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         write(*args)
 
-    monkeypatch.setattr(Sessions, "write", interrupted)
+    monkeypatch.setattr(SavedChats, "write", interrupted)
     done = machine("chat", "-p", "How deep?")
     assert (done.exit, done.out) == (0, f"{ANSWER}\n")
     assert [texts(one)[0] for one in kept(machine)] == ["How deep?"]
@@ -285,8 +285,10 @@ class Talk:
     """A chat that is kept, on a screen that is a string."""
 
     def __init__(self, root: Path, **options):
-        self.world = World(io.StringIO(), io.StringIO(), io.StringIO(), {}, root, Paths.of({"KVCLI_HOME": str(root)}))
-        self.sessions = Sessions(self.world.paths.data)
+        self.world = Environment(
+            io.StringIO(), io.StringIO(), io.StringIO(), {}, root, Paths.of({"KVCLI_HOME": str(root)})
+        )
+        self.sessions = SavedChats(self.world.paths.data)
         self.profiles = Profiles()
         self.chat = Chat(FakeModel(answer=ANSWER), sessions=self.sessions, holds=True)
         options = {"keeps": True, "profiles": self.profiles, "profile": "exact"} | options
@@ -414,19 +416,19 @@ def test_the_latest_chat_is_the_one_that_was_kept_last_whatever_the_clock_says(t
 
 
 def test_ctrl_c_while_a_turn_is_kept_costs_neither_the_turn_nor_the_chat(talk, monkeypatch):
-    write = Sessions.write
+    write = SavedChats.write
 
     def interrupted(*args: Any) -> None:
         signal.raise_signal(signal.SIGINT)
         write(*args)
 
-    monkeypatch.setattr(Sessions, "write", interrupted)
+    monkeypatch.setattr(SavedChats, "write", interrupted)
     talk.type("one", "two")
     assert talk.saved() == ["one", "two"]
 
 
 def test_a_disk_that_hangs_is_given_up_by_a_second_ctrl_c(talk, monkeypatch):
-    monkeypatch.setattr(Sessions, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(SavedChats, "write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert "this chat is not kept: stopped" in talk.type("one", "two")
     monkeypatch.undo()
     talk.type("three")
@@ -497,21 +499,21 @@ def other(folder: Path, name: str, n: int) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def sessions(tmp_path: Path) -> Sessions:
+def sessions(tmp_path: Path) -> SavedChats:
     """One is kept."""
-    made = Sessions(tmp_path / "data")
+    made = SavedChats(tmp_path / "data")
     chat = Chat(FakeModel(answer=ANSWER), sessions=made)
     chat.send("How deep?")
     chat.save()
     return made
 
 
-def only(sessions: Sessions) -> list[str]:
+def only(sessions: SavedChats) -> list[str]:
     (entry,) = sessions.entries()
     return texts(sessions.read(entry.id)[0])
 
 
-def test_a_second_process_is_told_who_has_a_chat_open(sessions: Sessions):
+def test_a_second_process_is_told_who_has_a_chat_open(sessions: SavedChats):
     first = other(sessions.folder, "held", 3)
     assert first.stdout.readline() == "\n"
     second = other(sessions.folder, "held", 3)
@@ -527,7 +529,7 @@ def test_a_second_process_is_told_who_has_a_chat_open(sessions: Sessions):
     assert len(only(sessions)) == 10
 
 
-def test_of_two_processes_that_save_one_chat_none_loses_a_turn_unsaid(sessions: Sessions):
+def test_of_two_processes_that_save_one_chat_none_loses_a_turn_unsaid(sessions: SavedChats):
     both = [other(sessions.folder, name, 40) for name in ("a", "b")]
     for process in both:
         assert process.stdout.readline() == "\n"
@@ -543,7 +545,7 @@ def test_of_two_processes_that_save_one_chat_none_loses_a_turn_unsaid(sessions: 
 
 
 def test_a_held_session_stays_held_while_it_is_written_again_and_again(tmp_path: Path):
-    sessions = Sessions(tmp_path)
+    sessions = SavedChats(tmp_path)
     chat = Chat(FakeModel(answer=ANSWER), sessions=sessions, holds=True)
     for n in range(5):
         chat.send(f"question {n}")
@@ -610,7 +612,7 @@ def damaged(**changes: object) -> bytes:
     ],
 )
 def test_a_damaged_file_is_refused_by_name_and_changes_nothing(tmp_path: Path, data: bytes, words: str):
-    chat = Chat(FakeModel(answer=ANSWER), "Be brief.", sessions=Sessions(tmp_path / "data"))
+    chat = Chat(FakeModel(answer=ANSWER), "Be brief.", sessions=SavedChats(tmp_path / "data"))
     chat.attach(Document("r.md", "The report.", "00"))
     chat.send("How deep?")
     chat.attach(Document("s.md", "Later.", "01"))
@@ -641,12 +643,12 @@ def test_what_is_no_file_or_too_large_is_refused(tmp_path: Path, monkeypatch: py
 
 def test_a_later_version_may_know_more(tmp_path: Path):
     (tmp_path / "x.json").write_bytes(damaged(kv="a snapshot"))
-    assert Chat(FakeModel(), sessions=Sessions(tmp_path)).load(tmp_path / "x.json").title == "t"
+    assert Chat(FakeModel(), sessions=SavedChats(tmp_path)).load(tmp_path / "x.json").title == "t"
 
 
 def test_what_no_file_can_hold_is_replaced_not_lost(tmp_path: Path):
     """Half of a pair, as a name that is not UTF-8 has it."""
-    sessions = Sessions(tmp_path)
+    sessions = SavedChats(tmp_path)
     chat = Chat(FakeModel(answer=ANSWER), sessions=sessions)
     chat.attach(Document("r\udcff.md", "The report.", "00"))
     chat.send("How deep?")

@@ -23,7 +23,7 @@ from kvcli.fit.weights import weigh
 from kvcli.installing import EXTRAS, pip
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.models import checkpoint_format, source
-from kvcli.models.checkpoint_format import Packing
+from kvcli.models.checkpoint_format import CheckpointFormat
 from tests.all_families import config_of, lively, ours
 from tests.exact.table import prompt
 from tests.packed_checkpoints import FORMATS, edit_config, written
@@ -127,7 +127,7 @@ def test_weights_are_counted_not_what_is_stored(tmp_path: Path, name: str):
     ids=["gptq", "gptq8", "awq", "bnb4", "bnb8"],
 )  # fmt: skip
 def test_a_packed_layer_counts_the_weights_that_it_stands_for(settings: dict[str, Any], stored: dict[str, Any]):
-    packing = Packing.of({"quantization_config": settings})
+    packing = CheckpointFormat.of({"quantization_config": settings})
     held = {f"model.layers.0.self_attn.q_proj.{part}": of for part, of in stored.items()}
     assert sum(packing.weights(name, *of) for name, of in held.items()) == 64 * 64
 
@@ -165,7 +165,7 @@ def test_a_package_that_is_missing_is_named_before_a_weight_is_read(
 
 def test_on_a_gpu_what_stays_packed_is_placed_by_a_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: None if name == "accelerate" else name)
-    hqq = Packing.of({"quantization_config": {"quant_method": "hqq"}})
+    hqq = CheckpointFormat.of({"quantization_config": {"quant_method": "hqq"}})
     assert (hqq.missing("cpu"), hqq.missing("cuda")) == ([], ["accelerate"])
 
 
@@ -195,7 +195,7 @@ def test_a_package_of_a_package_is_named_too(folder: Path):
 
 
 def test_numbers_that_stay_packed_where_kernels_read_them(monkeypatch: pytest.MonkeyPatch):
-    fp8 = Packing.of({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
+    fp8 = CheckpointFormat.of({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
     assert fp8.unpacks("cpu")
     monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: name)
     assert fp8.stays("cuda")

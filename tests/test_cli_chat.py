@@ -18,7 +18,7 @@ from kvcli.api import End, Turn
 from kvcli.commands.common.run_setup import Setup
 from kvcli.commands.common.turn_json import Run, turn_document
 from kvcli.demo import weights_dir
-from kvcli.engine.sequence.repetition import Loop
+from kvcli.engine.sequence.repetition import Repetition
 from kvcli.engine.stats import Stats
 from kvcli.schemas.documents import DOCUMENTS, json_schema
 from kvcli.settings.conflicts import cautions
@@ -400,7 +400,7 @@ def test_streamed_json_is_one_event_a_line(machine):
 
 
 def test_an_answer_that_went_round_in_a_loop_is_said_and_is_no_success(machine):
-    machine.model.loop = Loop(2, 320)
+    machine.model.loop = Repetition(2, 320)
     done = machine("chat", "-p", "How deep?")
     assert (done.exit, done.out) == (8, f"{ANSWER}\n")
     assert "note: stopped: the text went round in a loop of 2 tokens" in done.err

@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from kvcli.assemble import shaping
-from kvcli.kv.snapshot import Misfit
+from kvcli.assemble import cache_conditions
+from kvcli.kv.snapshot import SnapshotMismatch
 from kvcli.prefix_cache import block_tree, snapshot_file
-from kvcli.prefix_cache.block_file import SUM, Damaged, _sum, read
+from kvcli.prefix_cache.block_file import SUM, CorruptFile, _sum, read
 from kvcli.prefix_cache.codec import Lossless
-from kvcli.prefix_cache.prefix_cache import WHOLE, Shaping
+from kvcli.prefix_cache.prefix_cache import WHOLE, CacheConditions
 from kvcli.prefix_cache.tensor_codec import coded, coded_state, decoded, decoded_state
 from kvcli.settings.profile import Profile
 from tests import prefix_cache_stress
 from tests.prefix_cache_stress import IDS, SNAP, shelf_in
 
 torch.set_num_threads(1)
-CODING = Shaping(codec=Lossless())
+CODING = CacheConditions(codec=Lossless())
 SIZE = (2, 100, 24)
 
 
@@ -116,7 +116,7 @@ HOSTILE: Mapping[str, Mapping[str, object]] = {
 
 @pytest.mark.parametrize("how", HOSTILE)
 def test_a_past_that_says_too_much_is_refused(how: str) -> None:
-    with pytest.raises(Misfit):
+    with pytest.raises(SnapshotMismatch):
         decoded_state({"kv": {"0": {"k": {**PART, **HOSTILE[how]}}}})
 
 
@@ -129,11 +129,13 @@ def size_of(folder: Path) -> int:
 
 @pytest.mark.parametrize("writes", [WHOLE, CODING], ids=["as they are", "coded"])
 @pytest.mark.parametrize("reads", [WHOLE, CODING], ids=["as they are", "coded"])
-def test_blocks_serve_each_other_with_the_same_bits(lm: Any, tmp_path: Path, writes: Shaping, reads: Shaping) -> None:
+def test_blocks_serve_each_other_with_the_same_bits(
+    lm: Any, tmp_path: Path, writes: CacheConditions, reads: CacheConditions
+) -> None:
     shelf = shelf_in(tmp_path / "kv", lm)
-    assert not shelf.keep(prefix_cache_stress.read(lm, WHOLE, 400), shaping=writes).why_not
+    assert not shelf.save(prefix_cache_stress.read(lm, WHOLE, 400), shaping=writes).why_not
     s = prefix_cache_stress.session(lm, WHOLE)
-    assert shelf.fetch(s, IDS, reads) == 399
+    assert shelf.load_prefix(s, IDS, reads) == 399
     assert torch.equal(
         prefix_cache_stress.logits(s, IDS), prefix_cache_stress.logits(prefix_cache_stress.read(lm, WHOLE, 10), IDS)
     )
@@ -141,30 +143,30 @@ def test_blocks_serve_each_other_with_the_same_bits(lm: Any, tmp_path: Path, wri
 
 def test_a_damaged_coded_block_is_none(lm: Any, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", lm)
-    shelf.keep(prefix_cache_stress.read(lm, WHOLE, 400), shaping=CODING)
+    shelf.save(prefix_cache_stress.read(lm, WHOLE, 400), shaping=CODING)
     for path in (tmp_path / "kv").glob(f"*/{block_tree.ROOT}-*{block_tree.ENDS}"):
         tensors = load_file(path)
         tensors["k.0"] = tensors["k.0"][:-1].clone()
         path.write_bytes(save(tensors, {SUM: _sum(tensors)}))  # well made but for that
-        with pytest.raises(Damaged, match="longer or shorter"):
+        with pytest.raises(CorruptFile, match="longer or shorter"):
             read(path, lm.shapes, lm.dtype)
-    assert shelf.fetch(prefix_cache_stress.session(lm, WHOLE), IDS) == 0
+    assert shelf.load_prefix(prefix_cache_stress.session(lm, WHOLE), IDS) == 0
 
 
 def test_coded_files_are_smaller(lm: Any, tmp_path: Path) -> None:
     for name, each in {"as they are": WHOLE, "coded": CODING}.items():
-        shelf_in(tmp_path / name, lm).keep(prefix_cache_stress.read(lm, WHOLE, 850), shaping=each)
+        shelf_in(tmp_path / name, lm).save(prefix_cache_stress.read(lm, WHOLE, 850), shaping=each)
     assert size_of(tmp_path / "coded") < 0.93 * size_of(tmp_path / "as they are")
 
 
 def test_a_shaped_past_in_fewer_bytes_goes_on_to_the_same_bits(lm: Any, tmp_path: Path) -> None:
     shelf, coding = shelf_in(tmp_path / "kv", lm), replace(SNAP, codec=Lossless())
     live = prefix_cache_stress.read(lm, SNAP, 850)
-    assert not shelf.keep(live, shaping=coding).why_not
+    assert not shelf.save(live, shaping=coding).why_not
     assert size_of(tmp_path / "kv") < 0.95 * snapshot_file.nbytes(live.state())
     for reads in (coding, SNAP):
         s = prefix_cache_stress.session(lm, SNAP)
-        assert shelf.fetch(s, IDS, reads) == 849
+        assert shelf.load_prefix(s, IDS, reads) == 849
         want = prefix_cache_stress.logits(prefix_cache_stress.read(lm, SNAP, 850), IDS)
         assert torch.equal(prefix_cache_stress.logits(s, IDS), want)
 
@@ -173,4 +175,4 @@ def test_a_profile_may_ask_for_it_and_promise_the_same_text() -> None:
     exact = Profile.load("exact")
     coding = exact.replace(keep={"codec": "lossless"})
     assert coding.exactness == "exact"
-    assert shaping(coding) == replace(shaping(exact), codec=Lossless())
+    assert cache_conditions(coding) == replace(cache_conditions(exact), codec=Lossless())

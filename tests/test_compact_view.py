@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcli.kernels.merge_attention import merge
-from kvcli.kv.slots import Sight, alike
+from kvcli.kernels.merge_attention import merge_attention
+from kvcli.kv.slots import AttentionParams, alike
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.views.compact_view import Front
-from kvcli.kv.views.view import View
+from kvcli.kv.views.compact_view import CompactView
+from kvcli.kv.views.view import GatheredView
 from kvcli.methods.policies.quest import Quest
-from kvcli.methods.policies.streaming import Window
+from kvcli.methods.policies.streaming import StreamingLLM
 from tests.policies import moment
 
 LAYERS, HEADS, DIM = 2, 2, 8
@@ -31,20 +31,20 @@ def pick(policy):
     return lambda layer, q, s: policy.mask(s, moment(s, q, layer))
 
 
-def pair(policy, every: int) -> tuple[Dense, Front, View]:
+def pair(policy, every: int) -> tuple[Dense, CompactView, GatheredView]:
     kv = Dense(alike(LAYERS, HEADS, DIM), torch.float32)
     shapes = alike(LAYERS, HEADS, DIM)
-    return kv, Front(kv, pick(policy), every, shapes), View(kv, pick(policy))
+    return kv, CompactView(kv, pick(policy), every, shapes), GatheredView(kv, pick(policy))
 
 
-def same(front: Front, view: View, at: int) -> None:
+def same(front: CompactView, view: GatheredView, at: int) -> None:
     q, pos = rand(4, 3, DIM), torch.arange(at, at + 3)
     for layer in range(LAYERS):
-        want, got = (v.attend(layer, q, Sight(0.3), pos) for v in (view, front))
-        torch.testing.assert_close(merge(got), merge(want))
+        want, got = (v.attend(layer, q, AttentionParams(0.3), pos) for v in (view, front))
+        torch.testing.assert_close(merge_attention(got), merge_attention(want))
 
 
-@pytest.mark.parametrize("policy", [Window(sinks=2, window=9), Quest(page=4, pages=3, sinks=2, local=5)])
+@pytest.mark.parametrize("policy", [StreamingLLM(sinks=2, window=9), Quest(page=4, pages=3, sinks=2, local=5)])
 def test_chosen_anew_each_token_it_is_the_reference(policy):
     kv, front, view = pair(policy, every=1)
     for n in range(0, 60, 3):
@@ -53,21 +53,21 @@ def test_chosen_anew_each_token_it_is_the_reference(policy):
 
 
 def test_between_two_choices_new_tokens_join():
-    kv, front, _ = pair(Window(sinks=2, window=6), every=10)
+    kv, front, _ = pair(StreamingLLM(sinks=2, window=6), every=10)
     grown(kv, 30)
     q = rand(4, 1, DIM)
-    front.attend(0, q, Sight(1.0), [30])
+    front.attend(0, q, AttentionParams(1.0), [30])
     grown(kv, 4, 30)
-    front.attend(0, q, Sight(1.0), [34])
+    front.attend(0, q, AttentionParams(1.0), [34])
     assert front._copy.slots(0).pos[0].tolist() == [0, 1, *range(24, 34)]
     grown(kv, 7, 34)
-    front.attend(0, q, Sight(1.0), [41])
+    front.attend(0, q, AttentionParams(1.0), [41])
     assert front._copy.slots(0).pos[0].tolist() == [0, 1, *range(35, 41)]
 
 
 @pytest.mark.parametrize("change", ["crop", "keep", "ragged"])
 def test_what_is_forgotten_below_is_forgotten_here(change: str):
-    kv, front, view = pair(Window(sinks=1, window=50), every=1000)
+    kv, front, view = pair(StreamingLLM(sinks=1, window=50), every=1000)
     grown(kv, 40)
     same(front, view, 40)
     if change == "crop":
@@ -87,7 +87,7 @@ def test_what_is_forgotten_below_is_forgotten_here(change: str):
 
 def test_slots_that_hold_nothing_are_never_read():
     """FAFO's released code lets rows attend ten zero slots; here every one that holds nothing is poisoned."""
-    kv, front, view = pair(Window(sinks=2, window=6), every=8)
+    kv, front, view = pair(StreamingLLM(sinks=2, window=6), every=8)
     grown(kv, 30)
     same(front, view, 30)
     for dense in (kv, front._copy):
@@ -98,8 +98,8 @@ def test_slots_that_hold_nothing_are_never_read():
 
 
 def test_an_empty_store_has_nothing_to_show():
-    kv, front, _ = pair(Window(), every=8)
-    assert front.attend(0, rand(4, 1, DIM), Sight(1.0), [0]) == []
+    kv, front, _ = pair(StreamingLLM(), every=8)
+    assert front.attend(0, rand(4, 1, DIM), AttentionParams(1.0), [0]) == []
     assert sum(use.nbytes for use in front.usage()) == sum(use.nbytes for use in kv.usage())
 
 
@@ -126,12 +126,12 @@ def test_a_page_that_a_head_has_lost_is_not_chosen():
 
 
 def test_over_another_store_it_shows_that_one():
-    kv, front, view = pair(Window(sinks=2, window=90), every=50)
+    kv, front, view = pair(StreamingLLM(sinks=2, window=90), every=50)
     grown(kv, 40)
     same(front, view, 40)
     other = Dense(alike(LAYERS, HEADS, DIM), torch.float32)
     grown(other, 40)
-    moved, reference = front.over(other), view.over(other)
+    moved, reference = front.rebind(other), view.over(other)
     same(moved, reference, 40)
     grown(other, 2, 40)
     same(moved, reference, 42)

@@ -17,19 +17,19 @@ from kvcli.chat.conversation import Chat
 from kvcli.chat.model import Model
 from kvcli.chat.transcript import Message
 from kvcli.demo.report import write_report
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
-from kvcli.engine.sequence.token_kinds import SYSTEM, Span
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.engine.sequence.token_kinds import SYSTEM, KindSpan
 from kvcli.errors import BadConfig
 from kvcli.kernels.rope import rotate, unrotate
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
-from kvcli.methods.policies.compress_prefix import condense, has_room
-from kvcli.prefix_cache.prefix_cache import Shelf
+from kvcli.methods.policies.compress_prefix import compress_prefix, fits_repetition
+from kvcli.prefix_cache.prefix_cache import PrefixCache
 from kvcli.settings.profile import Profile
 from tests import families
 
@@ -43,10 +43,10 @@ def lm(name: str = "llama") -> LM:
     return LM.of(families.build(name, torch.float64))
 
 
-def session(ids: list[int], name: str = "llama") -> Session:
+def session(ids: list[int], name: str = "llama") -> GenerationSession:
     model = lm(name)
-    s = Session(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=16)
-    drive(s.read(ids))
+    s = GenerationSession(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=16)
+    run_to_end(s.read(ids))
     return s
 
 
@@ -57,13 +57,13 @@ def places(whole: Slots, part: Slots) -> torch.Tensor:
 
 def test_each_head_moves_what_it_keeps_and_turns_its_keys() -> None:
     s, ids = session(TEXT), TEXT
-    model, before = s.lm, [Slots(*(t.clone() for t in (x.k, x.v, x.pos))) for x in map(s.kv.slots, range(3))]
-    assert drive(condense(s, END, MOST))
-    assert (s.committed, s.condensed, s.lost) == (MOST, MOST, {"forgotten"})
+    model, before = s.lm, [Slots(*(t.clone() for t in (x.k, x.v, x.pos))) for x in map(s.cache.slots, range(3))]
+    assert run_to_end(compress_prefix(s, END, MOST))
+    assert (s.committed, s.condensed, s.approximations) == (MOST, MOST, {"forgotten"})
     assert s.ids[MOST] == ids[END], "the next to be read"
     chosen = []
     for layer, rotary in enumerate(rotaries(model)):
-        now = s.kv.slots(layer)
+        now = s.cache.slots(layer)
         assert now.pos.tolist() == [list(range(MOST))] * now.pos.shape[0]
         old = places(before[layer], now)
         chosen += old.tolist()
@@ -74,21 +74,21 @@ def test_each_head_moves_what_it_keeps_and_turns_its_keys() -> None:
         assert rotary is not None
         torch.testing.assert_close(now.k, rotate(unrotate(k, old, rotary), now.pos, rotary))
     assert len(set(map(tuple, chosen))) > 1, "heads choose for themselves"
-    drive(s.chunk([*s.ids[:MOST], *ids[END:]]))
+    run_to_end(s.prefill_chunk([*s.ids[:MOST], *ids[END:]]))
     assert s.committed == MOST + N - END - 1
-    assert len(list(events(s.stream(5)))) == 5
+    assert len(list(iterate_events(s.stream(5)))) == 5
 
 
 def test_what_was_condensed_before_competes_by_what_it_was_worth() -> None:
     s = session(TEXT)
-    assert drive(condense(s, END, MOST))
+    assert run_to_end(compress_prefix(s, END, MOST))
     text = [*s.ids[:MOST], *[*range(7 + N, 30 + N)]]
-    while drive(s.chunk(text)):
+    while run_to_end(s.prefill_chunk(text)):
         pass
-    worth, before = dict(s.worth), [s.kv.slots(layer).v.clone() for layer in range(3)]
-    assert drive(condense(s, MOST + 20, MOST))
+    worth, before = dict(s.worth), [s.cache.slots(layer).v.clone() for layer in range(3)]
+    assert run_to_end(compress_prefix(s, MOST + 20, MOST))
     for layer in range(3):
-        now = s.kv.slots(layer)
+        now = s.cache.slots(layer)
         for head in range(now.v.shape[0]):
             kept = (now.v[head].unsqueeze(1) == before[layer][head, :MOST]).all(-1)  # [n, MOST]
             old, lost = worth[layer][head][kept.any(0)], worth[layer][head][~kept.any(0)]
@@ -100,37 +100,39 @@ def test_a_window_moves_as_it_is() -> None:
     s = session(TEXT, "gemma3")
     full = [i for i, window in enumerate(s.lm.windows) if window is None]
     sliding = [i for i in range(s.lm.n_layers) if i not in full]
-    before = {i: Slots(s.kv.slots(i).k.clone(), s.kv.slots(i).v.clone(), s.kv.slots(i).pos.clone()) for i in sliding}
-    assert drive(condense(s, END, MOST))
+    before = {
+        i: Slots(s.cache.slots(i).k.clone(), s.cache.slots(i).v.clone(), s.cache.slots(i).pos.clone()) for i in sliding
+    }
+    assert run_to_end(compress_prefix(s, END, MOST))
     for i in sliding:
-        now = s.kv.slots(i)
+        now = s.cache.slots(i)
         assert int(now.pos[0, -1]) == MOST - 1
         old = places(before[i], now)
         assert (old - now.pos == END - MOST).all()
-    assert len(list(events(s.stream(5)))) == 5
+    assert len(list(iterate_events(s.stream(5)))) == 5
 
 
 def test_within_it_nothing_can_be_taken_back_and_behind_it_all_can() -> None:
     s, ids = session(TEXT), TEXT
-    drive(condense(s, END, MOST))
+    run_to_end(compress_prefix(s, END, MOST))
     text = [*s.ids[:MOST], *ids[END:]]
-    while drive(s.chunk(text)):
+    while run_to_end(s.prefill_chunk(text)):
         pass
     other = s.fork()
-    assert s.begin(text[: MOST + 5], Sampler()) == MOST + 4
+    assert s.start_answer(text[: MOST + 5], Sampler()) == MOST + 4
     assert s.condensed == MOST
-    assert other.begin(text[: MOST - 2], Sampler()) == 0
+    assert other.start_answer(text[: MOST - 2], Sampler()) == 0
     assert not other.condensed
-    assert not other.lost
+    assert not other.approximations
 
 
 def test_too_few_slots_change_nothing() -> None:
     s = session(TEXT)
-    s.spans = [Span(0, 20, SYSTEM)]
-    before = s.kv.slots(1).k.clone()
-    assert not drive(condense(s, END, MOST))
+    s.spans = [KindSpan(0, 20, SYSTEM)]
+    before = s.cache.slots(1).k.clone()
+    assert not run_to_end(compress_prefix(s, END, MOST))
     assert s.committed == END
-    assert torch.equal(s.kv.slots(1).k, before[:, :END])
+    assert torch.equal(s.cache.slots(1).k, before[:, :END])
 
 
 # --- a chat
@@ -230,7 +232,7 @@ def test_what_stands_for_more_goes_to_no_profile_that_promises_all_of_it() -> No
     drop: dict[str, Any] = {"context": {"on_overflow": "drop"}}
     for changes in ({"exactness": "exact", **drop}, drop):
         other = text.with_profile(text.profile.replace(**changes))
-        assert not other.take_past(text)
+        assert not other.take_cache(text)
         assert text.session.condensed == n > 0
 
 
@@ -255,8 +257,8 @@ def test_cancelled_while_it_is_made_smaller_nothing_has_happened() -> None:
 def test_where_the_model_has_no_room_to_judge_the_chat_goes_on_without() -> None:
     """A question that fills all the model takes: what repeats the text behind itself cannot, and says nothing."""
     limit = demo().lm.limit
-    assert has_room(limit, limit - 200)
-    assert not has_room(limit, limit - 40)
+    assert fits_repetition(limit, limit - 200)
+    assert not fits_repetition(limit, limit - 40)
     over = {"context.limit": "auto", "context.reserve": 1024, "context.on_overflow": "compress"}
     chat = demo().open(set={**over, "sample.max_new_tokens": 4}).chat()
     fills = (
@@ -279,7 +281,7 @@ def test_the_context_by_message_says_what_is_in_fewer_slots() -> None:
 
 def test_it_is_kept_in_no_file(tmp_path: Path) -> None:
     chat = chat_of("compress")
-    chat.model.model.shelf = Shelf(tmp_path / "kv", 1 << 30, demo().lm, worth=0)
+    chat.model.model.shelf = PrefixCache(tmp_path / "kv", 1 << 30, demo().lm, worth=0)
     told(chat, 3)
     assert chat.model.keep().nbytes
     held = sorted(tmp_path.rglob("*"))

@@ -242,5 +242,5 @@ def test_texts_of_several_threads_may_be_held_to_the_same() -> None:
 
 def test_a_fork_goes_on_under_the_same_constraint() -> None:
     session = model("exact").new_session()
-    session.begin([1], Sampler(), model("exact").constraint(Grammar.json_object()))
+    session.start_answer([1], Sampler(), model("exact").constraint(Grammar.json_object()))
     assert session.fork().constraint is session.constraint

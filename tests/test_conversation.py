@@ -9,8 +9,8 @@ import pytest
 
 from kvcli.api import End, Read, Text, Turn
 from kvcli.chat.conversation import Chat
-from kvcli.chat.prompt_tokens import heard
-from kvcli.chat.saved_chats import Sessions
+from kvcli.chat.prompt_tokens import tokens_of_turn
+from kvcli.chat.saved_chats import SavedChats
 from kvcli.documents import Document, document_of
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadInput, ContextOverflow, UsageError
@@ -28,7 +28,7 @@ def model():
 
 @pytest.fixture
 def chat(model, tmp_path):
-    return Chat(model, "Be brief.", sessions=Sessions(tmp_path))
+    return Chat(model, "Be brief.", sessions=SavedChats(tmp_path))
 
 
 def prompts(model):
@@ -333,4 +333,4 @@ def test_what_the_model_has_heard_is_asked_in_the_same_tokens():
 
 def test_a_text_cut_by_a_stop_string_is_read_anew():
     turn = Turn("It is", tuple(encode(demo(), ANSWER)), "stop", Stats())
-    assert heard(demo(), "prompt", [1, 2], turn) == ("", [])
+    assert tokens_of_turn(demo(), "prompt", [1, 2], turn) == ("", [])

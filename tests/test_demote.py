@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from kvcli import assemble, load
-from kvcli.chat.approximation_notes import approx, keeps
+from kvcli.chat.approximation_notes import approximation_note, describe_losses
 from kvcli.chat.model import Model
-from kvcli.engine.engine import drive, events, run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.engine import iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadConfig
-from kvcli.heads.sample import Sample, samples
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder
-from kvcli.kv.out_of_memory import Shortage
-from kvcli.kv.slots import Store, alike, nbytes
-from kvcli.kv.sparse.page_source import Shelf
+from kvcli.heads.sample import ProbeSample, samples
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.out_of_memory import CacheFull
+from kvcli.kv.slots import KVCache, alike, nbytes
+from kvcli.kv.sparse.page_source import PageTier
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import Disk
-from kvcli.kv.tiers.host import Host
+from kvcli.kv.tiers.disk import DiskTier
+from kvcli.kv.tiers.host import HostTier
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
 from tests.exact import table as exactness
@@ -37,12 +37,12 @@ DEMOTE = {"disposition": "demote"}
 SMALL = {"method": "sketch", "page": 3, "floor": 4, "sinks": 1, "recent": 4, "dense_layers": 0}
 
 
-def demoting(lower: Any = None, most: int | None = None, **more: Any) -> Ladder:
+def demoting(lower: Any = None, most: int | None = None, **more: Any) -> TieredCache:
     lower = lower or Dense(alike(L, K, D), torch.float64)
-    return Ladder(Dense(alike(L, K, D), torch.float64), [Rung(lower, most)], demotes=True, **more)
+    return TieredCache(Dense(alike(L, K, D), torch.float64), [TierLevel(lower, most)], demotes=True, **more)
 
 
-def some(kv: Store, seed: int = 0) -> list[Tensor]:
+def some(kv: KVCache, seed: int = 0) -> list[Tensor]:
     """Masks over what the store shows: about half of it, other slots in each head."""
     g = torch.Generator().manual_seed(seed)
     return [torch.rand(K, kv.n_slots(layer), generator=g) < 0.5 for layer in range(L)]
@@ -51,10 +51,10 @@ def some(kv: Store, seed: int = 0) -> list[Tensor]:
 # ---- the ladder ----
 
 
-LOWER: dict[str, Callable[[], Shelf]] = {
+LOWER: dict[str, Callable[[], PageTier]] = {
     "dense": lambda: Dense(alike(L, K, D), torch.float64),
-    "host": lambda: Host(Dense(alike(L, K, D), torch.float64), "cpu"),
-    "disk": lambda: Disk(alike(L, K, D), torch.float64, BIG, BIG),
+    "host": lambda: HostTier(Dense(alike(L, K, D), torch.float64), "cpu"),
+    "disk": lambda: DiskTier(alike(L, K, D), torch.float64, BIG, BIG),
 }
 
 
@@ -65,7 +65,7 @@ def test_what_masks_let_go_is_read_as_before_and_shown_no_more(lower: str) -> No
     fill(one, 40)
     fill(kv, 40)
     masks = some(kv)
-    assert kv.settle(masks)
+    assert kv.compress(masks)
     assert not kv.forgets
     assert positions(kv) == [row.nonzero().flatten().tolist() for row in masks[1]]
     for window in (None, 9):
@@ -78,12 +78,12 @@ def test_what_went_down_is_chosen_no_second_time() -> None:
     fill(one, 40)
     fill(kv, 40)
     for seed in range(3):
-        kv.settle(some(kv, seed))
+        kv.compress(some(kv, seed))
     below = kv._rungs[1].tier.slots(1).pos
     assert sorted([*below[0][below[0] >= 0].tolist(), *positions(kv)[0]]) == list(range(40))
     torch.testing.assert_close(read(kv), read(one))
     before = kv.changes
-    assert not kv.settle([torch.ones(K, kv.n_slots(layer), dtype=torch.bool) for layer in range(L)])
+    assert not kv.compress([torch.ones(K, kv.n_slots(layer), dtype=torch.bool) for layer in range(L)])
     assert kv.changes == before
 
 
@@ -91,19 +91,19 @@ def test_the_oldest_go_too_where_the_top_is_full() -> None:
     kv = demoting(holds=10, sinks=2)
     fill(kv, 40, settle_at=1000)
     masks = [torch.arange(40).expand(K, -1) % 2 == 0 for _ in range(L)]
-    kv.settle(masks)
+    kv.compress(masks)
     assert positions(kv) == [[0, *range(20, 40, 2)]] * K
 
 
 @pytest.mark.parametrize("lower", LOWER)
 def test_a_full_tier_forgets_what_came_first_and_says_so(lower: str) -> None:
-    def made(drops: bool) -> Ladder:
+    def made(drops: bool) -> TieredCache:
         kv = demoting(LOWER[lower](), most=12, drops=drops)
         fill(kv, 40, settle_at=1000)
         return kv
 
-    def settle(kv: Ladder, last: int) -> None:
-        kv.settle([kv.slots(layer).pos >= last for layer in range(L)])
+    def settle(kv: TieredCache, last: int) -> None:
+        kv.compress([kv.slots(layer).pos >= last for layer in range(L)])
 
     kv = made(drops=True)
     settle(kv, 10)
@@ -118,7 +118,7 @@ def test_a_full_tier_forgets_what_came_first_and_says_so(lower: str) -> None:
     assert below[below >= 0].tolist() == list(range(27, 39))
     kv.crop(0)
     assert not kv.forgets
-    with pytest.raises(Shortage):
+    with pytest.raises(CacheFull):
         settle(made(drops=False), 20)
 
 
@@ -126,23 +126,23 @@ def test_a_boundary_that_fails_at_any_allocation_loses_nothing() -> None:
     one = Dense(alike(L, K, D), torch.float64)
     fill(one, 40)
 
-    def made() -> tuple[Ladder, list[Tensor]]:
+    def made() -> tuple[TieredCache, list[Tensor]]:
         kv = demoting()
         fill(kv, 40)
-        kv.settle(some(kv))
+        kv.compress(some(kv))
         return kv, some(kv, 1)
 
     kv, masks = made()
     with FakeDevice() as device:
-        kv.settle(masks)
+        kv.compress(masks)
     assert device.allocations > 20
     for n in range(0, device.allocations, 3):
         kv, masks = made()
         with FakeDevice(fail_at=n), pytest.raises(torch.OutOfMemoryError):
-            kv.settle(masks)
+            kv.compress(masks)
         kv.crop(40)
         torch.testing.assert_close(read(kv), read(one))
-        kv.settle(some(kv, 2))
+        kv.compress(some(kv, 2))
         torch.testing.assert_close(read(kv), read(one))
 
 
@@ -159,13 +159,13 @@ def profile(**changes: Any) -> Profile:
     return load_profile("exact").replace(exactness="approx", prefill={"chunk": 13}, **changes)
 
 
-def opened(**changes: Any) -> Session:
+def opened(**changes: Any) -> GenerationSession:
     return assemble.session(lm(), profile(**changes))
 
 
-def told(session: Session) -> list[int]:
-    drive(session.read(exactness.prompt()))
-    list(events(session.stream(30)))
+def told(session: GenerationSession) -> list[int]:
+    run_to_end(session.read(exactness.prompt()))
+    list(iterate_events(session.stream(30)))
     return session.ids
 
 
@@ -181,7 +181,7 @@ def test_recall_that_reads_everything_gives_the_text_of_the_full_cache(policy: s
     settings |= {"window": {"window": 11}, "random": {"budget": 17, "window": 5}}.get(policy, {"keep": 0.2, "guard": 5})
     session = opened(policy=settings, recall=SMALL | {"fraction": 1.0})
     assert told(session) == whole()
-    assert session.kv.n_slots(1) < session.committed - 10, "a part of it lies below"
+    assert session.cache.n_slots(1) < session.committed - 10, "a part of it lies below"
 
 
 def test_recall_that_reads_little_does_not() -> None:
@@ -191,30 +191,30 @@ def test_recall_that_reads_little_does_not() -> None:
 def test_what_was_lost_is_said_as_what_it_is() -> None:
     reads = opened(recall=SMALL)
     told(reads)
-    assert reads.lost == {"unread"}
+    assert reads.approximations == {"unread"}
     packs = opened(kv={"k_bits": 8, "v_bits": 8})
     told(packs)
-    assert packs.lost == {"rounded"}
+    assert packs.approximations == {"rounded"}
     full = opened(memory=DEMOTE | {"disk": "1GiB"})
     assert told(full) == whole()
-    assert full.lost == set()
-    assert set(nbytes(reads.kv)) == {"cpu", "demoted", "index"}
-    assert set(nbytes(full.kv)) == {"cpu", "disk"}
-    note = approx(profile(recall=SMALL), {"unread"})
+    assert full.approximations == set()
+    assert set(nbytes(reads.cache)) == {"cpu", "demoted", "index"}
+    assert set(nbytes(full.cache)) == {"cpu", "disk"}
+    note = approximation_note(profile(recall=SMALL), {"unread"})
     assert note.startswith("approx: exact reads 3% of the text for each token")
     assert "beside the first 2 tokens and the newest 11: facts may be lost" in note
-    assert "in 8 bits, beside the first 2" in keeps(profile(kv={"k_bits": 8, "v_bits": 8}))["rounded"]
-    assert keeps(profile(recall=SMALL))["forgotten"] == "forgets what its tiers have no room for"
+    assert "in 8 bits, beside the first 2" in describe_losses(profile(kv={"k_bits": 8, "v_bits": 8}))["rounded"]
+    assert describe_losses(profile(recall=SMALL))["forgotten"] == "forgets what its tiers have no room for"
 
 
 def test_a_full_file_forgets_and_is_said_to() -> None:
     session = opened(memory=DEMOTE | {"disk": "200KiB"})
-    drive(session.read(families.prompt(400)))
-    assert session.lost == {"forgotten"}
+    run_to_end(session.read(families.prompt(400)))
+    assert session.approximations == {"forgotten"}
     assert session.rewind(100) == 0
-    assert session.lost == set()
-    with pytest.raises(Shortage):
-        drive(opened(memory=DEMOTE | {"disk": "200KiB", "on_shortage": "fail"}).read(families.prompt(400)))
+    assert session.approximations == set()
+    with pytest.raises(CacheFull):
+        run_to_end(opened(memory=DEMOTE | {"disk": "200KiB", "on_shortage": "fail"}).read(families.prompt(400)))
 
 
 @pytest.mark.parametrize("cut", [20, 35, 60])
@@ -222,11 +222,11 @@ def test_an_undo_goes_back_where_nothing_was_forgotten(cut: int) -> None:
     session = opened(recall=SMALL | {"fraction": 1.0})
     told(session)
     assert session.rewind(cut) == cut - 1
-    drive(session.read(families.prompt(9, seed=4)))
-    list(events(session.stream(12)))
+    run_to_end(session.read(families.prompt(9, seed=4)))
+    list(iterate_events(session.stream(12)))
     plain = assemble.session(lm(), load_profile("exact").replace(prefill={"chunk": 13}))
-    drive(plain.read([*whole()[:cut], *families.prompt(9, seed=4)]))
-    list(events(plain.stream(12)))
+    run_to_end(plain.read([*whole()[:cut], *families.prompt(9, seed=4)]))
+    list(iterate_events(plain.stream(12)))
     assert session.ids == plain.ids
     dropping = opened(memory={})
     told(dropping)
@@ -235,22 +235,22 @@ def test_an_undo_goes_back_where_nothing_was_forgotten(cut: int) -> None:
 
 def test_after_an_undo_what_is_left_competes_anew() -> None:
     session = opened(policy={"name": "keydiff", "keep": 0.3, "guard": 5, "sinks": 2, "every": 8}, recall=SMALL)
-    drive(session.read(families.prompt(80)))
-    held = session.kv.n_slots(1)
+    run_to_end(session.read(families.prompt(80)))
+    held = session.cache.n_slots(1)
     assert session.rewind(30) == 29
-    drive(session.read(families.prompt(60, seed=5)))
-    now = (session.kv.slots(1).pos >= 0).sum(1).double().mean()
+    run_to_end(session.read(families.prompt(60, seed=5)))
+    now = (session.cache.slots(1).pos >= 0).sum(1).double().mean()
     assert held // 2 < now <= 0.3 * 89 + 8
 
 
 def test_a_fork_has_tiers_of_its_own() -> None:
     session = opened(recall=SMALL)
-    drive(session.read(exactness.prompt()))
+    run_to_end(session.read(exactness.prompt()))
     other = session.fork()
-    list(events(session.stream(30)))
-    list(events(other.stream(30)))
+    list(iterate_events(session.stream(30)))
+    list(iterate_events(other.stream(30)))
     assert other.ids == session.ids
-    assert nbytes(other.kv) == nbytes(session.kv)
+    assert nbytes(other.cache) == nbytes(session.cache)
 
 
 # ---- profiles ----
@@ -277,7 +277,7 @@ def test_a_tier_that_this_device_does_not_have_is_none() -> None:
     with pytest.raises(BadConfig) as caught:
         opened(memory=DEMOTE | {"host": "auto"})
     assert caught.value.code == "no_lower_tier"
-    assert set(nbytes(opened(memory=DEMOTE | {"host": "auto"}, recall=SMALL).kv)) >= {"cpu"}
+    assert set(nbytes(opened(memory=DEMOTE | {"host": "auto"}, recall=SMALL).cache)) >= {"cpu"}
 
 
 # ---- facts ----
@@ -291,15 +291,15 @@ def model() -> Model:
 
 
 @cache
-def texts() -> list[Sample]:
+def texts() -> list[ProbeSample]:
     return samples(model(), 2, 1024, 5000)
 
 
-def found(sample: Sample, **changes: Any) -> tuple[list[bool], Session]:
+def found(sample: ProbeSample, **changes: Any) -> tuple[list[bool], GenerationSession]:
     """Which of a text's numbers are found by questions asked behind it, of which nothing is stored."""
     session = model().with_profile(model().profile.replace(exactness="approx", **changes)).new_session()
-    drive(session.read(sample.context))
-    (made,) = run([Feed(model().lm, sample.rows(), session.kv, want=[row for row, _ in sample.scored()])])
+    run_to_end(session.read(sample.context))
+    (made,) = run([ForwardRequest(model().lm, sample.rows(), session.cache, want=[row for row, _ in sample.scored()])])
     hits = (made.logits.argmax(-1) == torch.tensor([token for _, token in sample.scored()])).tolist()
     right = []
     for one in sample.asked:
@@ -323,5 +323,5 @@ def test_a_fact_that_a_policy_let_go_is_found_again() -> None:
     _, dropped = found(texts()[0], **ways["drop"])
     _, lowered = found(texts()[0], **ways["lowered"])
     _, full = found(texts()[0])
-    small, four, all_ = (sum(nbytes(s.kv).values()) for s in (dropped, lowered, full))
+    small, four, all_ = (sum(nbytes(s.cache).values()) for s in (dropped, lowered, full))
     assert small < four < all_ / 2

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcli.engine.drafting.drafter import Drafter
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
-from kvcli.kernels.attend_invariant import Own
-from kvcli.kernels.merge_attention import Part, merge
-from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, alike, alone, empty_like, nbytes
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import PartialAttention, merge_attention
+from kvcli.kv.slots import AttentionParams, LayerShape, Masks, Slots, Usage, alike, attend_new_only, empty_like, nbytes
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.dense_ragged import Extents
+from kvcli.kv.tiers.dense_ragged import HeadExtents
 from kvcli.methods.drafts.off import Off
 from tests import drafters, families
 from tests.policies import Ragged, Recent, masks
@@ -39,7 +39,9 @@ class Listed:
         self.dtype, self.dim, self.changes = dtype, shapes[0].k_dim, 0
         self.held: list[list[list[Slot]]] = [[[] for _ in range(shape.n_kv_heads)] for shape in shapes]
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor, own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Tensor, own: NewRows | None = None
+    ) -> list[PartialAttention]:
         group, (h, n, _) = q.shape[0] // len(self.held[layer]), q.shape
         out, lse = torch.zeros(h, n, self.dim, dtype=self.dtype), torch.full((h, n), -torch.inf, dtype=self.dtype)
         for head in range(h):
@@ -52,7 +54,7 @@ class Listed:
                         score = sight.softcap * torch.tanh(score / sight.softcap)
                     lse[head, row] = torch.logsumexp(score, 0)
                     out[head, row] = torch.softmax(score, 0) @ torch.stack([v for *_, v in near])
-        return [Part(out, lse), *alone(q, sight, own)]
+        return [PartialAttention(out, lse), *attend_new_only(q, sight, own)]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         pos = torch.arange(start, start + k.shape[1]).expand(k.shape[0], -1)
@@ -121,11 +123,11 @@ def same(kv: Dense, plain: Listed, layer: int) -> None:
     assert nbytes(kv)["cpu"] == allocated(kv)
 
 
-def reads_the_same(kv: Dense, plain: Listed, layer: int, q: Tensor, sight: Sight, pos: Tensor) -> None:
-    nothing = Part(torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=q.dtype))
+def reads_the_same(kv: Dense, plain: Listed, layer: int, q: Tensor, sight: AttentionParams, pos: Tensor) -> None:
+    nothing = PartialAttention(torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, dtype=q.dtype))
     got = [*kv.attend(layer, q, sight, pos.tolist()), nothing]
     (want,) = plain.attend(layer, q, sight, pos)
-    torch.testing.assert_close(merge([*got, nothing]), want.out, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(merge_attention([*got, nothing]), want.out, atol=1e-10, rtol=1e-10)
     torch.testing.assert_close(torch.logsumexp(torch.stack([p.lse for p in got]), 0), want.lse, atol=1e-10, rtol=1e-10)
 
 
@@ -178,7 +180,9 @@ def test_whatever_happens_a_store_is_a_list_per_head(data: st.DataObject) -> Non
         else:
             kv.reserve(data.draw(st.integers(0, 80)))
         n = data.draw(st.sampled_from([1, 3, 70]))
-        sight = Sight(0.4, data.draw(st.sampled_from([0.0, 1.5])), data.draw(st.sampled_from([None, 1, 7, 30])))
+        sight = AttentionParams(
+            0.4, data.draw(st.sampled_from([0.0, 1.5])), data.draw(st.sampled_from([None, 1, 7, 30]))
+        )
         same(kv, plain, layer)
         reads_the_same(kv, plain, layer, rand(n_kv * group, n, dim), sight, torch.arange(at, at + n))
 
@@ -186,7 +190,7 @@ def test_whatever_happens_a_store_is_a_list_per_head(data: st.DataObject) -> Non
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 20_000), min_size=1, max_size=9), st.sampled_from([1, 16, 64, 256]), st.integers(0, 99))
 def test_every_head_has_its_own_place_and_little_spare_room(lengths: list[int], step: int, least: int) -> None:
-    lay = Extents.of(lengths, step, least)
+    lay = HeadExtents.of(lengths, step, least)
     places = sorted((start, start + room) for start, room in zip(lay.start, lay.room, strict=True))
     assert places[0][0] == 0
     assert all(a[1] == b[0] for a, b in pairwise(places))
@@ -204,19 +208,19 @@ def test_heads_of_equal_length_are_read_at_once(monkeypatch: pytest.MonkeyPatch)
     calls: list[tuple[int, object]] = []
     attend = ragged.attend
 
-    def noted(q: Tensor, k: Tensor, *args: Any, **more: Any) -> Part:
+    def noted(q: Tensor, k: Tensor, *args: Any, **more: Any) -> PartialAttention:
         calls.append((k.shape[0], more.get("mask")))
         return attend(q, k, *args, **more)
 
     monkeypatch.setattr(ragged, "attend", noted)
     kv = Dense(alike(1, 3, 4), torch.float64)
     kv.append(0, torch.ones(3, 60, 4), torch.ones(3, 60, 4), 0)
-    kv.settle(masks(kv, lambda layer, s: (s.pos + torch.arange(3).view(-1, 1)) % 3 == 0))
-    kv.attend(0, torch.ones(6, 1, 4, dtype=torch.float64), Sight(1.0), [60])
+    kv.compress(masks(kv, lambda layer, s: (s.pos + torch.arange(3).view(-1, 1)) % 3 == 0))
+    kv.attend(0, torch.ones(6, 1, 4, dtype=torch.float64), AttentionParams(1.0), [60])
     assert calls == [(3, None)]
     calls.clear()
-    kv.settle(masks(kv, lambda layer, s: (s.pos < 12) | (torch.arange(3).view(-1, 1) == 1)))
-    kv.attend(0, torch.ones(6, 1, 4, dtype=torch.float64), Sight(1.0), [60])
+    kv.compress(masks(kv, lambda layer, s: (s.pos < 12) | (torch.arange(3).view(-1, 1) == 1)))
+    kv.attend(0, torch.ones(6, 1, 4, dtype=torch.float64), AttentionParams(1.0), [60])
     assert sorted(calls) == [(1, None), (2, None)]
 
 
@@ -227,13 +231,13 @@ def test_numbers_that_are_not_finite_go_with_their_text() -> None:
     bad = ones.clone()
     bad[:, 30:] = torch.nan
     kv.append(0, bad, bad / 0, 0)
-    kv.settle(masks(kv, lambda layer, s: s.pos < 10 * (1 + torch.arange(3).view(-1, 1))))
+    kv.compress(masks(kv, lambda layer, s: s.pos < 10 * (1 + torch.arange(3).view(-1, 1))))
     kv.append(0, ones[:, :1], ones[:, :1] * torch.inf, 60)
     kv.crop(60)
     q = torch.ones(6, 1, 4, dtype=torch.float64)
-    assert not bool(merge(kv.attend(0, q, Sight(1.0), [60])).isnan().any())
+    assert not bool(merge_attention(kv.attend(0, q, AttentionParams(1.0), [60])).isnan().any())
     for window in (45, 32):
-        out = merge(kv.attend(0, q, Sight(1.0, 0.0, window), [60]))
+        out = merge_attention(kv.attend(0, q, AttentionParams(1.0, 0.0, window), [60]))
         assert not bool(out.isnan().any())
 
 
@@ -249,12 +253,12 @@ def lm(name: str) -> LM:
 
 def text(
     name: str, kind: type[Dense] | type[Listed], drafter: Drafter, keep: object, every: int, chunk: int
-) -> Session:
+) -> GenerationSession:
     model = lm(name)
     kv = kind(model.shapes, torch.float64)
-    session = Session(model, kv, drafter, Sampler(), policy=keep, every=every, chunk=chunk)  # type: ignore[arg-type]
-    drive(session.read(families.prompt(30)))
-    for _ in events(session.stream(16)):
+    session = GenerationSession(model, kv, drafter, Sampler(), policy=keep, every=every, chunk=chunk)  # type: ignore[arg-type]
+    run_to_end(session.read(families.prompt(30)))
+    for _ in iterate_events(session.stream(16)):
         assert session.committed == len(session.ids) - 1
     return session
 
@@ -275,6 +279,6 @@ def test_sessions_store_what_a_list_per_head_stores(data: st.DataObject) -> None
     got = text(name, Dense, moody, keep, every, chunk)
     assert got.ids == plain.ids
     for layer in range(lm(name).n_layers):
-        a, b = got.kv.slots(layer), plain.kv.slots(layer)
+        a, b = got.cache.slots(layer), plain.cache.slots(layer)
         assert a.pos.tolist() == b.pos.tolist()
         torch.testing.assert_close(a.k[a.pos >= 0], b.k[b.pos >= 0], atol=1e-9, rtol=1e-9)

@@ -13,13 +13,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcli import assemble
-from kvcli.engine.engine import drive, events, run, together
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.engine import generate_together, iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.loading.device_split import Crossing, place_
+from kvcli.engine.loading.device_split import DeviceTransfer, split_layers_
 from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sequence.commit import commit
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadConfig, BadModel, UsageError
 from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.tiers.dense import Dense
@@ -32,7 +32,7 @@ from tests.exact.table import SAMPLERS
 CPU, CARD = torch.device("cpu"), torch.device("meta")
 
 
-def crossing(lm: LM) -> Crossing:
+def crossing(lm: LM) -> DeviceTransfer:
     return vars(list(lm._layers)[-1])["forward"].crossing
 
 
@@ -41,7 +41,7 @@ def test_the_last_layers_and_the_head_go_to_the_device_and_nothing_else(family):
     model = families.build(family)
     layers = model.model.layers
 
-    places = place_(model, layers, 2, CARD)
+    places = split_layers_(model, layers, 2, CARD)
 
     first = len(layers) - 2
     assert [place.type for place in places] == ["cpu"] * first + ["meta"] * 2
@@ -55,7 +55,7 @@ def test_the_last_layers_and_the_head_go_to_the_device_and_nothing_else(family):
 def test_a_tied_head_gets_a_weight_of_its_own():
     model = families.build("llama", tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    place_(model, model.model.layers, 99, CARD)
+    split_layers_(model, model.model.layers, 99, CARD)
     assert (model.model.embed_tokens.weight.device, model.lm_head.weight.device.type) == (CPU, "meta")
 
 
@@ -66,10 +66,10 @@ def test_every_tensor_of_a_pass_is_where_it_is_wanted(on_card):
     lm = LM.of(families.build("llama", torch.float64))  # which no native kernel serves, that would ask for addresses
     first = lm.n_layers - on_card
     twin = families.build("llama", torch.float64)
-    place_(twin, twin.model.layers, on_card, CARD)
+    split_layers_(twin, twin.model.layers, on_card, CARD)
     moved = {name for name, t in (*twin.named_parameters(), *twin.named_buffers()) if t.is_meta}
     places = [CPU] * first + [CARD] * on_card
-    place_(lm.model, list(lm._layers), on_card, CPU)
+    split_layers_(lm.model, list(lm._layers), on_card, CPU)
     crossing(lm).device = CARD
     with FakeTensorMode(allow_non_fake_inputs=True):
         for name, t in (*lm.model.named_parameters(), *lm.model.named_buffers()):
@@ -84,13 +84,18 @@ def test_every_tensor_of_a_pass_is_where_it_is_wanted(on_card):
         assert (split.entry, split.device) == (CPU, CARD)
 
         chunk = Rows.chain([*range(13)], 0)
-        (made,) = run([Feed(split, chunk, kv, want=[12])])
+        (made,) = run([ForwardRequest(split, chunk, kv, want=[12])])
         commit(kv, chunk, made, range(13))
         tree = Rows.build(5, 13, Draft([1, 2, 3], [-1, -1, 0]))
-        (more,) = run([Feed(split, tree, kv, want=range(4))])
+        (more,) = run([ForwardRequest(split, tree, kv, want=range(4))])
         commit(kv, tree, more, [0, 1])
         other = Dense(split.shapes, torch.float64, split.device, windows=windows_of(split.shapes, split.sights))
-        both = run([Feed(split, tree, kv, want=range(4)), Feed(split, Rows.chain([7, 8], 0), other, want=[1])])
+        both = run(
+            [
+                ForwardRequest(split, tree, kv, want=range(4)),
+                ForwardRequest(split, Rows.chain([7, 8], 0), other, want=[1]),
+            ]
+        )
 
         assert [made.logits.device for made in both] == [CARD, CARD]
         assert {more.logits.device, made.logits.device} == {CARD}
@@ -104,9 +109,9 @@ def test_every_tensor_of_a_pass_is_where_it_is_wanted(on_card):
 def test_a_split_changes_no_token_and_is_crossed_once_a_pass(sampler, drafts):
     def written(lm: LM) -> tuple[list[int], int]:
         drafter, passes = Ngram(adaptive=False).drafter() if drafts else Off(), 0
-        session = Session(lm, Dense(lm.shapes, lm.dtype, lm.device), drafter, SAMPLERS[sampler], chunk=13)
-        drive(session.read(families.prompt(60)))
-        for _ in events(session.stream(40)):
+        session = GenerationSession(lm, Dense(lm.shapes, lm.dtype, lm.device), drafter, SAMPLERS[sampler], chunk=13)
+        run_to_end(session.read(families.prompt(60)))
+        for _ in iterate_events(session.stream(40)):
             passes += 1
         return session.ids, passes
 
@@ -125,11 +130,13 @@ def test_a_split_changes_no_token_and_is_crossed_once_a_pass(sampler, drafts):
 def test_two_texts_over_a_split_and_layers_with_windows(family):
     """Side by side in one pass, drafted and not, their prompts read in turn with the other's answer; each as alone."""
 
-    def session(lm: LM, which: int) -> Session:
+    def session(lm: LM, which: int) -> GenerationSession:
         kv = Dense(lm.shapes, lm.dtype, lm.device, windows=windows_of(lm.shapes, lm.sights))
-        return Session(lm, kv, Ngram(adaptive=False).drafter() if which else Off(), SAMPLERS["sampled"], chunk=13)
+        return GenerationSession(
+            lm, kv, Ngram(adaptive=False).drafter() if which else Off(), SAMPLERS["sampled"], chunk=13
+        )
 
-    def answered(text: Session, which: int):
+    def answered(text: GenerationSession, which: int):
         yield from text.read(families.prompt(60, seed=which))
         yield from text.stream(30)
 
@@ -137,12 +144,12 @@ def test_two_texts_over_a_split_and_layers_with_windows(family):
     assert (family == "gemma3") == any(sight.window for sight in split.sights)
     texts = [session(split, which) for which in (0, 1)]
     before = crossing(split).count
-    tickets = together(*(answered(text, which) for which, text in enumerate(texts)))
+    tickets = generate_together(*(answered(text, which) for which, text in enumerate(texts)))
     assert [ticket.error for ticket in tickets] == [None, None]
     assert crossing(split).count - before < 2 * (30 + -(-59 // 13)), "a pass of both crosses once"
     for which, text in enumerate(texts):
         alone = session(whole, which)
-        for _ in events(answered(alone, which)):
+        for _ in iterate_events(answered(alone, which)):
             pass
         assert text.ids == alone.ids
 
@@ -160,7 +167,7 @@ def test_what_chooses_from_a_past_is_refused_where_layers_lie_apart(monkeypatch)
 def test_rows_of_a_split_model_are_not_stopped_on_the_way():
     lm = LM.of(families.build("llama"), layers_on_gpu=2)
     with pytest.raises(BadModel, match="cannot be stopped between its layers"):
-        lm.meet_gates()
+        lm.check_layer_gates()
 
 
 def test_layers_on_a_gpu_are_refused_where_there_is_none():

@@ -10,14 +10,14 @@ import torch
 
 from kvcli.assemble import promise, session
 from kvcli.commands.common.run_setup import refuse_inexact
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig
-from kvcli.kv.cache.draft_and_full import Checked
+from kvcli.kv.cache.draft_and_full import DraftAndFullCache
 from kvcli.kv.slots import nbytes
-from kvcli.kv.snapshot import Given
+from kvcli.kv.snapshot import SnapshotReader
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
 
@@ -44,7 +44,7 @@ SMALL = {
 @cache
 def lm() -> LM:
     found = LM.of(families.build("llama", torch.bfloat16))
-    found.lay_out()
+    found.install_kernels()
     return found
 
 
@@ -52,11 +52,11 @@ def profile(name: str, *sets: str) -> Profile:
     return load_profile(name, sets=[*SMALL.get(name, ()), *CHECKED, *sets])
 
 
-def written(under: Profile, n: int = 150) -> tuple[Session, Stats]:
+def written(under: Profile, n: int = 150) -> tuple[GenerationSession, Stats]:
     found, stats = session(lm(), under), Stats()
-    drive(found.read(families.prompt(n)))
-    for step in events(found.stream(NEW)):
-        stats.fold(step)
+    run_to_end(found.read(families.prompt(n)))
+    for step in iterate_events(found.stream(NEW)):
+        stats.add_step(step)
     return found, stats
 
 
@@ -72,9 +72,9 @@ def test_the_text_is_that_of_the_whole_past(name: str, sampling: str) -> None:
     found, stats = written(under)
     assert found.ids == plain(sampling)
     assert stats.draft_tokens > 0
-    assert not found.lost
+    assert not found.approximations
     assert promise(lm(), under) == "bit-exact"
-    assert nbytes(found.kv).keys() == {"cpu", "draft"}
+    assert nbytes(found.cache).keys() == {"cpu", "draft"}
 
 
 def test_guesses_come_of_what_is_kept() -> None:
@@ -88,12 +88,12 @@ def test_guesses_come_of_what_is_kept() -> None:
 def test_what_a_policy_let_go_is_there_to_go_back_to() -> None:
     found, _ = written(profile("streaming"))
     assert found.rewind(100) == 99
-    assert all(int(found.kv.slots(layer).pos.max()) < 99 for layer in range(lm().n_layers))
-    drive(found.read(found.ids[:0] + families.prompt(7, seed=9)))
+    assert all(int(found.cache.slots(layer).pos.max()) < 99 for layer in range(lm().n_layers))
+    run_to_end(found.read(found.ids[:0] + families.prompt(7, seed=9)))
     again = session(lm(), load_profile("exact"))
-    drive(again.read(found.ids))
+    run_to_end(again.read(found.ids))
     for each in (found, again):
-        drive(each.stream(9))
+        run_to_end(each.stream(9))
     assert found.ids == again.ids
 
 
@@ -102,19 +102,19 @@ def test_the_whole_past_gives_back_what_windows_hide() -> None:
     taken = []
     for under in (load_profile("exact", sets=["prefill.chunk=37"]), profile("streaming", "policy.window=64")):
         found = session(sliding, under)
-        drive(found.read(families.prompt(600)))
-        taken.append(nbytes(found.kv)["cpu"])
+        run_to_end(found.read(families.prompt(600)))
+        taken.append(nbytes(found.cache)["cpu"])
     assert taken[0] == taken[1]
 
 
 def test_both_pasts_are_kept_for_later() -> None:
     a, _ = written(profile("lean"))
     b = session(lm(), profile("lean"))
-    b.restore(Given(a.state(), len(a.ids)).tree, a.ids[-1])
-    drive(a.stream(9))
-    drive(b.stream(9))
+    b.restore(SnapshotReader(a.state(), len(a.ids)).tree, a.ids[-1])
+    run_to_end(a.stream(9))
+    run_to_end(b.stream(9))
     assert a.ids == b.ids
-    assert [use.slots for use in a.kv.usage()] == [use.slots for use in b.kv.usage()]
+    assert [use.slots for use in a.cache.usage()] == [use.slots for use in b.cache.usage()]
 
 
 def test_exact_says_what_to_type_and_takes_it() -> None:
@@ -150,7 +150,7 @@ def test_what_cannot_be_checked_is_refused_with_what_would_do(changes: dict[str,
 class Noted:
     """A store that writes down what it is asked, and answers with its name."""
 
-    dtype, changes, rounds_by_rows = torch.float64, 3, "whole"
+    dtype, changes, batch_variant_reason = torch.float64, 3, "whole"
 
     def __init__(self, name: str, calls: list[Any]) -> None:
         self._name, self._calls = name, calls
@@ -164,7 +164,7 @@ class Noted:
 
 
 class NotedKept(Noted):
-    dtype, changes, rounds_by_rows = torch.bfloat16, 4, "kept"
+    dtype, changes, batch_variant_reason = torch.bfloat16, 4, "kept"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_the_whole_past_says_what_rows_find_and_the_other_what_policies_judge(
     verb: str, of: tuple[Any, ...], who: str
 ) -> None:
     calls: list[Any] = []
-    both: Any = Checked(Noted("whole", calls), NotedKept("kept", calls))  # type: ignore[arg-type]
+    both: Any = DraftAndFullCache(Noted("whole", calls), NotedKept("kept", calls))  # type: ignore[arg-type]
     answer = getattr(both, verb)(*of)
     asked = ["whole", "kept"] if who == "both" else [who]
     assert calls == [(name, verb, *of) for name in asked]
@@ -194,7 +194,7 @@ def test_the_whole_past_says_what_rows_find_and_the_other_what_policies_judge(
 
 def test_boundaries_reach_both_pasts_and_masks_the_one_they_are_of() -> None:
     calls: list[Any] = []
-    both: Any = Checked(Noted("whole", calls), NotedKept("kept", calls))  # type: ignore[arg-type]
+    both: Any = DraftAndFullCache(Noted("whole", calls), NotedKept("kept", calls))  # type: ignore[arg-type]
     assert both.settle(["mask"], 9, iter([0, 2])) == "kept"
     assert calls == [("whole", "settle", (), 9, [0, 2]), ("kept", "settle", ["mask"], 9, [0, 2])]
     assert (both.dtype, both.rounds_by_rows, both.changes) == (torch.float64, "whole", 7)

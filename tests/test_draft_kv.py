@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from kvcli.drafts.sources.logit_recycling import top
-from kvcli.engine.drafting.draft_kv import Bough
-from kvcli.engine.engine import drive, run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.drafting.draft_kv import DraftTreeKV
+from kvcli.engine.engine import run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.rows import Rows
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kernels.native import native
 from tests import families
 from tests.exact import table
@@ -26,17 +26,19 @@ if native() is not None:
 @pytest.mark.parametrize(("storage", "dtype"), STORAGES)
 def test_a_row_reads_its_own_line_as_if_that_were_stored(storage: str, dtype: str) -> None:
     random, lm = Random(7), table.lm(storage, dtype)
-    session = Session(lm, table.past(storage, lm), table.Off(), table.SAMPLERS["greedy"], chunk=13)
-    drive(session.read(families.prompt(PROMPT + 1)))
-    bough, said = Bough(lm, session.kv, PROMPT), []
+    session = GenerationSession(lm, table.past(storage, lm), table.Off(), table.SAMPLERS["greedy"], chunk=13)
+    run_to_end(session.read(families.prompt(PROMPT + 1)))
+    bough, said = DraftTreeKV(lm, session.cache, PROMPT), []
     for n in (13, 1, 4, 2):  # first a line that is longer than a window
         parents = [random.randrange(-1, len(bough) + i) if len(bough) else i - 1 for i in range(n)]
-        said += drive(bough.grow([random.randrange(97) for _ in range(n)], parents, top))
+        said += run_to_end(bough.grow([random.randrange(97) for _ in range(n)], parents, top))
     for row in range(len(bough)):
         line = bough._above[row]
         ids = [bough.ids[i] for i in line]
-        (made,) = run([Feed(lm, Rows.chain(ids, PROMPT), session.kv, want=[len(ids) - 1], glean=top)])
-        assert torch.allclose(torch.tensor(said[row]), torch.tensor(made.gleaned(0)), **close(dtype))
+        (made,) = run(
+            [ForwardRequest(lm, Rows.chain(ids, PROMPT), session.cache, want=[len(ids) - 1], logits_hook=top)]
+        )
+        assert torch.allclose(torch.tensor(said[row]), torch.tensor(made.hook_output(0)), **close(dtype))
         for layer, fresh in made.fresh.items():
             for mine, its in zip(bough._held[layer], (fresh.k, fresh.v), strict=True):
                 assert torch.allclose(mine[:, line], its, **close(dtype))
@@ -48,18 +50,18 @@ def close(dtype: str) -> dict[str, float]:
 
 
 def test_a_text_takes_one_line_of_it() -> None:
-    bough = Bough(table.lm("dense", "fp64"), table.past("dense", table.lm("dense", "fp64")), 0)
-    drive(bough.grow([5, 6, 5, 6], [-1, -1, 1, 2], top))
-    drive(bough.grow([7], [3], top))
+    bough = DraftTreeKV(table.lm("dense", "fp64"), table.past("dense", table.lm("dense", "fp64")), 0)
+    run_to_end(bough.grow([5, 6, 5, 6], [-1, -1, 1, 2], top))
+    run_to_end(bough.grow([7], [3], top))
     assert [bough.path(ids) for ids in ([6, 5, 6, 7, 8], [6, 6], [5, 5], [7], [])] == [[1, 2, 3, 4], [1], [0], [], []]
 
 
 def test_a_pass_that_broke_leaves_no_rows() -> None:
     lm = table.lm("dense", "fp64")
-    bough = Bough(lm, table.past("dense", lm), 0)
-    want = drive(bough.grow([5, 6], [-1, 0], top))
+    bough = DraftTreeKV(lm, table.past("dense", lm), 0)
+    want = run_to_end(bough.grow([5, 6], [-1, 0], top))
     broken = bough.grow([9, 9, 9], [-1, 1, 1], top)
     next(broken)
     broken.close()
     assert (bough.ids, bough.parents) == ([5, 6], [-1, 0])
-    assert drive(bough.grow([5, 6], [-1, 2], top)) == want
+    assert run_to_end(bough.grow([5, 6], [-1, 2], top)) == want

@@ -14,11 +14,11 @@ import pytest
 import kvcli
 from kvcli.demo import weights_dir
 from kvcli.errors import BadConfig, BadModel
-from kvcli.fit.available_memory import Room
-from kvcli.fit.plan import Facts, plan, subject_of
+from kvcli.fit.available_memory import AvailableMemory
+from kvcli.fit.plan import MeasuredFacts, plan, subject_of
 from kvcli.kv.slots import nbytes
 from kvcli.models import source
-from kvcli.models.recurrent_shapes import Folds
+from kvcli.models.recurrent_shapes import RecurrentShapes
 from kvcli.models.retokenizer import spelling
 from kvcli.settings.profile import Profile
 from kvcli.settings.sources import Sources
@@ -74,7 +74,7 @@ def test_another_one_takes_the_place_of_the_earlier(tmp_path: Path) -> None:
         assert want.stats.drafts_by == str(tmp_path / "small")
         first = ref(model._draft().draft)  # type: ignore[union-attr]
         changed = before.with_profile(before.profile.replace(spec={"quant": "int8"}))
-        assert changed.take_past(before)
+        assert changed.take_cache(before)
         before.close()
         got = changed.generate(PROMPT, max_new_tokens=20)
         assert (got.ids, got.stats.cached > 0) == (want.ids, True)
@@ -92,7 +92,7 @@ def test_one_that_cannot_be_loaded_for_want_of_memory_or_by_a_fault_is_done_with
     def fails(*_: object, **__: object) -> None:
         raise fault
 
-    monkeypatch.setattr("kvcli.chat.model.load_second", fails)
+    monkeypatch.setattr("kvcli.chat.model.load_draft_model", fails)
     with (
         kvcli.load("demo", "exact", set={"load.verify": False, "sample.temperature": 0.0}) as plain,
         kvcli.load("demo", "draft", set=ITSELF | {"sample.temperature": 0.0}) as model,
@@ -143,12 +143,12 @@ def test_its_weights_and_its_store_are_planned_for() -> None:
     other = replace(demo, path="elsewhere")
     find = partial(lambda name: {"demo": other, "itself": demo}[name])
     profile = Profile.load("draft").replace(spec={"model": "demo", "working": 256}, load={"device": "cpu"})
-    room, exact = Room("cpu", 64 << 30), Profile.load("exact").replace(load={"device": "cpu"})
+    room, exact = AvailableMemory("cpu", 64 << 30), Profile.load("exact").replace(load={"device": "cpu"})
 
     def needed(profile: Profile, context: int) -> int:
-        return plan(demo, profile, room, context, Facts(find=find)).need.draft - 32 * context
+        return plan(demo, profile, room, context, MeasuredFacts(find=find)).need.draft - 32 * context
 
-    weights = plan(demo, exact, room, 1000, Facts()).need.weights
+    weights = plan(demo, exact, room, 1000, MeasuredFacts()).need.weights
     per_token = demo.shape.kv_per_token * demo.number
     assert needed(profile, 100) == weights + 100 * per_token
     assert needed(profile, 8000) == needed(profile, 4000) == weights + 768 * per_token
@@ -163,24 +163,24 @@ def test_its_weights_and_its_store_are_planned_for() -> None:
         768,
     )
     assert needed(profile.replace(spec={"model": "itself"}), 100) == 100 * per_token  # loaded once
-    need, without = (plan(demo, p, room, 100, Facts(find=find)).need for p in (profile, exact))
+    need, without = (plan(demo, p, room, 100, MeasuredFacts(find=find)).need for p in (profile, exact))
     assert need.loading == weights + without.loading - without.base + need.base
     assert need.loading - need.mapped == weights + without.loading - without.mapped - without.base + need.base
     large = replace(demo, path="large", shape=replace(demo.shape, vocab=64 * demo.shape.vocab))
-    assert plan(demo, profile, room, 100, Facts(find=lambda name: large)).need.working > 2 * need.working
+    assert plan(demo, profile, room, 100, MeasuredFacts(find=lambda name: large)).need.working > 2 * need.working
     with pytest.raises(BadConfig, match="needs a model that drafts"):
-        plan(demo, Profile.load("draft"), room, 1000, Facts(find=find))
+        plan(demo, Profile.load("draft"), room, 1000, MeasuredFacts(find=find))
 
 
 def test_its_states_are_planned_for() -> None:
-    demo, room = subject_of(source.find("demo")), Room("cpu", 64 << 30)
-    shape = replace(demo.shape, folds=Folds(layers=2, history=30, state=700, taped=50))
+    demo, room = subject_of(source.find("demo")), AvailableMemory("cpu", 64 << 30)
+    shape = replace(demo.shape, folds=RecurrentShapes(layers=2, history=30, state=700, taped=50))
     plain, stateful = replace(demo, path="one"), replace(demo, path="other", shape=shape)
     find = {"plain": plain, "stateful": stateful}.__getitem__
 
     def needed(name: str, depth: int) -> int:
         profile = Profile.load("draft").replace(spec={"model": name, "depth": depth}, load={"device": "cpu"})
-        return plan(demo, profile, room, 1000, Facts(find=find)).need.draft
+        return plan(demo, profile, room, 1000, MeasuredFacts(find=find)).need.draft
 
     one = 2 * (30 * demo.number + 700 * 4)
     assert needed("stateful", 9) - needed("stateful", 5) == 4 * one
@@ -194,11 +194,11 @@ def test_it_stores_no_more_than_was_planned_for(retrieval: str) -> None:
     with kvcli.load("demo", "draft", set=settings) as model:
         session = model.new_session()
         most = 0
-        from kvcli.engine.engine import events
+        from kvcli.engine.engine import iterate_events
 
-        for _ in events(session.read([7 + i % 900 for i in range(3000)])):
+        for _ in iterate_events(session.read([7 + i % 900 for i in range(3000)])):
             most = max(most, sum(nbytes(session.drafter).values()))
-        for _ in events(session.stream(100)):
+        for _ in iterate_events(session.stream(100)):
             most = max(most, sum(nbytes(session.drafter).values()))
         token = 2 * model.lm.n_layers * model.lm.n_kv_heads * model.lm.head_dim * 2
         assert 128 * token < most <= model.profile.spec.kept(3000) * (token + 4 * model.lm.n_layers)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from kvcli.engine import engine as module
-from kvcli.engine.engine import Engine, drive, events, run
-from kvcli.engine.forward_request import Asks, Feed, Work
+from kvcli.engine.engine import Engine, iterate_events, run, run_to_end
+from kvcli.engine.forward_request import Coroutine, ForwardRequest, Steps
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from tests import families
@@ -26,12 +26,12 @@ def lm(name: str = "llama") -> LM:
     return LM.of(families.build(name, torch.float64))
 
 
-def session(name: str = "llama", chunk: int = 13) -> Session:
+def session(name: str = "llama", chunk: int = 13) -> GenerationSession:
     model = lm(name)
-    return Session(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=chunk)
+    return GenerationSession(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=chunk)
 
 
-def answer(text: Session, ids: list[int], new: int) -> Work[object, list[int]]:
+def answer(text: GenerationSession, ids: list[int], new: int) -> Coroutine[object, list[int]]:
     yield from text.read(ids)
     yield from text.stream(new)
     return text.ids
@@ -55,9 +55,9 @@ def test_rows_of_several_texts_are_as_of_each_alone() -> None:
     feeds = []
     for seed, n in ((1, 5), (2, 1), (3, 9)):
         text = session()
-        drive(text.read(families.prompt(20 + n, seed=seed)))
+        run_to_end(text.read(families.prompt(20 + n, seed=seed)))
         rows = Rows.chain(families.prompt(n, seed=9), text.committed)
-        feeds.append(Feed(text.lm, rows, text.kv, want=range(n), hear=range(0, n, 2)))
+        feeds.append(ForwardRequest(text.lm, rows, text.cache, want=range(n), record_queries=range(0, n, 2)))
     together = run(feeds)
     for feed, made in zip(feeds, together, strict=True):
         (alone,) = run([feed])
@@ -69,14 +69,14 @@ def test_rows_of_several_texts_are_as_of_each_alone() -> None:
 def test_where_bits_hold_for_few_rows_they_have_passes_of_their_own(
     passes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def feed(n: int, is_prompt: bool = False) -> Feed:
+    def feed(n: int, is_prompt: bool = False) -> ForwardRequest:
         text = session()
-        return Feed(text.lm, Rows.chain(families.prompt(n), 0), text.kv, want=[n - 1], is_prompt=is_prompt)
+        return ForwardRequest(text.lm, Rows.chain(families.prompt(n), 0), text.cache, want=[n - 1], is_prompt=is_prompt)
 
     feeds = [feed(3), feed(40, is_prompt=True), feed(5), feed(30, is_prompt=True), feed(4), feed(9)]
     together = run(feeds)
     assert passes == [91]
-    monkeypatch.setattr(LM, "most_rows", 8)
+    monkeypatch.setattr(LM, "max_invariant_rows", 8)
     apart = run(feeds)
     assert sorted(passes[1:]) == [4, 8, 9, 70]
     for one, other in zip(apart, together, strict=True):
@@ -87,9 +87,9 @@ def test_passes_through_no_layer_are_of_two_kinds() -> None:
     """What is embedded, and norm and head behind the last layer: ranges without a number in them are equal."""
     text, ids = session(), families.prompt(5)
     rows, layers = Rows.chain(ids, 0), text.lm.n_layers
-    (deep,) = run([Feed(text.lm, rows, text.kv, layers=range(layers))])
-    ends = Feed(text.lm, rows, text.kv, want=[4], layers=range(layers, layers), hidden=deep.hidden)
-    begins = Feed(text.lm, rows, text.kv, layers=range(0))
+    (deep,) = run([ForwardRequest(text.lm, rows, text.cache, layers=range(layers))])
+    ends = ForwardRequest(text.lm, rows, text.cache, want=[4], layers=range(layers, layers), hidden=deep.hidden)
+    begins = ForwardRequest(text.lm, rows, text.cache, layers=range(0))
     (shown,), (said,) = run([begins]), run([ends])
     together = run([ends, begins])
     assert torch.equal(together[0].logits, said.logits)
@@ -100,10 +100,10 @@ def test_passes_through_no_layer_are_of_two_kinds() -> None:
 def test_texts_of_two_models_share_a_round(passes: list[int]) -> None:
     many, texts = Engine(), [("llama", 1), ("llama", 2), ("gemma3", 3), ("llama", 4)]
     tickets = [many.add(answer(session(name), families.prompt(20, seed=seed), 6)) for name, seed in texts]
-    while many.round():
+    while many.step():
         pass
     shared = len(passes)
-    alone = [drive(answer(session(name), families.prompt(20, seed=seed), 6)) for name, seed in texts]
+    alone = [run_to_end(answer(session(name), families.prompt(20, seed=seed), 6)) for name, seed in texts]
     assert [ticket.result() for ticket in tickets] == alone
     assert shared == 2 * (2 + 6)  # two chunks and six tokens, for each model
 
@@ -112,12 +112,12 @@ def test_a_prompt_among_texts_being_written_delays_them_by_a_chunk(passes: list[
     many, said = Engine(rows=13), list[str]()
     many.add(answer(session(), families.prompt(30), 20), lambda event: said.append("long"))
     for _ in range(3):
-        many.round()
+        many.step()
     late = many.add(answer(session(), families.prompt(27), 1), lambda event: said.append("late"))
     more = many.add(answer(session(), families.prompt(27), 1))
     before = len(said)
     while not (late.is_over and more.is_over):
-        many.round()
+        many.step()
     assert max(passes[3:]) == 13 + 1  # one prompt's chunk, and a token of a text being written
     assert max(passes[5::2]) <= 2  # behind each chunk a round without one
     assert said[before:].count("long") >= 8  # a token each round
@@ -127,11 +127,11 @@ def test_a_prompt_among_texts_being_written_delays_them_by_a_chunk(passes: list[
 def test_a_short_question_is_answered_before_the_next_chunk_of_a_long_prompt(passes: list[int]) -> None:
     many, said = Engine(rows=13), list[object]()
     many.add(answer(session(), families.prompt(130), 1))
-    many.round()
+    many.step()
     many.add(answer(session(), families.prompt(6), 2), said.append)
     del passes[:]
     while len(said) < 3:  # it was read, and two tokens
-        many.round()
+        many.step()
     assert passes == [5, 1, 13 + 1]
 
 
@@ -140,7 +140,7 @@ def test_prompts_that_one_round_does_not_take_are_read_in_turns() -> None:
     for name in "abc":
         many.add(answer(session(), families.prompt(40), 1), lambda event, name=name: said.append(name))  # type: ignore[misc]
     for _ in range(6):
-        many.round()
+        many.step()
     assert said == list("abcabc")
 
 
@@ -149,7 +149,7 @@ def test_a_chunk_of_more_rows_than_a_round_takes_waits_for_nobody_to_end() -> No
     written = many.add(answer(session(), families.prompt(6), 60))
     large = many.add(answer(session(chunk=40), families.prompt(90), 1))
     for _ in range(12):
-        many.round()
+        many.step()
     assert large.is_over
     assert not written.is_over
 
@@ -165,35 +165,35 @@ def test_an_outbox_that_fails_ends_its_own_text() -> None:
 
     broken = many.add(work(), lambda said: [][said])  # type: ignore[arg-type]
     other = many.add(answer(session(), families.prompt(9), 3))
-    while many.round():
+    while many.step():
         pass
     with pytest.raises(IndexError):
         broken.result()
     assert ended == [True]
-    assert other.result() == drive(answer(session(), families.prompt(9), 3))
+    assert other.result() == run_to_end(answer(session(), families.prompt(9), 3))
 
 
 def test_what_breaks_a_pass_is_thrown_where_its_feed_came_from() -> None:
     text = session()
-    drive(text.read(families.prompt(9)))
+    run_to_end(text.read(families.prompt(9)))
 
-    def mended() -> Asks[str]:
-        yield Feed(text.lm, Rows.chain([1], 8), text.kv)  # while the others read
+    def mended() -> Steps[str]:
+        yield ForwardRequest(text.lm, Rows.chain([1], 8), text.cache)  # while the others read
         try:
-            yield Feed(text.lm, Rows.chain([1], 8), None)  # type: ignore[arg-type]
+            yield ForwardRequest(text.lm, Rows.chain([1], 8), None)  # type: ignore[arg-type]
         except AttributeError:
-            made = yield Feed(text.lm, Rows.chain([1], 8), text.kv, want=[0])
+            made = yield ForwardRequest(text.lm, Rows.chain([1], 8), text.cache, want=[0])
             return f"{made.logits.shape[0]} row"
         return "nothing broke"
 
-    assert drive(mended()) == "1 row"
+    assert run_to_end(mended()) == "1 row"
     many = Engine()
     works = answer(session(), families.prompt(9), 3), mended(), answer(session(), families.prompt(9), 3)
     first, broke, last = [many.add(work) for work in works]  # type: ignore[var-annotated]
-    while many.round():
+    while many.step():
         pass
     assert broke.result() == "1 row"
-    assert first.result() == last.result() == drive(answer(session(), families.prompt(9), 3))
+    assert first.result() == last.result() == run_to_end(answer(session(), families.prompt(9), 3))
 
 
 def test_closing_the_events_closes_the_work() -> None:
@@ -205,7 +205,7 @@ def test_closing_the_events_closes_the_work() -> None:
         finally:
             ended.append(True)
 
-    saying = events(work())  # type: ignore[arg-type]
+    saying = iterate_events(work())  # type: ignore[arg-type]
     next(saying)
     saying.close()
     assert ended == [True]
@@ -215,10 +215,10 @@ def test_a_cancelled_text_leaves_its_store_as_it_was() -> None:
     many, text = Engine(), session()
     ticket = many.add(answer(text, families.prompt(30), 20))
     for _ in range(6):
-        many.round()
+        many.step()
     ticket.cancel()
-    assert not many.round()
+    assert not many.step()
     n = len(text.ids)
     assert text.committed == n - 1
-    list(events(text.stream(20 - (n - 30))))
-    assert text.ids == drive(answer(session(), families.prompt(30), 20))
+    list(iterate_events(text.stream(20 - (n - 30))))
+    assert text.ids == run_to_end(answer(session(), families.prompt(30), 20))

@@ -39,7 +39,7 @@ def test_a_strict_profile_drafts_only_where_rows_round_alike_and_says_so(name: s
         (caution,) = made.cautions
         assert caution.startswith("no drafting: in ")
         assert str(dtype).removeprefix("torch.") in caution
-    assert made.promise == "exact"
+    assert made.exactness_label == "exact"
 
 
 @pytest.mark.skipif(native() is None, reason="nothing is drafted in 16 bits without native kernels")
@@ -61,10 +61,10 @@ def test_a_store_that_is_not_read_natively_is_not_drafted_over_by_a_strict_profi
     changes: dict[str, dict[str, object]], by: str
 ) -> None:
     of = LM.of(families.build("llama", torch.bfloat16))
-    of.lay_out()
+    of.install_kernels()
     assert of.is_row_invariant
     wanted = Profile.load("ngram").replace(exactness="approx", spec={"strict": True}, **changes)
-    profile, why = assemble.settled(of, wanted)
+    profile, why = assemble.adapted_profile(of, wanted)
     assert profile.spec.method == ("off" if by else "ngram")
     assert by in why
     assert bool(why) == bool(by)
@@ -72,13 +72,13 @@ def test_a_store_that_is_not_read_natively_is_not_drafted_over_by_a_strict_profi
 
 def test_passes_of_more_rows_than_a_gpu_serves_alike_are_not_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     of = LM.of(families.build("llama", torch.bfloat16))
-    of.lay_out()
+    of.install_kernels()
     few, many = Profile.load("ngram"), Profile.load("fafo-paper").replace(exactness="exact")
     assert few.spec.rows <= MOST < many.spec.rows
     for is_apart, said in ((False, "bit-exact"), (True, "exact but for near ties")):
         monkeypatch.setattr(of, "is_apart", is_apart)
         assert (assemble.promise(of, few), assemble.promise(of, many)) == ("bit-exact", said)
-        profile, why = assemble.settled(of, many.replace(spec={"strict": True}))
+        profile, why = assemble.adapted_profile(of, many.replace(spec={"strict": True}))
         assert (profile.spec.method == "off", f"more than {MOST} rows" in why) == (is_apart, is_apart)
 
 

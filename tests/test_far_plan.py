@@ -11,25 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.engine.engine import drive
+from kvcli.engine.engine import run_to_end
 from kvcli.engine.forward_memory import pass_bytes
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadConfig
-from kvcli.fit.available_memory import Room
+from kvcli.fit.available_memory import AvailableMemory
 from kvcli.kernels import dispatch, triton_support
 from kvcli.kv.cache import plan as tiers
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.capacity import room
 from kvcli.kv.formats.kivi import Kivi
-from kvcli.kv.offload.host_access import ByRule
-from kvcli.kv.slots import Sight, alike
-from kvcli.kv.sparse.settings import Everything, Sketch
+from kvcli.kv.offload.host_access import AutoAccess
+from kvcli.kv.slots import AttentionParams, alike
+from kvcli.kv.sparse.settings import FullAttention, Sketch
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.host import Host
-from kvcli.kv.tiers.pinned_host import PIECE, Mapped
+from kvcli.kv.tiers.host import HostTier
+from kvcli.kv.tiers.pinned_host import PIECE, PinnedHostTier
 from kvcli.methods.drafts.off import Off
 from kvcli.settings.profile import load_profile
 from kvcli.settings.schema import Kv, Memory
@@ -41,11 +41,11 @@ GIB = 1 << 30
 HOST = Memory(host="4GiB")
 
 
-def plan(memory: Memory = HOST, **more: Any) -> tiers.Plan:
+def plan(memory: Memory = HOST, **more: Any) -> tiers.CachePlan:
     """Of an 8B shape."""
-    of: dict[str, Any] = {"kv": Kv(), "recall": Everything(), **more}
-    shapes, sights = alike(32, 8, 128), [Sight(0.1)] * 32
-    return tiers.Plan(shapes, torch.bfloat16, torch.device("cuda"), memory=memory, sights=sights, chunk=512, **of)
+    of: dict[str, Any] = {"kv": Kv(), "recall": FullAttention(), **more}
+    shapes, sights = alike(32, 8, 128), [AttentionParams(0.1)] * 32
+    return tiers.CachePlan(shapes, torch.bfloat16, torch.device("cuda"), memory=memory, sights=sights, chunk=512, **of)
 
 
 @pytest.fixture
@@ -96,13 +96,13 @@ def test_a_reach_without_host_memory_is_refused() -> None:
         assert load_profile("exact").replace(memory={"reach": "cpu", **below}).memory.reach == "cpu"
 
 
-@pytest.mark.parametrize("recall", [Everything(), Sketch()])
+@pytest.mark.parametrize("recall", [FullAttention(), Sketch()])
 def test_room_is_left_for_a_pass(recall: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GIB, 12 * GIB))
     free, kept = plan(recall=recall), plan(recall=recall, working=2 * GIB)
     assert free.room.free - kept.room.free == 2 * GIB
     # of a card no more is left than `kvcli fit` leaves, or less than it promised would have room
-    assert free.room.free == 8 * GIB - Room("cuda:0", 8 * GIB, total=12 * GIB).kept_free - 2 * PIECE
+    assert free.room.free == 8 * GIB - AvailableMemory("cuda:0", 8 * GIB, total=12 * GIB).kept_free - 2 * PIECE
     assert 0 < kept.room.on_device < free.room.on_device  # type: ignore[operator]
     held = kept.room.on_device * kept.room.wide + 2 * GIB  # type: ignore[operator]
     assert held < 8 * GIB
@@ -116,16 +116,16 @@ def test_a_promised_context_is_reached_because_room_counts_a_pass(counts: bool) 
     per_slot = sum(shape.n_kv_heads * (shape.k_dim + shape.v_dim) * 8 + 4 for shape in lm.shapes)
     free, working, buffers = 600 * per_slot, pass_bytes(lm, 16, 1, lm.dtype), 2 << 20
     given: dict[str, Any] = {"chunk": 16, "is_cpu": False, "host": GIB, "free": free if counts else free + working}
-    found = room(Kv(group=4, sinks=2), Kivi(), HOST, Everything(), lm.sights, lm.shapes, 8, **given)
-    host = Host(Mapped(*sizes, bus), "cpu", ByRule, lambda _: bus)
-    below = [Rung(host, found.in_host, 4, later=host.ask)]
-    kv = Ladder(Dense(*sizes, step=64), below, holds=found.on_device, group=4, sinks=2)
-    session = Session(lm, kv, Off(), Sampler(), every=64, chunk=16)
+    found = room(Kv(group=4, sinks=2), Kivi(), HOST, FullAttention(), lm.sights, lm.shapes, 8, **given)
+    host = HostTier(PinnedHostTier(*sizes, bus), "cpu", AutoAccess, lambda _: bus)
+    below = [TierLevel(host, found.in_host, 4, attend_async=host.attend_async)]
+    kv = TieredCache(Dense(*sizes, step=64), below, holds=found.on_device, group=4, sinks=2)
+    session = GenerationSession(lm, kv, Off(), Sampler(), every=64, chunk=16)
     with (
         FakeDevice(budget=free + working + buffers),
         nullcontext() if counts else pytest.raises(torch.OutOfMemoryError),
     ):
-        drive(session.read(families.prompt(2600)))
+        run_to_end(session.read(families.prompt(2600)))
     assert (session.committed == 2599) == counts
 
 

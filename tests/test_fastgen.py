@@ -16,23 +16,23 @@ from torch import Tensor
 
 from kvcli import assemble
 from kvcli.engine.drafting.drafter import Drafter
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
-from kvcli.engine.sequence.token_kinds import NEWLINE, PUNCT, SPECIAL, SYSTEM, Span
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.engine.sequence.token_kinds import NEWLINE, PUNCT, SPECIAL, SYSTEM, KindSpan
 from kvcli.errors import KvcliError
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_invariant import Own
-from kvcli.kernels.merge_attention import Part
-from kvcli.kv.slots import Masks, Sight, Slots, Usage, alone, compact
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.slots import AttentionParams, Masks, Slots, Usage, attend_new_only, compact
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.lookahead import Lookahead
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.fastgen.frequency_scores import Scores
 from kvcli.methods.policies.fastgen.policy import FastGen
-from kvcli.methods.policies.fastgen.recovery import Sets
+from kvcli.methods.policies.fastgen.recovery import CandidateSets
 from kvcli.settings.profile import load_profile
 from tests import drafters, families, head_zoo
 from tests.covering import pairs
@@ -63,11 +63,13 @@ def kinds(vocab: int = 97) -> Tensor:
 
 def session(
     settings: FastGen | None, model: LM, drafter: Drafter | None = None, store: Any = None, **more: Any
-) -> Session:
+) -> GenerationSession:
     kv = store or Dense(model.shapes, model.dtype)
     if settings is not None:
         more |= {"policy": settings, "every": settings.every}
-    return Session(model, kv, drafter or Off(), more.pop("sampler", Sampler()), chunk=23, kinds=kinds(), **more)
+    return GenerationSession(
+        model, kv, drafter or Off(), more.pop("sampler", Sampler()), chunk=23, kinds=kinds(), **more
+    )
 
 
 def prompt(n: int = 90) -> list[int]:
@@ -75,8 +77,8 @@ def prompt(n: int = 90) -> list[int]:
     return (families.prompt(max(0, n - 23), seed=2) + phrase + families.prompt(5, seed=3) + phrase)[:n]
 
 
-def count(s: Session) -> list[int]:
-    return [int((s.kv.slots(i).pos >= 0).sum()) for i in range(s.lm.n_layers)]
+def count(s: GenerationSession) -> list[int]:
+    return [int((s.cache.slots(i).pos >= 0).sum()) for i in range(s.lm.n_layers)]
 
 
 # --- exactness
@@ -100,8 +102,8 @@ DRAFTERS: dict[str, Callable[[list[int]], Drafter]] = {
 
 def said(name: str, family: str, dtype: torch.dtype, sampler: str, drafter: Drafter) -> list[int]:
     s = session(SETTINGS[name], lm(family, dtype), drafter, sampler=SAMPLERS[sampler])
-    drive(s.read(prompt()))
-    for _ in events(s.stream(40, stop={STOP})):
+    run_to_end(s.read(prompt()))
+    for _ in iterate_events(s.stream(40, stop={STOP})):
         assert s.committed == len(s.ids) - 1
     return s.ids
 
@@ -123,7 +125,7 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_table_above_does_evict_and_heads_do_differ(name: str) -> None:
     s = session(SETTINGS[name], lm())
-    drive(s.read(prompt()))
+    run_to_end(s.read(prompt()))
     assert sum(count(s)) < 0.9 * s.committed * 2 * 3
     policy = s.memory
     assert len({choice for layer in policy.chosen().values() for choice in layer}) > 1
@@ -134,11 +136,11 @@ def test_asked_for_everything_it_is_the_full_cache_bit_by_bit(whole: dict[str, A
     model = lm("llama", torch.float32)
     full, s = session(None, model), session(dataclasses.replace(SMALL, **whole), model)
     for each in (full, s):
-        drive(each.read(prompt()))
-        list(events(each.stream(256)))
+        run_to_end(each.read(prompt()))
+        list(iterate_events(each.stream(256)))
     assert s.ids == full.ids
     for i in range(model.n_layers):
-        assert torch.equal(s.kv.slots(i).k, full.kv.slots(i).k)
+        assert torch.equal(s.cache.slots(i).k, full.cache.slots(i).k)
 
 
 # --- what is stored
@@ -153,12 +155,14 @@ class Masked:
         self.all = [Slots(empty, empty, empty[..., 0].long()) for _ in range(model.n_layers)]
         self.shown = [empty[..., 0].bool() for _ in range(model.n_layers)]
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         s, mask = self.all[layer], self.shown[layer].unsqueeze(1).expand(-1, q.shape[1], -1)
         if sight.window is not None:
             mask = mask & (s.pos.unsqueeze(1) > (torch.tensor(pos) - sight.window).view(1, -1, 1))
         part = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=mask)
-        return [*([part] if s.n_slots else []), *alone(q, sight, own)]
+        return [*([part] if s.n_slots else []), *attend_new_only(q, sight, own)]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         s, wide = self.all[layer], torch.arange(start, start + k.shape[1]).expand(k.shape[0], -1)
@@ -197,29 +201,29 @@ def test_what_is_freed_is_what_a_mask_would_hide(name: str, family: str) -> None
     model = lm(family)
     freed, masked = session(SETTINGS[name], model), session(SETTINGS[name], model, store=Masked(model))
     for each in (freed, masked):
-        drive(each.read(prompt()))
+        run_to_end(each.read(prompt()))
     for _ in range(30):
-        torch.testing.assert_close(drive(freed.step()).logits, drive(masked.step()).logits, rtol=0, atol=1e-9)
+        torch.testing.assert_close(run_to_end(freed.step()).logits, run_to_end(masked.step()).logits, rtol=0, atol=1e-9)
         assert freed.ids == masked.ids
         for i in range(model.n_layers):
-            a, b = freed.kv.slots(i).pos, masked.kv.slots(i).pos
+            a, b = freed.cache.slots(i).pos, masked.cache.slots(i).pos
             assert [sorted(set(h.tolist()) - {-1}) for h in a] == [sorted(set(h.tolist()) - {-1}) for h in b]
 
 
 def test_positions_are_those_of_the_text_however_little_is_stored() -> None:
     s = session(SETTINGS["budget"], lm())
-    drive(s.read(prompt()))
-    for step in events(s.stream(20)):
+    run_to_end(s.read(prompt()))
+    for step in iterate_events(s.stream(20)):
         assert list(step.rows.pos) == [len(s.ids) - 2]
         for i in range(s.lm.n_layers):
-            assert int(s.kv.slots(i).pos.max()) == s.committed - 1
+            assert int(s.cache.slots(i).pos.max()) == s.committed - 1
     assert len(s.ids) == len(prompt()) + 20
 
 
 @pytest.mark.parametrize("keep", [0.2, 0.35, 0.5, 0.75, 0.9])
 def test_a_budget_is_what_is_kept(keep: float) -> None:
     s = session(dataclasses.replace(SMALL, keep=keep, guard=3), lm())
-    drive(s.read(prompt(200)))
+    run_to_end(s.read(prompt(200)))
     heads = s.lm.n_layers * s.lm.n_kv_heads
     kept = sum(count(s)) / heads / s.committed
     step = 0.6 / heads  # the widest gap between candidates, as a share of all slots
@@ -231,7 +235,7 @@ def test_more_recovery_and_more_budget_keep_more() -> None:
         kept = []
         for value in values:
             s = session(dataclasses.replace(SMALL, **{key: value}), lm())
-            drive(s.read(prompt()))
+            run_to_end(s.read(prompt()))
             kept.append(sum(count(s)))
         assert kept == sorted(kept)
         assert kept[0] < kept[-1] == s.committed * 2 * 3
@@ -239,14 +243,14 @@ def test_more_recovery_and_more_budget_keep_more() -> None:
 
 def test_sliding_layers_are_left_whole() -> None:
     s = session(dataclasses.replace(SMALL, recovery=0.0), lm("gemma2"))
-    drive(s.read(prompt()))
-    list(events(s.stream(10)))
+    run_to_end(s.read(prompt()))
+    list(iterate_events(s.stream(10)))
     assert [c == 2 * s.committed for c in count(s)] == [True, False, True]
 
 
 def test_nothing_is_evicted_before_the_prompt_was_read() -> None:
     s = session(SMALL, lm())
-    reading = events(s.read(prompt()))
+    reading = iterate_events(s.read(prompt()))
     assert next(reading) == 23
     assert count(s) == [46] * 3
 
@@ -254,13 +258,13 @@ def test_nothing_is_evicted_before_the_prompt_was_read() -> None:
 def test_special_tokens_system_text_and_the_newest_stay_in_every_head() -> None:
     s = session(dataclasses.replace(SMALL, recovery=0.0), lm())
     ids = [1, *prompt()]
-    s.spans = [Span(30, 40, SYSTEM)]
-    drive(s.read([*ids[:50], 2, *ids[50:]]))
-    list(events(s.stream(12)))
+    s.spans = [KindSpan(30, 40, SYSTEM)]
+    run_to_end(s.read([*ids[:50], 2, *ids[50:]]))
+    list(iterate_events(s.stream(12)))
     policy = s.memory
     assert policy.chosen() == {i: ["special"] * 2 for i in range(3)}
     for i in range(3):
-        for pos in s.kv.slots(i).pos:
+        for pos in s.cache.slots(i).pos:
             held = set(pos[pos >= 0].tolist())
             assert held >= {0, 1, 50, *range(30, 40), *range(s.committed - 7, s.committed)}
             assert len(held) <= 2 + 1 + 10 + 7 + 2 * 5
@@ -269,13 +273,13 @@ def test_special_tokens_system_text_and_the_newest_stay_in_every_head() -> None:
 def test_punctuation_of_the_answer_stays_where_heads_keep_punctuation() -> None:
     own = dataclasses.replace(SMALL, policies=("punct",), recovery=0.0, punct_cap=1.0)
     s = session(own, lm())
-    drive(s.read(prompt()))
-    drive(s.read([11, 50, 51, 20, *[52 + i % 5 for i in range(40)]]))  # a later prompt of the same text
-    list(events(s.stream(10)))
+    run_to_end(s.read(prompt()))
+    run_to_end(s.read([11, 50, 51, 20, *[52 + i % 5 for i in range(40)]]))  # a later prompt of the same text
+    list(iterate_events(s.stream(10)))
     at = [i for i, token in enumerate(s.ids[: s.committed]) if int(kinds()[token]) in (PUNCT, NEWLINE)]
     assert len(at) > 3
-    assert s.kv.slots(0).n_slots < s.committed, "nothing was forgotten"
-    for pos in s.kv.slots(0).pos:
+    assert s.cache.slots(0).n_slots < s.committed, "nothing was forgotten"
+    for pos in s.cache.slots(0).pos:
         assert set(pos.tolist()) >= set(at)
 
 
@@ -284,34 +288,34 @@ def test_punctuation_of_the_answer_stays_where_heads_keep_punctuation() -> None:
 
 def test_a_long_later_prompt_is_measured_and_a_short_one_is_not() -> None:
     s = session(SMALL, lm())
-    drive(s.read(prompt()))
+    run_to_end(s.read(prompt()))
     policy = s.memory
     first = policy.chosen()
-    list(events(s.stream(6)))
-    drive(s.read(families.prompt(5, seed=8)))
+    list(iterate_events(s.stream(6)))
+    run_to_end(s.read(families.prompt(5, seed=8)))
     assert policy.chosen() == first
     assert [layer.measured for layer in policy._layers.values()] == [89] * 3
-    drive(s.read(families.prompt(80, seed=8)))
+    run_to_end(s.read(families.prompt(80, seed=8)))
     assert [layer.measured for layer in policy._layers.values()] == [s.committed] * 3
 
 
 def test_an_undo_reads_anew_and_answers_alike_and_a_fork_goes_its_own_way() -> None:
     s = session(SETTINGS["again"], lm())
-    drive(s.read(prompt()))
+    run_to_end(s.read(prompt()))
     other = s.fork()
-    first = [t for step in events(s.stream(20)) for t in step.new]
-    assert [t for step in events(other.stream(20)) for t in step.new] == first
+    first = [t for step in iterate_events(s.stream(20)) for t in step.new]
+    assert [t for step in iterate_events(other.stream(20)) for t in step.new] == first
     assert s.resume(prompt()) == 0
-    drive(s.read(prompt()))
-    assert [t for step in events(s.stream(20)) for t in step.new] == first
+    run_to_end(s.read(prompt()))
+    assert [t for step in iterate_events(s.stream(20)) for t in step.new] == first
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 40])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_short_prompts_answer(name: str, n: int) -> None:
     s = session(SETTINGS[name], lm())
-    drive(s.read(prompt(n)))
-    assert len([t for step in events(s.stream(25)) for t in step.new]) == 25
+    run_to_end(s.read(prompt(n)))
+    assert len([t for step in iterate_events(s.stream(25)) for t in step.new]) == 25
 
 
 # --- while answering
@@ -332,7 +336,7 @@ def test_scores_are_what_accepted_rows_looked_at() -> None:
         return torch.nn.functional.pad(p.view(2, 2, len(rows), upto).mean(1), (0, n - upto))
 
     wanted, first = torch.tensor([True, False]), range(30, 40)
-    sets = Sets.of(FastGen(guard=guard), torch.zeros(40, dtype=torch.int8))
+    sets = CandidateSets.of(FastGen(guard=guard), torch.zeros(40, dtype=torch.int8))
     scores = Scores(attention(40, first).sum(1)[:, :40], torch.tensor(first), 40, sets, FastGen(score_decay=decay))
     s = Slots(k[:, :40], k[:, :40], pos[:, :40])
     scores.bind(s, wanted, pos[:, :40] % 2 == 0)
@@ -356,7 +360,7 @@ def test_scores_are_what_accepted_rows_looked_at() -> None:
 
 def test_frequent_tokens_grow_with_the_text_and_what_is_no_longer_looked_at_goes() -> None:
     own = FastGen(policies=("frequent",), recovery=0.0, sinks=0, guard=0, every=10, frequent_ratio=0.1, local_ratio=0.0)
-    memory = own.wants(lm()).memory()
+    memory = own.requirements(lm()).memory()
     before, after = [3, 17, 40, 41], [5, 60, 61, 70, 90, 91, 92, 93, 94, 95]
 
     def rows(targets: list[int], n: int, at: range) -> tuple[Tensor, Slots]:
@@ -390,7 +394,7 @@ def test_heads_choose_again_when_they_look_elsewhere() -> None:
     later, _ = head_zoo.layer(maps[[names.index("uniform")]])
     for every, want in ((50, "full"), (0, "special")):
         own = FastGen(recovery=0.9, guard=16, reprofile_every=every, probe_rows=40)
-        wants = own.wants(lm())
+        wants = own.requirements(lm())
         memory = wants.memory()
         probes = [p for p in own.probes(n - 60) if p < n - 60]
         short = Slots(s.k[:, : n - 60], s.v[:, : n - 60], s.pos[:, : n - 60])
@@ -418,7 +422,7 @@ def test_heads_of_a_head_map_keep_everything(tmp_path: Path, name: str, keep: fl
     rows = [[0.0, 0.9], [0.4, 0.5], [0.1, 0.2]]
     own = dataclasses.replace(SMALL, headmap=heads_file(tmp_path, rows, name), recovery=0.0, keep=keep)
     s = session(own, lm())
-    drive(s.read(prompt()))
+    run_to_end(s.read(prompt()))
     policy = s.memory
     full = {(i, j) for i, layer in policy.chosen().items() for j, choice in enumerate(layer) if choice == "full"}
     assert full >= {(0, 1), (1, 1)}
@@ -428,7 +432,7 @@ def test_heads_of_a_head_map_keep_everything(tmp_path: Path, name: str, keep: fl
 def test_a_head_map_of_another_model_is_refused(tmp_path: Path) -> None:
     own = dataclasses.replace(SMALL, headmap=heads_file(tmp_path, [[0.0, 0.9]]))
     with pytest.raises(KvcliError, match="another model"):
-        own.wants(lm())
+        own.requirements(lm())
 
 
 def test_the_published_method_has_no_guard_to_set() -> None:
@@ -444,8 +448,8 @@ def test_the_shipped_profiles_answer(name: str) -> None:
     profile = load_profile(name)
     assert profile.exactness == "approx"
     s = assemble.session(lm("llama", torch.float32), profile)
-    drive(s.read(prompt()))
-    list(events(s.stream(5)))
+    run_to_end(s.read(prompt()))
+    list(iterate_events(s.stream(5)))
     assert profile.policy.slots(1000) == (500 if name == "fastgen" else 1000)
 
 
@@ -453,12 +457,12 @@ def test_the_shipped_profiles_answer(name: str) -> None:
 def test_a_prompt_inside_the_guard_is_no_evidence_and_its_answer_stays_whole(recovery: Any) -> None:
     own = dataclasses.replace(SMALL, guard=24, recovery=recovery, kl_max=1e9, replay=8)
     s = session(own, lm())
-    drive(s.read(prompt(20)))
+    run_to_end(s.read(prompt(20)))
     policy = s.memory
-    list(events(s.stream(60)))
+    list(iterate_events(s.stream(60)))
     assert policy.chosen() == {}
     assert count(s) == [2 * s.committed] * 3, "nobody was judged, so nobody forgets"
-    drive(s.read(families.prompt(40, seed=8)))
+    run_to_end(s.read(families.prompt(40, seed=8)))
     assert set(policy.chosen()) == {0, 1, 2}, "a prompt behind more than the guard is measured"
     assert sum(count(s)) < 6 * s.committed
 
@@ -467,7 +471,7 @@ def test_what_no_head_may_forget_is_no_evidence() -> None:
     measured = []
     for end in (30, 36):  # the guard begins at 36 of 60
         s = session(dataclasses.replace(SMALL, guard=24), lm())
-        s.spans = [Span(0, end, SYSTEM)]
-        drive(s.read([*families.prompt(60), 5]))
+        s.spans = [KindSpan(0, end, SYSTEM)]
+        run_to_end(s.read([*families.prompt(60), 5]))
         measured.append(set(s.memory.chosen()))
     assert measured == [{0, 1, 2}, set()]

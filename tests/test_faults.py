@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcli.chat.saved_chats import Sessions
-from kvcli.kv.out_of_memory import Shortage
+from kvcli.chat.saved_chats import SavedChats
+from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import alike
-from kvcli.kv.tiers.disk import Disk
+from kvcli.kv.tiers.disk import DiskTier
 from tests.bench import stress_faults
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +73,7 @@ def test_room_whose_use_failed_is_there_again(tmp_path: Path, monkeypatch: pytes
     from kvcli.kv.tiers import extents
 
     size = 1 << 16
-    tier = Disk(alike(1, 1, 16), torch.float32, size, 100 * size, tmp_path)
+    tier = DiskTier(alike(1, 1, 16), torch.float32, size, 100 * size, tmp_path)
     k = torch.randn(1, 500, 16)
 
     def fails(*_: object, **__: object) -> None:
@@ -82,7 +82,7 @@ def test_room_whose_use_failed_is_there_again(tmp_path: Path, monkeypatch: pytes
     for _ in range(3):
         with monkeypatch.context() as patch:
             patch.setattr(*((os, "pwrite") if call == "pwrite" else (extents.mmap, "mmap")), fails)
-            with pytest.raises(Shortage, match="the disk is full"):
+            with pytest.raises(CacheFull, match="the disk is full"):
                 tier.append(0, k, k, 0)
     tier.append(0, k, k, 0)
     assert torch.equal(tier.slots(0).k, k)
@@ -177,7 +177,7 @@ def test_a_user_who_may_write_nowhere(closed: str):
 def test_a_clock_that_goes_back_shows_nothing_negative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As after a correction by the network, between two turns and within one."""
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.environment import World
+    from kvcli.environment import Environment
     from tests.fakes import Loaded, Machine
 
     machine = Machine(tmp_path, Loaded(answer="It is 972 metres."), {"TERM": "dumb"})
@@ -185,19 +185,19 @@ def test_a_clock_that_goes_back_shows_nothing_negative(tmp_path: Path, monkeypat
     for name in ("time", "monotonic", "perf_counter"):
         monkeypatch.setattr(time, name, lambda: float(next(ticks)))
     monkeypatch.setattr(Setup, "load", lambda self, profile, tell=None: machine.model)
-    made = World.__post_init__
+    made = Environment.__post_init__
 
-    def backwards(world: World) -> None:
+    def backwards(world: Environment) -> None:
         made(world)
         world.clock = lambda: float(next(ticks))
 
-    monkeypatch.setattr(World, "__post_init__", backwards)
+    monkeypatch.setattr(Environment, "__post_init__", backwards)
     typed = b"one\ntwo\n/stats last\n/save\nthree\n"
     done = machine("chat", stdin=typed, tty=("stdin", "stdout", "stderr"))
     assert done.exit == 0, done.err
     assert not re.search(r"(?<![\w.])-\d", done.out + done.err), done.err
     assert "internal" not in done.err
-    saved = Sessions(tmp_path / "home" / "data").open().saved
+    saved = SavedChats(tmp_path / "home" / "data").open().saved
     asked = [m.text for m in saved.messages if m.role == "user"]
     assert asked == ["one", "two", "three"]
 

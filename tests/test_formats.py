@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from kvcli import assemble
-from kvcli.engine.engine import drive
+from kvcli.engine.engine import run_to_end
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kernels.attend.reference import attend as specified
-from kvcli.kernels.merge_attention import merge
+from kvcli.kernels.merge_attention import merge_attention
 from kvcli.kernels.native import native
 from kvcli.kernels.quantize_kv import hadamard
 from kvcli.kernels.rope import Rotary, unrotate
-from kvcli.kv.formats.block_format import Blocks
-from kvcli.kv.formats.format import OfModel
+from kvcli.kv.formats.block_format import BlockFormat
+from kvcli.kv.formats.format import FormatContext
 from kvcli.kv.formats.kivi import Kivi
-from kvcli.kv.formats.quantization import by_slot, numbers, of_slots, rounded
-from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, nbytes, visible
-from kvcli.kv.snapshot import Given
-from kvcli.kv.tiers.block_tier import Coded
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.formats.quantization import by_slot, dequantize, of_slots, quantize
+from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike, compact, nbytes, visible
+from kvcli.kv.snapshot import SnapshotReader
+from kvcli.kv.tiers.block_tier import BlockTier
+from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.formats.cskv import Cskv
 from kvcli.methods.formats.freqkv import FreqKV
 from kvcli.methods.formats.gear import Gear
@@ -45,7 +45,7 @@ N = 67
 FOUR = {"k_bits": 4, "v_bits": 4}
 KV = Kv(k_bits=4, v_bits=2, group=8)
 ROTARY = Rotary(0.5 ** torch.arange(D // 2))
-FORMS: dict[str, Blocks] = {
+FORMS: dict[str, BlockFormat] = {
     "kivi before": Kivi(rope="before"),
     "zipcache": ZipCache(),
     "separable": ZipCache(keys="separable"),
@@ -55,7 +55,7 @@ FORMS: dict[str, Blocks] = {
     "gear": Gear(outliers=0.25),
     "squat": Squat(),
 }
-FEWER: dict[str, Blocks] = {  # numbers, of 16 bits
+FEWER: dict[str, BlockFormat] = {  # numbers, of 16 bits
     "mustafar": Mustafar(k_sparsity=0.25, v_sparsity=0.75),
     "freqkv": FreqKV(retained=0.75),
     "subgen": SubGen(centers=3, samples=4),
@@ -75,8 +75,8 @@ def made(n: int = N, seed: int = 0, dtype: torch.dtype = torch.float32) -> Slots
     return Slots(k.to(dtype), v.to(dtype), torch.arange(n, dtype=torch.int32).expand(K, -1))
 
 
-def of(dtype: torch.dtype = torch.float32, shapes: tuple[LayerShape, ...] = alike(L, K, D)) -> OfModel:
-    return OfModel(shapes, dtype, [Sight(0.3)] * len(shapes), lambda: [ROTARY] * len(shapes))
+def of(dtype: torch.dtype = torch.float32, shapes: tuple[LayerShape, ...] = alike(L, K, D)) -> FormatContext:
+    return FormatContext(shapes, dtype, [AttentionParams(0.3)] * len(shapes), lambda: [ROTARY] * len(shapes))
 
 
 def tier(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -110,17 +110,19 @@ ALL = pytest.mark.parametrize("name", FORMS)
 
 
 @ALL
-@pytest.mark.parametrize("sight", [Sight(0.3), Sight(0.3, 2.0), Sight(0.3, 0.0, 13)], ids=str)
+@pytest.mark.parametrize(
+    "sight", [AttentionParams(0.3), AttentionParams(0.3, 2.0), AttentionParams(0.3, 0.0, 13)], ids=str
+)
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.3])
 @pytest.mark.parametrize("span", [16, 4096])
-def test_rows_read_the_slots_that_are_shown(name: str, sight: Sight, share: float, span: int) -> None:
+def test_rows_read_the_slots_that_are_shown(name: str, sight: AttentionParams, share: float, span: int) -> None:
     kv = filled(name)
     kv._span = span
     kv.keep(1, scattered(kv.slots(1), share))
     s = kv.slots(1)
     q, pos = rows(5)
     want = specified(q, s.k, s.v, sight.scale, sight.softcap, visible(s.pos, pos, sight.window), s.n_slots)[0]
-    torch.testing.assert_close(merge(kv.attend(1, q, sight, pos)).float(), want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(merge_attention(kv.attend(1, q, sight, pos)).float(), want, atol=1e-5, rtol=1e-4)
 
 
 @ALL
@@ -130,9 +132,11 @@ def test_a_row_alone_has_the_bits_of_one_in_company(name: str, dtype: torch.dtyp
     kv = filled(name, dtype)
     assert not kv.rounds_by_rows
     q, pos = rows(7, dtype)
-    together = kv.attend(1, q, Sight(0.3), pos)
+    together = kv.attend(1, q, AttentionParams(0.3), pos)
     for i in range(7):
-        for part, alone in zip(together, kv.attend(1, q[:, i : i + 1], Sight(0.3), pos[i : i + 1]), strict=True):
+        for part, alone in zip(
+            together, kv.attend(1, q[:, i : i + 1], AttentionParams(0.3), pos[i : i + 1]), strict=True
+        ):
             assert torch.equal(part.out[:, i], alone.out[:, 0])
             assert torch.equal(part.lse[:, i], alone.lse[:, 0])
 
@@ -208,14 +212,16 @@ def test_heads_that_are_written_alone_may_differ(name: str) -> None:
     q, _ = rows(3)
     s = kv.slots(0)
     want = specified(q, s.k, s.v, 0.3, 0.0, visible(s.pos, [200] * 3, None), s.n_slots)[0]
-    torch.testing.assert_close(merge(kv.attend(0, q, Sight(0.3), [200] * 3)).float(), want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        merge_attention(kv.attend(0, q, AttentionParams(0.3), [200] * 3)).float(), want, atol=1e-5, rtol=1e-4
+    )
 
 
 @ALL
 def test_a_past_goes_on_from_its_state(name: str) -> None:
     kv, again = filled(name), tier(name)
     kv.keep(0, scattered(kv.slots(0), 0.7))
-    again.restore(Given(copy.deepcopy(kv.state()), N))
+    again.restore(SnapshotReader(copy.deepcopy(kv.state()), N))
     for layer in range(L):
         assert same(kv.slots(layer), again.slots(layer))
     assert nbytes(kv) == nbytes(again)
@@ -232,14 +238,14 @@ def test_keys_before_the_rotary_embedding_are_rounded_as_they_were_there() -> No
     s, kv = made(64), tier("kivi before")
     kv.take(0, s)
     before = unrotate(s.k, s.pos, ROTARY).view(K, 8, 8, D)
-    wanted = numbers(rounded(before, 4, -2), 4, torch.float32).view(K, 64, D)
+    wanted = dequantize(quantize(before, 4, -2), 4, torch.float32).view(K, 64, D)
     torch.testing.assert_close(unrotate(kv.slots(0).k, s.pos, ROTARY), wanted)
 
 
 def test_kivi_read_back_says_what_it_says_where_it_lies() -> None:
-    s, plain = made(64), Packed(alike(L, K, D), torch.float32, k_bits=4, v_bits=2, group=8)
+    s, plain = made(64), QuantizedTier(alike(L, K, D), torch.float32, k_bits=4, v_bits=2, group=8)
     plain.take(0, s)
-    coded = Coded(Kivi(), of(), "cpu", KV)
+    coded = BlockTier(Kivi(), of(), "cpu", KV)
     coded.take(0, s)
     assert same(plain.slots(0), coded.slots(0))
     assert nbytes(plain) == nbytes(coded)
@@ -270,14 +276,14 @@ def test_zipcache_beats_one_range_a_slot_where_a_channel_is_large() -> None:
 def test_rotatekv_turns_heads_as_one_and_orders_channels_by_their_means() -> None:
     form, kv = RotateKV(joint=2, massive=0), Kv(k_bits=4, v_bits=4, group=8)
     k, v = (torch.randn(1, 2, 8, D, generator=torch.Generator().manual_seed(i)) + 1 for i in range(2))
-    codes, scale, zero, *_, order, _, _, _ = form.pack(k, v, kv)
+    codes, scale, zero, *_, order, _, _, _ = form.quantize(k, v, kv)
     wide = k[0].transpose(0, 1).reshape(8, 2 * D) @ hadamard(2 * D, k)  # the matrix itself
     means = wide.mean(0)
     assert order[0, 0].tolist() == means.argsort().tolist()
     assert means[order[0, 0].long()].diff().min() >= 0
     want = of_slots(by_slot(wide[:, order[0, 0].long()], 4, 8), 4, torch.float32)
     torch.testing.assert_close(of_slots((codes, scale, zero), 4, torch.float32)[0], want, atol=1e-3, rtol=1e-2)
-    found = form.unpack(form.pack(k, v, kv), kv, (D, D), torch.float32)
+    found = form.dequantize(form.quantize(k, v, kv), kv, (D, D), torch.float32)
     assert (found[0] - k).norm() < 0.1 * k.norm()
 
 
@@ -301,7 +307,7 @@ def test_so_many_heads_are_turned_together(n: int, most: int, want: int) -> None
 def test_qaq_keeps_outliers_apart() -> None:
     form, kv = Qaq(outliers=0.05), Kv(k_bits=2, v_bits=2, group=8)
     k, v = made(8).k[None, :1], made(8).v[None, :1]
-    found = form.unpack(form.pack(k, v, kv), kv, (D, D), torch.float32)
+    found = form.dequantize(form.quantize(k, v, kv), kv, (D, D), torch.float32)
     for was, now in ((k, found[0]), (v, found[1])):
         order = was.flatten().argsort()
         n = round(0.05 * 8 * D / 2)
@@ -310,7 +316,10 @@ def test_qaq_keeps_outliers_apart() -> None:
         inner = was.flatten()[order[n:-n]]
         assert now.flatten()[order[n:-n]].abs().max() <= inner.abs().max() * 1.01, "the range is of the others"
     v = v.flatten().index_fill(0, torch.tensor([7, 50, 99]), 40.0).view_as(v)
-    lost = [(f.unpack(f.pack(k, v, kv), kv, (D, D), torch.float32)[1] - v).norm() for f in (form, Kivi(rope="before"))]
+    lost = [
+        (f.dequantize(f.quantize(k, v, kv), kv, (D, D), torch.float32)[1] - v).norm()
+        for f in (form, Kivi(rope="before"))
+    ]
     assert lost[0] < 0.7 * lost[1]
 
 
@@ -318,21 +327,24 @@ def test_gear_repairs_with_the_best_product_of_its_rank() -> None:
     kv = Kv(k_bits=2, v_bits=2, group=8)
     k, v = made(8).k[None, :1], made(8).v[None, :1]
     plain, few = Gear(outliers=0, rank=0), Gear(outliers=0, rank=3)
-    lost = [t - p for t, p in zip((k, v), plain.unpack(plain.pack(k, v, kv), kv, (D, D), torch.float32), strict=True)]
-    found = few.unpack(few.pack(k, v, kv), kv, (D, D), torch.float32)
+    lost = [
+        t - p
+        for t, p in zip((k, v), plain.dequantize(plain.quantize(k, v, kv), kv, (D, D), torch.float32), strict=True)
+    ]
+    found = few.dequantize(few.quantize(k, v, kv), kv, (D, D), torch.float32)
     for was, now, error in zip((k, v), found, lost, strict=True):
         rest = torch.linalg.svdvals(error)[..., 3:].square().sum().sqrt()  # what a rank of three cannot say
         torch.testing.assert_close((was - now).norm(), rest, atol=1e-2, rtol=1e-2)
     all_of_it = Gear(outliers=0, rank=8)
     torch.testing.assert_close(
-        all_of_it.unpack(all_of_it.pack(k, v, kv), kv, (D, D), torch.float32)[0], k, atol=0.02, rtol=0.01
+        all_of_it.dequantize(all_of_it.quantize(k, v, kv), kv, (D, D), torch.float32)[0], k, atol=0.02, rtol=0.01
     )
 
 
 def test_gear_takes_outliers_of_each_channel_of_keys_and_of_each_slot_of_values() -> None:
     kv, form = Kv(k_bits=2, v_bits=2, group=8), Gear(outliers=0.25, rank=0)
     k, v = made(8).k[None, :1], made(8).v[None, :1]
-    found = form.unpack(form.pack(k, v, kv), kv, (D, D), torch.float32)
+    found = form.dequantize(form.quantize(k, v, kv), kv, (D, D), torch.float32)
     for was, now, dim in ((k, found[0], 2), (v, found[1], 3)):
         n = round(0.25 * was.shape[dim] / 2)
         for at in (was.topk(n, dim).indices, was.topk(n, dim, largest=False).indices):
@@ -343,13 +355,13 @@ def test_gear_takes_outliers_of_each_channel_of_keys_and_of_each_slot_of_values(
 @pytest.mark.parametrize(
     "form", [Squat(), Squat(rank=64, weight=1000.0), Gear(), Cskv(joint=1, k_rank=16, v_rank=16)], ids=str
 )
-def test_keys_of_fewer_directions_than_a_form_asks_for_lose_no_more(form: Blocks, noise: float) -> None:
+def test_keys_of_fewer_directions_than_a_form_asks_for_lose_no_more(form: BlockFormat, noise: float) -> None:
     """As those of one token again and again do before the rotary embedding; or none at all."""
     of = torch.Generator().manual_seed(0)
     k = torch.randn(1, 1, 1, 64, generator=of) + noise * torch.randn(1, 1, 64, 64, generator=of)
     for x in (k, torch.zeros_like(k)):
         kv = Kv(k_bits=4, v_bits=4, group=64)
-        got, _ = form.unpack(form.pack(x, x, kv), kv, (64, 64), x.dtype)
+        got, _ = form.dequantize(form.quantize(x, x, kv), kv, (64, 64), x.dtype)
         assert (got - x).norm() <= 0.01 * x.norm()
 
 
@@ -362,19 +374,19 @@ def test_squat_moves_the_error_out_of_the_keys_directions() -> None:
     k = k + 0.1 * torch.randn(1, 1, 64, D, generator=torch.Generator().manual_seed(2))
     way = torch.linalg.svd(k, full_matrices=False)[2][..., :2, :]
 
-    def along(form: Blocks) -> Tensor:
-        return ((form.unpack(form.pack(k, k, kv), kv, (D, D), torch.float32)[0] - k) @ way.mT).norm()
+    def along(form: BlockFormat) -> Tensor:
+        return ((form.dequantize(form.quantize(k, k, kv), kv, (D, D), torch.float32)[0] - k) @ way.mT).norm()
 
     assert along(Squat(rank=2, weight=100.0)) < 0.4 * along(Kivi(rope="before"))
     weak = Squat(rank=2, weight=1e-6)
-    same_codes = weak.pack(k, k, kv)[0] == rounded(k, 2, -2)[0]
+    same_codes = weak.quantize(k, k, kv)[0] == quantize(k, 2, -2)[0]
     assert same_codes.all(), "without weight it is plain rounding"
 
 
-def held(form: Blocks, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def held(form: BlockFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """One block k, v [h, g, D], written and read back."""
     kv = Kv(group=k.shape[1])
-    found = form.unpack(form.pack(k[None], v[None], kv), kv, (k.shape[2], v.shape[2]), torch.float32)
+    found = form.dequantize(form.quantize(k[None], v[None], kv), kv, (k.shape[2], v.shape[2]), torch.float32)
     return found[0][0], found[1][0]
 
 
@@ -383,7 +395,7 @@ def test_mustafar_keeps_the_largest_numbers_of_each_slot() -> None:
     k, v = held(Mustafar(k_sparsity=0.5, v_sparsity=0.75), x, x)
     assert k.tolist() == [[[0, -4, 3, 0], [0.5, 0, 0, 8]]]
     assert v.tolist() == [[[0, -4, 0, 0], [0, 0, 0, 8]]]
-    bits, found, *_ = Mustafar(k_sparsity=0.5, v_sparsity=0.75).pack(x[None], x[None], Kv(group=2))
+    bits, found, *_ = Mustafar(k_sparsity=0.5, v_sparsity=0.75).quantize(x[None], x[None], Kv(group=2))
     assert bits.flatten().tolist() == [0b0110, 0b1001], "the first number in the lowest bit"
     assert found.tolist() == [[[[-4, 3], [0.5, 8]]]]
 
@@ -413,10 +425,10 @@ def test_freqkv_keeps_low_waves_whole_and_loses_high_ones() -> None:
 def test_subgen_reads_what_its_sketch_says_by_the_papers_formula() -> None:
     """Softmax's sum from each cluster's center and size; the sum of values from those drawn, by squared length."""
     s, form, kv = made(8), SubGen(centers=3, samples=4), Kv(group=8)
-    tier = Coded(form, of(), "cpu", kv)
+    tier = BlockTier(form, of(), "cpu", kv)
     tier.take(0, s)
-    (centers, own, _, drawn), (q, pos) = form.pack(s.k[:, None], s.v[:, None], kv), rows(3)
-    part = merge(tier.attend(0, q, Sight(0.3), pos))
+    (centers, own, _, drawn), (q, pos) = form.quantize(s.k[:, None], s.v[:, None], kv), rows(3)
+    part = merge_attention(tier.attend(0, q, AttentionParams(0.3), pos))
     for head in range(K * G):
         j = head // G
         scores = (q[head] @ centers[j, 0].float().mT * 0.3).exp()  # [N, 3]
@@ -441,16 +453,18 @@ def test_subgen_takes_the_farthest_key_as_the_next_center_and_draws_long_values(
 
 
 def test_subgen_forgets_by_the_slot() -> None:
-    tier = Coded(SubGen(centers=1, samples=8), of(), "cpu", Kv(group=8))
+    tier = BlockTier(SubGen(centers=1, samples=8), of(), "cpu", Kv(group=8))
     s = made(16)
     s = Slots(torch.cat([s.k[:, :1].expand(-1, 8, -1), s.k[:, 8:9].expand(-1, 8, -1)], 1), torch.ones_like(s.v), s.pos)
     s.v[:, 8:] = 2
     tier.take(0, s)
     q, pos = rows(1)
     q = torch.zeros_like(q)  # all keys score alike: each center counts as often as it has slots
-    assert merge(tier.attend(0, q, Sight(0.3), pos)).mean().item() == pytest.approx(1.5, rel=1e-3)
+    assert merge_attention(tier.attend(0, q, AttentionParams(0.3), pos)).mean().item() == pytest.approx(1.5, rel=1e-3)
     tier.keep(0, s.pos >= 4)
-    assert merge(tier.attend(0, q, Sight(0.3), pos)).mean().item() == pytest.approx((4 * 1 + 8 * 2) / 12, rel=1e-3)
+    assert merge_attention(tier.attend(0, q, AttentionParams(0.3), pos)).mean().item() == pytest.approx(
+        (4 * 1 + 8 * 2) / 12, rel=1e-3
+    )
 
 
 def test_cskv_is_the_best_product_of_its_rank_over_all_heads() -> None:
@@ -554,15 +568,15 @@ def test_a_session_goes_back_and_on_in_every_form(method: str, family: str) -> N
             assemble.session(model, asked)
         return
     session = assemble.session(model, asked)
-    drive(session.read(families.prompt(90)))
-    drive(session.stream(9))
-    assert nbytes(session.kv)["packed"]
-    assert session.kv.usage()
+    run_to_end(session.read(families.prompt(90)))
+    run_to_end(session.stream(9))
+    assert nbytes(session.cache)["packed"]
+    assert session.cache.usage()
     again = assemble.session(model, asked)
-    again.kv.restore(Given(copy.deepcopy(session.kv.state()), len(session.ids)))
-    assert nbytes(again.kv)["packed"] == nbytes(session.kv)["packed"]
-    session.kv.crop(41)
-    assert {int(session.kv.slots(use.layer).pos.max()) for use in session.kv.usage()} == {40}
+    again.cache.restore(SnapshotReader(copy.deepcopy(session.cache.snapshot()), len(session.ids)))
+    assert nbytes(again.cache)["packed"] == nbytes(session.cache)["packed"]
+    session.cache.crop(41)
+    assert {int(session.cache.slots(use.layer).pos.max()) for use in session.cache.usage()} == {40}
 
 
 def test_sizes_that_no_byte_holds_are_refused() -> None:

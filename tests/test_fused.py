@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.engine.engine import call, run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf import lm
-from kvcli.engine.hf.batch_invariance import rows_know_neighbours
-from kvcli.engine.hf.direct_forward import Turns
-from kvcli.engine.hf.fused_layers import Fused
+from kvcli.engine.hf.batch_invariance import is_batch_variant
+from kvcli.engine.hf.direct_forward import RopeTable
+from kvcli.engine.hf.fused_layers import FusedLayer
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.hf.reduced_model import few_layers, kinds
+from kvcli.engine.hf.reduced_model import kinds, reduced_model
 from kvcli.engine.rows import Rows
 from kvcli.kernels import native, triton_support
 from kvcli.kernels.gated_mlp.module import NativeMlp
@@ -50,13 +50,13 @@ torch.set_num_threads(1)
 
 def loaded(name: str, dtype: torch.dtype = torch.float32, quant: str = "none") -> LM:
     found = LM.of(build(name, dtype), quant=quant)
-    found.lay_out()
+    found.install_kernels()
     return found
 
 
 def counts(model: nn.Module) -> tuple[int, ...]:
     ways = [vars(m).get("forward") for m in model.modules()]
-    return tuple(sum(isinstance(way, kind) for way in ways) for kind in (NativeNorm, NativeMlp, Fused))
+    return tuple(sum(isinstance(way, kind) for way in ways) for kind in (NativeNorm, NativeMlp, FusedLayer))
 
 
 def logits(of: LM) -> Tensor:
@@ -64,7 +64,7 @@ def logits(of: LM) -> Tensor:
     kv, found = Dense(of.shapes, of.dtype), []
     ids = torch.randint(0, of.vocab, (19,), generator=torch.Generator().manual_seed(5)).tolist()
     for a, b in ((0, 12), (12, 19)):
-        (made,) = run([Feed(of, Rows.chain(ids[a:b], a), kv, want=range(b - a))])
+        (made,) = run([ForwardRequest(of, Rows.chain(ids[a:b], a), kv, want=range(b - a))])
         found.append(made.logits)
         for layer, fresh in made.fresh.items():
             kv.append(layer, fresh.k, fresh.v, a)
@@ -129,7 +129,7 @@ def test_models_without_anything_between_their_layers_are_gone_straight_through(
 )
 def test_positions_turn_as_in_the_module_whichever_block_they_lie_in(pos: Any):
     module = loaded("llama").model.model.rotary_emb
-    turns = Turns(module, torch.empty(0))
+    turns = RopeTable(module, torch.empty(0))
     for ours, theirs in zip(turns(pos), module(torch.empty(0), torch.tensor([list(pos)])), strict=True):
         assert torch.equal(ours, theirs[0])
     assert turns.is_fixed(4096)
@@ -141,8 +141,8 @@ def test_what_depends_on_the_length_of_the_pass_is_not_remembered():
             angles = position_ids.unsqueeze(-1) / (1.0 + position_ids.max() // 2048)
             return angles.cos(), angles.sin()
 
-    assert Turns(Dynamic(), torch.empty(0)).is_fixed(2048)
-    assert not Turns(Dynamic(), torch.empty(0)).is_fixed(4096)
+    assert RopeTable(Dynamic(), torch.empty(0)).is_fixed(2048)
+    assert not RopeTable(Dynamic(), torch.empty(0)).is_fixed(4096)
 
 
 def test_a_model_that_does_more_around_its_layers_is_gone_through_as_it_is(monkeypatch: pytest.MonkeyPatch):
@@ -204,27 +204,27 @@ def test_the_model_says_what_was_made_native():
 def test_layers_of_a_kind_are_tried_at_its_ends_and_restored(monkeypatch: pytest.MonkeyPatch):
     found = LM.of(build("llama", num_hidden_layers=5))
     layers = list(found._layers or ())
-    with few_layers(found, layers) as tried:
+    with reduced_model(found, layers) as tried:
         assert tried == [0, 4]
         assert [bool(vars(layer).get("forward")) for layer in layers] == [False, True, True, True, False]
     assert not any(vars(layer).get("forward") for layer in layers)
     layers[2].self_attn.scaling *= 2  # a setting of its own: a kind of its own
     assert kinds(found, layers) == [[0, 1, 3, 4], [2]]
     layers[3].mlp.act_fn = nn.ReLU()  # which is none of ours
-    found.lay_out()
+    found.install_kernels()
     assert counts(found.model) == (11, 4, 4)
     assert found.is_row_invariant
 
 
 def test_a_device_is_tried_where_fused_kernels_serve_it(monkeypatch: pytest.MonkeyPatch):
     found = LM.of(build("llama", torch.bfloat16))
-    found.lay_out()
-    assert (found.is_row_invariant, found.most_rows) == (True, None)
+    found.install_kernels()
+    assert (found.is_row_invariant, found.max_invariant_rows) == (True, None)
     monkeypatch.setattr(found, "is_apart", True)
-    assert found.most_rows == MOST
-    assert rows_know_neighbours(found)  # of this one nobody says that its kernels do not look at the shape
+    assert found.max_invariant_rows == MOST
+    assert is_batch_variant(found)  # of this one nobody says that its kernels do not look at the shape
     monkeypatch.setattr(triton_support, "why_not", lambda device, dtype: "")
-    assert not rows_know_neighbours(found)
+    assert not is_batch_variant(found)
 
 
 def test_weights_that_cannot_tell_gate_from_up_prove_nothing():
@@ -232,14 +232,14 @@ def test_weights_that_cannot_tell_gate_from_up_prove_nothing():
     for weight in model.model.layers[0].mlp.parameters():
         weight.data.zero_()
     found = LM.of(model)
-    found.lay_out()
+    found.install_kernels()
     assert counts(found.model) == (9, 0, 0)
 
 
 def test_a_model_that_is_laid_out_is_saved_as_it_came():
     wanted = build("llama", torch.bfloat16, tie_word_embeddings=False).state_dict()
     model = build("llama", torch.bfloat16, tie_word_embeddings=False)
-    LM.of(model).lay_out()
+    LM.of(model).install_kernels()
     found = model.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -19,13 +19,13 @@ import kvcli
 from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadInput, BadModel, ExitStatus
 from kvcli.fit.auto_placement import plan_on, told
-from kvcli.fit.available_memory import Room
-from kvcli.fit.plan import Facts, subject_of
+from kvcli.fit.available_memory import AvailableMemory
+from kvcli.fit.plan import MeasuredFacts, subject_of
 from kvcli.fit.weights import weigh
 from kvcli.installing import pip
 from kvcli.kernels.linear_quantized.module import PackedLinear
 from kvcli.models import source
-from kvcli.models.catalog import CATALOG, Known, recommended
+from kvcli.models.catalog import CATALOG, CatalogModel, recommended
 from kvcli.models.gguf import convert
 from kvcli.models.gguf.config import DIGITS, SPLITS
 from kvcli.models.gguf.conversion_cache import KEPT
@@ -43,7 +43,9 @@ gguf = pytest.importorskip("gguf")
 
 
 def loaded(path: Path, *, packs: bool = True, dtype: str = "fp32") -> LM:
-    return LM.load(convert.ready(source.find(str(path)), dtype, path.parent / "cache", packs=packs), device="cpu")
+    return LM.load(
+        convert.convert_if_needed(source.find(str(path)), dtype, path.parent / "cache", packs=packs), device="cpu"
+    )
 
 
 def refused(act: Any) -> BadModel:
@@ -202,7 +204,7 @@ def test_a_word_that_no_merges_lead_to_is_taken_whole_where_llama_cpp_does(tmp_p
     file, said = tmp_path / "tiny.gguf", dict[str, list[str]]()
     for rule in ("llama-bpe", "gpt-2"):
         write(file, keys={"tokenizer.ggml.pre": rule, "tokenizer.ggml.merges": ["Ġ a"]})  # none to "th"
-        folder = convert.ready(source.find(str(file)), "auto", tmp_path / "cache", packs=True)
+        folder = convert.convert_if_needed(source.find(str(file)), "auto", tmp_path / "cache", packs=True)
         said[rule] = load_tokenizer(folder, False).tokenize("th")
     assert said == {"llama-bpe": ["th"], "gpt-2": ["t", "h"]}
 
@@ -213,7 +215,9 @@ def words_of(tmp_path: Path, *given: str, type: int, **changes: Any) -> Any:
     said["tokenizer.ggml.tokens"][-len(given) :] = given
     said["tokenizer.ggml.token_type"][-len(given) :] = [type] * len(given)
     write(tmp_path / "tiny.gguf", keys=said | changes)
-    return load_tokenizer(convert.ready(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, packs=True), False)
+    return load_tokenizer(
+        convert.convert_if_needed(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, packs=True), False
+    )
 
 
 @pytest.mark.parametrize("type", [1, 3, 4])
@@ -237,7 +241,9 @@ def test_runs_of_spaces_stay_words_whatever_their_type(tmp_path: Path):
     said["tokenizer.ggml.tokens"][-1] = "  "
     said["tokenizer.ggml.token_type"][-1] = 4
     write(tmp_path / "tiny.gguf", "gemma2", keys=said)
-    words = load_tokenizer(convert.ready(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, packs=True), False)
+    words = load_tokenizer(
+        convert.convert_if_needed(source.find(str(tmp_path / "tiny.gguf")), "auto", tmp_path, packs=True), False
+    )
     assert words.tokenize("a  b") == ["a", "\u2581\u2581", "b"]
 
 
@@ -251,7 +257,7 @@ def test_a_vocabulary_says_whether_a_space_leads_its_text(tmp_path: Path):
         ids = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(("unknown", "bos", "eos"))}
         write(tmp_path / "tiny.gguf", keys=keys | ids, drop=("tokenizer.ggml.merges",))
         found = source.find(str(tmp_path / "tiny.gguf"))
-        words = load_tokenizer(convert.ready(found, "auto", tmp_path / str(leads), packs=True), False)
+        words = load_tokenizer(convert.convert_if_needed(found, "auto", tmp_path / str(leads), packs=True), False)
         assert words.tokenize("ab") == (["\u2581"] if leads else []) + ["a", "b"]
         read = [words.decode(words.encode(text, add_special_tokens=False)) for text in ("ab", " ab")]
         assert read == ["ab", "ab" if leads else " ab"]
@@ -372,7 +378,7 @@ def test_a_file_cut_short_anywhere_is_damaged(tmp_path: Path):
 def test_it_is_unpacked_once_and_again_when_it_changed(tmp_path: Path):
     file, cache, told = tmp_path / "tiny.gguf", tmp_path / "cache", list[str]()
     write(file)
-    ready = partial(convert.ready, cache=cache, tell=told.append)
+    ready = partial(convert.convert_if_needed, cache=cache, tell=told.append)
     first = ready(source.find(str(file)), "auto", packs=True)
     assert (len(told), str(first.path) in told[0], first.id) == (1, True, str(file))
     assert ready(source.find(str(file)), "auto", packs=True).path == first.path
@@ -406,9 +412,9 @@ def test_a_large_tensor_is_written_a_stretch_at_a_time(tmp_path: Path, monkeypat
     write(tmp_path / "tiny.gguf")
     whole, bit = (tmp_path / name for name in ("whole", "bit"))
     found = source.find(str(tmp_path / "tiny.gguf"))
-    one = convert.ready(found, "fp32", whole, packs=True).path / "model.safetensors"
+    one = convert.convert_if_needed(found, "fp32", whole, packs=True).path / "model.safetensors"
     monkeypatch.setattr("kvcli.models.gguf.blocks._STRETCH", 700)  # two rows and a bit
-    two = convert.ready(found, "fp32", bit, packs=True).path / "model.safetensors"
+    two = convert.convert_if_needed(found, "fp32", bit, packs=True).path / "model.safetensors"
     assert one.read_bytes() == two.read_bytes()
     with safe_open(one, "pt") as file:
         assert file.get_tensor("model.layers.0.self_attn.q_proj.data").dtype == torch.uint8
@@ -457,7 +463,7 @@ def test_a_profile_for_cpus_leaves_packed_weights_as_they_are(tmp_path: Path):
         ("plain", cpu, "int8"),
     ):
         subject = subject_of(source.find(str(tmp_path / folder)))
-        found = plan_on(subject, profile, Room("cpu", 8 << 30), None, Facts())
+        found = plan_on(subject, profile, AvailableMemory("cpu", 8 << 30), None, MeasuredFacts())
         assert found.profile.load.quant == quant
         assert ("weights stay in the bits of their file" in " ".join(told(found))) == (quant == "none")
 
@@ -466,7 +472,7 @@ def test_a_profile_for_cpus_leaves_packed_weights_as_they_are(tmp_path: Path):
 def test_weights_are_counted_alike_in_the_file_unpacked_and_loaded(tmp_path: Path, family: str):
     write(tmp_path / "tiny.gguf", family)
     found = source.find(str(tmp_path / "tiny.gguf"))
-    lm, made = loaded(tmp_path / "tiny.gguf"), convert.ready(found, "fp32", tmp_path / "cache", packs=True)
+    lm, made = loaded(tmp_path / "tiny.gguf"), convert.convert_if_needed(found, "fp32", tmp_path / "cache", packs=True)
     assert found.parameters == made.parameters == lm.info.parameters
 
 
@@ -478,7 +484,7 @@ def test_a_plan_is_worded_as_the_run_is(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "wordings.toml").write_text(f"[[wording]]\n{row}")
     monkeypatch.setattr("kvcli.summarize.wording.TABLE", tmp_path / "wordings.toml")
     found = source.find(str(tmp_path / "tiny.gguf"))
-    made = convert.ready(found, "fp32", tmp_path / "cache", packs=True)
+    made = convert.convert_if_needed(found, "fp32", tmp_path / "cache", packs=True)
     assert [wording_of(model).sentence for model in (found, made, lm.info)] == [9, 9, 9]
 
 
@@ -527,7 +533,7 @@ def test_what_a_file_says_of_sampling_holds(tmp_path: Path, keys: dict[str, Any]
 
 
 @pytest.mark.parametrize("known", CATALOG, ids=lambda known: known.name)
-def test_a_model_of_the_list_is_known_by_its_sizes(known: Known):
+def test_a_model_of_the_list_is_known_by_its_sizes(known: CatalogModel):
     names = {"num_hidden_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads"}
     names |= {"intermediate_size": "inner", "vocab_size": "vocab"}
     config = {theirs: getattr(known.shape, ours) for theirs, ours in names.items()} | {"model_type": "olmo2"}

@@ -74,7 +74,7 @@ def outcomes(whole: Path, folder: Path, seeds: Iterator[int], *, load: bool) -> 
 
 def loads(found: source.Source, folder: Path) -> str:
     try:
-        lm = LM.load(convert.ready(found, "fp32", folder / "cache", packs=True), device="cpu")
+        lm = LM.load(convert.convert_if_needed(found, "fp32", folder / "cache", packs=True), device="cpu")
     except BadModel as error:
         return error.code
     our_logits(lm, [5, 6, 7], 2)

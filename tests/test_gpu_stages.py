@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.engine.cuda_graphs.captured_pass import Frames
-from kvcli.engine.engine import drive
+from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses
+from kvcli.engine.engine import run_to_end
 from kvcli.kv.cache import plan
-from kvcli.kv.slots import Sight, alike
+from kvcli.kv.slots import AttentionParams, alike
 from kvcli.settings.profile import Profile
 from tests.bench.waits import opened
 from tests.fake_graphs import FakeGraphs
@@ -157,7 +157,7 @@ def test_the_bundled_model_is_given_room_for_a_part_of_the_report() -> None:
     from tests.gpu.offload import BEHIND, CHUNK
 
     chosen = Profile.load("exact").replace(memory=BEHIND)
-    shapes, sights = alike(6, 2, 64), [Sight(1.0)] * 6
+    shapes, sights = alike(6, 2, 64), [AttentionParams(1.0)] * 6
     free: dict[str, Any] = {"is_cpu": False, "free": 1 << 36, "host": 1 << 36}
     room = plan.room(
         chosen.kv, chosen.form.settings, chosen.memory, chosen.recall.settings, sights, shapes, 4, chunk=CHUNK, **free
@@ -225,9 +225,9 @@ def test_what_the_host_does_is_told_from_what_it_waits_for(monkeypatch: pytest.M
 
     monkeypatch.setattr(FakeGraphs, "fetch", slow)
     session = opened("dense", 2)
-    session.lm.frames = Frames(watched := clock.Watched(FakeGraphs()))
+    session.lm.frames = CapturedPasses(watched := clock.Watched(FakeGraphs()))
     monkeypatch.setattr(clock.time, "perf_counter", tick)
-    took = clock.host_seconds(lambda: drive(session.step()), watched.waited, 3)
+    took = clock.host_seconds(lambda: run_to_end(session.step()), watched.waited, 3)
     assert len(watched.waited) == 3
     assert all(1000 < each < 1010 for each in watched.waited)
     assert all(0 < each < 100 for each in took)

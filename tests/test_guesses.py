@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.assemble import front, view
-from kvcli.drafts.tree.tree_drafter import Mixer
-from kvcli.engine.engine import drive, events, run
-from kvcli.engine.forward_request import Feed
+from kvcli.assemble import compact_view, view
+from kvcli.drafts.tree.tree_drafter import TreeDrafter
+from kvcli.engine.engine import iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.policy.policy import EachLayer
-from kvcli.engine.rows import Draft, Rows, Scouts
+from kvcli.engine.policy.policy import PerLayerPolicy
+from kvcli.engine.rows import Draft, LookaheadRows, Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Step
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.lookahead import Lookahead
@@ -49,9 +49,9 @@ def prompt() -> list[int]:
 def decode(drafter: Any, sampler: Sampler = GREEDY, new: int = NEW, stop: frozenset[int] = frozenset(), **more: Any):
     model = lm()
     kv = Dense(model.shapes, model.dtype)
-    session = Session(model, kv, drafter, sampler, view=view(model, kv, drafter), chunk=13, **more)
-    drive(session.read(prompt()))
-    steps = list(events(session.stream(new, stop)))
+    session = GenerationSession(model, kv, drafter, sampler, view=view(model, kv, drafter), chunk=13, **more)
+    run_to_end(session.read(prompt()))
+    steps = list(iterate_events(session.stream(new, stop)))
     return session.ids, steps
 
 
@@ -93,16 +93,16 @@ def test_every_size_of_window(window: int, ngram: int) -> None:
 
 
 def test_a_view_that_shows_nothing() -> None:
-    class Blind(EachLayer):
+    class Blind(PerLayerPolicy):
         def mask(self, s, at):
             return torch.zeros_like(s.pos, dtype=torch.bool)
 
     model = lm()
     kv = Dense(model.shapes, model.dtype)
-    blind = front(model, kv, Blind(), 4)
-    session = Session(model, kv, Lookahead(adaptive=False).drafter(), GREEDY, view=blind, chunk=13)
-    drive(session.read(prompt()))
-    list(events(session.stream(NEW)))
+    blind = compact_view(model, kv, Blind(), 4)
+    session = GenerationSession(model, kv, Lookahead(adaptive=False).drafter(), GREEDY, view=blind, chunk=13)
+    run_to_end(session.read(prompt()))
+    list(iterate_events(session.stream(NEW)))
     assert session.ids == plain()
 
 
@@ -139,7 +139,7 @@ def test_no_draft_crosses_a_boundary(every: int) -> None:
 
 
 def test_garbage_in_the_pool_changes_the_speed_only() -> None:
-    def poisoned(right: bool) -> Mixer:
+    def poisoned(right: bool) -> TreeDrafter:
         drafter = Lookahead(adaptive=False, key_max=1).drafter()
         assert drafter._pool is not None
         for a, *after in zip(*(plain()[i:] for i in range(5)), strict=False):
@@ -163,8 +163,8 @@ def test_what_a_row_must_not_see_is_poisoned(shown: dict[str, Any], policy: Any)
     kv = Dense(model.shapes, model.dtype)
     drafter = Lookahead(adaptive=False, refresh=4, **shown).drafter()
     kept: dict[str, Any] = {"policy": policy, "every": 16 if policy else None}
-    session = Session(model, kv, drafter, GREEDY, view=view(model, kv, drafter), chunk=13, **kept)
-    drive(session.read(prompt()))
+    session = GenerationSession(model, kv, drafter, GREEDY, view=view(model, kv, drafter), chunk=13, **kept)
+    run_to_end(session.read(prompt()))
     want, poisoned = decode(Off(), **kept)[0], 0
     while len(session.ids) < len(want):
         with torch.inference_mode():
@@ -173,7 +173,7 @@ def test_what_a_row_must_not_see_is_poisoned(shown: dict[str, Any], policy: Any)
                 empty = (slab.pos < 0).expand(slab.k.shape[:-1])  # spare room, and holes of heads that hold less
                 slab.k[empty] = slab.v[empty] = 1e6
                 poisoned += int(empty.sum())
-        drive(session.step(most=len(want) - len(session.ids)))
+        run_to_end(session.step(most=len(want) - len(session.ids)))
     assert session.ids == want
     assert poisoned
 
@@ -181,14 +181,14 @@ def test_what_a_row_must_not_see_is_poisoned(shown: dict[str, Any], policy: Any)
 def test_tree_rows_see_neither_scouts_nor_other_branches() -> None:
     model = lm()
     kv = Dense(model.shapes, model.dtype)
-    session = Session(model, kv, Off(), GREEDY, chunk=13)
-    drive(session.read(prompt()))
+    session = GenerationSession(model, kv, Off(), GREEDY, chunk=13)
+    run_to_end(session.read(prompt()))
     sees = torch.ones(3, 3, dtype=torch.bool).tril()
 
     def logits(left: int, right: int, scouts: list[int]) -> torch.Tensor:
-        draft = Draft([left, 8, right, 9], [-1, 0, -1, 2], Scouts(scouts, [1, 2, 3], sees, []))
+        draft = Draft([left, 8, right, 9], [-1, 0, -1, 2], LookaheadRows(scouts, [1, 2, 3], sees, []))
         rows = Rows.build(session.ids[-1], session.committed, draft)
-        return run([Feed(model, rows, kv, want=rows.want)])[0].logits
+        return run([ForwardRequest(model, rows, kv, want=rows.want)])[0].logits
 
     one, other = logits(5, 6, [1, 2, 3]), logits(5, 7, [50, 60, 70])
     torch.testing.assert_close(one[[0, 1, 2]], other[[0, 1, 2]], rtol=0, atol=1e-12)
@@ -227,8 +227,8 @@ def test_guesses_come_true() -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_scouts_stay_behind_when_guesses_are_to_be_timed(alone: bool, monkeypatch) -> None:
-    monkeypatch.setattr("kvcli.drafts.pacing.source_payoff.Credit.due", lambda *_: True)
-    monkeypatch.setattr("kvcli.drafts.pacing.draft_controller.Pace.wants_alone", lambda *_: alone)
+    monkeypatch.setattr("kvcli.drafts.pacing.source_payoff.SourcePayoff.due", lambda *_: True)
+    monkeypatch.setattr("kvcli.drafts.pacing.draft_controller.DraftController.wants_alone", lambda *_: alone)
     ids, steps = decode(Mix(kill_below=0.0).drafter())
     assert ids == plain()
     assert any(step.rows.n_rows > step.rows.tree for step in steps) is not alone
@@ -237,11 +237,11 @@ def test_scouts_stay_behind_when_guesses_are_to_be_timed(alone: bool, monkeypatc
 def test_guesses_are_ranked_with_the_noise_that_tokens_are_drawn_with() -> None:
     """A drafter that is not told how tokens are drawn guesses the likeliest ones, and is right less often."""
 
-    class Untold(Mixer):
+    class Untold(TreeDrafter):
         def start(self, ids: Any, sampler: Any = None) -> None:
             super().start(ids)
 
-    def accepted(kind: type[Mixer], seed: int) -> int:
+    def accepted(kind: type[TreeDrafter], seed: int) -> int:
         sampler = Sampler(temperature=1.0, top_k=4, seed=seed)
         drafter = Mix(adaptive=False, sources=("stand",), branches=1).drafter()
         drafter.__class__ = kind
@@ -250,7 +250,7 @@ def test_guesses_are_ranked_with_the_noise_that_tokens_are_drawn_with() -> None:
         return sum(step.n_accepted for step in steps)
 
     seeds = range(6)
-    assert sum(accepted(Mixer, s) for s in seeds) > 1.3 * sum(accepted(Untold, s) for s in seeds)
+    assert sum(accepted(TreeDrafter, s) for s in seeds) > 1.3 * sum(accepted(Untold, s) for s in seeds)
 
 
 @pytest.mark.parametrize("runs", [500, pytest.param(1500, marks=pytest.mark.slow)])
@@ -259,16 +259,16 @@ def test_the_text_of_a_seed_has_the_law_of_the_model(runs: int) -> None:
     sampler, model = Sampler(temperature=1.0, top_k=3), lm(torch.float32)
     start = prompt()
 
-    def session(drafter: Any, seed: int) -> Session:
+    def session(drafter: Any, seed: int) -> GenerationSession:
         kv = Dense(model.shapes, model.dtype)
-        return Session(model, kv, drafter, Sampler(temperature=1.0, top_k=3, seed=seed), chunk=64)
+        return GenerationSession(model, kv, drafter, Sampler(temperature=1.0, top_k=3, seed=seed), chunk=64)
 
     def law(text: list[int], depth: int) -> dict[tuple[int, ...], float]:
         if not depth:
             return {(): 1.0}
         plain = session(Off(), 0)
-        drive(plain.read(text))
-        ids, logp = sampler.warp(drive(plain.step()).logits[:1].float())
+        run_to_end(plain.read(text))
+        ids, logp = sampler.warp(run_to_end(plain.step()).logits[:1].float())
         return {
             (token, *rest): p * q
             for token, p in zip(ids[0].tolist(), logp[0].exp().tolist(), strict=True)
@@ -281,15 +281,15 @@ def test_the_text_of_a_seed_has_the_law_of_the_model(runs: int) -> None:
     for seed in range(runs, runs + 30):  # the drafter hears what may follow, or it has nothing to guess
         base.resume(start)
         base.sampler = Sampler(temperature=1.0, top_k=3, seed=seed)
-        drive(base.read(start[len(base.ids) :]))
-        list(events(base.stream(3)))
+        run_to_end(base.read(start[len(base.ids) :]))
+        list(iterate_events(base.stream(3)))
     base.resume(start)
-    drive(base.read(start[len(base.ids) :]))
+    run_to_end(base.read(start[len(base.ids) :]))
     for seed in range(runs):
         one = base.fork()
         one.sampler = Sampler(temperature=1.0, top_k=3, seed=seed)
         one.drafter.start(one.ids, one.sampler)
-        accepted += sum(step.n_accepted for step in events(one.stream(3)))
+        accepted += sum(step.n_accepted for step in iterate_events(one.stream(3)))
         seen[tuple(one.ids[len(start) :])] += 1
     assert accepted > runs // 10  # or it was plain decoding that was tested
     large = {text: p for text, p in want.items() if p * runs >= 5}

@@ -25,7 +25,7 @@ from kvcli.heads.auto_headmap import place
 from kvcli.models import hashes, source
 from kvcli.models.gguf import convert
 from kvcli.models.hashes import Hashes, Stamped, code_hash, model_files
-from kvcli.prefix_cache.cache_key import identity
+from kvcli.prefix_cache.cache_key import cache_key
 from kvcli.settings.profile import Profile
 from kvcli.summarize.cache import fingerprint
 from tests.families import build
@@ -258,7 +258,7 @@ def test_twins_share_nothing(demo: Path, tmp_path: Path, settled: None) -> None:
     shutil.copytree(demo, folder)
     files = {name: (folder / name).read_bytes() for name in ("model.safetensors", "tokenizer.json")}
     kinds: dict[str, Callable[[Model], object]] = {
-        "kept": lambda model: identity(model.lm),
+        "kept": lambda model: cache_key(model.lm),
         "map": lambda model: place(model.lm, tmp_path),
         "parts": lambda model: fingerprint(model.info, Hashes(cache)),
         "times": fingerprint_of,
@@ -274,7 +274,7 @@ def test_twins_share_nothing(demo: Path, tmp_path: Path, settled: None) -> None:
     same = tmp_path / "elsewhere"
     shutil.copytree(folder, same)
     with loaded(same, cache) as model:
-        assert identity(model.lm) == first["kept"]  # the same bytes, wherever they lie
+        assert cache_key(model.lm) == first["kept"]  # the same bytes, wherever they lie
     twins = {
         "model.safetensors": flipped(files["model.safetensors"], -3),
         "tokenizer.json": files["tokenizer.json"].replace(b"{\n", b"{ ", 1),
@@ -334,14 +334,14 @@ def test_weights_that_change_while_they_are_loaded_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     build("llama").save_pretrained(tmp_path)
-    file, read = tmp_path / "model.safetensors", weights_of.read_weights
+    file, read = tmp_path / "model.safetensors", weights_of.load_weights
     found, data = source.find(str(tmp_path)), file.read_bytes()
 
     def reading(*given: Any) -> Any:
         put(file, flipped(data, -9), how)
         return read(*given)
 
-    monkeypatch.setattr(weights_of, "read_weights", reading)
+    monkeypatch.setattr(weights_of, "load_weights", reading)
     with pytest.raises(BadModel) as caught:
         LM.load(found, device="cpu")
     assert caught.value.code == "model_changed"
@@ -352,11 +352,11 @@ def test_a_model_keeps_its_identity_when_its_files_are_replaced(tmp_path: Path, 
     build("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     lms = [LM.load(source.find(str(tmp_path)), device="cpu") for _ in range(2)]
-    mine = identity(lms[0])
+    mine = cache_key(lms[0])
     put(file, flipped(file.read_bytes(), -9), "rename")
-    assert identity(lms[0]) == mine
+    assert cache_key(lms[0]) == mine
     with pytest.raises(BadModel, match="changed"):  # whose weights nobody has hashed in time
-        identity(lms[1])
+        cache_key(lms[1])
 
 
 # ---- GGUF files ----
@@ -373,7 +373,7 @@ def test_a_gguf_file_is_not_answered_from_its_twins_copy(tmp_path: Path, settled
             file = tmp_path / folder / "model.gguf"
             file.parent.mkdir(exist_ok=True)
             put(file, its, how)
-            copy = convert.ready(source.find(str(file)), "fp32", cache, packs=True).path
+            copy = convert.convert_if_needed(source.find(str(file)), "fp32", cache, packs=True).path
             made.setdefault(name, set()).add((copy.name, (copy / "model.safetensors").read_bytes()))
     assert [len(copies) for copies in made.values()] == [1] * 4
     assert made["a"] == made["again"]
@@ -394,5 +394,5 @@ def test_a_gguf_file_that_changes_while_it_is_unpacked_leaves_no_copy(
 
     monkeypatch.setattr(convert, "_write_weights", writing)
     with pytest.raises(BadModel, match="changed"):
-        convert.ready(found, "fp32", tmp_path / "cache", packs=True)
+        convert.convert_if_needed(found, "fp32", tmp_path / "cache", packs=True)
     assert list((tmp_path / "cache" / "gguf").iterdir()) == []

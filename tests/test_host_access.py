@@ -14,26 +14,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.kernels.merge_attention import merge
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kernels.merge_attention import merge_attention
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.offload import host_access
 from kvcli.kv.offload import transfer as kv_bus
-from kvcli.kv.offload.host_access import ByKernel, ByQuery, ByRule, ByStream, Rates, Way
-from kvcli.kv.offload.transfer import Bus, Cuda, Stream
-from kvcli.kv.slots import LayerShape, Readable, Sight, Slots, alike, hit_rate, nbytes
+from kvcli.kv.offload.host_access import AutoAccess, CpuAttention, Rates, StreamedCopy, Way, ZeroCopyKernel
+from kvcli.kv.offload.transfer import CudaLink, CudaQueue, DeviceLink
+from kvcli.kv.slots import Attendable, AttentionParams, LayerShape, Slots, alike, hit_rate, nbytes
 from kvcli.kv.sparse import sparse_tier
 from kvcli.kv.sparse.index_sketch import Sketch
-from kvcli.kv.sparse.pages import Budget
-from kvcli.kv.sparse.sparse_tier import Recall
+from kvcli.kv.sparse.pages import PageBudget
+from kvcli.kv.sparse.sparse_tier import SparseTier
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.host import Host
-from kvcli.kv.tiers.pinned_host import Mapped
+from kvcli.kv.tiers.host import HostTier
+from kvcli.kv.tiers.pinned_host import PinnedHostTier
 from tests.fake_bus import FakeBus
 
 L, K, H, D = 3, 2, 4, 8
-WAYS: dict[str, Way] = {"query": ByQuery, "kernel": ByKernel, "stream": ByStream, "rule": ByRule}
-SIGHT = Sight(0.3)
+WAYS: dict[str, Way] = {"query": CpuAttention, "kernel": ZeroCopyKernel, "stream": StreamedCopy, "rule": AutoAccess}
+SIGHT = AttentionParams(0.3)
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +54,11 @@ def asked(n: int = 3) -> Tensor:
     return torch.randn(H, n, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
-def host(bus: FakeBus, way: Way = ByQuery) -> Host:
-    return Host(Mapped(alike(L, K, D), torch.float64, bus), "cpu", way, lambda device: bus)
+def host(bus: FakeBus, way: Way = CpuAttention) -> HostTier:
+    return HostTier(PinnedHostTier(alike(L, K, D), torch.float64, bus), "cpu", way, lambda device: bus)
 
 
-def filled(bus: FakeBus, way: Way, uneven: bool = False) -> tuple[Host, Dense]:
+def filled(bus: FakeBus, way: Way, uneven: bool = False) -> tuple[HostTier, Dense]:
     far, one = host(bus, way), Dense(alike(L, K, D), torch.float64)
     for layer in range(L):
         for at, n in ((0, 25), (25, 4), (29, 17)):
@@ -71,9 +71,9 @@ def filled(bus: FakeBus, way: Way, uneven: bool = False) -> tuple[Host, Dense]:
     return far, one
 
 
-def answer(kv: Readable, layer: int, q: Tensor, sight: Sight = SIGHT) -> Tensor:
+def answer(kv: Attendable, layer: int, q: Tensor, sight: AttentionParams = SIGHT) -> Tensor:
     parts = kv.attend(layer, q, sight, range(46, 46 + q.shape[1]))
-    return merge([*parts, *parts])
+    return merge_attention([*parts, *parts])
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -82,10 +82,12 @@ def test_every_way_reads_what_a_dense_tier_holds(name: str, uneven: bool) -> Non
     bus, q = FakeBus(), asked()
     far, one = filled(bus, WAYS[name], uneven)
     assert len(far._tier.pieces(1)) > 2
-    want = [answer(one, layer, q, sight) for layer in range(L) for sight in (SIGHT, Sight(0.3, 0.0, 9))]
+    want = [answer(one, layer, q, sight) for layer in range(L) for sight in (SIGHT, AttentionParams(0.3, 0.0, 9))]
     with bus:
         for _ in range(2):
-            got = [answer(far, layer, q, sight) for layer in range(L) for sight in (SIGHT, Sight(0.3, 0.0, 9))]
+            got = [
+                answer(far, layer, q, sight) for layer in range(L) for sight in (SIGHT, AttentionParams(0.3, 0.0, 9))
+            ]
             torch.testing.assert_close(got, want)
         far.keep(1, far.slots(1).pos % 3 != 1)
         far.crop(40)
@@ -98,7 +100,7 @@ def test_every_way_reads_what_a_dense_tier_holds(name: str, uneven: bool) -> Non
 
 def test_pieces_fly_while_others_are_read() -> None:
     bus = FakeBus()
-    far, _ = filled(bus, ByStream)
+    far, _ = filled(bus, StreamedCopy)
     held = sum(t.nbytes for layer in range(L) for piece in far._tier.pieces(layer) for t in piece.tensors)
     with bus:
         for _ in range(2):
@@ -135,7 +137,7 @@ def _unwaited(lane: str) -> Breaks:
 @pytest.mark.parametrize("lane", ["work", "copies"])
 def test_a_wait_that_is_missing_is_found(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bus, q = FakeBus(), asked()
-    far, one = host(bus, ByStream), Dense(alike(L, K, D), torch.float64)
+    far, one = host(bus, StreamedCopy), Dense(alike(L, K, D), torch.float64)
     for kv in (far, one):
         kv.take(0, some(20 if lane == "work" else 46))
     _unwaited(lane)(monkeypatch)
@@ -150,7 +152,7 @@ def test_a_wait_that_is_missing_is_found(lane: str, monkeypatch: pytest.MonkeyPa
 
 def test_what_flies_ahead_is_dropped_when_its_tier_changes() -> None:
     bus, q = FakeBus(), asked()
-    far, one = filled(bus, ByStream)
+    far, one = filled(bus, StreamedCopy)
     with bus:
         for _ in range(2):
             answer(far, 0, q)
@@ -172,15 +174,17 @@ def test_the_cpu_attends_while_the_device_reads_its_own_rungs() -> None:
             told.append("own")
             return super().attend(*args)
 
-    class ToldMapped(Mapped):
+    class ToldMapped(PinnedHostTier):
         def attend(self, *args):  # type: ignore[no-untyped-def]
             told.append("host")
             return super().attend(*args)
 
     shapes = alike(L, K, D)
-    far = Host(ToldMapped(shapes, torch.float64, bus), "cpu", ByQuery, lambda device: bus)
+    far = HostTier(ToldMapped(shapes, torch.float64, bus), "cpu", CpuAttention, lambda device: bus)
     top = Told(shapes, torch.float64)
-    ladder = Ladder(top, [Rung(Told(shapes, torch.float64), 6), Rung(far, later=far.ask)], holds=5)
+    ladder = TieredCache(
+        top, [TierLevel(Told(shapes, torch.float64), 6), TierLevel(far, attend_async=far.attend_async)], holds=5
+    )
     one = Dense(shapes, torch.float64)
     for layer in range(L):
         one.take(layer, some(46, 0, layer))
@@ -196,27 +200,27 @@ def test_prompts_are_streamed_and_answers_go_the_faster_way() -> None:
 
     def way(rates: Rates | None, unserved: str = "", refuses: str = "", window: int | None = None) -> str:
         bus = FakeBus(refuses)
-        rule = partial(ByRule, unserved=unserved, rates=None if rates is None else lambda: rates)
+        rule = partial(AutoAccess, unserved=unserved, rates=None if rates is None else lambda: rates)
         far, _ = filled(bus, rule)
-        return type(far._reach._way(0, Sight(0.3, 0.0, window))).__name__  # type: ignore[attr-defined]
+        return type(far._reach._way(0, AttentionParams(0.3, 0.0, window))).__name__  # type: ignore[attr-defined]
 
     slow_cpu, fast_cpu, far_cpu = Rates(2e9, 1e9, 0.0), Rates(1e9, 2e9, 0.0), Rates(1e9, 2e9, 1.0)
     assert [way(r) for r in (None, slow_cpu, fast_cpu, far_cpu)] == ["ByKernel", "ByKernel", "ByQuery", "ByKernel"]
     assert way(None, window=3) == way(None, unserved="fp64") == way(None, refuses="no") == "ByQuery"
-    far, _ = filled(bus, ByRule)
-    assert type(far._reach._way(0, Sight(0.3, is_prompt=True))).__name__ == "ByStream"  # type: ignore[attr-defined]
+    far, _ = filled(bus, AutoAccess)
+    assert type(far._reach._way(0, AttentionParams(0.3, is_prompt=True))).__name__ == "ByStream"  # type: ignore[attr-defined]
 
 
 def test_what_cannot_be_pinned_is_said_and_read_by_the_cpu() -> None:
     bus = FakeBus("host memory cannot be pinned (operation not supported)")
-    far, one = filled(bus, ByRule)
+    far, one = filled(bus, AutoAccess)
     torch.testing.assert_close(answer(far, 1, asked()), answer(one, 1, asked()))
     assert far.usage()[0].how == "the CPU reads it: host memory cannot be pinned (operation not supported)"
 
 
 def test_mappings_are_pinned_while_they_live_and_no_larger_than_they_must() -> None:
     bus = FakeBus()
-    far, _ = filled(bus, ByKernel)
+    far, _ = filled(bus, ZeroCopyKernel)
     held = sum(bus.pinned.values())
     assert nbytes(far)["host"] >= held >= 46 * L * 2 * K * D * 8
     far.keep(0, far.slots(0).pos < 11)
@@ -234,13 +238,13 @@ def test_a_card_is_waited_for_once_and_not_where_garbage_is_collected(monkeypatc
     done: list[object] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("waited"))
     monkeypatch.setattr(kv_bus, "_runtime", lambda: SimpleNamespace(cudaHostUnregister=done.append))
-    bus = Cuda.__new__(Cuda)  # without the streams of a card
+    bus = CudaLink.__new__(CudaLink)  # without the streams of a card
     bus.device, bus._over = torch.device("cuda"), []
     for address in (3, 5):
         bus.unpin(address, object())
     assert done == []
-    bus.let_go()
-    bus.let_go()
+    bus.release()
+    bus.release()
     assert done == ["waited", 3, 5]
 
 
@@ -256,19 +260,19 @@ def test_a_copy_has_mappings_of_its_own(name: str) -> None:
 
 def test_layers_of_different_shapes_lie_in_one_tier() -> None:
     shapes = [LayerShape(2, 8, 8), LayerShape(1, 4, 6)]
-    tier, one = Mapped(shapes, torch.float64, FakeBus()), Dense(shapes, torch.float64)
+    tier, one = PinnedHostTier(shapes, torch.float64, FakeBus()), Dense(shapes, torch.float64)
     for layer, shape in enumerate(shapes):
         k = torch.randn(shape.n_kv_heads, 30, shape.k_dim, dtype=torch.float64)
         s = Slots(k, torch.randn(shape.n_kv_heads, 30, shape.v_dim, dtype=torch.float64), some(30).pos[: k.shape[0]])
         tier.take(layer, s)
         one.take(layer, s)
         q = torch.randn(2, 3, shape.k_dim, dtype=torch.float64)
-        want, got = (merge(kv.attend(layer, q, SIGHT, range(30, 33))) for kv in (one, tier))
+        want, got = (merge_attention(kv.attend(layer, q, SIGHT, range(30, 33))) for kv in (one, tier))
         torch.testing.assert_close(got, want)
 
 
 def test_parts_join_into_one() -> None:
-    _, one = filled(FakeBus(), ByQuery)
+    _, one = filled(FakeBus(), CpuAttention)
     half = [Dense(alike(L, K, D), torch.float64) for _ in "ab"]
     for tier, (a, b) in zip(half, ((0, 20), (20, 46)), strict=True):
         s = one.slots(0)
@@ -283,7 +287,7 @@ def test_parts_join_into_one() -> None:
 def test_the_seam_has_a_lane_where_there_are_no_streams() -> None:
     from kvcli.kv.offload.transfer import bus_of
 
-    bus: Bus = bus_of(torch.device("cpu"))
+    bus: DeviceLink = bus_of(torch.device("cpu"))
     to, of = torch.zeros(3), torch.ones(3)
     bus.copies.wait(bus.work.record())
     bus.copies.copy(to, of)
@@ -295,8 +299,8 @@ def test_the_seam_has_a_lane_where_there_are_no_streams() -> None:
 # ---- what recall reads of host memory ----
 
 
-def recalled(bus: FakeBus, far: Host | Dense) -> Recall:
-    kv = Recall(far, Sketch(2), Budget(0.0, 8, 1, 2), range(L), source=far)
+def recalled(bus: FakeBus, far: HostTier | Dense) -> SparseTier:
+    kv = SparseTier(far, Sketch(2), PageBudget(0.0, 8, 1, 2), range(L), source=far)
     for layer in range(L):
         kv.take(layer, some(46, 0, layer))
     return kv
@@ -355,5 +359,5 @@ def test_memory_that_a_stream_of_its_own_copies_is_not_given_away_before(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "now")
     there, here = There(True), There(False)
     for to, of in ((there, here), (here, there)):
-        Stream(torch.device("cuda"), side).copy(to, of)  # type: ignore[arg-type]
+        CudaQueue(torch.device("cuda"), side).copy(to, of)  # type: ignore[arg-type]
     assert (there.used, here.used) == ([side] * 2 if side else [], [])

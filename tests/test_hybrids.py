@@ -17,26 +17,26 @@ from safetensors.torch import save_file
 
 from kvcli.chat.model import Model
 from kvcli.engine.drafting.drafter import Drafter
-from kvcli.engine.engine import Engine, drive, run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.engine import Engine, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf import recurrent_layers
 from kvcli.engine.hf.lm import LM, quiet
-from kvcli.engine.hf.mla import Latent
+from kvcli.engine.hf.mla import LatentProjection
 from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder
-from kvcli.kv.recurrent_state import Folding, Known, States, apart_by
-from kvcli.kv.slots import Store
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.recurrent_state import RecurrentStates, StateCheckpoint, StateUpdate, apart_by
+from kvcli.kv.slots import KVCache
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
-from kvcli.methods.policies.streaming import Window
-from kvcli.prefix_cache.prefix_cache import Shelf
+from kvcli.methods.policies.streaming import StreamingLLM
+from kvcli.prefix_cache.prefix_cache import PrefixCache
 from kvcli.settings.profile import Profile
 from tests import small_tokenizers
 from tests.hybrids import HYBRIDS, VOCAB, build, prompt
@@ -51,7 +51,7 @@ def model(name: str) -> LM:
     """As it is loaded, its check included."""
     with quiet():
         lm = LM.of(build(name), id=name, verify=True)
-        lm.lay_out()
+        lm.install_kernels()
     return lm
 
 
@@ -80,29 +80,29 @@ class Partly(Off):
 
 
 def session(
-    name: str, drafter: Drafter | None = None, chunk: int = 64, kv: Store | None = None, **told: Any
-) -> Session:
+    name: str, drafter: Drafter | None = None, chunk: int = 64, kv: KVCache | None = None, **told: Any
+) -> GenerationSession:
     lm = model(name)
-    return Session(lm, kv or Dense(lm.shapes, lm.dtype), drafter or Off(), Sampler(), chunk=chunk, **told)
+    return GenerationSession(lm, kv or Dense(lm.shapes, lm.dtype), drafter or Off(), Sampler(), chunk=chunk, **told)
 
 
-def written(text: Session, n: int) -> list[int]:
+def written(text: GenerationSession, n: int) -> list[int]:
     """So many tokens more."""
     before = len(text.ids)
     while len(text.ids) < before + n:
-        drive(text.step(most=before + n - len(text.ids)))
+        run_to_end(text.step(most=before + n - len(text.ids)))
     return text.ids[before:]
 
 
 @cache
-def long_pass(name: str, ids: tuple[int, ...]) -> Known:
+def long_pass(name: str, ids: tuple[int, ...]) -> StateCheckpoint:
     """What is known behind all but the last of these, read in one pass."""
     one = session(name, chunk=len(ids))
-    drive(one.read(ids))
+    run_to_end(one.read(ids))
     return one.states.now
 
 
-def is_right(text: Session) -> bool:
+def is_right(text: GenerationSession) -> bool:
     name = text.lm.info.id
     theirs = long_pass(name, tuple(text.ids))
     return text.states.now.at == theirs.at == text.committed and apart_by(text.states.now, theirs) < 1e-3
@@ -112,7 +112,7 @@ def is_right(text: Session) -> bool:
 @pytest.mark.parametrize("chunk", [64, 7, 1])
 def test_text_and_states_in_any_chunks(name: str, chunk: int):
     text = session(name, chunk=chunk)
-    drive(text.read(prompt(PROMPT)))
+    run_to_end(text.read(prompt(PROMPT)))
     written(text, NEW)
     assert text.ids == list(truth(name))
     assert is_right(text)
@@ -124,7 +124,7 @@ def test_text_and_states_in_any_chunks(name: str, chunk: int):
 def test_guesses_accepted_in_part_change_nothing(name: str, chunk: int):
     drafter = Partly(truth(name), seed=chunk)
     text = session(name, drafter, chunk)
-    drive(text.read(prompt(PROMPT)))
+    run_to_end(text.read(prompt(PROMPT)))
     written(text, NEW)
     assert text.ids == list(truth(name))
     assert is_right(text)
@@ -137,7 +137,7 @@ def test_copies_as_a_chain(name: str):
         session(name, drafter) for drafter in (Ngram(adaptive=False, branches=1, min_match=1).drafter(), Off())
     )
     for each in (text, plain):
-        drive(each.read([*prompt(PROMPT), *prompt(PROMPT)]))
+        run_to_end(each.read([*prompt(PROMPT), *prompt(PROMPT)]))
         written(each, NEW)
     assert text.ids == plain.ids
     assert is_right(text)
@@ -145,19 +145,19 @@ def test_copies_as_a_chain(name: str):
 
 def test_long_chunks_read_each_other_expanded_beside_states(monkeypatch: pytest.MonkeyPatch):
     """As without mixers, where that is less work; the past is read as latents, whatever reads it."""
-    (pays_from,) = {latent.pays_from for latent in model("kimi_linear").latents.values()}
+    (pays_from,) = {latent.expand_threshold for latent in model("kimi_linear").latents.values()}
     assert 32 < pays_from < 64
-    made, values = list[int](), Latent.values
+    made, values = list[int](), LatentProjection.values
 
-    def noted(latent: Latent, out: torch.Tensor) -> torch.Tensor:
+    def noted(latent: LatentProjection, out: torch.Tensor) -> torch.Tensor:
         made.append(out.shape[1])
         return values(latent, out)
 
-    monkeypatch.setattr(Latent, "values", noted)
+    monkeypatch.setattr(LatentProjection, "values", noted)
     texts = [session("kimi_linear", chunk=chunk) for chunk in (32, 64)]
     for text, want in zip(texts, ([32] * 5, [64, 32]), strict=True):
         made.clear()
-        drive(text.read(prompt(161)))
+        run_to_end(text.read(prompt(161)))
         assert made == want  # by the first of two layers that attend: the last ends where it has its keys
         written(text, NEW)
         assert is_right(text)
@@ -168,13 +168,13 @@ def test_long_chunks_read_each_other_expanded_beside_states(monkeypatch: pytest.
 def test_back_to_any_point(name: str):
     ids = list(truth(name))
     text = session(name, Partly(ids), chunk=16)
-    drive(text.read(ids[:PROMPT]))
+    run_to_end(text.read(ids[:PROMPT]))
     written(text, NEW)
     for n in (PROMPT + 20, PROMPT + 1, PROMPT - 3, 17, 5):
         kept = text.rewind(n)
         assert kept <= n - 1
         assert text.states.now.at == text.committed == kept
-        while drive(text.chunk(ids[:n])):
+        while run_to_end(text.prefill_chunk(ids[:n])):
             pass
         assert is_right(text)
     written(text, len(ids) - 5)
@@ -185,7 +185,7 @@ def test_back_to_any_point(name: str):
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_copy_goes_its_own_way(name: str):
     text = session(name, Partly(truth(name)))
-    drive(text.read(prompt(PROMPT)))
+    run_to_end(text.read(prompt(PROMPT)))
     written(text, 10)
     other = text.fork()
     other.ids[-1] = (other.ids[-1] + 1) % VOCAB
@@ -203,27 +203,27 @@ def test_texts_side_by_side_know_nothing_of_each_other(name: str):
     texts = [session(name, Partly(ids, seed), chunk=9) for seed in (1, 2)] + [session(name, chunk=13)]
     prompts = [ids[:PROMPT], ids[: PROMPT - 12], prompt(3 * PROMPT, seed=5)]
     alone = session(name)
-    drive(alone.read(prompts[2]))
+    run_to_end(alone.read(prompts[2]))
     written(alone, NEW)
     many = Engine()
     for text, told in zip(texts, prompts, strict=True):
         many.add(_read_and_write(text, told))
-    while many.round():
+    while many.step():
         pass
     assert texts[0].ids == ids
     assert texts[2].ids == alone.ids
     assert all(map(is_right, texts))
 
 
-def _read_and_write(text: Session, ids: Sequence[int]) -> Any:
+def _read_and_write(text: GenerationSession, ids: Sequence[int]) -> Any:
     yield from text.read(ids)
     yield from text.stream(NEW)
 
 
-def packed(lm: LM) -> Store:
+def packed(lm: LM) -> KVCache:
     """The newest tokens as they are, older ones in 8 bits."""
-    below = Packed(lm.shapes, lm.dtype, k_bits=8, v_bits=8, group=8)
-    return Ladder(Dense(lm.shapes, lm.dtype), [Rung(below, group=8)], holds=16, group=8)
+    below = QuantizedTier(lm.shapes, lm.dtype, k_bits=8, v_bits=8, group=8)
+    return TieredCache(Dense(lm.shapes, lm.dtype), [TierLevel(below, group=8)], holds=16, group=8)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1", "kimi_linear"])
@@ -232,10 +232,10 @@ def test_what_is_stored_otherwise_is_so_with_guesses(name: str, how: str):
     """A policy, or fewer bits, act on keys and values alone: the text is that of the same profile without guesses."""
     texts = []
     for drafter in (Off(), None):
-        told = {"policy": Window(sinks=2, window=19), "every": 16} if how == "window" else {"every": 16}
+        told = {"policy": StreamingLLM(sinks=2, window=19), "every": 16} if how == "window" else {"every": 16}
         kv = packed(model(name)) if how == "int8" else None
         text = session(name, drafter or Partly(texts[0].ids), 16, kv, **told)
-        drive(text.read(prompt(PROMPT)))
+        run_to_end(text.read(prompt(PROMPT)))
         written(text, NEW)
         texts.append(text)
     assert texts[0].ids == texts[1].ids
@@ -245,25 +245,25 @@ def test_what_is_stored_otherwise_is_so_with_guesses(name: str, how: str):
 # ---- faults ----
 
 
-def _no_replay(trial: recurrent_layers.Stated, part: recurrent_layers.Part, n: int) -> Any:
+def _no_replay(trial: recurrent_layers.StateCacheShim, part: recurrent_layers.SequenceSlice, n: int) -> Any:
     return part.folding.rec
 
 
-def _uncut(folding: Folding, key: Any, dropped: int) -> Any:
+def _uncut(folding: StateUpdate, key: Any, dropped: int) -> Any:
     return folding._conv[key][..., -folding._width[key] :].clone()
 
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_state_with_rejected_rows_in_it_shows(name: str, monkeypatch: pytest.MonkeyPatch):
     model(name)  # which is checked as it is built, and refused with the fault in it
-    monkeypatch.setattr(recurrent_layers.Stated, "_again", _no_replay)
+    monkeypatch.setattr(recurrent_layers.StateCacheShim, "_again", _no_replay)
     assert _off(name) > FAR
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_history_with_rejected_rows_in_it_shows(name: str, monkeypatch: pytest.MonkeyPatch):
     model(name)
-    monkeypatch.setattr(Folding, "_newest", _uncut)
+    monkeypatch.setattr(StateUpdate, "_newest", _uncut)
     assert _off(name) > FAR
 
 
@@ -271,9 +271,9 @@ def _off(name: str) -> float:
     """How wrong states are behind guesses that were accepted in part."""
     right = long_pass(name, truth(name))
     text = session(name, Partly(truth(name)))
-    drive(text.read(prompt(PROMPT)))
+    run_to_end(text.read(prompt(PROMPT)))
     while len(text.ids) < len(truth(name)):
-        drive(text.step(most=len(truth(name)) - len(text.ids)))
+        run_to_end(text.step(most=len(truth(name)) - len(text.ids)))
         text.ids = list(truth(name)[: len(text.ids)])  # whatever is drawn from such a state
     return apart_by(text.states.now, right)
 
@@ -283,20 +283,20 @@ def _off(name: str) -> float:
 def test_states_are_handed_out_as_copies(name: str, what: str, copies: bool, monkeypatch: pytest.MonkeyPatch):
     """Some layers write a lone row into what they are given: a checkpoint would change with it."""
     text = session(name)
-    drive(text.read(prompt(PROMPT)))
+    run_to_end(text.read(prompt(PROMPT)))
     held = [t for _, t in text.states.now.tensors]
     was = [t.clone() for t in held]
     if not copies:
         of = {"conv_state": "conv", "recurrent_state": "rec"}[what]
 
-        def itself(folding: Folding, key: Any) -> Any:
+        def itself(folding: StateUpdate, key: Any) -> Any:
             given = getattr(folding.before, of).get(key)
             if given is not None:
                 folding._width[key] = given.shape[-1]
                 (folding._conv if of == "conv" else folding.rec)[key] = given
             return given
 
-        monkeypatch.setattr(Folding, what, itself)
+        monkeypatch.setattr(StateUpdate, what, itself)
     written(text, 3)
     assert all(map(torch.equal, held, was)) is copies
 
@@ -305,12 +305,12 @@ def test_a_pass_that_ends_before_a_mixer_is_noticed(monkeypatch: pytest.MonkeyPa
     assert model("nemotron_h").mixers.are_last
     monkeypatch.setattr(model("nemotron_h").mixers, "are_last", False)
     with pytest.raises(AssertionError, match="ended before a mixer"):
-        drive(session("nemotron_h").read(prompt(PROMPT)))
+        run_to_end(session("nemotron_h").read(prompt(PROMPT)))
 
 
 @pytest.mark.parametrize("fault", ["_again", "_newest"])
 def test_the_check_at_load_notices(fault: str, monkeypatch: pytest.MonkeyPatch):
-    of, wrong = {"_again": (recurrent_layers.Stated, _no_replay), "_newest": (Folding, _uncut)}[fault]
+    of, wrong = {"_again": (recurrent_layers.StateCacheShim, _no_replay), "_newest": (StateUpdate, _uncut)}[fault]
     monkeypatch.setattr(of, fault, wrong)
     with quiet(), pytest.raises(BadModel, match="does not give the logits") as told:
         LM.of(build("qwen3_5_text"), verify=True)
@@ -337,8 +337,8 @@ def test_no_weight_of_a_linear_layer_is_read_twice(name: str, monkeypatch: pytes
         return ours(*args, **told)
 
     text = session(name, Partly(truth(name), most=5))
-    drive(text.read(prompt(PROMPT)))
-    again = recurrent_layers.Stated._again
+    run_to_end(text.read(prompt(PROMPT)))
+    again = recurrent_layers.StateCacheShim._again
 
     def quietly(*args: Any) -> Any:
         before = calls
@@ -348,7 +348,7 @@ def test_no_weight_of_a_linear_layer_is_read_twice(name: str, monkeypatch: pytes
 
     monkeypatch.setattr(torch.nn.functional, "linear", counted)
     monkeypatch.setattr(module, "linear", counted_ours)
-    monkeypatch.setattr(recurrent_layers.Stated, "_again", quietly)
+    monkeypatch.setattr(recurrent_layers.StateCacheShim, "_again", quietly)
     written(text, 20)
     assert calls > 20
     assert text.drafter.n_partly > 1
@@ -363,8 +363,8 @@ def test_a_turn_back_in_a_long_conversation_reads_little_again():
     text, ids, ends = session("lfm2", chunk=2048), list[int](), list[int]()
     for turn in range(30):
         question = prompt(190 + turn % 7, seed=turn)
-        text.begin([*ids, *question], Sampler())
-        while drive(text.chunk([*ids, *question])):
+        text.start_answer([*ids, *question], Sampler())
+        while run_to_end(text.prefill_chunk([*ids, *question])):
             pass
         written(text, 9)
         ids = list(text.ids)
@@ -372,20 +372,20 @@ def test_a_turn_back_in_a_long_conversation_reads_little_again():
     assert len(ids) > 6000
     for turn in (28, 27, 26):
         asked = [*ids[: ends[turn]], *prompt(50, seed=99)]
-        kept = text.begin(asked, Sampler())
+        kept = text.start_answer(asked, Sampler())
         assert ends[turn] - kept <= 64, f"behind turn {turn}"
-        while drive(text.chunk(asked)):
+        while run_to_end(text.prefill_chunk(asked)):
             pass
         assert is_right(text)
 
 
 def test_checkpoints_are_the_fewer_the_further_back():
-    states, far = States(Known(0, {(0, 0): torch.zeros(1)}, {}), most=6), 10_000
+    states, far = RecurrentStates(StateCheckpoint(0, {(0, 0): torch.zeros(1)}, {}), most=6), 10_000
     for n in range(1, far):
-        states.advance(Known(n, {(0, 0): torch.zeros(1)}, {}))
+        states.advance(StateCheckpoint(n, {(0, 0): torch.zeros(1)}, {}))
         if n % 50 == 0:
             states.mark()
-    states.advance(Known(far, {(0, 0): torch.zeros(1)}, {}))
+    states.advance(StateCheckpoint(far, {(0, 0): torch.zeros(1)}, {}))
     marks = [mark.at for mark in states._marks]
     assert len(marks) == 6
     assert states.reaches(far) == far
@@ -398,7 +398,7 @@ def test_checkpoints_are_the_fewer_the_further_back():
 def test_a_state_goes_to_disk_and_comes_back():
     name = "qwen3_5_text"
     text = session(name, chunk=16)
-    drive(text.read(prompt(PROMPT)))
+    run_to_end(text.read(prompt(PROMPT)))
     written(text, 10)
     other = session(name, chunk=16)
     other.restore(text.state(), text.ids[-1])
@@ -414,14 +414,14 @@ def test_a_past_on_the_shelf_is_gone_on_from(tmp_path: Path):
     save_file({name: p.clone() for name, p in made.named_parameters()}, tmp_path / "model.safetensors")
     with quiet():
         lm = LM.of(made, id="qwen3_next", path=str(tmp_path))
-    shelf, ids = Shelf(tmp_path / "kept", 1 << 30, lm, worth=0), prompt(400)
-    first, other = (Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=64) for _ in range(2))
-    drive(first.read(ids))
-    assert not shelf.keep(first).why_not
+    shelf, ids = PrefixCache(tmp_path / "kept", 1 << 30, lm, worth=0), prompt(400)
+    first, other = (GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=64) for _ in range(2))
+    run_to_end(first.read(ids))
+    assert not shelf.save(first).why_not
     longer = [*ids, *prompt(30, seed=2)]
-    other.begin(longer, Sampler())
-    assert shelf.fetch(other, longer) == len(ids) - 1
-    while drive(other.chunk(longer)):
+    other.start_answer(longer, Sampler())
+    assert shelf.load_prefix(other, longer) == len(ids) - 1
+    while run_to_end(other.prefill_chunk(longer)):
         pass
     assert is_right(other)
     assert other.rewind(200) == 192
@@ -460,19 +460,19 @@ def test_packed_weights_and_16_bits_load(name: str):
     with quiet():
         LM.of(build(name, torch.bfloat16), verify=True)
         lm = LM.of(build(name), id=name, quant="int8")
-        lm.lay_out()
+        lm.install_kernels()
     assert "packed int8" in lm.info.backend
-    text = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
-    drive(text.read(prompt(PROMPT)))
+    text = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+    run_to_end(text.read(prompt(PROMPT)))
     plain = written(text, 20)
-    guessed = Session(lm, Dense(lm.shapes, lm.dtype), Partly([*prompt(PROMPT), *plain]), Sampler())
-    drive(guessed.read(prompt(PROMPT)))
+    guessed = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Partly([*prompt(PROMPT), *plain]), Sampler())
+    run_to_end(guessed.read(prompt(PROMPT)))
     assert written(guessed, 20) == plain
     assert apart_by(guessed.states.now, text.states.now) < 1e-3
 
 
 def test_what_cannot_be_served_is_refused_by_name():
-    from kvcli.engine.drafting.drafter import Pair
+    from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.engine.hf.rope import rotaries
     from kvcli.methods.drafts.lookahead import Lookahead
     from kvcli.methods.drafts.self_draft import SelfDraft
@@ -481,21 +481,21 @@ def test_what_cannot_be_served_is_refused_by_name():
     for asked in (
         lambda: session("lfm2", by_layers=True),
         lambda: rotaries(lm),
-        lambda: SelfDraft().drafter(pair=Pair(lm, lm)),
+        lambda: SelfDraft().drafter(pair=ModelPair(lm, lm)),
     ):
         with pytest.raises(BadModel, match="lfm2 has layers that fold the text into a state") as told:
             asked()
         assert told.value.code == "keeps_states"
         assert told.value.try_
     text = session("lfm2", Lookahead(adaptive=False).drafter())
-    drive(text.read(prompt(PROMPT)))
+    run_to_end(text.read(prompt(PROMPT)))
     with pytest.raises(BadModel, match="one chain, without scouts"):
         written(text, NEW)
 
 
 def test_bytes_reported_are_bytes_held():
     text = session("granitemoehybrid")
-    drive(text.read(prompt(PROMPT)))
+    run_to_end(text.read(prompt(PROMPT)))
     now = [*text.states.now.conv.values(), *text.states.now.rec.values()]
     assert sum(use.nbytes for use in text.states.usage()) == sum(t.nbytes for t in now)  # a checkpoint shares it
     written(text, 3)
@@ -513,9 +513,11 @@ def test_fit_knows_the_sizes_before_a_weight_is_read(name: str):
     stores = [(of.kv_heads, of.key, of.value) for of in shape.stores if of.numbers]
     assert stores == [(of.n_kv_heads, of.k_dim, of.v_dim) for of in lm.shapes]
     text = session(name, Partly(truth(name)))
-    drive(text.read(prompt(PROMPT)))
-    (made,) = run([Feed(lm, Rows.chain(prompt(5), text.committed), text.kv, want=range(5), states=text.states)])
-    part: recurrent_layers.Part = made.fold.args[0]  # type: ignore[union-attr]
+    run_to_end(text.read(prompt(PROMPT)))
+    (made,) = run(
+        [ForwardRequest(lm, Rows.chain(prompt(5), text.committed), text.cache, want=range(5), states=text.states)]
+    )
+    part: recurrent_layers.SequenceSlice = made.fold.args[0]  # type: ignore[union-attr]
     tape = sum(t.nbytes for gave in (part.tape or {}).values() for t in gave)
     tape += sum(t.nbytes for behind in part.behind.values() for t in behind.args[0])  # type: ignore[attr-defined]
     told = 5 * lm.dtype.itemsize * shape.folds.layers * shape.folds.taped
@@ -537,14 +539,14 @@ def test_layers_that_a_config_lists_and_does_not_count_are_counted(tmp_path: Pat
 def test_what_is_called_bit_exact_has_the_same_bits_in_any_chunks(name: str, dtype: torch.dtype):
     """Of all rows, not of those alone that the trial at load writes."""
     lm, ids, found = LM.of(build(name, dtype), id=name), prompt(150), []
-    lm.lay_out()
+    lm.install_kernels()
     if not lm.is_row_invariant:
         pytest.skip("it is not called so")
     for chunk in (150, 7):
-        kv, states, logits = Dense(lm.shapes, lm.dtype), States(lm.mixers.like), []
+        kv, states, logits = Dense(lm.shapes, lm.dtype), RecurrentStates(lm.mixers.like), []
         for at in range(0, len(ids), chunk):
             rows = Rows.chain(ids[at : at + chunk], at)
-            (made,) = run([Feed(lm, rows, kv, want=range(rows.n_rows), states=states)])
+            (made,) = run([ForwardRequest(lm, rows, kv, want=range(rows.n_rows), states=states)])
             commit(kv, rows, made, range(rows.n_rows))
             logits.append(made.logits)
         found.append((torch.cat(logits), states.now))

@@ -13,15 +13,15 @@ from kvcli import assemble
 from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
-from kvcli.kernels.attend_invariant import Own
-from kvcli.kernels.merge_attention import merge
-from kvcli.kv.footprint import narrow, wide
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import merge_attention
+from kvcli.kv.footprint import full_bytes, quantized_bytes
 from kvcli.kv.formats.kivi import Kivi
-from kvcli.kv.slots import LayerShape, Sight, Slots, alike, compact, last, nbytes
+from kvcli.kv.slots import AttentionParams, LayerShape, Slots, alike, compact, last, nbytes
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.dense_uniform import Slab
-from kvcli.kv.views.compact_view import Front
-from kvcli.kv.views.view import View
+from kvcli.kv.tiers.dense_uniform import UniformLayer
+from kvcli.kv.views.compact_view import CompactView
+from kvcli.kv.views.view import GatheredView
 from kvcli.settings.profile import load_profile
 from tests import families
 from tests.policies import masks
@@ -47,9 +47,9 @@ def rows(n: int, at: int) -> tuple[Tensor, Tensor]:
     return torch.randn(H, n, D, generator=g, dtype=torch.float64), torch.arange(at, at + n)
 
 
-def read(kv: Dense | View, q: Tensor, pos: Tensor, window: int | None = None, layer: int = 1) -> Tensor:
-    parts = kv.attend(layer, q, Sight(0.3, 0.0, window), pos.tolist())
-    return merge([*parts, *parts]) if parts else torch.zeros_like(q)  # a part merged with itself is itself
+def read(kv: Dense | GatheredView, q: Tensor, pos: Tensor, window: int | None = None, layer: int = 1) -> Tensor:
+    parts = kv.attend(layer, q, AttentionParams(0.3, 0.0, window), pos.tolist())
+    return merge_attention([*parts, *parts]) if parts else torch.zeros_like(q)  # a part merged with itself is itself
 
 
 def uneven(s: Slots) -> Tensor:
@@ -117,17 +117,17 @@ def allocated(kv: Dense) -> int:
 def test_bytes_are_what_the_tensors_hold_and_evicting_gives_them_back() -> None:
     kv = filled(37, torch.float32)
     assert nbytes(kv)["cpu"] == allocated(kv) == L * Dense.STEP * (2 * K * D * 4 + 4)
-    kv.settle(masks(kv, lambda layer, s: s.pos < 10))
+    kv.compress(masks(kv, lambda layer, s: s.pos < 10))
     assert nbytes(kv)["cpu"] == allocated(kv) == L * 10 * (2 * K * D * 4 + 4)
 
 
 def test_unequal_heads_take_the_bytes_of_their_own_slots() -> None:
     kv, slot = filled(3000, torch.float32), 2 * D * 4 + 4
-    kv.settle(masks(kv, lambda layer, s: uneven(s)))
+    kv.compress(masks(kv, lambda layer, s: uneven(s)))
     held = 3000 + 1500 + 1000
     assert nbytes(kv)["cpu"] == allocated(kv)
     assert held < allocated(kv) / (L * slot) < 1.05 * held
-    kv.settle(masks(kv, lambda layer, s: s.pos % 30 == 0))  # heads agree again, and share their positions again
+    kv.compress(masks(kv, lambda layer, s: s.pos % 30 == 0))  # heads agree again, and share their positions again
     assert nbytes(kv)["cpu"] == allocated(kv) == L * 100 * (2 * K * D * 4 + 4)
 
 
@@ -135,7 +135,7 @@ def test_keeping_all_is_a_no_op() -> None:
     kv = filled(37)
     before = [t.data_ptr() for t in (kv.slots(0).k, kv.slots(0).v)]
     fell = kv.keep(0, kv.slots(0).pos >= 0)
-    kv.settle()
+    kv.compress()
     assert [t.data_ptr() for t in (kv.slots(0).k, kv.slots(0).v)] == before
     assert fell.n_slots == 0
     assert kv.slots(0).n_slots == 37
@@ -152,7 +152,7 @@ def test_reserved_room_is_counted_and_never_moves() -> None:
 
 
 def test_positions_beside_keys_follow_those_on_the_host() -> None:
-    slab = Slab.of(Slots(*(torch.zeros(2, 3, 4) for _ in "kv"), torch.tensor([[0, 2, 5]] * 2)), step=8)
+    slab = UniformLayer.of(Slots(*(torch.zeros(2, 3, 4) for _ in "kv"), torch.tensor([[0, 2, 5]] * 2)), step=8)
     rows = torch.zeros(2, 2, 4)
     changes: list[Callable[[], object]] = [
         lambda: slab.append(rows, rows, 6),
@@ -176,7 +176,11 @@ def test_positions_lie_on_the_host_whatever_the_device(window: int | None) -> No
     for start in (0, 3, 6):
         kv.append(0, rows, rows, start)
         found = kv.attend(
-            0, torch.empty(H, 1, D, device="meta"), Sight(1.0, window=window), [9], Own(own, own, [9], None, None)
+            0,
+            torch.empty(H, 1, D, device="meta"),
+            AttentionParams(1.0, window=window),
+            [9],
+            NewRows(own, own, [9], None, None),
         )
         assert {part.out.device.type for part in found} == {"meta"}
     for change in (lambda: kv.fixed(2), lambda: kv.reserve(40), lambda: kv.crop(7)):
@@ -221,11 +225,11 @@ def test_what_is_evicted_under_recorded_passes_leaves_nothing_where_it_lay(ragge
     odd = kv.slots(0).pos
     kv.append(0, ones[:, :3], ones[:, :3] * torch.nan, 40)
     (lying,) = kv.fixed(1, 100).layers
-    told = lying.told
-    kv.settle([kv.slots(0).pos.lt(40) & kv.slots(0).pos.ge(0)])
+    told = lying.synced_length
+    kv.compress([kv.slots(0).pos.lt(40) & kv.slots(0).pos.ge(0)])
     kv.append(0, ones[:, :3], ones[:, :3], 43)
     assert kv.fixed(1, 100).layers == [lying], "in place"
-    assert lying.told > told
+    assert lying.synced_length > told
     assert torch.equal(kv.slots(0).pos[:, : odd.shape[1]].where(odd >= 0, -1), odd)
     q, pos = rows(1, 46)
     assert all(bool(t.isfinite().all()) for t in (kv._slabs[0].v, read(kv, q, pos, layer=0)))
@@ -234,7 +238,7 @@ def test_what_is_evicted_under_recorded_passes_leaves_nothing_where_it_lay(ragge
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_store_emptied_after_an_eviction_is_as_good_as_new(ragged: bool) -> None:
     kv = filled(37)
-    kv.settle(masks(kv, lambda layer, s: uneven(s) if ragged else s.pos % 3 > 0))
+    kv.compress(masks(kv, lambda layer, s: uneven(s) if ragged else s.pos % 3 > 0))
     kv.crop(0)
     for at in (0, 1):
         kv.append(1, torch.ones(K, 1, D, dtype=torch.float64), torch.ones(K, 1, D, dtype=torch.float64), at)
@@ -328,12 +332,12 @@ def test_the_newest_slots_are_those_stored_last(ragged: bool) -> None:
 def test_a_view_reads_what_is_picked_and_leaves_the_store_alone() -> None:
     kv = filled(37)
     q, pos = rows(5, 37)
-    whole = View(kv, lambda layer, q, s: s.pos >= 0)
+    whole = GatheredView(kv, lambda layer, q, s: s.pos >= 0)
     torch.testing.assert_close(read(whole, q, pos), read(kv, q, pos))
     s = kv.slots(1)
     out, _ = specified(q, s.k, s.v, 0.3, 0.0, uneven(s).unsqueeze(1).expand(-1, 5, -1), s.n_slots)
-    torch.testing.assert_close(read(View(kv, lambda layer, q, s: uneven(s)), q, pos), out)
-    assert View(kv, lambda layer, q, s: s.pos < 0).attend(1, q, Sight(0.3), pos) == []
+    torch.testing.assert_close(read(GatheredView(kv, lambda layer, q, s: uneven(s)), q, pos), out)
+    assert GatheredView(kv, lambda layer, q, s: s.pos < 0).attend(1, q, AttentionParams(0.3), pos) == []
     assert kv.slots(1).n_slots == 37
 
 
@@ -347,12 +351,12 @@ def test_compacting_keeps_order_and_pads_with_empty_slots() -> None:
 
 # ---- layers that are not alike ----
 
-UNEVEN = (LayerShape(3, 8, 12), LayerShape(1, 16, 4), LayerShape(3, 8, 12, shares=0), LayerShape(6, 5, 5))
+UNEVEN = (LayerShape(3, 8, 12), LayerShape(1, 16, 4), LayerShape(3, 8, 12, shared_from=0), LayerShape(6, 5, 5))
 
 
 def test_layers_may_differ_in_heads_and_sizes_and_share_their_slots() -> None:
     kv, twin, noise = Dense(UNEVEN, torch.float64), Dense(UNEVEN, torch.float64), torch.Generator().manual_seed(0)
-    owners = {layer: shape for layer, shape in enumerate(UNEVEN) if shape.shares is None}
+    owners = {layer: shape for layer, shape in enumerate(UNEVEN) if shape.shared_from is None}
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=noise, dtype=torch.float64)
@@ -360,12 +364,12 @@ def test_layers_may_differ_in_heads_and_sizes_and_share_their_slots() -> None:
     def same(keep: Callable[[Tensor], Tensor]) -> None:
         """Each layer reads what is kept of its own slots, or of those that it shares."""
         for layer, shape in enumerate(UNEVEN):
-            source, q = layer if shape.shares is None else shape.shares, random(6, 4, shape.k_dim)
+            source, q = layer if shape.shared_from is None else shape.shared_from, random(6, 4, shape.k_dim)
             s = kv.slots(layer)
             pos = torch.arange(held[source][0].shape[1]).expand(shape.n_kv_heads, -1)
             mask = keep(pos).unsqueeze(1).expand(-1, 4, -1)
             out, _ = specified(q, *held[source], 0.3, 0.0, mask, pos.shape[1])
-            torch.testing.assert_close(merge(kv.attend(layer, q, Sight(0.3), range(90, 94))), out)
+            torch.testing.assert_close(merge_attention(kv.attend(layer, q, AttentionParams(0.3), range(90, 94))), out)
             assert (*s.k.shape[::2], s.v.shape[2]) == (shape.n_kv_heads, shape.k_dim, shape.v_dim)
             assert kv.n_slots(layer) == s.n_slots == int(keep(pos).sum(1).max())
 
@@ -374,7 +378,7 @@ def test_layers_may_differ_in_heads_and_sizes_and_share_their_slots() -> None:
         kv.append(layer, k, v, 0)
     same(lambda pos: pos >= 0)
     mask = [s.pos % (torch.arange(s.pos.shape[0]).view(-1, 1) + 1) == 0 for s in map(kv.slots, range(4))]
-    kv.settle([m if layer in owners else None for layer, m in enumerate(mask)])  # heads of unequal length
+    kv.compress([m if layer in owners else None for layer, m in enumerate(mask)])  # heads of unequal length
     same(lambda pos: pos % (torch.arange(pos.shape[0]).view(-1, 1) + 1) == 0)
     for layer in owners:
         twin.take(layer, kv.slots(layer))
@@ -394,24 +398,25 @@ def test_what_shares_slots_stores_none() -> None:
     with pytest.raises(AssertionError, match="another's slots"):
         kv.put(2, kv.slots(2))
     with pytest.raises(AssertionError, match="slots of its own"):
-        Dense([*UNEVEN, LayerShape(3, 8, 12, shares=2)], torch.float64)
+        Dense([*UNEVEN, LayerShape(3, 8, 12, shared_from=2)], torch.float64)
 
 
 def test_a_view_chooses_for_each_layer_even_where_slots_are_shared() -> None:
     kv = Dense(UNEVEN, torch.float64)
     for layer, shape in enumerate(UNEVEN):
-        if shape.shares is None:
+        if shape.shared_from is None:
             k, v = (torch.randn(shape.n_kv_heads, 9, d, dtype=torch.float64) for d in (shape.k_dim, shape.v_dim))
             kv.append(layer, k, v, 0)
 
     def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
         return s.pos % 2 == layer // 2 % 2
 
-    front, view = Front(kv, pick, 4, UNEVEN), View(kv, pick)
+    front, view = CompactView(kv, pick, 4, UNEVEN), GatheredView(kv, pick)
     for layer, shape in enumerate(UNEVEN):
         q = torch.randn(6, 2, shape.k_dim, dtype=torch.float64)
         torch.testing.assert_close(
-            merge(front.attend(layer, q, Sight(0.3), [9, 9])), merge(view.attend(layer, q, Sight(0.3), [9, 9]))
+            merge_attention(front.attend(layer, q, AttentionParams(0.3), [9, 9])),
+            merge_attention(view.attend(layer, q, AttentionParams(0.3), [9, 9])),
         )
 
 
@@ -424,7 +429,7 @@ MORE = {
 }
 
 
-SIZES = (LayerShape(2, 16, 16), LayerShape(1, 32, 16), LayerShape(2, 16, 16, shares=0), LayerShape(4, 16, 32))
+SIZES = (LayerShape(2, 16, 16), LayerShape(1, 32, 16), LayerShape(2, 16, 16, shared_from=0), LayerShape(4, 16, 32))
 
 
 @pytest.mark.parametrize("key", MORE)
@@ -434,21 +439,24 @@ def test_what_packs_moves_away_or_recalls_takes_layers_of_any_size(key: str) -> 
     plan = assemble.plan(LM.of(families.build("llama", num_hidden_layers=4)), profile)
     kv, plain = replace(plan, shapes=SIZES).store(), Dense(SIZES, plan.dtype)
     for layer, of in enumerate(SIZES):
-        if of.shares is None:
+        if of.shared_from is None:
             k, v = (torch.randn(of.n_kv_heads, 600, size) for size in (of.k_dim, of.v_dim))
             for store in (kv, plain):
                 store.append(layer, k, v, 0)
-    kv.settle((), 600)
+    kv.compress((), 600)
     assert {use.layer for use in kv.usage() if use.nbytes} == {0, 1, 3}
     for layer, of in enumerate(SIZES):
-        if of.shares is None:
+        if of.shared_from is None:
             q = torch.randn(4, 3, of.k_dim)
             ours, theirs = (
-                merge(store.attend(layer, q, Sight(0.3, is_prompt=True), range(600, 603))) for store in (kv, plain)
+                merge_attention(store.attend(layer, q, AttentionParams(0.3, is_prompt=True), range(600, 603)))
+                for store in (kv, plain)
             )
             within = {"kv.k_bits": 0.02, "kv.v_bits": 0.2}.get(key, 1e-5)
             torch.testing.assert_close(ours, theirs, rtol=0, atol=within)
-            one = merge(kv.attend(layer, q, Sight(0.3), range(600, 603)))  # where recall reads a part
+            one = merge_attention(
+                kv.attend(layer, q, AttentionParams(0.3), range(600, 603))
+            )  # where recall reads a part
             assert one.shape == ours.shape
 
 
@@ -463,5 +471,5 @@ def test_what_a_layout_cannot_hold_is_refused_by_the_key_that_asks_for_it() -> N
 
 def test_room_is_counted_layer_by_layer() -> None:
     kv = load_profile("exact").kv
-    assert [wide(shape, 2) for shape in UNEVEN] == [2 * 3 * 20 + 4, 2 * 20 + 4, 0, 2 * 60 + 4]
-    assert narrow(kv, Kivi(), UNEVEN[0], 2) == wide(UNEVEN[0], 2)
+    assert [full_bytes(shape, 2) for shape in UNEVEN] == [2 * 3 * 20 + 4, 2 * 20 + 4, 0, 2 * 60 + 4]
+    assert quantized_bytes(kv, Kivi(), UNEVEN[0], 2) == full_bytes(UNEVEN[0], 2)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from kvcli import assemble
-from kvcli.engine.engine import drive, events, run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.engine import iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
-from kvcli.engine.sequence.session import Session, commit
+from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.errors import KvcliError
-from kvcli.kernels.attention_mass import column_mass
+from kvcli.kernels.attention_mass import attention_mass
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.policies.kvzip import KVzip
 from kvcli.settings.profile import load_profile
@@ -24,31 +24,31 @@ TINY = LM.of(families.build("llama", torch.float64))
 N = 61
 
 
-def session(lm: LM = TINY, **more: object) -> Session:
+def session(lm: LM = TINY, **more: object) -> GenerationSession:
     policy = {"name": "kvzip", "piece": 25, "lead": 3, "sinks": 2, "guard": 4, **more}
     return assemble.session(lm, load_profile("exact").replace(exactness="approx", policy=policy, prefill={"chunk": 32}))
 
 
-def scored(s: Session) -> dict[int, Tensor]:
+def scored(s: GenerationSession) -> dict[int, Tensor]:
     found: dict[int, Tensor] = s.memory.own.total
     return found
 
 
 def test_scores_are_the_most_that_a_repeated_piece_looks_at() -> None:
     ids, s = families.prompt(N + 1), session(keep=1.0)
-    drive(s.read(ids))
+    run_to_end(s.read(ids))
 
     for start, end in ((0, 25), (25, 50), (50, N)):
         kv = Dense(TINY.shapes, TINY.dtype)
         first = Rows.chain(ids[:N], 0)
-        commit(kv, first, *run([Feed(TINY, first, kv)]), range(N))
+        commit(kv, first, *run([ForwardRequest(TINY, first, kv)]), range(N))
         rows = Rows.chain(ids[max(0, start - 3) : end], N)
-        (again,) = run([Feed(TINY, rows, kv, hear=range(rows.n_rows))])
+        (again,) = run([ForwardRequest(TINY, rows, kv, record_queries=range(rows.n_rows))])
         for layer in range(TINY.n_layers):
             there = [p for p in range(N) if p < 2 or start <= p < end]
             k = torch.cat((kv.slots(layer).k[:, there], again.fresh[layer].k), 1)
             pos = torch.cat((torch.tensor(there), where := torch.tensor(rows.pos))).expand(TINY.n_kv_heads, -1)
-            every = column_mass(again.queries[layer], where, k, pos, TINY.sights[layer].scale, over="none")
+            every = attention_mass(again.queries[layer], where, k, pos, TINY.sights[layer].scale, over="none")
             want = every.amax((1, 2))[:, [i for i, p in enumerate(there) if start <= p < end and p >= 2]]
             torch.testing.assert_close(scored(s)[layer][:, max(2, start) : end], want)
 
@@ -59,12 +59,12 @@ def test_plus_weighs_what_a_value_adds_beside_the_stream_that_asks_for_it(family
     more = {"layer_types": ["full_attention"] * TINY.n_layers} if family == "gemma2" else {}
     lm = LM.of(families.build(family, torch.float64, **more))
     ids, s = families.prompt(N + 1), session(lm, keep=1.0, plus=True, piece=100)
-    drive(s.read(ids))
+    run_to_end(s.read(ids))
     kv = Dense(lm.shapes, lm.dtype)
     first = Rows.chain(ids[:N], 0)
-    commit(kv, first, *run([Feed(lm, first, kv)]), range(N))
+    commit(kv, first, *run([ForwardRequest(lm, first, kv)]), range(N))
     rows = Rows.chain(ids[:N], N)
-    (again,) = run([Feed(lm, rows, kv, hear=range(N))])
+    (again,) = run([ForwardRequest(lm, rows, kv, record_queries=range(N))])
     plain = families.build(family, torch.float64, **more)
     twice = torch.tensor([[*ids[:N], *ids[:N]]])
     streams = plain(twice, output_hidden_states=True).hidden_states
@@ -73,7 +73,7 @@ def test_plus_weighs_what_a_value_adds_beside_the_stream_that_asks_for_it(family
         k = torch.cat((kv.slots(layer).k, again.fresh[layer].k), 1)
         pos = torch.arange(2 * N).expand(lm.n_kv_heads, -1)
         where = torch.arange(N, 2 * N)
-        mass = column_mass(
+        mass = attention_mass(
             again.queries[layer], where, k, pos, lm.sights[layer].scale, softcap=lm.sights[layer].softcap, over="none"
         )[..., :N]
         v = kv.slots(layer).v.repeat_interleave(lm.n_heads // lm.n_kv_heads, 0)
@@ -85,19 +85,19 @@ def test_plus_weighs_what_a_value_adds_beside_the_stream_that_asks_for_it(family
 def test_nothing_of_the_repetition_is_stored() -> None:
     ids, s, plain = families.prompt(N + 1), session(keep=1.0), assemble.session(TINY, load_profile("exact"))
     for each in (s, plain):
-        drive(each.read(ids))
-        list(events(each.stream(12)))
+        run_to_end(each.read(ids))
+        list(iterate_events(each.stream(12)))
     assert s.ids == plain.ids
-    assert s.kv.slots(0).pos.tolist() == plain.kv.slots(0).pos.tolist()
+    assert s.cache.slots(0).pos.tolist() == plain.cache.slots(0).pos.tolist()
 
 
 def test_what_scores_highest_stays_over_all_layers_and_heads() -> None:
     s, whole = session(keep=0.4), session(keep=1.0)
     for each in (s, whole):
-        drive(each.read(families.prompt(N + 1)))
+        run_to_end(each.read(families.prompt(N + 1)))
     kept, gone = [], []
     for layer, score in scored(whole).items():
-        for j, pos in enumerate(s.kv.slots(layer).pos):
+        for j, pos in enumerate(s.cache.slots(layer).pos):
             there = set(pos[pos >= 0].tolist())
             free = range(2, N - 4)
             kept += [float(score[j, p]) for p in free if p in there]
@@ -108,12 +108,12 @@ def test_what_scores_highest_stays_over_all_layers_and_heads() -> None:
 
 def test_a_second_prompt_repeats_only_what_came_since(monkeypatch: pytest.MonkeyPatch) -> None:
     s = session(keep=0.5)
-    drive(s.read(families.prompt(N + 1)))
-    list(events(s.stream(6)))
+    run_to_end(s.read(families.prompt(N + 1)))
+    list(iterate_events(s.stream(6)))
     seen = []
     inner = KVzip.pieces
     monkeypatch.setattr(KVzip, "pieces", lambda *args: seen.append(inner(*args)) or seen[-1])
-    drive(s.read(families.prompt(20, seed=4)))
+    run_to_end(s.read(families.prompt(20, seed=4)))
     assert seen == [[(61, 86), (86, 87)]]
 
 
@@ -121,8 +121,8 @@ def test_a_text_that_leaves_no_room_behind_it_is_refused() -> None:
     short = LM.of(families.build("llama", max_position_embeddings=64))
     s = session(short)
     with pytest.raises(KvcliError, match="repeats the text behind itself") as refused:
-        drive(s.read(families.prompt(N + 1)))
+        run_to_end(s.read(families.prompt(N + 1)))
     assert refused.value.code == "context_overflow"
     fits = session(short)
-    drive(fits.read(families.prompt(50)))
+    run_to_end(fits.read(families.prompt(50)))
     assert KVzip(piece=25, lead=3).pieces(0, 49, 64)[0] == (0, 12), "as long as the room behind the text allows"

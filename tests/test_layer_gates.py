@@ -13,30 +13,30 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvcli.engine.engine import Engine, call, drive, run, together
-from kvcli.engine.forward import Pass
-from kvcli.engine.forward_request import Asks, Feed, Made
+from kvcli.engine.engine import Engine, call, generate_together, run, run_to_end
+from kvcli.engine.forward import ForwardPass
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Steps
 from kvcli.engine.hf import layer_gate_check, layer_gates
 from kvcli.engine.hf.layer_gates import Gate
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.policy.compression_point import Boundary
+from kvcli.engine.policy.compression_point import CompressionPoint
 from kvcli.engine.policy.policy import Policy
-from kvcli.engine.policy.query_recorder import Heard
-from kvcli.engine.prefill.aux_cache import Behind
-from kvcli.engine.prefill.layerwise import ByLayers
-from kvcli.engine.prefill.prompt_pruner import Live
+from kvcli.engine.policy.query_recorder import QueryRecorder
+from kvcli.engine.prefill.aux_cache import AuxCache
+from kvcli.engine.prefill.layerwise import LayerwisePrefill
+from kvcli.engine.prefill.prompt_pruner import ActiveRows
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session, commit
+from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.engine.sequence.token_kinds import kinds_of
 from kvcli.errors import BadModel, ExitStatus
 from kvcli.kernels.attend.reference import attend
-from kvcli.kv.slots import LayerShape, Sight, Store
+from kvcli.kv.slots import AttentionParams, KVCache, LayerShape
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.knorm import KNorm
-from kvcli.methods.policies.streaming import Window
-from kvcli.methods.prune.lazy import Lazy
+from kvcli.methods.policies.streaming import StreamingLLM
+from kvcli.methods.prune.lazy import LazyLLM
 from tests import families
 from tests.test_tiered_cache import LADDERS, PACKED
 
@@ -49,9 +49,9 @@ class Plan:
 
     def __init__(self, stops: dict[int, set[int]]) -> None:
         self.stops = stops
-        self.shown: list[Live] = []
+        self.shown: list[ActiveRows] = []
 
-    def __call__(self, layer: int, live: Live) -> list[int] | None:
+    def __call__(self, layer: int, live: ActiveRows) -> list[int] | None:
         self.shown.append(live)
         return [row for row in live.rows if row not in out] if (out := self.stops.get(layer)) else None
 
@@ -65,10 +65,10 @@ def plan(name: str = "from the second") -> Plan:
     return Plan({**first, 1: {2, 5, 11, 12, 20}, 2: {0, 9, 31}})
 
 
-class Hiding(Pass):
+class Hiding(ForwardPass):
     """All rows go through all layers; those that do by a plan do not see those that stop."""
 
-    def __init__(self, feed: Feed, plan: Plan) -> None:
+    def __init__(self, feed: ForwardRequest, plan: Plan) -> None:
         super().__init__(feed)
         self._plan = plan
 
@@ -89,7 +89,7 @@ def lm(name: str) -> LM:
     return LM.of(families.build(name, torch.float64))
 
 
-def hidden(feed: Feed, plan: Plan) -> Hiding:
+def hidden(feed: ForwardRequest, plan: Plan) -> Hiding:
     """The pass with the plan's rows hidden by a mask."""
     masked = Hiding(feed, plan)
     call(feed.lm.model, feed.rows.ids, feed.rows.pos, [0], its_pass=masked)
@@ -100,27 +100,27 @@ def past(model: LM, n: int, seed: int = 3) -> Dense:
     """Of n tokens."""
     kv, rows = Dense(model.shapes, model.dtype), Rows.chain(families.prompt(n, seed=seed), 0)
     if n:
-        commit(kv, rows, *run([Feed(model, rows, kv)]), range(n))
+        commit(kv, rows, *run([ForwardRequest(model, rows, kv)]), range(n))
     return kv
 
 
-def narrowed(kv: Store, model: LM, start: int, plan: Plan, part: int = 7, **more: Any) -> ByLayers:
+def narrowed(kv: KVCache, model: LM, start: int, plan: Plan, part: int = 7, **more: Any) -> LayerwisePrefill:
     """A prompt behind what is stored."""
-    return ByLayers(model, kv, Rows.chain(families.prompt(N), start), part, HEAR, plan, **more)
+    return LayerwisePrefill(model, kv, Rows.chain(families.prompt(N), start), part, HEAR, plan, **more)
 
 
-def to_its_end(prompt: ByLayers) -> Asks[None]:
+def to_its_end(prompt: LayerwisePrefill) -> Steps[None]:
     while not prompt.is_over:
-        yield from prompt.go_on()
+        yield from prompt.step()
 
 
 @pytest.mark.parametrize("name", families.GATED)
 def test_idle_gates_change_nothing(name: str) -> None:
     model = LM.of(families.build(name, torch.float64))
-    feed = Feed(model, Rows.chain(families.prompt(N), 0), Dense(model.shapes, model.dtype), want=range(N))
+    feed = ForwardRequest(model, Rows.chain(families.prompt(N), 0), Dense(model.shapes, model.dtype), want=range(N))
     (bare,) = run([feed])
     assert not any(isinstance(part.forward, Gate) for part in model.model.modules()), "nobody has asked for them"
-    model.meet_gates()
+    model.check_layer_gates()
     (gated,) = run([feed])
     assert sum(isinstance(part.forward, Gate) for part in model.model.modules()) == model.n_layers
     assert torch.equal(gated.logits, bare.logits)
@@ -132,9 +132,9 @@ def test_idle_gates_change_nothing(name: str) -> None:
 def test_rows_that_stay_behind_are_rows_hidden_by_a_mask(name: str, name_of_plan: str, start: int) -> None:
     model, by = lm(name), plan(name_of_plan)
     kv, rows = past(model, start), Rows.chain(families.prompt(N), start)
-    feed = Feed(model, rows, past(model, start), hear=HEAR)
+    feed = ForwardRequest(model, rows, past(model, start), record_queries=HEAR)
     (whole,), masked = run([feed]), hidden(feed, by)
-    drive(to_its_end(prompt := narrowed(kv, model, start, by)))
+    run_to_end(to_its_end(prompt := narrowed(kv, model, start, by)))
     for layer in range(3):
         live = by.live(N, layer)
         slots = kv.slots(layer)
@@ -149,26 +149,26 @@ def test_rows_that_stay_behind_are_rows_hidden_by_a_mask(name: str, name_of_plan
 def test_rows_that_go_on_later_are_rows_that_others_did_not_see(name: str) -> None:
     """They see all that is older, and are seen from then on."""
     model, by = lm(name), plan()
-    kv, behind = past(model, 20), Behind(model, None)
+    kv, behind = past(model, 20), AuxCache(model, None)
     ids = [*families.prompt(20, seed=3), *families.prompt(N)]
-    masked = hidden(Feed(model, Rows.chain(ids[20:], 20), past(model, 20)), by)
-    drive(to_its_end(prompt := narrowed(kv, model, 20, by, comes_back=True)))
-    behind.join(prompt.stopped)
-    drive(behind.complete(kv, ids))
+    masked = hidden(ForwardRequest(model, Rows.chain(ids[20:], 20), past(model, 20)), by)
+    run_to_end(to_its_end(prompt := narrowed(kv, model, 20, by, comes_back=True)))
+    behind.add(prompt.stopped)
+    run_to_end(behind.revive_all(kv, ids))
     whole = past(model, 20)
     commit(whole, Rows.chain(ids[20:], 20), made_of(masked), range(N))
     after = Rows.chain(families.prompt(5, seed=4), 20 + N)
-    (found,), (expected,) = (run([Feed(model, after, each, want=range(5))]) for each in (kv, whole))
+    (found,), (expected,) = (run([ForwardRequest(model, after, each, want=range(5))]) for each in (kv, whole))
     torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-11)
 
 
-def made_of(one: Pass) -> Made:
-    return Made(None, None, None, one.fresh, ())  # type: ignore[arg-type]
+def made_of(one: ForwardPass) -> ForwardResult:
+    return ForwardResult(None, None, None, one.fresh, ())  # type: ignore[arg-type]
 
 
 def test_a_pruner_is_shown_who_came_and_what_is_heard_of_them() -> None:
     by = plan()
-    drive(to_its_end(prompt := narrowed(Dense(lm("llama").shapes, torch.float64), lm("llama"), 0, by)))
+    run_to_end(to_its_end(prompt := narrowed(Dense(lm("llama").shapes, torch.float64), lm("llama"), 0, by)))
     assert [list(live.rows) for live in by.shown[1:]] == [by.live(N, layer) for layer in (0, 1)]
     assert by.shown[0].queries is None
     for layer, live in enumerate(by.shown[1:]):
@@ -178,23 +178,23 @@ def test_a_pruner_is_shown_who_came_and_what_is_heard_of_them() -> None:
 
 def test_rows_that_are_heard_may_not_stay_behind() -> None:
     with pytest.raises(AssertionError, match="go through every layer"):
-        drive(to_its_end(narrowed(Dense(lm("llama").shapes, torch.float64), lm("llama"), 0, Plan({1: {28}}))))
+        run_to_end(to_its_end(narrowed(Dense(lm("llama").shapes, torch.float64), lm("llama"), 0, Plan({1: {28}}))))
 
 
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_a_text_that_is_pruned_does_not_show_beside_others(name: str) -> None:
     model, works = lm(name), ((0, "from the first"), (11, "from the second"))
-    feed = Feed(model, Rows.chain(families.prompt(9, seed=8), 0), past(model, 0), want=range(9))
+    feed = ForwardRequest(model, Rows.chain(families.prompt(9, seed=8), 0), past(model, 0), want=range(9))
 
-    def prompts() -> tuple[list[Dense], list[Asks[None]]]:
+    def prompts() -> tuple[list[Dense], list[Steps[None]]]:
         kvs = [past(model, start) for start, _ in works]
         each = zip(kvs, works, strict=True)
         return kvs, [to_its_end(narrowed(kv, model, start, plan(of))) for kv, (start, of) in each]
 
     (alone,), (kvs, one_by_one), (beside, side_by_side) = run([feed]), prompts(), prompts()
     for prompt in one_by_one:
-        drive(prompt)
-    tickets = together(whole(feed), *side_by_side)
+        run_to_end(prompt)
+    tickets = generate_together(whole(feed), *side_by_side)
     torch.testing.assert_close(tickets[0].result(), alone.logits, rtol=0, atol=1e-12)
     for expected, kv, ticket in zip(kvs, beside, tickets[1:], strict=True):
         ticket.result()
@@ -211,8 +211,8 @@ def test_each_layer_stores_the_rows_that_reached_it(store: str) -> None:
     one = model.shapes[0]
     kv = make((model.n_layers, one.n_kv_heads, one.k_dim), model.dtype) if make else Dense(model.shapes, model.dtype)
     rows = Rows.chain(families.prompt(N), 0)
-    masked = hidden(Feed(model, rows, past(model, 0)), by)
-    drive(to_its_end(narrowed(kv, model, 0, by, part=N)))
+    masked = hidden(ForwardRequest(model, rows, past(model, 0)), by)
+    run_to_end(to_its_end(narrowed(kv, model, 0, by, part=N)))
     for layer in range(3):
         assert kv.slots(layer).pos.sort().values.unique(dim=0).tolist() == [by.live(N, layer)]
     kv.crop(30)
@@ -225,23 +225,23 @@ def test_each_layer_stores_the_rows_that_reached_it(store: str) -> None:
     for layer in range(3):
         expected.keep(layer, torch.isin(expected.slots(layer).pos, torch.tensor(by.live(N, layer))))
     after = Rows.chain(families.prompt(5, seed=4), 30)
-    (found,), (hoped,) = (run([Feed(model, after, each, want=range(5))]) for each in (kv, expected))
+    (found,), (hoped,) = (run([ForwardRequest(model, after, each, want=range(5))]) for each in (kv, expected))
     torch.testing.assert_close(found.logits, hoped.logits, rtol=0, atol=1e-12)
 
 
 # ---- the law ----
 
 
-def conversation(model: LM, pruning: Lazy | None) -> tuple[list[int], Tensor]:
+def conversation(model: LM, pruning: LazyLLM | None) -> tuple[list[int], Tensor]:
     """Two turns of 20 tokens: the text, and the logits behind each token that was written."""
     kv = Dense(model.shapes, model.dtype)
-    session, logits = Session(model, kv, Off(), Sampler(), chunk=10, pruning=pruning), list[Tensor]()
+    session, logits = GenerationSession(model, kv, Off(), Sampler(), chunk=10, pruning=pruning), list[Tensor]()
     for seed in (1, 2):
         text = [*session.ids, *families.prompt(N, seed=seed)]
-        while drive(session.chunk(text)):
+        while run_to_end(session.prefill_chunk(text)):
             pass
-        logits += [drive(session.step()).logits[0] for _ in range(20)]
-    assert (session.lost == {"forgotten"}) == (pruning is not None), "a pruner was there"
+        logits += [run_to_end(session.step()).logits[0] for _ in range(20)]
+    assert (session.approximations == {"forgotten"}) == (pruning is not None), "a pruner was there"
     return session.ids, torch.stack(logits)
 
 
@@ -260,7 +260,7 @@ def test_with_every_ratio_one_logits_are_those_of_the_stock_model(name: str, wit
     model, schedule = LM.of(mine), {"start_prune_layer": 0.4, "end_prune_layer": 0.7, "num_prune": 2}
     every = {"recent": 1, "sinks": 0, "least": 1}
     idle, half = (
-        Lazy(**schedule, start_keep_ratio=ratio, end_keep_ratio=ratio, **every)  # type: ignore[arg-type]
+        LazyLLM(**schedule, start_keep_ratio=ratio, end_keep_ratio=ratio, **every)  # type: ignore[arg-type]
         for ratio in (1.0, 0.5)
     )
     ids, logits = conversation(model, idle)
@@ -271,7 +271,7 @@ def test_with_every_ratio_one_logits_are_those_of_the_stock_model(name: str, wit
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt_oss", "qwen3_moe"])
 def test_with_every_ratio_one_logits_are_those_of_no_pruner_to_the_bit(name: str) -> None:
-    idle = Lazy(start_prune_layer=0.4, end_prune_layer=0.7, start_keep_ratio=1.0, end_keep_ratio=1.0, least=1)
+    idle = LazyLLM(start_prune_layer=0.4, end_prune_layer=0.7, start_keep_ratio=1.0, end_keep_ratio=1.0, least=1)
     model = LM.of(families.build(name, torch.float32))
     (ids, logits), (plain, expected) = conversation(model, idle), conversation(model, None)
     assert ids == plain
@@ -288,9 +288,9 @@ def test_whatever_the_schedule_each_token_goes_through_each_layer_once_at_most()
         for layer in range(1, 5):
             by.stops[layer] = {row for row in by.live(n - 1, layer) if lots.random() < 0.3}
         kv, rows, computed = past(model, start), Rows.chain(families.prompt(n), start), set[tuple[int, int]]()
-        prompt = ByLayers(model, kv, rows, part, [n - 1], by)
+        prompt = LayerwisePrefill(model, kv, rows, part, [n - 1], by)
         while not prompt.is_over:
-            asks = prompt.go_on()
+            asks = prompt.step()
             feed = next(asks)
             assert feed.layers is not None
             mine = {(layer, pos) for layer in feed.layers for pos in feed.rows.pos}
@@ -298,7 +298,7 @@ def test_whatever_the_schedule_each_token_goes_through_each_layer_once_at_most()
             computed |= mine
             with pytest.raises(StopIteration):
                 asks.send(run([feed])[0])
-        masked = hidden(Feed(model, rows, past(model, start)), by)
+        masked = hidden(ForwardRequest(model, rows, past(model, start)), by)
         for layer in range(5):
             live, held = by.live(n, layer), kv.slots(layer)
             assert held.pos.unique(dim=0).tolist() == [[*range(start), *(start + row for row in live)]]
@@ -318,9 +318,9 @@ def test_a_model_whose_rows_cannot_be_stopped_is_refused_for_that_alone(
         monkeypatch.setattr(layer_gates, "install", lambda layers: None)
     else:
         carries(model)
-    feed = Feed(model, Rows.chain(families.prompt(N), 0), Dense(model.shapes, model.dtype), want=[32])
+    feed = ForwardRequest(model, Rows.chain(families.prompt(N), 0), Dense(model.shapes, model.dtype), want=[32])
 
-    def refused() -> Asks[BadModel]:
+    def refused() -> Steps[BadModel]:
         try:
             yield replace(feed, layers=range(1))
         except BadModel as error:
@@ -330,7 +330,7 @@ def test_a_model_whose_rows_cannot_be_stopped_is_refused_for_that_alone(
     for _ in range(2):  # and is not forgotten
         many = Engine()
         ticket, beside = many.add(refused()), many.add(whole(feed))
-        while many.round():
+        while many.step():
             pass
         error = ticket.result()
         assert (error.exit, error.code) == (ExitStatus.BAD_MODEL, "no_pruning")
@@ -346,16 +346,16 @@ def carries(model: LM) -> None:
     second.register_forward_hook(lambda _, args, out: out + 0.1 * given[-1])
 
 
-def whole(feed: Feed) -> Asks[Tensor]:
+def whole(feed: ForwardRequest) -> Steps[Tensor]:
     made = yield feed
     return made.logits
 
 
 def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, compare = [], layer_gate_check.compare
-    monkeypatch.setattr(layer_gate_check, "compare", lambda lm: (asked.append(lm.info.id), compare(lm)))
+    asked, compare = [], layer_gate_check.verify_partial_passes
+    monkeypatch.setattr(layer_gate_check, "verify_partial_passes", lambda lm: (asked.append(lm.info.id), compare(lm)))
     model = LM.of(families.build("llama"), id="mine", verify=True)
-    feed = Feed(model, Rows.chain(families.prompt(N), 0), Dense(model.shapes, model.dtype), want=[32])
+    feed = ForwardRequest(model, Rows.chain(families.prompt(N), 0), Dense(model.shapes, model.dtype), want=[32])
     run([feed])
     assert not asked
     for _ in range(2):
@@ -366,13 +366,13 @@ def test_it_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", families.GATED)
 def test_every_family_is_accepted(name: str, dtype: torch.dtype) -> None:
-    LM.of(families.build(name, dtype)).meet_gates()
+    LM.of(families.build(name, dtype)).check_layer_gates()
 
 
 # ---- layers that are not alike ----
 
 H = 6  # query heads
-SHAPES = (LayerShape(3, 8, 12), LayerShape(1, 16, 4), LayerShape(3, 8, 12, shares=0), LayerShape(6, 5, 5))
+SHAPES = (LayerShape(3, 8, 12), LayerShape(1, 16, 4), LayerShape(3, 8, 12, shared_from=0), LayerShape(6, 5, 5))
 
 
 def test_layers_of_any_shape_attend_and_store_and_share() -> None:
@@ -391,32 +391,35 @@ def test_layers_of_any_shape_attend_and_store_and_share() -> None:
     found = []
     for at in (slice(0, 8), slice(8, n)):
         rows = Rows.chain([0] * n, 0).only(range(n)[at])
-        one = Pass(Feed(lm, rows, kv))
+        one = ForwardPass(ForwardRequest(lm, rows, kv))
         its = [(k[layer][:, at], v[layer][:, at]) for layer in range(len(SHAPES))]
         its[2] = torch.zeros_like(its[2][0]), torch.zeros_like(its[2][1])  # whatever it hands over: it made none
         found.append(
-            [one.attend(layer, q[layer][:, at], *its[layer], Sight(0.3), None) for layer in range(len(SHAPES))]
+            [
+                one.attend(layer, q[layer][:, at], *its[layer], AttentionParams(0.3), None)
+                for layer in range(len(SHAPES))
+            ]
         )
         commit(kv, rows, made_of(one), range(rows.n_rows))
     for layer, shape in enumerate(SHAPES):
-        source = layer if shape.shares is None else shape.shares
+        source = layer if shape.shared_from is None else shape.shared_from
         out, _ = attend(q[layer], k[source], v[source], 0.3, 0.0, torch.ones(n, n, dtype=torch.bool).tril(), n)
         torch.testing.assert_close(torch.cat([outs[layer] for outs in found], 1), out)
         assert kv.slots(layer).pos[0].tolist() == list(range(n))
     assert [use.layer for use in kv.usage()] == [0, 1, 3]
 
 
-@pytest.mark.parametrize("policy", [KNorm(keep=0.5, sinks=1, guard=2, alloc="global"), Window(sinks=1, window=4)])
+@pytest.mark.parametrize("policy", [KNorm(keep=0.5, sinks=1, guard=2, alloc="global"), StreamingLLM(sinks=1, window=4)])
 def test_a_policy_judges_layers_of_any_shape_that_store_something(policy: Policy) -> None:
     kv, n = Dense(SHAPES, torch.float64), 13
     for layer, s in enumerate(SHAPES):
-        if s.shares is None:
+        if s.shared_from is None:
             kv.append(layer, torch.randn(s.n_kv_heads, n, s.k_dim), torch.randn(s.n_kv_heads, n, s.v_dim), 0)
-    sights = [Sight(0.3)] * len(SHAPES)
+    sights = [AttentionParams(0.3)] * len(SHAPES)
     lm: Any = SimpleNamespace(n_layers=len(SHAPES), shapes=SHAPES, sights=sights, sinks=[None] * len(SHAPES))
-    wants, nothing = policy.wants(lm), kinds_of([], None, [])
-    past = lm, kv, Heard(0, lambda n: ()), wants.guard, range(n), nothing
-    masks = drive(Boundary(*past, "read", n, True, wants.memory()).ask(policy))
+    wants, nothing = policy.requirements(lm), kinds_of([], None, [])
+    past = lm, kv, QueryRecorder(0, lambda n: ()), wants.guard, range(n), nothing
+    masks = run_to_end(CompressionPoint(*past, "read", n, True, wants.memory()).ask(policy))
     assert [layer for layer, mask in enumerate(masks) if mask is None] == [2]
-    assert kv.settle(masks)
+    assert kv.compress(masks)
     assert kv.n_slots(0) == kv.n_slots(2) < n

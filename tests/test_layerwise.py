@@ -10,28 +10,28 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.engine.engine import Engine, drive, events, run
-from kvcli.engine.forward import Pass
-from kvcli.engine.forward_request import Feed, Made
+from kvcli.engine.engine import Engine, iterate_events, run, run_to_end
+from kvcli.engine.forward import ForwardPass
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult
 from kvcli.engine.hf.layer_gates import Gate
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.prefill.layerwise import ByLayers
-from kvcli.engine.prefill.prompt_pruner import Live
+from kvcli.engine.prefill.layerwise import LayerwisePrefill
+from kvcli.engine.prefill.prompt_pruner import ActiveRows
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session, commit
+from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.kernels.attend.reference import attend
 from kvcli.kv.sliding_windows import Window, windows_of
-from kvcli.kv.slots import LayerShape, Sight, Store, spans
+from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, spans
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.dense_uniform import Slab
+from kvcli.kv.tiers.dense_uniform import UniformLayer
 from kvcli.methods.drafts.off import Off
-from kvcli.methods.prune.lazy import Lazy
+from kvcli.methods.prune.lazy import LazyLLM
 from tests import families
 
 torch.set_num_threads(1)
 N = 45
-LAZY = Lazy(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8)
+LAZY = LazyLLM(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8)
 
 
 @cache
@@ -43,17 +43,17 @@ def store(model: LM, n: int) -> Dense:
     """A past of n tokens."""
     kv, rows = Dense(model.shapes, model.dtype), Rows.chain(families.prompt(n, seed=7), 0)
     if n:
-        commit(kv, rows, *run([Feed(model, rows, kv)]), range(n))
+        commit(kv, rows, *run([ForwardRequest(model, rows, kv)]), range(n))
     return kv
 
 
-def session(model: LM, chunk: int = 16, by_layers: bool = True, **more: Any) -> Session:
+def session(model: LM, chunk: int = 16, by_layers: bool = True, **more: Any) -> GenerationSession:
     windows = {at: Window(of.size, back=1) for at, of in windows_of(model.shapes, model.sights).items()}
     kv = Dense(model.shapes, model.dtype, windows=windows, step=8)
-    return Session(model, kv, Off(), Sampler(), chunk=chunk, by_layers=by_layers, **more)
+    return GenerationSession(model, kv, Off(), Sampler(), chunk=chunk, by_layers=by_layers, **more)
 
 
-def held(kv: Store, n_layers: int) -> list[Any]:
+def held(kv: KVCache, n_layers: int) -> list[Any]:
     """Copies of keys, values and positions."""
     return [t.clone() for layer in range(n_layers) for t in (kv.slots(layer).k, kv.slots(layer).v, kv.slots(layer).pos)]
 
@@ -62,27 +62,27 @@ def are_equal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def said(s: Session, ids: list[int], n: int = 12) -> list[int]:
-    s.begin(ids, Sampler())
+def said(s: GenerationSession, ids: list[int], n: int = 12) -> list[int]:
+    s.start_answer(ids, Sampler())
     return finished(s, ids, n)
 
 
-def finished(s: Session, ids: list[int], n: int = 12) -> list[int]:
+def finished(s: GenerationSession, ids: list[int], n: int = 12) -> list[int]:
     """From wherever it is."""
-    while drive(s.chunk(ids)):
+    while run_to_end(s.prefill_chunk(ids)):
         pass
-    list(events(s.stream(n)))
+    list(iterate_events(s.stream(n)))
     return s.ids[len(ids) :]
 
 
 # ---- the same numbers ----
 
 
-def by_layers(model: LM, rows: Rows, kv: Store, part: int, hear: Sequence[int] = ()) -> ByLayers:
+def by_layers(model: LM, rows: Rows, kv: KVCache, part: int, hear: Sequence[int] = ()) -> LayerwisePrefill:
     """Rows read so to their end."""
-    prompt = ByLayers(model, kv, rows, part, hear)
+    prompt = LayerwisePrefill(model, kv, rows, part, hear)
     while not prompt.is_over:
-        drive(prompt.go_on())
+        run_to_end(prompt.step())
     return prompt
 
 
@@ -96,7 +96,13 @@ def test_layer_by_layer_is_chunk_by_chunk(name: str, part: int, past: int) -> No
     rows, hear, heard = Rows.chain(ids, past), [3, 40], list[Sequence[torch.Tensor]]()
     for a in range(0, N, part):
         one = rows.only(range(a, min(a + part, N)))
-        (made,) = run([Feed(model, one, chunks, hear=[row - a for row in hear if a <= row < a + part], is_prompt=True)])
+        (made,) = run(
+            [
+                ForwardRequest(
+                    model, one, chunks, record_queries=[row - a for row in hear if a <= row < a + part], is_prompt=True
+                )
+            ]
+        )
         commit(chunks, one, made, range(one.n_rows))
         heard += [made.queries] if made.queries else []
     prompt = by_layers(model, rows, layers, part, hear)
@@ -112,10 +118,10 @@ def test_layer_by_layer_is_chunk_by_chunk(name: str, part: int, past: int) -> No
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_a_way_straight_through_the_layers_goes_from_one_to_the_next(name: str) -> None:
     model = LM.of(families.build(name, torch.bfloat16))
-    model.lay_out()
+    model.install_kernels()
     assert model.is_row_invariant
     whole, parts, rows = store(model, 0), store(model, 0), Rows.chain(families.prompt(N), 0)
-    commit(whole, rows, *run([Feed(model, rows, whole)]), range(N))
+    commit(whole, rows, *run([ForwardRequest(model, rows, whole)]), range(N))
     by_layers(model, rows, parts, 16)
     assert (model.straight is not None) == (name != "gemma3")  # which scales its embeddings
     assert any(isinstance(part.forward, Gate) for part in model.model.modules()) == (model.straight is None)
@@ -126,13 +132,13 @@ def test_a_way_straight_through_the_layers_goes_from_one_to_the_next(name: str) 
 
 def test_layers_that_share_slots_go_together() -> None:
     one = LayerShape(2, 8, 8)
-    shared = [one, one, LayerShape(2, 8, 8, shares=1), one, LayerShape(2, 8, 8, shares=1), one]
+    shared = [one, one, LayerShape(2, 8, 8, shared_from=1), one, LayerShape(2, 8, 8, shared_from=1), one]
     assert spans([one] * 3) == [range(0, 1), range(1, 2), range(2, 3)]
     assert spans(shared) == [range(0, 1), range(1, 5), range(5, 6)]
 
 
 H = 4  # query heads
-SHARING = (LayerShape(2, 8, 8), LayerShape(1, 16, 4), LayerShape(1, 16, 4, shares=1), LayerShape(2, 5, 5))
+SHARING = (LayerShape(2, 8, 8), LayerShape(1, 16, 4), LayerShape(1, 16, 4, shared_from=1), LayerShape(2, 5, 5))
 
 
 def test_layers_that_share_slots_are_passed_together_and_see_no_later_part() -> None:
@@ -145,7 +151,7 @@ def test_layers_that_share_slots_are_passed_together_and_see_no_later_part() -> 
     n, kv = 13, Dense(SHARING, torch.float64)
     q = [random(H, n, s.k_dim) for s in SHARING]
     k, v = [random(s.n_kv_heads, n, s.k_dim) for s in SHARING], [random(s.n_kv_heads, n, s.v_dim) for s in SHARING]
-    own = [layer for layer, of in enumerate(SHARING) if of.shares is None]
+    own = [layer for layer, of in enumerate(SHARING) if of.shared_from is None]
     model: Any = SimpleNamespace(
         shapes=SHARING,
         n_layers=len(SHARING),
@@ -155,19 +161,21 @@ def test_layers_that_share_slots_are_passed_together_and_see_no_later_part() -> 
         dtype=torch.float64,
         is_row_invariant=True,
     )
-    prompt, outs = ByLayers(model, kv, Rows.chain([0] * n, 0), 5), list[list[torch.Tensor]]([] for _ in SHARING)
+    prompt, outs = LayerwisePrefill(model, kv, Rows.chain([0] * n, 0), 5), list[list[torch.Tensor]]([] for _ in SHARING)
     while not prompt.is_over:
-        asks = prompt.go_on()
+        asks = prompt.step()
         feed = next(asks)
         assert feed.layers in (range(0, 1), range(1, 3), range(3, 4))
-        one, at = Pass(feed), list(feed.rows.pos)
+        one, at = ForwardPass(feed), list(feed.rows.pos)
         for layer in feed.layers:
-            outs[layer].append(one.attend(layer, q[layer][:, at], k[layer][:, at], v[layer][:, at], Sight(0.3), None))
+            outs[layer].append(
+                one.attend(layer, q[layer][:, at], k[layer][:, at], v[layer][:, at], AttentionParams(0.3), None)
+            )
         with pytest.raises(StopIteration):
-            asks.send(Made(None, None, None, one.fresh, (), random(len(at), 3)))  # type: ignore[arg-type]
+            asks.send(ForwardResult(None, None, None, one.fresh, (), random(len(at), 3)))  # type: ignore[arg-type]
     sees = torch.ones(n, n, dtype=torch.bool).tril()
     for layer, shape in enumerate(SHARING):
-        source = layer if shape.shares is None else shape.shares
+        source = layer if shape.shared_from is None else shape.shared_from
         out, _ = attend(q[layer], k[source], v[source], 0.3, 0.0, sees, n)
         torch.testing.assert_close(torch.cat(outs[layer], 1), out)
 
@@ -179,7 +187,7 @@ def test_layers_that_share_slots_are_passed_together_and_see_no_later_part() -> 
 def test_each_part_of_each_layer_is_a_step_forward(chunk: int, parts: int) -> None:
     model = lm("llama")
     s = session(model, chunk)
-    seen = list(events(s.read(families.prompt(N))))
+    seen = list(iterate_events(s.read(families.prompt(N))))
     assert len(seen) == model.n_layers * parts
     assert seen == sorted(seen)
     assert seen[-1] == s.committed == N - 1
@@ -190,24 +198,24 @@ def test_each_part_of_each_layer_is_a_step_forward(chunk: int, parts: int) -> No
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("pruning", [None, LAZY], ids=["whole", "pruned"])
 @pytest.mark.parametrize("after", [1, 4, 7])
-def test_what_is_interrupted_did_not_happen(name: str, pruning: Lazy | None, after: int) -> None:
+def test_what_is_interrupted_did_not_happen(name: str, pruning: LazyLLM | None, after: int) -> None:
     """The text ends where it did before, and goes on from there; what a window had given back is read again."""
     model, first = lm(name), families.prompt(30, seed=4)
     one, other = session(model, 7), session(model, 7)
     for s in (one, other):
         said(s, first, 5)
         s.pruning = pruning  # of what comes now
-    before, committed, text = held(one.kv, model.n_layers), one.committed, list(one.ids)
+    before, committed, text = held(one.cache, model.n_layers), one.committed, list(one.ids)
     turn = [*text, *families.prompt(N, seed=5)]
-    one.begin(turn, Sampler())
+    one.start_answer(turn, Sampler())
     for _ in range(after):
-        assert drive(one.chunk(turn))
+        assert run_to_end(one.prefill_chunk(turn))
     assert one.committed == committed < one.progress
     whole = one.fork()
     kept = one.rewind(len(text))
     assert (kept, one.progress) == ((committed, committed) if kept else (0, 0))
     if kept:
-        assert are_equal(held(one.kv, model.n_layers), before)
+        assert are_equal(held(one.cache, model.n_layers), before)
     assert kept or name == "gemma3"
     want = said(other, turn)
     assert finished(whole, turn) == want, "who was not interrupted"
@@ -218,7 +226,7 @@ def test_what_is_interrupted_did_not_happen(name: str, pruning: Lazy | None, aft
 def test_a_pass_that_breaks_ends_what_was_under_way() -> None:
     model = lm("llama")
     s, ids, calls = session(model, 7), families.prompt(N), 0
-    whole = s.kv.attend
+    whole = s.cache.attend
 
     def attend(*args: Any) -> Any:
         nonlocal calls
@@ -226,11 +234,11 @@ def test_a_pass_that_breaks_ends_what_was_under_way() -> None:
             raise MemoryError
         return whole(*args)
 
-    s.kv.attend = attend  # type: ignore[method-assign]
+    s.cache.attend = attend  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
-        drive(s.read(ids))
+        run_to_end(s.read(ids))
     assert (s.committed, s.progress, s.ids) == (0, 0, [])
-    assert not any(s.kv.n_slots(layer) for layer in range(model.n_layers))
+    assert not any(s.cache.n_slots(layer) for layer in range(model.n_layers))
     assert said(s, ids) == said(session(model, 7, by_layers=False), ids)
 
 
@@ -238,7 +246,7 @@ def test_others_write_meanwhile() -> None:
     model, ids = lm("llama"), families.prompt(N)
     reader, writer = session(model, 7), session(model)
 
-    def work(s: Session, ids: list[int], new: int) -> Iterator[Any]:
+    def work(s: GenerationSession, ids: list[int], new: int) -> Iterator[Any]:
         yield from s.read(ids)
         yield from s.stream(new)
 
@@ -246,13 +254,13 @@ def test_others_write_meanwhile() -> None:
     short = families.prompt(5, seed=5)
     engine.add(work(writer, short, 30))
     for _ in range(2 * model.n_layers):
-        engine.round()
+        engine.step()
     at = len(writer.ids)
     engine.add(work(reader, ids, 10))
     while reader.committed < N - 1:
-        assert engine.round()
+        assert engine.step()
     assert len(writer.ids) - at >= model.n_layers * 7  # a token for each part of each layer
-    while engine.round():
+    while engine.step():
         pass
     assert reader.ids[N:] == said(session(model, 7, by_layers=False), ids, 10)
     assert writer.ids[5:] == said(session(model, by_layers=False), short, 30)
@@ -264,12 +272,12 @@ def test_two_prompts_side_by_side_are_read_as_alone() -> None:
     of = [session(model, 7), session(model, 7, pruning=LAZY), session(model, 9)]
     for s, ids in zip(of, texts, strict=True):
         engine.add(s.read(ids))
-    while engine.round():
+    while engine.step():
         pass
     alone = [session(model, 7), session(model, 7, pruning=LAZY), session(model, 9)]
     for s, other, ids in zip(of, alone, texts, strict=True):
-        drive(other.read(ids))
-        for a, b in zip(held(s.kv, 3), held(other.kv, 3), strict=True):
+        run_to_end(other.read(ids))
+        for a, b in zip(held(s.cache, 3), held(other.cache, 3), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
@@ -280,35 +288,35 @@ def test_what_waits_between_layers_is_one_copy(cut: int) -> None:
     width = model.model.config.hidden_size * model.dtype.itemsize
     most = list[int]()
 
-    def pruner(layer: int, live: Live) -> Sequence[int] | None:
+    def pruner(layer: int, live: ActiveRows) -> Sequence[int] | None:
         return list(live.rows)[: 3 * len(live.rows) // 4] if layer >= cut else None
 
-    prompt = ByLayers(model, store(model, 0), Rows.chain(families.prompt(n), 0), part, pruner=pruner)
+    prompt = LayerwisePrefill(model, store(model, 0), Rows.chain(families.prompt(n), 0), part, pruner=pruner)
     for _ in iter(lambda: prompt.is_over, True):
-        drive(prompt.go_on())
+        run_to_end(prompt.step())
         parts = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in (*prompt._given, *prompt._gave)}
         most.append(sum(t.nbytes() for t in parts.values()))
     assert n * width <= max(most) <= (n + 2 * part) * width
 
 
 @pytest.mark.parametrize("pruning", [None, LAZY], ids=["whole", "pruned"])
-def test_a_layer_makes_room_once(pruning: Lazy | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    lays, lay = list[int](), Slab._lay
-    monkeypatch.setattr(Slab, "_lay", lambda self, first, room: (lays.append(room), lay(self, first, room))[1])
+def test_a_layer_makes_room_once(pruning: LazyLLM | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    lays, lay = list[int](), UniformLayer._lay
+    monkeypatch.setattr(UniformLayer, "_lay", lambda self, first, room: (lays.append(room), lay(self, first, room))[1])
     model = lm("llama")
     s = session(model, 7, pruning=pruning)
-    drive(s.read(families.prompt(100)))
+    run_to_end(s.read(families.prompt(100)))
     assert len(lays) == model.n_layers
-    assert s.kv.slots(0).k.shape[1] == 99
+    assert s.cache.slots(0).k.shape[1] == 99
 
 
 def test_a_text_can_be_copied_and_handed_over_while_it_is_read() -> None:
     model, ids = lm("llama"), families.prompt(N)
     s = session(model, 7)
-    s.begin(ids, Sampler())
+    s.start_answer(ids, Sampler())
     for _ in range(9):
-        drive(s.chunk(ids))
+        run_to_end(s.prefill_chunk(ids))
     fork, other = s.fork(), session(model, 7)
-    other.take(s)
+    other.take_over(s)
     assert (other.committed, s.committed) == (0, 0)
     assert finished(fork, ids) == said(other, ids) == said(session(model, 7, by_layers=False), ids)

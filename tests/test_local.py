@@ -12,8 +12,8 @@ import torch
 import kvcli
 from kvcli.api import End, Live, Read, Text
 from kvcli.chat.model import Model
-from kvcli.chat.saved_chats import Sessions
-from kvcli.chat.text_session import OpenText
+from kvcli.chat.saved_chats import SavedChats
+from kvcli.chat.text_session import TextSession
 from kvcli.demo import weights_dir
 from kvcli.engine.hf.lm import LM
 from kvcli.errors import BadConfig, BadInput, BadModel, ContextOverflow, DoesNotFit, ExitStatus
@@ -48,7 +48,7 @@ def long_text(profile: str, seed: int | None, layers: int = 3, **spec: str) -> t
     return turn.ids, turn.stats.kv_bytes - turn.stats.kv.get("disk", 0)
 
 
-def model(profile: str = "exact", **changes: Any) -> OpenText:
+def model(profile: str = "exact", **changes: Any) -> TextSession:
     return Model(lm(), small_tokenizers.demo(), Profile.load(profile).replace(**changes)).open()
 
 
@@ -94,7 +94,7 @@ def test_events_come_in_order_and_add_up() -> None:
     assert stats.prompt == 40
     assert stats.context == 40 + len(turn.ids)
     assert stats.new == len(turn.ids) == stats.passes + stats.accepted_tokens
-    assert stats.kv == nbytes(m.session.kv)
+    assert stats.kv == nbytes(m.session.cache)
     assert stats.peak > 0
 
 
@@ -292,14 +292,14 @@ def test_a_turn_that_breaks_leaves_a_past_that_is_right(monkeypatch: pytest.Monk
     m = model()
     want = m.generate(prompt(), max_new_tokens=12).ids
     calls = iter(range(10**6))
-    append = m.session.kv.append
+    append = m.session.cache.append
 
     def breaking(*args: Any) -> None:
         if next(calls) == 7:  # in the middle of storing a row: one layer has it, the next has not
             raise MemoryError("full")
         append(*args)
 
-    monkeypatch.setattr(m.session.kv, "append", breaking)
+    monkeypatch.setattr(m.session.cache, "append", breaking)
     with pytest.raises(DoesNotFit):
         m.generate([*prompt(), *want], max_new_tokens=5)
     monkeypatch.undo()
@@ -320,7 +320,7 @@ def test_a_profile_that_keeps_the_past_alike_goes_on_without_reading_again() -> 
     m = model()
     first = m.generate(prompt(), max_new_tokens=12).ids
     other = m.with_profile(Profile.load("ngram").replace(sample={"max_new_tokens": 8}))
-    assert other.take_past(m)
+    assert other.take_cache(m)
     again = other.generate([*prompt(), *first[:6]])
     assert again.stats.cached == len(prompt()) + 5
     assert again.ids[:6] == first[6:]
@@ -334,7 +334,7 @@ def test_who_takes_a_past_over_has_no_answer_under_way() -> None:
     assert any(isinstance(event, Text) for event in answer)
     m = other.with_profile(other.profile)
     m.generate(prompt(), max_new_tokens=4)
-    assert other.take_past(m)
+    assert other.take_cache(m)
     with pytest.raises(BadInput):
         list(answer)
     assert len(other.session.ids) == len(prompt()) + 4
@@ -344,14 +344,14 @@ def test_scouts_keep_their_view_when_a_past_is_taken_over() -> None:
     m = model()
     m.generate(prompt(), max_new_tokens=4)
     fafo = m.with_profile(Profile.load("fafo").replace(spec={"adaptive": False, "sinks": 1, "local": 4}))
-    assert fafo.take_past(m)
+    assert fafo.take_cache(m)
     assert m.session.view is None
     fafo.generate([*prompt(), 5, 6], max_new_tokens=12)
     shown = fafo.session.view._copy.slots(0).pos[0].tolist()
     assert shown[:2] == [0, len(prompt()) - 3]
     assert {row["tier"] for row in fafo.kv_table()} == {"cpu", "view"}
     back = m.with_profile(Profile.load("exact"))
-    assert back.take_past(fafo)
+    assert back.take_cache(fafo)
     assert back.session.view is None
     assert fafo.session.view is not None
 
@@ -359,23 +359,23 @@ def test_scouts_keep_their_view_when_a_past_is_taken_over() -> None:
 def test_a_profile_that_keeps_the_past_otherwise_reads_again() -> None:
     m = model()
     m.generate(prompt(), max_new_tokens=4)
-    assert not m.with_profile(m.profile.replace(prefill={"chunk": 5})).take_past(m)
+    assert not m.with_profile(m.profile.replace(prefill={"chunk": 5})).take_cache(m)
     assert m.session.ids
 
 
 def test_closing_frees_the_past() -> None:
     m = model()
     m.generate(prompt(), max_new_tokens=4)
-    assert sum(nbytes(m.session.kv).values()) > 0
+    assert sum(nbytes(m.session.cache).values()) > 0
     with m:
         pass
-    assert sum(nbytes(m.session.kv).values()) == 0
+    assert sum(nbytes(m.session.cache).values()) == 0
 
 
 def test_kv_dtype_is_what_is_stored_and_breaks_a_promise_of_exactness() -> None:
     approximate = model(exactness="approx", kv={"dtype": "bf16"})
     approximate.generate(prompt(), max_new_tokens=4)
-    assert approximate.session.kv.slots(0).k.dtype == torch.bfloat16
+    assert approximate.session.cache.slots(0).k.dtype == torch.bfloat16
     with pytest.raises(BadConfig):
         Profile.load("exact").replace(kv={"dtype": "bf16"})
 
@@ -448,7 +448,7 @@ def test_the_library_has_the_users_config_and_keeps_chats_where_commands_do(
         chat = m.chat()
         assert chat.send("Hello").stats.new == 3
         name = chat.save()
-    assert [entry.id for entry in Sessions(tmp_path / data).entries()] == [name]
+    assert [entry.id for entry in SavedChats(tmp_path / data).entries()] == [name]
 
 
 def test_what_commands_read_of_a_project_and_the_environment_counts_too(

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from kvcli.engine.process_memory import give_back
+from kvcli.engine.process_memory import drop_pages
 
 ASK = "import torch; from kvcli.engine.process_memory import peak_bytes; print(peak_bytes(torch.device('cpu')))"
 LARGE = f"import subprocess, sys; x = b'x' * (1 << 30); subprocess.run([sys.executable, '-c', {ASK!r}], check=True)"
@@ -31,7 +31,7 @@ def test_a_mapped_tensor_leaves_memory_and_any_other_keeps_its_numbers(tmp_path:
     own = torch.ones(n, dtype=torch.uint8)
     assert int(mapped.sum()) == int(own.sum()) == n
     before = psutil.Process().memory_info().rss
-    give_back(mapped)
+    drop_pages(mapped)
     assert before - psutil.Process().memory_info().rss > n // 2
-    give_back(own)
+    drop_pages(own)
     assert int(own.sum()) == n

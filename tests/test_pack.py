@@ -22,7 +22,7 @@ from kvcli.chat.model import Model
 from kvcli.documents import read_document
 from kvcli.errors import BadInput
 from kvcli.prefix_cache import snapshot_file
-from kvcli.prefix_cache.prefix_cache import Shelf
+from kvcli.prefix_cache.prefix_cache import PrefixCache
 from kvcli.settings.profile import Profile
 from tests.demo_model.example import SAMPLES
 from tests.fakes import Machine
@@ -334,7 +334,7 @@ def test_a_pack_brings_the_settings_that_it_was_read_under(tmp_path: Path, packs
 
 def test_why_nothing_is_kept_is_said_once_until_it_can_be(model: Model, tmp_path: Path) -> None:
     chat = talk(model, "snap")
-    chat.model.model.shelf = shelf = Shelf(tmp_path / "kv", 1 << 30, model.lm, worth=0)
+    chat.model.model.shelf = shelf = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, worth=0)
     (tmp_path / "kv").write_text("in the way")
     said = []
     for question in (QUESTION, "And then?", "And then?"):
@@ -353,7 +353,7 @@ def test_why_nothing_is_kept_is_said_once_until_it_can_be(model: Model, tmp_path
 def test_a_chat_that_is_opened_again_goes_on_as_if_it_had_not_ended(model: Model, tmp_path: Path, name: str) -> None:
     live, again = talk(model, name), talk(model, name)
     for chat in (live, again):
-        chat.model.model.shelf = Shelf(tmp_path / "kv", 1 << 30, model.lm, worth=0)
+        chat.model.model.shelf = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, worth=0)
     live.send(QUESTION)
     assert not live.model.keep().why_not
     again.messages, again.pending = list(live.messages), []

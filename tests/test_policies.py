@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from kvcli import assemble
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import KvcliError
 from kvcli.kv.slots import Slots, nbytes
-from kvcli.methods.policies.keep_all import Everything
+from kvcli.methods.policies.keep_all import KeepAll
 from kvcli.methods.policies.random import Random
-from kvcli.methods.policies.streaming import Window
+from kvcli.methods.policies.streaming import StreamingLLM
 from kvcli.settings.profile import Profile, load_profile
 from tests import families
 from tests.policies import moment
@@ -27,23 +27,23 @@ def slots(n: int, n_kv: int = 3) -> Slots:
     return Slots(torch.randn(n_kv, n, 5), torch.randn(n_kv, n, 5), torch.arange(n).expand(n_kv, -1))
 
 
-def kept(policy: Window | Random, s: Slots, layer: int = 0) -> list[list[int]]:
+def kept(policy: StreamingLLM | Random, s: Slots, layer: int = 0) -> list[list[int]]:
     mask = policy.mask(s, moment(s, layer=layer))
     return [pos[m].tolist() for pos, m in zip(s.pos, mask, strict=True)]
 
 
-def session(**policy: object) -> Session:
+def session(**policy: object) -> GenerationSession:
     profile = load_profile("exact").replace(exactness="approx", policy=policy, prefill={"chunk": 16})
     return assemble.session(TINY, profile)
 
 
 def test_a_window_keeps_the_first_and_the_newest() -> None:
-    assert kept(Window(sinks=2, window=3), slots(11)) == [[0, 1, 8, 9, 10]] * 3
+    assert kept(StreamingLLM(sinks=2, window=3), slots(11)) == [[0, 1, 8, 9, 10]] * 3
 
 
-@pytest.mark.parametrize("policy", [Window(sinks=2, window=5), Random(budget=7, sinks=2, window=3)])
+@pytest.mark.parametrize("policy", [StreamingLLM(sinks=2, window=5), Random(budget=7, sinks=2, window=3)])
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 23])
-def test_the_plan_of_memory_is_what_is_kept(policy: Window | Random, n: int) -> None:
+def test_the_plan_of_memory_is_what_is_kept(policy: StreamingLLM | Random, n: int) -> None:
     assert {len(pos) for pos in kept(policy, slots(n))} == {policy.slots(n)}
 
 
@@ -71,11 +71,11 @@ def test_what_is_not_kept_is_freed(policy: dict[str, object]) -> None:
     s = session(**policy)
     full = assemble.session(TINY, load_profile("exact"))
     for each in (s, full):
-        drive(each.read(families.prompt(301)))
-    slot = sum(nbytes(full.kv).values()) / -(-301 // 256) / 256
-    assert sum(nbytes(s.kv).values()) <= slot * s_slots(policy) * 1.3
-    list(events(s.stream(70)))
-    assert s.kv.slots(0).n_slots <= s_slots(policy) + 64
+        run_to_end(each.read(families.prompt(301)))
+    slot = sum(nbytes(full.cache).values()) / -(-301 // 256) / 256
+    assert sum(nbytes(s.cache).values()) <= slot * s_slots(policy) * 1.3
+    list(iterate_events(s.stream(70)))
+    assert s.cache.slots(0).n_slots <= s_slots(policy) + 64
 
 
 def s_slots(policy: dict[str, object]) -> int:
@@ -86,12 +86,12 @@ def s_slots(policy: dict[str, object]) -> int:
 def test_a_conversation_goes_on_from_what_is_left_and_an_undo_reads_anew() -> None:
     s = session(name="window", sinks=2, window=9)
     ids = families.prompt(60)
-    drive(s.read(ids))
-    list(events(s.stream(5)))
+    run_to_end(s.read(ids))
+    list(iterate_events(s.stream(5)))
     assert s.resume([*s.ids, 7, 8]) == s.committed == 64
     assert s.resume(ids[:50]) == 0
     short = session(name="window", sinks=2, window=900)
-    drive(short.read(ids))
+    run_to_end(short.read(ids))
     assert short.resume(ids[:50]) == 49, "nothing fell out, so nothing has to be read again"
 
 
@@ -107,27 +107,27 @@ EDGES = (
 @pytest.mark.parametrize("n", [1, 3, 60])
 def test_smallest_and_largest_settings_answer_and_an_undo_answers_alike(policy: dict[str, object], n: int) -> None:
     ids, s = families.prompt(n), session(**policy)
-    drive(s.read(ids))
-    first = [token for step in events(s.stream(20)) for token in step.new]
+    run_to_end(s.read(ids))
+    first = [token for step in iterate_events(s.stream(20)) for token in step.new]
     kept = s.resume(ids)
     assert kept in (0, n - 1)
-    drive(s.read(ids[len(s.ids) :]))
-    assert [token for step in events(s.stream(20)) for token in step.new] == first
+    run_to_end(s.read(ids[len(s.ids) :]))
+    assert [token for step in iterate_events(s.stream(20)) for token in step.new] == first
 
 
 def test_a_fork_has_a_past_of_its_own() -> None:
     s = session(name="window", sinks=2, window=20)
-    drive(s.read(families.prompt(60)))
+    run_to_end(s.read(families.prompt(60)))
     other = s.fork()
     assert other.lm is s.lm
-    before = s.kv.slots(0).pos.tolist()
-    drive(other.read(families.prompt(9, seed=4)))
-    list(events(other.stream(6)))
-    assert s.kv.slots(0).pos.tolist() == before
+    before = s.cache.slots(0).pos.tolist()
+    run_to_end(other.read(families.prompt(9, seed=4)))
+    list(iterate_events(other.stream(6)))
+    assert s.cache.slots(0).pos.tolist() == before
     assert len(s.ids) == 60
     again = s.fork()
-    drive(again.read(families.prompt(9, seed=4)))
-    list(events(again.stream(6)))
+    run_to_end(again.read(families.prompt(9, seed=4)))
+    list(iterate_events(again.stream(6)))
     assert again.ids == other.ids
 
 
@@ -141,7 +141,7 @@ def test_settings_that_cannot_be_kept_are_refused_by_name() -> None:
     with pytest.raises(KvcliError) as refused:
         load_profile("exact").replace(exactness="approx", policy={"name": "random", "budget": 5})
     assert "less than sinks + window" in "\n".join(refused.value.lines)
-    assert Everything().every is None
+    assert KeepAll().every is None
 
 
 def test_streaming_forgets_the_middle_and_says_so() -> None:

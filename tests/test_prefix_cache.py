@@ -19,24 +19,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from kvcli.assemble import shaping
-from kvcli.engine.engine import drive, events, run
-from kvcli.engine.forward_request import Feed
+from kvcli.assemble import cache_conditions
+from kvcli.engine.engine import iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.files import SPARE
 from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.prefix_cache import block_tree
 from kvcli.prefix_cache import prefix_cache as shelves
-from kvcli.prefix_cache.block_file import LENGTH, SUM, Block, Damaged, _ids_of, _sum, glance, read
-from kvcli.prefix_cache.block_tree import Tree
-from kvcli.prefix_cache.codec import AsIs, Codec, Lossless
-from kvcli.prefix_cache.prefix_cache import WHOLE, Kept, Shaping, Shelf
-from kvcli.prefix_cache.snapshot_file import place
+from kvcli.prefix_cache.block_file import LENGTH, SUM, Block, CorruptFile, _ids_of, _sum, read, read_tokens
+from kvcli.prefix_cache.block_tree import BlockTree
+from kvcli.prefix_cache.codec import Codec, Lossless, Uncompressed
+from kvcli.prefix_cache.prefix_cache import WHOLE, CacheConditions, PrefixCache, SaveResult
+from kvcli.prefix_cache.snapshot_file import path_of
 from kvcli.settings.profile import Profile
 from tests import families, prefix_cache_stress
 from tests.twins import flipped, put
@@ -54,31 +54,31 @@ def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     model = families.build(request.param, max_position_embeddings=8192, **more)
     save_file({n: p.detach().clone() for n, p in model.named_parameters()}, folder / "model.safetensors")
     lm = LM.of(model, path=str(folder))
-    lm.lay_out()
+    lm.install_kernels()
     assert lm.is_row_invariant  # so that chunks may begin anywhere
     return lm
 
 
-def shelf_in(folder: Path, lm: LM, most: int = 1 << 30) -> Shelf:
-    return Shelf(folder, most, lm, worth=0)
+def shelf_in(folder: Path, lm: LM, most: int = 1 << 30) -> PrefixCache:
+    return PrefixCache(folder, most, lm, worth=0)
 
 
-def session(lm: LM) -> Session:
-    return Session(
+def session(lm: LM) -> GenerationSession:
+    return GenerationSession(
         lm, Dense(lm.shapes, lm.dtype, windows=windows_of(lm.shapes, lm.sights)), Off(), Sampler(), chunk=100
     )
 
 
-def answer(lm: LM, shelf: Shelf | None, ids: list[int]) -> tuple[int, list[int], torch.Tensor]:
+def answer(lm: LM, shelf: PrefixCache | None, ids: list[int]) -> tuple[int, list[int], torch.Tensor]:
     """Tokens that needed no reading, those that came, and the logits behind the prompt."""
     s = session(lm)
-    cached = shelf.fetch(s, ids) if shelf is not None else 0
-    while drive(s.chunk(ids)):
+    cached = shelf.load_prefix(s, ids) if shelf is not None else 0
+    while run_to_end(s.prefill_chunk(ids)):
         pass
-    (made,) = run([Feed(lm, Rows.chain(s.ids[-1:], len(s.ids) - 1), s.kv, want=[0])])
-    list(events(s.stream(NEW)))
+    (made,) = run([ForwardRequest(lm, Rows.chain(s.ids[-1:], len(s.ids) - 1), s.cache, want=[0])])
+    list(iterate_events(s.stream(NEW)))
     if shelf is not None:
-        assert not shelf.keep(s).why_not
+        assert not shelf.save(s).why_not
     return cached, s.ids[len(ids) :], made.logits[0]
 
 
@@ -102,7 +102,7 @@ def test_texts_share_what_they_begin_with(lm: LM, tmp_path: Path, shared: int) -
     other = [*IDS[:shared], *reversed(IDS)]
     alike = next(i for i, (a, b) in enumerate(zip([*IDS, -1], other, strict=False)) if a != b)
     cached, said, logits = answer(lm, shelf, other)
-    gone = max((w.opens(len(IDS)) + w.size - 1 for w in windows_of(lm.shapes, lm.sights).values()), default=0)
+    gone = max((w.window_start(len(IDS)) + w.size - 1 for w in windows_of(lm.shapes, lm.sights).values()), default=0)
     assert cached == (alike if alike >= max(32, gone) else 0)  # what windows had given back was not there to be kept
     _, plain, alone = answer(lm, None, other)
     assert said == plain
@@ -130,27 +130,27 @@ def test_a_session_that_was_another_one_takes_over_what_a_window_left_as_a_new_o
     other, one = read_all(lm, IDS), session(lm)
     one.restore(other.state(), 5)
     one.rewind(0)
-    assert shelf.fetch(one, [*text, *IDS[:50]]) >= len(text)
-    while drive(one.chunk([*text, *IDS[:50]])):
+    assert shelf.load_prefix(one, [*text, *IDS[:50]]) >= len(text)
+    while run_to_end(one.prefill_chunk([*text, *IDS[:50]])):
         pass
-    (made,) = run([Feed(lm, Rows.chain(one.ids[-1:], len(one.ids) - 1), one.kv, want=[0])])
+    (made,) = run([ForwardRequest(lm, Rows.chain(one.ids[-1:], len(one.ids) - 1), one.cache, want=[0])])
     assert torch.equal(made.logits[0], answer(lm, None, [*text, *IDS[:50]])[2])
 
 
 def test_what_was_kept_of_a_longer_text_is_kept_as_a_shorter_one_has_it(lm: LM, tmp_path: Path) -> None:
     """Or a text of which a window had moved on would be read for every question."""
     shelf = shelf_in(tmp_path / "kv", lm)
-    shelf.keep(read_all(lm, IDS))
+    shelf.save(read_all(lm, IDS))
     short = IDS[:300]
-    shelf.keep(read_all(lm, short))
-    assert shelf.fetch(session(lm), [*short, 5]) >= len(short) - 1
-    assert shelf.fetch(session(lm), IDS) == len(IDS) - 1
+    shelf.save(read_all(lm, short))
+    assert shelf.load_prefix(session(lm), [*short, 5]) >= len(short) - 1
+    assert shelf.load_prefix(session(lm), IDS) == len(IDS) - 1
     files = {path: path.stat().st_ino for path in (tmp_path / "kv").glob(f"*/*{block_tree.ENDS}")}
-    shelf.keep(read_all(lm, IDS))
+    shelf.save(read_all(lm, IDS))
     assert {path: path.stat().st_ino for path in (tmp_path / "kv").glob(f"*/*{block_tree.ENDS}")} == files
 
 
-@pytest.mark.parametrize("codec", [AsIs(), Lossless()])
+@pytest.mark.parametrize("codec", [Uncompressed(), Lossless()])
 def test_a_block_holds_what_a_window_left_of_a_layer(lm: LM, tmp_path: Path, codec: Codec) -> None:
     path, n, kv = tmp_path / "one.kv", 200, dict[int, tuple[torch.Tensor, torch.Tensor]]()
     for layer, shape in enumerate(lm.shapes[:3]):  # all of the first, 72 tokens of the next, the last 8
@@ -158,12 +158,12 @@ def test_a_block_holds_what_a_window_left_of_a_layer(lm: LM, tmp_path: Path, cod
         k, v = (torch.randn(shape.n_kv_heads, m, size) for size in (shape.k_dim, shape.v_dim))
         kv[layer] = k, v
     Block(list(range(n)), kv).write(path, codec)
-    assert glance(path)[1] == {0: 0, 1: 128, 2: 192}
+    assert read_tokens(path)[1] == {0: 0, 1: 128, 2: 192}
     block = read(path, lm.shapes, torch.float32)
     assert all(torch.equal(a, b) for layer in kv for a, b in zip(block.kv[layer], kv[layer], strict=True))
     assert torch.equal(block.part(1, slice(150, 160))[1], kv[1][1][:, 22:32])
     for layer, at in ((1, slice(127, 200)), (2, slice(0, 200)), (3, slice(150, 160))):
-        with pytest.raises(Damaged):
+        with pytest.raises(CorruptFile):
             block.part(layer, at)
 
 
@@ -173,17 +173,17 @@ def test_a_layer_that_begins_where_none_does_is_refused(lm: LM, tmp_path: Path, 
     t = torch.zeros(shape.n_kv_heads, 64, shape.k_dim)
     tensors = {_ids_of(path): torch.arange(192, dtype=torch.int32), f"k.{name}": t, f"v.{name}": t.clone()}
     path.write_bytes(save(tensors, {SUM: _sum(tensors)}))  # well made but for that
-    for look in (glance, lambda path: read(path, lm.shapes, torch.float32)):
-        with pytest.raises(Damaged, match="layer"):
+    for look in (read_tokens, lambda path: read(path, lm.shapes, torch.float32)):
+        with pytest.raises(CorruptFile, match="layer"):
             look(path)
 
 
 def test_a_longer_text_takes_the_place_of_its_beginning(lm: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", lm)
     for end in (50, 100, 200, LENGTH + 10, LENGTH + 100):
-        shelf.keep(read_all(lm, IDS[:end]))
+        shelf.save(read_all(lm, IDS[:end]))
     assert len(list((tmp_path / "kv").glob(f"*/*{block_tree.ENDS}"))) == 2
-    assert shelf.fetch(session(lm), IDS) == LENGTH + 99
+    assert shelf.load_prefix(session(lm), IDS) == LENGTH + 99
 
 
 def test_each_field_in_which_a_model_differs_is_named(lm: LM, tmp_path: Path) -> None:
@@ -195,8 +195,8 @@ def test_each_field_in_which_a_model_differs_is_named(lm: LM, tmp_path: Path) ->
         other = shelf_in(tmp_path / "kv", lm)
         other._fields = fields | {field: "another"}
         s = session(lm)
-        assert other.fetch(s, IDS) == 0
-        assert other.differs(s) == [f"{field} was {fields[field]}, is another"]
+        assert other.load_prefix(s, IDS) == 0
+        assert other.mismatch(s) == [f"{field} was {fields[field]}, is another"]
 
 
 def test_weights_that_were_replaced_since_are_another_models(lm: LM, tmp_path: Path) -> None:
@@ -207,12 +207,12 @@ def test_weights_that_were_replaced_since_are_another_models(lm: LM, tmp_path: P
     whole = file.read_bytes()
     try:
         put(file, flipped(whole, len(whole) // 2 + 12345))
-        assert shelf.fetch(session(lm), IDS) > 0  # loaded before
+        assert shelf.load_prefix(session(lm), IDS) > 0  # loaded before
         other = shelf_in(tmp_path / "kv", lm)
-        assert other.fetch(session(lm), IDS) == 0
-        assert [field.split()[0] for field in other.differs(session(lm))] == ["weights"]
+        assert other.load_prefix(session(lm), IDS) == 0
+        assert [field.split()[0] for field in other.mismatch(session(lm))] == ["weights"]
         (file.parent / "tokenizer.json").write_text("{}")
-        assert [field.split()[0] for field in shelf_in(tmp_path / "kv", lm).differs(session(lm))] == [
+        assert [field.split()[0] for field in shelf_in(tmp_path / "kv", lm).mismatch(session(lm))] == [
             "weights",
             "files",
         ]
@@ -220,7 +220,7 @@ def test_weights_that_were_replaced_since_are_another_models(lm: LM, tmp_path: P
         (file.parent / "tokenizer.json").unlink(missing_ok=True)
         put(file, whole)
     os.utime(file)
-    assert shelf_in(tmp_path / "kv", lm).fetch(session(lm), IDS) > 0  # the same bytes, whenever they were written
+    assert shelf_in(tmp_path / "kv", lm).load_prefix(session(lm), IDS) > 0  # the same bytes, whenever they were written
 
 
 @pytest.mark.parametrize("what", ["torch", "transformers", "kvcli.models.hashes"])
@@ -230,8 +230,8 @@ def test_what_another_release_computed_is_not_taken(
     answer(lm, shelf_in(tmp_path / "kv", lm), IDS)
     monkeypatch.setattr(f"{what}.__version__", "9.9")
     other = shelf_in(tmp_path / "kv", lm)
-    assert other.fetch(session(lm), IDS) == 0
-    assert [field.split()[0] for field in other.differs(session(lm))] == [what.removesuffix(".models.hashes")]
+    assert other.load_prefix(session(lm), IDS) == 0
+    assert [field.split()[0] for field in other.mismatch(session(lm))] == [what.removesuffix(".models.hashes")]
 
 
 def test_a_block_behind_another_parent_is_not_taken(lm: LM, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_block_behind_another_parent_is_not_taken(lm: LM, tmp_path: Path) -> N
     answer(lm, shelf, IDS)
     answer(lm, shelf, twin)
     (folder,) = (tmp_path / "kv").iterdir()
-    mine, its = ([path for path, _ in Tree(folder).places(ids)] for ids in (IDS, twin))
+    mine, its = ([path for path, _ in BlockTree(folder).places(ids)] for ids in (IDS, twin))
     for a, b in zip(mine[1:3], its[1:3], strict=True):
         shutil.copy(b, a)
     cached, said, logits = answer(lm, shelf_in(tmp_path / "kv", lm), IDS)
@@ -248,16 +248,16 @@ def test_a_block_behind_another_parent_is_not_taken(lm: LM, tmp_path: Path) -> N
     _, plain, alone = answer(lm, None, IDS)
     assert said == plain
     assert torch.equal(logits, alone)
-    assert shelf.fetch(session(lm), IDS) == len(IDS) - 1  # and they were made again
+    assert shelf.load_prefix(session(lm), IDS) == len(IDS) - 1  # and they were made again
 
 
 def test_what_another_model_read_is_not_taken_whatever_its_folder_is_called(lm: LM, tmp_path: Path) -> None:
     mine, other = shelf_in(tmp_path / "kv", lm), shelf_in(tmp_path / "kv", lm)
     other._fields = {**other._fields, "weights": "another's"}
-    for way in (WHOLE, Shaping(False, {"policy.name": "another"})):
-        assert not mine.keep(read_all(lm, IDS), shaping=way).why_not
+    for way in (WHOLE, CacheConditions(False, {"policy.name": "another"})):
+        assert not mine.save(read_all(lm, IDS), shaping=way).why_not
         mine._folder(session(lm), way).rename(other._folder(session(lm), way))
-        assert other.fetch(session(lm), IDS, way) == 0
+        assert other.load_prefix(session(lm), IDS, way) == 0
 
 
 def test_another_model_is_no_reason(lm: LM, tmp_path: Path) -> None:
@@ -266,15 +266,15 @@ def test_another_model_is_no_reason(lm: LM, tmp_path: Path) -> None:
     mine = lm.info
     try:
         lm.info = replace(mine, id="another", path="")
-        assert not shelf_in(tmp_path / "kv", lm).differs(session(lm))
+        assert not shelf_in(tmp_path / "kv", lm).mismatch(session(lm))
         lm.info = replace(mine, id="another", quant="int8")
-        assert not shelf_in(tmp_path / "kv", lm).differs(session(lm))
+        assert not shelf_in(tmp_path / "kv", lm).mismatch(session(lm))
     finally:
         lm.info = mine
 
 
 def test_what_was_not_used_for_longest_makes_room(lm: LM, tmp_path: Path) -> None:
-    shelf_in(tmp_path / "one", lm).keep(read_all(lm, IDS))
+    shelf_in(tmp_path / "one", lm).save(read_all(lm, IDS))
     one = sum(p.stat().st_size for p in (tmp_path / "one").glob("*/*"))
     shelf = shelf_in(tmp_path / "kv", lm, int(2.5 * one))
     texts = [[start, *IDS[1:]] for start in range(4)]
@@ -284,19 +284,19 @@ def test_what_was_not_used_for_longest_makes_room(lm: LM, tmp_path: Path) -> Non
             os.utime(path, (path.stat().st_mtime - 10, path.stat().st_mtime - 10))  # as time goes by
     held = sum(p.stat().st_size for p in (tmp_path / "kv").glob("*/*"))
     assert held < 2.5 * one
-    assert [shelf.fetch(session(lm), ids) > LENGTH for ids in texts] == [False, True, True, False]
-    assert "no room" in shelf_in(tmp_path / "kv", lm, one // 2).keep(read_all(lm, texts[3])).why_not
+    assert [shelf.load_prefix(session(lm), ids) > LENGTH for ids in texts] == [False, True, True, False]
+    assert "no room" in shelf_in(tmp_path / "kv", lm, one // 2).save(read_all(lm, texts[3])).why_not
 
 
-def read_all(lm: LM, ids: list[int]) -> Session:
+def read_all(lm: LM, ids: list[int]) -> GenerationSession:
     s = session(lm)
-    while drive(s.chunk(ids)):
+    while run_to_end(s.prefill_chunk(ids)):
         pass
     return s
 
 
 def test_what_is_read_in_a_moment_is_not_written(lm: LM, tmp_path: Path) -> None:
-    assert Shelf(tmp_path / "kv", 1 << 30, lm).keep(read_all(lm, IDS)) == Kept()
+    assert PrefixCache(tmp_path / "kv", 1 << 30, lm).save(read_all(lm, IDS)) == SaveResult()
     assert not (tmp_path / "kv").exists()
 
 
@@ -308,20 +308,20 @@ def test_files_are_their_owners_alone(lm: LM, tmp_path: Path) -> None:
 
 def test_a_folder_that_takes_nothing_costs_no_answer(lm: LM, tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("in the way")
-    assert "not kept" in shelf_in(tmp_path / "kv", lm).keep(read_all(lm, IDS)).why_not
-    assert shelf_in(tmp_path / "kv", lm).fetch(session(lm), IDS) == 0
+    assert "not kept" in shelf_in(tmp_path / "kv", lm).save(read_all(lm, IDS)).why_not
+    assert shelf_in(tmp_path / "kv", lm).load_prefix(session(lm), IDS) == 0
 
 
 @pytest.fixture(scope="module")
-def kept(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tree, list[Path]]:
+def kept(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> tuple[BlockTree, list[Path]]:
     folder = tmp_path_factory.mktemp("kv")
     answer(lm, shelf_in(folder, lm), IDS)
-    return Tree(next(folder.iterdir())), sorted(folder.glob(f"*/*{block_tree.ENDS}"))
+    return BlockTree(next(folder.iterdir())), sorted(folder.glob(f"*/*{block_tree.ENDS}"))
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
-def test_no_damaged_file_is_believed(lm: LM, kept: tuple[Tree, list[Path]], tmp_path_factory, seed: int) -> None:  # type: ignore[no-untyped-def]
+def test_no_damaged_file_is_believed(lm: LM, kept: tuple[BlockTree, list[Path]], tmp_path_factory, seed: int) -> None:  # type: ignore[no-untyped-def]
     noise = random.Random(seed)
     whole = kept[1][0].read_bytes()
     data = bytearray(whole)
@@ -338,11 +338,11 @@ def test_no_damaged_file_is_believed(lm: LM, kept: tuple[Tree, list[Path]], tmp_
     path = tmp_path_factory.getbasetemp() / kept[0].folder.name / kept[1][0].name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
-    with suppress(Damaged):
-        assert 0 < len(glance(path)[0]) <= LENGTH
+    with suppress(CorruptFile):
+        assert 0 < len(read_tokens(path)[0]) <= LENGTH
     try:
         block = read(path, lm.shapes, lm.dtype)
-    except Damaged:
+    except CorruptFile:
         return
     assert block.ids  # a name of the header that says nothing may have changed
     path.write_bytes(whole)
@@ -358,14 +358,16 @@ def test_what_a_text_has_already_is_not_read_from_the_disk_again(
     answer(lm, shelf, IDS)
     half, opened = read_all(lm, IDS[: 2 * LENGTH + 20]), list[Path]()
     monkeypatch.setattr(shelves, "read", lambda path, *rest: (opened.append(path), read(path, *rest))[1])
-    assert shelf.fetch(half, [*IDS[: 2 * LENGTH + 30], -1, *IDS]) == 2 * LENGTH + 19  # too little to fetch
+    assert shelf.load_prefix(half, [*IDS[: 2 * LENGTH + 30], -1, *IDS]) == 2 * LENGTH + 19  # too little to fetch
     assert not opened
-    assert shelf.fetch(half, IDS) == len(IDS) - 1
+    assert shelf.load_prefix(half, IDS) == len(IDS) - 1
     assert len(opened) == 2
     fresh = read_all(lm, IDS)
-    while drive(half.chunk(IDS)):
+    while run_to_end(half.prefill_chunk(IDS)):
         pass
-    (made,), (same,) = (run([Feed(lm, Rows.chain(s.ids[-1:], len(s.ids) - 1), s.kv, want=[0])]) for s in (half, fresh))
+    (made,), (same,) = (
+        run([ForwardRequest(lm, Rows.chain(s.ids[-1:], len(s.ids) - 1), s.cache, want=[0])]) for s in (half, fresh)
+    )
     assert torch.equal(made.logits, same.logits)
 
 
@@ -374,7 +376,7 @@ def test_a_damaged_block_is_made_again(lm: LM, tmp_path: Path, how: str) -> None
     shelf = shelf_in(tmp_path / "kv", lm)
     answer(lm, shelf, IDS)
     (folder,) = (tmp_path / "kv").iterdir()
-    path = [path for path, _ in Tree(folder).places(IDS)][1]
+    path = [path for path, _ in BlockTree(folder).places(IDS)][1]
     data = bytearray(path.read_bytes())
     match how:
         case "empty":
@@ -408,10 +410,10 @@ def test_a_block_that_became_another_one_before_it_was_read_is_not_taken(
 
     def late(path: Path, *rest: object) -> Block:
         block = read(path, *rest)  # type: ignore[arg-type]
-        if not replaced and path == [path for path, _ in Tree(path.parent).places(IDS)][1]:
+        if not replaced and path == [path for path, _ in BlockTree(path.parent).places(IDS)][1]:
             replaced.append(path)
             other = [*block.ids[: ids - 1], 5, *block.ids[ids:]]
-            Block(other, {i: (k * 0, v * 0) for i, (k, v) in block.kv.items()}).write(path, AsIs())
+            Block(other, {i: (k * 0, v * 0) for i, (k, v) in block.kv.items()}).write(path, Uncompressed())
             block = read(path, *rest)  # type: ignore[arg-type]
         return block
 
@@ -428,36 +430,38 @@ def test_what_others_remove_meanwhile_is_no_failure(lm: LM, tmp_path: Path, monk
     """Two runs make room at once: what one has listed is gone when it looks."""
     shelf, whole = shelf_in(tmp_path / "kv", lm), Path.glob
     monkeypatch.setattr(Path, "glob", lambda self, *how: [*whole(self, *how), self / f"gone{block_tree.ENDS}"])
-    assert not shelf.keep(read_all(lm, IDS)).why_not
+    assert not shelf.save(read_all(lm, IDS)).why_not
 
 
 def test_on_a_full_disk_what_is_new_counts(lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shelf = shelf_in(tmp_path / "kv", lm)
-    shelf.keep(read_all(lm, IDS[:-40]))
+    shelf.save(read_all(lm, IDS[:-40]))
     left = sum(path.stat().st_size for path in (tmp_path / "kv").glob("*/*")) // 2
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=SPARE + left))
-    assert not shelf.keep(read_all(lm, IDS)).why_not
-    assert "no room" in shelf.keep(read_all(lm, [3, *IDS])).why_not
+    assert not shelf.save(read_all(lm, IDS)).why_not
+    assert "no room" in shelf.save(read_all(lm, [3, *IDS])).why_not
 
 
 @pytest.mark.parametrize("have", [33, 88, LENGTH, 600])
 def test_a_text_that_has_a_beginning_goes_on_to_the_same_bits(lm: LM, tmp_path: Path, have: int) -> None:
     """Where a window hides what lies between, slots must not lie otherwise than if all had been read."""
     shelf, far = shelf_in(tmp_path / "kv", lm), families.prompt(1100, seed=3)
-    shelf.keep(read_all(lm, far))
+    shelf.save(read_all(lm, far))
     begun, fresh = read_all(lm, far[:have]), read_all(lm, far)
-    assert shelf.fetch(begun, far) == len(far) - 1
-    assert not shelf.keep(begun).why_not
-    (made,), (same,) = (run([Feed(lm, Rows.chain(s.ids[-1:], len(s.ids) - 1), s.kv, want=[0])]) for s in (begun, fresh))
+    assert shelf.load_prefix(begun, far) == len(far) - 1
+    assert not shelf.save(begun).why_not
+    (made,), (same,) = (
+        run([ForwardRequest(lm, Rows.chain(s.ids[-1:], len(s.ids) - 1), s.cache, want=[0])]) for s in (begun, fresh)
+    )
     assert torch.equal(made.logits, same.logits)
 
 
 def test_keeping_ends_between_blocks_when_it_is_stopped(lm: LM, tmp_path: Path) -> None:
     shelf, asked = shelf_in(tmp_path / "kv", lm), iter([False, False, True])
-    assert "stopped" in shelf.keep(read_all(lm, IDS), lambda: next(asked)).why_not
+    assert "stopped" in shelf.save(read_all(lm, IDS), lambda: next(asked)).why_not
     assert len(list((tmp_path / "kv").glob(f"*/*{block_tree.ENDS}"))) == 2
-    assert not shelf.keep(read_all(lm, IDS)).why_not
-    assert shelf.fetch(session(lm), IDS) == len(IDS) - 1
+    assert not shelf.save(read_all(lm, IDS)).why_not
+    assert shelf.load_prefix(session(lm), IDS) == len(IDS) - 1
 
 
 # --- room, errors of the system, storms
@@ -479,17 +483,17 @@ def test_a_kill_at_any_moment_leaves_what_was_kept(llama: LM, tmp_path: Path, ki
 
 @pytest.mark.parametrize("shaping", [WHOLE, SNAP], ids=["whole", "shaped"])
 def test_no_more_is_taken_than_there_is_room_for_not_even_meanwhile(
-    llama: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shaping: Shaping
+    llama: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shaping: CacheConditions
 ) -> None:
-    shelf_in(tmp_path / "one", llama).keep(prefix_cache_stress.read(llama, shaping, 850), shaping=shaping)
+    shelf_in(tmp_path / "one", llama).save(prefix_cache_stress.read(llama, shaping, 850), shaping=shaping)
     most = int(1.7 * sum(path.stat().st_size for path in (tmp_path / "one").glob("*/*.kv")))
     shelf, seen = shelf_in(tmp_path / "kv", llama, most), list[int]()
 
     monkeypatch.setattr("kvcli.files.os.replace", lambda *of: (rename(*of), seen.append(held(tmp_path / "kv")))[0])
     for start in range(3):
         s = prefix_cache_stress.session(llama, shaping)
-        list(events(s.read([start, *prefix_cache_stress.IDS[:850]])))
-        assert not shelf.keep(s, shaping=shaping).why_not
+        list(iterate_events(s.read([start, *prefix_cache_stress.IDS[:850]])))
+        assert not shelf.save(s, shaping=shaping).why_not
     assert most / 2 < max(seen) <= most
 
 
@@ -502,10 +506,10 @@ def held(folder: Path) -> int:
 
 @pytest.mark.parametrize("shaping", [WHOLE, SNAP], ids=["whole", "shaped"])
 def test_what_the_system_would_not_open_is_not_damaged(
-    llama: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shaping: Shaping
+    llama: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shaping: CacheConditions
 ) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
-    shelf.keep(prefix_cache_stress.read(llama, shaping, 400), shaping=shaping)
+    shelf.save(prefix_cache_stress.read(llama, shaping, 400), shaping=shaping)
     files = sorted((tmp_path / "kv").glob("*/*.kv"))
 
     def full(*_: object) -> int:
@@ -513,34 +517,34 @@ def test_what_the_system_would_not_open_is_not_damaged(
 
     with monkeypatch.context() as patch:
         patch.setattr("kvcli.settings.small_file.os.open", full)
-        assert shelf.fetch(prefix_cache_stress.session(llama, shaping), prefix_cache_stress.IDS, shaping) == 0
+        assert shelf.load_prefix(prefix_cache_stress.session(llama, shaping), prefix_cache_stress.IDS, shaping) == 0
     assert sorted((tmp_path / "kv").glob("*/*.kv")) == files
-    assert shelf.fetch(prefix_cache_stress.session(llama, shaping), prefix_cache_stress.IDS, shaping) == 399
+    assert shelf.load_prefix(prefix_cache_stress.session(llama, shaping), prefix_cache_stress.IDS, shaping) == 399
 
 
 @pytest.mark.parametrize("shaping", [WHOLE, SNAP], ids=["whole", "shaped"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), MemoryError()], ids=["disk", "memory"])
 def test_where_nothing_can_be_written_what_was_kept_stays(
-    llama: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shaping: Shaping, error: Exception
+    llama: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shaping: CacheConditions, error: Exception
 ) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
-    shelf.keep(prefix_cache_stress.read(llama, shaping, 400), shaping=shaping)
+    shelf.save(prefix_cache_stress.read(llama, shaping, 400), shaping=shaping)
 
     def full(*_: object, **__: object) -> None:
         raise error
 
     with monkeypatch.context() as patch:
         patch.setattr("kvcli.files._temporary", full)
-        why = shelf.keep(prefix_cache_stress.read(llama, shaping, 850), shaping=shaping).why_not
+        why = shelf.save(prefix_cache_stress.read(llama, shaping, 850), shaping=shaping).why_not
     assert why.startswith("what was read is not kept: ")
-    assert shelf.fetch(prefix_cache_stress.session(llama, shaping), prefix_cache_stress.IDS, shaping) == 399
+    assert shelf.load_prefix(prefix_cache_stress.session(llama, shaping), prefix_cache_stress.IDS, shaping) == 399
 
 
 @pytest.mark.parametrize("shaping", [WHOLE, SNAP], ids=["whole", "shaped"])
-def test_two_processes_keep_and_take_at_once(llama: LM, tmp_path: Path, shaping: Shaping) -> None:
+def test_two_processes_keep_and_take_at_once(llama: LM, tmp_path: Path, shaping: CacheConditions) -> None:
     """With room for little more than one text, so that each makes the other's go."""
     texts = [prefix_cache_stress.read(llama, shaping, n) for n in (400, 850)]
-    shelf_in(tmp_path / "one", llama).keep(texts[1], shaping=shaping)
+    shelf_in(tmp_path / "one", llama).save(texts[1], shaping=shaping)
     most, want = (
         int(1.3 * held(tmp_path / "one")),
         prefix_cache_stress.logits(prefix_cache_stress.session(llama, WHOLE), prefix_cache_stress.IDS),
@@ -553,9 +557,9 @@ def test_two_processes_keep_and_take_at_once(llama: LM, tmp_path: Path, shaping:
     def one(mine: int) -> None:
         shelf = shelf_in(tmp_path / "kv", llama, most)
         for _ in range(12):
-            assert not shelf.keep(texts[mine], shaping=shaping).why_not
+            assert not shelf.save(texts[mine], shaping=shaping).why_not
             s = prefix_cache_stress.session(llama, shaping)
-            if have := shelf.fetch(s, prefix_cache_stress.IDS, shaping):
+            if have := shelf.load_prefix(s, prefix_cache_stress.IDS, shaping):
                 right = want if shaping.is_whole else rights[have]
                 assert torch.equal(prefix_cache_stress.logits(s, prefix_cache_stress.IDS), right)
 
@@ -578,38 +582,38 @@ def _forked(work: Callable[[], None]) -> int:
 
 def test_each_setting_that_shaped_a_past_is_named_where_it_differs(llama: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
-    shelf.keep(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
+    shelf.save(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
     for key, value in SNAP.settings.items():
         other, s = replace(SNAP, settings={**SNAP.settings, key: "another"}), prefix_cache_stress.session(llama, SNAP)
-        assert shelf.fetch(s, prefix_cache_stress.IDS, other) == 0
-        assert shelf.differs(s, other) == [f"{key} was {value}, is another"]
+        assert shelf.load_prefix(s, prefix_cache_stress.IDS, other) == 0
+        assert shelf.mismatch(s, other) == [f"{key} was {value}, is another"]
     fields = dict(shelf._fields)
     for field in fields:
         shelf._fields, s = fields | {field: "another"}, prefix_cache_stress.session(llama, SNAP)
-        assert shelf.fetch(s, prefix_cache_stress.IDS, SNAP) == 0
-        assert shelf.differs(s, SNAP) == [f"{field} was {fields[field]}, is another"]
+        assert shelf.load_prefix(s, prefix_cache_stress.IDS, SNAP) == 0
+        assert shelf.mismatch(s, SNAP) == [f"{field} was {fields[field]}, is another"]
 
 
 def test_a_shaped_past_serves_a_text_that_goes_on_from_it_and_no_other(llama: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
-    shelf.keep(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
+    shelf.save(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
     for ids, n in (
         (prefix_cache_stress.IDS, 399),
         (prefix_cache_stress.IDS[:399], 0),
         ([*prefix_cache_stress.IDS[:398], 3, 4, 5], 0),
     ):
         s = prefix_cache_stress.session(llama, SNAP)
-        assert shelf.fetch(s, ids, SNAP) == s.committed == n
-    assert shelf.fetch(prefix_cache_stress.session(llama, WHOLE), prefix_cache_stress.IDS) == 0
+        assert shelf.load_prefix(s, ids, SNAP) == s.committed == n
+    assert shelf.load_prefix(prefix_cache_stress.session(llama, WHOLE), prefix_cache_stress.IDS) == 0
 
 
 def test_a_shaped_past_under_the_name_of_another_text_is_not_taken(llama: LM, tmp_path: Path) -> None:
     shelf, other = shelf_in(tmp_path / "kv", llama), [*prefix_cache_stress.IDS[:200], 3, *prefix_cache_stress.IDS[201:]]
-    shelf.keep(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
+    shelf.save(prefix_cache_stress.read(llama, SNAP, 400), shaping=SNAP)
     (path,) = (tmp_path / "kv").glob("*/*.kv")
-    path.rename(place(path.parent, other[:399]))
+    path.rename(path_of(path.parent, other[:399]))
     s = prefix_cache_stress.session(llama, SNAP)
-    assert shelf.fetch(s, other, SNAP) == s.committed == 0
+    assert shelf.load_prefix(s, other, SNAP) == s.committed == 0
     assert not list((tmp_path / "kv").glob("*/*.kv"))
     want = prefix_cache_stress.logits(prefix_cache_stress.session(llama, SNAP), other)
     assert torch.equal(prefix_cache_stress.logits(s, other), want)
@@ -618,7 +622,7 @@ def test_a_shaped_past_under_the_name_of_another_text_is_not_taken(llama: LM, tm
 def test_a_longer_shaped_past_takes_the_place_of_its_beginning(llama: LM, tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path / "kv", llama)
     for n in (100, 400, 850):
-        shelf.keep(prefix_cache_stress.read(llama, SNAP, n), shaping=SNAP)
+        shelf.save(prefix_cache_stress.read(llama, SNAP, n), shaping=SNAP)
     (path,) = (tmp_path / "kv").glob("*/*.kv")
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -627,7 +631,7 @@ def test_what_a_head_map_says_is_part_of_what_shaped_a_past(tmp_path: Path) -> N
     (tmp_path / "map").write_text("1 2\n")
     changes = {"alloc": "headmap", "headmap": str(tmp_path / "map")}
     profile = Profile.load("snap").replace(policy=changes)
-    before = shaping(profile)
-    assert before == shaping(profile)
+    before = cache_conditions(profile)
+    assert before == cache_conditions(profile)
     (tmp_path / "map").write_text("2 1\n")
-    assert {k for k, v in shaping(profile).settings.items() if before.settings[k] != v} == {"policy.headmap"}
+    assert {k for k, v in cache_conditions(profile).settings.items() if before.settings[k] != v} == {"policy.headmap"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcli.errors import BadConfig, ExitStatus, KvcliError
-from kvcli.settings.profile import Clash, Profile, Sources, load_profile
+from kvcli.settings.profile import Conflict, Profile, Sources, load_profile
 from kvcli.settings.sources import builtin_files
 
 
@@ -32,14 +32,14 @@ class Copy:
 
 SHIPPED = [file.profile for file in builtin_files()]
 REGISTRIES = {
-    "prune": {"none": "kvcli.methods.prune.no_pruning:Everything"},
-    "reuse": {"none": "kvcli.methods.reuse.prefix_only:Nothing"},
+    "prune": {"none": "kvcli.methods.prune.no_pruning:NoPruning"},
+    "reuse": {"none": "kvcli.methods.reuse.prefix_only:PrefixOnly"},
     "form": {"kivi": "kvcli.kv.formats.kivi:Kivi"},
-    "keep": {"none": "kvcli.prefix_cache.codec:AsIs"},
-    "policy": {"none": "kvcli.methods.policies.keep_all:Everything"},
-    "recall": {"none": "kvcli.kv.sparse.settings:Everything"},
+    "keep": {"none": "kvcli.prefix_cache.codec:Uncompressed"},
+    "policy": {"none": "kvcli.methods.policies.keep_all:KeepAll"},
+    "recall": {"none": "kvcli.kv.sparse.settings:FullAttention"},
     "spec": {"off": f"{__name__}:Off", "copy": f"{__name__}:Copy", "ngram": f"{__name__}:Copy"},
-    "steps": {"none": "kvcli.methods.steps.no_steps:Alone"},
+    "steps": {"none": "kvcli.methods.steps.no_steps:NoSteps"},
 }
 
 
@@ -447,10 +447,10 @@ def test_a_config_file_asked_for_has_to_exist(tmp_path: Path) -> None:
     assert caught.value.lines == ("~/no.toml: cannot be read: No such file or directory",)
 
 
-def _certain(profile: Profile) -> list[Clash]:
+def _certain(profile: Profile) -> list[Conflict]:
     """A made-up rule: 16-bit storage changes the text."""
     if profile.exactness == "exact" and profile.kv.dtype == "fp16":
-        return [Clash("exactness", "kv.dtype", '"exact" cannot be kept', "which changes the output")]
+        return [Conflict("exactness", "kv.dtype", '"exact" cannot be kept', "which changes the output")]
     return []
 
 

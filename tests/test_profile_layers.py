@@ -43,19 +43,19 @@ class Guess:
 
 
 REGISTRIES = {
-    "prune": {"none": "kvcli.methods.prune.no_pruning:Everything"},
-    "reuse": {"none": "kvcli.methods.reuse.prefix_only:Nothing"},
+    "prune": {"none": "kvcli.methods.prune.no_pruning:NoPruning"},
+    "reuse": {"none": "kvcli.methods.reuse.prefix_only:PrefixOnly"},
     "form": {"kivi": "kvcli.kv.formats.kivi:Kivi"},
-    "keep": {"none": "kvcli.prefix_cache.codec:AsIs"},
-    "policy": {"none": "kvcli.methods.policies.keep_all:Everything"},
-    "recall": {"none": "kvcli.kv.sparse.settings:Everything"},
+    "keep": {"none": "kvcli.prefix_cache.codec:Uncompressed"},
+    "policy": {"none": "kvcli.methods.policies.keep_all:KeepAll"},
+    "recall": {"none": "kvcli.kv.sparse.settings:FullAttention"},
     "spec": {
         "off": f"{__name__}:Off",
         "copy": f"{__name__}:Copy",
         "guess": f"{__name__}:Guess",
         "ngram": f"{__name__}:Copy",
     },
-    "steps": {"none": "kvcli.methods.steps.no_steps:Alone"},
+    "steps": {"none": "kvcli.methods.steps.no_steps:NoSteps"},
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvcli.cli import run
-from kvcli.environment import Paths, World
+from kvcli.environment import Environment, Paths
 from kvcli.schemas.listings import ProfilesDocument
 from kvcli.settings.sources import builtin_files
 from tests.fakes import Machine
@@ -33,7 +33,7 @@ class Shell:
     def __call__(self, *args: str) -> int:
         out, err = io.StringIO(), io.StringIO()
         paths = Paths.of(self.environ)
-        world = World(io.StringIO(), out, err, dict(self.environ), cwd=self.home, paths=paths)
+        world = Environment(io.StringIO(), out, err, dict(self.environ), cwd=self.home, paths=paths)
         status = run(["profiles", *args], world)
         self.out, self.err = out.getvalue(), err.getvalue()
         return status

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcli.engine.policy.query_recorder import Heard
+from kvcli.engine.policy.query_recorder import QueryRecorder
 from kvcli.engine.rows import Rows
 
 
-def hear(heard: Heard, start: int, n: int) -> None:
+def hear(heard: QueryRecorder, start: int, n: int) -> None:
     """A pass of n rows from `start` on, one layer, whose query is its position."""
-    rows, asked = Rows.chain([1] * n, start), heard.of_chunk(start, n)
+    rows, asked = Rows.chain([1] * n, start), heard.rows_to_record_in_chunk(start, n)
     queries = torch.tensor([rows.pos[row] for row in asked], dtype=torch.float64).view(1, -1, 1)
     heard.take(rows, asked, [queries], range(n))
 
@@ -20,7 +20,7 @@ def hear(heard: Heard, start: int, n: int) -> None:
 @pytest.mark.parametrize("size", [1, 4, 7])
 @pytest.mark.parametrize("probed", [(), (0, 2, 11), (16,)])
 def test_the_latest_and_the_probed_are_held_and_nothing_else(recent: int, size: int, probed: tuple[int, ...]) -> None:
-    heard, n = Heard(recent, lambda n: probed), 17
+    heard, n = QueryRecorder(recent, lambda n: probed), 17
     heard.begin(n)
     for start in range(0, n, size):
         hear(heard, start, min(size, n - start))

@@ -12,24 +12,24 @@ from itertools import count, pairwise
 import pytest
 import torch
 
-from kvcli.engine.engine import Engine, drive, events, run, together
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.engine import Engine, generate_together, iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.prefill.prompt_pruner import Pruning
+from kvcli.engine.prefill.prompt_pruner import PromptPruning
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session, commit
-from kvcli.engine.sequence.token_kinds import PUNCT, QUESTION, SPECIAL, SYSTEM, Span
+from kvcli.engine.sequence.session import GenerationSession, commit
+from kvcli.engine.sequence.token_kinds import PUNCT, QUESTION, SPECIAL, SYSTEM, KindSpan
 from kvcli.errors import BadConfig, BadModel
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder
-from kvcli.kv.slots import Store
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.slots import KVCache
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.prune import layer_pruner
 from kvcli.methods.prune.chunked import Chunked
-from kvcli.methods.prune.cut import Cut
-from kvcli.methods.prune.lazy import Lazy
+from kvcli.methods.prune.cut import SingleCut
+from kvcli.methods.prune.lazy import LazyLLM
 from kvcli.methods.prune.random import Random
 from kvcli.settings.profile import Profile
 from tests import families
@@ -47,29 +47,31 @@ def lm(name: str, dtype: torch.dtype = torch.float64) -> LM:
 def store(model: LM, n: int) -> Dense:
     kv, rows = Dense(model.shapes, model.dtype), Rows.chain(families.prompt(n, seed=7), 0)
     if n:
-        commit(kv, rows, *run([Feed(model, rows, kv)]), range(n))
+        commit(kv, rows, *run([ForwardRequest(model, rows, kv)]), range(n))
     return kv
 
 
-def session(model: LM, pruning: Pruning | None, chunk: int = 16, **more: object) -> Session:
-    return Session(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=chunk, pruning=pruning, **more)  # type: ignore[arg-type]
+def session(model: LM, pruning: PromptPruning | None, chunk: int = 16, **more: object) -> GenerationSession:
+    return GenerationSession(
+        model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=chunk, pruning=pruning, **more
+    )  # type: ignore[arg-type]
 
 
-def settings(**changes: object) -> Lazy:
+def settings(**changes: object) -> LazyLLM:
     usual = {"start_prune_layer": 0.4, "end_prune_layer": 0.7, "num_prune": 2, "recent": 3, "sinks": 1, "least": 8}
-    return Lazy(**{**usual, **changes})  # type: ignore[arg-type]
+    return LazyLLM(**{**usual, **changes})  # type: ignore[arg-type]
 
 
-def read(s: Session, ids: list[int]) -> Session:
-    s.begin(ids, Sampler())
-    while drive(s.chunk(ids)):
+def read(s: GenerationSession, ids: list[int]) -> GenerationSession:
+    s.start_answer(ids, Sampler())
+    while run_to_end(s.prefill_chunk(ids)):
         pass
     return s
 
 
-def said(s: Session, ids: list[int], n: int = 20) -> list[int]:
+def said(s: GenerationSession, ids: list[int], n: int = 20) -> list[int]:
     read(s, ids)
-    list(events(s.stream(n)))
+    list(iterate_events(s.stream(n)))
     return s.ids[len(ids) :]
 
 
@@ -90,16 +92,22 @@ def test_those_that_the_end_looks_at_go_on(chunk: int) -> None:
     model, ids = lm("llama"), families.prompt(N + 1)
     lazy = settings(start_keep_ratio=0.6, end_keep_ratio=0.3)
     s = session(model, lazy, chunk)
-    drive(s.read(ids))
+    run_to_end(s.read(ids))
     live = list(range(N))
     full = session(model, None, 100)
-    drive(full.chunk(ids))
+    run_to_end(full.prefill_chunk(ids))
     cuts = lazy.cuts(model)
     for layer in range(model.n_layers):
         if layer in cuts:
-            (made,) = run([Feed(model, Rows.chain(ids[:N], 0), Dense(model.shapes, model.dtype), hear=[N - 1])])
+            (made,) = run(
+                [
+                    ForwardRequest(
+                        model, Rows.chain(ids[:N], 0), Dense(model.shapes, model.dtype), record_queries=[N - 1]
+                    )
+                ]
+            )
             if layer == min(cuts):  # below the first cut the pruned pass is the plain one
-                q, k = made.queries[layer - 1][:, 0], full.kv.slots(layer - 1).k
+                q, k = made.queries[layer - 1][:, 0], full.cache.slots(layer - 1).k
                 group = q.shape[0] // k.shape[0]
                 scores = (
                     torch.stack([q[h] @ k[h // group].T for h in range(q.shape[0])]) * model.sights[layer - 1].scale
@@ -107,8 +115,8 @@ def test_those_that_the_end_looks_at_go_on(chunk: int) -> None:
                 mass = scores.softmax(-1).mean(0)
                 best = mass.argsort(descending=True, stable=True)[: math.ceil(cuts[layer] * N)].tolist()
                 live = sorted({*best, 0, N - 3, N - 2, N - 1})
-                assert s.kv.slots(layer).pos[0].tolist() == live
-        held = s.kv.slots(layer).pos
+                assert s.cache.slots(layer).pos[0].tolist() == live
+        held = s.cache.slots(layer).pos
         assert bool((held == held[:1]).all())
         assert set(held[0].tolist()) <= set(live)
         live = held[0].tolist()
@@ -121,15 +129,15 @@ def test_template_system_text_and_question_go_through_every_layer(method: str) -
     model, ids = lm("llama"), families.prompt(N)
     table = torch.zeros(model.vocab, dtype=torch.int8)
     table[ids[17]] = SPECIAL
-    spans = [Span(4, 7, SYSTEM), Span(29, 31, QUESTION), Span(21, 23, PUNCT)]
+    spans = [KindSpan(4, 7, SYSTEM), KindSpan(29, 31, QUESTION), KindSpan(21, 23, PUNCT)]
     wanted = {17, 4, 5, 6, 29, 30}
     held = {}
     for protect in (True, False):
         s = session(model, replace(METHODS[method], protect=protect), 64, kinds=table)
-        s.begin(ids, Sampler(), spans=spans)
-        while drive(s.chunk(ids)):
+        s.start_answer(ids, Sampler(), spans=spans)
+        while run_to_end(s.prefill_chunk(ids)):
             pass
-        held[protect] = set(s.kv.slots(model.n_layers - 1).pos[0].tolist())
+        held[protect] = set(s.cache.slots(model.n_layers - 1).pos[0].tolist())
     assert wanted <= held[True]
     assert not wanted <= held[False]
     assert not {21, 22} <= held[True] & held[False]
@@ -141,8 +149,8 @@ def test_neighbours_share_the_highest_score_among_them() -> None:
     lone, pooled = (session(lm("llama"), settings(start_keep_ratio=0.4, end_keep_ratio=0.4, pool=p)) for p in (1, 5))
     runs = []
     for s in (lone, pooled):
-        drive(s.read(ids))
-        held = s.kv.slots(2).pos[0].tolist()
+        run_to_end(s.read(ids))
+        held = s.cache.slots(2).pos[0].tolist()
         runs.append(sum(b - a > 1 for a, b in pairwise(held)))
     assert runs[1] < runs[0]
 
@@ -154,21 +162,21 @@ def test_a_bound_on_what_is_lost_keeps_more() -> None:
         session(lm("llama"), settings(end_keep_ratio=0.1, mass=0.95)),
     )
     for s in (few, many):
-        drive(s.read(ids))
+        run_to_end(s.read(ids))
     last = lm("llama").n_layers - 1
-    assert few.kv.n_slots(last) < many.kv.n_slots(last) <= N
+    assert few.cache.n_slots(last) < many.cache.n_slots(last) <= N
 
 
 def test_short_prompts_and_later_questions_are_read_whole() -> None:
     model = lm("llama")
     s = session(model, settings(least=40))
     said(s, families.prompt(N), 5)
-    assert s.lost == {"forgotten"}
-    missing = s.committed - s.kv.n_slots(model.n_layers - 1)
+    assert s.approximations == {"forgotten"}
+    missing = s.committed - s.cache.n_slots(model.n_layers - 1)
     assert missing > 0
     turn = [*s.ids, *families.prompt(9, seed=8)]
     assert said(s, turn, 1)
-    assert s.committed - s.kv.n_slots(model.n_layers - 1) == missing
+    assert s.committed - s.cache.n_slots(model.n_layers - 1) == missing
     assert said(session(model, settings(least=99)), families.prompt(N)) == said(
         session(model, None), families.prompt(N)
     )
@@ -178,7 +186,7 @@ def test_going_back_reads_again() -> None:
     s = session(lm("llama"), settings())
     ids = families.prompt(N)
     first = said(s, ids, 5)
-    assert s.begin(ids[: N - 5], Sampler()) == 0
+    assert s.start_answer(ids[: N - 5], Sampler()) == 0
     assert said(s, ids, 5) == first
 
 
@@ -192,7 +200,7 @@ def test_beside_other_texts_it_reads_as_alone() -> None:
     alone = said(session(model, settings()), ids)
     works = [session(model, settings()), session(model, None), session(model, None)]
 
-    def work(s: Session, ids: list[int]):  # type: ignore[no-untyped-def]
+    def work(s: GenerationSession, ids: list[int]):  # type: ignore[no-untyped-def]
         yield from s.read(ids)
         yield from s.stream(20)
 
@@ -200,7 +208,7 @@ def test_beside_other_texts_it_reads_as_alone() -> None:
     texts = [ids, families.prompt(12, seed=5), families.prompt(30, seed=6)]
     for s, text in zip(works, texts, strict=True):
         engine.add(work(s, text))
-    while engine.round():
+    while engine.step():
         pass
     assert works[0].ids[N:] == alone
     for s, text in zip(works[1:], texts[1:], strict=True):
@@ -208,7 +216,7 @@ def test_beside_other_texts_it_reads_as_alone() -> None:
 
 
 @contextmanager
-def breaking(kv: Store, nth: int) -> Iterator[None]:
+def breaking(kv: KVCache, nth: int) -> Iterator[None]:
     """Storing runs out of memory, that time."""
     calls = count(1)
     whole = {name: getattr(kv, name) for name in ("append", "take")}
@@ -233,10 +241,10 @@ def breaking(kv: Store, nth: int) -> Iterator[None]:
 def test_a_pass_that_breaks_leaves_the_past_as_it_was() -> None:
     model, ids = lm("llama"), families.prompt(N)
     s = session(model, settings(), 7)
-    with breaking(s.kv, 9), pytest.raises(MemoryError):
-        drive(s.read(ids))
+    with breaking(s.cache, 9), pytest.raises(MemoryError):
+        run_to_end(s.read(ids))
     assert s.committed == 0
-    assert not any(s.kv.n_slots(layer) for layer in range(model.n_layers))
+    assert not any(s.cache.n_slots(layer) for layer in range(model.n_layers))
     assert said(s, ids) == said(session(model, settings(), 7), ids)
 
 
@@ -247,18 +255,18 @@ def test_a_model_whose_layers_all_slide_is_refused_before_anything_is_read() -> 
 
 
 def test_where_tokens_go_on_is_said_with_layers_that_were_moved_and_who_always_does() -> None:
-    assert settings().about(lm("llama")) == (
+    assert settings().describe(lm("llama")) == (
         "of a prompt of 8 tokens or more 70% go on from layer 1, 34% go on from layer 2; "
         "the first 1 and the newest 3, the template, the system text and the question always do"
     )
-    moved = settings().about(lm("gemma3"))  # which sees all of a text in its layer 1 alone
+    moved = settings().describe(lm("gemma3"))  # which sees all of a text in its layer 1 alone
     assert "34% go on from layer 2 (not 1, 2, as the layer below must see all of a text)" in moved
 
 
 def test_a_pass_that_breaks_among_others_is_made_again_as_it_was() -> None:
     model, ids = lm("llama"), families.prompt(N)
     first, second = session(model, settings(), 7), session(model, settings(), 7)
-    whole, calls = second.kv.attend, 0
+    whole, calls = second.cache.attend, 0
 
     def attend(*args: object) -> object:
         nonlocal calls
@@ -267,13 +275,13 @@ def test_a_pass_that_breaks_among_others_is_made_again_as_it_was() -> None:
             raise MemoryError
         return whole(*args)  # type: ignore[arg-type]
 
-    second.kv.attend = attend  # type: ignore[method-assign, assignment]
+    second.cache.attend = attend  # type: ignore[method-assign, assignment]
     alone = said(session(model, settings(), 7), ids)
-    together(*(answered(s, ids) for s in (first, second)))
+    generate_together(*(answered(s, ids) for s in (first, second)))
     assert first.ids[N:] == second.ids[N:] == alone
 
 
-def answered(s: Session, ids: list[int]):  # type: ignore[no-untyped-def]
+def answered(s: GenerationSession, ids: list[int]):  # type: ignore[no-untyped-def]
     yield from s.read(ids)
     yield from s.stream(20)
 
@@ -282,19 +290,19 @@ def test_what_stayed_behind_is_missing_where_a_policy_moves_things_down() -> Non
     """Such a store forgets nothing, and still has not what it was never given."""
     model, ids = lm("llama"), families.prompt(N)
     top, below = (Dense(model.shapes, model.dtype) for _ in range(2))
-    kv = Ladder(top, [Rung(below)], demotes=True)
-    s = Session(model, kv, Off(), Sampler(), chunk=16, pruning=settings(), policy=Recent(20), every=4)
+    kv = TieredCache(top, [TierLevel(below)], demotes=True)
+    s = GenerationSession(model, kv, Off(), Sampler(), chunk=16, pruning=settings(), policy=Recent(20), every=4)
     said(s, ids)
     assert not kv.forgets
-    assert s.lost == {"forgotten"}
-    assert s.begin(ids[: N - 5], Sampler()) == 0
+    assert s.approximations == {"forgotten"}
+    assert s.start_answer(ids[: N - 5], Sampler()) == 0
 
 
 METHODS = {  # of which as many go on as they say, whatever they judge by
     "lazy": settings(),
     "random": Random(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8),
-    "cut": Cut(layer=0.5, keep=0.4, recent=3, sinks=1, least=8),
-    "cut, again": Cut(layer=0.5, keep=0.4, recent=3, sinks=1, least=8, again=True),
+    "cut": SingleCut(layer=0.5, keep=0.4, recent=3, sinks=1, least=8),
+    "cut, again": SingleCut(layer=0.5, keep=0.4, recent=3, sinks=1, least=8, again=True),
     "chunked": Chunked(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8),
 }
 
@@ -305,12 +313,12 @@ METHODS = {  # of which as many go on as they say, whatever they judge by
 def test_layers_hold_ever_fewer_and_answers_go_on(method: str, name: str, chunk: int) -> None:
     s = session(lm(name), METHODS[method], chunk)
     assert len(said(s, families.prompt(N), 5)) == 5
-    held = [set(s.kv.slots(layer).pos[0].tolist()) & set(range(N - 1)) for layer in range(s.lm.n_layers)]
+    held = [set(s.cache.slots(layer).pos[0].tolist()) & set(range(N - 1)) for layer in range(s.lm.n_layers)]
     assert all(upper <= lower for lower, upper in pairwise(held))
     assert (len(held[0]) == N - 1) == (method != "cut, again")
     assert {0, N - 4, N - 3, N - 2} <= held[-1]
     assert len(held[-1]) < 0.8 * N
-    assert s.lost == {"forgotten"}
+    assert s.approximations == {"forgotten"}
 
 
 @pytest.mark.parametrize("method", ["cut", "cut, again"])
@@ -322,7 +330,7 @@ def test_one_cut_lets_on_whom_the_window_looks_at(method: str) -> None:
     read(s, ids)
     below = 1  # of three layers the second is the first that fewer reach
     rows = Rows.chain(ids[:N], 0)
-    (made,) = run([Feed(model, rows, Dense(model.shapes, model.dtype), hear=range(N - 8, N))])
+    (made,) = run([ForwardRequest(model, rows, Dense(model.shapes, model.dtype), record_queries=range(N - 8, N))])
     q, k = made.queries[below - 1], made.fresh[below - 1].k.repeat_interleave(2, 0)
     scores = (q @ k.transpose(1, 2)) * model.sights[below - 1].scale
     scores = scores.masked_fill(torch.arange(N) > torch.arange(N - 8, N).view(-1, 1), -torch.inf)
@@ -330,18 +338,18 @@ def test_one_cut_lets_on_whom_the_window_looks_at(method: str) -> None:
     pooled = torch.stack([mass[max(0, i - 3) : i + 4].max() for i in range(N)])
     best = pooled.argsort(descending=True, stable=True)[: math.ceil(0.4 * N)].tolist()
     live = sorted({*best, 0, *range(N - 8, N)})
-    assert s.kv.slots(below).pos[0].tolist() == live
-    assert s.kv.slots(0).pos[0].tolist() == (live if method == "cut, again" else list(range(N)))
+    assert s.cache.slots(below).pos[0].tolist() == live
+    assert s.cache.slots(0).pos[0].tolist() == (live if method == "cut, again" else list(range(N)))
 
 
 def test_read_again_they_see_each_other_and_nobody_else() -> None:
     model, ids = lm("llama"), families.prompt(N + 1)
     s = session(model, METHODS["cut, again"], 7)
     read(s, ids)
-    on = s.kv.slots(0).pos[0].tolist()
-    (made,) = run([Feed(model, Rows.chain(ids[:N], 0).only(on), Dense(model.shapes, model.dtype))])
+    on = s.cache.slots(0).pos[0].tolist()
+    (made,) = run([ForwardRequest(model, Rows.chain(ids[:N], 0).only(on), Dense(model.shapes, model.dtype))])
     for layer in range(model.n_layers):
-        torch.testing.assert_close(s.kv.slots(layer).v, made.fresh[layer].v, rtol=0, atol=1e-12)
+        torch.testing.assert_close(s.cache.slots(layer).v, made.fresh[layer].v, rtol=0, atol=1e-12)
 
 
 def test_a_chunk_is_judged_by_its_own_end() -> None:
@@ -350,11 +358,11 @@ def test_a_chunk_is_judged_by_its_own_end() -> None:
     short, long = (session(lm("llama"), METHODS["chunked"], 16) for _ in range(2))
     for s, text in ((short, ids[:17]), (long, ids)):
         while s.committed < 16:
-            drive(s.chunk(text))
+            run_to_end(s.prefill_chunk(text))
         assert s.committed == 16
     for layer in range(3):
-        assert torch.equal(short.kv.slots(layer).pos, long.kv.slots(layer).pos)
-        torch.testing.assert_close(short.kv.slots(layer).k, long.kv.slots(layer).k, rtol=0, atol=1e-12)
+        assert torch.equal(short.cache.slots(layer).pos, long.cache.slots(layer).pos)
+        torch.testing.assert_close(short.cache.slots(layer).k, long.cache.slots(layer).k, rtol=0, atol=1e-12)
 
 
 def test_shares_of_those_on_their_way_compound() -> None:
@@ -362,7 +370,7 @@ def test_shares_of_those_on_their_way_compound() -> None:
     for ratio_of, upper in (("prompt", 22), ("current", 12)):
         s = session(lm("llama"), settings(ratio_of=ratio_of, **halves))
         read(s, families.prompt(45))
-        n = [s.kv.n_slots(layer) for layer in range(3)]
+        n = [s.cache.n_slots(layer) for layer in range(3)]
         assert n[0] == 44
         assert n[1] - 22 in (0, 1), "the newest goes on in any case"
         assert n[2] - upper in (-1, 0, 1)
@@ -429,8 +437,8 @@ def test_a_vector_dearer_than_what_it_spares_is_said() -> None:
     told = []
     for hidden in (48, 160):
         model = LM.of(families.build("llama", num_hidden_layers=8, num_key_value_heads=1, hidden_size=hidden))
-        told.append(back.about(model))
-        assert "spares" not in settings().about(model)
+        told.append(back.describe(model))
+        assert "spares" not in settings().describe(model)
     assert "spares" not in told[0]
     assert "kept as 160 numbers, and spares 128" in told[1]
     assert "nor one of the last 4" in told[0]

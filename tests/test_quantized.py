@@ -11,16 +11,16 @@ from torch import Tensor
 
 from kvcli.assemble import view
 from kvcli.engine.drafting.drafter import Drafter
-from kvcli.engine.engine import drive, events
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend.reference import attend as specified
-from kvcli.kernels.merge_attention import merge
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder
-from kvcli.kv.slots import Sight, Slots, alike, compact, nbytes, visible
+from kvcli.kernels.merge_attention import merge_attention
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.slots import AttentionParams, Slots, alike, compact, nbytes, visible
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.off import Off
 from tests.covering import pairs
 from tests.exact.table import DRAFTERS, POLICIES, SAMPLERS, lm, prompt
@@ -38,11 +38,11 @@ def made(n: int, seed: int = 0, dtype: torch.dtype = torch.float64, first: int =
     return Slots(k, v, torch.arange(first, first + n).expand(K, -1))
 
 
-def tier(bits: tuple[int, int], dtype: torch.dtype = torch.float64, rotate: str = "none") -> Packed:
-    return Packed(alike(L, K, D), dtype, k_bits=bits[0], v_bits=bits[1], group=GROUP, rotate=rotate)
+def tier(bits: tuple[int, int], dtype: torch.dtype = torch.float64, rotate: str = "none") -> QuantizedTier:
+    return QuantizedTier(alike(L, K, D), dtype, k_bits=bits[0], v_bits=bits[1], group=GROUP, rotate=rotate)
 
 
-def filled(bits: tuple[int, int], dtype: torch.dtype = torch.float64, rotate: str = "none") -> Packed:
+def filled(bits: tuple[int, int], dtype: torch.dtype = torch.float64, rotate: str = "none") -> QuantizedTier:
     kv, s = tier(bits, dtype, rotate), made(N, dtype=dtype)
     for a, b in ((0, 1), (1, 30), (30, N)):
         for layer in range(L):
@@ -55,16 +55,16 @@ def rows(n: int, at: int = N) -> tuple[Tensor, Tensor]:
     return q, torch.arange(at, at + n)
 
 
-def says(kv: Packed, q: Tensor, pos: Tensor, sight: Sight) -> Tensor:
+def says(kv: QuantizedTier, q: Tensor, pos: Tensor, sight: AttentionParams) -> Tensor:
     """Attention over the slots that the tier shows."""
     s = kv.slots(1)
     mask = visible(s.pos, pos, sight.window)
     return specified(q, s.k.double(), s.v.double(), sight.scale, sight.softcap, mask, s.n_slots)[0]
 
 
-def read(kv: Packed, q: Tensor, pos: Tensor, sight: Sight) -> Tensor:
+def read(kv: QuantizedTier, q: Tensor, pos: Tensor, sight: AttentionParams) -> Tensor:
     parts = kv.attend(1, q, sight, pos)
-    return merge(parts) if parts else torch.zeros_like(q)
+    return merge_attention(parts) if parts else torch.zeros_like(q)
 
 
 def uneven(s: Slots) -> Tensor:
@@ -83,10 +83,14 @@ def by_position(s: Slots, head: int) -> tuple[list[int], Tensor, Tensor]:
 
 @pytest.mark.parametrize("bits", BITS, ids=str)
 @pytest.mark.parametrize("rotate", ["none", "hadamard"])
-@pytest.mark.parametrize("sight", [Sight(0.3), Sight(0.3, 2.0), Sight(0.3, 0.0, 13), Sight(0.3, 0.0, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sight",
+    [AttentionParams(0.3), AttentionParams(0.3, 2.0), AttentionParams(0.3, 0.0, 13), AttentionParams(0.3, 0.0, 2)],
+    ids=str,
+)
 @pytest.mark.parametrize("evict", ["nothing", "ragged", "holes"])
 def test_reading_is_attention_over_the_slots_it_shows(
-    bits: tuple[int, int], rotate: str, sight: Sight, evict: str
+    bits: tuple[int, int], rotate: str, sight: AttentionParams, evict: str
 ) -> None:
     kv = filled(bits, rotate=rotate)
     if evict != "nothing":
@@ -106,7 +110,7 @@ def test_the_cpu_reads_the_same_in_sixteen_bits(bits: tuple[int, int], n: int, e
         kv.keep(1, scattered(kv.slots(1), 0.7))
     q, pos = rows(n)
     q = q.bfloat16()
-    for sight in (Sight(0.3), Sight(0.3, 2.0), Sight(0.3, 0.0, 13)):
+    for sight in (AttentionParams(0.3), AttentionParams(0.3, 2.0), AttentionParams(0.3, 0.0, 13)):
         want = says(kv, q.double(), pos, sight)
         torch.testing.assert_close(read(kv, q, pos, sight).double(), want, atol=3e-2, rtol=2e-2)
 
@@ -116,8 +120,8 @@ def test_the_error_is_that_of_the_rounding(bits: tuple[int, int], off: float) ->
     whole, s = Dense(alike(L, K, D), torch.float64), made(N)
     whole.append(1, s.k, s.v, int(s.pos[0, 0]))
     q, pos = rows(5)
-    want = merge(whole.attend(1, q, Sight(0.3), pos))
-    found = (read(filled(bits), q, pos, Sight(0.3)) - want).norm() / want.norm()
+    want = merge_attention(whole.attend(1, q, AttentionParams(0.3), pos))
+    found = (read(filled(bits), q, pos, AttentionParams(0.3)) - want).norm() / want.norm()
     assert off / 50 * (bits != (16, 16)) <= found <= off
 
 
@@ -163,7 +167,7 @@ def test_heads_bring_different_numbers(bits: tuple[int, int]) -> None:
     torch.testing.assert_close(by_position(kv.slots(0), 0)[1], by_position(alone.slots(0), 0)[1])
     assert kv.n_slots(0) == N
     assert kv.n_slots(1) == 0
-    assert kv.attend(1, *rows(1)[:1], Sight(0.3), rows(1)[1]) == []
+    assert kv.attend(1, *rows(1)[:1], AttentionParams(0.3), rows(1)[1]) == []
 
 
 @pytest.mark.parametrize("bits", BITS, ids=str)
@@ -217,7 +221,7 @@ def test_cropping_forgets_the_newest_and_more_may_come(bits: tuple[int, int]) ->
             step = j + 1 if layer else 1
             assert by_position(kv.slots(layer), j)[0] == [*range(0, 33, step), 33, 34, 35, 36]
     q, pos = rows(2, 40)
-    torch.testing.assert_close(read(kv, q, pos, Sight(0.3)), says(kv, q, pos, Sight(0.3)))
+    torch.testing.assert_close(read(kv, q, pos, AttentionParams(0.3)), says(kv, q, pos, AttentionParams(0.3)))
     kv.crop(0)
     assert kv.n_slots(0) == kv.n_slots(1) == 0
     assert sum(nbytes(kv).values()) == 0
@@ -244,24 +248,24 @@ def test_a_copy_goes_its_own_way_and_still_shares_positions() -> None:
 
 @pytest.mark.parametrize("coarse", [False, True])
 def test_a_copy_of_what_was_read_reads_its_own_slots(coarse: bool) -> None:
-    sight, n = Sight(0.3, is_guess=coarse), 256
-    kv = Packed(alike(1, K, 64), torch.float32, halves=True)
+    sight, n = AttentionParams(0.3, is_guess=coarse), 256
+    kv = QuantizedTier(alike(1, K, 64), torch.float32, halves=True)
     noise = torch.Generator().manual_seed(0)
     k, v, q = (torch.randn(heads, n, 64, generator=noise) for heads in (K, K, 2 * K))
     kv.append(0, k, v, 0)
-    want = merge(kv.attend(0, q[:, :1], sight, [n]))
+    want = merge_attention(kv.attend(0, q[:, :1], sight, [n]))
     other = copy.deepcopy(kv)
     for head in kv._layers[0]:
         for t in head.tensors:
             t.zero_()  # as memory that was given back may be
-    assert torch.equal(merge(other.attend(0, q[:, :1], sight, [n])), want)
+    assert torch.equal(merge_attention(other.attend(0, q[:, :1], sight, [n])), want)
 
 
 @pytest.mark.parametrize(("bits", "most"), [((8, 8), 0.53), ((4, 4), 0.30), ((4, 2), 0.24), ((2, 2), 0.18)], ids=str)
 @pytest.mark.parametrize("ragged", [False, True])
 def test_bytes_are_a_fraction_of_sixteen_bits(bits: tuple[int, int], most: float, ragged: bool) -> None:
     n, d = 64 * 31, 64
-    kv = Packed(alike(1, K, d), torch.bfloat16, k_bits=bits[0], v_bits=bits[1], group=64)
+    kv = QuantizedTier(alike(1, K, d), torch.bfloat16, k_bits=bits[0], v_bits=bits[1], group=64)
     noise = torch.Generator().manual_seed(0)
     k, v = (torch.randn(K, n, d, generator=noise).bfloat16() for _ in "kv")
     for a in range(0, n, 62):
@@ -309,7 +313,7 @@ def test_numbers_given_are_not_held_on_to() -> None:
 )
 def test_what_the_layouts_cannot_hold_is_refused(head_dim: int, more: dict[str, object], why: str) -> None:
     with pytest.raises(BadConfig, match=why):
-        Packed(alike(1, 1, head_dim), torch.float32, **more)  # type: ignore[arg-type]
+        QuantizedTier(alike(1, 1, head_dim), torch.float32, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -325,12 +329,12 @@ def test_any_drafter_gives_the_text_of_plain_decoding(
 
     def text(drafter: Drafter) -> list[int]:
         shape = model.shapes, model.dtype
-        packed = Packed(*shape, k_bits=bits[0], v_bits=bits[1], group=GROUP, rotate=rotate)
-        kv = Ladder(Dense(model.shapes, model.dtype), [Rung(packed)], holds=7, group=GROUP, sinks=2)
+        packed = QuantizedTier(*shape, k_bits=bits[0], v_bits=bits[1], group=GROUP, rotate=rotate)
+        kv = TieredCache(Dense(model.shapes, model.dtype), [TierLevel(packed)], holds=7, group=GROUP, sinks=2)
         chosen = {"view": view(model, kv, drafter), "policy": keep, "every": every or 16, "chunk": 13}
-        session = Session(model, kv, drafter, SAMPLERS["sampled"], **chosen)
-        drive(session.read(prompt()))
-        list(events(session.stream(40)))
+        session = GenerationSession(model, kv, drafter, SAMPLERS["sampled"], **chosen)
+        run_to_end(session.read(prompt()))
+        list(iterate_events(session.stream(40)))
         assert packed.n_slots(1) > 20 or policy == "ragged"
         return session.ids
 

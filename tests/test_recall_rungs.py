@@ -15,29 +15,29 @@ from kvcli import assemble
 from kvcli.assemble import view
 from kvcli.chat.model import Model
 from kvcli.engine.drafting.drafter import Drafter
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.session import Session
-from kvcli.kernels.merge_attention import merge
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.kernels.merge_attention import merge_attention
 from kvcli.kernels.rope import Rotary, rotate
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder
-from kvcli.kv.capacity import Room
-from kvcli.kv.formats.format import OfModel
-from kvcli.kv.slots import Sight, Slots, alike, nbytes
-from kvcli.kv.sparse.index import Index
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.capacity import CacheCapacity
+from kvcli.kv.formats.format import FormatContext
+from kvcli.kv.slots import AttentionParams, Slots, alike, nbytes
+from kvcli.kv.sparse.index import PageIndex
 from kvcli.kv.sparse.index_certified import Certified
 from kvcli.kv.sparse.index_cluster import Clusters
 from kvcli.kv.sparse.index_lowrank import LowRank
 from kvcli.kv.sparse.index_minmax import MinMax
 from kvcli.kv.sparse.index_sketch import Sketch
-from kvcli.kv.sparse.page_source import Shelf, Whole
-from kvcli.kv.sparse.pages import Budget
-from kvcli.kv.sparse.sparse_tier import Recall
+from kvcli.kv.sparse.page_source import AnyTierSource, PageTier
+from kvcli.kv.sparse.pages import PageBudget
+from kvcli.kv.sparse.sparse_tier import SparseTier
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import Disk
-from kvcli.kv.tiers.host import Host
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.tiers.disk import DiskTier
+from kvcli.kv.tiers.host import HostTier
+from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.formats.cskv import Cskv
 from kvcli.settings.profile import Profile, load_profile
@@ -52,11 +52,13 @@ K, D, L = 2, 16, 2
 H = 2 * K
 BIG = 1 << 30
 Shape = tuple[int, int, int]
-Make = Callable[[Shape, torch.dtype], Shelf]
+Make = Callable[[Shape, torch.dtype], PageTier]
 
 
 def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Make:
-    return lambda shape, dtype: Packed(alike(*shape), dtype, k_bits=k_bits, v_bits=v_bits, group=4, rotate=rotate)
+    return lambda shape, dtype: QuantizedTier(
+        alike(*shape), dtype, k_bits=k_bits, v_bits=v_bits, group=4, rotate=rotate
+    )
 
 
 SHELVES: dict[str, Make] = {
@@ -65,20 +67,20 @@ SHELVES: dict[str, Make] = {
     "packed_4_2": packed(4, 2, "hadamard"),
     "packed_16_4": packed(16, 4),
     "packed_2_16": packed(2, 16),
-    "host": lambda shape, dtype: Host(packed(4, 4)(shape, dtype), "cpu"),
-    "disk": lambda shape, dtype: Disk(alike(*shape), dtype, BIG, BIG),
+    "host": lambda shape, dtype: HostTier(packed(4, 4)(shape, dtype), "cpu"),
+    "disk": lambda shape, dtype: DiskTier(alike(*shape), dtype, BIG, BIG),
 }
-SMALL = Budget(fraction=0.1, floor=4, sinks=2, recent=3)
-INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
+SMALL = PageBudget(fraction=0.1, floor=4, sinks=2, recent=3)
+INDEXES: dict[str, PageIndex] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
 INDEXES |= {"cluster": Clusters(6, 2), "lowrank": LowRank(3, 8)}
 
 
-class Shown(Whole):
+class Shown(AnyTierSource):
     """By the slots that a tier shows; how far their numbers are final the tier alone knows."""
 
-    def __init__(self, tier: Shelf) -> None:
+    def __init__(self, tier: PageTier) -> None:
         super().__init__(tier)
-        self.final = tier.final  # type: ignore[method-assign]
+        self.n_stable = tier.n_stable  # type: ignore[method-assign]
 
 
 def some(n: int, at: int = 0, dtype: torch.dtype = torch.float64) -> Slots:
@@ -91,7 +93,7 @@ def uneven(s: Slots) -> Tensor:
     return torch.stack([s.pos[j] % (4 - j) != 1 for j in range(K)])
 
 
-def holed(tier: Shelf) -> None:
+def holed(tier: PageTier) -> None:
     """Slots that came at several times, some of them forgotten again, different ones in each head."""
     for at, n in ((0, 130), (130, 150), (280, 21)):
         tier.take(1, some(n, at))
@@ -107,7 +109,7 @@ def test_a_few_slots_are_those_that_the_tier_shows(name: str, is_holed: bool) ->
         holed(tier)
     else:
         tier.take(1, some(61))
-    plain, s = Whole(tier), tier.slots(1)
+    plain, s = AnyTierSource(tier), tier.slots(1)
     assert torch.equal(tier.positions(1), s.pos)
     index = torch.randint(-1, s.n_slots, (K, 40), generator=torch.Generator().manual_seed(1))
     index[:, 5:8] = -1
@@ -134,23 +136,23 @@ def test_a_tier_read_in_its_own_way_is_read_as_in_the_plain_one(name: str, epsil
     parts = []
     for own in (True, False):
         tier = SHELVES[name]((L, K, D), torch.float64)
-        kv = Recall(tier, Certified(3), SMALL, [1], epsilon=epsilon, source=tier if own else Shown(tier))
+        kv = SparseTier(tier, Certified(3), SMALL, [1], epsilon=epsilon, source=tier if own else Shown(tier))
         holed(kv)
         q = torch.randn(H, 5, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
         q *= torch.tensor([0.1, 9, 1, 12, 9]).unsqueeze(1)  # flat rows read everything where that is asked of them
-        parts.append(merge(kv.attend(1, q, Sight(0.3), range(400, 405))))
-        whole = merge(tier.attend(1, q, Sight(0.3), range(400, 405)))
+        parts.append(merge_attention(kv.attend(1, q, AttentionParams(0.3), range(400, 405))))
+        whole = merge_attention(tier.attend(1, q, AttentionParams(0.3), range(400, 405)))
         assert not torch.allclose(parts[-1], whole), "a part was read"
-        prompt = merge(kv.attend(1, q, Sight(0.3, is_prompt=True), range(400, 405)))
+        prompt = merge_attention(kv.attend(1, q, AttentionParams(0.3, is_prompt=True), range(400, 405)))
         assert torch.equal(prompt, whole)
         assert 0 < kv.tally.streamed < kv.tally.asked if epsilon else not kv.tally.streamed
     torch.testing.assert_close(parts[0], parts[1])
 
 
-def scores(kv: Recall) -> tuple[Tensor, Tensor]:
+def scores(kv: SparseTier) -> tuple[Tensor, Tensor]:
     """[n] each: the bounds of all pages for some rows, and the log of the mass that they hold."""
     q = 5 * torch.randn(K, 6, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    p, s, sight = kv._pages[1], kv._tier.slots(1), Sight(0.3)
+    p, s, sight = kv._pages[1], kv._tier.slots(1), AttentionParams(0.3)
     if not p.kept:
         return torch.empty(0), torch.empty(0)
     n, page = p.held.shape[1], kv._index.page
@@ -167,8 +169,8 @@ OPS += [("crop", 5), ("take", 40), ("crop", 50), ("take", 90), ("crop", 0)]
 @pytest.mark.parametrize("index", ["minmax", "certified"])
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 def test_bounds_hold_whatever_was_stored_forgotten_and_undone(bits: int, index: str) -> None:
-    tier = Packed(alike(L, K, D), torch.float64, k_bits=bits, v_bits=8, group=8)
-    kv, n, judged = Recall(tier, INDEXES[index], SMALL, [1], source=tier), 0, 0
+    tier = QuantizedTier(alike(L, K, D), torch.float64, k_bits=bits, v_bits=8, group=8)
+    kv, n, judged = SparseTier(tier, INDEXES[index], SMALL, [1], source=tier), 0, 0
     for op, x in OPS:
         if op == "take":
             kv.take(1, some(x, n))
@@ -186,8 +188,8 @@ def test_bounds_hold_whatever_was_stored_forgotten_and_undone(bits: int, index: 
 
 def test_a_group_that_falls_apart_at_an_undo_is_summarized_anew() -> None:
     """Older keys wait behind newer ones after an eviction: an undo packs what is left of the newer ones with them."""
-    tier = Packed(alike(L, K, D), torch.float64, k_bits=2, v_bits=8, group=8)
-    kv = Recall(tier, Certified(3), SMALL, [1], source=tier)
+    tier = QuantizedTier(alike(L, K, D), torch.float64, k_bits=2, v_bits=8, group=8)
+    kv = SparseTier(tier, Certified(3), SMALL, [1], source=tier)
     kv.take(1, some(40))
     at = torch.arange(40).expand(K, -1)
     kv.keep(1, (at >= 16) | (at % 8 < 3))
@@ -201,8 +203,8 @@ def test_a_group_that_falls_apart_at_an_undo_is_summarized_anew() -> None:
 
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 def test_pages_reach_as_far_as_numbers_are_final(bits: int) -> None:
-    tier = Packed(alike(L, K, D), torch.float64, k_bits=bits, v_bits=8, group=8)
-    kv = Recall(tier, Certified(3), SMALL, [1], source=tier)
+    tier = QuantizedTier(alike(L, K, D), torch.float64, k_bits=bits, v_bits=8, group=8)
+    kv = SparseTier(tier, Certified(3), SMALL, [1], source=tier)
     kv.take(1, some(45))
     p = kv._pages[1]
     assert p.whole.tolist() == [(40 if bits < 8 else 45) // 3] * K
@@ -211,14 +213,16 @@ def test_pages_reach_as_far_as_numbers_are_final(bits: int) -> None:
 
 def test_what_a_pass_read_of_a_far_tier_is_fetched_once() -> None:
     tier = SHELVES["host"]((L, K, D), torch.float64)
-    kv = Recall(tier, MinMax(3), SMALL, [1], source=tier)
-    plain = Recall(tier, MinMax(3), SMALL, [1], source=Shown(tier))
+    kv = SparseTier(tier, MinMax(3), SMALL, [1], source=tier)
+    plain = SparseTier(tier, MinMax(3), SMALL, [1], source=Shown(tier))
     holed(kv)
     plain._learn([1])
     g, base = torch.Generator().manual_seed(3), torch.randn(H, 1, D, dtype=torch.float64)
     for n in (1, 4, 1, 70, 2):
         q = base + 0.5 * torch.randn(H, n, D, generator=g, dtype=torch.float64)
-        got, want = (merge(one.attend(1, q, Sight(0.3), range(400, 400 + n))) for one in (kv, plain))
+        got, want = (
+            merge_attention(one.attend(1, q, AttentionParams(0.3), range(400, 400 + n))) for one in (kv, plain)
+        )
         torch.testing.assert_close(got, want)
     near = kv._near
     assert near is not None
@@ -235,12 +239,12 @@ def test_what_a_drafted_row_read_is_near_when_its_token_comes() -> None:
     fetched = []
     for drafted in (1, 2):
         tier = SHELVES["host"]((L, K, D), torch.float64)
-        kv = Recall(tier, LowRank(3, 8), SMALL, [1], source=tier)
+        kv = SparseTier(tier, LowRank(3, 8), SMALL, [1], source=tier)
         holed(kv)
-        kv.attend(1, guess[:, :drafted], Sight(0.3), range(400, 400 + drafted))
+        kv.attend(1, guess[:, :drafted], AttentionParams(0.3), range(400, 400 + drafted))
         assert kv._near is not None
         before = kv._near.asked - kv._near.found
-        kv.attend(1, guess[:, 1:], Sight(0.3), [401])
+        kv.attend(1, guess[:, 1:], AttentionParams(0.3), [401])
         fetched.append(kv._near.asked - kv._near.found - before)
     assert fetched[0] > fetched[1] == 0
 
@@ -251,10 +255,10 @@ def test_keys_are_rebuilt_from_a_few_directions_and_values_fetched_as_they_are()
     noise = torch.Generator().manual_seed(1)
     k, v = (torch.randn(K, n, D, generator=noise).bfloat16().float() for _ in "kv")
     pos = torch.arange(n, dtype=torch.int32).expand(K, -1)
-    of = OfModel(alike(L, K, D), torch.float32, [Sight(0.3)] * L, lambda: [rotary] * L)
+    of = FormatContext(alike(L, K, D), torch.float32, [AttentionParams(0.3)] * L, lambda: [rotary] * L)
     coded = Cskv(k_rank=rank, v_rank=0).tier(of, torch.device("cpu"), Kv(group=g))
-    host = Host(coded, "cpu")
-    kv = Recall(host, LowRank(2, 4), SMALL, [1], source=host)
+    host = HostTier(coded, "cpu")
+    kv = SparseTier(host, LowRank(2, 4), SMALL, [1], source=host)
     kv.take(1, Slots(rotate(k, pos, rotary), v, pos))
     at = torch.tensor([[1, 20, 43], [59, 2, 21]])
     got = host.gather(1, at)
@@ -267,7 +271,7 @@ def test_keys_are_rebuilt_from_a_few_directions_and_values_fetched_as_they_are()
         torch.testing.assert_close(got.k[head], turned[head, at[head]], atol=0.03, rtol=5e-3)
         assert torch.equal(got.v[head], v[head, at[head]])
     q = torch.randn(H, 4, D, generator=noise)
-    part, whole = (merge(one.attend(1, q, Sight(0.3), range(60, 64))) for one in (kv, host))
+    part, whole = (merge_attention(one.attend(1, q, AttentionParams(0.3), range(60, 64))) for one in (kv, host))
     assert not torch.allclose(part, whole), "a part was read"
     assert nbytes(coded)["packed"] < 0.75 * n * K * 2 * D * 2  # bytes in 16 bits
 
@@ -277,10 +281,10 @@ def test_keys_are_rebuilt_from_a_few_directions_and_values_fetched_as_they_are()
 def test_an_undo_leaves_what_was_learned_of_what_remains(name: str, n: int) -> None:
     """Few bits may be rounded anew when a group falls apart: then its pages are known by their first rounding."""
     tier = SHELVES[name]((L, K, D), torch.float64)
-    kv = Recall(tier, MinMax(3), SMALL, [1], source=tier)
+    kv = SparseTier(tier, MinMax(3), SMALL, [1], source=tier)
     holed(kv)
     kv.crop(n)
-    fresh = Recall(tier, MinMax(3), SMALL, [1], source=tier)
+    fresh = SparseTier(tier, MinMax(3), SMALL, [1], source=tier)
     fresh._learn([1])
     for each in (kv, fresh):
         assert each._pages[1].reads_all == (n <= 3)
@@ -292,21 +296,21 @@ def test_an_undo_leaves_what_was_learned_of_what_remains(name: str, n: int) -> N
 # ---- whole texts ----
 
 
-def ladder(shape: Shape, dtype: torch.dtype, index: str, rungs: str) -> Ladder:
-    def read(make: Make) -> Recall:
+def ladder(shape: Shape, dtype: torch.dtype, index: str, rungs: str) -> TieredCache:
+    def read(make: Make) -> SparseTier:
         tier = make(shape, dtype)
         epsilon = 0.3 if index == "certified" else None
-        return Recall(tier, INDEXES[index], SMALL, range(1, shape[0]), epsilon=epsilon, source=tier)
+        return SparseTier(tier, INDEXES[index], SMALL, range(1, shape[0]), epsilon=epsilon, source=tier)
 
     if rungs == "three":
         below = [
-            Rung(read(SHELVES["packed_8"]), 14, 4),
-            Rung(read(SHELVES["host"]), 14, 4),
-            Rung(read(SHELVES["disk"])),
+            TierLevel(read(SHELVES["packed_8"]), 14, 4),
+            TierLevel(read(SHELVES["host"]), 14, 4),
+            TierLevel(read(SHELVES["disk"])),
         ]
     else:
-        below = [Rung(read(SHELVES[rungs]))]
-    return Ladder(Dense(alike(*shape), dtype), below, holds=5, group=4, sinks=1)
+        below = [TierLevel(read(SHELVES[rungs]))]
+    return TieredCache(Dense(alike(*shape), dtype), below, holds=5, group=4, sinks=1)
 
 
 RUNGS = {"packed_8": "certified", "packed_4_2": "sketch", "host": "minmax", "disk": "certified", "three": "minmax"}
@@ -318,10 +322,10 @@ def lm(dtype: str) -> LM:
     return exactness.lm("dense", dtype)
 
 
-def decode(rungs: str, policy: str, sampler: str, dtype: str, drafter: Drafter) -> tuple[list[int], Ladder]:
+def decode(rungs: str, policy: str, sampler: str, dtype: str, drafter: Drafter) -> tuple[list[int], TieredCache]:
     model = lm(dtype)
     kv = ladder((model.n_layers, model.n_kv_heads, model.head_dim), model.dtype, RUNGS[rungs], rungs)
-    session = Session(
+    session = GenerationSession(
         model,
         kv,
         drafter,
@@ -331,8 +335,8 @@ def decode(rungs: str, policy: str, sampler: str, dtype: str, drafter: Drafter) 
         every=8,
         chunk=13,
     )
-    drive(session.read(exactness.prompt()))
-    list(events(session.stream(exactness.NEW, stop={exactness.STOP})))
+    run_to_end(session.read(exactness.prompt()))
+    list(iterate_events(session.stream(exactness.NEW, stop={exactness.STOP})))
     return session.ids, kv
 
 
@@ -357,7 +361,7 @@ def test_every_rung_below_is_read_in_part(rungs: str) -> None:
     """Or the table above would compare ladders that read everything."""
     _, kv = decode(rungs, "all", "greedy", "fp64", Off())
     read = [rung.tier for rung in kv._rungs[1:]]
-    assert all(isinstance(tier, Recall) and tier.tally.pages for tier in read)
+    assert all(isinstance(tier, SparseTier) and tier.tally.pages for tier in read)
 
 
 @pytest.mark.parametrize("policy", [None, KeepAll(), Ragged()])
@@ -370,13 +374,13 @@ def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, polic
         settings = small if method != "none" else {}
         profile = load_profile("exact").replace(exactness="approx", recall={"method": method} | settings)
         recall = profile.recall.settings
-        low = Disk(alike(*shape), model.dtype, BIG, BIG)
+        low = DiskTier(alike(*shape), model.dtype, BIG, BIG)
         dense = Dense(alike(*shape), model.dtype)
         kv = recall.over(dense, dense, model.sights)
         if rungs:
-            kv = Ladder(dense, [Rung(recall.below(low, model.sights))], holds=5, group=4, sinks=1)
-        session = Session(model, kv, Off(), exactness.SAMPLERS["greedy"], policy=policy, chunk=13, every=8)
-        drive(session.read(families.prompt(90)))
+            kv = TieredCache(dense, [TierLevel(recall.below(low, model.sights))], holds=5, group=4, sinks=1)
+        session = GenerationSession(model, kv, Off(), exactness.SAMPLERS["greedy"], policy=policy, chunk=13, every=8)
+        run_to_end(session.read(families.prompt(90)))
         stores.append(kv.slots(2))
     a, b = stores
     assert torch.equal(a.pos, b.pos)
@@ -411,9 +415,9 @@ RECALL = {"method": "minmax", "page": 3, "floor": 4, "sinks": 1, "recent": 4, "e
 def test_a_profile_reads_a_part_of_any_ladder(other: dict[str, dict[str, object]]) -> None:
     model = lm("fp32")
     session = assemble.session(model, profile(recall=RECALL, **other))
-    drive(session.read(families.prompt(400)))
-    list(events(session.stream(12)))
-    index = {use.layer for use in session.kv.usage() if use.tier == "index" and use.nbytes > 100}
+    run_to_end(session.read(families.prompt(400)))
+    list(iterate_events(session.stream(12)))
+    index = {use.layer for use in session.cache.usage() if use.tier == "index" and use.nbytes > 100}
     assert index == set(range(1, model.n_layers))
 
 
@@ -432,7 +436,7 @@ def test_max_context_loads_without_a_gpu_and_says_what_it_does_not_do() -> None:
     )
     turn = model.generate(families.prompt(300, 2048), max_new_tokens=20)
     assert len(turn.ids) == 20
-    assert set(nbytes(model.text.session.kv)) == {"cpu", "packed", "index"}
+    assert set(nbytes(model.text.session.cache)) == {"cpu", "packed", "index"}
     (caution,) = model.cautions
     assert "memory.host = auto" in caution
     assert model.with_profile(load_profile("exact")).cautions == []
@@ -441,8 +445,8 @@ def test_max_context_loads_without_a_gpu_and_says_what_it_does_not_do() -> None:
 # ---- room ----
 
 
-def room(index: int, **memory: str) -> Room:
-    return Room(
+def room(index: int, **memory: str) -> CacheCapacity:
+    return CacheCapacity(
         memory=Memory(**memory),  # type: ignore[arg-type]
         layers=[250] * 4,
         wide=1000,

@@ -17,7 +17,7 @@ from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, SPECIAL, SYST
 from kvcli.kv.slots import Slots, compact
 from kvcli.methods.policies.fastgen.head_knapsack import solve
 from kvcli.methods.policies.fastgen.policy import PAPER, FastGen
-from kvcli.methods.policies.fastgen.recovery import Recovery, Sets, punctuation, recover
+from kvcli.methods.policies.fastgen.recovery import CandidateSets, Recovery, punctuation, recover
 from tests import head_zoo
 
 N = 1024
@@ -61,7 +61,7 @@ def naive(
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Mass [C, K, G, m] and cost [C, K] by loops over the whole map: the specification."""
-    sets = Sets.of(own, kinds)
+    sets = CandidateSets.of(own, kinds)
     n_kv, group = s.pos.shape[0], q.shape[0] // s.pos.shape[0]
     mass = torch.zeros(len(own.candidates), n_kv, group, q_pos.shape[0], dtype=torch.float64)
     cost = torch.zeros(len(own.candidates), n_kv, dtype=torch.int64)

@@ -12,22 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcli.api import End, Live, Read, Text, Turn
-from kvcli.engine.sequence.repetition import Loop
+from kvcli.engine.sequence.repetition import Repetition
 from kvcli.engine.stats import Stats
 from kvcli.errors import ContextOverflow, DoesNotFit
 from kvcli.render.terminal import numbers as f
 from kvcli.render.terminal.errors import print_error, print_note
 from kvcli.render.terminal.screen import Screen
 from kvcli.render.terminal.tables import clip, columns, kv_table, spec_table, token_table
-from kvcli.render.terminal.terminal import Terminal, cells
+from kvcli.render.terminal.terminal import Terminal, text_width
 from kvcli.render.terminal.wrap import TAB, Wrapper, fold
-from kvcli.render.turn.status_row import Look, Memory, live_row, reading_bar
-from kvcli.render.turn.turn_summary import Opening, brief, header, summary
+from kvcli.render.turn.status_row import ProcessMemory, RowOptions, reading_bar, status_row
+from kvcli.render.turn.turn_summary import HeaderFacts, header, one_line_summary, summary
 from kvcli.render.turn.turn_view import TurnView, loop_notes, show_turn
 from tests.fake_model import FakeModel, fake_info
 
-LOOK = Look("fafo")
-RAM = Memory("ram", 431 << 20)
+LOOK = RowOptions("fafo")
+RAM = ProcessMemory("ram", 431 << 20)
 
 
 def some_stats(**changes):
@@ -41,7 +41,7 @@ def some_stats(**changes):
 
 
 def row(width, stats=None, look=LOOK, memory=RAM):
-    return "".join(text for text, _ in live_row(stats or some_stats(), look, memory, width))
+    return "".join(text for text, _ in status_row(stats or some_stats(), look, memory, width))
 
 
 def style_of(text, spans):
@@ -71,7 +71,7 @@ def test_fields_go_in_the_order_stated_as_the_terminal_narrows():
         assert "21.9/s" in text
         assert "accept 3.00·73%" in text
     assert gone == ["spark", "profile", "ctx", "memory", "kv"]
-    assert all(cells(text) <= width - 2 for width, text in shown)
+    assert all(text_width(text) <= width - 2 for width, text in shown)
     assert row(39, stats) == ""
 
 
@@ -102,11 +102,11 @@ def test_what_is_unknown_is_a_dash_and_not_a_zero():
     ],
 )
 def test_thresholds_colour_the_figure(changes, text, style):
-    assert style_of(text, live_row(some_stats(**changes), LOOK, RAM, 120)) == style
+    assert style_of(text, status_row(some_stats(**changes), LOOK, RAM, 120)) == style
 
 
 def test_memory_near_its_limit_is_yellow():
-    spans = live_row(some_stats(), LOOK, Memory("gpu", 91, 100), 120)
+    spans = status_row(some_stats(), LOOK, ProcessMemory("gpu", 91, 100), 120)
     assert spans[-2:] == [("gpu ", "dim"), ("0K", "yellow")]
 
 
@@ -154,7 +154,7 @@ def test_the_bar_is_that_of_the_design():
 @pytest.mark.parametrize("width", range(1, 201))
 def test_the_bar_fits(width):
     for read in (Read(1480, 1912, 431, 0.8), Read(0, 131_902, 0, 0.0), Read(131_902, 131_902, 131_902, 9e4)):
-        assert cells(bar(width, read)) < max(width, 1) or bar(width, read) == ""
+        assert text_width(bar(width, read)) < max(width, 1) or bar(width, read) == ""
 
 
 def test_the_bar_tells_what_was_cached():
@@ -175,7 +175,7 @@ def test_the_summary_is_that_of_the_design():
 def test_what_was_taken_over_is_told_beside_what_was_cached():
     turn = Turn("", (), "stop", some_stats(reused=1200, approx="approx"))
     assert "read 1,912 tokens (431 cached, 1,200 taken over) in 0.84 s" in summary(turn, 80)[1]
-    assert "approx · " in (line := brief(turn, 200)[0])
+    assert "approx · " in (line := one_line_summary(turn, 200)[0])
     assert "cached 431, taken over 1,200 of 1,912" in line
 
 
@@ -193,11 +193,11 @@ def test_figures_that_are_missing_are_left_out():
     ],
 )
 def test_one_line_is_what_fits(width, line):
-    assert brief(Turn("", (), "stop", some_stats()), width) == [line]
+    assert one_line_summary(Turn("", (), "stop", some_stats()), width) == [line]
 
 
 def test_an_answer_that_was_cut_is_said_whatever_fits():
-    assert brief(Turn("", (), "length", some_stats()), 80)[1:] == ["  the answer's length limit was reached"]
+    assert one_line_summary(Turn("", (), "length", some_stats()), 80)[1:] == ["  the answer's length limit was reached"]
 
 
 DRAWN = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0}
@@ -214,12 +214,12 @@ DRAWN = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition
 def test_all_figures_say_how_tokens_were_drawn(chosen, said):
     turn = Turn("", (), "stop", some_stats(sampling=DRAWN | chosen))
     assert f"  {said}" in summary(turn, 120)
-    assert "sampling" not in "".join(brief(turn, 200))
+    assert "sampling" not in "".join(one_line_summary(turn, 200))
 
 
 @pytest.mark.parametrize(("had", "more"), [({}, "1.1"), (DRAWN, "1.1"), ({"repetition_penalty": 1.1}, "1.2")])
 def test_what_helps_against_a_loop_is_a_higher_penalty_first(had, more):
-    (note,) = loop_notes(Turn("", (), "loop", some_stats(sampling=had), Loop(4, 320)))
+    (note,) = loop_notes(Turn("", (), "loop", some_stats(sampling=had), Repetition(4, 320)))
     assert f"loop of 4 tokens; --repetition-penalty {more} (in a chat /set sample.repetition_penalty {more})" in note
     assert note.index("penalty") < note.index("another model")
 
@@ -229,7 +229,7 @@ def test_no_rate_over_a_few_tokens(new, shown):
     stats = some_stats()
     stats.new = new
     turn = Turn("", (), "stop", stats)
-    for text in (*brief(turn, 200), summary(turn, 200)[0], row(100, stats)):
+    for text in (*one_line_summary(turn, 200), summary(turn, 200)[0], row(100, stats)):
         speed = text.replace("–/s", "").partition("kv")[0]
         assert ("/s" in speed, "×" in speed) == (shown, shown and "(" in text)
     assert ("/s" in bar(100, Read(new, 2000, 0, 0.8))) == shown
@@ -238,11 +238,11 @@ def test_no_rate_over_a_few_tokens(new, shown):
 @pytest.mark.parametrize("width", [40, 57, 80])
 def test_the_summary_wraps_between_its_parts(width):
     lines = summary(Turn("", (), "stop", some_stats()), width)
-    assert all(cells(line) < width and line.startswith("  ") for line in lines)
+    assert all(text_width(line) < width and line.startswith("  ") for line in lines)
 
 
 def test_the_header():
-    opening = Opening("0.1.0", "fafo", "exact", 2048, 425 << 20, 2)
+    opening = HeaderFacts("0.1.0", "fafo", "exact", 2048, 425 << 20, 2)
     assert header(fake_info(), opening, 80) == [
         "kvcli 0.1.0 · demo (bundled, toy answers) · fafo, exact · cpu, 2 threads",
         "context 2,048 (model limit 2,048) · est. 425 MiB · /help",
@@ -269,7 +269,7 @@ def test_no_letter_is_lost_and_no_line_too_long(text, width):
     wrapper = Wrapper()
     lines = [*wrapper.feed(text, width), wrapper.shown(width)]
     assert "".join("".join(lines).split()) == "".join(text.split())
-    assert all(cells(line) <= width for line in lines)
+    assert all(text_width(line) <= width for line in lines)
 
 
 def test_words_stay_whole_where_they_fit():
@@ -358,7 +358,7 @@ def test_spec_is_that_of_the_design():
 def test_spec_breaks_between_words(width, why):
     stats = some_stats(**MIXED, scouts_why=why, paused_passes=4, paused_why=why)
     lines = spec_table(stats, width)
-    assert max(map(cells, lines)) < width
+    assert max(map(text_width, lines)) < width
     words = {word for line in lines for word in line.split()}
     said = "150 scouts in all; up to 8 cost a tenth at most"
     assert {*said.split(), *why.split()} <= words
@@ -373,7 +373,7 @@ def test_spec_says_why_scouts_rest():
 @pytest.mark.parametrize("depth", [1, 5, 33])
 def test_spec_fits(width, depth):
     stats = some_stats(histogram=[1000 - i for i in range(depth)])
-    assert max(map(cells, spec_table(stats, width))) < width
+    assert max(map(text_width, spec_table(stats, width))) < width
 
 
 def test_spec_without_drafts_says_so():
@@ -453,7 +453,7 @@ class Fake:
 
 def test_the_bar_comes_after_a_moment_and_the_row_with_the_first_word():
     fake, stats = Fake(), Stats()
-    view = TurnView(fake.screen(), Look("fafo", lambda: None))
+    view = TurnView(fake.screen(), RowOptions("fafo", lambda: None))
     view.on(Live(stats))
     view.on(Read(50, 100, 0, 0.1))
     view.tick()
@@ -469,7 +469,7 @@ def test_the_bar_comes_after_a_moment_and_the_row_with_the_first_word():
 
 def test_nothing_is_written_when_nothing_changed():
     fake = Fake()
-    view = TurnView(fake.screen(), Look("fafo", lambda: None))
+    view = TurnView(fake.screen(), RowOptions("fafo", lambda: None))
     view.on(Text("hello", (1,)))
     view.tick()
     written = fake.stream.getvalue()
@@ -528,7 +528,7 @@ def test_a_turn_that_was_stopped_before_its_first_word_has_no_summary():
 def test_a_note_while_the_rows_are_shown_lands_above_them():
     fake = Fake()
     screen = fake.screen()
-    view = TurnView(screen, Look("fafo", lambda: None))
+    view = TurnView(screen, RowOptions("fafo", lambda: None))
     view.on(Text("hello", (1,)))
     view.tick()
     print_note(screen.err, "by the way")
@@ -544,7 +544,7 @@ def test_a_timer_that_comes_late_does_not_leave_the_row_behind(monkeypatch):
 
     monkeypatch.setattr("kvcli.render.turn.turn_view.ticking", late)
     fake, stats = Fake(), Stats(new=2, passes=1)
-    view = TurnView(fake.screen(), Look("fafo", lambda: None))
+    view = TurnView(fake.screen(), RowOptions("fafo", lambda: None))
     with view.running():
         view.on(Live(stats))
         view.on(Text("hello", (1, 2)))

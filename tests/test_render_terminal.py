@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from kvcli.render.terminal.terminal import cells
+from kvcli.render.terminal.terminal import text_width
 from tests.terminal import ROOT, Terminal
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a pty")
@@ -38,7 +38,7 @@ def words_on(lines):
     ],
 )
 def test_columns_are_those_that_a_terminal_uses(text, columns):
-    assert cells(text) == columns
+    assert text_width(text) == columns
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])

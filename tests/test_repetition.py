@@ -9,7 +9,7 @@ import pytest
 
 import kvcli
 from kvcli.demo import report_path
-from kvcli.engine.sequence.repetition import LONGEST, ROUNDS, Loop, Loops
+from kvcli.engine.sequence.repetition import LONGEST, ROUNDS, Repetition, RepetitionDetector
 from kvcli.settings.schema import Sample
 from tests import small_tokenizers
 
@@ -18,7 +18,7 @@ LEAST = Sample().stop_loops
 
 def heard(ids, least=LEAST, read=()):
     """(tokens heard, loop) at the first loop, else None."""
-    loops = Loops(least, read)
+    loops = RepetitionDetector(least, read)
     for n, token in enumerate(ids, 1):
         if (loop := loops.hear(token)) is not None:
             return n, loop
@@ -39,7 +39,7 @@ def slowly(ids, least):
 def test_a_cycle_is_found_once_it_fills_the_end(period):
     before, length = list(range(1000, 1037)), max(LEAST, ROUNDS * period)
     text = before + [i % period for i in range(length)]
-    assert heard(text) == (37 + length, Loop(period, length))
+    assert heard(text) == (37 + length, Repetition(period, length))
     assert heard(text[:-1]) is None
     assert heard([*text[:-1], 9999]) is None
 
@@ -68,7 +68,7 @@ def test_as_the_definition_says_on_texts_of_few_tokens():
 def test_a_copy_of_what_was_read_is_no_loop_until_it_goes_on_longer():
     zeros = [1, 0] * 300
     assert heard(zeros, read=[9, *zeros, 9]) is None
-    assert heard([*zeros, 1, 0], read=[9, *zeros, 9]) == (601, Loop(2, 601))
+    assert heard([*zeros, 1, 0], read=[9, *zeros, 9]) == (601, Repetition(2, 601))
     assert heard([2, 0] * 300, read=zeros) is not None
 
 
@@ -112,7 +112,7 @@ def test_an_answer_ends_at_the_same_token_however_it_was_guessed():
     whole = demo("exact", stop_loops=0).generate(PROMPT, max_new_tokens=400)
     assert (whole.finish, len(whole.ids)) == ("length", 400)
     plain = demo("exact", stop_loops=101).generate(PROMPT, max_new_tokens=400)
-    assert (plain.finish, plain.loop) == ("loop", Loop(14, 101))
+    assert (plain.finish, plain.loop) == ("loop", Repetition(14, 101))
     assert plain.ids == whole.ids[: len(plain.ids)]
     assert whole.text.startswith(plain.text)
     for profile in ("ngram", "lookahead"):

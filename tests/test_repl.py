@@ -15,14 +15,14 @@ from prompt_toolkit.document import Document as Typed
 
 from kvcli.api import Text
 from kvcli.chat.conversation import Chat
-from kvcli.chat.saved_chats import Sessions
+from kvcli.chat.saved_chats import SavedChats
 from kvcli.commands.chat import line_editor, slash
 from kvcli.commands.chat.repl import HINT, Repl
-from kvcli.commands.common.background import meanwhile
+from kvcli.commands.common.background import in_background
 from kvcli.commands.common.interrupt import IMPATIENT, Interrupt
 from kvcli.demo import sample_path
 from kvcli.documents import Document
-from kvcli.environment import Paths, World
+from kvcli.environment import Environment, Paths
 from kvcli.errors import BadConfig, ExitStatus
 from kvcli.render.terminal.screen import Screen
 from tests.fake_model import FakeModel, FakeProfile, fake_info
@@ -64,13 +64,13 @@ class Talk:
     """A chat whose screen is two strings."""
 
     def __init__(self, folder: Path, **facts):
-        self.world = World(
+        self.world = Environment(
             io.StringIO(), io.StringIO(), io.StringIO(), {}, folder, Paths.of({"KVCLI_HOME": str(folder)})
         )
         self.world.clock = lambda: self.now
         self.now = 0.0
         self.model = FakeModel(**({"answer": "an answer"} | facts))
-        self.chat = Chat(self.model, sessions=Sessions(folder))
+        self.chat = Chat(self.model, sessions=SavedChats(folder))
         self.repl = Repl(self.chat, Screen.of(self.world), self.world, profiles=Profiles(), profile="fafo")
 
     def type(self, *lines):
@@ -102,7 +102,7 @@ def test_what_was_left_is_done_while_somebody_types_until_the_line_is_there():
             pass
         over.append(True)
 
-    with meanwhile(work, over.append):
+    with in_background(work, over.append):
         assert began.wait(60)
         assert not over
     assert over == [True]
@@ -422,7 +422,9 @@ def test_blocks(typed, is_open, text):
 
 
 def test_blocks_on_a_dumb_terminal(tmp_path):
-    world = World(io.StringIO('"""a\nb\n"""\nc\n'), io.StringIO(), io.StringIO(), {"TERM": "dumb"}, tmp_path, None)
+    world = Environment(
+        io.StringIO('"""a\nb\n"""\nc\n'), io.StringIO(), io.StringIO(), {"TERM": "dumb"}, tmp_path, None
+    )
     reader = line_editor.reader(world, {}, None)
     assert [reader.read(), reader.read()] == ["a\nb", "c"]
     with pytest.raises(EOFError):

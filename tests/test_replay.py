@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import drive, events, run
-from kvcli.engine.forward_request import Asks, Feed
+from kvcli.engine.engine import iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest, Steps
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.policy.compression_point import Boundary
-from kvcli.engine.policy.policy import EachLayer, Guard, Moment, Wants
+from kvcli.engine.policy.compression_point import CompressionPoint
+from kvcli.engine.policy.policy import LayerContext, PerLayerPolicy, PolicyRequirements, ProtectedTokens
 from kvcli.engine.rows import Rows
 from kvcli.errors import BadConfig
 from kvcli.kv.slots import Masks, Slots, compact
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.methods.policies.fastgen.recovery import recover
-from kvcli.methods.policies.keep_all import Everything
 from kvcli.policies.scoring.replay import Replay
 from kvcli.settings.profile import load_profile
 from tests import families
@@ -34,7 +33,7 @@ AUTO = dataclasses.replace(SMALL, recovery="auto", replay=12, kl_max=1.0)
 # --- T by calibration
 
 
-class Trial(EachLayer):
+class Trial(PerLayerPolicy):
     """Keeps what `stay` says of positions [T], once the prompt is read, and notes what that loses."""
 
     replays = 9
@@ -42,15 +41,15 @@ class Trial(EachLayer):
     def __init__(self, stay: Tensor) -> None:
         self.stay, self.lost = stay, list[float]()
 
-    def mask(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: LayerContext) -> Tensor:
         return (self.stay[s.pos.clamp(min=0).long()] | (at.phase == "reading")) & (s.pos >= 0)
 
-    def choose(self, at: Boundary) -> Asks[Masks]:  # type: ignore[override]
+    def select(self, at: CompressionPoint) -> Steps[Masks]:  # type: ignore[override]
         if at.phase == "read":
             replay = Replay(at, self.replays)
             for pick in (self.mask, lambda s, at: s.pos >= 0):
                 self.lost.append((yield from replay.loss(pick)))
-        return super().choose(at)
+        return super().select(at)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
@@ -59,17 +58,17 @@ def test_what_is_lost_is_the_kl_of_the_newest_tokens_by_the_past_that_is_left(fa
     n, start = len(ids) - 1, len(ids) - 1 - Trial.replays
     mask = torch.arange(n) % 3 != 1
     s = session(None, model, policy=(trial := Trial(mask)))
-    drive(s.read(ids))
+    run_to_end(s.read(ids))
     rows = Rows.chain(ids[start:n], start)
 
     def predicted(kept: Tensor | None) -> Tensor:
         full = session(None, model)
-        drive(full.read([*ids[:start], 0]))
+        run_to_end(full.read([*ids[:start], 0]))
         kv = Dense(model.shapes, model.dtype)
         for layer in range(model.n_layers):
-            held = full.kv.slots(layer)
+            held = full.cache.slots(layer)
             kv.put(layer, compact(held, held.pos >= 0 if kept is None else kept[held.pos.long()]))
-        return run([Feed(model, rows, kv, want=range(rows.n_rows))])[0].logits.log_softmax(-1)
+        return run([ForwardRequest(model, rows, kv, want=range(rows.n_rows))])[0].logits.log_softmax(-1)
 
     whole, some = predicted(None), predicted(mask)
     want = float((whole.exp() * (whole - some)).sum(-1).mean())
@@ -87,7 +86,7 @@ def test_the_lowest_t_that_predicts_well_enough_is_found(paper: bool, monkeypatc
         lost: list[float] = []
         with monkeypatch.context() as patch:
             patch.setattr(Replay, "loss", noting(Replay.loss, lambda found: lost.append(found)))  # noqa: B023
-            drive(s.read(prompt()))
+            run_to_end(s.read(prompt()))
         assert min(lost) <= most or s.memory.recovery == 1.0
         kept.append(sum(count(s)))
     assert kept == sorted(kept, reverse=True)
@@ -97,7 +96,7 @@ def test_the_lowest_t_that_predicts_well_enough_is_found(paper: bool, monkeypatc
 
 
 def noting(inner: Any, note: Any) -> Any:
-    def loss(self: Replay, pick: Any) -> Asks[float]:
+    def loss(self: Replay, pick: Any) -> Steps[float]:
         found = yield from inner(self, pick)
         note(found)
         return found
@@ -110,48 +109,50 @@ def test_what_is_tried_is_what_is_kept_in_the_end(monkeypatch: pytest.MonkeyPatc
     heads, seen = s.memory, dict[int, Tensor]()
     tried = heads._tried
 
-    def noted(slots: Slots, at: Moment) -> Tensor:
+    def noted(slots: Slots, at: LayerContext) -> Tensor:
         seen[at.layer] = slots.pos[0][tried(slots, at)[0]]
         return tried(slots, at)
 
     heads._tried = noted
     low: list[tuple[float, dict[int, Tensor]]] = []
     monkeypatch.setattr(Replay, "loss", noting(Replay.loss, lambda found: low.append((heads.recovery, dict(seen)))))
-    drive(s.read(prompt()))
+    run_to_end(s.read(prompt()))
     (chosen,) = [masks for t, masks in low if t == heads.recovery]
     for layer, pos in chosen.items():
-        held = s.kv.slots(layer).pos[0]
+        held = s.cache.slots(layer).pos[0]
         assert sorted(held[held >= 0].tolist()) == sorted(pos.tolist())
 
 
 def test_a_text_too_short_to_predict_again_stays_whole_and_another_text_begins_anew() -> None:
     s = session(AUTO, lm())
-    drive(s.read(prompt()[:2]))
+    run_to_end(s.read(prompt()[:2]))
     assert count(s) == [2] * 3
     s.rewind(0)
-    drive(s.read(prompt()))
+    run_to_end(s.read(prompt()))
     first = count(s)
     assert sum(first) < s.committed * 6
     s.rewind(0)
-    drive(s.read(prompt()))
+    run_to_end(s.read(prompt()))
     assert count(s) == first
 
 
 def test_where_nothing_was_measured_nothing_is_predicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
 
-    def counted(feed: Feed) -> Feed:
+    def counted(feed: ForwardRequest) -> ForwardRequest:
         passes.append(feed)
         return feed
 
     s = session(AUTO, lm())
-    monkeypatch.setattr("kvcli.policies.scoring.replay.Feed", lambda *args, **more: counted(Feed(*args, **more)))
-    drive(s.read(prompt()))
+    monkeypatch.setattr(
+        "kvcli.policies.scoring.replay.ForwardRequest", lambda *args, **more: counted(ForwardRequest(*args, **more))
+    )
+    run_to_end(s.read(prompt()))
     assert len(passes) == 1 + 6, "once with everything, and six halves"
-    list(events(s.stream(6)))
-    drive(s.read(families.prompt(5, seed=8)))
+    list(iterate_events(s.stream(6)))
+    run_to_end(s.read(families.prompt(5, seed=8)))
     assert len(passes) == 1 + 6, "too short to be measured"
-    drive(s.read(families.prompt(80, seed=8)))
+    run_to_end(s.read(families.prompt(80, seed=8)))
     assert len(passes) == 2 * (1 + 6)
 
 
@@ -166,17 +167,17 @@ def test_a_budget_leaves_no_t_to_be_found() -> None:
 # --- what a policy is told
 
 
-class Ear(Everything):
+class Ear(KeepAll):
     """Keeps everything and notes each moment."""
 
     def __init__(self, **more: Any) -> None:
-        self.heard: list[Moment] = []
+        self.heard: list[LayerContext] = []
         self.more = more
 
-    def wants(self, lm: LM) -> Wants:
-        return Wants(probes=lambda n: range(0, n, 5), **self.more)
+    def requirements(self, lm: LM) -> PolicyRequirements:
+        return PolicyRequirements(probes=lambda n: range(0, n, 5), **self.more)
 
-    def mask(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: LayerContext) -> Tensor:
         self.heard.append(at)
         return super().mask(s, at)
 
@@ -184,14 +185,14 @@ class Ear(Everything):
 def test_learned_sinks_take_attention_from_what_heads_recover() -> None:
     model = sinking()
     s = session(None, model, policy=(ear := Ear()))
-    drive(s.read(prompt(60)))
+    run_to_end(s.read(prompt(60)))
     read = [at for at in ear.heard if at.phase == "read"]
     own = [layer.self_attn.sinks for layer in model.model.model.layers]
     assert [torch.equal(at.sink, each) for at, each in zip(read, own, strict=True)] == [True] * 3  # type: ignore[arg-type]
     at = read[1]
     assert at.window is None
     kinds = torch.zeros(59, dtype=torch.int8)
-    found = recover(at.q, at.q_pos, slots := s.kv.slots(1), kinds, SMALL, at.scale, sink=at.sink)
+    found = recover(at.q, at.q_pos, slots := s.cache.slots(1), kinds, SMALL, at.scale, sink=at.sink)
     q, k = at.q.view(2, 2, -1, 16), slots.k  # [K, G, m, D]
     score = (q @ k.transpose(1, 2).unsqueeze(1)) * at.scale
     score = score.masked_fill(slots.pos[:, None, None] > at.q_pos.view(1, 1, -1, 1), -torch.inf)
@@ -210,7 +211,7 @@ def test_fastgen_judges_by_the_sinks_of_the_layer() -> None:
     value = []
     for model in (sinking(), _deaf(sinking())):
         s = session(dataclasses.replace(SMALL, recovery=0.6), model)
-        drive(s.read(prompt()))
+        run_to_end(s.read(prompt()))
         value.append(s.memory._layers[1].value)
     aware, deaf = value
     assert bool((aware >= deaf - 1e-9).all())
@@ -233,32 +234,32 @@ def _deaf(model: LM) -> LM:
 
 
 def test_kinds_are_told_only_to_who_asks() -> None:
-    for more, told in (({}, 0), ({"kinds": True}, 59), ({"guard": Guard(kinds=frozenset({4}))}, 59)):
+    for more, told in (({}, 0), ({"kinds": True}, 59), ({"guard": ProtectedTokens(kinds=frozenset({4}))}, 59)):
         s = session(None, lm(), policy=(ear := Ear(**more)))
-        drive(s.read(prompt(60)))
+        run_to_end(s.read(prompt(60)))
         assert {at.kinds.shape[0] for at in ear.heard if at.phase == "read"} == {told}
 
 
 @pytest.mark.parametrize(("more", "held"), [({}, []), ({"recent": 4}, [55, 56, 57, 58])])
 def test_probed_queries_go_when_the_prompt_is_read(more: dict[str, Any], held: list[int]) -> None:
     s = session(None, lm(), policy=(ear := Ear(**more)), every=3)
-    drive(s.read(prompt(60)))
+    run_to_end(s.read(prompt(60)))
     at = [at for at in ear.heard if at.phase == "read"][-1]
     assert at.q_pos.tolist() == sorted({*range(0, 59, 5), *held})
     assert s.heard.pos == held
-    list(events(s.stream(8)))
+    list(iterate_events(s.stream(8)))
     assert ear.heard[-1].q_pos.shape[0] == len(held)
     assert s.rewind(30) == 0, "what a policy learned of a text cannot be taken back in part"
 
 
 def test_probed_queries_stay_for_who_needs_them_longer() -> None:
     s = session(None, lm(), policy=(ear := Ear(lasting=True)), every=3)
-    drive(s.read(prompt(60)))
-    list(events(s.stream(8)))
+    run_to_end(s.read(prompt(60)))
+    list(iterate_events(s.stream(8)))
     assert ear.heard[-1].phase == "answering"
     assert ear.heard[-1].q_pos.tolist() == list(range(0, 59, 5))
     s = session(None, lm(), policy=KeepAll())
-    drive(s.read(prompt(60)))
+    run_to_end(s.read(prompt(60)))
     assert s.rewind(30) == 29, "who hears nothing can be taken back"
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import kvcli
-from kvcli.engine.engine import drive
+from kvcli.engine.engine import run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.rope import rotaries
-from kvcli.engine.prefill.matching_spans import Run, runs
+from kvcli.engine.prefill.matching_spans import MatchingSpan, find_matching_spans
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.sliding_windows import Window
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
@@ -29,14 +29,14 @@ LEAST = 16
 def test_runs_behind_an_edit_are_found_where_they_lie():
     old = list(range(1000))
     new = [*old[:100], 5000, 5001, *old[110:400], *old[700:900], 7]
-    assert list(runs(old, new, 100, LEAST)) == [Run(110, 102, 290), Run(700, 392, 200)]
+    assert list(find_matching_spans(old, new, 100, LEAST)) == [MatchingSpan(110, 102, 290), MatchingSpan(700, 392, 200)]
 
 
 def test_what_is_shorter_than_the_least_is_no_run():
     old = list(range(100))
-    assert list(runs(old, [7, *old[50 : 50 + LEAST - 1], 7], 0, LEAST)) == []
-    assert list(runs(old, [7, *old[50 : 50 + LEAST], 7], 0, LEAST)) == [Run(50, 1, LEAST)]
-    assert list(runs([], old, 0, LEAST)) == list(runs(old, [], 0, LEAST)) == []
+    assert list(find_matching_spans(old, [7, *old[50 : 50 + LEAST - 1], 7], 0, LEAST)) == []
+    assert list(find_matching_spans(old, [7, *old[50 : 50 + LEAST], 7], 0, LEAST)) == [MatchingSpan(50, 1, LEAST)]
+    assert list(find_matching_spans([], old, 0, LEAST)) == list(find_matching_spans(old, [], 0, LEAST)) == []
 
 
 def test_runs_of_random_edits_are_equal_apart_and_rising():
@@ -48,7 +48,7 @@ def test_runs_of_random_edits_are_equal_apart_and_rising():
             a = draw.randrange(len(new) + 1)
             new[a : a + draw.randrange(60)] = [draw.randrange(50) for _ in range(draw.randrange(60))]
         start, end = draw.randrange(len(new) + 1), 0
-        for run in runs(old, new, start, LEAST):
+        for run in find_matching_spans(old, new, start, LEAST):
             assert run.n >= LEAST
             assert run.new >= max(start, end)
             end = run.new + run.n
@@ -187,15 +187,15 @@ def test_what_a_window_no_longer_holds_is_read():
     windows = {i: Window(w) for i, w in enumerate(lm.windows) if w}
     assert windows
     one, plain = (
-        Session(lm, Dense(lm.shapes, lm.dtype, windows=windows), Off(), Sampler(), chunk=128, reusing=how)
+        GenerationSession(lm, Dense(lm.shapes, lm.dtype, windows=windows), Off(), Sampler(), chunk=128, reusing=how)
         for how in (Pie(LEAST), None)
     )
     for session in (one, plain):
-        drive(session.read(ids))
+        run_to_end(session.read(ids))
         session.save(more)
-        drive(session.read(more[len(ids) :]))
+        run_to_end(session.read(more[len(ids) :]))
     for layer in range(lm.n_layers):
-        assert torch.equal(one.kv.slots(layer).pos, plain.kv.slots(layer).pos)
+        assert torch.equal(one.cache.slots(layer).pos, plain.cache.slots(layer).pos)
 
 
 def test_what_was_saved_for_a_prompt_that_was_given_up_serves_no_other(model, monkeypatch):
@@ -203,5 +203,7 @@ def test_what_was_saved_for_a_prompt_that_was_given_up_serves_no_other(model, mo
     with model.open() as text:
         text.generate([*a, 11], max_new_tokens=1)
         text.generate([*b, *a, 12], max_new_tokens=1, cancel=lambda: True)
-        monkeypatch.setattr("kvcli.engine.prefill.span_reuse.runs", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        monkeypatch.setattr(
+            "kvcli.engine.prefill.span_reuse.find_matching_spans", lambda *_: (_ for _ in ()).throw(MemoryError())
+        )
         assert not text.generate([*c, 13], max_new_tokens=1).stats.approx

@@ -12,26 +12,26 @@ import pytest
 import torch
 
 from kvcli.engine.drafting.drafter import Drafter
-from kvcli.engine.engine import drive, events, run, together
-from kvcli.engine.forward_request import Feed, until
+from kvcli.engine.engine import generate_together, iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest, run_until_cancelled
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.prefill.revival_pass import Older
+from kvcli.engine.prefill.revival_pass import PositionMaskedCache
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session, commit
+from kvcli.engine.sequence.session import GenerationSession, commit
 from kvcli.kv.sliding_windows import Window
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.prune.chunked import Chunked
-from kvcli.methods.prune.lazy import Lazy
+from kvcli.methods.prune.lazy import LazyLLM
 from tests import drafters, families
 from tests.covering import covering, marked
 from tests.test_prune import breaking
 
 torch.set_num_threads(1)
 N, LAYERS = 45, 8
-DEFAULT = {f: getattr(Lazy(), f) for f in ("revive_every", "revive_max", "revive_min_mass", "idle_complete")}
+DEFAULT = {f: getattr(LazyLLM(), f) for f in ("revive_every", "revive_max", "revive_min_mass", "idle_complete")}
 
 
 @cache
@@ -41,16 +41,16 @@ def lm(name: str = "llama", dtype: torch.dtype = torch.float64) -> LM:
         more["layer_types"] = ["sliding_attention", "full_attention"] * (LAYERS // 2)
     model = LM.of(families.build(name, dtype, **more))
     if dtype == torch.bfloat16:
-        model.lay_out()
+        model.install_kernels()
     return model
 
 
-def lazy(**changes: Any) -> Lazy:
+def lazy(**changes: Any) -> LazyLLM:
     """Hard enough that much stays behind, and comes back."""
     cuts = {"start_prune_layer": 0.2, "end_prune_layer": 0.5, "num_prune": 3, "recent": 3, "sinks": 1, "least": 8}
     keep = {"start_keep_ratio": 0.5, "end_keep_ratio": 0.2}
     back = {"scope": "prefill+decode", "revive_every": 4, "revive_max": 4, "revive_min_mass": 0.0}
-    return Lazy(**{**cuts, **keep, **back, **changes})
+    return LazyLLM(**{**cuts, **keep, **back, **changes})
 
 
 class Once(Dense):
@@ -75,22 +75,22 @@ class Once(Dense):
         super().take(layer, slots)
 
 
-def session(model: LM, pruning: Lazy | None, drafter: Drafter | None = None, chunk: int = 16) -> Session:
-    return Session(model, Once(model), drafter or Off(), Sampler(), chunk=chunk, pruning=pruning)
+def session(model: LM, pruning: LazyLLM | None, drafter: Drafter | None = None, chunk: int = 16) -> GenerationSession:
+    return GenerationSession(model, Once(model), drafter or Off(), Sampler(), chunk=chunk, pruning=pruning)
 
 
-def read(s: Session, ids: list[int], sampler: Sampler | None = None) -> Session:
-    s.begin(ids, sampler or Sampler())
-    while drive(s.chunk(ids)):
+def read(s: GenerationSession, ids: list[int], sampler: Sampler | None = None) -> GenerationSession:
+    s.start_answer(ids, sampler or Sampler())
+    while run_to_end(s.prefill_chunk(ids)):
         pass
     return s
 
 
-def agrees(s: Session) -> None:
+def agrees(s: GenerationSession) -> None:
     """The invariants: a prefix of the layers, and a vector for each that has not got to the last."""
     depth = s.behind.depth
     for layer in range(s.lm.n_layers):
-        held = sorted(s.kv.slots(layer).pos[0].tolist())
+        held = sorted(s.cache.slots(layer).pos[0].tolist())
         assert held == [p for p in range(s.committed) if layer < depth.get(p, s.lm.n_layers)]
     for p, layer in depth.items():
         assert 0 < layer <= s.lm.n_layers - 4
@@ -123,10 +123,10 @@ def test_a_token_has_a_prefix_of_the_layers_and_each_once(seed: int) -> None:
         read(s, ids)
         agrees(s)
         for _ in range(dice.randint(1, 9)):
-            drive(s.step())
+            run_to_end(s.step())
             agrees(s)
         ids = [*s.ids, *families.prompt(dice.randint(2, 20), seed=seed + 1000 * turn)]
-    drive(s.behind.complete(s.kv, s.ids))
+    run_to_end(s.behind.revive_all(s.cache, s.ids))
     agrees(s)
     assert not s.behind
 
@@ -138,15 +138,15 @@ def test_together_or_one_by_one_they_become_the_same(name: str, monkeypatch: pyt
         monkeypatch.setattr("kvcli.engine.prefill.aux_cache.AT_ONCE", at_once)
         s = read(session(lm(name), lazy()), families.prompt(N + 1))
         assert len(s.behind) > 5
-        drive(s.behind.complete(s.kv, s.ids))
+        run_to_end(s.behind.revive_all(s.cache, s.ids))
         found.append([sorted_by_position(s, layer) for layer in range(LAYERS)])
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
-def sorted_by_position(s: Session, layer: int) -> torch.Tensor:
-    slots = s.kv.slots(layer)
+def sorted_by_position(s: GenerationSession, layer: int) -> torch.Tensor:
+    slots = s.cache.slots(layer)
     assert slots.pos[0].sort().values.tolist() == list(range(s.committed))
     return slots.v[:, slots.pos[0].argsort()]
 
@@ -157,7 +157,7 @@ def test_a_pass_in_which_nobody_comes_back_is_a_plain_one(name: str) -> None:
     steps = []
     for pruning in (lazy(revive_max=0, revive_every=1), lazy(scope="prefill", **DEFAULT)):
         s = read(session(lm(name), pruning), ids)
-        steps.append([drive(s.step()) for _ in range(6)])
+        steps.append([run_to_end(s.step()) for _ in range(6)])
     for a, b in zip(*steps, strict=True):
         assert a.new == b.new
         torch.testing.assert_close(a.logits, b.logits, rtol=0, atol=1e-10)
@@ -168,9 +168,9 @@ def test_with_all_kept_nothing_changes(name: str) -> None:
     ids, found = families.prompt(N), []
     for pruning in (lazy(start_keep_ratio=1.0, end_keep_ratio=1.0), None):
         s = read(session(lm(name), pruning), ids)
-        list(events(s.stream(20)))
+        list(iterate_events(s.stream(20)))
         found.append(read(s, [*s.ids, *families.prompt(30, seed=4)]))
-        list(events(s.stream(20)))
+        list(iterate_events(s.stream(20)))
     assert found[0].ids == found[1].ids
 
 
@@ -178,7 +178,7 @@ def test_who_is_looked_at_changes_the_answer() -> None:
     """Or the tests above would compare passes in which it does not matter."""
     ids = families.prompt(N)
     some, none = (read(session(lm(), lazy(revive_every=1, revive_max=n)), ids) for n in (8, 0))
-    a, b = ([drive(s.step()).logits for _ in range(2)][1] for s in (some, none))  # they came back after the first
+    a, b = ([run_to_end(s.step()).logits for _ in range(2)][1] for s in (some, none))  # they came back after the first
     assert (a - b).abs().max() > 1e-3
     assert len(some.behind) < len(none.behind)
 
@@ -188,15 +188,15 @@ def test_the_caps_hold() -> None:
     for n in (1, 3):
         s, most = read(session(lm(), lazy(revive_every=1, revive_max=n)), ids), 0
         for _ in range(8):
-            before = [s.kv.n_slots(layer) for layer in range(LAYERS)]
-            drive(s.step())
-            grown = [s.kv.n_slots(layer) - was for layer, was in enumerate(before)]
+            before = [s.cache.n_slots(layer) for layer in range(LAYERS)]
+            run_to_end(s.step())
+            grown = [s.cache.n_slots(layer) - was for layer, was in enumerate(before)]
             assert max(grown) <= n + 1
             most = max(most, *grown)
         assert most == n + 1, "as many come back as may"
     s = read(session(lm(), lazy(revive_every=1, revive_min_mass=1.0)), ids)
     n_behind = len(s.behind)
-    drive(s.step())
+    run_to_end(s.step())
     assert len(s.behind) == n_behind
 
 
@@ -204,7 +204,7 @@ def test_the_next_prompt_finds_all_of_them_or_those_that_came_back() -> None:
     ids = families.prompt(N)
     for completes in (True, False):
         s = read(session(lm(), lazy(idle_complete=completes, least=30)), ids)
-        list(events(s.stream(5)))
+        list(iterate_events(s.stream(5)))
         read(s, [*s.ids, *families.prompt(9, seed=8)])
         assert bool(s.behind) is not completes
         agrees(s)
@@ -217,10 +217,12 @@ def test_while_nobody_asks_they_go_on_until_somebody_does(monkeypatch: pytest.Mo
     for n_passes in (0, 20, 10_000):
         s = read(session(lm(), lazy()), families.prompt(N))
         told = iter(range(n_passes))
-        drive(until(s.behind.before_prompt(s.kv, s.ids), lambda told=told: next(told, None) is None))  # type: ignore[misc]
+        run_to_end(
+            run_until_cancelled(s.behind.before_prompt(s.cache, s.ids), lambda told=told: next(told, None) is None)
+        )  # type: ignore[misc]
         agrees(s)
         left.append(len(s.behind))
-        drive(s.behind.before_prompt(s.kv, s.ids))
+        run_to_end(s.behind.before_prompt(s.cache, s.ids))
         found.append(torch.stack([sorted_by_position(s, layer) for layer in range(LAYERS)]))
     assert left[0] > left[1] > left[2] == 0
     assert torch.equal(found[0], found[1])
@@ -231,12 +233,12 @@ def test_windows_keep_what_those_who_come_back_will_see() -> None:
     """They stand in the middle of the prompt, and their windows open before them, long after its end was read."""
     model, ids = lm("gemma3"), families.prompt(200)  # windows give back whole blocks of 64
     how = lazy(revive_every=1, revive_max=8)
-    whole = Session(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=16, pruning=how)
+    whole = GenerationSession(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=16, pruning=how)
     short = session(model, how)
     said = []
     for s in (whole, short):
         read(s, ids)
-        said.append(torch.stack([drive(s.step()).logits[0] for _ in range(6)]))
+        said.append(torch.stack([run_to_end(s.step()).logits[0] for _ in range(6)]))
         assert s.behind
     torch.testing.assert_close(said[1], said[0], rtol=0, atol=1e-9)
 
@@ -245,38 +247,38 @@ def test_a_pass_that_breaks_ends_in_a_text_that_is_read_anew() -> None:
     """What came back lies among the rest: a store that has it in some layers alone cannot be mended."""
     ids = families.prompt(N)
     s = read(session(lm(), lazy(revive_every=1)), ids)
-    with breaking(s.kv, LAYERS + 2), pytest.raises(MemoryError):
-        drive(s.step())
+    with breaking(s.cache, LAYERS + 2), pytest.raises(MemoryError):
+        run_to_end(s.step())
     assert s.rewind(len(s.ids)) == 0
     assert not s.behind
-    assert not any(s.kv.n_slots(layer) for layer in range(LAYERS))
+    assert not any(s.cache.n_slots(layer) for layer in range(LAYERS))
 
 
 def test_a_text_takes_along_who_waits_behind() -> None:
     ids, model = families.prompt(N), lm()
     s, other = read(session(model, lazy()), ids), session(model, lazy())
-    other.take(s.fork())
+    other.take_over(s.fork())
     assert other.behind.depth == s.behind.depth
     for each in (s, other):
-        list(events(each.stream(20)))
+        list(iterate_events(each.stream(20)))
     assert s.ids == other.ids
 
 
 def test_beside_other_texts_they_come_back_as_alone() -> None:
     ids, alone = families.prompt(N), read(session(lm(), lazy()), families.prompt(N))
-    list(events(alone.stream(20)))
-    drive(alone.behind.complete(alone.kv, alone.ids))
+    list(iterate_events(alone.stream(20)))
+    run_to_end(alone.behind.revive_all(alone.cache, alone.ids))
     many = [session(lm(), lazy()), session(lm(), None), session(lm(), lazy(revive_every=3))]
 
-    def work(s: Session, ids: list[int]):  # type: ignore[no-untyped-def]
+    def work(s: GenerationSession, ids: list[int]):  # type: ignore[no-untyped-def]
         yield from s.read(ids)
         yield from s.stream(20)
-        yield from s.behind.complete(s.kv, s.ids)
+        yield from s.behind.revive_all(s.cache, s.ids)
 
-    together(*(work(s, text) for s, text in zip(many, [ids, families.prompt(12, seed=5), ids], strict=True)))
+    generate_together(*(work(s, text) for s, text in zip(many, [ids, families.prompt(12, seed=5), ids], strict=True)))
     assert many[0].ids == alone.ids
     for layer in range(LAYERS):
-        torch.testing.assert_close(many[0].kv.slots(layer).k, alone.kv.slots(layer).k, rtol=0, atol=1e-11)
+        torch.testing.assert_close(many[0].cache.slots(layer).k, alone.cache.slots(layer).k, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
@@ -284,10 +286,10 @@ def test_a_row_of_any_age_sees_what_is_older(name: str) -> None:
     """Read in another order than they stand in the text, tokens give what they give in order."""
     model, ids = lm(name) if name != "gpt_oss" else LM.of(families.build(name, torch.float64)), families.prompt(30)
     whole, gap, rows = Dense(model.shapes, model.dtype), Dense(model.shapes, model.dtype), Rows.chain(ids, 0)
-    (made,) = run([Feed(model, rows, whole)])
+    (made,) = run([ForwardRequest(model, rows, whole)])
     commit(whole, rows, made, range(30))
     commit(gap, rows, made, [*range(20, 30), *range(10)])
-    (again,) = run([Feed(model, Rows.chain(ids[10:20], 10), Older(gap))])  # type: ignore[arg-type]
+    (again,) = run([ForwardRequest(model, Rows.chain(ids[10:20], 10), PositionMaskedCache(gap))])  # type: ignore[arg-type]
     for layer in range(model.n_layers):
         torch.testing.assert_close(again.fresh[layer].k, whole.slots(layer).k[:, 10:20], rtol=0, atol=1e-12)
         torch.testing.assert_close(again.fresh[layer].v, whole.slots(layer).v[:, 10:20], rtol=0, atol=1e-12)
@@ -301,10 +303,10 @@ SAMPLERS = {
 
 
 @cache
-def plain(dtype: torch.dtype, every: int, sampler: str) -> Session:
+def plain(dtype: torch.dtype, every: int, sampler: str) -> GenerationSession:
     s = read(session(lm(dtype=dtype), lazy(revive_every=every)), families.prompt(N), SAMPLERS[sampler])
     begun = len(s.behind)
-    list(events(s.stream(40)))
+    list(iterate_events(s.stream(40)))
     assert len(s.behind) < begun, "somebody came back"
     return s
 
@@ -324,13 +326,13 @@ def test_drafts_change_nothing(dtype: torch.dtype, every: int, sampler: str, dra
     alone = plain(dtype, every, sampler)
     guesses = drafter(alone.ids, 97, 96)
     s = read(session(lm(dtype=dtype), lazy(revive_every=every), guesses), families.prompt(N), SAMPLERS[sampler])
-    list(events(s.stream(40)))
+    list(iterate_events(s.stream(40)))
     assert s.ids == alone.ids
     assert s.behind.depth == alone.behind.depth
     if drafter is drafters.Right and every > 2:
         assert sum(step.n_accepted for step in guesses.steps) > 10
     for layer in range(LAYERS):
-        a, b = alone.kv.slots(layer), s.kv.slots(layer)
+        a, b = alone.cache.slots(layer), s.cache.slots(layer)
         assert torch.equal(a.pos, b.pos)
         if dtype == torch.bfloat16:
             assert torch.equal(a.k, b.k)

@@ -7,14 +7,14 @@ from functools import cache
 import pytest
 import torch
 
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel
 from kvcli.kernels.rope import rotate, unrotate
-from kvcli.kv.slots import holders
+from kvcli.kv.slots import storing_layer_of
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from tests import families
@@ -33,17 +33,17 @@ def lm(name: str, dtype: torch.dtype = torch.float64) -> LM:
     return LM.of(families.build(name, dtype))
 
 
-def read(model: LM) -> Session:
+def read(model: LM) -> GenerationSession:
     """A text in which each token stands twice."""
-    session = Session(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=13)
-    drive(session.read([*families.prompt(20), *families.prompt(20)]))
-    list(events(session.stream(12)))
+    session = GenerationSession(model, Dense(model.shapes, model.dtype), Off(), Sampler(), chunk=13)
+    run_to_end(session.read([*families.prompt(20), *families.prompt(20)]))
+    list(iterate_events(session.stream(12)))
     return session
 
 
-def bare(session: Session, layer: int) -> torch.Tensor:
+def bare(session: GenerationSession, layer: int) -> torch.Tensor:
     """Keys of a layer as they were before the rotary embedding."""
-    s, rotary = session.kv.slots(layer), rotaries(session.lm)[holders(session.lm.shapes)[layer]]
+    s, rotary = session.cache.slots(layer), rotaries(session.lm)[storing_layer_of(session.lm.shapes)[layer]]
     return s.k if rotary is None else unrotate(s.k, s.pos, rotary)
 
 
@@ -51,8 +51,8 @@ def bare(session: Session, layer: int) -> torch.Tensor:
 def test_keys_of_every_family_turn_back_and_forth(name: str) -> None:
     session = read(lm(name))
     turns = rotaries(session.lm)
-    for layer, holder in enumerate(holders(session.lm.shapes)):
-        s, raw, rotary = session.kv.slots(layer), bare(session, layer), turns[holder]
+    for layer, holder in enumerate(storing_layer_of(session.lm.shapes)):
+        s, raw, rotary = session.cache.slots(layer), bare(session, layer), turns[holder]
         assert torch.allclose(raw, s.k, atol=1e-3) is (rotary is None)
         if rotary is not None:
             torch.testing.assert_close(rotate(raw, s.pos, rotary), s.k, atol=1e-10, rtol=1e-10)

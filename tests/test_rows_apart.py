@@ -9,50 +9,50 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import native
-from kvcli.kernels.attend_invariant import Own
-from kvcli.kernels.merge_attention import merge
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder
-from kvcli.kv.slots import Sight, Slots, Store, alike
-from kvcli.kv.sparse.index import Index
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import merge_attention
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.slots import AttentionParams, KVCache, Slots, alike
+from kvcli.kv.sparse.index import PageIndex
 from kvcli.kv.sparse.index_certified import Certified
 from kvcli.kv.sparse.index_minmax import MinMax
 from kvcli.kv.sparse.index_sketch import Sketch
-from kvcli.kv.sparse.page_source import Shelf
-from kvcli.kv.sparse.pages import Budget
-from kvcli.kv.sparse.sparse_cache import RecallStore
-from kvcli.kv.sparse.sparse_tier import Recall
+from kvcli.kv.sparse.page_source import PageTier
+from kvcli.kv.sparse.pages import PageBudget
+from kvcli.kv.sparse.sparse_cache import SparseCache
+from kvcli.kv.sparse.sparse_tier import SparseTier
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import Disk
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.tiers.disk import DiskTier
+from kvcli.kv.tiers.quantized import QuantizedTier
 from tests.policies import masks
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason=native.why_not() or "unknown")
 K, G, D = 2, 3, 64
 H = K * G
-BUDGET = Budget(fraction=0.05, floor=70, sinks=4, recent=9)
-INDEXES: dict[str, Callable[[], Index]] = {
+BUDGET = PageBudget(fraction=0.05, floor=70, sinks=4, recent=9)
+INDEXES: dict[str, Callable[[], PageIndex]] = {
     "minmax": lambda: MinMax(16),
     "sketch": lambda: Sketch(4),
     "certified": lambda: Certified(4),
 }
 
 
-def below(kind: str, dtype: torch.dtype) -> Shelf:
+def below(kind: str, dtype: torch.dtype) -> PageTier:
     if kind == "disk":
-        return Disk(alike(1, K, D), dtype, 1 << 26, 1 << 30)
+        return DiskTier(alike(1, K, D), dtype, 1 << 26, 1 << 30)
     turn = "hadamard" if kind == "turned" else "none"
-    return Packed(alike(1, K, D), dtype, k_bits=4, v_bits=8, group=32, rotate=turn)
+    return QuantizedTier(alike(1, K, D), dtype, k_bits=4, v_bits=8, group=32, rotate=turn)
 
 
-def store(kind: str, index: str, dtype: torch.dtype) -> Store:
+def store(kind: str, index: str, dtype: torch.dtype) -> KVCache:
     dense = Dense(alike(1, K, D), dtype)
     more = {"epsilon": 0.4} if index == "certified" else {}
     if kind == "dense":
-        return RecallStore(dense, INDEXES[index](), BUDGET, [0], source=dense, **more) if index else dense
+        return SparseCache(dense, INDEXES[index](), BUDGET, [0], source=dense, **more) if index else dense
     shelf = below(kind, dtype)
-    rung = Recall(shelf, INDEXES[index](), BUDGET, [0], source=shelf, **more) if index else shelf
-    return Ladder(dense, [Rung(rung, group=32)], holds=40, group=32, sinks=4)
+    rung = SparseTier(shelf, INDEXES[index](), BUDGET, [0], source=shelf, **more) if index else shelf
+    return TieredCache(dense, [TierLevel(rung, group=32)], holds=40, group=32, sinks=4)
 
 
 def made(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -67,13 +67,13 @@ def uneven(layer: int, s: Slots) -> Tensor:
 PAST, LATE = 900, 70
 
 
-def filled(kind: str, index: str, dtype: torch.dtype, evicts: bool) -> Store:
+def filled(kind: str, index: str, dtype: torch.dtype, evicts: bool) -> KVCache:
     kv = store(kind, index, dtype)
     for a in range(0, PAST, 300):
         kv.append(0, *(made(K, 300, D, dtype=dtype, seed=a + i) for i in (1, 2)), a)
-        kv.settle()
+        kv.compress()
     if evicts:
-        kv.settle(masks(kv, uneven))
+        kv.compress(masks(kv, uneven))
     kv.append(0, *(made(K, LATE, D, dtype=dtype, seed=i) for i in (5, 6)), PAST)
     return kv
 
@@ -91,20 +91,20 @@ def test_a_row_gives_the_same_bits_alone_and_among_others(
     sees = torch.eye(n, dtype=torch.bool)
     for i in range(1, n):
         sees[i] |= sees[(i - 1) // 2]  # two children each
-    for sight in (Sight(D**-0.5), Sight(D**-0.5, softcap=6.0)):
+    for sight in (AttentionParams(D**-0.5), AttentionParams(D**-0.5, softcap=6.0)):
         kv = filled(kind, index, dtype, evicts)
-        assert kv.rounds_by_rows == ""
+        assert kv.batch_variant_reason == ""
         pos = [start + int(row.sum()) - 1 for row in sees]
-        together = merge(kv.attend(0, q, sight, pos, Own(k, v, pos, sees, sees)))
+        together = merge_attention(kv.attend(0, q, sight, pos, NewRows(k, v, pos, sees, sees)))
         # scouts: the last rows ask beside the others
-        few = merge(kv.attend(0, q[:, 4:], sight, pos[4:], Own(k, v, pos, sees[4:], sees[4:])))
+        few = merge_attention(kv.attend(0, q[:, 4:], sight, pos[4:], NewRows(k, v, pos, sees[4:], sees[4:])))
         assert torch.equal(few, together[:, 4:])
         for row in (0, 2, 8):
             kv = filled(kind, index, dtype, evicts)
             path = sees[row].nonzero().flatten().tolist()
             for at, i in enumerate(path):
-                own = Own(k[:, i : i + 1], v[:, i : i + 1], [start + at], None, None)
-                alone = merge(kv.attend(0, q[:, i : i + 1], sight, [start + at], own))
+                own = NewRows(k[:, i : i + 1], v[:, i : i + 1], [start + at], None, None)
+                alone = merge_attention(kv.attend(0, q[:, i : i + 1], sight, [start + at], own))
                 assert torch.equal(alone[:, 0], together[:, i])
                 kv.append(0, k[:, i : i + 1], v[:, i : i + 1], start + at)
 
@@ -112,9 +112,13 @@ def test_a_row_gives_the_same_bits_alone_and_among_others(
 @pytest.mark.parametrize("index", INDEXES)
 def test_a_choice_is_a_part_and_rows_differ_in_theirs(index: str) -> None:
     kv = filled("dense", index, torch.bfloat16, False)
-    assert isinstance(kv, RecallStore)
-    whole = merge(kv._tier.attend(0, made(H, 5, D, dtype=torch.bfloat16, seed=1), Sight(0.1), [PAST + LATE] * 5))
-    read = merge(kv.attend(0, made(H, 5, D, dtype=torch.bfloat16, seed=1), Sight(0.1), [PAST + LATE] * 5))
+    assert isinstance(kv, SparseCache)
+    whole = merge_attention(
+        kv._tier.attend(0, made(H, 5, D, dtype=torch.bfloat16, seed=1), AttentionParams(0.1), [PAST + LATE] * 5)
+    )
+    read = merge_attention(
+        kv.attend(0, made(H, 5, D, dtype=torch.bfloat16, seed=1), AttentionParams(0.1), [PAST + LATE] * 5)
+    )
     assert not torch.allclose(whole.float(), read.float(), atol=1e-2)
     assert kv.tally.pages > 1.2 * BUDGET.grains(PAST, kv._index.page) * K
 
@@ -122,5 +126,5 @@ def test_a_choice_is_a_part_and_rows_differ_in_theirs(index: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 def test_a_store_says_which_setting_has_rows_know_each_other(dtype: torch.dtype) -> None:
     for kind in ("dense", "packed", "disk"):
-        assert store(kind, "minmax", dtype).rounds_by_rows == "kv.dtype"
-    assert Packed(alike(1, 1, 24), torch.bfloat16).rounds_by_rows == "kv.k_bits"
+        assert store(kind, "minmax", dtype).batch_variant_reason == "kv.dtype"
+    assert QuantizedTier(alike(1, 1, 24), torch.bfloat16).batch_variant_reason == "kv.k_bits"

@@ -17,10 +17,10 @@ from typing import TextIO
 import pytest
 
 from kvcli.cli import run
-from kvcli.environment import Paths, World
+from kvcli.environment import Environment, Paths
 from kvcli.models.source import find
-from kvcli.render.terminal.terminal import cells
-from kvcli.safe_output import Foreign, Outlet, Styled, escaped, neutralise
+from kvcli.render.terminal.terminal import text_width
+from kvcli.safe_output import LibraryStream, SafeStream, Styled, escaped, neutralise
 from tests.fakes import Stream
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +57,7 @@ def test_nothing_steers_a_terminal():
     assert neutralise("a\nb\tc.md", one_line=True) == "a␤b c.md"
     for said in ("naïve 😀 עברית\n", "קו\u200f 5%", "\u200eA \u061c\u0627", "\u0646\u200c\u0647 👩\u200d👧", SCOTLAND):
         assert neutralise(said) == said
-    assert cells("קו\u200f\u200e\u061c") == 2
+    assert text_width("קו\u200f\u200e\u061c") == 2
     assert not NEVER & set(neutralise(f"{SCOTLAND[1:]} \U0001f3f4\U000e0041 {SCOTLAND[:4] * 3}"))
     shown.update(neutralise("\ud800"))
     "".join(shown).encode()  # halves of characters could not be written
@@ -72,7 +72,7 @@ def test_json_keeps_what_it_escapes():
 @pytest.mark.parametrize("is_tty", [True, False])
 def test_only_a_terminal_gets_harmless_text(is_tty: bool):
     stream = Stream(is_tty=is_tty)
-    outlet = Outlet(stream, is_vital=True)
+    outlet = SafeStream(stream, is_vital=True)
     outlet.write("a\r\n" + EVIL)
     assert stream.text == ("a\n" + neutralise(EVIL) if is_tty else "a\r\n" + EVIL)
     outlet.write(Styled("\x1b[1m"))
@@ -83,7 +83,7 @@ def test_only_a_terminal_gets_harmless_text(is_tty: bool):
 
 def test_libraries_draw_bars_and_nothing_else():
     stream = Stream(is_tty=True)
-    Foreign(Outlet(stream, is_vital=False)).write("\r\x1b[1m50 %\x1b[0m\x1b[A" + STEERING["title"])
+    LibraryStream(SafeStream(stream, is_vital=False)).write("\r\x1b[1m50 %\x1b[0m\x1b[A" + STEERING["title"])
     assert stream.text == "\r\x1b[1m50 %\x1b[0m\x1b[A␛]0;pwned␇"
 
 
@@ -128,9 +128,11 @@ class Full(Stream):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def command(folder: Path, *args: str, stdout: TextIO | None = None, stderr: TextIO | None = None) -> tuple[int, World]:
+def command(
+    folder: Path, *args: str, stdout: TextIO | None = None, stderr: TextIO | None = None
+) -> tuple[int, Environment]:
     environ = {"KVCLI_HOME": str(folder / "home"), "HOME": str(folder), "HF_HUB_OFFLINE": "1"}
-    world = World(Stream(), stdout or Stream(), stderr or Stream(), environ, folder, Paths.of(environ))
+    world = Environment(Stream(), stdout or Stream(), stderr or Stream(), environ, folder, Paths.of(environ))
     return run(args, world), world
 
 
@@ -338,7 +340,7 @@ def test_no_command_lets_others_steer_the_terminal(what: str, live: str, reposit
     (kept / f"{EVIL}.json").write_text(EVIL)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(repository)
-        run([*COMMANDS[what], "--offline"], World(*terminal.streams, environ, repository, Paths.of(environ)))
+        run([*COMMANDS[what], "--offline"], Environment(*terminal.streams, environ, repository, Paths.of(environ)))
     got = terminal.close()
     assert got.strip()
     for name, sequence in STEERING.items():

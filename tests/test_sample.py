@@ -19,10 +19,10 @@ from transformers.generation.logits_process import (
 )
 
 from kvcli.engine.cuda_graphs.readback import Readback, fetch
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.rows import Draft, Rows
-from kvcli.engine.sequence.sampler import Draw, Sampler, Seen
-from kvcli.engine.sequence.verify import walk
+from kvcli.engine.sequence.sampler import Sampler, SamplingContext, SeenTokens
+from kvcli.engine.sequence.verify import accepted_path
 from kvcli.errors import BadInput, BadModel
 from kvcli.kernels.gumbel_noise import gumbel
 from tests.exact.half import Half
@@ -90,7 +90,7 @@ def test_greedy_is_the_first_of_the_likeliest() -> None:
 def test_the_repetition_penalty_is_that_of_transformers() -> None:
     row, ids = logits(seed=4), [2, 5, 5, 7]
     want = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([ids]), row.clone()).argmax(-1)
-    seen = Seen(V)
+    seen = SeenTokens(V)
     seen.add(ids)
     assert Sampler(repetition_penalty=1.7)(row, torch.tensor([0]), seen.mask).tolist() == want.tolist()
 
@@ -127,9 +127,9 @@ def test_one_row_and_many_rows_draw_the_same() -> None:
     assert together == [int(sampler(rows[i : i + 1], pos[i : i + 1])[0]) for i in range(9)]
 
 
-def back(draw: Draw, rows: Rows, logits: torch.Tensor, at_once: bool) -> Readback:
+def back(draw: SamplingContext, rows: Rows, logits: torch.Tensor, at_once: bool) -> Readback:
     """What the host learns of a pass: all of it in one go, as from a GPU, or row by row."""
-    feed = Feed(None, rows, None, want=range(rows.tree), draw=draw, glean=lambda x: x[:, :2])  # type: ignore[arg-type]
+    feed = ForwardRequest(None, rows, None, want=range(rows.tree), draw=draw, logits_hook=lambda x: x[:, :2])  # type: ignore[arg-type]
     found = Readback(feed, logits)
     if at_once:
         fetch([found, Readback(feed, logits + 1)])
@@ -157,11 +157,11 @@ def test_the_walk_takes_the_path_that_the_sampler_draws(
     scores = logits(rows.tree, seed) * 0.2
     sampler = Sampler(temperature=0.9, repetition_penalty=penalty, seed=seed)
     text = [1, 3]
-    seen = Seen(V)
+    seen = SeenTokens(V)
     seen.add(text)
     constraint = Half(V, seed) if is_held else None
-    made = back(Draw(sampler, seen, constraint), rows, scores, at_once)
-    path, new = walk(rows, made.drawn)
+    made = back(SamplingContext(sampler, seen, constraint), rows, scores, at_once)
+    path, new = accepted_path(rows, made.drawn)
     assert [made.gleaned(row) for row in path] == [pytest.approx(scores[row, :2].tolist()) for row in path]
 
     want_path, want_new, node = [0], [], 0
@@ -201,7 +201,9 @@ def test_next_to_no_temperature_takes_the_likeliest(top_k: int) -> None:
 def test_logits_that_are_no_numbers_are_refused(temperature: float, at_once: bool) -> None:
     bad = logits(3)
     bad[1, 4] = torch.nan
-    made = back(Draw(Sampler(temperature=temperature), Seen(V)), Rows.chain([1, 2, 3], 7), bad, at_once)
+    made = back(
+        SamplingContext(Sampler(temperature=temperature), SeenTokens(V)), Rows.chain([1, 2, 3], 7), bad, at_once
+    )
     assert made.drawn(0) == Sampler(temperature=temperature)(bad[:1], torch.tensor([7])).item()
     with pytest.raises(BadModel, match="not a number") as found:
         made.drawn(1)
@@ -218,7 +220,7 @@ def test_a_row_that_nothing_may_follow_is_refused_where_it_is_reached(temperatur
             return torch.tensor([len(ids) < 2 or ids[-1] == 1] * V)
 
     rows = Rows.build(3, 7, Draft([5, 1, 2, 4], [-1, 0, 0, 2]))
-    made = back(Draw(Sampler(temperature=temperature), Seen(V), Alley()), rows, logits(5), at_once)
+    made = back(SamplingContext(Sampler(temperature=temperature), SeenTokens(V), Alley()), rows, logits(5), at_once)
     assert all(made.drawn(row) >= 0 for row in (0, 1, 2))
     with pytest.raises(BadInput, match="allows no token here") as found:
         made.drawn(3)
@@ -244,7 +246,7 @@ def test_what_has_no_float64_has_its_tokens_drawn_on_the_host():
     """As Apple's GPUs, of which there is none here: logits come down once, and nothing of the draw is asked there."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     rows, sampler = Rows.chain([1, 2, 3], 4), Sampler(temperature=0.9, top_k=7, seed=5)
-    feed = SimpleNamespace(rows=rows, draw=Draw(sampler, Seen(50)), glean=None, want=range(3))
+    feed = SimpleNamespace(rows=rows, draw=SamplingContext(sampler, SeenTokens(50)), glean=None, want=range(3))
     there = SimpleNamespace(device=SimpleNamespace(type="mps"), cpu=lambda: logits)
     ours, theirs = (Readback(feed, given) for given in (logits, there))
     assert [ours.drawn(row) for row in range(3)] == [theirs.drawn(row) for row in range(3)]

@@ -23,7 +23,7 @@ import pytest
 from kvcli import sandbox
 from kvcli.commands.doctor import sandbox_words
 from kvcli.documents import document_of
-from kvcli.worker_process import Limits, Outside, TooSlow, means
+from kvcli.worker_process import Limits, TooSlow, WorkerProcess, means
 
 ROOT = Path(__file__).parents[1]
 
@@ -159,7 +159,7 @@ def test_it_is_held_to_its_limits_and_leaves_no_core_file(monkeypatch):
     unheld = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda _: unheld)
     monkeypatch.setattr(resource, "setrlimit", held.__setitem__)
-    sandbox.bound(os.getppid(), {"memory": 1 << 30, "cpu": 5, "wall": None})
+    sandbox.set_limits(os.getppid(), {"memory": 1 << 30, "cpu": 5, "wall": None})
     assert held == {
         resource.RLIMIT_AS: (1 << 30, 1 << 30),
         resource.RLIMIT_CPU: (5, 6),
@@ -267,14 +267,14 @@ def test_it_is_gone_with_its_parent_though_others_hold_its_pipes():
 
 def test_a_parent_that_was_gone_before_it_began(monkeypatch):
     monkeypatch.setattr("kvcli.worker_process.os.getpid", lambda: 1)
-    process = Outside("kvcli.sandbox", Limits())
+    process = WorkerProcess("kvcli.sandbox", Limits())
     assert list(process.ask(b"", 30)) == []
     assert process.end() == 1
 
 
 def test_it_ends_by_its_own_clock(tmp_path):
     """Started by hand: nobody watches."""
-    process = Outside("tests.test_sandbox", Limits(wall=0.2, cpu=20))
+    process = WorkerProcess("tests.test_sandbox", Limits(wall=0.2, cpu=20))
     assert list(process.ask(b"", 20)) == []
     assert process.end() == -signal.SIGALRM
 
@@ -284,7 +284,7 @@ def test_an_answer_without_end_does_not_stop_the_clock(monkeypatch, wait):
     code = "import time\nend = time.monotonic() + 8\nwhile time.monotonic() < end: print('x', end='', flush=True)"
     code += f"; {wait}"
     monkeypatch.setattr("kvcli.worker_process.BOOT", code)
-    process = Outside("", Limits(output=1 << 40))
+    process = WorkerProcess("", Limits(output=1 << 40))
     with pytest.raises(TooSlow):
         list(process.ask(b"", 0.7))
     process.end()
@@ -292,7 +292,7 @@ def test_an_answer_without_end_does_not_stop_the_clock(monkeypatch, wait):
 
 def test_what_does_not_listen_does_not_hold_its_parent_up(monkeypatch):
     monkeypatch.setattr("kvcli.worker_process.BOOT", "import os, time; os.read(0, 9000); time.sleep(10)")
-    process = Outside("", Limits())
+    process = WorkerProcess("", Limits())
     with pytest.raises(TooSlow):
         list(process.ask(b"x" * 1_000_000, 0.7))
     assert process._process.poll() is None  # so nobody waited for it to end
@@ -301,7 +301,7 @@ def test_what_does_not_listen_does_not_hold_its_parent_up(monkeypatch):
 
 def test_it_is_killed_when_nobody_holds_it(monkeypatch):
     monkeypatch.setattr("kvcli.worker_process.BOOT", "import time; time.sleep(60)")
-    process = Outside("", Limits())
+    process = WorkerProcess("", Limits())
     worker = psutil.Process(process._process.pid)
     del process
     assert is_gone(worker)
@@ -311,11 +311,11 @@ def test_it_is_killed_when_nobody_holds_it(monkeypatch):
 
 
 def main(parent: int, limits: dict, file: None) -> int:
-    """Run by `Outside`: busy for ever."""
-    from kvcli.sandbox import bound, shut
+    """Run by `WorkerProcess`: busy for ever."""
+    from kvcli.sandbox import enter_sandbox, set_limits
 
-    bound(parent, limits)
-    shut()
+    set_limits(parent, limits)
+    enter_sandbox()
     while True:
         pass
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from kvcli import assemble
 from kvcli.engine.drafting.drafter import Drafter
-from kvcli.engine.engine import drive, events, run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.engine import iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.policy.projected_values import Outward
+from kvcli.engine.policy.projected_values import ProjectedValueNorms
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
-from kvcli.engine.sequence.token_kinds import END, QUESTION, SHOT, TOOLS, Span
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.engine.sequence.token_kinds import END, QUESTION, SHOT, TOOLS, KindSpan
 from kvcli.errors import KvcliError
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
@@ -41,14 +41,16 @@ SMALL: dict[str, Any] = {"sinks": 2, "guard": 5}
 SNAP: dict[str, Any] = {"name": "snap", **SMALL, "queries": 4, "pool": 3}
 
 
-def session(lm: LM = TINY, drafter: Drafter | None = None, **more: Any) -> Session:
+def session(lm: LM = TINY, drafter: Drafter | None = None, **more: Any) -> GenerationSession:
     profile = load_profile("exact").replace(exactness="approx", policy={**SNAP, **more}, prefill={"chunk": 64})
     policy, kv = profile.policy.settings, Dense(lm.shapes, lm.dtype)
-    return Session(lm, kv, drafter or Off(), Sampler(0.8, seed=3), policy=policy, every=policy.every, chunk=64)
+    return GenerationSession(
+        lm, kv, drafter or Off(), Sampler(0.8, seed=3), policy=policy, every=policy.every, chunk=64
+    )
 
 
-def held(s: Session) -> list[list[list[int]]]:
-    return [[pos[pos >= 0].tolist() for pos in s.kv.slots(layer).pos] for layer in range(s.lm.n_layers)]
+def held(s: GenerationSession) -> list[list[list[int]]]:
+    return [[pos[pos >= 0].tolist() for pos in s.cache.slots(layer).pos] for layer in range(s.lm.n_layers)]
 
 
 def slots(k: Tensor, v: Tensor | None = None) -> Slots:
@@ -63,7 +65,7 @@ def test_values_are_weighed_by_what_each_head_adds_to_the_stream() -> None:
     weight = TINY.model.model.layers[1].self_attn.o_proj.weight  # [E, H * D]
     group = TINY.n_heads // K
     for order in (1, 2):
-        found = Outward(TINY, "it")(1, v, order)
+        found = ProjectedValueNorms(TINY, "it")(1, v, order)
         for h in range(TINY.n_heads):
             part = weight[:, h * TINY.head_dim : (h + 1) * TINY.head_dim]
             want = torch.stack([(part @ one).norm(p=order) for one in v[h // group]])
@@ -80,7 +82,9 @@ def test_packed_projections_weigh_as_what_they_stand_for() -> None:
         alone = torch.zeros(5, lm.n_heads * 24)
         alone[:, h * 24 : (h + 1) * 24] = v[h // group]
         want = (module(alone.to(lm.dtype)) - module(torch.zeros_like(alone[:1]))).norm(p=1, dim=1)
-        torch.testing.assert_close(Outward(lm, "it")(0, v, 1)[h // group, h % group], want, rtol=0.02, atol=1e-3)
+        torch.testing.assert_close(
+            ProjectedValueNorms(lm, "it")(0, v, 1)[h // group, h % group], want, rtol=0.02, atol=1e-3
+        )
 
 
 def test_half_goes_by_attention_and_half_by_attention_times_what_values_add() -> None:
@@ -127,7 +131,7 @@ def test_a_head_keeps_what_its_scores_won_and_chooses_by_more() -> None:
     """CriticalKV with AdaKV: heads compete by attention alone, whatever their values weigh."""
     shared, weighed = (session(keep=0.3, alloc="ada", post=post) for post in ("none", "critical"))
     for each in (shared, weighed):
-        drive(each.read(families.prompt(161)))
+        run_to_end(each.read(families.prompt(161)))
     counts = [[[len(head) for head in layer] for layer in held(each)] for each in (shared, weighed)]
     assert counts[0] == counts[1]
     assert len({n for layer in counts[0] for n in layer}) > 1
@@ -180,7 +184,7 @@ def test_each_paragraph_keeps_its_share() -> None:
 def test_stages_change_what_is_kept_and_not_how_much(name: str) -> None:
     plain, s = session(keep=0.3, alloc="uniform"), session(keep=0.3, alloc="uniform", post=name)
     for each in (plain, s):
-        drive(each.read(families.prompt(161)))
+        run_to_end(each.read(families.prompt(161)))
     counts = [[len(head) for head in layer] for layer in held(s)]
     assert counts == [[48] * K] * L
     assert held(s) != held(plain)
@@ -220,7 +224,7 @@ def test_layers_share_by_what_their_heads_hold() -> None:
 
 def test_no_unit_is_cut_by_the_budget() -> None:
     s = session(keep=0.4, unit=16, alloc="uniform")
-    drive(s.read(families.prompt(201)))
+    run_to_end(s.read(families.prompt(201)))
     for head in (head for layer in held(s) for head in layer):
         chunks = [sum(p // 16 == c for p in head) for c in range(1, 195 // 16)]
         assert set(chunks) <= {0, 16}
@@ -245,7 +249,7 @@ def test_sentences_and_examples_are_units() -> None:
 @pytest.mark.parametrize("unit", ["shot", "sentence"])
 def test_of_a_text_that_is_one_unit_as_much_stays_as_of_any(unit: str) -> None:
     s = session(keep=0.4, unit=unit, alloc="uniform")
-    drive(s.read(families.prompt(161)))
+    run_to_end(s.read(families.prompt(161)))
     assert {len(head) for layer in held(s) for head in layer} == {64}
 
 
@@ -258,13 +262,13 @@ def test_a_text_that_is_forked_weighs_values_by_the_same_weights() -> None:
 def test_examples_stay_whole_and_the_answer_is_apart(unit: str) -> None:
     s = session(keep=0.4, unit=unit, keep_new=9, every=7)
     starts = [2, 30, 47, 90, 120]
-    s.spans = [Span(at, at + 1, SHOT) if unit == "shot" else Span(at - 1, at, END) for at in starts]
-    drive(s.read(families.prompt(161)))
+    s.spans = [KindSpan(at, at + 1, SHOT) if unit == "shot" else KindSpan(at - 1, at, END) for at in starts]
+    run_to_end(s.read(families.prompt(161)))
     kept = held(s)
     for head in (head for layer in kept for head in layer):
         for a, b in zip(starts, [*starts[1:], 155], strict=True):
             assert len({p in head for p in range(a, b)}) == 1
-    list(events(s.stream(40)))
+    list(iterate_events(s.stream(40)))
     for before, now in zip(kept, held(s), strict=True):
         assert [[p for p in head if p < 160] for head in now] == before
 
@@ -273,7 +277,7 @@ def test_examples_stay_whole_and_the_answer_is_apart(unit: str) -> None:
 def test_layers_keep_what_the_first_of_them_does(alloc: str) -> None:
     s, alone = session(keep=0.3, reuse_layers=2, alloc=alloc), session(keep=0.3, alloc=alloc)
     for each in (s, alone):
-        drive(each.read(families.prompt(161)))
+        run_to_end(each.read(families.prompt(161)))
     assert held(s)[0] == held(s)[1] != held(s)[2]
     assert held(alone)[0] != held(alone)[1]
     if alloc in ("uniform", "ada"):
@@ -288,10 +292,10 @@ def test_the_region_of_the_answer_grows_in_equal_steps() -> None:
     policy = Snap(sinks=2, guard=5, keep_new=9, grow_new=45)
     assert [policy.room_new(n) for n in (0, 5, 14, 15, 25, 35, 45, 99)] == [5, 5, 5, 6, 7, 8, 9, 9]
     s = session(keep=1.0, keep_new=9, grow_new=45, every=10)
-    drive(s.read(families.prompt(41)))
+    run_to_end(s.read(families.prompt(41)))
     sizes = []
     for _ in range(5):
-        list(events(s.stream(10)))
+        list(iterate_events(s.stream(10)))
         sizes.append({sum(p >= 40 for p in head) for layer in held(s) for head in layer})
     assert sizes == [{5}, {6}, {7}, {8}, {9}]
 
@@ -302,14 +306,14 @@ def test_the_region_of_the_answer_grows_in_equal_steps() -> None:
 def test_queries_of_a_greedy_answer_vote() -> None:
     ids = families.prompt(61)
     s = session(keep=0.3, lookahead=4, alloc="uniform")
-    drive(s.read(ids))
+    run_to_end(s.read(ids))
 
     kv, queries, text = Dense(TINY.shapes, TINY.dtype), [], ids[:60]
-    (made,) = run([Feed(TINY, Rows.chain(text, 0), kv, want=[59], hear=range(60))])
+    (made,) = run([ForwardRequest(TINY, Rows.chain(text, 0), kv, want=[59], record_queries=range(60))])
     stored = made.fresh
     for _ in range(4):  # the newest stored token, and three that follow
         n = len(text)
-        (made,) = run([Feed(TINY, Rows.chain(text, 0), kv, want=[n - 1], hear=[n - 1])])
+        (made,) = run([ForwardRequest(TINY, Rows.chain(text, 0), kv, want=[n - 1], record_queries=[n - 1])])
         queries.append(made.queries)
         text = [*text, int(made.logits[0].argmax())]
     for layer in range(L):
@@ -322,15 +326,15 @@ def test_queries_of_a_greedy_answer_vote() -> None:
         want = selection.uniform(score, past.pos, 18)
         assert held(s)[layer] == [row.nonzero().flatten().tolist() for row in want]
     heard = session(keep=0.3, alloc="uniform")
-    drive(heard.read(ids))
+    run_to_end(heard.read(ids))
     assert held(heard) != held(s)
 
 
 def test_a_provisional_answer_leaves_nothing_behind() -> None:
     s, plain = session(keep=1.0, lookahead=5), session(keep=1.0)
     for each in (s, plain):
-        drive(each.read(families.prompt(61)))
-        list(events(each.stream(9)))
+        run_to_end(each.read(families.prompt(61)))
+        list(iterate_events(each.stream(9)))
     assert (s.ids, held(s)) == (plain.ids, held(plain))
 
 
@@ -340,7 +344,7 @@ def test_a_provisional_answer_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("what", ["tools", "question"])
 @pytest.mark.parametrize("name", ["snap", "keydiff"])
 def test_what_tools_said_and_the_last_question_stay_at_six_percent(name: str, what: str) -> None:
-    span = Span(60, 70, TOOLS) if what == "tools" else Span(140, 151, QUESTION)
+    span = KindSpan(60, 70, TOOLS) if what == "tools" else KindSpan(140, 151, QUESTION)
     key = "protect" if what == "tools" else "protect_question"
     only = {} if name == "snap" else {"queries": None, "pool": None}
     for is_on in (True, False):
@@ -348,7 +352,7 @@ def test_what_tools_said_and_the_last_question_stay_at_six_percent(name: str, wh
         profile = load_profile("exact").replace(exactness="approx", policy=more, prefill={"chunk": 64})
         s = assemble.session(TINY, profile)
         s.spans = [span]
-        drive(s.read(families.prompt(401)))
+        run_to_end(s.read(families.prompt(401)))
         stays = {*range(span.start, span.end)}
         assert all(stays <= set(head) for layer in held(s) for head in layer) == is_on
         assert (QUESTION in s.marks) == (is_on and what == "question")
@@ -374,10 +378,10 @@ DRAFTERS: dict[str, Any] = {
 def spoken(name: str, lm: LM, drafter: Drafter) -> list[int]:
     """Two turns of a chat."""
     s = session(lm, drafter, keep=0.4, keep_new=9, every=7, **VARIANTS[name])
-    drive(s.read(families.prompt(60, seed=2)))
-    list(events(s.stream(30)))
-    drive(s.read(families.prompt(9)))
-    list(events(s.stream(12)))
+    run_to_end(s.read(families.prompt(60, seed=2)))
+    list(iterate_events(s.stream(30)))
+    run_to_end(s.read(families.prompt(9)))
+    list(iterate_events(s.stream(12)))
     return s.ids
 
 
@@ -421,4 +425,4 @@ def test_models_that_cannot_be_judged_so_are_refused(monkeypatch: pytest.MonkeyP
     uneven = (replace(TINY.shapes[0], n_kv_heads=K + 1), *TINY.shapes[1:])
     monkeypatch.setattr(TINY, "shapes", uneven)
     with pytest.raises(KvcliError, match="uneven"):
-        Snap(reuse_layers=2).wants(TINY)
+        Snap(reuse_layers=2).requirements(TINY)

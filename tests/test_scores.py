@@ -21,8 +21,8 @@ from kvcli.methods.policies.snapkv import Snap
 from kvcli.methods.policies.tova import Tova
 from kvcli.methods.policies.vatp import Vatp
 from kvcli.policies.scoring import token_units
-from kvcli.policies.scoring.running_scores import Sums
-from kvcli.policies.scoring.topk import Memory
+from kvcli.policies.scoring.running_scores import RunningScores
+from kvcli.policies.scoring.topk import ScoreState
 from tests.policies import moment
 
 K, G, D, N = 3, 2, 8, 23
@@ -176,7 +176,7 @@ def test_expected_integrates_over_normal_queries(covariance: bool, softcap: floa
 def test_expected_takes_the_samples_that_it_heard_if_they_are_some(heard: int, counts: bool) -> None:
     """64 of 256 will do: what else was heard, as of a chunk's end, says more of one place than of the text."""
     s, how, n = ragged(), Expected(sinks=0), 5120
-    memory = Memory(known=[None])
+    memory = ScoreState(known=[None])
     probes = torch.tensor(list(how.probes(n))[:heard])
     others = torch.tensor([p for p in range(n) if p not in set(how.probes(n))][:200])
     q_pos, order = torch.cat([probes, others]).sort()
@@ -191,8 +191,8 @@ def test_expected_takes_the_samples_that_it_heard_if_they_are_some(heard: int, c
 
 def test_heavy_hitters_add_up_over_boundaries_and_count_each_query_once() -> None:
     s, q = ragged(), queries(9)
-    sums = Sums(NO_MODEL)
-    memory = Memory(own=sums)
+    sums = RunningScores(NO_MODEL)
+    memory = ScoreState(own=sums)
     at = moment(s, q, memory=memory)
     early = moment(s, q[:, :5], q_pos=at.q_pos[:5], memory=memory)
     late = moment(s, q[:, 3:], q_pos=at.q_pos[3:], memory=memory)
@@ -203,7 +203,7 @@ def test_heavy_hitters_add_up_over_boundaries_and_count_each_query_once() -> Non
     order = torch.randperm(N, generator=torch.Generator().manual_seed(3))
     moved = Slots(s.k[:, order], s.v[:, order], s.pos[:, order])
     torch.testing.assert_close(H2O().score(moved, late), H2O().score(s, late)[:, order])
-    assert not H2O().score(s, moment(s, memory=Memory(own=Sums(NO_MODEL)))).any()
+    assert not H2O().score(s, moment(s, memory=ScoreState(own=RunningScores(NO_MODEL)))).any()
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcli import assemble
-from kvcli.engine.engine import drive, events
-from kvcli.engine.forward_request import Made
+from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.forward_request import ForwardResult
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.policy.policy import Guard, Moment, Wants
-from kvcli.engine.rows import Draft, Rows, Scouts
+from kvcli.engine.policy.policy import LayerContext, PolicyRequirements, ProtectedTokens
+from kvcli.engine.rows import Draft, LookaheadRows, Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
@@ -27,15 +27,15 @@ torch.set_num_threads(1)
 TINY = LM.of(families.build("llama"))
 
 
-def session(drafter: object = None, **options: object) -> Session:
+def session(drafter: object = None, **options: object) -> GenerationSession:
     kv = Dense(TINY.shapes, TINY.dtype)
-    return Session(TINY, kv, drafter or Off(), Sampler(), **options)  # type: ignore[arg-type]
+    return GenerationSession(TINY, kv, drafter or Off(), Sampler(), **options)  # type: ignore[arg-type]
 
 
 def truth(n: int) -> list[int]:
     s = session()
-    drive(s.read(families.prompt(12)))
-    list(events(s.stream(n)))
+    run_to_end(s.read(families.prompt(12)))
+    list(iterate_events(s.stream(n)))
     return s.ids
 
 
@@ -50,10 +50,10 @@ def test_only_accepted_rows_are_stored_and_positions_are_unique(data: st.DataObj
     policy = data.draw(st.sampled_from([None, Recent(), Ragged()]))
     every = data.draw(st.integers(1, 9)) if policy else None
     s = session(moody, policy=policy, every=every, chunk=data.draw(st.integers(1, 20)))
-    drive(s.read(families.prompt(12)))
-    for _ in events(s.stream(24)):
+    run_to_end(s.read(families.prompt(12)))
+    for _ in iterate_events(s.stream(24)):
         for layer in range(TINY.n_layers):
-            for pos in s.kv.slots(layer).pos:
+            for pos in s.cache.slots(layer).pos:
                 stored = pos[pos >= 0].tolist()
                 assert len(stored) == len(set(stored))
                 assert set(stored) <= set(range(s.committed))
@@ -65,10 +65,10 @@ def test_only_accepted_rows_are_stored_and_positions_are_unique(data: st.DataObj
 def test_keys_of_accepted_rows_are_those_of_plain_decoding() -> None:
     plain, drafted = session(), session(drafters.Bush(TRUTH, 97, -1))
     for s in (plain, drafted):
-        drive(s.read(families.prompt(12)))
-        list(events(s.stream(20)))
+        run_to_end(s.read(families.prompt(12)))
+        list(iterate_events(s.stream(20)))
     for layer in range(TINY.n_layers):
-        a, b = plain.kv.slots(layer), drafted.kv.slots(layer)
+        a, b = plain.cache.slots(layer), drafted.cache.slots(layer)
         assert a.pos.tolist() == b.pos.tolist()
         torch.testing.assert_close(a.k, b.k)
         torch.testing.assert_close(a.v, b.v)
@@ -76,11 +76,11 @@ def test_keys_of_accepted_rows_are_those_of_plain_decoding() -> None:
 
 def test_the_past_changes_only_at_boundaries() -> None:
     s = session(drafters.Right(TRUTH, 97, -1), policy=Recent(), every=8)
-    drive(s.read(families.prompt(12)))
-    for step in events(s.stream(26)):
+    run_to_end(s.read(families.prompt(12)))
+    for step in iterate_events(s.stream(26)):
         before = s.committed - len(step.path)
         assert before // 8 == (s.committed - 1) // 8, "a draft crossed a boundary"
-        held = s.kv.slots(0).n_slots
+        held = s.cache.slots(0).n_slots
         if s.committed % 8:
             assert held == min(15, 12 - 1) + s.committed - 11 if s.committed < 16 else held >= 15 + s.committed % 8
     assert len(s.ids) == 12 + 26
@@ -89,7 +89,7 @@ def test_the_past_changes_only_at_boundaries() -> None:
 def test_a_pass_refuses_to_commit_across_a_boundary() -> None:
     s = session()
     s.boundary = 2
-    made = Made(torch.empty(0), lambda row: 0, lambda row: [], (), ())
+    made = ForwardResult(torch.empty(0), lambda row: 0, lambda row: [], (), ())
     with pytest.raises(AssertionError, match="boundary"):
         s._commit(Rows.chain([1, 2, 3], 0), (), made, [0, 1, 2])
 
@@ -100,24 +100,24 @@ def test_a_draft_deeper_than_the_room_is_refused() -> None:
             return Draft.chain([5] * (room + 1))
 
     s = session(Deep(), every=8, policy=Recent())
-    drive(s.read(families.prompt(4)))
+    run_to_end(s.read(families.prompt(4)))
     with pytest.raises(AssertionError, match="deeper"):
-        drive(s.step())
+        run_to_end(s.step())
 
 
 def test_right_guesses_end_where_the_window_does() -> None:
     short = copy.copy(TINY)
     short.limit = 30
-    s = Session(
+    s = GenerationSession(
         short,
         Dense(TINY.shapes, TINY.dtype),
         drafters.Right(TRUTH, 97, -1),
         Sampler(),
     )
-    drive(s.read(families.prompt(12)))
+    run_to_end(s.read(families.prompt(12)))
     passes = []
     while s.committed < short.limit:
-        passes.append(drive(s.step()))
+        passes.append(run_to_end(s.step()))
     assert max(max(step.rows.pos) for step in passes) == short.limit - 1
     assert s.ids == TRUTH[: short.limit + 1]
 
@@ -125,100 +125,100 @@ def test_right_guesses_end_where_the_window_does() -> None:
 def test_tokens_that_were_taken_back_are_not_punished() -> None:
     s = session()
     s.sampler = Sampler(repetition_penalty=1.7)
-    drive(s.read(families.prompt(12)))
-    list(events(s.stream(12)))
+    run_to_end(s.read(families.prompt(12)))
+    list(iterate_events(s.stream(12)))
     first = list(s.ids)
     s.rewind(12)
-    list(events(s.stream(12)))
+    list(iterate_events(s.stream(12)))
     assert s.ids == first != TRUTH[:24], "the penalty changes this text"
 
 
 def test_who_takes_a_past_over_knows_that_some_of_it_is_gone() -> None:
     lossy, taker = (session(policy=Recent(), every=8) for _ in range(2))
-    drive(lossy.read(families.prompt(30)))
-    taker.take(lossy)
+    run_to_end(lossy.read(families.prompt(30)))
+    taker.take_over(lossy)
     assert taker.committed == 29
     assert taker.rewind(15) == 0
 
 
 def test_what_a_guard_covers_stays_whatever_the_policy_says() -> None:
     class Nothing(KeepAll):
-        def wants(self, lm: LM) -> Wants:
-            return Wants(guard=Guard(sinks=2, recent=3))
+        def requirements(self, lm: LM) -> PolicyRequirements:
+            return PolicyRequirements(guard=ProtectedTokens(sinks=2, recent=3))
 
-        def mask(self, s: Slots, at: Moment) -> torch.Tensor:
+        def mask(self, s: Slots, at: LayerContext) -> torch.Tensor:
             return s.pos < 0
 
     s = session(policy=Nothing(), every=8)
-    drive(s.read(families.prompt(13)))
-    assert {tuple(pos.tolist()) for pos in s.kv.slots(0).pos} == {(0, 1, 9, 10, 11)}
+    run_to_end(s.read(families.prompt(13)))
+    assert {tuple(pos.tolist()) for pos in s.cache.slots(0).pos} == {(0, 1, 9, 10, 11)}
 
 
 def test_a_turn_ends_at_its_length_at_a_stop_token_and_when_cancelled() -> None:
     s = session(drafters.Right(TRUTH, 97, -1))
-    drive(s.read(families.prompt(12)))
-    list(events(s.stream(5)))
+    run_to_end(s.read(families.prompt(12)))
+    list(iterate_events(s.stream(5)))
     assert s.ids == TRUTH[:17]
     stop = TRUTH[20]
-    list(events(s.stream(20, stop={stop})))
+    list(iterate_events(s.stream(20, stop={stop})))
     assert s.ids == TRUTH[: TRUTH.index(stop, 17) + 1]
     asked = iter([False, False, True])
     s = session()
-    drive(s.read(families.prompt(12)))
-    assert len(list(events(s.stream(20, cancel=lambda: next(asked))))) == 2
+    run_to_end(s.read(families.prompt(12)))
+    assert len(list(iterate_events(s.stream(20, cancel=lambda: next(asked))))) == 2
 
 
 def test_rewinding_crops_the_store_and_an_evicted_past_is_read_again() -> None:
     s = session()
-    drive(s.read(families.prompt(12)))
-    list(events(s.stream(10)))
+    run_to_end(s.read(families.prompt(12)))
+    list(iterate_events(s.stream(10)))
     assert s.rewind(15) == 14
-    assert s.kv.slots(0).n_slots == 14
+    assert s.cache.slots(0).n_slots == 14
     assert s.ids == TRUTH[:15]
-    list(events(s.stream(25)))
+    list(iterate_events(s.stream(25)))
     assert s.ids == TRUTH[:40]
     lossy = session(policy=Recent(), every=8)
-    drive(lossy.read(families.prompt(12)))
-    list(events(lossy.stream(10)))
+    run_to_end(lossy.read(families.prompt(12)))
+    list(iterate_events(lossy.stream(10)))
     assert lossy.rewind(15) == 0
     assert lossy.ids == []
-    assert lossy.kv.slots(0).n_slots == 0
+    assert lossy.cache.slots(0).n_slots == 0
 
 
 def test_a_policy_hears_no_queries_of_a_text_that_was_rewound() -> None:
     s = session(policy=Ragged(recent=12), every=20)
-    drive(s.read(families.prompt(1)))  # nothing to read, so nothing is evicted before token 20
-    list(events(s.stream(19)))
+    run_to_end(s.read(families.prompt(1)))  # nothing to read, so nothing is evicted before token 20
+    list(iterate_events(s.stream(19)))
     text = s.ids[:15]
     s.resume(text)
-    drive(s.read(text[len(s.ids) :]))
+    run_to_end(s.read(text[len(s.ids) :]))
     fresh = session(policy=Ragged(recent=12), every=20)
-    drive(fresh.read(text))
+    run_to_end(fresh.read(text))
     for ours, theirs in zip(s.heard._q, fresh.heard._q, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
 def test_a_text_that_was_not_read_to_its_end_cannot_be_continued() -> None:
     s = session(chunk=3)
-    next(iter(events(s.read(TRUTH[:12]))))
+    next(iter(iterate_events(s.read(TRUTH[:12]))))
     with pytest.raises(AssertionError, match="read the text"):
-        drive(s.step())
+        run_to_end(s.step())
 
 
 def test_a_one_token_prompt_and_a_prompt_of_one_chunk_work() -> None:
     for n in (1, 2, 3):
         s = session(chunk=2)
-        drive(s.read(families.prompt(n)))
-        list(events(s.stream(3)))
+        run_to_end(s.read(families.prompt(n)))
+        list(iterate_events(s.stream(3)))
         assert len(s.ids) == n + 3
 
 
 def test_reading_stopped_between_chunks_can_be_taken_up_again() -> None:
     s = session(chunk=3)
-    next(iter(events(s.read(TRUTH[:12]))))
+    next(iter(iterate_events(s.read(TRUTH[:12]))))
     assert s.resume(TRUTH[:12]) == 3
-    drive(s.read(TRUTH[len(s.ids) : 12]))
-    list(events(s.stream(10)))
+    run_to_end(s.read(TRUTH[len(s.ids) : 12]))
+    list(iterate_events(s.stream(10)))
     assert s.ids == TRUTH[:22]
 
 
@@ -227,15 +227,15 @@ def test_scouts_read_what_the_drafters_policy_keeps() -> None:
 
     class Scouting(Off):
         def propose(self, ids: object, room: int, past: object) -> Draft:
-            same = Scouts([int(ids[-1])], [0], torch.ones(1, 1, dtype=torch.bool), [0])  # type: ignore[index]
+            same = LookaheadRows([int(ids[-1])], [0], torch.ones(1, 1, dtype=torch.bool), [0])  # type: ignore[index]
             return Draft([], [], same)
 
     found = {}
     for policy in (None, KeepAll(), Recent(last=3)):
         s = session(Scouting())
-        s.view = policy and assemble.front(s.lm, s.kv, policy, 8)
-        drive(s.read(families.prompt(40)))
-        step = drive(s.step())
+        s.view = policy and assemble.compact_view(s.lm, s.cache, policy, 8)
+        run_to_end(s.read(families.prompt(40)))
+        step = run_to_end(s.step())
         assert step.path == [0]
         assert step.new == [TRUTH_40]
         found[type(policy).__name__] = step.logits[1]
@@ -245,8 +245,8 @@ def test_scouts_read_what_the_drafters_policy_keeps() -> None:
 
 def _next_after(n: int) -> int:
     s = session()
-    drive(s.read(families.prompt(n)))
-    return drive(s.step()).new[0]
+    run_to_end(s.read(families.prompt(n)))
+    return run_to_end(s.step()).new[0]
 
 
 TRUTH_40 = _next_after(40)

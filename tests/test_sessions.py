@@ -16,11 +16,11 @@ import pytest
 from kvcli.chat import chat_tables, database
 from kvcli.chat.conversation import Chat
 from kvcli.chat.database import NAME, VERSION, Database
-from kvcli.chat.saved_chats import Sessions
+from kvcli.chat.saved_chats import SavedChats
 from kvcli.commands.common.run_setup import Setup
 from kvcli.documents import Document
 from kvcli.errors import BadInput
-from kvcli.render.terminal.terminal import cells
+from kvcli.render.terminal.terminal import text_width
 from tests.bench.stress_chats import storm
 from tests.fake_model import FakeModel, fake_info
 from tests.fakes import Machine
@@ -42,15 +42,15 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def sessions(tmp_path: Path, told: list[str]) -> Sessions:
-    return Sessions(tmp_path / "home" / "data", told.append)
+def sessions(tmp_path: Path, told: list[str]) -> SavedChats:
+    return SavedChats(tmp_path / "home" / "data", told.append)
 
 
 def model(answer: str = ANSWER, **facts: int) -> FakeModel:
     return FakeModel(answer=answer, info=fake_info(limit=1 << 30), **facts)
 
 
-def hold_talk(sessions: Sessions, *questions: str, answer: str = ANSWER, title: str | None = None) -> str:
+def hold_talk(sessions: SavedChats, *questions: str, answer: str = ANSWER, title: str | None = None) -> str:
     """The name of a new one."""
     chat = Chat(model(answer), sessions=sessions)
     for question in questions:
@@ -58,11 +58,11 @@ def hold_talk(sessions: Sessions, *questions: str, answer: str = ANSWER, title: 
     return chat.save(title)
 
 
-def asked(sessions: Sessions, name: str) -> list[str]:
+def asked(sessions: SavedChats, name: str) -> list[str]:
     return [m.text for m in sessions.read(name)[0].messages[::2]]
 
 
-def whole(sessions: Sessions) -> dict[str, object]:
+def whole(sessions: SavedChats) -> dict[str, object]:
     """Everything that is kept."""
     return {entry.id: sessions.read(entry.id)[0].document() for entry in sessions.entries()}
 
@@ -70,7 +70,7 @@ def whole(sessions: Sessions) -> dict[str, object]:
 # --- what is written
 
 
-def test_a_document_of_ten_chats_is_stored_once(sessions: Sessions):
+def test_a_document_of_ten_chats_is_stored_once(sessions: SavedChats):
     for i in range(10):
         chat = Chat(model(), sessions=sessions)
         chat.attach(Document(f"copy {i}.md", TEXT, "00"))
@@ -87,7 +87,7 @@ def test_a_document_of_ten_chats_is_stored_once(sessions: Sessions):
     assert b"A report of wells" not in b"".join(p.read_bytes() for p in sessions.folder.iterdir())
 
 
-def test_the_figures_of_each_turn_are_kept(sessions: Sessions):
+def test_the_figures_of_each_turn_are_kept(sessions: SavedChats):
     chat = Chat(model(cached=7), sessions=sessions)
     turns = [chat.send(f"question {i}") for i in range(3)]
     chat.save()
@@ -102,7 +102,7 @@ def test_the_figures_of_each_turn_are_kept(sessions: Sessions):
     assert [m.figures for m in again.messages[::2]] == [None, None]
 
 
-def test_only_turns_that_differ_are_written(sessions: Sessions):
+def test_only_turns_that_differ_are_written(sessions: SavedChats):
     chat = Chat(model(), sessions=sessions)
     rows = "SELECT id, question FROM turns ORDER BY n"
     for i in range(4):
@@ -119,7 +119,7 @@ def test_only_turns_that_differ_are_written(sessions: Sessions):
     assert sessions.search("question 3") == []
 
 
-def test_what_is_forgotten_is_in_no_file(machine: Machine, sessions: Sessions):
+def test_what_is_forgotten_is_in_no_file(machine: Machine, sessions: SavedChats):
     machine("chat", "-p", "Where is the xylophone?")
     machine("chat", "-c", "-p", "And the zither?")
     machine("chat", "-p", "Something else")
@@ -147,7 +147,7 @@ def test_what_is_forgotten_is_in_no_file(machine: Machine, sessions: Sessions):
         ("my pl", ["f"]), ("\u202ewell", ["a", "g"]),
     ],
 )  # fmt: skip
-def test_search_takes_whatever_is_typed(sessions: Sessions, query: str, found: list[str]):
+def test_search_takes_whatever_is_typed(sessions: SavedChats, query: str, found: list[str]):
     texts = {
         "a": "How deep is well Bethden?", "b": "Where is the café?", "c": 'She may say "no" to a AND b.',
         "d": "Is (a * b) 100 % of it?", "e": "この井戸は深いですか", "f": "?", "g": "a \u202ewell",
@@ -157,7 +157,7 @@ def test_search_takes_whatever_is_typed(sessions: Sessions, query: str, found: l
     assert len(sessions.entries()) == len(texts)
 
 
-def test_the_best_come_first_each_once_and_with_their_neighbours(sessions: Sessions):
+def test_the_best_come_first_each_once_and_with_their_neighbours(sessions: SavedChats):
     other = hold_talk(sessions, "A harbour, a ship, a long way, a well, and whatever else there is to be seen there")
     best = hold_talk(sessions, "well", "well well")
     found = sessions.search("well")
@@ -168,7 +168,7 @@ def test_the_best_come_first_each_once_and_with_their_neighbours(sessions: Sessi
 # --- the command
 
 
-def test_sessions_are_listed_shown_found_and_exported(machine: Machine, sessions: Sessions):
+def test_sessions_are_listed_shown_found_and_exported(machine: Machine, sessions: SavedChats):
     (machine.folder / "r.md").write_text("The report.")
     machine("chat", "-f", "r.md", "-p", "How deep?")
     machine("chat", "-p", "How wide?")
@@ -193,7 +193,7 @@ def test_sessions_are_listed_shown_found_and_exported(machine: Machine, sessions
 
 
 @pytest.mark.parametrize("command", [["rm", "1"], ["prune", "--older-than", "0"]])
-def test_nothing_is_forgotten_unasked(machine: Machine, sessions: Sessions, command: list[str]):
+def test_nothing_is_forgotten_unasked(machine: Machine, sessions: SavedChats, command: list[str]):
     machine("chat", "-p", "How deep?")
     refused = machine("sessions", *command)
     assert (refused.exit, len(sessions.entries())) == (2, 1)
@@ -207,7 +207,7 @@ def test_nothing_is_forgotten_unasked(machine: Machine, sessions: Sessions, comm
     assert machine("sessions", "prune", "--older-than", "0", "--json").exit == 0
 
 
-def test_prune_spares_what_is_young_and_says_what_would_go(machine: Machine, sessions: Sessions):
+def test_prune_spares_what_is_young_and_says_what_would_go(machine: Machine, sessions: SavedChats):
     old, undated, _ = (hold_talk(sessions, text) for text in ("old", "undated", "young"))
     for name, date in ((old, "2020-01-01T00:00:00+01:00"), (undated, "")):
         sessions._db.run(lambda db, new=(date, name): db.execute("UPDATE sessions SET saved = ? WHERE name = ?", new))
@@ -218,7 +218,7 @@ def test_prune_spares_what_is_young_and_says_what_would_go(machine: Machine, ses
     assert len(sessions.entries()) == 2
 
 
-def test_what_is_open_is_not_forgotten(machine: Machine, sessions: Sessions):
+def test_what_is_open_is_not_forgotten(machine: Machine, sessions: SavedChats):
     free, held = hold_talk(sessions, "one"), hold_talk(sessions, "two")
     opened = sessions.open(held, holds=True)
     done = machine("sessions", "rm", free, held, "-y")
@@ -233,7 +233,7 @@ def test_what_is_open_is_not_forgotten(machine: Machine, sessions: Sessions):
 
 
 @pytest.mark.parametrize("width", [40, 200])
-def test_lists_fit_and_what_others_wrote_steers_no_terminal(machine: Machine, sessions: Sessions, width: int):
+def test_lists_fit_and_what_others_wrote_steers_no_terminal(machine: Machine, sessions: SavedChats, width: int):
     hold_talk(
         sessions, "How deep is \x1b]0;pwned\x07 the well? \u202e" * 9, answer="\x1b[2J done " * 40, title="a\x1b[31m\nb"
     )
@@ -244,14 +244,14 @@ def test_lists_fit_and_what_others_wrote_steers_no_terminal(machine: Machine, se
         assert done.exit == 0
         assert not {"\x1b", "\x07", "\u202e"} & set(done.out)
         if args != ["show", "2"]:
-            assert all(cells(line) < width for line in done.out.split("\n")), done.out
+            assert all(text_width(line) < width for line in done.out.split("\n")), done.out
     assert "\x1b" not in machine("sessions", "show", "2", "--json").out
 
 
 # --- in the chat
 
 
-def test_a_fork_goes_on_and_leaves_the_other_as_it_was(machine: Machine, sessions: Sessions):
+def test_a_fork_goes_on_and_leaves_the_other_as_it_was(machine: Machine, sessions: SavedChats):
     machine.environ["TERM"] = "dumb"
     typed = b"/fork\none\n/fork Mine\ntwo\n/sessions\n/sessions two\n/sessions zither\n/resume 2\n/resume 1\n/exit\n"
     done = machine("chat", stdin=typed, tty=("stdin", "stdout", "stderr"))
@@ -266,13 +266,13 @@ def test_a_fork_goes_on_and_leaves_the_other_as_it_was(machine: Machine, session
     assert {entry.title for entry in sessions.entries()} == {"one", "Mine"}
 
 
-def test_save_writes_a_file_that_is_not_taken_in_again(machine: Machine, sessions: Sessions):
+def test_save_writes_a_file_that_is_not_taken_in_again(machine: Machine, sessions: SavedChats):
     machine.environ["TERM"] = "dumb"
     done = machine("chat", "--no-save", stdin=b"one\n/save Wells\ntwo\n", tty=("stdin", "stdout", "stderr"))
     assert "from now on with each turn" in " ".join(done.err.split())
     (file,) = (machine.folder / "home" / "data" / "chats").iterdir()
     assert (file.stat().st_mode & 0o777, json.loads(file.read_text())["title"]) == (0o600, "Wells")
-    (entry,) = Sessions(sessions.folder).entries()
+    (entry,) = SavedChats(sessions.folder).entries()
     assert file.stem == entry.id
     assert asked(sessions, entry.id) == ["one", "two"]
 
@@ -281,7 +281,7 @@ def test_save_writes_a_file_that_is_not_taken_in_again(machine: Machine, session
 
 
 @pytest.fixture
-def files(tmp_path: Path, sessions: Sessions) -> Path:
+def files(tmp_path: Path, sessions: SavedChats) -> Path:
     """Three chats as they were kept before, and two that cannot be read."""
     sessions.files.mkdir(parents=True)
     names = ["20260101-000000-aaaaaa", "20260102-000000-bbbbbb", "by hand"]
@@ -296,51 +296,51 @@ def files(tmp_path: Path, sessions: Sessions) -> Path:
     return sessions.files
 
 
-def test_json_chats_are_taken_in_once_and_left_where_they_are(sessions: Sessions, files: Path, told: list[str]):
+def test_json_chats_are_taken_in_once_and_left_where_they_are(sessions: SavedChats, files: Path, told: list[str]):
     before = {path.name: path.read_bytes() for path in files.glob("[!f]*.json")}
     assert [asked(sessions, e.id) for e in sessions.entries()] == [["question 2"], ["question 1"], ["question 0"]]
     assert [e.id for e in sessions.entries()][1:] == ["20260102-000000-bbbbbb", "20260101-000000-aaaaaa"]
     assert len(told) == 2
     assert all(any(name in text for text in told) for name in ("cccccc.json", "folder.json"))
-    again = Sessions(sessions.folder, told.append)
+    again = SavedChats(sessions.folder, told.append)
     assert (whole(again), len(told)) == (whole(sessions), 2)
     assert {path.name: path.read_bytes() for path in files.glob("[!f]*.json")} == before
     moved = next(iter(files.glob("2026*a.json")))
     moved.rename(files / "renamed.json")
-    assert len(Sessions(sessions.folder).entries()) == 3
-    assert Sessions(sessions.folder).name_of(str(files / "renamed.json")) == moved.stem
+    assert len(SavedChats(sessions.folder).entries()) == 3
+    assert SavedChats(sessions.folder).name_of(str(files / "renamed.json")) == moved.stem
 
 
-def test_a_file_that_was_mended_is_taken_in(sessions: Sessions, files: Path, told: list[str]):
+def test_a_file_that_was_mended_is_taken_in(sessions: SavedChats, files: Path, told: list[str]):
     assert len(sessions.entries()) == 3
     shutil.copy(next(iter(files.glob("*b.json"))), files / "20260103-000000-cccccc.json")
-    assert len(Sessions(sessions.folder, told.append).entries()) == 3, "its text is in already"
+    assert len(SavedChats(sessions.folder, told.append).entries()) == 3, "its text is in already"
     other = json.loads((files / "by hand.json").read_text())
     other["title"] = "changed by an older kvcli"
     (files / "by hand.json").write_text(json.dumps(other))
-    assert len(Sessions(sessions.folder, told.append).entries()) == 4
+    assert len(SavedChats(sessions.folder, told.append).entries()) == 4
     assert len(told) == 2
 
 
 def test_a_new_chat_comes_after_those_that_are_taken_in(machine: Machine, files: Path):
     assert machine("chat", "-p", "new").exit == 0
     assert machine("chat", "-c", "-p", "and now?").exit == 0
-    latest = Sessions(files.parent).entries()[0]
-    assert asked(Sessions(files.parent), latest.id) == ["new", "and now?"]
+    latest = SavedChats(files.parent).entries()[0]
+    assert asked(SavedChats(files.parent), latest.id) == ["new", "and now?"]
 
 
-def test_what_was_forgotten_does_not_come_back(sessions: Sessions, files: Path, told: list[str]):
+def test_what_was_forgotten_does_not_come_back(sessions: SavedChats, files: Path, told: list[str]):
     sessions.remove(["20260101-000000-aaaaaa"])
     assert not (files / "20260101-000000-aaaaaa.json").exists()
     sessions.remove([sessions.entries()[0].id])
     assert not (files / "by hand.json").exists()
-    assert [e.id for e in Sessions(sessions.folder, told.append).entries()] == ["20260102-000000-bbbbbb"]
+    assert [e.id for e in SavedChats(sessions.folder, told.append).entries()] == ["20260102-000000-bbbbbb"]
 
 
 # --- what is damaged
 
 
-def test_a_newer_form_is_refused_by_name_and_costs_no_answer(machine: Machine, sessions: Sessions):
+def test_a_newer_form_is_refused_by_name_and_costs_no_answer(machine: Machine, sessions: SavedChats):
     hold_talk(sessions, "one")
     with sqlite3.connect(sessions.folder / NAME) as db:
         db.execute(f"PRAGMA user_version = {VERSION + 1}")
@@ -357,7 +357,7 @@ def test_a_newer_form_is_refused_by_name_and_costs_no_answer(machine: Machine, s
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"no database " * 1000, bytes(8192)])
-def test_what_is_no_database_is_set_aside(machine: Machine, sessions: Sessions, data: bytes):
+def test_what_is_no_database_is_set_aside(machine: Machine, sessions: SavedChats, data: bytes):
     sessions.folder.mkdir(parents=True)
     (sessions.folder / NAME).write_bytes(data)
     done = machine("chat", "-p", "one")
@@ -369,7 +369,7 @@ def test_what_is_no_database_is_set_aside(machine: Machine, sessions: Sessions, 
 
 
 @pytest.mark.parametrize("name", ["../../x", "a/b", "", "x" * 99, "caf\u00e9", "\x1b[31m"])
-def test_names_that_are_none_of_ours_become_no_files(sessions: Sessions, told: list[str], name: str):
+def test_names_that_are_none_of_ours_become_no_files(sessions: SavedChats, told: list[str], name: str):
     hold_talk(sessions, "one")
     sessions._db.run(lambda db: db.execute("UPDATE sessions SET name = ?", [name]))
     opened = sessions.open("1", holds=True)
@@ -379,7 +379,7 @@ def test_names_that_are_none_of_ours_become_no_files(sessions: Sessions, told: l
     assert sessions.entries() == []
 
 
-def test_a_file_of_no_name_of_ours_is_not_removed(sessions: Sessions, tmp_path: Path):
+def test_a_file_of_no_name_of_ours_is_not_removed(sessions: SavedChats, tmp_path: Path):
     """Whoever writes into the database of somebody else shall not choose files."""
     name = hold_talk(sessions, "one")
     (tmp_path / "mine.json").write_text("mine")
@@ -389,7 +389,7 @@ def test_a_file_of_no_name_of_ours_is_not_removed(sessions: Sessions, tmp_path: 
     assert (tmp_path / "mine.json").exists()
 
 
-def test_what_is_kept_can_be_read_where_nothing_can_be_written(machine: Machine, sessions: Sessions, monkeypatch):
+def test_what_is_kept_can_be_read_where_nothing_can_be_written(machine: Machine, sessions: SavedChats, monkeypatch):
     machine("chat", "-p", "How deep?")
 
     def fails(_: object) -> None:
@@ -405,11 +405,11 @@ def test_what_is_kept_can_be_read_where_nothing_can_be_written(machine: Machine,
     assert asked(sessions, sessions.find(None)) == ["How deep?"]
 
 
-def test_a_database_that_is_a_link_is_one_where_it_leads(sessions: Sessions, tmp_path: Path, told: list[str]):
+def test_a_database_that_is_a_link_is_one_where_it_leads(sessions: SavedChats, tmp_path: Path, told: list[str]):
     sessions.folder.mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
     (sessions.folder / NAME).symlink_to(tmp_path / "elsewhere" / "chats.db")
-    linked = Sessions(sessions.folder, told.append)
+    linked = SavedChats(sessions.folder, told.append)
     hold_talk(linked, "one")
     (tmp_path / "elsewhere" / "chats.db").write_bytes(b"damaged" * 999)
     hold_talk(linked, "two")
@@ -422,7 +422,7 @@ def test_a_database_that_is_a_link_is_one_where_it_leads(sessions: Sessions, tmp
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database of some size."""
     folder = tmp_path_factory.mktemp("library")
-    sessions = Sessions(folder)
+    sessions = SavedChats(folder)
     for i in range(12):
         chat = Chat(model(f"answer {i} " * 30), sessions=sessions)
         chat.attach(Document("r.md", f"{i % 3} {TEXT[:9000]}", "00"))
@@ -432,7 +432,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / NAME
 
 
-def damaged(library: Path, folder: Path, seeds: range, flips: int) -> Iterator[tuple[int, Sessions, list[str]]]:
+def damaged(library: Path, folder: Path, seeds: range, flips: int) -> Iterator[tuple[int, SavedChats, list[str]]]:
     """Copies with bytes changed, half of them in the same page."""
     sound = library.read_bytes()
     for seed in seeds:
@@ -444,7 +444,7 @@ def damaged(library: Path, folder: Path, seeds: range, flips: int) -> Iterator[t
         home = folder / str(seed)
         home.mkdir(parents=True)
         (home / NAME).write_bytes(data)
-        yield seed, Sessions(home, told.append), told
+        yield seed, SavedChats(home, told.append), told
 
 
 def fuzz(library: Path, folder: Path, seeds: range, flips: int) -> tuple[int, int]:
@@ -500,7 +500,7 @@ def test_a_page_of_zeros_costs_what_stood_there(library: Path, tmp_path: Path, p
     data[(page - 1) * 4096 : page * 4096] = bytes(4096)
     (tmp_path / NAME).write_bytes(data)
     told: list[str] = []
-    sessions = Sessions(tmp_path, told.append)
+    sessions = SavedChats(tmp_path, told.append)
     assert len(sessions.entries()) == 12
     assert sum(len(asked(sessions, entry.id)) for entry in sessions.entries()) == 60
     assert len(told) == 1
@@ -513,7 +513,7 @@ def index_of_names(path: Path) -> slice:
     return slice((page - 1) * database.PAGE, page * database.PAGE)
 
 
-def test_a_name_that_its_index_lacks_is_found_and_the_damage_said(sessions: Sessions, told: list[str]):
+def test_a_name_that_its_index_lacks_is_found_and_the_damage_said(sessions: SavedChats, told: list[str]):
     """A lost write: the index is as it was before the last chat, and no page of the file is broken."""
     hold_talk(sessions, "Where?")
     path = sessions.folder / NAME
@@ -528,7 +528,7 @@ def test_a_name_that_its_index_lacks_is_found_and_the_damage_said(sessions: Sess
     assert len(sessions.entries()) == 2
 
 
-def test_of_a_document_whose_text_is_lost_no_name_is_left(sessions: Sessions, told: list[str]):
+def test_of_a_document_whose_text_is_lost_no_name_is_left(sessions: SavedChats, told: list[str]):
     """Or it would be listed, and the model shown nothing of it."""
     names = [with_documents(sessions, name) for name in ("lost.pdf", "left.pdf")]
     path = sessions.folder / NAME
@@ -543,7 +543,7 @@ def test_of_a_document_whose_text_is_lost_no_name_is_left(sessions: Sessions, to
     assert {entry.id: entry.files for entry in sessions.entries()} == dict(zip(names, documents, strict=True))
 
 
-def test_what_is_written_is_on_the_disk_and_what_is_removed_is_overwritten(sessions: Sessions):
+def test_what_is_written_is_on_the_disk_and_what_is_removed_is_overwritten(sessions: SavedChats):
     """What SQLite promises of a power cut hangs on these settings of each connection."""
     hold_talk(sessions, "Where?")
     asks = ("synchronous", "journal_mode", "secure_delete", "trusted_schema", "cell_size_check")
@@ -573,7 +573,7 @@ def test_a_long_storm_of_kills_loses_nothing_that_was_said_to_be_kept():
 # --- found by what its documents are called
 
 
-def with_documents(sessions: Sessions, *names: str) -> str:
+def with_documents(sessions: SavedChats, *names: str) -> str:
     chat = Chat(model(), sessions=sessions)
     for name in names:
         chat.attach(Document(name, f"text of {name}", name))
@@ -584,7 +584,7 @@ def with_documents(sessions: Sessions, *names: str) -> str:
 @pytest.mark.parametrize(
     "typed", ["faq.pdf", "FAQ.pdf", "faq", "annual", "2024_annual-report.docx", "report 2024", "what faq"]
 )
-def test_a_chat_is_found_by_the_name_of_its_document(sessions: Sessions, machine: Machine, typed: str):
+def test_a_chat_is_found_by_the_name_of_its_document(sessions: SavedChats, machine: Machine, typed: str):
     name = with_documents(sessions, "faq.pdf", "2024_annual-report.docx")
     with_documents(sessions, "other.md")
     hold_talk(sessions, "pdf")
@@ -594,14 +594,14 @@ def test_a_chat_is_found_by_the_name_of_its_document(sessions: Sessions, machine
         assert "goes on with What is in it?" in machine("chat", "-r", typed, "-p", "And?").err
 
 
-def test_of_several_with_one_document_none_is_chosen(sessions: Sessions):
+def test_of_several_with_one_document_none_is_chosen(sessions: SavedChats):
     names = {with_documents(sessions, "faq.pdf") for _ in range(2)}
     with pytest.raises(BadInput, match=r"several conversations are called faq\.pdf"):
         sessions.find("faq.pdf")
     assert {entry.id for entry in sessions.search("faq.pdf")} == names
 
 
-def test_documents_are_named_in_the_list(sessions: Sessions, machine: Machine):
+def test_documents_are_named_in_the_list(sessions: SavedChats, machine: Machine):
     with_documents(sessions, "faq.pdf", "b.md", "c.md")
     hold_talk(sessions, "none")
     assert "faq.pdf +2" in machine("sessions", "list").out

@@ -11,28 +11,28 @@ import pytest
 import torch
 
 from kvcli.engine.drafting.drafter import Drafter
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf import model_probe
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel
 from kvcli.fit import weights
-from kvcli.fit.available_memory import Room
+from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.memory import GIB, kv_bytes, stored
-from kvcli.fit.plan import Facts, Subject, plan
-from kvcli.kv.cache.level import Floor, Rung
-from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.fit.plan import MeasuredFacts, PlannedModel, plan
+from kvcli.kv.cache.level import CroppableTier, TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.footprint import layer_bytes
 from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.slots import nbytes
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import Disk
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.tiers.disk import DiskTier
+from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.off import Off
-from kvcli.methods.policies.streaming import Window
-from kvcli.models.checkpoint_format import Packing
+from kvcli.methods.policies.streaming import StreamingLLM
+from kvcli.models.checkpoint_format import CheckpointFormat
 from kvcli.models.shape import shape_of
 from kvcli.settings.profile import Profile
 from tests import all_families, drafters, families
@@ -65,30 +65,32 @@ def dense(model: LM) -> Dense:
     return Dense(model.shapes, model.dtype, windows=windows_of(model.shapes, model.sights))
 
 
-def ladder(model: LM, below: Floor) -> Ladder:
-    return Ladder(Dense(model.shapes, model.dtype, step=8), [Rung(below)], holds=7, group=4, sinks=2)
+def ladder(model: LM, below: CroppableTier) -> TieredCache:
+    return TieredCache(Dense(model.shapes, model.dtype, step=8), [TierLevel(below)], holds=7, group=4, sinks=2)
 
 
-def int8(model: LM) -> Ladder:
-    return ladder(model, Packed(model.shapes, model.dtype, k_bits=8, v_bits=8, group=4))
+def int8(model: LM) -> TieredCache:
+    return ladder(model, QuantizedTier(model.shapes, model.dtype, k_bits=8, v_bits=8, group=4))
 
 
-def disk(model: LM) -> Ladder:
-    return ladder(model, Disk(model.shapes, model.dtype, 1 << 24, 1 << 26))
+def disk(model: LM) -> TieredCache:
+    return ladder(model, DiskTier(model.shapes, model.dtype, 1 << 24, 1 << 26))
 
 
 STORES = {"dense": dense, "int8": int8, "disk": disk}
 
 
-def opened(name: str, kv: str = "dense", drafter: Drafter | None = None, **how: Any) -> Session:
+def opened(name: str, kv: str = "dense", drafter: Drafter | None = None, **how: Any) -> GenerationSession:
     model = lm(name, how.pop("dtype", torch.float32))
     every = how.pop("every", 16 if kv != "dense" else None)
-    return Session(model, STORES[kv](model), drafter or Off(), Sampler(), **{"chunk": 13, "every": every, **how})
+    return GenerationSession(
+        model, STORES[kv](model), drafter or Off(), Sampler(), **{"chunk": 13, "every": every, **how}
+    )
 
 
-def written(session: Session, new: int = NEW) -> list[int]:
-    drive(session.read(ids()[len(session.ids) :]))
-    list(events(session.stream(new)))
+def written(session: GenerationSession, new: int = NEW) -> list[int]:
+    run_to_end(session.read(ids()[len(session.ids) :]))
+    list(iterate_events(session.stream(new)))
     return session.ids
 
 
@@ -115,12 +117,12 @@ def test_a_text_goes_on_from_where_it_went_back_to(name: str) -> None:
         written(session)
         kept = session.rewind(n)
         assert kept <= n
-        drive(session.read(theirs(name)[len(session.ids) : max(n, N)]))
-        list(events(session.stream(N + NEW - len(session.ids))))
+        run_to_end(session.read(theirs(name)[len(session.ids) : max(n, N)]))
+        list(iterate_events(session.stream(N + NEW - len(session.ids))))
         assert session.ids == theirs(name), n
 
 
-POLICIES: dict[str, Policy | None] = {"all": None, "window": Window(sinks=2, window=13)}
+POLICIES: dict[str, Policy | None] = {"all": None, "window": StreamingLLM(sinks=2, window=13)}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -146,15 +148,15 @@ def test_in_float64_too(name: str) -> None:
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_text_that_is_kept_in_layers_of_several_sizes_comes_back(name: str) -> None:
-    from kvcli.kv.snapshot import Given
+    from kvcli.kv.snapshot import SnapshotReader
 
     for kv in STORES:
         one, other = opened(name, kv), opened(name, kv)
-        drive(one.read(ids()))
-        other.kv.restore(Given(one.kv.state(), 4096))
+        run_to_end(one.read(ids()))
+        other.cache.restore(SnapshotReader(one.cache.snapshot(), 4096))
         for layer, of in enumerate(one.lm.shapes):
-            if of.shares is None:
-                a, b = one.kv.slots(layer), other.kv.slots(layer)
+            if of.shared_from is None:
+                a, b = one.cache.slots(layer), other.cache.slots(layer)
                 assert torch.equal(a.k, b.k)
                 assert torch.equal(a.v, b.v)
 
@@ -166,8 +168,8 @@ def test_layers_that_share_keys_store_none() -> None:
     for name in ("gemma4_shared", "gemma3n"):
         session = opened(name)
         written(session)
-        assert [of.shares for of in session.lm.shapes] == [None, None, 0, 1]
-        assert {use.layer for use in session.kv.usage()} == {0, 1}
+        assert [of.shared_from for of in session.lm.shapes] == [None, None, 0, 1]
+        assert {use.layer for use in session.cache.usage()} == {0, 1}
 
 
 def test_reading_ends_where_the_last_keys_are_made() -> None:
@@ -176,12 +178,12 @@ def test_reading_ends_where_the_last_keys_are_made() -> None:
     layers = session.lm.model.model.layers
     hooks = [layer.register_forward_hook(lambda *_, i=i: ran.append(i)) for i, layer in enumerate(layers)]
     try:
-        drive(session.read(ids()))
+        run_to_end(session.read(ids()))
     finally:
         for hook in hooks:
             hook.remove()
     assert set(ran) == {0}, "the second is left before it is over"
-    list(events(session.stream(NEW)))
+    list(iterate_events(session.stream(NEW)))
     assert session.ids == theirs("gemma4_shared")
 
 
@@ -190,9 +192,9 @@ def test_keys_of_a_wrong_owner_are_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         return families.build("gemma4_shared", num_hidden_layers=6, layer_types=families.PAIRS * 3)
 
     own = model_probe._owner
-    assert [of.shares for of in LM.of(build(), verify=True).shapes] == [None, None, None, None, 2, 3]
+    assert [of.shared_from for of in LM.of(build(), verify=True).shapes] == [None, None, None, None, 2, 3]
 
-    def wrong(at: model_probe.Layer, layers: Sequence[model_probe.Layer]) -> int | None:
+    def wrong(at: model_probe.ProbedLayer, layers: Sequence[model_probe.ProbedLayer]) -> int | None:
         found = own(at, layers)
         return None if found is None else found - 2
 
@@ -211,8 +213,8 @@ def held_bytes(kv: Dense) -> int:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_reported_is_held_and_foretold(name: str) -> None:
     session = opened(name)
-    session.kv = kv = Dense(session.lm.shapes, session.lm.dtype)  # windows that nobody gives back
-    drive(session.read(ids()))
+    session.cache = kv = Dense(session.lm.shapes, session.lm.dtype)  # windows that nobody gives back
+    run_to_end(session.read(ids()))
     exact = Profile.load("exact")
     foretold = [of for of, _ in stored(shape_of(families.config_of(name).to_dict(), name))]
     assert foretold == list(session.lm.shapes)
@@ -247,7 +249,7 @@ def test_a_config_as_people_write_it_says_the_same(name: str) -> None:
     assert [of for of, _ in stored(shape_of(written))] == list(lm(name).shapes)
 
 
-def gemma_4b() -> Subject:
+def gemma_4b() -> PlannedModel:
     """Gemma 3 4B by its sizes."""
     shape = shape_of(
         {
@@ -257,11 +259,11 @@ def gemma_4b() -> Subject:
         }
     )  # fmt: skip
     held = weights.of_shape(shape, 2)
-    return Subject("gemma", shape, held, "bfloat16", Packing(), True, False, sum(h.nbytes for h in held))
+    return PlannedModel("gemma", shape, held, "bfloat16", CheckpointFormat(), True, False, sum(h.nbytes for h in held))
 
 
 def test_gemma_3_4b_at_32k_takes_little_more_than_its_full_layers_and_windows() -> None:
     subject = gemma_4b()
-    need = plan(subject, Profile.load("exact"), Room("cpu", 64 * GIB), 32_768, Facts()).need
+    need = plan(subject, Profile.load("exact"), AvailableMemory("cpu", 64 * GIB), 32_768, MeasuredFacts()).need
     # an answer of 1,024 tokens among it, and what may be undone
     assert need.kv <= 1.2 * kv_bytes(subject.shape, 32_768, 2, windows=True)

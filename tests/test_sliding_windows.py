@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.sliding_windows import Window, windows_of
-from kvcli.kv.slots import LayerShape, Sight, Store
+from kvcli.kv.slots import AttentionParams, KVCache, LayerShape
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.off import Off
 from tests import drafters, families
 from tests.policies import KeepAll, Ragged
@@ -38,23 +38,23 @@ def dense(model: LM, back: int | None = BACK) -> Dense:
     return Dense(model.shapes, model.dtype, step=16, windows=None if back is None else windows(model, back))
 
 
-def ladder(model: LM, back: int | None = BACK, bits: int = 8) -> Ladder:
+def ladder(model: LM, back: int | None = BACK, bits: int = 8) -> TieredCache:
     """A few slots in full, older ones in few bits."""
-    below = Packed(model.shapes, model.dtype, k_bits=bits, v_bits=bits, group=8)
-    return Ladder(dense(model, back), [Rung(below, group=8)], holds=16, group=8, sinks=2)
+    below = QuantizedTier(model.shapes, model.dtype, k_bits=bits, v_bits=bits, group=8)
+    return TieredCache(dense(model, back), [TierLevel(below, group=8)], holds=16, group=8, sinks=2)
 
 
-def opened(model: LM, kv: Store, **options: Any) -> Session:
-    return Session(model, kv, Off(), Sampler(), **{"chunk": 31, **options})
+def opened(model: LM, kv: KVCache, **options: Any) -> GenerationSession:
+    return GenerationSession(model, kv, Off(), Sampler(), **{"chunk": 31, **options})
 
 
-def written(session: Session, text: Sequence[int] = TEXT, new: int = 30) -> list[int]:
-    drive(session.read(text[len(session.ids) :]))
-    list(events(session.stream(new)))
+def written(session: GenerationSession, text: Sequence[int] = TEXT, new: int = 30) -> list[int]:
+    run_to_end(session.read(text[len(session.ids) :]))
+    list(iterate_events(session.stream(new)))
     return session.ids
 
 
-def first(kv: Store, layer: int) -> int:
+def first(kv: KVCache, layer: int) -> int:
     pos = kv.slots(layer).pos
     return int(pos[pos >= 0].min())
 
@@ -64,14 +64,14 @@ def first(kv: Store, layer: int) -> int:
 def test_sliding_layers_keep_their_window_and_say_the_same(model: LM, store: Any) -> None:
     kept, whole = opened(model, store(model)), opened(model, store(model, None))
     assert written(kept) == written(whole)
-    assert kept.kv.n_slots(1) == whole.kv.n_slots(1) == kept.committed
+    assert kept.cache.n_slots(1) == whole.cache.n_slots(1) == kept.committed
     for layer in (0, 2):
         # from where the answer began: its window, what may be undone, and what does not make a whole block
-        assert kept.kv.n_slots(layer) < 30 + SIZE + 2 * BACK + 64 < whole.kv.n_slots(layer)
-        assert kept.kv.slots(layer).n_slots == kept.kv.n_slots(layer)
-    held, had = (sum(use.nbytes for use in s.kv.usage() if use.layer == 0) for s in (kept, whole))
+        assert kept.cache.n_slots(layer) < 30 + SIZE + 2 * BACK + 64 < whole.cache.n_slots(layer)
+        assert kept.cache.slots(layer).n_slots == kept.cache.n_slots(layer)
+    held, had = (sum(use.nbytes for use in s.cache.usage() if use.layer == 0) for s in (kept, whole))
     assert held < had
-    assert not kept.lost - whole.lost
+    assert not kept.approximations - whole.approximations
 
 
 @pytest.mark.parametrize("policy", [KeepAll(), Ragged()])
@@ -91,7 +91,7 @@ def test_a_policy_that_evicts_from_sliding_layers_too(policy: Any) -> None:
 def test_what_goes_depends_on_the_text_and_not_on_its_chunks(model: LM, chunk: int) -> None:
     one, other = opened(model, dense(model), chunk=chunk), opened(model, dense(model))
     assert written(one) == written(other)
-    assert [first(one.kv, layer) for layer in (0, 2)] == [first(other.kv, layer) for layer in (0, 2)]
+    assert [first(one.cache, layer) for layer in (0, 2)] == [first(other.cache, layer) for layer in (0, 2)]
 
 
 def test_what_a_chunk_hides_makes_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_what_a_chunk_hides_makes_room_for_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Dense, "append", noted)
     for by_layers in (False, True):
         most.clear()
-        drive(opened(MODEL, dense(MODEL), chunk=128, by_layers=by_layers).read(families.prompt(512)))
+        run_to_end(opened(MODEL, dense(MODEL), chunk=128, by_layers=by_layers).read(families.prompt(512)))
         assert max(most[0], most[2]) < 128 + 64, "the chunk, and what is left of a block"
         assert most[1] == 511
 
@@ -114,9 +114,9 @@ def test_a_chunk_that_finds_no_room_leaves_no_past_with_holes(monkeypatch: pytes
     """What would have made room for it is what its rows see once it is read again."""
     want, session, append = opened(MODEL, dense(MODEL), chunk=128), opened(MODEL, dense(MODEL), chunk=128), Dense.append
     ids = families.prompt(384)
-    drive(want.read(ids))
-    drive(session.chunk(ids))
-    drive(session.chunk(ids))
+    run_to_end(want.read(ids))
+    run_to_end(session.prefill_chunk(ids))
+    run_to_end(session.prefill_chunk(ids))
 
     def breaks(kv: Dense, layer: int, *stored: Any) -> None:
         if layer == 1:
@@ -125,21 +125,21 @@ def test_a_chunk_that_finds_no_room_leaves_no_past_with_holes(monkeypatch: pytes
 
     monkeypatch.setattr(Dense, "append", breaks)
     with pytest.raises(MemoryError):
-        drive(session.chunk(ids))
+        run_to_end(session.prefill_chunk(ids))
     monkeypatch.undo()
     session.rewind(session.committed + 1)
-    while drive(session.chunk(ids)):
+    while run_to_end(session.prefill_chunk(ids)):
         pass
     for layer in range(MODEL.n_layers):
-        assert torch.equal(session.kv.slots(layer).k, want.kv.slots(layer).k)
+        assert torch.equal(session.cache.slots(layer).k, want.cache.slots(layer).k)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_stays_in_few_bits_is_not_rounded_again(bits: int) -> None:
     kept, whole = opened(MODEL, ladder(MODEL, bits=bits)), opened(MODEL, ladder(MODEL, None, bits))
     for session in (kept, whole):
-        drive(session.read(TEXT))
-    stays, was = kept.kv.slots(0), whole.kv.slots(0)
+        run_to_end(session.read(TEXT))
+    stays, was = kept.cache.slots(0), whole.cache.slots(0)
     assert stays.n_slots < was.n_slots
     there = torch.isin(was.pos[0], stays.pos[0])
     for a, b in ((was.k, stays.k), (was.v, stays.v)):
@@ -152,7 +152,7 @@ def test_what_stays_in_few_bits_is_not_rounded_again(bits: int) -> None:
 def test_guesses_change_nothing(model: LM, store: Any) -> None:
     want = written(opened(model, store(model), every=16))
     drafter = drafters.Moody(want, 97, -1)
-    session = Session(model, store(model), drafter, Sampler(), chunk=31, every=16)
+    session = GenerationSession(model, store(model), drafter, Sampler(), chunk=31, every=16)
     assert written(session) == want
 
 
@@ -169,18 +169,18 @@ def test_an_answer_is_asked_again_without_reading(store: Any) -> None:
 def test_a_text_that_goes_back_behind_its_window_is_read_again(store: Any) -> None:
     session = opened(MODEL, store(MODEL))
     written(session)
-    assert not session.kv.reaches(100)
+    assert not session.cache.reaches(100)
     assert session.resume(TEXT[:101]) == 0
-    assert session.kv.n_slots(0) == session.kv.n_slots(1) == 0
+    assert session.cache.n_slots(0) == session.cache.n_slots(1) == 0
     assert written(session, TEXT[:101]) == written(opened(MODEL, store(MODEL)), TEXT[:101])
 
 
 @pytest.mark.parametrize("back", [1, 20, 256])
 def test_so_many_tokens_can_always_be_undone(back: int) -> None:
     session = opened(MODEL, dense(MODEL, back))
-    drive(session.read(TEXT))
+    run_to_end(session.read(TEXT))
     n = session.committed - min(back, session.committed)
-    assert session.kv.reaches(n)
+    assert session.cache.reaches(n)
     assert session.rewind(n + 1) == n
     want = written(opened(MODEL, dense(MODEL, None)))
     assert written(session) == want
@@ -188,10 +188,10 @@ def test_so_many_tokens_can_always_be_undone(back: int) -> None:
 
 def test_a_fork_goes_back_by_itself() -> None:
     session = opened(MODEL, dense(MODEL))
-    drive(session.read(TEXT))
+    run_to_end(session.read(TEXT))
     fork = session.fork()
     assert written(fork, [*TEXT, *families.prompt(90, seed=9)])
-    assert fork.kv.n_slots(0) < fork.committed
+    assert fork.cache.n_slots(0) < fork.committed
     assert written(session) == written(opened(MODEL, dense(MODEL, None)))
 
 
@@ -201,18 +201,23 @@ def test_a_past_that_moves_to_another_store_knows_what_it_lacks() -> None:
     session = opened(MODEL, dense(MODEL))
     written(session)
     new = ladder(MODEL)
-    move(session.kv, new, MODEL.storing)
-    session.put(new)
+    move(session.cache, new, MODEL.storing)
+    session.replace_cache(new)
     assert not new.reaches(100)
     assert session.rewind(101) == 0
 
 
 def test_shared_slots_stay_as_long_as_any_layer_sees_them() -> None:
-    shapes = [LayerShape(1, 4, 4), LayerShape(1, 4, 4), LayerShape(1, 4, 4, shares=0), LayerShape(1, 4, 4, shares=1)]
-    sights = [Sight(1.0, window=size) for size in (5, 5, 9, None)]
+    shapes = [
+        LayerShape(1, 4, 4),
+        LayerShape(1, 4, 4),
+        LayerShape(1, 4, 4, shared_from=0),
+        LayerShape(1, 4, 4, shared_from=1),
+    ]
+    sights = [AttentionParams(1.0, window=size) for size in (5, 5, 9, None)]
     assert windows_of(shapes, sights) == {0: Window(9)}
     kv = Dense(shapes, torch.float32, windows=windows_of(shapes, sights))
     for layer in (0, 1):
         kv.append(layer, torch.randn(1, 900, 4), torch.randn(1, 900, 4), 0)
-    kv.settle((), 900)
+    kv.compress((), 900)
     assert [kv.n_slots(layer) for layer in range(4)] == [900 - 640, 900, 900 - 640, 900]

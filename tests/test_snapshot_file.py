@@ -12,34 +12,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import drive, events, run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.engine import iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
-from kvcli.engine.prefill.prompt_pruner import Pruning
+from kvcli.engine.prefill.prompt_pruner import PromptPruning
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import KvcliError
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.sliding_windows import Window, windows_of
-from kvcli.kv.slots import Store
-from kvcli.kv.snapshot import Misfit, State, leaves, tree_of
+from kvcli.kv.slots import KVCache
+from kvcli.kv.snapshot import SnapshotMismatch, State, leaves, tree_of
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import Disk
-from kvcli.kv.tiers.host import Host
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.tiers.disk import DiskTier
+from kvcli.kv.tiers.host import HostTier
+from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.policies.expected_attention import Expected
 from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.methods.policies.h2o import H2O
 from kvcli.methods.policies.kvzip import KVzip
 from kvcli.methods.policies.snapkv import Snap
-from kvcli.methods.policies.streaming import Window as Stream
-from kvcli.methods.prune.lazy import Lazy
+from kvcli.methods.policies.streaming import StreamingLLM as Stream
+from kvcli.methods.prune.lazy import LazyLLM
 from kvcli.prefix_cache import snapshot_file
-from kvcli.prefix_cache.block_file import Damaged
+from kvcli.prefix_cache.block_file import CorruptFile
 from tests import families
 from tests.exact import table
 
@@ -50,16 +50,16 @@ MORE = families.prompt(37, seed=8)
 ANSWER, AGAIN = 27, 40
 
 
-def packed(lm: LM, **how: Any) -> Packed:
-    return Packed(lm.shapes, lm.dtype, lm.device, **{"group": 8, **how})
+def packed(lm: LM, **how: Any) -> QuantizedTier:
+    return QuantizedTier(lm.shapes, lm.dtype, lm.device, **{"group": 8, **how})
 
 
-def disk(lm: LM) -> Disk:
-    return Disk(lm.shapes, lm.dtype, 1 << 26, 1 << 30)
+def disk(lm: LM) -> DiskTier:
+    return DiskTier(lm.shapes, lm.dtype, 1 << 26, 1 << 30)
 
 
-def over(lm: LM, *below: Rung, **how: Any) -> Ladder:
-    return Ladder(Dense(lm.shapes, lm.dtype, step=16), below, **{"holds": 16, "group": 8, "sinks": 4, **how})
+def over(lm: LM, *below: TierLevel, **how: Any) -> TieredCache:
+    return TieredCache(Dense(lm.shapes, lm.dtype, step=16), below, **{"holds": 16, "group": 8, "sinks": 4, **how})
 
 
 def narrow(lm: LM) -> dict[int, Window]:
@@ -67,14 +67,14 @@ def narrow(lm: LM) -> dict[int, Window]:
     return {layer: Window(of.size, back=16) for layer, of in windows_of(lm.shapes, lm.sights).items()}
 
 
-STORES: Mapping[str, Callable[[LM], Store]] = {
+STORES: Mapping[str, Callable[[LM], KVCache]] = {
     "dense": lambda lm: Dense(lm.shapes, lm.dtype, windows=narrow(lm)),
-    "packed 8 8": lambda lm: over(lm, Rung(packed(lm), group=8)),
-    "packed 8 4": lambda lm: over(lm, Rung(packed(lm, v_bits=4), group=8)),
-    "packed 4 2": lambda lm: over(lm, Rung(packed(lm, k_bits=4, v_bits=2, rotate="hadamard"), group=8)),
-    "ladder": lambda lm: over(lm, Rung(packed(lm, k_bits=4, v_bits=8), 24, 8), Rung(disk(lm))),
-    "host": lambda lm: over(lm, Rung(Host(packed(lm), "cpu"), group=8)),
-    "disk": lambda lm: over(lm, Rung(disk(lm))),
+    "packed 8 8": lambda lm: over(lm, TierLevel(packed(lm), group=8)),
+    "packed 8 4": lambda lm: over(lm, TierLevel(packed(lm, v_bits=4), group=8)),
+    "packed 4 2": lambda lm: over(lm, TierLevel(packed(lm, k_bits=4, v_bits=2, rotate="hadamard"), group=8)),
+    "ladder": lambda lm: over(lm, TierLevel(packed(lm, k_bits=4, v_bits=8), 24, 8), TierLevel(disk(lm))),
+    "host": lambda lm: over(lm, TierLevel(HostTier(packed(lm), "cpu"), group=8)),
+    "disk": lambda lm: over(lm, TierLevel(disk(lm))),
     **{name: lambda lm, name=name: table.past(name, lm) for name in (*table.INDEXES, *table.LOWER)},  # type: ignore[misc]
 }
 POLICIES: Mapping[str, tuple[Policy | None, int | None]] = {
@@ -110,40 +110,40 @@ def models() -> Callable[[str], LM]:
     def model(name: str) -> LM:
         if name not in found:
             found[name] = LM.of(families.build(name))
-            found[name].lay_out()
+            found[name].install_kernels()
         return found[name]
 
     return model
 
 
-def session(lm: LM, store: str, policy: str) -> Session:
+def session(lm: LM, store: str, policy: str) -> GenerationSession:
     keep, every = POLICIES.get(policy, (None, 16))
-    pruning: Pruning | None = Lazy(least=64, sinks=2, recent=8) if policy == "lazy" else None
-    return Session(lm, STORES[store](lm), Off(), DRAWS, policy=keep, every=every, chunk=50, pruning=pruning)
+    pruning: PromptPruning | None = LazyLLM(least=64, sinks=2, recent=8) if policy == "lazy" else None
+    return GenerationSession(lm, STORES[store](lm), Off(), DRAWS, policy=keep, every=every, chunk=50, pruning=pruning)
 
 
-def answered(lm: LM, store: str, policy: str) -> Session:
+def answered(lm: LM, store: str, policy: str) -> GenerationSession:
     s = session(lm, store, policy)
-    list(events(s.read(IDS)))
-    list(events(s.stream(ANSWER)))
+    list(iterate_events(s.read(IDS)))
+    list(iterate_events(s.stream(ANSWER)))
     return s
 
 
-def goes_on(s: Session, more: list[int]) -> tuple[Tensor, list[int]]:
+def goes_on(s: GenerationSession, more: list[int]) -> tuple[Tensor, list[int]]:
     """The logits behind a second question, and what is said to it."""
     text = [*s.ids, *more]
-    s.begin(text, DRAWS)
-    while drive(s.chunk(text)):
+    s.start_answer(text, DRAWS)
+    while run_to_end(s.prefill_chunk(text)):
         pass
-    (made,) = run([Feed(s.lm, Rows.chain(s.ids[-1:], len(s.ids) - 1), s.kv, want=[0])])
+    (made,) = run([ForwardRequest(s.lm, Rows.chain(s.ids[-1:], len(s.ids) - 1), s.cache, want=[0])])
     assert made.logits is not None
-    list(events(s.stream(AGAIN)))
+    list(iterate_events(s.stream(AGAIN)))
     return made.logits[0], s.ids[len(text) :]
 
 
 def test_a_tree_deeper_than_any_is_refused() -> None:
     """Who walks it calls itself once a level."""
-    with pytest.raises(Misfit, match="trees within trees"):
+    with pytest.raises(SnapshotMismatch, match="trees within trees"):
         tree_of({"a/" * 3000 + "x": 1})
 
 
@@ -156,7 +156,7 @@ def test_a_text_goes_on_from_a_file_as_if_it_had_never_been_saved(
     assert size == (tmp_path / "one").stat().st_size
     again = session(s.lm, store, policy)
     again.restore(snapshot_file.read(tmp_path / "one"), s.ids[-1])
-    assert (again.ids, again.committed, again.lost) == (s.ids, s.committed, s.lost)
+    assert (again.ids, again.committed, again.approximations) == (s.ids, s.committed, s.approximations)
     snapshot_file.write(tmp_path / "two", again.state())
     more = [] if policy.endswith("on") else MORE  # on: the same answer is written on
     logits, said = goes_on(s, more)
@@ -169,9 +169,9 @@ def test_a_text_goes_on_from_a_file_as_if_it_had_never_been_saved(
 def test_slots_behind_a_window_keep_their_places(tmp_path: Path) -> None:
     """Sums are made by spans of 4,096 places, of which those that were given back are some."""
     lm = LM.of(families.build("gemma3", sliding_window=300, max_position_embeddings=8192))
-    lm.lay_out()
+    lm.install_kernels()
     s, again = session(lm, "dense", "none"), session(lm, "dense", "none")
-    list(events(s.read(families.prompt(4150))))
+    list(iterate_events(s.read(families.prompt(4150))))
     snapshot_file.write(tmp_path / "one", s.state())
     again.restore(snapshot_file.read(tmp_path / "one"), s.ids[-1])
     (logits, said), (same, heard) = goes_on(s, MORE), goes_on(again, MORE)
@@ -213,7 +213,7 @@ def test_no_file_is_believed_that_does_not_fit(
             patch.setattr(torch, "empty", counted)
             try:
                 found = snapshot_file.read(path)
-            except Damaged:
+            except CorruptFile:
                 found = None
         assert sum(asked) <= path.stat().st_size, seed
         end = end_of(found, session(s.lm, store, policy), s.ids, 16 if seed % 4 == 1 else 1)
@@ -231,33 +231,33 @@ def test_a_byte_that_is_another_one_is_noticed(models: Callable[[str], LM], tmp_
         data = bytearray(whole)
         data[at] ^= 1
         path.write_bytes(data)
-        with pytest.raises(Damaged, match="not those that were written"):
+        with pytest.raises(CorruptFile, match="not those that were written"):
             snapshot_file.read(path, "made by this")
     number = re.search(rb'": (\d)', whole[:first].replace(b"\\", b" "))
     assert number is not None
     path.write_bytes(whole[: number.start(1)] + b"%d" % (9 - int(number[1])) + whole[number.end(1) :])
-    with pytest.raises(Damaged, match="not those that were written"):
+    with pytest.raises(CorruptFile, match="not those that were written"):
         snapshot_file.read(path, "made by this")
     path.write_bytes(whole)
-    with pytest.raises(Damaged, match="not those that were written"):
+    with pytest.raises(CorruptFile, match="not those that were written"):
         snapshot_file.read(path, "made by another")
     snapshot_file.read(path, "made by this")
 
 
-def end_of(found: State | None, s: Session, ids: list[int], new: int) -> str:
+def end_of(found: State | None, s: GenerationSession, ids: list[int], new: int) -> str:
     if found is None:
         return "damaged"
     try:
         s.restore(found, ids[-1])
-    except Misfit:
+    except SnapshotMismatch:
         assert not s.committed
-        assert not any(use.slots for use in s.kv.usage() if use.tier != "index")
+        assert not any(use.slots for use in s.cache.usage() if use.tier != "index")
         return "misfit"
     text = [*s.ids, *MORE]
     try:
-        s.begin(text, DRAWS)
-        list(events(s.read(MORE)))
-        list(events(s.stream(new)))
+        s.start_answer(text, DRAWS)
+        list(iterate_events(s.read(MORE)))
+        list(iterate_events(s.stream(new)))
     except KvcliError:  # logits that are no numbers
         return "no numbers"
     return "goes on"
@@ -325,15 +325,15 @@ def test_a_file_says_nothing_that_is_run(tmp_path: Path) -> None:
             return ran.touch, ()
 
     torch.save({"k": Runs()}, tmp_path / "past")
-    with pytest.raises(Damaged):
+    with pytest.raises(CorruptFile):
         snapshot_file.read(tmp_path / "past")
     assert not ran.exists()
 
 
 def test_a_text_that_was_taken_back_goes_on_too() -> None:
     model = LM.of(families.build("llama", torch.float32))
-    s, again = (Session(model, Dense(model.shapes, model.dtype), Off(), Sampler()) for _ in range(2))
-    drive(s.read(families.prompt(100)))
+    s, again = (GenerationSession(model, Dense(model.shapes, model.dtype), Off(), Sampler()) for _ in range(2))
+    run_to_end(s.read(families.prompt(100)))
     s.rewind(50)
     again.restore(s.state(), s.ids[-1])
-    assert drive(again.step()).new == drive(s.step()).new
+    assert run_to_end(again.step()).new == run_to_end(s.step()).new

@@ -11,22 +11,22 @@ import torch
 from safetensors.torch import save_file
 
 import kvcli
-from kvcli.engine.engine import drive
+from kvcli.engine.engine import run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.prefill.span_reuse import Reusing
+from kvcli.engine.prefill.span_reuse import ReuseMethod
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
-from kvcli.methods.reuse.cacheblend import Blend
+from kvcli.methods.reuse.cacheblend import CacheBlend
 from kvcli.methods.reuse.pie import Pie
 from kvcli.prefix_cache import span_lookup as finding
 from kvcli.prefix_cache.block_file import LENGTH, Block
 from kvcli.prefix_cache.block_file import read as read_block
-from kvcli.prefix_cache.block_tree import Tree
-from kvcli.prefix_cache.codec import AsIs
-from kvcli.prefix_cache.prefix_cache import WHOLE, Shelf
+from kvcli.prefix_cache.block_tree import BlockTree
+from kvcli.prefix_cache.codec import Uncompressed
+from kvcli.prefix_cache.prefix_cache import WHOLE, PrefixCache
 from kvcli.settings.profile import Profile
 from tests import families
 
@@ -41,42 +41,44 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> LM:
     model = families.build("llama", max_position_embeddings=4096)
     save_file({n: p.detach().clone() for n, p in model.named_parameters()}, folder / "model.safetensors")
     lm = LM.of(model, path=str(folder))
-    lm.lay_out()
+    lm.install_kernels()
     return lm
 
 
-def session(lm: LM, how: Reusing | None = None) -> Session:
+def session(lm: LM, how: ReuseMethod | None = None) -> GenerationSession:
     kv = Dense(lm.shapes, lm.dtype, windows=windows_of(lm.shapes, lm.sights))
-    return Session(lm, kv, Off(), Sampler(), chunk=200, reusing=how)
+    return GenerationSession(lm, kv, Off(), Sampler(), chunk=200, reusing=how)
 
 
-def shelf_of(folder: Path, lm: LM, *texts: Sequence[int]) -> Shelf:
+def shelf_of(folder: Path, lm: LM, *texts: Sequence[int]) -> PrefixCache:
     """With texts that were read, each by itself."""
-    shelf = Shelf(folder, 1 << 30, lm, worth=0)
+    shelf = PrefixCache(folder, 1 << 30, lm, worth=0)
     for ids in texts:
         one = session(lm)
-        drive(one.read(ids))
-        assert not shelf.keep(one).why_not
-    return Shelf(folder, 1 << 30, lm, worth=0)
+        run_to_end(one.read(ids))
+        assert not shelf.save(one).why_not
+    return PrefixCache(folder, 1 << 30, lm, worth=0)
 
 
-def read(lm: LM, shelf: Shelf, how: Reusing | None, ids: Sequence[int] = NEW) -> tuple[Session, int]:
+def read(
+    lm: LM, shelf: PrefixCache, how: ReuseMethod | None, ids: Sequence[int] = NEW
+) -> tuple[GenerationSession, int]:
     """A prompt behind what lies on a shelf; how many of its tokens were taken over."""
     one, took = session(lm, how), 0
     one.save(ids)
-    one.begin(ids, Sampler())
-    shelf.fetch(one, ids)
+    one.start_answer(ids, Sampler())
+    shelf.load_prefix(one, ids)
     if one.spare is not None:
-        one.spare.add(shelf.elsewhere(one, ids, WHOLE))
+        one.spare.add(shelf.find_spans(one, ids, WHOLE))
     while True:
         before, is_run = one.committed, one.spare is not None and one.spare.next(one.committed) == one.committed
-        if not drive(one.chunk(ids)):
+        if not run_to_end(one.prefill_chunk(ids)):
             return one, took
         took += one.committed - before if is_run else 0
 
 
-def same(a: Session, b: Session) -> bool:
-    each = [(a.kv.slots(i), b.kv.slots(i)) for i in range(a.lm.n_layers)]
+def same(a: GenerationSession, b: GenerationSession) -> bool:
+    each = [(a.cache.slots(i), b.cache.slots(i)) for i in range(a.lm.n_layers)]
     return all(torch.equal(s.k, t.k) and torch.equal(s.v, t.v) for s, t in each)
 
 
@@ -87,38 +89,38 @@ def test_documents_in_another_order_are_taken_from_the_texts_that_have_them(
     shelf = shelf_of(tmp_path, lm, [9, *A, *B, 9], [10, 10, *C, 9])
     one, took = read(lm, shelf, Pie(LEAST))
     assert took == len(A) + len(B) + len(C)
-    assert "reused" in one.lost
-    again, took = read(lm, shelf, Blend(LEAST, 1.0, select))  # type: ignore[arg-type]
+    assert "reused" in one.approximations
+    again, took = read(lm, shelf, CacheBlend(LEAST, 1.0, select))  # type: ignore[arg-type]
     assert took == len(A) + len(B) + len(C)
     plain, took = read(lm, shelf, None)
     assert took == 0
     assert same(again, plain)
-    some, _ = read(lm, shelf, Blend(LEAST, 0.3, select))  # type: ignore[arg-type]
+    some, _ = read(lm, shelf, CacheBlend(LEAST, 0.3, select))  # type: ignore[arg-type]
     assert not same(some, plain)
     for i in range(lm.n_layers):  # values are those that were read, and in the first layer those of any text
-        s, t = some.kv.slots(i), one.kv.slots(i)
+        s, t = some.cache.slots(i), one.cache.slots(i)
         assert (s.v == t.v).all(-1).float().mean() > (0.99 if i == 0 else 0.2 if i > 1 else 0)
 
 
 def test_what_this_text_had_goes_first_and_gaps_are_filled_from_others(lm: LM, tmp_path: Path) -> None:
     shelf = shelf_of(tmp_path, lm, [9, *B, *C])
     one = session(lm, Pie(LEAST))
-    drive(one.read([9, 9, *A, *B[:100], 9]))
+    run_to_end(one.read([9, 9, *A, *B[:100], 9]))
     new = [3, *A, 7, *B, 8]
     one.save(new)
-    one.begin(new, Sampler())
+    one.start_answer(new, Sampler())
     assert one.spare is not None
-    one.spare.add(shelf.elsewhere(one, new, WHOLE))
+    one.spare.add(shelf.find_spans(one, new, WHOLE))
     before = one.committed
-    while drive(one.chunk(new)):
+    while run_to_end(one.prefill_chunk(new)):
         pass
     assert (before, one.committed) == (0, len(new) - 1)
     plain = session(lm)
-    drive(plain.read(new))
-    first = [s.kv.slots(0) for s in (one, plain)]
+    run_to_end(plain.read(new))
+    first = [s.cache.slots(0) for s in (one, plain)]
     assert torch.equal(first[0].v, first[1].v)
     assert torch.allclose(first[0].k, first[1].k, atol=1e-4)
-    late = [s.kv.slots(2).v[:, len(A) + 120 : len(A) + 500] for s in (one, plain)]
+    late = [s.cache.slots(2).v[:, len(A) + 120 : len(A) + 500] for s in (one, plain)]
     assert not torch.allclose(*late)
 
 
@@ -134,12 +136,12 @@ def test_a_block_that_is_no_longer_what_it_was_is_read(lm: LM, tmp_path: Path, h
     text = [9, *C, 9]
     shelf = shelf_of(tmp_path, lm, text)
     (folder,) = tmp_path.iterdir()
-    path = [path for path, _ in Tree(folder).places(text[:-1])][1]
+    path = [path for path, _ in BlockTree(folder).places(text[:-1])][1]
     one = session(lm, Pie(LEAST))
     one.save(NEW)
-    one.begin(NEW, Sampler())
+    one.start_answer(NEW, Sampler())
     assert one.spare is not None
-    one.spare.add(shelf.elsewhere(one, NEW, WHOLE))
+    one.spare.add(shelf.find_spans(one, NEW, WHOLE))
     data = bytearray(path.read_bytes())
     if how == "numbers":
         data[-1] ^= 1
@@ -148,18 +150,18 @@ def test_a_block_that_is_no_longer_what_it_was_is_read(lm: LM, tmp_path: Path, h
         path.unlink()
     elif how == "layers":
         block = read_block(path, lm.shapes, lm.dtype)
-        Block(block.ids, {0: block.kv[0]}).write(path, AsIs())
+        Block(block.ids, {0: block.kv[0]}).write(path, Uncompressed())
     elif how == "closed":
         path.unlink()
         path.mkdir()
     else:
-        path.write_bytes(next(path for path, _ in Tree(folder).places(text[:-1])).read_bytes())
-    while drive(one.chunk(NEW)):
+        path.write_bytes(next(path for path, _ in BlockTree(folder).places(text[:-1])).read_bytes())
+    while run_to_end(one.prefill_chunk(NEW)):
         pass
     plain = session(lm)
-    drive(plain.read(NEW))
+    run_to_end(plain.read(NEW))
     assert one.committed == plain.committed
-    s, t = one.kv.slots(0), plain.kv.slots(0)
+    s, t = one.cache.slots(0), plain.cache.slots(0)
     assert torch.equal(s.pos, t.pos)
     assert torch.equal(s.v, t.v)
     assert path.exists() == (how == "closed")
@@ -168,14 +170,14 @@ def test_a_block_that_is_no_longer_what_it_was_is_read(lm: LM, tmp_path: Path, h
 def test_names_that_do_not_fit_and_tokens_of_no_vocabulary_are_passed_over(lm: LM, tmp_path: Path) -> None:
     shelf = shelf_of(tmp_path, lm, [9, *C, 9])
     (folder,) = tmp_path.iterdir()
-    paths = [path for path, _ in Tree(folder).places([9, *C])]
+    paths = [path for path, _ in BlockTree(folder).places([9, *C])]
     for i, path in enumerate(paths):
         (folder / f"{'0' * 32}-{'ab' * 16}{i}.kv").write_bytes(path.read_bytes())
         (folder / f"{path.name[:32]}-{'cd' * 16}.kv").write_bytes(b"\xff" * 40)
     assert read(lm, shelf, Pie(LEAST))[1] == len(C)
     was, lm.vocab = lm.vocab, 4
     try:
-        assert list(shelf_of(tmp_path, lm).elsewhere(session(lm, Pie(LEAST)), NEW, WHOLE)) == []
+        assert list(shelf_of(tmp_path, lm).find_spans(session(lm, Pie(LEAST)), NEW, WHOLE)) == []
     finally:
         lm.vocab = was
 
@@ -191,17 +193,17 @@ def test_no_more_is_looked_at_than_so_many_blocks_and_texts(
 ) -> None:
     shelf = shelf_of(tmp_path, lm, *([at, *C[at:], 9] for at in range(12)))
     opened = list[Path]()
-    whole = finding.glance
-    monkeypatch.setattr(finding, "glance", lambda path: (opened.append(path), whole(path))[1])
+    whole = finding.read_tokens
+    monkeypatch.setattr(finding, "read_tokens", lambda path: (opened.append(path), whole(path))[1])
     one = session(lm, Pie(LEAST))
-    found = list(shelf.elsewhere(one, NEW, WHOLE))
+    found = list(shelf.find_spans(one, NEW, WHOLE))
     assert len({id(source) for _, source in found}) == finding.TEXTS
     n = len(opened)
-    assert list(shelf.elsewhere(one, NEW, WHOLE))
+    assert list(shelf.find_spans(one, NEW, WHOLE))
     assert len(opened) == n, "files never change"
     monkeypatch.setattr(finding, "MOST", 5)
-    fresh = Shelf(tmp_path, 1 << 30, lm, worth=0)
-    list(fresh.elsewhere(one, NEW, WHOLE))
+    fresh = PrefixCache(tmp_path, 1 << 30, lm, worth=0)
+    list(fresh.find_spans(one, NEW, WHOLE))
     assert len(opened) == n + 5
 
 
@@ -217,14 +219,16 @@ def test_windows_that_lost_what_lies_far_back_leave_it_to_be_read(tmp_path: Path
     assert begins % LENGTH, "in the midst of a block"
     assert took == (len(B) + len(C)) // LENGTH * LENGTH - begins
     plain = session(lm)
-    drive(plain.read([3, *B, *C, 5]))
-    assert [torch.equal(one.kv.slots(i).pos, plain.kv.slots(i).pos) for i in range(lm.n_layers)] == [True] * lm.n_layers
+    run_to_end(plain.read([3, *B, *C, 5]))
+    assert [torch.equal(one.cache.slots(i).pos, plain.cache.slots(i).pos) for i in range(lm.n_layers)] == [
+        True
+    ] * lm.n_layers
 
 
 def test_what_is_taken_is_marked_as_used(lm: LM, tmp_path: Path) -> None:
     shelf = shelf_of(tmp_path, lm, [9, *C, 9])
     (folder,) = tmp_path.iterdir()
-    paths = [path for path, _ in Tree(folder).places([9, *C])]
+    paths = [path for path, _ in BlockTree(folder).places([9, *C])]
     for path in paths:
         os.utime(path, (1, 1))
     read(lm, shelf, Pie(LEAST))
@@ -235,7 +239,7 @@ def test_what_one_chat_read_another_takes_over_and_nobody_takes_that_for_read(tm
     exact = Profile.load("exact").replace(exactness="approx")
     ids = families.prompt(500, vocab=200)
     with kvcli.load("demo", exact) as model:
-        model.shelf = Shelf(tmp_path, 1 << 30, model.lm, worth=0)
+        model.shelf = PrefixCache(tmp_path, 1 << 30, model.lm, worth=0)
         blend = exact.replace(reuse={"method": "blend"})
         with model.open(exact) as text:
             text.generate([9, *ids, 11], max_new_tokens=1)

@@ -20,27 +20,27 @@ from kvcli import assemble
 from kvcli.assemble import view
 from kvcli.bench.profile_side import plain
 from kvcli.engine.drafting.drafter import Drafter
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import KvcliError
 from kvcli.kernels.attend.reference import attend as specified
-from kvcli.kernels.merge_attention import Part, merge
+from kvcli.kernels.merge_attention import PartialAttention, merge_attention
 from kvcli.kernels.native import native
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder
-from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.slots import AttentionParams, KVCache, Slots, alike, nbytes
 from kvcli.kv.sparse import index_cluster
-from kvcli.kv.sparse.index import Index, bend
+from kvcli.kv.sparse.index import PageIndex, scale_and_softcap
 from kvcli.kv.sparse.index_certified import Certified
 from kvcli.kv.sparse.index_cluster import Clusters, clusters
 from kvcli.kv.sparse.index_lowrank import LowRank
 from kvcli.kv.sparse.index_minmax import MinMax
 from kvcli.kv.sparse.index_sketch import Sketch
-from kvcli.kv.sparse.page_source import Whole
-from kvcli.kv.sparse.pages import Budget, Pages
-from kvcli.kv.sparse.sparse_cache import RecallStore
-from kvcli.kv.sparse.sparse_tier import Recall, _choose
+from kvcli.kv.sparse.page_source import AnyTierSource
+from kvcli.kv.sparse.pages import PageBudget, Pages
+from kvcli.kv.sparse.sparse_cache import SparseCache
+from kvcli.kv.sparse.sparse_tier import SparseTier, _choose
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.settings.profile import Profile, load_profile
@@ -52,18 +52,18 @@ from tests.policies import Ragged, masks
 torch.set_num_threads(1)
 K, G, D = 2, 3, 16
 H = K * G
-INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
+INDEXES: dict[str, PageIndex] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
 INDEXES |= {"cluster": Clusters(15, 4), "lowrank": LowRank(3, 8)}
 BOUNDS = {name: index for name, index in INDEXES.items() if index.is_bound}
-SMALL = Budget(fraction=0.1, floor=7, sinks=2, recent=5)
-SIGHTS = [Sight(0.25), Sight(0.4, softcap=9.0)]
+SMALL = PageBudget(fraction=0.1, floor=7, sinks=2, recent=5)
+SIGHTS = [AttentionParams(0.25), AttentionParams(0.4, softcap=9.0)]
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def fill(kv: Dense | Recall, n: int, start: int = 0, seed: int = 0, sharp: float = 3.0) -> None:
+def fill(kv: Dense | SparseTier, n: int, start: int = 0, seed: int = 0, sharp: float = 3.0) -> None:
     """Keys with a few loud channels, as models have them; token t is the same however the filling is cut."""
     loud = 1 + 4 * (randn(K, 1, D, seed=99).abs() > 1.5)
     for at in range(start, start + n):
@@ -71,14 +71,16 @@ def fill(kv: Dense | Recall, n: int, start: int = 0, seed: int = 0, sharp: float
         kv.append(0, (k * loud * sharp / 2).to(kv.dtype), v.to(kv.dtype), at)
 
 
-def recall(index: Index, budget: Budget = SMALL, dtype: torch.dtype = torch.float64, **more: Any) -> RecallStore:
-    return RecallStore(Dense(alike(1, K, D), dtype), index, budget, [0], **more)
+def recall(
+    index: PageIndex, budget: PageBudget = SMALL, dtype: torch.dtype = torch.float64, **more: Any
+) -> SparseCache:
+    return SparseCache(Dense(alike(1, K, D), dtype), index, budget, [0], **more)
 
 
-def filled(index: Index, n: int, budget: Budget = SMALL, **more: Any) -> RecallStore:
+def filled(index: PageIndex, n: int, budget: PageBudget = SMALL, **more: Any) -> SparseCache:
     kv = recall(index, budget, **more)
     fill(kv, n)
-    kv.settle()
+    kv.compress()
     return kv
 
 
@@ -86,15 +88,15 @@ def rows(n: int, seed: int = 5, sharp: float = 1.0, dtype: torch.dtype = torch.f
     return randn(H, n, D, seed=seed, dtype=dtype) * sharp
 
 
-def at(kv: Recall, n: int) -> range:
+def at(kv: SparseTier, n: int) -> range:
     return range(kv.n_slots(0), kv.n_slots(0) + n)
 
 
-def mass(parts: list[Part]) -> Tensor:
+def mass(parts: list[PartialAttention]) -> Tensor:
     return torch.stack([p.lse for p in parts]).logsumexp(0)
 
 
-def missed(kv: Recall, q: Tensor, sight: Sight) -> Tensor:
+def missed(kv: SparseTier, q: Tensor, sight: AttentionParams) -> Tensor:
     """[H, N]: the share of softmax mass, of all that is stored, that the rows did not read."""
     pos = at(kv, q.shape[1])
     return 1 - (mass(kv.attend(0, q, sight, pos)) - mass(kv._tier.attend(0, q, sight, pos))).exp()
@@ -118,14 +120,14 @@ def keep_uneven(layer: int, s: Slots) -> Tensor:
     size=st.sampled_from([1e-3, 1.0, 30.0]),
 )
 def test_no_page_holds_more_mass_than_its_bound(
-    seed: int, name: str, page: int, dtype: torch.dtype, sight: Sight, size: float
+    seed: int, name: str, page: int, dtype: torch.dtype, sight: AttentionParams, size: float
 ) -> None:
     index = replace(INDEXES[name], page=page)  # type: ignore[type-var]
     k = (randn(K, 7, page, D, seed=seed) * (1 + 9 * (randn(D, seed=seed) > 1)) * size).to(dtype)
     q = randn(K, 4, D, seed=seed + 1, dtype=dtype)
     shared = index.learn(k.flatten(1, 2))
     got = index.score(q, index.summarize(k, shared), shared, sight).double()
-    score = bend(torch.einsum("krd,kpsd->krps", q.double(), k.double()), sight)
+    score = scale_and_softcap(torch.einsum("krd,kpsd->krps", q.double(), k.double()), sight)
     true = score.logsumexp(3)
     terms = torch.einsum("krd,kpsd->krps", q.double().abs(), k.double().abs()).max()  # a small sum may be of large ones
     assert bool((got >= true - 1e-6 * (1 + sight.scale * terms)).all()), "rounded sums in float32, no more"
@@ -139,16 +141,17 @@ def test_a_certificate_holds_along_the_rounding_error_itself(dtype: torch.dtype)
     codes, scale, _ = index.summarize(k, ())
     error = k.double() - codes.double() * scale.double().unsqueeze(-1)  # [1, P, 1, D]
     q = (error / error.norm(dim=-1, keepdim=True).clamp_min(1e-30)).squeeze(2)  # [1, P, D], a query for each key
-    got = index.score(q, index.summarize(k, ()), (), Sight(1.0)).double().diagonal(dim1=1, dim2=2)
+    got = index.score(q, index.summarize(k, ()), (), AttentionParams(1.0)).double().diagonal(dim1=1, dim2=2)
     true = torch.einsum("krd,krd->kr", q, k.double().squeeze(2))
     assert bool((got >= true).all())
 
 
 def test_certified_bounds_are_much_tighter_than_minima_and_maxima() -> None:
     k, q = randn(1, 500, 4, 64), randn(1, 9, 64, seed=1)
-    true = bend(torch.einsum("krd,kpsd->krps", q, k), Sight(0.125)).logsumexp(3)
+    true = scale_and_softcap(torch.einsum("krd,kpsd->krps", q, k), AttentionParams(0.125)).logsumexp(3)
     loose, tight = (
-        (index.score(q, index.summarize(k, ()), (), Sight(0.125)) - true).mean() for index in (MinMax(4), Certified(4))
+        (index.score(q, index.summarize(k, ()), (), AttentionParams(0.125)) - true).mean()
+        for index in (MinMax(4), Certified(4))
     )
     assert tight < 0.1 * loose
 
@@ -156,11 +159,11 @@ def test_certified_bounds_are_much_tighter_than_minima_and_maxima() -> None:
 def test_a_sketch_ranks_pages_nearly_as_the_keys_do() -> None:
     loud = 1 + 9 * (randn(64, seed=3) > 1.5)
     k, q = (randn(1, 500, 4, 64) + 2) * loud, randn(1, 9, 64, seed=1)
-    true = bend(torch.einsum("krd,kpsd->krps", q, k), Sight(0.125)).logsumexp(3)
+    true = scale_and_softcap(torch.einsum("krd,kpsd->krps", q, k), AttentionParams(0.125)).logsumexp(3)
     agree = []
     for index in (Sketch(4), MinMax(4)):
         shared = index.learn(k.flatten(1, 2))
-        scored = index.score(q, index.summarize(k, shared), shared, Sight(0.125))
+        scored = index.score(q, index.summarize(k, shared), shared, AttentionParams(0.125))
         both = torch.stack((scored[0], true[0]))
         agree.append(float(torch.stack([torch.corrcoef(both[:, i])[0, 1] for i in range(9)]).mean()))
     assert agree[0] > 0.9 > agree[1]
@@ -183,7 +186,7 @@ def test_clusters_are_those_of_k_means_and_have_the_scores_of_their_means() -> N
     assert len(set(of)) == n
     torch.testing.assert_close(got[0], torch.stack(means))
     index, turned = Clusters(24, n), torch.stack((-k, k), 1)  # a window of the opposite keys before it
-    score = index.score(q, index.summarize(turned, ()), (), Sight(0.5))
+    score = index.score(q, index.summarize(turned, ()), (), AttentionParams(0.5))
     want = 0.5 * q @ torch.stack([means[c] for c in of]).T.unsqueeze(0)
     torch.testing.assert_close(score, torch.cat((-want, want), 2))
 
@@ -196,7 +199,7 @@ def test_low_rank_scores_are_those_of_the_singular_values_that_count() -> None:
         near = u[..., :rank] * s[:, None, :rank] @ vt[:, :rank]
         index = LowRank(5, rank)
         shared = index.learn(k)
-        score = index.score(q, index.summarize(k.view(K, 12, 5, D), shared), shared, Sight(0.5))
+        score = index.score(q, index.summarize(k.view(K, 12, 5, D), shared), shared, AttentionParams(0.5))
         want = (0.5 * q @ near.transpose(1, 2)).view(K, 3, 12, 5).logsumexp(3)
         torch.testing.assert_close(score, want)
     assert not torch.allclose(near, u[..., :4] * s[:, None, :4] @ vt[:, :4])
@@ -236,12 +239,12 @@ def test_the_longest_window_takes_no_more_at_once_than_a_block() -> None:
 def test_rows_that_choose_slot_by_slot_do_so_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     store = recall(Clusters(15, 4))
     store.append(0, randn(K, 150, D), randn(K, 150, D, seed=1), 0)
-    store.settle()
-    rows, sight = randn(H, 90, D, seed=2), Sight(0.25)
+    store.compress()
+    rows, sight = randn(H, 90, D, seed=2), AttentionParams(0.25)
 
     def read() -> tuple[Tensor, int]:
         with Largest() as made:
-            return merge(store.attend(0, rows, sight, range(150, 240))), made.numel
+            return merge_attention(store.attend(0, rows, sight, range(150, 240))), made.numel
 
     (whole, most), few = read(), 2 * H * 150
     monkeypatch.setattr("kvcli.kv.sparse.sparse_tier.SCORES", few)
@@ -251,9 +254,9 @@ def test_rows_that_choose_slot_by_slot_do_so_a_few_at_a_time(monkeypatch: pytest
 
 
 def test_whole_clusters_are_read_and_the_last_one_is_cut() -> None:
-    n, budget = 4, Budget(fraction=0.1, floor=9, sinks=0, recent=0)
+    n, budget = 4, PageBudget(fraction=0.1, floor=9, sinks=0, recent=0)
     kv = filled(Clusters(30, n), 90, budget)
-    kv.attend(0, rows(1), Sight(0.25), at(kv, 1))
+    kv.attend(0, rows(1), AttentionParams(0.25), at(kv, 1))
     for j in range(K):
         of = pages(kv).kept[1][j].long()
         of = (of + n * torch.arange(3).unsqueeze(1)).flatten()
@@ -268,7 +271,9 @@ def test_whole_clusters_are_read_and_the_last_one_is_cut() -> None:
 # ---- what is read ----
 
 
-def chosen_by_definition(kv: Recall, index: Index, q: Tensor, sight: Sight, budget: Budget) -> Tensor:
+def chosen_by_definition(
+    kv: SparseTier, index: PageIndex, q: Tensor, sight: AttentionParams, budget: PageBudget
+) -> Tensor:
     """[K, N, S] bool over the slots of the store at a boundary, one row and head at a time."""
     s = kv.slots(0)
     group, n_slots = H // K, int((s.pos >= 0).sum(1).max())
@@ -280,13 +285,15 @@ def chosen_by_definition(kv: Recall, index: Index, q: Tensor, sight: Sight, budg
         pages = [held[a : a + index.page] for a in range(0, len(held) - index.page + 1, index.page)]
         shared = tuple(t[j : j + 1] for t in learned)
         kept = index.summarize(torch.stack([s.k[j, p] for p in pages]).unsqueeze(0), shared)
-        grains = [page[a : a + index.grain] for page in pages for a in range(0, index.page, index.grain)]
+        grains = [
+            page[a : a + index.selection_unit] for page in pages for a in range(0, index.page, index.selection_unit)
+        ]
         free = [
             i
             for i, grain in enumerate(grains)
             if all(s.pos[j, a] >= budget.sinks and s.pos[j, a] <= newest - budget.recent for a in grain)
         ]
-        most = math.ceil(max(budget.floor, budget.fraction * n_slots) / index.grain)
+        most = math.ceil(max(budget.floor, budget.fraction * n_slots) / index.selection_unit)
         for n in range(q.shape[1]):
             score = index.score(q[j * group : (j + 1) * group, n].unsqueeze(0), kept, shared, sight)[0]  # [G, P]
             share = torch.softmax(score, -1).amax(0)
@@ -302,11 +309,11 @@ def chosen_by_definition(kv: Recall, index: Index, q: Tensor, sight: Sight, budg
 @pytest.mark.parametrize(("name", "uneven"), [(n, u) for n in INDEXES for u in (False, True) if n in BOUNDS or not u])
 @pytest.mark.parametrize("n", [1, 5, 70])
 def test_rows_read_the_pages_with_the_best_scores_and_nothing_else(
-    name: str, n: int, uneven: bool, sight: Sight
+    name: str, n: int, uneven: bool, sight: AttentionParams
 ) -> None:
     kv = filled(INDEXES[name], 83)
     if uneven:
-        kv.settle(masks(kv, keep_uneven))
+        kv.compress(masks(kv, keep_uneven))
     q, s = rows(n), kv.slots(0)
     read = chosen_by_definition(kv, INDEXES[name], q, sight, SMALL)
     assert not bool(read[:, 0].all())
@@ -320,17 +327,17 @@ def test_rows_read_the_pages_with_the_best_scores_and_nothing_else(
 def test_where_a_head_has_fewer_pages_to_choose_from_than_others_it_reads_no_others(name: str) -> None:
     """Those behind its end, say, which others have."""
     kv = filled(INDEXES[name], 83)
-    kv.settle(masks(kv, lambda _, s: torch.stack([s.pos[0] >= 0, s.pos[1] % 8 == 0])))
+    kv.compress(masks(kv, lambda _, s: torch.stack([s.pos[0] >= 0, s.pos[1] % 8 == 0])))
     its = pages(kv)
     most, left = its.most, its.open.sum(1).tolist()
     assert left[1] < most < left[0]
     q, s = rows(5), kv.slots(0)
-    score = INDEXES[name].score(q.view(K, G * 5, D), its.kept, its.shared, Sight(0.25)).view(K, G, 5, -1)
+    score = INDEXES[name].score(q.view(K, G * 5, D), its.kept, its.shared, AttentionParams(0.25)).view(K, G, 5, -1)
     chosen = _choose(score, its, -math.inf)
     assert (chosen.sum(2) - its.always.sum(1, keepdim=True)).tolist() == [[most] * 5, [left[1]] * 5]
-    read = chosen_by_definition(kv, INDEXES[name], q, Sight(0.25), SMALL)
+    read = chosen_by_definition(kv, INDEXES[name], q, AttentionParams(0.25), SMALL)
     want, lse = specified(q, s.k, s.v, 0.25, 0.0, read, s.n_slots)
-    (part,) = kv.attend(0, q, Sight(0.25), at(kv, 5))
+    (part,) = kv.attend(0, q, AttentionParams(0.25), at(kv, 5))
     torch.testing.assert_close(part.out, want)
     torch.testing.assert_close(part.lse, lse)
 
@@ -341,10 +348,10 @@ def test_a_budget_that_covers_everything_reads_everything(name: str, uneven: boo
     for budget in (replace(SMALL, floor=75), replace(SMALL, fraction=1.0), replace(SMALL, recent=1000)):
         kv = filled(INDEXES[name], 83, budget)
         if uneven:
-            kv.settle(masks(kv, keep_uneven))
+            kv.compress(masks(kv, keep_uneven))
         fill(kv, 4, start=83)
         q = rows(3)
-        got, want = (merge(store.attend(0, q, Sight(0.3), at(kv, 3))) for store in (kv, kv._tier))
+        got, want = (merge_attention(store.attend(0, q, AttentionParams(0.3), at(kv, 3))) for store in (kv, kv._tier))
         torch.testing.assert_close(got, want)
 
 
@@ -356,10 +363,12 @@ def test_sinks_the_newest_and_what_came_since_are_always_read(name: str) -> None
     s.v.copy_(0 * s.v)
     always = [0, 1, *range(78, 89)]
     s.v[:, always, 0] = 1
-    read = kv.attend(0, rows(1), Sight(0.01), at(kv, 1))  # flat scores: every slot that is read gives about the same
-    of_all = kv._tier.attend(0, rows(1), Sight(0.01), at(kv, 1))
+    read = kv.attend(
+        0, rows(1), AttentionParams(0.01), at(kv, 1)
+    )  # flat scores: every slot that is read gives about the same
+    of_all = kv._tier.attend(0, rows(1), AttentionParams(0.01), at(kv, 1))
     count = {"read": mass(read).exp(), "all": mass(of_all).exp()}
-    weight = [merge(read)[..., 0] * count["read"], merge(of_all)[..., 0] * count["all"]]
+    weight = [merge_attention(read)[..., 0] * count["read"], merge_attention(of_all)[..., 0] * count["all"]]
     torch.testing.assert_close(*weight)
     assert bool((count["read"] < 0.6 * count["all"]).all())
 
@@ -371,23 +380,23 @@ READERS = [*((name, None) for name in INDEXES), *((name, 0.2) for name in BOUNDS
 def test_a_row_chooses_for_itself(name: str, epsilon: float | None) -> None:
     kv = filled(INDEXES[name], 83, epsilon=epsilon)
     q = rows(5)
-    together = merge(kv.attend(0, q, Sight(0.3), at(kv, 5)))
+    together = merge_attention(kv.attend(0, q, AttentionParams(0.3), at(kv, 5)))
     for i in range(5):
-        alone = merge(kv.attend(0, q[:, i : i + 1], Sight(0.3), at(kv, 5)[i : i + 1]))
+        alone = merge_attention(kv.attend(0, q[:, i : i + 1], AttentionParams(0.3), at(kv, 5)[i : i + 1]))
         torch.testing.assert_close(alone, together[:, i : i + 1])
 
 
 @pytest.mark.parametrize(("name", "epsilon"), READERS)
 def test_the_choice_does_not_depend_on_what_was_stored_since_the_boundary(name: str, epsilon: float | None) -> None:
     kv, q = filled(INDEXES[name], 83, epsilon=epsilon), rows(2)
-    (before,) = kv.attend(0, q, Sight(0.3), at(kv, 2))
+    (before,) = kv.attend(0, q, AttentionParams(0.3), at(kv, 2))
     fill(kv, 9, start=83)
-    after, since = kv.attend(0, q, Sight(0.3), at(kv, 2))
+    after, since = kv.attend(0, q, AttentionParams(0.3), at(kv, 2))
     torch.testing.assert_close(after.out, before.out)
     torch.testing.assert_close(after.lse, before.lse)
     assert bool((since.lse > -torch.inf).all())
-    kv.settle()
-    (settled,) = kv.attend(0, q, Sight(0.3), at(kv, 2))
+    kv.compress()
+    (settled,) = kv.attend(0, q, AttentionParams(0.3), at(kv, 2))
     assert not torch.allclose(settled.lse, after.lse)
 
 
@@ -396,42 +405,44 @@ def test_windows_and_prompts_read_everything(name: str) -> None:
     kv = filled(INDEXES[name], 83)
     q, pos = rows(4), at(kv, 4)
     for window in (1, 20, 1000):
-        sight = Sight(0.3, window=window)
-        torch.testing.assert_close(merge(kv.attend(0, q, sight, pos)), merge(kv._tier.attend(0, q, sight, pos)))
-    whole, part = (merge(store.attend(0, q, Sight(0.3), pos)) for store in (kv._tier, kv))
+        sight = AttentionParams(0.3, window=window)
+        torch.testing.assert_close(
+            merge_attention(kv.attend(0, q, sight, pos)), merge_attention(kv._tier.attend(0, q, sight, pos))
+        )
+    whole, part = (merge_attention(store.attend(0, q, AttentionParams(0.3), pos)) for store in (kv._tier, kv))
     assert not torch.allclose(part, whole)
-    torch.testing.assert_close(merge(kv.attend(0, q, Sight(0.3, is_prompt=True), pos)), whole)
+    torch.testing.assert_close(merge_attention(kv.attend(0, q, AttentionParams(0.3, is_prompt=True), pos)), whole)
 
 
 @pytest.mark.parametrize("name", INDEXES)
 def test_the_first_row_behind_a_boundary_may_choose_for_all_until_the_next(name: str) -> None:
     kv, own = (filled(INDEXES[name], 83, is_shared=shared) for shared in (True, False))
     q = rows(5)
-    guesses = replace(Sight(0.3), is_guess=True)
+    guesses = replace(AttentionParams(0.3), is_guess=True)
     read = [store.attend(0, rows(1, seed=8), guesses, at(store, 1))[0] for store in (kv, own)]
     torch.testing.assert_close(read[0].lse, read[1].lse)  # for themselves, and without a say
-    first = merge(kv.attend(0, q[:, :1], Sight(0.3), at(kv, 1)))
-    torch.testing.assert_close(first, merge(own.attend(0, q[:, :1], Sight(0.3), at(kv, 1))))
+    first = merge_attention(kv.attend(0, q[:, :1], AttentionParams(0.3), at(kv, 1)))
+    torch.testing.assert_close(first, merge_attention(own.attend(0, q[:, :1], AttentionParams(0.3), at(kv, 1))))
     chosen = kv._chosen[0].clone()
     fill(kv, 1, start=83)
-    alone = [kv.attend(0, q[:, i : i + 1], Sight(0.3), [84])[0] for i in range(1, 5)]
+    alone = [kv.attend(0, q[:, i : i + 1], AttentionParams(0.3), [84])[0] for i in range(1, 5)]
     assert torch.equal(kv._chosen[0], chosen)
     assert not torch.equal(own._pages[0].kept[0], torch.empty(0))
     drafted = filled(INDEXES[name], 83, is_shared=True)
-    (together,) = drafted.attend(0, q, Sight(0.3), at(drafted, 5))
+    (together,) = drafted.attend(0, q, AttentionParams(0.3), at(drafted, 5))
     for i in range(1, 5):
         torch.testing.assert_close(together.out[:, i : i + 1], alone[i - 1].out)
         torch.testing.assert_close(together.lse[:, i : i + 1], alone[i - 1].lse)
-    (each,) = own.attend(0, q, Sight(0.3), at(own, 5))
+    (each,) = own.attend(0, q, AttentionParams(0.3), at(own, 5))
     assert not torch.allclose(each.lse, together.lse)
-    kv.settle()
-    kv.attend(0, q[:, 4:], Sight(0.3), at(kv, 1))
+    kv.compress()
+    kv.attend(0, q[:, 4:], AttentionParams(0.3), at(kv, 1))
     assert not torch.equal(kv._chosen[0], chosen)
 
 
 def test_what_seems_to_hold_little_is_left_out() -> None:
     """By an independent sum: of the pages that are chosen without a cutoff, those above the share stay."""
-    index, q, sight = INDEXES["sketch"], rows(1, sharp=4.0), Sight(0.25)
+    index, q, sight = INDEXES["sketch"], rows(1, sharp=4.0), AttentionParams(0.25)
     kv = filled(index, 83)
     kv.attend(0, q, sight, at(kv, 1))
     p = pages(kv)
@@ -458,16 +469,16 @@ def test_what_seems_to_hold_little_is_left_out() -> None:
     uneven=st.booleans(),
 )
 def test_a_certified_row_never_misses_more_than_epsilon(
-    seed: int, name: str, epsilon: float, sharp: float, sight: Sight, uneven: bool
+    seed: int, name: str, epsilon: float, sharp: float, sight: AttentionParams, uneven: bool
 ) -> None:
     kv = recall(BOUNDS[name], epsilon=epsilon)
     fill(kv, 61, seed=seed % 7)
-    kv.settle(masks(kv, keep_uneven) if uneven else ())
+    kv.compress(masks(kv, keep_uneven) if uneven else ())
     fill(kv, seed % 5, start=61)
     q = rows(4, seed=seed, sharp=sharp)
     assert float(missed(kv, q, sight).max()) <= epsilon + 1e-9
     pos, v = at(kv, 4), kv.slots(0).v.norm(dim=2).max()
-    error = merge(kv.attend(0, q, sight, pos)) - merge(kv._tier.attend(0, q, sight, pos))
+    error = merge_attention(kv.attend(0, q, sight, pos)) - merge_attention(kv._tier.attend(0, q, sight, pos))
     assert float(error.norm(dim=2).max()) <= 2 * epsilon * v + 1e-6
 
 
@@ -475,12 +486,12 @@ def test_a_certified_row_never_misses_more_than_epsilon(
 def test_certificates_hold_in_the_numbers_that_models_use(dtype: torch.dtype) -> None:
     kv = recall(Certified(4), epsilon=0.02, dtype=dtype)
     fill(kv, 200, sharp=2.0)
-    kv.settle()
+    kv.compress()
     shares = []
     for seed in range(20):
         q, s = rows(3, seed=seed, sharp=4.0, dtype=dtype), kv.slots(0)
         _, full = specified(q.double(), s.k.double(), s.v.double(), 0.25, 0.0, None, s.n_slots)
-        shares.append(1 - (mass(kv.attend(0, q, Sight(0.25), at(kv, 3))).double() - full).exp())
+        shares.append(1 - (mass(kv.attend(0, q, AttentionParams(0.25), at(kv, 3))).double() - full).exp())
     assert float(torch.stack(shares).max()) <= 0.02 + 1e-4
     assert 0 < kv.tally.streamed < kv.tally.asked
 
@@ -489,7 +500,7 @@ def test_peaked_heads_pass_and_spread_ones_read_everything() -> None:
     streamed = []
     for sharp in (0.1, 16.0):
         kv = filled(Certified(3), 120, epsilon=0.05)
-        kv.attend(0, rows(20, sharp=sharp), Sight(0.25), at(kv, 20))
+        kv.attend(0, rows(20, sharp=sharp), AttentionParams(0.25), at(kv, 20))
         streamed.append(kv.tally.streamed / kv.tally.asked)
     assert streamed[0] == 1.0
     assert streamed[1] < 0.5
@@ -499,19 +510,19 @@ def test_keys_that_are_not_finite_are_not_certified() -> None:
     kv = recall(Certified(3), epsilon=0.5)
     fill(kv, 60)
     kv._tier.slots(0).k[:, 30, 2] = torch.inf
-    kv.settle()
-    kv.attend(0, rows(2, sharp=8.0), Sight(0.25), at(kv, 2))
+    kv.compress()
+    kv.attend(0, rows(2, sharp=8.0), AttentionParams(0.25), at(kv, 2))
     assert kv.tally.streamed == kv.tally.asked > 0
 
 
 # ---- boundaries ----
 
 
-def pages(kv: Recall) -> Pages:
+def pages(kv: SparseTier) -> Pages:
     return kv._pages[0]
 
 
-def same_pages(a: Recall, b: Recall) -> None:
+def same_pages(a: SparseTier, b: SparseTier) -> None:
     for x, y in zip(pages(a).tensors, pages(b).tensors, strict=True):
         assert x.shape == y.shape
         torch.testing.assert_close(x, y, rtol=0, atol=0)
@@ -523,14 +534,14 @@ def test_pages_added_at_boundaries_are_those_made_at_once(cuts: list[int], name:
     grown = recall(INDEXES[name])
     for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), 97], strict=True):
         fill(grown, end - start, start=start)
-        grown.settle()
+        grown.compress()
     same_pages(grown, filled(INDEXES[name], 97))
 
 
 @pytest.mark.parametrize("index", [LowRank(1, 8), LowRank(2, 16), LowRank(3, 1), Clusters(15, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [16, 128])
-def test_a_page_is_summarized_alike_whichever_come_with_it(index: Index, dtype: torch.dtype, dim: int) -> None:
+def test_a_page_is_summarized_alike_whichever_come_with_it(index: PageIndex, dtype: torch.dtype, dim: int) -> None:
     if native() is None:
         pytest.skip("without native kernels products round by the number of pages")
     k = randn(K, 41, index.page, dim, dtype=dtype)
@@ -549,25 +560,25 @@ def test_an_undo_leaves_the_pages_of_what_remains(name: str, n: int, uneven: boo
     fresh = recall(INDEXES[name])
     fill(fresh, min(n, 83))
     if uneven:
-        kv.settle(masks(kv, keep_uneven))
-        fresh.settle(masks(fresh, keep_uneven))
+        kv.compress(masks(kv, keep_uneven))
+        fresh.compress(masks(fresh, keep_uneven))
     kv.crop(n)
     for store in (kv, fresh):
         fill(store, 80, start=n, seed=3)
-        store.settle()
+        store.compress()
     same_pages(kv, fresh)
     q = rows(3)
-    got, want = (merge(store.attend(0, q, Sight(0.3), at(store, 3))) for store in (kv, fresh))
+    got, want = (merge_attention(store.attend(0, q, AttentionParams(0.3), at(store, 3))) for store in (kv, fresh))
     torch.testing.assert_close(got, want)
 
 
 def test_a_sketch_learns_anew_while_it_knows_little() -> None:
     kv = recall(Sketch(3))
     fill(kv, 12)
-    kv.settle()
+    kv.compress()
     few = pages(kv).shared
     fill(kv, 71, start=12)
-    kv.settle()
+    kv.compress()
     assert not torch.equal(pages(kv).shared[0], few[0])
     same_pages(kv, filled(Sketch(3), 83))
 
@@ -581,9 +592,9 @@ def test_slots_that_come_down_a_ladder_join_the_pages(name: str) -> None:
     q = rows(3)
     if not pages(kv).shared:  # which knows what the first of them taught
         same_pages(kv, whole)
-    (part,) = kv.attend(0, q, Sight(0.3), at(kv, 3))
+    (part,) = kv.attend(0, q, AttentionParams(0.3), at(kv, 3))
     assert part.lse.shape == (H, 3)
-    assert not torch.allclose(part.out, merge(kv._tier.attend(0, q, Sight(0.3), at(kv, 3))))
+    assert not torch.allclose(part.out, merge_attention(kv._tier.attend(0, q, AttentionParams(0.3), at(kv, 3))))
 
 
 def test_empty_slots_inside_a_page_weigh_nothing() -> None:
@@ -593,7 +604,7 @@ def test_empty_slots_inside_a_page_weigh_nothing() -> None:
     pos[0, 5], pos[1, 8:12] = -1, -1
     holed = Slots(s.k.masked_fill((pos < 0).unsqueeze(2), 1e6), s.v, pos)
 
-    class Holed(Whole):
+    class Holed(AnyTierSource):
         def __init__(self) -> None:
             self._tier = self  # type: ignore[assignment]
 
@@ -605,23 +616,23 @@ def test_empty_slots_inside_a_page_weigh_nothing() -> None:
         p.settle(0, Holed())
         assert p.held.sum(1).tolist() == [10, 9]
         assert not bool(p.held[1, 2])
-        score = index.score(rows(1).view(K, G, D), p.kept, p.shared, Sight(0.25))
+        score = index.score(rows(1).view(K, G, D), p.kept, p.shared, AttentionParams(0.25))
         assert float(score[0].abs().max()) < 1e3
 
 
 def test_bytes_are_what_the_tensors_hold() -> None:
     kv = recall(Certified(4), dtype=torch.float32)
     fill(kv, 400)
-    kv.settle()
+    kv.compress()
     held = nbytes(kv)
     assert set(held) == {"cpu", "index"}
     assert held["index"] == sum({t.data_ptr(): t.untyped_storage().nbytes() for t in pages(kv).tensors}.values())
-    kv.attend(0, rows(1, dtype=torch.float32), Sight(0.3), at(kv, 1))
+    kv.attend(0, rows(1, dtype=torch.float32), AttentionParams(0.3), at(kv, 1))
     assert nbytes(kv)["index"] == held["index"] + K * 100, "and which pages were chosen"
     payload = K * 400 * (D + 4)
     assert payload <= held["index"] <= payload + K * 100 * (4 + 4 + 1 + 1) + 200
     kv.crop(0)
-    kv.settle()
+    kv.compress()
     assert nbytes(kv)["index"] < 200
 
 
@@ -661,12 +672,12 @@ def test_a_profile_reads_through_its_table() -> None:
     model = exactness.lm("dense", "fp32")
     small = {"page": 3, "floor": 4, "sinks": 1, "recent": 4, "every": 8, "dense_layers": 1}
     session = assemble.session(model, profile("certified", method="certified", epsilon=0.25, **small))
-    drive(session.read(exactness.prompt()))
-    list(events(session.stream(30)))
+    run_to_end(session.read(exactness.prompt()))
+    list(iterate_events(session.stream(30)))
     assert session.every == 8
-    assert {use.layer for use in session.kv.usage() if use.tier == "index"} == {1, 2}
+    assert {use.layer for use in session.cache.usage() if use.tier == "index"} == {1, 2}
     whole = assemble.session(exactness.lm("sliding", "fp32"), profile(method="sketch", dense_layers=0))
-    assert {use.layer for use in whole.kv.usage() if use.tier == "index"} == {1}, "gemma's other layers slide"
+    assert {use.layer for use in whole.cache.usage() if use.tier == "index"} == {1}, "gemma's other layers slide"
 
 
 def test_a_profile_says_who_chooses_and_what_is_too_little() -> None:
@@ -674,10 +685,10 @@ def test_a_profile_says_who_chooses_and_what_is_too_little() -> None:
     tallies = []
     for more in ({}, {"choice": "boundary"}, {"cutoff": 0.2}):
         session = assemble.session(model, profile(method="lowrank", page=3, rank=5, **small, **more))
-        drive(session.read(exactness.prompt()))
-        list(events(session.stream(16)))
-        assert isinstance(session.kv, Recall)
-        tallies.append(session.kv.tally)
+        run_to_end(session.read(exactness.prompt()))
+        list(iterate_events(session.stream(16)))
+        assert isinstance(session.cache, SparseTier)
+        tallies.append(session.cache.tally)
     each, shared, cut = tallies
     assert shared.asked == each.asked
     assert shared.again > each.again
@@ -695,10 +706,10 @@ def test_the_plan_of_memory_counts_the_index(method: str) -> None:
     sizes = {"window": 40, "size": 4} if method == "cluster" else {"page": 4}
     chosen = profile(method=method, floor=64, dense_layers=0, **sizes).recall.settings
     store = Dense(alike(1, K, D), torch.float32)
-    kv = chosen.over(store, store, [Sight(0.25)])
+    kv = chosen.over(store, store, [AttentionParams(0.25)])
     store.append(0, randn(K, 4000, D, dtype=torch.float32), randn(K, 4000, D, dtype=torch.float32), 0)
     kv.settle()
-    kv.attend(0, rows(1, dtype=torch.float32), Sight(0.25), [4000])
+    kv.attend(0, rows(1, dtype=torch.float32), AttentionParams(0.25), [4000])
     assert nbytes(kv)["index"] == pytest.approx(K * 4000 * chosen.per_slot(D, 4), rel=0.01)
 
 
@@ -710,32 +721,32 @@ def test_the_yardstick_of_a_benchmark_recalls_nothing() -> None:
 
 
 def past(
-    model: LM, index: Index, budget: Budget, epsilon: float | None, on_ladder: bool, is_shared: bool = False
-) -> Store:
+    model: LM, index: PageIndex, budget: PageBudget, epsilon: float | None, on_ladder: bool, is_shared: bool = False
+) -> KVCache:
     """All but the first layer recall: over the whole past, or over the lower rung of a ladder."""
     shape = (model.shapes, model.dtype)
     layers = range(1, model.n_layers)
     if not on_ladder:
-        return RecallStore(Dense(*shape), index, budget, layers, epsilon=epsilon, is_shared=is_shared)
-    below = Recall(Dense(*shape), index, budget, layers, epsilon=epsilon, is_shared=is_shared)
-    return Ladder(Dense(*shape), [Rung(below)], holds=9, sinks=1)
+        return SparseCache(Dense(*shape), index, budget, layers, epsilon=epsilon, is_shared=is_shared)
+    below = SparseTier(Dense(*shape), index, budget, layers, epsilon=epsilon, is_shared=is_shared)
+    return TieredCache(Dense(*shape), [TierLevel(below)], holds=9, sinks=1)
 
 
 @cache
 def text(
     name: str, dtype: str, sampler: str, uneven: bool, drafter: str, on_ladder: bool = False, shared: bool = False
-) -> tuple[list[int], Store]:
+) -> tuple[list[int], KVCache]:
     model = exactness.lm("dense", dtype)
     epsilon = 0.3 if name == "certified" else None
     kv = past(model, INDEXES[name], replace(SMALL, floor=4), epsilon, on_ladder, shared)
     make: Callable[[list[int]], Drafter] = exactness.DRAFTERS.get(drafter, lambda _: Off())
     tool = make(text(name, dtype, sampler, uneven, "off", on_ladder, shared)[0] if drafter != "off" else [])
     policy = Ragged() if uneven else None
-    session = Session(
+    session = GenerationSession(
         model, kv, tool, exactness.SAMPLERS[sampler], view=view(model, kv, tool), policy=policy, every=11, chunk=13
     )
-    drive(session.read(exactness.prompt()))
-    list(events(session.stream(exactness.NEW, stop={exactness.STOP})))
+    run_to_end(session.read(exactness.prompt()))
+    list(iterate_events(session.stream(exactness.NEW, stop={exactness.STOP})))
     return session.ids, kv
 
 
@@ -772,7 +783,7 @@ def test_the_table_reads_a_part_and_changes_the_text(name: str) -> None:
         "dense", "all", "greedy", "fp64"
     )
     ids, kv = text(name, "fp64", "greedy", False, "off")
-    assert isinstance(kv, Recall)
+    assert isinstance(kv, SparseTier)
     assert kv.tally.pages > 0
     if name == "certified":
         assert 0 < kv.tally.streamed < kv.tally.asked
@@ -783,14 +794,14 @@ def test_the_table_reads_a_part_and_changes_the_text(name: str) -> None:
 def test_a_fork_goes_on_alike(name: str) -> None:
     model = exactness.lm("dense", "fp64")
     kv = past(model, INDEXES[name], SMALL, 0.3 if name == "certified" else None, False)
-    session = Session(model, kv, Off(), exactness.SAMPLERS["greedy"], every=7)
-    drive(session.read(families.prompt(60)))
-    list(events(session.stream(10)))
+    session = GenerationSession(model, kv, Off(), exactness.SAMPLERS["greedy"], every=7)
+    run_to_end(session.read(families.prompt(60)))
+    list(iterate_events(session.stream(10)))
     other = session.fork()
     for each in (session, other):
-        list(events(each.stream(20)))
+        list(iterate_events(each.stream(20)))
     assert other.ids == session.ids
-    assert other.kv.slots(1).k.data_ptr() != session.kv.slots(1).k.data_ptr()
+    assert other.cache.slots(1).k.data_ptr() != session.cache.slots(1).k.data_ptr()
 
 
 @pytest.mark.parametrize("name", BOUNDS)  # what a sketch learned depends on where the first boundaries were
@@ -800,13 +811,13 @@ def test_an_undone_turn_leaves_no_trace(name: str) -> None:
     texts = []
     for with_undo in (False, True):
         kv = past(model, INDEXES[name], SMALL, 0.3 if name == "certified" else None, False)
-        session = Session(model, kv, Off(), exactness.SAMPLERS["greedy"], every=7, chunk=1000)
+        session = GenerationSession(model, kv, Off(), exactness.SAMPLERS["greedy"], every=7, chunk=1000)
         if with_undo:
-            drive(session.read(first))
-            list(events(session.stream(10)))
+            run_to_end(session.read(first))
+            list(iterate_events(session.stream(10)))
             assert session.resume(second) >= 59
-        drive(session.read(second[len(session.ids) :]))
-        list(events(session.stream(20)))
+        run_to_end(session.read(second[len(session.ids) :]))
+        list(iterate_events(session.stream(20)))
         texts.append(session.ids)
     assert texts[0] == texts[1]
 
@@ -816,7 +827,9 @@ def test_a_prompt_is_stored_as_if_nothing_were_left_out(name: str) -> None:
     model, stores = exactness.lm("dense", "fp64"), []
     for with_recall in (False, True):
         kv = Dense(model.shapes, model.dtype)
-        read = RecallStore(kv, INDEXES[name], SMALL, range(model.n_layers)) if with_recall else kv
-        drive(Session(model, read, Off(), exactness.SAMPLERS["greedy"], chunk=13).read(families.prompt(90)))
+        read = SparseCache(kv, INDEXES[name], SMALL, range(model.n_layers)) if with_recall else kv
+        run_to_end(
+            GenerationSession(model, read, Off(), exactness.SAMPLERS["greedy"], chunk=13).read(families.prompt(90))
+        )
         stores.append(kv.slots(2))
     torch.testing.assert_close(stores[0].k, stores[1].k)

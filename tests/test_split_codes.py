@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from kvcli.assemble import session
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig
 from kvcli.kernels.attend import attend
 from kvcli.kernels.quantize_kv import pack_keys, pack_values, unpack_keys, unpack_values
-from kvcli.kv.slots import Sight, Slots, alike, run_of
-from kvcli.kv.snapshot import Given
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.slots import AttentionParams, Slots, alike, run_of
+from kvcli.kv.snapshot import SnapshotReader
+from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.settings.profile import load_profile
 from tests import families
 from tests.test_draft_and_full import lm
@@ -26,8 +26,8 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.randn(*shape, generator=noise) * 3 + 5 * torch.randn(shape[-1], generator=noise)).to(dtype)
 
 
-def filled(dtype: torch.dtype = torch.float32, rotate: str = "none") -> Packed:
-    tier = Packed(alike(2, K, D), dtype, group=16, rotate=rotate, halves=True)
+def filled(dtype: torch.dtype = torch.float32, rotate: str = "none") -> QuantizedTier:
+    tier = QuantizedTier(alike(2, K, D), dtype, group=16, rotate=rotate, halves=True)
     k, v = numbers(K, S, D, dtype=dtype), numbers(K, S, D, dtype=dtype).flip(1)
     for at in range(0, S, 50):
         tier.append(0, k[:, at : at + 50], v[:, at : at + 50], at)
@@ -60,7 +60,7 @@ def test_a_group_of_equal_numbers_and_one_far_from_zero_are_met() -> None:
 @pytest.mark.parametrize("rotate", ["none", "hadamard"])
 def test_rows_read_what_the_halves_say(dtype: torch.dtype, window: int | None, rotate: str) -> None:
     tier, q, pos = filled(dtype, rotate), numbers(2 * K, 5, D, dtype=dtype) / 8, range(S, S + 5)
-    sight = Sight(D**-0.5, window=window)
+    sight = AttentionParams(D**-0.5, window=window)
     s = tier.slots(0)
     mask = None if window is None else s.pos.unsqueeze(1) > torch.tensor([p - window for p in pos]).view(1, -1, 1)
     want = attend(q.double(), s.k.double(), s.v.double(), sight.scale, mask=mask)
@@ -68,18 +68,18 @@ def test_rows_read_what_the_halves_say(dtype: torch.dtype, window: int | None, r
     torch.testing.assert_close(
         got.out.double(), want.out.double(), atol=0.15 if dtype.itemsize < 4 else 1e-4, rtol=0.05
     )
-    (coarse,) = tier.attend(0, q, Sight(D**-0.5, window=window, is_guess=True), pos)
+    (coarse,) = tier.attend(0, q, AttentionParams(D**-0.5, window=window, is_guess=True), pos)
     assert (coarse.out - got.out).abs().max() > 1e-2
 
 
 def test_a_row_alone_has_the_bits_of_one_in_company() -> None:
     tier, q = filled(torch.bfloat16), numbers(2 * K, 5, D, dtype=torch.bfloat16) / 8
     for is_guess in (False, True):
-        sight = Sight(D**-0.5, is_guess=is_guess)
+        sight = AttentionParams(D**-0.5, is_guess=is_guess)
         (every,) = tier.attend(0, q, sight, range(S, S + 5))
         (one,) = tier.attend(0, q[:, 3:4], sight, [S + 3])
         assert torch.equal(one.out, every.out[:, 3:4])
-    assert not tier.rounds_by_rows
+    assert not tier.batch_variant_reason
 
 
 def test_what_stays_of_a_broken_group_keeps_its_halves() -> None:
@@ -94,14 +94,14 @@ def test_what_stays_of_a_broken_group_keeps_its_halves() -> None:
         assert sorted(order.tolist()) == before.pos[j][mask[j]].tolist()
         torch.testing.assert_close(found.k[j, held], before.k[j, order], atol=0.2, rtol=0)
         assert torch.equal(found.v[j, held], before.v[j, order])
-    other.restore(Given(tier.state(), S))
+    other.restore(SnapshotReader(tier.snapshot(), S))
     assert torch.equal(other.slots(0).k, found.k)
     at = torch.tensor([[0, 7, -1]]).expand(K, -1)
     assert torch.equal(other.gather(0, at).k[:, :2], other.slots(0).k[:, [0, 7]])
 
 
 def test_a_slot_takes_little_more_than_half() -> None:
-    tier = Packed(alike(1, 4, 64), torch.bfloat16, halves=True)
+    tier = QuantizedTier(alike(1, 4, 64), torch.bfloat16, halves=True)
     tier.take(0, Slots(numbers(4, 1024, 64), numbers(4, 1024, 64), run_of(0, 1024, 4, torch.device("cpu"))))
     assert sum(use.nbytes for use in tier.usage()) <= 0.55 * (2 * 4 * 64 * 2 * 1024)
 
@@ -113,9 +113,9 @@ def test_drafts_over_the_upper_half_change_nothing(sampling: str) -> None:
     texts, counted = [], []
     for drafting in (["spec.method=off"], mine):
         found, stats = session(lm(), load_profile("balanced", sets=[*sets, *drafting])), Stats()
-        drive(found.read(families.prompt(150)))
-        for step in events(found.stream(40)):
-            stats.fold(step)
+        run_to_end(found.read(families.prompt(150)))
+        for step in iterate_events(found.stream(40)):
+            stats.add_step(step)
         texts.append(found.ids)
         counted.append(stats)
     assert texts[0] == texts[1]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcli.engine.rows import Draft, Rows, Scouts
+from kvcli.engine.rows import Draft, LookaheadRows, Rows
 from kvcli.engine.stats import FEW, Stats, Step
 
 
@@ -23,7 +23,7 @@ passes = st.integers(0, 8).flatmap(lambda d: st.tuples(st.just(d), st.integers(0
 def test_identities_hold(history: list[tuple[int, int]]) -> None:
     stats = Stats()
     for drafted, accepted in history:
-        stats.fold(step(drafted, accepted))
+        stats.add_step(step(drafted, accepted))
     assert stats.accepted_tokens == sum(i * n for i, n in enumerate(stats.histogram))
     assert stats.drafted_passes == sum(stats.histogram)
     assert stats.new == stats.passes + stats.accepted_tokens
@@ -35,18 +35,18 @@ def test_identities_hold(history: list[tuple[int, int]]) -> None:
 
 
 def test_a_pass_with_scouts_is_not_taken_for_a_plain_one() -> None:
-    scouts = Scouts([4, 5], [1, 2], torch.eye(2, dtype=torch.bool), [1])
+    scouts = LookaheadRows([4, 5], [1, 2], torch.eye(2, dtype=torch.bool), [1])
     stats = Stats()
-    stats.fold(Step(Rows.build(1, 5, Draft([], [], scouts)), None, [0], [3], 0.1))  # type: ignore[arg-type]
+    stats.add_step(Step(Rows.build(1, 5, Draft([], [], scouts)), None, [0], [3], 0.1))  # type: ignore[arg-type]
     assert (stats.plain, stats.scout_rows) == ([], 2)
 
 
 def test_gain_over_plain_needs_passes_of_both_kinds() -> None:
     stats = Stats()
-    stats.fold(step(0, 0, 0.1))
+    stats.add_step(step(0, 0, 0.1))
     assert stats.vs_plain is None
-    stats.fold(step(3, 3, 0.1))
+    stats.add_step(step(3, 3, 0.1))
     assert stats.vs_plain is None  # of 5 tokens nothing is known yet
     for _ in range(FEW):
-        stats.fold(step(0, 0, 0.1))
+        stats.add_step(step(0, 0, 0.1))
     assert stats.vs_plain == pytest.approx((5 + FEW) / (2 + FEW))

@@ -37,8 +37,8 @@ def new(tmp_path, monkeypatch):
     monkeypatch.setattr(Setup, "fetch", lambda *_: source.find("demo"))
     monkeypatch.setattr("kvcli.commands.models.model_names.cached_ids", list)
     # last: a module that is imported meanwhile would keep the stand-in
-    monkeypatch.setattr("kvcli.commands.models.fetch.obtain", lambda _, name: machine.fetched.append(name))
-    monkeypatch.setattr(available_memory, "look", lambda: available_memory.Room("cpu", 24 << 30))
+    monkeypatch.setattr("kvcli.commands.models.fetch.ensure_model", lambda _, name: machine.fetched.append(name))
+    monkeypatch.setattr(available_memory, "look", lambda: available_memory.AvailableMemory("cpu", 24 << 30))
     return machine
 
 
@@ -135,7 +135,7 @@ def test_on_a_terminal_it_is_asked(new, said, loaded):
 
 
 def test_the_choice_brings_its_packed_weights(new, monkeypatch):
-    monkeypatch.setattr(available_memory, "look", lambda: available_memory.Room("cpu", 9 << 30))
+    monkeypatch.setattr(available_memory, "look", lambda: available_memory.AvailableMemory("cpu", 9 << 30))
     done = new("chat", "-f", "a.md", "-p", "Where?", stdin=b"3\n", tty=TTY)
     assert "kvcli models get qwen3-4b 7.5 GiB, takes 6.5 GiB, Apache-2.0, --quant int8" in " ".join(done.err.split())
     assert new.loaded == [("qwen3-4b", "int8")]

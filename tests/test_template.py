@@ -156,9 +156,9 @@ def test_an_interrupted_question_is_not_answered_to_the_next(chats, monkeypatch)
         raise KeyboardInterrupt
         yield
 
-    real = worker_process.Outside.ask
+    real = worker_process.WorkerProcess.ask
     with monkeypatch.context() as patch:
-        patch.setattr(worker_process.Outside, "ask", interrupted)
+        patch.setattr(worker_process.WorkerProcess, "ask", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ours(chats, TALKS["turns"])
     assert ours(chats, TALKS["nothing"]) == theirs(chats._tokenizer, TALKS["nothing"])

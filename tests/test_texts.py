@@ -18,9 +18,9 @@ import pytest
 import kvcli
 from kvcli.api import End, Event, Live, Read, Text, Turn
 from kvcli.chat.model import Model
-from kvcli.chat.text_session import OpenText
-from kvcli.engine.engine import Engine, events, run
-from kvcli.engine.forward_request import Feed, Made
+from kvcli.chat.text_session import TextSession
+from kvcli.engine.engine import Engine, iterate_events, run
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, DoesNotFit
 from kvcli.kv.slots import nbytes
 
@@ -49,29 +49,29 @@ def alone(i: int) -> Turn:
 
 
 @pytest.fixture
-def texts() -> Iterator[list[OpenText]]:
+def texts() -> Iterator[list[TextSession]]:
     opened = [demo().open(name) for name in PROFILES]
     yield opened
     for text in opened:
         text.close()
 
 
-def test_eight_texts_side_by_side_write_what_each_writes_alone(texts: list[OpenText]) -> None:
+def test_eight_texts_side_by_side_write_what_each_writes_alone(texts: list[TextSession]) -> None:
     works = [text.answer(question, **options) for i, text in enumerate(texts) for question, options in [asked(i)]]
-    for i, ticket in enumerate(kvcli.together(*works)):
+    for i, ticket in enumerate(kvcli.generate_together(*works)):
         turn = ticket.result()
         assert (turn.ids, turn.text) == (alone(i).ids, alone(i).text), PROFILES[i]
     assert len({turn.ids for turn in map(alone, range(8))}) == 8
 
 
-def test_one_is_cancelled_and_one_lacks_memory_and_the_others_never_notice(texts: list[OpenText]) -> None:
+def test_one_is_cancelled_and_one_lacks_memory_and_the_others_never_notice(texts: list[TextSession]) -> None:
     texts[2] = demo().open("fafo", set={"prefill.chunk": 64, "memory.device": "1536KiB", "memory.on_shortage": "fail"})
     many, seen = Engine(), list[Event]()
     tickets = []
     for i, text in enumerate(texts):
         question, options = asked(i)
         tickets.append(many.add(text.answer(question, **options), seen.append if i == 5 else lambda event: None))
-    while many.round():
+    while many.step():
         if sum(isinstance(event, Text) for event in seen) == 3:
             tickets[5].cancel()
     for i, ticket in enumerate(tickets):
@@ -90,12 +90,12 @@ def test_one_is_cancelled_and_one_lacks_memory_and_the_others_never_notice(texts
     assert again.stats.cached > 0, "what it had read stays"
 
 
-def test_a_declared_step_is_taken_by_the_text_that_lacks_memory(texts: list[OpenText]) -> None:
+def test_a_declared_step_is_taken_by_the_text_that_lacks_memory(texts: list[TextSession]) -> None:
     short = demo().open(
         set={"exactness": "approx", "prefill.chunk": 64, "memory.device": "2MiB", "memory.ladder": ["memory.disk=1GiB"]}
     )
     (question, options), (other, others) = asked(7), asked(3)
-    short_, other_ = kvcli.together(short.answer(question, **options), texts[3].answer(other, **others))
+    short_, other_ = kvcli.generate_together(short.answer(question, **options), texts[3].answer(other, **others))
     assert short_.result().ids == alone(7).ids
     assert "memory.disk=1GiB" in short_.result().stats.shortages[0]
     assert short.profile.memory.disk == "1GiB"
@@ -106,7 +106,7 @@ def test_a_declared_step_is_taken_by_the_text_that_lacks_memory(texts: list[Open
 def test_of_two_answers_in_one_text_the_first_says_that_it_was_overtaken() -> None:
     with demo().open() as text:
         question, options = asked(0)
-        first, second = kvcli.together(text.answer("Hello"), text.answer(question, **options))
+        first, second = kvcli.generate_together(text.answer("Hello"), text.answer(question, **options))
         with pytest.raises(BadInput, match="another answer began"):
             first.result()
         assert second.result().ids == alone(0).ids
@@ -116,7 +116,7 @@ def test_an_outbox_may_cancel_others() -> None:
     many, first, tickets = Engine(), demo().open(), list[Any]()
     tickets.append(many.add(first.answer("Hello"), lambda event: [ticket.cancel() for ticket in tickets[1:]]))
     tickets += [many.add(demo().open().answer("Hello")) for _ in range(2)]
-    while many.round():
+    while many.step():
         pass
     assert tickets[0].result().text == demo().generate("Hello").text
     for ticket in tickets[1:]:
@@ -131,7 +131,7 @@ def test_an_open_text_has_a_profile_of_its_own_and_the_weights_of_all() -> None:
         assert b.profile.load == demo().profile.load, "a name says nothing about loading"
         a.generate("Hello", 4)
         assert not b.session.ids
-    assert not sum(nbytes(a.session.kv).values())
+    assert not sum(nbytes(a.session.cache).values())
     with pytest.raises(BadConfig, match="loaded already"):
         demo().open(profile="cpu")
 
@@ -154,8 +154,8 @@ def test_closing_a_text_ends_its_answer() -> None:
     assert text.session.ids == []
 
 
-@pytest.mark.parametrize("act", [OpenText.close, lambda text: text.generate("Thank you!")])
-def test_nothing_ends_an_answer_from_its_own_cancel_but_the_cancel(act: Callable[[OpenText], object]) -> None:
+@pytest.mark.parametrize("act", [TextSession.close, lambda text: text.generate("Thank you!")])
+def test_nothing_ends_an_answer_from_its_own_cancel_but_the_cancel(act: Callable[[TextSession], object]) -> None:
     with demo().open() as text:
         with pytest.raises(BadInput, match="from within") as error:
             text.generate("Hello", cancel=lambda: bool(act(text)))
@@ -174,7 +174,7 @@ async def turn_of(stream: AsyncIterator[Event]) -> Turn:
 
 
 def test_tasks_of_an_event_loop_share_passes_and_hear_of_their_own_texts(
-    texts: list[OpenText], monkeypatch: pytest.MonkeyPatch
+    texts: list[TextSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = [alone(i).ids for i in range(8)]
     shared, real = list[tuple[int, int]](), kvcli.engine.engine.run
@@ -203,7 +203,7 @@ def test_events_come_in_order() -> None:
     assert kinds == [Live, Read, Read, *[Text] * (len(kinds) - 4), End]
 
 
-def test_what_ends_a_text_reaches_the_task_that_asked_it(texts: list[OpenText]) -> None:
+def test_what_ends_a_text_reaches_the_task_that_asked_it(texts: list[TextSession]) -> None:
     short = demo().open(set={"prefill.chunk": 64, "memory.device": "1536KiB", "memory.on_shortage": "fail"})
 
     async def ask() -> list[Turn | BaseException]:
@@ -219,7 +219,7 @@ def test_what_ends_a_text_reaches_the_task_that_asked_it(texts: list[OpenText]) 
         short.astream([5] * 10**5)
 
 
-def stops_when_cancelled(text: OpenText) -> Callable[[], Any]:
+def stops_when_cancelled(text: TextSession) -> Callable[[], Any]:
     async def ask() -> None:
         task = asyncio.create_task(turn_of(text.astream("Hello", ignore_eos=True, max_new_tokens=900)))
         await asyncio.sleep(0.05)
@@ -230,7 +230,7 @@ def stops_when_cancelled(text: OpenText) -> Callable[[], Any]:
     return ask
 
 
-def stops_when_closed(text: OpenText) -> Callable[[], Any]:
+def stops_when_closed(text: TextSession) -> Callable[[], Any]:
     async def ask() -> None:
         async with aclosing(text.astream("Hello", ignore_eos=True, max_new_tokens=900)) as stream:
             async for event in stream:
@@ -240,7 +240,7 @@ def stops_when_closed(text: OpenText) -> Callable[[], Any]:
     return ask
 
 
-def stops_when_left(text: OpenText) -> Callable[[], Any]:
+def stops_when_left(text: TextSession) -> Callable[[], Any]:
     async def ask() -> None:
         async for event in text.astream("Hello", ignore_eos=True, max_new_tokens=900):
             if isinstance(event, Text):
@@ -251,7 +251,7 @@ def stops_when_left(text: OpenText) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("ends", [stops_when_cancelled, stops_when_closed, stops_when_left])
-def test_who_leaves_ends_the_answer_and_the_text_is_free(ends: Callable[[OpenText], Callable[[], Any]]) -> None:
+def test_who_leaves_ends_the_answer_and_the_text_is_free(ends: Callable[[TextSession], Callable[[], Any]]) -> None:
     text = demo().open()
     asyncio.run(ends(text)())
     assert len(text.session.ids) < 900
@@ -262,7 +262,7 @@ def test_who_leaves_ends_the_answer_and_the_text_is_free(ends: Callable[[OpenTex
     assert text.generate(question, **options).ids == demo().open().generate(question, **options).ids
 
 
-def test_a_slow_task_holds_up_nobody(texts: list[OpenText]) -> None:
+def test_a_slow_task_holds_up_nobody(texts: list[TextSession]) -> None:
     async def ask() -> tuple[Turn, Turn]:
         slow = texts[0].astream(asked(0)[0], **asked(0)[1])
         await anext(slow)  # and then nothing, until the other is over
@@ -273,10 +273,12 @@ def test_a_slow_task_holds_up_nobody(texts: list[OpenText]) -> None:
     assert (slow.ids, other.ids) == (alone(0).ids, alone(3).ids)
 
 
-def test_the_next_event_loop_finds_the_model_as_the_last_one_left_it(texts: list[OpenText]) -> None:
+def test_the_next_event_loop_finds_the_model_as_the_last_one_left_it(texts: list[TextSession]) -> None:
     for _ in range(2):
         assert asyncio.run(turn_of(texts[0].astream(asked(0)[0], **asked(0)[1]))).ids == alone(0).ids
-    assert list(events(texts[0].answer("Hello")))[-1].turn.text == demo().generate("Hello").text  # and none at all
+    assert (
+        list(iterate_events(texts[0].answer("Hello")))[-1].turn.text == demo().generate("Hello").text
+    )  # and none at all
 
 
 def test_the_thread_of_a_model_ends_with_it() -> None:
@@ -307,7 +309,7 @@ def test_an_answer_asked_elsewhere_ends_the_one_that_a_task_waits_for() -> None:
 def test_who_ends_an_answer_elsewhere_waits_for_the_pass_that_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
     text, in_pass, goes_on = demo().open(), threading.Event(), threading.Event()
 
-    def held(feeds: Sequence[Feed]) -> list[Made]:
+    def held(feeds: Sequence[ForwardRequest]) -> list[ForwardResult]:
         in_pass.set()
         assert goes_on.wait(60)
         return run(feeds)
@@ -340,28 +342,28 @@ def test_what_is_free_is_for_as_many_texts_as_are_said() -> None:
         third.generate("How deep?", max_new_tokens=2)
     first.close()
     assert second.generate("How deep?", max_new_tokens=2).text
-    assert first.take_past(second)
+    assert first.take_cache(second)
     assert first.generate("How deep?", max_new_tokens=2).text
     first.close()
     for _ in range(2):  # the one that came first goes on
         begun = first.answer("How deep?", max_new_tokens=2)  # and has read nothing when the other asks
         with pytest.raises(DoesNotFit, match="and 1 have begun"):
             second.answer("How deep?", max_new_tokens=2)
-        assert any(isinstance(event, End) for event in events(begun))
+        assert any(isinstance(event, End) for event in iterate_events(begun))
 
 
 @pytest.mark.parametrize("way", ["aclose", "async with"])
 def test_closing_in_a_coroutine_does_not_hold_the_loop(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass of another text goes on meanwhile, and so do the other tasks."""
     busy, text, held = demo().open(), demo().open(), threading.Event()
-    plain = demo().engine._engine.round
+    plain = demo().engine._engine.step
 
     def slow() -> bool:
         if held.is_set():
             time.sleep(0.1)
         return plain()
 
-    monkeypatch.setattr(demo().engine._engine, "round", slow)
+    monkeypatch.setattr(demo().engine._engine, "step", slow)
 
     async def ask() -> int:
         task = asyncio.create_task(turn_of(busy.astream("Hello", ignore_eos=True, max_new_tokens=40)))
@@ -386,7 +388,7 @@ def test_closing_in_a_coroutine_does_not_hold_the_loop(way: str, monkeypatch: py
 
 
 def test_a_text_that_no_loop_asked_is_closed_in_a_coroutine_as_well() -> None:
-    async def ask() -> OpenText:
+    async def ask() -> TextSession:
         async with demo().open() as text:
             text.generate("Hello", max_new_tokens=2)
         return text

@@ -16,19 +16,19 @@ from torch import Tensor
 
 from kvcli.assemble import view
 from kvcli.engine.drafting.drafter import Drafter
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.session import Session
-from kvcli.kernels.merge_attention import merge
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder, oldest
-from kvcli.kv.out_of_memory import Shortage
-from kvcli.kv.slots import Sight, Slots, Store, alike, nbytes
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.kernels.merge_attention import merge_attention
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache, slots_to_demote
+from kvcli.kv.out_of_memory import CacheFull
+from kvcli.kv.slots import AttentionParams, KVCache, Slots, alike, nbytes
 from kvcli.kv.tiers import extents, temp_folder
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import Disk
-from kvcli.kv.tiers.host import Host, Staging
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.tiers.disk import DiskTier
+from kvcli.kv.tiers.host import DownloadBuffer, HostTier
+from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.off import Off
 from tests import families
 from tests.covering import pairs
@@ -42,26 +42,30 @@ Shape = tuple[int, int, int]
 BIG = 1 << 30
 
 
-def two_dense(shape: Shape, dtype: torch.dtype) -> Ladder:
-    return Ladder(Dense(alike(*shape), dtype), [Rung(Dense(alike(*shape), dtype, step=5))], holds=7, group=4, sinks=2)
-
-
-def rounding(shape: Shape, dtype: torch.dtype) -> Ladder:
-    return Ladder(
-        Dense(alike(*shape), dtype, step=8), [Rung(Rounding(alike(*shape), dtype))], holds=5, group=3, sinks=1
+def two_dense(shape: Shape, dtype: torch.dtype) -> TieredCache:
+    return TieredCache(
+        Dense(alike(*shape), dtype), [TierLevel(Dense(alike(*shape), dtype, step=5))], holds=7, group=4, sinks=2
     )
 
 
-def three(shape: Shape, dtype: torch.dtype) -> Ladder:
-    below = [Rung(Rounding(alike(*shape), dtype), 8, 4), Rung(Host(Dense(alike(*shape), dtype), "cpu"))]
-    return Ladder(Dense(alike(*shape), dtype), below, holds=4, group=4, sinks=3)
+def rounding(shape: Shape, dtype: torch.dtype) -> TieredCache:
+    return TieredCache(
+        Dense(alike(*shape), dtype, step=8), [TierLevel(Rounding(alike(*shape), dtype))], holds=5, group=3, sinks=1
+    )
 
 
-def on_disk(shape: Shape, dtype: torch.dtype) -> Ladder:
-    return Ladder(Dense(alike(*shape), dtype), [Rung(Disk(alike(*shape), dtype, BIG, BIG))], holds=6, group=2)
+def three(shape: Shape, dtype: torch.dtype) -> TieredCache:
+    below = [TierLevel(Rounding(alike(*shape), dtype), 8, 4), TierLevel(HostTier(Dense(alike(*shape), dtype), "cpu"))]
+    return TieredCache(Dense(alike(*shape), dtype), below, holds=4, group=4, sinks=3)
 
 
-LADDERS: dict[str, Callable[[Shape, torch.dtype], Ladder]] = {
+def on_disk(shape: Shape, dtype: torch.dtype) -> TieredCache:
+    return TieredCache(
+        Dense(alike(*shape), dtype), [TierLevel(DiskTier(alike(*shape), dtype, BIG, BIG))], holds=6, group=2
+    )
+
+
+LADDERS: dict[str, Callable[[Shape, torch.dtype], TieredCache]] = {
     "two_dense": two_dense,
     "rounding": rounding,
     "three": three,
@@ -70,10 +74,10 @@ LADDERS: dict[str, Callable[[Shape, torch.dtype], Ladder]] = {
 EXACT = ("two_dense", "on_disk")  # those that round nothing
 
 
-def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Callable[[Shape, torch.dtype], Ladder]:
-    def make(shape: Shape, dtype: torch.dtype) -> Ladder:
-        low = Packed(alike(*shape), dtype, k_bits=k_bits, v_bits=v_bits, group=4, rotate=rotate)
-        return Ladder(Dense(alike(*shape), dtype), [Rung(low)], holds=6, group=4, sinks=2)
+def packed(k_bits: int, v_bits: int, rotate: str = "none") -> Callable[[Shape, torch.dtype], TieredCache]:
+    def make(shape: Shape, dtype: torch.dtype) -> TieredCache:
+        low = QuantizedTier(alike(*shape), dtype, k_bits=k_bits, v_bits=v_bits, group=4, rotate=rotate)
+        return TieredCache(Dense(alike(*shape), dtype), [TierLevel(low)], holds=6, group=4, sinks=2)
 
     return make
 
@@ -82,23 +86,23 @@ PACKED = {"packed_8": packed(8, 8), "packed_4_2": packed(4, 2, "hadamard"), "pac
 POLICIES = {"all": None, "keepall": KeepAll(), "ragged": Ragged()}
 
 
-def fill(kv: Store, n: int, settle_at: int = 10) -> None:
+def fill(kv: KVCache, n: int, settle_at: int = 10) -> None:
     g = torch.Generator().manual_seed(0)
     for at in range(0, n, 5):
         for layer in range(L):
             k, v = (torch.randn(K, 5, D, generator=g, dtype=torch.float64) for _ in "kv")
             kv.append(layer, k.to(kv.dtype), v.to(kv.dtype), at)
         if (at + 5) % settle_at == 0:
-            kv.settle()
+            kv.compress()
 
 
-def read(kv: Store, window: int | None = None, n: int = 40, layer: int = 1) -> Tensor:
+def read(kv: KVCache, window: int | None = None, n: int = 40, layer: int = 1) -> Tensor:
     q = torch.randn(H, 3, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    parts = kv.attend(layer, q.to(kv.dtype), Sight(0.3, 0.0, window), range(n, n + 3))
-    return merge([*parts, *parts])  # a part merged with itself is itself
+    parts = kv.attend(layer, q.to(kv.dtype), AttentionParams(0.3, 0.0, window), range(n, n + 3))
+    return merge_attention([*parts, *parts])  # a part merged with itself is itself
 
 
-def positions(kv: Store, layer: int = 1) -> list[list[int]]:
+def positions(kv: KVCache, layer: int = 1) -> list[list[int]]:
     return [sorted(pos[pos >= 0].tolist()) for pos in kv.slots(layer).pos]
 
 
@@ -114,7 +118,7 @@ def test_rungs_of_equal_numbers_are_one_tier(name: str, window: int | None) -> N
 
 
 def test_one_rung_is_the_bare_tier() -> None:
-    one, ladder = Dense(alike(L, K, D), torch.float64), Ladder(Dense(alike(L, K, D), torch.float64))
+    one, ladder = Dense(alike(L, K, D), torch.float64), TieredCache(Dense(alike(L, K, D), torch.float64))
     fill(one, 40)
     fill(ladder, 40)
     assert torch.equal(read(ladder), read(one))
@@ -123,9 +127,9 @@ def test_one_rung_is_the_bare_tier() -> None:
 
 def test_what_moves_down_is_the_oldest_beyond_sinks_and_residual_in_whole_groups() -> None:
     pos = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 3, 4, 6, 7, 9, -1, -1, -1, -1], [9, 2, 5, *[-1] * 7]])
-    found = oldest(pos, sinks=2, holds=3, group=2)
+    found = slots_to_demote(pos, sinks=2, holds=3, group=2)
     assert [row[hit].tolist() for row, hit in zip(pos, found, strict=True)] == [[2, 3, 4, 5], [3, 4], []]
-    assert not oldest(pos, sinks=2, holds=3, group=7).any()
+    assert not slots_to_demote(pos, sinks=2, holds=3, group=7).any()
 
 
 def test_the_past_changes_at_boundaries_only() -> None:
@@ -133,21 +137,23 @@ def test_the_past_changes_at_boundaries_only() -> None:
     fill(kv, 40, settle_at=1000)
     assert [u.slots for u in kv.usage() if u.layer == 0] == [40, 0]
     before = kv.changes
-    kv.settle()
+    kv.compress()
     assert [u.slots for u in kv.usage() if u.layer == 0] == [12, 28]  # 2 sinks, 7 newest, and 3 that fill no group
     assert kv.changes > before
     before = kv.changes
-    kv.settle()
+    kv.compress()
     assert kv.changes == before
 
 
 def test_a_long_rung_waits_until_moving_is_worth_it() -> None:
-    kv = Ladder(Dense(alike(L, K, D), torch.float64), [Rung(Dense(alike(L, K, D), torch.float64))], holds=64, group=2)
+    kv = TieredCache(
+        Dense(alike(L, K, D), torch.float64), [TierLevel(Dense(alike(L, K, D), torch.float64))], holds=64, group=2
+    )
     held = []
     for at in range(0, 80, 2):
         for layer in range(L):
             kv.append(layer, *torch.randn(2, K, 2, D, dtype=torch.float64).unbind(0), at)
-        kv.settle()
+        kv.compress()
         held.append(kv.usage()[0].slots)
     assert held == [*range(2, 68, 2), *[64, 66] * 3, 64]
 
@@ -179,7 +185,7 @@ def test_a_mask_over_all_rungs_is_split_by_rung(name: str) -> None:
     assert positions(kv) == want
     assert int((fell.pos >= 0).sum()) == 40 * K - sum(map(len, want))
     torch.testing.assert_close(read(kv), read(one))
-    kv.settle(masks(kv, lambda layer, s: s.pos % 4 == 0))
+    kv.compress(masks(kv, lambda layer, s: s.pos % 4 == 0))
     assert positions(kv) == [[p for p in row if p % 4 == 0] for row in want]
 
 
@@ -221,26 +227,26 @@ def positions_of(s: Slots) -> list[list[int]]:
 @pytest.mark.parametrize("below", [True, False])
 def test_the_last_rung_says_when_it_is_full_and_keeps_what_it_has(below: bool) -> None:
     shape = (L, K, D)
-    rungs = [Rung(Dense(alike(*shape), torch.float64), 14)] if below else []
-    kv = Ladder(Dense(alike(*shape), torch.float64), rungs, holds=10 if below else 22, group=2 if below else 1)
-    with pytest.raises(Shortage, match="outgrown"):
+    rungs = [TierLevel(Dense(alike(*shape), torch.float64), 14)] if below else []
+    kv = TieredCache(Dense(alike(*shape), torch.float64), rungs, holds=10 if below else 22, group=2 if below else 1)
+    with pytest.raises(CacheFull, match="outgrown"):
         fill(kv, 40)
     kv.crop(20)
     for layer in range(L):
         assert positions(kv, layer) == [list(range(20))] * K
     kv.reserve(20)
-    with pytest.raises(Shortage, match="30 tokens") as caught:
+    with pytest.raises(CacheFull, match="30 tokens") as caught:
         kv.reserve(30)
     assert caught.value.most == (24 if below else 22)
 
 
 def test_a_host_tier_answers_rows_of_its_device_and_counts_as_host() -> None:
-    one, host = Dense(alike(L, K, D), torch.float64), Host(Dense(alike(L, K, D), torch.float64), "cpu")
+    one, host = Dense(alike(L, K, D), torch.float64), HostTier(Dense(alike(L, K, D), torch.float64), "cpu")
     for layer in range(L):
         host.append(layer, *(t := torch.randn(2, K, 9, D, dtype=torch.float64)).unbind(0), 0)
         one.append(layer, *t.unbind(0), 0)
     q = torch.randn(H, 3, D, dtype=torch.float64)
-    (want,), (got,) = (kv.attend(1, q, Sight(0.3), range(9, 12)) for kv in (one, host))
+    (want,), (got,) = (kv.attend(1, q, AttentionParams(0.3), range(9, 12)) for kv in (one, host))
     assert torch.equal(got.out, want.out)
     assert nbytes(host) == {"host": nbytes(one)["cpu"]}
     assert positions_of(host.newest(1, 4)) == [[5, 6, 7, 8]] * K
@@ -248,15 +254,15 @@ def test_a_host_tier_answers_rows_of_its_device_and_counts_as_host() -> None:
 
 def test_staging_copies_in_pieces_and_does_without_pinned_memory() -> None:
     t = torch.randn(3, 7)
-    assert torch.equal(Staging().down(t), t)
-    assert Staging().nbytes == 0
+    assert torch.equal(DownloadBuffer().down(t), t)
+    assert DownloadBuffer().nbytes == 0
 
 
 # the disk tier
 
 
-def a_disk(most: int = BIG, writes: int = BIG) -> Disk:
-    return Disk(alike(L, K, D), torch.float64, most, writes)
+def a_disk(most: int = BIG, writes: int = BIG) -> DiskTier:
+    return DiskTier(alike(L, K, D), torch.float64, most, writes)
 
 
 def some(n: int, at: int = 0) -> Slots:
@@ -288,7 +294,7 @@ def test_slots_come_back_from_the_disk_as_they_went() -> None:
 
 
 def test_slots_that_go_to_the_disk_together_are_read_together_but_by_a_device_apart() -> None:
-    kv, apart = a_disk(), Disk(alike(L, K, D), torch.float64, BIG, BIG, longest=4096)
+    kv, apart = a_disk(), DiskTier(alike(L, K, D), torch.float64, BIG, BIG, longest=4096)
     for one in (kv, apart):
         one.take(0, some(9000))
     assert [e.length for e in kv._layers[0]] == [9000]
@@ -330,7 +336,7 @@ def test_budgets_of_the_disk_are_kept(most: str) -> None:
         for at in range(0, 100_000, 100):
             kv.take(0, some(100, at))
 
-    with pytest.raises(Shortage, match="disk is full" if most == "bytes" else "disk_writes"):
+    with pytest.raises(CacheFull, match="disk is full" if most == "bytes" else "disk_writes"):
         use()
     assert kv._file._written <= 1000 * per_slot or most == "bytes"
     assert sum(u.nbytes for u in kv.usage() if u.tier == "disk") <= 1 << 20
@@ -359,7 +365,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPat
             kv.take(0, some(300 << i, 10_000))
             kv.keep(0, kv.slots(0).pos < 200)
 
-    with pytest.raises(Shortage, match="the disk is full"):
+    with pytest.raises(CacheFull, match="the disk is full"):
         use()
     monkeypatch.undo()
     kv.crop(200)
@@ -371,7 +377,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(monkeypatch: pytest.MonkeyPat
 def test_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert temp_folder._file_system(Path("/")) not in temp_folder.IN_MEMORY
     monkeypatch.setattr(temp_folder, "_file_system", lambda _: "tmpfs")
-    with pytest.raises(Shortage, match="no disk"):
+    with pytest.raises(CacheFull, match="no disk"):
         a_disk()
 
 
@@ -382,7 +388,7 @@ def test_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def lm(model: str, dtype: str) -> LM:
     found = LM.of(families.build(MODELS[model], DTYPES[dtype]))
     if dtype != "fp64":  # a last digit may become another code
-        found.lay_out()
+        found.install_kernels()
     return found
 
 
@@ -390,11 +396,11 @@ def decode(name: str, model: str, policy: str, sampler: str, dtype: str, drafter
     found = lm(model, dtype)
     kv = (LADDERS | PACKED)[name]((found.n_layers, found.n_kv_heads, found.head_dim), found.dtype)
     keep = POLICIES[policy]
-    session = Session(
+    session = GenerationSession(
         found, kv, drafter, SAMPLERS[sampler], view=view(found, kv, drafter), policy=keep, every=8, chunk=13
     )
-    drive(session.read(prompt()))
-    for _ in events(session.stream(NEW, stop={STOP})):
+    run_to_end(session.read(prompt()))
+    for _ in iterate_events(session.stream(NEW, stop={STOP})):
         assert session.committed == len(session.ids) - 1
     return session.ids
 
@@ -427,10 +433,10 @@ def test_sliding_layers_and_sinks_too(name: str, model: str, drafter: str) -> No
 @pytest.mark.parametrize("name", EXACT)
 def test_rungs_that_round_nothing_give_the_text_of_one_tier(name: str, model: str) -> None:
     found = lm(model, "fp64")
-    session = Session(found, Dense(found.shapes, found.dtype), Off(),
+    session = GenerationSession(found, Dense(found.shapes, found.dtype), Off(),
                       SAMPLERS["sampled"], chunk=13)  # fmt: skip
-    drive(session.read(prompt()))
-    list(events(session.stream(NEW, stop={STOP})))
+    run_to_end(session.read(prompt()))
+    list(iterate_events(session.stream(NEW, stop={STOP})))
     assert plain(name, model, "all", "sampled", "fp64") == session.ids
 
 

@@ -21,7 +21,7 @@ from kvcli.engine.sequence.token_kinds import (
     SYSTEM,
     TEXT,
     TOOLS,
-    Span,
+    KindSpan,
     kinds_of,
 )
 from kvcli.models.text import decode, encode, render_prompt, render_text, special_ids
@@ -75,7 +75,7 @@ WITH_TOOLS = """\
 {%- endfor %}<|assistant|>"""
 
 
-def spelled(tokenizer: Any, ids: list[int], spans: list[Span], kind: int) -> str:
+def spelled(tokenizer: Any, ids: list[int], spans: list[KindSpan], kind: int) -> str:
     return "".join(decode(tokenizer, ids[s.start : s.end]) for s in spans if s.kind == kind)
 
 
@@ -172,7 +172,7 @@ def test_a_conversation_tells_the_session_where_its_system_text_stands() -> None
     (at,) = [span for span in session.spans if span.kind == SYSTEM]
     assert decode(demo(), session.ids[at.start : at.end]) == "Answer in one word, always."
     for layer in range(lm.n_layers):
-        for pos in session.kv.slots(layer).pos:
+        for pos in session.cache.slots(layer).pos:
             assert set(pos.tolist()) >= set(range(at.start, at.end))
             assert int((pos >= 0).sum()) < len(session.ids) / 2
     model.generate([5, 6, 7], max_new_tokens=2)

@@ -85,7 +85,7 @@ def test_steps_that_let_a_text_grow_are_not_plain():
 
 
 def test_the_bundled_model_is_plain(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tokenizing, "Outside", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(tokenizing, "WorkerProcess", lambda *_: pytest.fail("a process was started"))
     tokenizer = load_tokenizer(source.find("demo", offline=True), False)
     assert decode(tokenizer, encode(tokenizer, QUESTION)) == QUESTION
 

@@ -13,13 +13,13 @@ import torch
 
 from kvcli import assemble
 from kvcli.engine.drafting.drafter import Drafter
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
-from kvcli.engine.sequence.token_kinds import SYSTEM, Span
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.engine.sequence.token_kinds import SYSTEM, KindSpan
 from kvcli.errors import KvcliError
-from kvcli.kv.out_of_memory import Shortage
+from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import Slots, nbytes
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.lookahead import Lookahead
@@ -52,19 +52,19 @@ NAMES: dict[str, dict[str, Any]] = {
 ALLOCS = ("uniform", "ada", "pyramid", "headmap", "global")
 
 
-def session(name: str, lm: LM = TINY, chunk: int = 64, **more: Any) -> Session:
+def session(name: str, lm: LM = TINY, chunk: int = 64, **more: Any) -> GenerationSession:
     settings = {"name": name, **SMALL, **NAMES[name], **more}
     profile = load_profile("exact").replace(exactness="approx", policy=settings, prefill={"chunk": chunk})
     return assemble.session(lm, profile)
 
 
-def held(s: Session) -> list[list[list[int]]]:
+def held(s: GenerationSession) -> list[list[list[int]]]:
     """Positions by layer and head."""
-    of = [s.kv.slots(layer).pos for layer in range(s.lm.n_layers)]
+    of = [s.cache.slots(layer).pos for layer in range(s.lm.n_layers)]
     return [[sorted(p for p in head.tolist() if p >= 0) for head in pos] for pos in of]
 
 
-def heads(s: Session) -> Iterator[list[int]]:
+def heads(s: GenerationSession) -> Iterator[list[int]]:
     for layer in held(s):
         yield from layer
 
@@ -80,7 +80,7 @@ def headmap(tmp_path: Path) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prompt_is_compressed_to_the_share_that_was_asked_for(name: str, alloc: str, headmap: str) -> None:
     s = session(name, keep=0.3, alloc=alloc, **({"headmap": headmap} if alloc == "headmap" else {}))
-    drive(s.read(families.prompt(201)))
+    run_to_end(s.read(families.prompt(201)))
 
     counts = [len(head) for head in heads(s)]
 
@@ -103,7 +103,7 @@ def test_what_is_kept_is_what_the_plan_of_memory_says(name: str) -> None:
     for share in ({"keep": 0.25}, {"budget": 30, "keep_new": 0}, {"keep": 1.0}, {"keep": 0.001}):
         for n in (1, 6, 150):
             s = session(name, **share)
-            drive(s.read(families.prompt(n + 1)))
+            run_to_end(s.read(families.prompt(n + 1)))
             settings = load_profile("exact").replace(
                 exactness="approx", policy={"name": name, **SMALL, **NAMES[name], **share}
             )
@@ -113,8 +113,8 @@ def test_what_is_kept_is_what_the_plan_of_memory_says(name: str) -> None:
 def test_kept_shares_free_memory() -> None:
     def size(keep: float) -> int:
         s = session("keydiff", keep=keep, alloc="uniform")
-        drive(s.read(families.prompt(481)))
-        return sum(nbytes(s.kv).values())
+        run_to_end(s.read(families.prompt(481)))
+        return sum(nbytes(s.cache).values())
 
     assert size(0.25) <= 0.28 * size(1.0)
 
@@ -123,16 +123,16 @@ def test_kept_shares_free_memory() -> None:
 def test_the_system_prompt_stays_and_counts(alloc: str) -> None:
     for protect in (True, False):
         s = session("snap", keep=0.3, alloc=alloc, protect=protect)
-        s.spans = [Span(20, 45, SYSTEM), Span(90, 100, SYSTEM)]
-        drive(s.read(families.prompt(201)))
+        s.spans = [KindSpan(20, 45, SYSTEM), KindSpan(90, 100, SYSTEM)]
+        run_to_end(s.read(families.prompt(201)))
         assert all({*range(20, 45), *range(90, 100)} <= set(head) for head in heads(s)) == protect
         assert sum(len(head) for head in heads(s)) == L * K * 60
 
 
 def test_what_is_protected_stays_beyond_the_budget() -> None:
     s = session("snap", keep=0.1)
-    s.spans = [Span(20, 80, SYSTEM)]
-    drive(s.read(families.prompt(201)))
+    s.spans = [KindSpan(20, 80, SYSTEM)]
+    run_to_end(s.read(families.prompt(201)))
     assert {tuple(head) for head in heads(s)} == {(0, 1, *range(20, 80), *range(195, 200))}
 
 
@@ -140,9 +140,9 @@ def test_what_is_protected_stays_beyond_the_budget() -> None:
 def test_the_answer_has_a_budget_of_its_own(name: str) -> None:
     every = 16
     s = session(name, keep=0.3, keep_new=20, every=every)
-    drive(s.read(families.prompt(121)))
+    run_to_end(s.read(families.prompt(121)))
     prompt = held(s)
-    for _ in events(s.stream(100)):
+    for _ in iterate_events(s.stream(100)):
         new = [[p for p in head if p >= 120] for head in heads(s)]
         assert [[[p for p in head if p < 120] for head in layer] for layer in held(s)] == prompt
         assert max(len(one) for one in new) < 20 + every
@@ -153,18 +153,18 @@ def test_the_answer_has_a_budget_of_its_own(name: str) -> None:
 
 def test_without_one_the_answer_stays_whole() -> None:
     s = session("snap", keep=0.3, every=8)
-    drive(s.read(families.prompt(121)))
-    list(events(s.stream(60)))
+    run_to_end(s.read(families.prompt(121)))
+    list(iterate_events(s.stream(60)))
     assert all(set(range(120, 180)) <= set(head) for head in heads(s))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_later_prompt_is_compressed_with_what_came_since(name: str) -> None:
     s = session(name, keep=0.3, alloc="uniform", keep_new=0)
-    drive(s.read(families.prompt(121)))
+    run_to_end(s.read(families.prompt(121)))
     before = held(s)
-    list(events(s.stream(20)))
-    drive(s.read(families.prompt(100, seed=5)))
+    list(iterate_events(s.stream(20)))
+    run_to_end(s.read(families.prompt(100, seed=5)))
 
     for layer, was in zip(held(s), before, strict=True):
         for head, old in zip(layer, was, strict=True):
@@ -174,9 +174,9 @@ def test_a_later_prompt_is_compressed_with_what_came_since(name: str) -> None:
 
 def test_a_budget_is_of_all_prompts_together() -> None:
     s = session("snap", budget=40, alloc="uniform")
-    drive(s.read(families.prompt(121)))
-    list(events(s.stream(20)))
-    drive(s.read(families.prompt(100, seed=5)))
+    run_to_end(s.read(families.prompt(121)))
+    list(iterate_events(s.stream(20)))
+    run_to_end(s.read(families.prompt(100, seed=5)))
     assert {len(head) for head in heads(s)} == {40}
 
 
@@ -184,7 +184,7 @@ def test_a_budget_is_of_all_prompts_together() -> None:
 @pytest.mark.parametrize("share", [{"keep": 0.25}, {"budget": 30}])
 def test_compressing_each_chunk_bounds_memory_while_reading(name: str, share: dict[str, Any]) -> None:
     s = session(name, chunk=50, per_chunk=True, alloc="uniform", **share)
-    for read in events(s.read(families.prompt(401))):
+    for read in iterate_events(s.read(families.prompt(401))):
         most = share.get("budget") or round(0.25 * read)
         assert {len(head) for head in heads(s)} == {most}
     assert s.committed == 400
@@ -194,7 +194,7 @@ def test_compressing_each_chunk_bounds_memory_while_reading(name: str, share: di
 def test_each_chunk_is_compressed_to_the_share_of_what_was_read(alloc: str, headmap: str) -> None:
     more = {"headmap": headmap} if alloc == "headmap" else {}
     s = session("snap", chunk=50, per_chunk=True, keep=0.3, alloc=alloc, **more)
-    for read in events(s.read(families.prompt(401))):
+    for read in iterate_events(s.read(families.prompt(401))):
         assert sum(len(head) for head in heads(s)) == L * K * round(0.3 * read)
     assert s.committed == 400
 
@@ -203,7 +203,7 @@ def test_each_chunk_is_compressed_to_the_share_of_what_was_read(alloc: str, head
 @pytest.mark.parametrize("alloc", ["ada", "global", "pyramid"])
 def test_sliding_layers_are_left_whole(name: str, alloc: str) -> None:
     s = session(name, SLIDING, keep=0.3, alloc=alloc)
-    drive(s.read(families.prompt(121)))
+    run_to_end(s.read(families.prompt(121)))
     counts = [[len(head) for head in layer] for layer in held(s)]
     for layer, window in enumerate(SLIDING.windows):
         if window is None:
@@ -215,7 +215,7 @@ def test_sliding_layers_are_left_whole(name: str, alloc: str) -> None:
 @pytest.mark.parametrize("unit", [4, 16])
 def test_chunks_stay_or_go_together(unit: int) -> None:
     s = session("snap", keep=0.4, unit=unit, alloc="uniform")
-    drive(s.read(families.prompt(201)))
+    run_to_end(s.read(families.prompt(201)))
     for head in heads(s):
         middle = [p for p in head if unit <= p < 195 // unit * unit]
         cut = [c for c in {p // unit for p in middle} if sum(p // unit == c for p in middle) < unit]
@@ -268,7 +268,7 @@ def spoken(name: str, alloc: str, full: bool, drafter: Drafter) -> list[int]:
     lm, new = EXACT[full], {} if name == "kvzip" else {"keep_new": 9, "every": 7}
     policy = _settings(name, keep=0.4, alloc=alloc, **new)
     kv = Dense(lm.shapes, lm.dtype)
-    s = Session(
+    s = GenerationSession(
         lm,
         kv,
         drafter,
@@ -279,10 +279,10 @@ def spoken(name: str, alloc: str, full: bool, drafter: Drafter) -> list[int]:
         chunk=19,
     )
     phrase = families.prompt(9)
-    drive(s.read(families.prompt(40, seed=2) + phrase + families.prompt(5, seed=3) + phrase[:6]))
-    list(events(s.stream(30)))
-    drive(s.read(phrase))
-    list(events(s.stream(12)))
+    run_to_end(s.read(families.prompt(40, seed=2) + phrase + families.prompt(5, seed=3) + phrase[:6]))
+    list(iterate_events(s.stream(30)))
+    run_to_end(s.read(phrase))
+    list(iterate_events(s.stream(12)))
     return s.ids
 
 
@@ -297,24 +297,24 @@ def test_any_drafter_gives_the_text_of_plain_decoding(name: str, alloc: str, ful
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fork_and_an_undo_answer_alike(name: str) -> None:
     ids, s = families.prompt(90), session(name, keep=0.4)
-    drive(s.read(ids))
+    run_to_end(s.read(ids))
     other = s.fork()
-    first = [token for step in events(s.stream(20)) for token in step.new]
-    assert [token for step in events(other.stream(20)) for token in step.new] == first
+    first = [token for step in iterate_events(s.stream(20)) for token in step.new]
+    assert [token for step in iterate_events(other.stream(20)) for token in step.new] == first
     assert s.resume(ids) == 0, "something was forgotten, so all is read again"
-    drive(s.read(ids))
-    assert [token for step in events(s.stream(20)) for token in step.new] == first
+    run_to_end(s.read(ids))
+    assert [token for step in iterate_events(s.stream(20)) for token in step.new] == first
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_taken_back_before_anything_was_forgotten_competes_again(name: str) -> None:
     s, fresh = session(name, keep=0.9), session(name, keep=0.9)
-    drive(s.read(families.prompt(7)))
+    run_to_end(s.read(families.prompt(7)))
     s.resume(families.prompt(4))
     ids = families.prompt(120, seed=8)
     shared = s.resume(ids)
-    drive(s.read(ids[len(s.ids) :]))
-    drive(fresh.read(ids))
+    run_to_end(s.read(ids[len(s.ids) :]))
+    run_to_end(fresh.read(ids))
     assert shared == 0
     assert held(s) == held(fresh)
 
@@ -324,23 +324,23 @@ def test_a_text_taken_back_before_anything_was_forgotten_competes_again(name: st
 def test_a_boundary_that_failed_half_way_is_made_again(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     s, fresh = (session(name, alloc="uniform") for _ in range(2))
     for text in (s, fresh):
-        drive(text.read(families.prompt(60)))
-        list(events(text.stream(3)))
-        drive(text.step(most=1))
+        run_to_end(text.read(families.prompt(60)))
+        list(iterate_events(text.stream(3)))
+        run_to_end(text.step(most=1))
     of = type(s.policy) if where == "_score" else Dense
     asked, real = list[object](), getattr(of, where)
 
     def failing(*args: Any) -> Any:
         asked.append(None)
         if len(asked) == 2:
-            raise Shortage("no room")
+            raise CacheFull("no room")
         return real(*args)
 
     monkeypatch.setattr(of, where, failing)
-    with pytest.raises(Shortage):
-        drive(s.read(families.prompt(60, seed=8)))
-    drive(s.settle("read"))
-    drive(fresh.read(families.prompt(60, seed=8)))
+    with pytest.raises(CacheFull):
+        run_to_end(s.read(families.prompt(60, seed=8)))
+    run_to_end(s.compress_cache("read"))
+    run_to_end(fresh.read(families.prompt(60, seed=8)))
     assert [[len(head) for head in layer] for layer in held(s)] == [
         [len(head) for head in layer] for layer in held(fresh)
     ]
@@ -378,9 +378,11 @@ def test_expected_attention_refuses_a_model_whose_rotary_embedding_it_does_not_f
 
 
 def test_what_stays_is_said_in_words() -> None:
-    assert Snap().keeps == "50% of a prompt, by what its end looks at"
-    assert KeyDiff(budget=1024).keeps == "1,024 tokens a head of a prompt, by how unlike the others its keys are"
-    assert KVzip(keep=0.25).keeps == "25% of a prompt, by what repeating it looks at"
+    assert Snap().describe_kept == "50% of a prompt, by what its end looks at"
+    assert (
+        KeyDiff(budget=1024).describe_kept == "1,024 tokens a head of a prompt, by how unlike the others its keys are"
+    )
+    assert KVzip(keep=0.25).describe_kept == "25% of a prompt, by what repeating it looks at"
 
 
 @pytest.mark.parametrize("name", ["snap", "expected"])
@@ -390,9 +392,9 @@ def test_the_shipped_profiles_halve_a_prompt(name: str) -> None:
     assert profile.policy.method == name
     assert profile.policy.slots(10_000) == 5000
     s = assemble.session(TINY, profile)
-    drive(s.read(families.prompt(301)))
+    run_to_end(s.read(families.prompt(301)))
     assert sum(len(head) for head in heads(s)) == L * K * 150
-    list(events(s.stream(8)))
+    list(iterate_events(s.stream(8)))
 
 
 def test_a_head_that_was_emptied_by_a_map_still_keeps_what_is_protected(tmp_path: Path) -> None:
@@ -401,7 +403,7 @@ def test_a_head_that_was_emptied_by_a_map_still_keeps_what_is_protected(tmp_path
     rows[1][0] = 1.0
     path.write_text(f'{{"heads": {rows}}}')
     s = session("snap", keep=0.1, alloc="headmap", headmap=str(path), floor=0.0)
-    drive(s.read(families.prompt(201)))
+    run_to_end(s.read(families.prompt(201)))
     counts = [[len(head) for head in layer] for layer in held(s)]
     assert counts[1][0] == 20 * L * K - 7 * (L * K - 1)
     assert sum(map(sum, counts)) == 20 * L * K
@@ -433,5 +435,5 @@ def test_a_file_that_is_no_head_map_is_refused(what: str, tmp_path: Path) -> Non
 def test_moments_of_sliding_layers_are_judged_by_nobody() -> None:
     s = Slots(torch.randn(K, 9, 4), torch.randn(K, 9, 4), torch.arange(9).expand(K, -1))
     policy = Snap(**SMALL, keep=0.1)
-    at = moment(s, phase="read", window=3, memory=policy.wants(TINY).memory())
+    at = moment(s, phase="read", window=3, memory=policy.requirements(TINY).memory())
     assert kept(policy, s, at).all()

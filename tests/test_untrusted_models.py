@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 import kvcli
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.loading.build_limit import within
+from kvcli.engine.loading.build_limit import limit_to_files
 from kvcli.errors import BadModel, ExitStatus, KvcliError
 from kvcli.fit.plan import subject_of
 from kvcli.models import source
 from kvcli.models.headers import read_header
-from kvcli.models.library_errors import blamed
+from kvcli.models.library_errors import blame_files
 from kvcli.models.text import decode, render_prompt
 from kvcli.models.tokenizer import load_tokenizer
 from kvcli.settings.toml_positions import Scan, read_document
@@ -178,7 +178,7 @@ def test_building_ends_after_as_many_layers_as_there_are_tensors(folder: Path):
     found = source.find(str(folder))
     hook = torch.nn.modules.module.register_module_module_registration_hook(count)
     try:
-        with pytest.raises(BadModel, match="describes a larger model"), within(found), torch.device("meta"):
+        with pytest.raises(BadModel, match="describes a larger model"), limit_to_files(found), torch.device("meta"):
             AutoModelForCausalLM.from_config(config_of("llama", num_hidden_layers=20_000))
     finally:
         hook.remove()
@@ -187,7 +187,7 @@ def test_building_ends_after_as_many_layers_as_there_are_tensors(folder: Path):
 
 def test_what_takes_the_place_of_another_part_counts_once(folder: Path):
     found = source.find(str(folder))
-    with within(found):
+    with limit_to_files(found):
         part = torch.nn.Module()
         for _ in range(5):
             part.weight = torch.nn.Parameter(torch.empty(6 << 20, device="meta"))
@@ -374,12 +374,12 @@ def test_a_fault_of_ours_is_not_said_to_be_the_models(folder: Path, monkeypatch:
 
 
 def test_a_fault_of_a_library_is_the_models_and_names_its_class(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(BadModel) as caught, blamed(lambda said: BadModel(said)):
+    with pytest.raises(BadModel) as caught, blame_files(lambda said: BadModel(said)):
         json.loads("{,")
     assert caught.value.message.startswith("JSONDecodeError: Expecting property name")
-    with pytest.raises(MemoryError), blamed(lambda said: BadModel(said)):
+    with pytest.raises(MemoryError), blame_files(lambda said: BadModel(said)):
         json.loads("1", parse_int=_full)
-    with pytest.raises(KeyboardInterrupt), blamed(lambda said: BadModel(said)):
+    with pytest.raises(KeyboardInterrupt), blame_files(lambda said: BadModel(said)):
         json.loads("1", parse_int=_stopped)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.verify import walk
+from kvcli.engine.sequence.verify import accepted_path
 
 V, LENGTH = 4, 3
 Law = dict[tuple[int, ...], float]
@@ -69,7 +69,7 @@ def engine_law(p: np.ndarray, pending: int, draft: Draft) -> Law:
     def outcomes() -> Iterator[tuple[tuple[int, ...], float]]:
         for drawn in itertools.product(range(V), repeat=rows.tree):
             weight = float(np.prod([p[i, t] for i, t in zip(rows.ids, drawn, strict=True)]))
-            _, new = walk(rows, drawn.__getitem__)
+            _, new = accepted_path(rows, drawn.__getitem__)
             yield tuple(new), weight
 
     return completed(outcomes(), p, pending)

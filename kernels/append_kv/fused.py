@@ -55,7 +55,7 @@ def append_kernel(
     tl.store(p_length + head, length + count)
 
 
-def append(
+def append_kv(
     layers: Tensor, path: Tensor, count: Tensor, row_pos: Tensor, *, heads: int, d: int, e: int, like: Tensor
 ) -> None:
     """layers [L, COLUMNS] as `addresses` made them, of so many KV heads, keys of `d` and values of `e` numbers of the

@@ -1,4 +1,4 @@
-"""Accepted rows become slots, in plain PyTorch: the specification of `append`."""
+"""Accepted rows become slots, in plain PyTorch: the specification of `append_kv`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcli.kernels.append_kv import Fresh
 from kvcli.kernels.attend_invariant.tables import Table
 
 
-def append(tables: Sequence[Table], fresh: Fresh, path: Tensor, count: Tensor, row_pos: Tensor) -> None:
+def append_kv(tables: Sequence[Table], fresh: Fresh, path: Tensor, count: Tensor, row_pos: Tensor) -> None:
     """path [F] int32: rows of the pass, of which the first count [1] are stored; row_pos [M] int32."""
     rows = path[: int(count)].long()
     for table, (k, v) in zip(tables, fresh, strict=True):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvcli.kernels import dispatch
-from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.merge_attention import PartialAttention
 
 
 def attend(
@@ -27,7 +27,7 @@ def attend(
     mask: Tensor | None = None,
     length: int | Sequence[int] | None = None,
     upto: Tensor | None = None,
-) -> Part:
+) -> PartialAttention:
     """Rows over slots -> one part. `softcap` > 0 bends scores as Gemma 2 does; S may be 0.
 
     `length` says that only the first so many slots count, in all KV heads or in each: the rest is spare room, which
@@ -41,4 +41,4 @@ def attend(
     elif not isinstance(length, int) and len(set(length)) == 1:
         length = length[0]
     found = dispatch.choose("attend", q.device.type, q.dtype, softcap > 0 or upto is not None)
-    return Part(*found(q, k, v, scale, softcap, mask, length, *(() if upto is None else (upto,))))
+    return PartialAttention(*found(q, k, v, scale, softcap, mask, length, *(() if upto is None else (upto,))))

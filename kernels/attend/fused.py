@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import reference
-from kvcli.kernels.attend_invariant.fused import attend_rows
+from kvcli.kernels.attend_invariant.fused import attend_invariant
 from kvcli.kernels.attend_invariant.passes import MANY
 from kvcli.kernels.attend_invariant.tables import Table, fits, uploaded
 
@@ -39,7 +39,7 @@ def attend(
     table = Table(flat_k, flat_v, None, start, lengths)
     args = q, table, None, None, None, scale
     is_prompt = q.shape[1] > MANY
-    out, lse = attend_rows(*args, capacity=capacity, softcap=softcap, upto=upto, out=out, is_prompt=is_prompt)
+    out, lse = attend_invariant(*args, capacity=capacity, softcap=softcap, upto=upto, out=out, is_prompt=is_prompt)
     return out.transpose(0, 1), lse.T
 
 

@@ -46,7 +46,7 @@ def attend_fixed(
     from kvcli.kernels.attend_invariant import fused  # Triton is imported where it serves
 
     sink = None if sink is None else sink.float()
-    out, _ = fused.attend_rows(
+    out, _ = fused.attend_invariant(
         q, table, k, v, tree, scale, capacity=capacity, softcap=softcap, window=window, sink=sink
     )
     return out.transpose(0, 1)
@@ -70,7 +70,7 @@ def storing(tables: Sequence[Table], fresh: Fresh) -> tuple[Storing, list[Tensor
 
     def store(path: Tensor, count: Tensor, pos: Tensor) -> None:
         for (heads, d, e), layers in groups:
-            fused.append(layers, path, count, pos, heads=heads, d=d, e=e, like=like)
+            fused.append_kv(layers, path, count, pos, heads=heads, d=d, e=e, like=like)
 
     return store, [*alive, *(layers for _, layers in groups)]
 

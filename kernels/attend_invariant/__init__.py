@@ -6,16 +6,16 @@ of 4,096 by index, each block updates the state of its span in order (arXiv 2205
 So the bits of a row depend on its sequence alone, not on who else is in the pass, and a token gives the same alone, in
 a draft and in a prompt. A slot that a window hides is a masked slot in its place.
 
-Stores call `read`: `attend_rows` gives what a layer wants, `attend_part` a part of it for one tier; reference.py says
-what both compute.
+Stores call `attend_stored_and_new`: `attend_invariant` gives what a layer wants, `attend_part` a part of it for one
+tier; reference.py says what both compute.
 `attend_packed_part` is `attend_part` over slots in few bits, and gives the bits that they would give unpacked.
 bf16 and float32 on a CPU, all of one type; weights are rounded to bf16 for bf16 values. `why_not` says what is not
 served. Native alone: without it torch's kernels remain, whose rows do know of each other. What a row does not see must
 still be finite, but for the spare room behind a head's slots.
 
 bf16 and fp16 on a GPU, by Triton (fused.py), in tiles of 64 and a partition of its own: heads begin with their first
-slot there, whatever was given back, and slots that rows choose (`Chosen`) are not served. Rows of a prompt are not held
-to the bits of one row there.
+slot there, whatever was given back, and slots that rows choose (`SelectedPages`) are not served. Rows of a prompt are
+not held to the bits of one row there.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from kvcli.kernels import triton_support
 from kvcli.kernels.attend_invariant.native import call, table_of
 from kvcli.kernels.attend_invariant.tables import LARGEST as LARGEST_FUSED
 from kvcli.kernels.attend_invariant.tables import fits
-from kvcli.kernels.attend_new_tokens import attend_fresh
+from kvcli.kernels.attend_new_tokens import attend_new_tokens
 from kvcli.kernels.attend_quantized import PackedHead
-from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.merge_attention import PartialAttention
 
 BLOCK = 64  # slots
 LARGEST = 576  # numbers of a key or a value: those of a latent, which is both (DeepSeek, GLM-4.7-Flash)
@@ -44,7 +44,7 @@ WIDEST = 1 << 30  # a window that hides holes and nothing else
 
 
 @dataclass(slots=True)  # not frozen: one is made in each layer of a pass, and freezing takes four times as long
-class Run:
+class StoredKV:
     """Stored slots of one layer, in the order in which rows read them; heads may lie anywhere and differ in length."""
 
     k: Tensor  # [T, D], contiguous: all heads' slots
@@ -57,11 +57,11 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRun:
+class QuantizedKV:
     """Stored slots of one layer in few bits; heads may differ in length. Worth keeping until they change."""
 
     heads: Sequence[PackedHead]
-    pos: Tensor  # as in Run; a hole has position -1 and is hidden where there is a window
+    pos: Tensor  # as in StoredKV; a hole has position -1 and is hidden where there is a window
     pos_starts: Sequence[int]
     at: array[int] = field(init=False, repr=False, compare=False)  # where the kernel finds them all
 
@@ -70,7 +70,7 @@ class PackedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SelectedPages:
     """What each row reads of a run: pages of its own choice, in their order, then all that lies behind the pages."""
 
     pages: Tensor  # [K, N, P] bool on the CPU, contiguous; page p of a head is its slots from p * page on
@@ -95,8 +95,8 @@ def why_not(dtype: torch.dtype, device: torch.device, d: int, e: int) -> str:
     return ""
 
 
-@dataclass(slots=True)  # as Run
-class Own:
+@dataclass(slots=True)  # as StoredKV
+class NewRows:
     """What a pass itself brings to a layer: rows read it behind what is stored."""
 
     k: Tensor  # [K, N, D]; the rows that ask are the last n of the N
@@ -105,16 +105,16 @@ class Own:
     line: Tensor | None  # [n, N] bool on the CPU: a row's ancestors and itself; None = all up to itself, and n = N
     sees: Tensor | None  # the same on the device, less what a window hides
     sink: Tensor | None = None  # [H] learned logits that take mass and give nothing (gpt-oss)
-    before: Sequence[Part] = ()  # what the rows saw of older slots
+    before: Sequence[PartialAttention] = ()  # what the rows saw of older slots
     sent: dict[Any, Any] = field(default_factory=dict)  # of a pass: what its layers have on the device (passes.py)
 
-    def parts(self, q: Tensor, scale: float, softcap: float) -> list[Part]:
+    def parts(self, q: Tensor, scale: float, softcap: float) -> list[PartialAttention]:
         """q [H, n, D] over these alone: where what is stored cannot be read in one sequence with them."""
-        fresh = attend_fresh(q, self.k, self.v, scale, self.sees, softcap=softcap)
+        fresh = attend_new_tokens(q, self.k, self.v, scale, self.sees, softcap=softcap)
         if self.sink is None:
             return [*self.before, fresh]
         lse = self.sink.to(fresh.lse.dtype).unsqueeze(-1).expand_as(fresh.lse)
-        return [*self.before, fresh, Part(torch.zeros_like(fresh.out), lse)]
+        return [*self.before, fresh, PartialAttention(torch.zeros_like(fresh.out), lse)]
 
 
 def serves(q: Tensor, v: Tensor) -> bool:
@@ -132,17 +132,17 @@ def serves_packed(q: Tensor, like: Tensor) -> bool:
     return serves_chosen(q, like) and q.shape[2] % 16 == like.shape[-1] % 16 == 0
 
 
-def read(
+def attend_stored_and_new(
     q: Tensor,
-    run: Run | None,
-    own: Own | None,
+    run: StoredKV | None,
+    own: NewRows | None,
     pos: Sequence[int],
     scale: float,
     *,
     window: int | None,
     softcap: float,
     is_prompt: bool = False,
-) -> Part:
+) -> PartialAttention:
     """Rows over a run and what their pass brings, in one part; of one type, as `serves` says."""
     if q.device.type == "cuda":
         from kvcli.kernels.attend_invariant import passes  # Triton is imported where it serves
@@ -153,15 +153,15 @@ def read(
         return attend_part(q, run, pos, scale, window=window, softcap=softcap)
     fresh, lse, pos = (own.k, own.v), torch.empty(q.shape[1], q.shape[0]), own.pos
     sees, before, sink = own.line, own.before, own.sink
-    out = attend_rows(
+    out = attend_invariant(
         q, run, fresh, pos, scale, sees=sees, window=window, softcap=softcap, before=before, sink=sink, lse=lse
     )
-    return Part(out.transpose(0, 1), lse.T)
+    return PartialAttention(out.transpose(0, 1), lse.T)
 
 
-def attend_rows(
+def attend_invariant(
     q: Tensor,
-    run: Run | None,
+    run: StoredKV | None,
     fresh: tuple[Tensor, Tensor] | None,
     pos: Sequence[int],
     scale: float,
@@ -169,7 +169,7 @@ def attend_rows(
     sees: Tensor | None = None,
     window: int | None = None,
     softcap: float = 0.0,
-    before: Sequence[Part] = (),
+    before: Sequence[PartialAttention] = (),
     sink: Tensor | None = None,
     lse: Tensor | None = None,
     level: str | None = None,
@@ -186,39 +186,39 @@ def attend_rows(
 
 def attend_part(
     q: Tensor,
-    run: Run,
+    run: StoredKV,
     pos: Sequence[int],
     scale: float,
     *,
     window: int | None = None,
     softcap: float = 0.0,
-    chosen: Chosen | None = None,
+    chosen: SelectedPages | None = None,
     level: str | None = None,
-) -> Part:
+) -> PartialAttention:
     """Rows over stored slots alone, to be given as `before`; both tensors float32, and views of [N, H, ..]."""
     if q.device.type == "cuda":
         assert chosen is None, "not served there"
-        return read(q, run, None, pos, scale, window=window, softcap=softcap)
+        return attend_stored_and_new(q, run, None, pos, scale, window=window, softcap=softcap)
     out = torch.empty(q.shape[1], q.shape[0], run.v.shape[-1])
     lse = torch.empty(q.shape[1], q.shape[0])
     call(q, run, None, pos, scale, None, window, softcap, (), None, out, lse, level, chosen=chosen)
-    return Part(out.transpose(0, 1), lse.T)
+    return PartialAttention(out.transpose(0, 1), lse.T)
 
 
 def attend_packed_part(
     q: Tensor,
-    run: PackedRun,
+    run: QuantizedKV,
     pos: Sequence[int],
     scale: float,
     *,
     window: int | None = None,
     softcap: float = 0.0,
     level: str | None = None,
-) -> Part:
+) -> PartialAttention:
     """The same over slots in few bits: D and E multiples of 16, and q of their type unpacked."""
     e = run.heads[0].v_dim
     assert q.shape[2] % 16 == e % 16 == 0, "codes are read sixteen at a time"
     out = torch.empty(q.shape[1], q.shape[0], e)
     lse = torch.empty(q.shape[1], q.shape[0])
     call(q, None, None, pos, scale, None, window, softcap, (), None, out, lse, level, run)
-    return Part(out.transpose(0, 1), lse.T)
+    return PartialAttention(out.transpose(0, 1), lse.T)

@@ -219,7 +219,7 @@ def scratch_size(n_heads: int, rows: int, e: int, capacity: int, depth: int) -> 
     return n_heads * rows * n_spans(capacity + depth) * (e + 1)
 
 
-def attend_rows(
+def attend_invariant(
     q: Tensor,
     layer: Table,
     fresh_k: Tensor | None,

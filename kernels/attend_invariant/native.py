@@ -13,9 +13,9 @@ from torch import Tensor
 from kvcli.kernels import native as built
 
 if TYPE_CHECKING:
-    from kvcli.kernels.attend_invariant import Chosen, PackedRun, Run
+    from kvcli.kernels.attend_invariant import QuantizedKV, SelectedPages, StoredKV
     from kvcli.kernels.attend_quantized import PackedHead
-    from kvcli.kernels.merge_attention import Part
+    from kvcli.kernels.merge_attention import PartialAttention
 
 # The structures of native/c/attend.c. A call is Python's for some microseconds, so all of it is packed at once.
 ATTEND, PART, PACKED = struct.Struct("15P17q2f2i"), struct.Struct("2P5q"), struct.Struct("4P3q4P3qPq")
@@ -24,20 +24,20 @@ CHOSEN = struct.Struct("2P2q")
 
 def call(
     q: Tensor,
-    run: Run | None,
+    run: StoredKV | None,
     fresh: tuple[Tensor, Tensor] | None,
     pos: Sequence[int],
     scale: float,
     sees: Tensor | None,
     window: int | None,
     softcap: float,
-    before: Sequence[Part],
+    before: Sequence[PartialAttention],
     sink: Tensor | None,
     out: Tensor,  # [N, H, E]
     lse: Tensor | None,  # [N, H]
     level: str | None,
-    packed: PackedRun | None = None,
-    chosen: Chosen | None = None,
+    packed: QuantizedKV | None = None,
+    chosen: SelectedPages | None = None,
 ) -> None:
     functions = built.native(level)
     assert functions is not None

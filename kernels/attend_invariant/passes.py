@@ -1,6 +1,6 @@
 """What stores and passes hand over, as fused.py takes it: indices go to the device once a pass, not once a layer.
 
-What was sent already is noted in the pass itself (`Own.sent`), under what it was made of; layers of one shape and
+What was sent already is noted in the pass itself (`NewRows.sent`), under what it was made of; layers of one shape and
 length share it.
 """
 
@@ -13,28 +13,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_invariant.fused import attend_rows
+from kvcli.kernels.attend_invariant.fused import attend_invariant
 from kvcli.kernels.attend_invariant.tables import Table, Tree, uploaded
-from kvcli.kernels.merge_attention import Part
-from kvcli.kernels.merge_attention.fused import merge
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kernels.merge_attention.fused import merge_attention
 
 if TYPE_CHECKING:
-    from kvcli.kernels.attend_invariant import Own, Run
+    from kvcli.kernels.attend_invariant import NewRows, StoredKV
 
 MANY = 64  # rows of a prompt; beyond, there are programs enough without cutting the slots, and parts would be gigabytes
 
 
 def read(
     q: Tensor,
-    run: Run | None,
-    own: Own | None,
+    run: StoredKV | None,
+    own: NewRows | None,
     pos: Sequence[int],
     scale: float,
     *,
     window: int | None,
     softcap: float,
     is_prompt: bool = False,
-) -> Part:
+) -> PartialAttention:
     """As attend_rows.read; float32 where it is a part of something."""
     sent, device, n = {} if own is None else own.sent, q.device, q.shape[1]
 
@@ -64,7 +64,7 @@ def read(
     sink = None if own is None or own.sink is None else own.sink.float()
     is_part = own is None or bool(before)
     out = q.new_empty(n, q.shape[0], table.v.shape[1], dtype=torch.float32 if is_part else q.dtype)
-    out, lse = attend_rows(
+    out, lse = attend_invariant(
         *(q, table, *fresh, scale),
         capacity=max(heads[1]),
         softcap=softcap,
@@ -74,14 +74,14 @@ def read(
         out=out,
         is_prompt=is_prompt,
     )
-    part = Part(out.transpose(0, 1), lse.T)
+    part = PartialAttention(out.transpose(0, 1), lse.T)
     if not before:
         return part
     parts = [*before, part]
-    return Part(*merge([p.out for p in parts], [p.lse for p in parts], sink=sink, dtype=q.dtype))
+    return PartialAttention(*merge_attention([p.out for p in parts], [p.lse for p in parts], sink=sink, dtype=q.dtype))
 
 
-def _tree(own: Own, device: torch.device) -> Tree:
+def _tree(own: NewRows, device: torch.device) -> Tree:
     if own.line is None:
         return Tree.chain(own.pos, device)
     return Tree.of_seen([np.flatnonzero(row).tolist() for row in own.line.numpy()], own.pos, device)

@@ -1,4 +1,4 @@
-"""Rows over a run and each other, in plain PyTorch: the specification of `attend_rows`."""
+"""Rows over a run and each other, in plain PyTorch: the specification of `attend_invariant`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_invariant import Chosen, Run
-from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.attend_invariant import SelectedPages, StoredKV
+from kvcli.kernels.merge_attention import PartialAttention
 
 
-def attend_rows(
+def attend_invariant(
     q: Tensor,
-    run: Run | None,
+    run: StoredKV | None,
     fresh: tuple[Tensor, Tensor] | None,
     pos: Sequence[int],
     scale: float,
@@ -21,10 +21,10 @@ def attend_rows(
     sees: Tensor | None = None,
     window: int | None = None,
     softcap: float = 0.0,
-    before: Sequence[Part] = (),
+    before: Sequence[PartialAttention] = (),
     sink: Tensor | None = None,
-    chosen: Chosen | None = None,
-) -> Part:
+    chosen: SelectedPages | None = None,
+) -> PartialAttention:
     """q [H, N, D] of rows over `run`, or what each chose of it, then over the fresh rows' (k [K, M, D], v [K, M, E]).
 
     The rows that ask are the last N of the M; `pos` [M] are the positions of all. `sees` [N, M] bool: which fresh rows
@@ -67,9 +67,11 @@ def attend_rows(
         lse = torch.logsumexp(score, -1)
         heads.append((torch.softmax(score, -1).nan_to_num(0.0) @ v, lse))
     out, lse = torch.cat([o for o, _ in heads]), torch.cat([e for _, e in heads])
-    parts = [*before, Part(out, lse)]
+    parts = [*before, PartialAttention(out, lse)]
     lses = [p.lse.to(wide) for p in parts] + ([] if sink is None else [sink.to(wide).unsqueeze(1).expand(h, n)])
     total = torch.logsumexp(torch.stack(lses), 0)
     weights = [torch.exp(e - total).nan_to_num(0.0).unsqueeze(-1) for e in lses]
     # a sink's weight is behind those of the parts
-    return Part(torch.stack([p.out.to(wide) * w for p, w in zip(parts, weights, strict=False)]).sum(0), total)
+    return PartialAttention(
+        torch.stack([p.out.to(wide) * w for p, w in zip(parts, weights, strict=False)]).sum(0), total
+    )

@@ -10,13 +10,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvcli.kernels import dispatch
-from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.merge_attention import PartialAttention
 
 
-def attend_fresh(
+def attend_new_tokens(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sees: Tensor | None = None, *, softcap: float = 0.0
-) -> Part:
+) -> PartialAttention:
     """Rows over rows -> one part."""
-    return Part(
+    return PartialAttention(
         *dispatch.choose("attend_new_tokens", q.device.type, q.dtype, softcap > 0)(q, k, v, scale, sees, softcap)
     )

@@ -15,7 +15,7 @@ from kvcli.kernels.attend.cpu import flash, square
 MANY = 64  # rows with a mask; beyond, the flash kernel
 
 
-def attend_fresh(
+def attend_new_tokens(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sees: Tensor | None, softcap: float
 ) -> tuple[Tensor, Tensor]:
     assert not softcap, "soft-capped scores are the reference's"

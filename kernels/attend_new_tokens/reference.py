@@ -8,7 +8,7 @@ from torch import Tensor
 from kvcli.kernels.attend.reference import attend
 
 
-def attend_fresh(
+def attend_new_tokens(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sees: Tensor | None, softcap: float
 ) -> tuple[Tensor, Tensor]:
     n = q.shape[1]

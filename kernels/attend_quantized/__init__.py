@@ -22,7 +22,7 @@ from torch import Tensor
 from kvcli.kernels import dispatch, triton_support
 from kvcli.kernels.attend_quantized import reference
 from kvcli.kernels.attend_quantized.table import Table, table_of, why_not
-from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.quantize_kv import Rounded
 
 
@@ -42,7 +42,7 @@ class PackedHead:
         return codes.shape[0] if bits == 8 else codes.shape[1] if bits == 16 else codes.shape[1] * 8 // bits
 
 
-def attend_packed(
+def attend_quantized(
     q: Tensor,
     heads: Sequence[PackedHead],
     scale: float,
@@ -50,15 +50,15 @@ def attend_packed(
     *,
     softcap: float = 0.0,
     masks: Sequence[Tensor | None] | None = None,
-) -> Part:
+) -> PartialAttention:
     """Rows over packed slots -> one part. `softcap` > 0 bends scores as Gemma 2 does; heads may be empty."""
     masks = masks or [None] * len(heads)
-    return Part(*_chosen(q, heads, dtype, masks)(q, heads, scale, dtype, softcap, masks))
+    return PartialAttention(*_chosen(q, heads, dtype, masks)(q, heads, scale, dtype, softcap, masks))
 
 
 def attend_table(
     q: Tensor, table: Table, scale: float, pos: Sequence[int], *, softcap: float = 0.0, window: int | None = None
-) -> Part:
+) -> PartialAttention:
     """Rows q [H, N, D] of any float type, at positions pos [N], over a layer's heads; holes are not seen."""
     from kvcli.kernels.attend_quantized import fused  # brings Triton, which is not everywhere
 
@@ -66,16 +66,16 @@ def attend_table(
     if window is not None:
         at = torch.tensor(pos, dtype=torch.int32)
         at = at.pin_memory().to(q.device, non_blocking=True) if q.is_cuda else at
-    return Part(*fused.attend(q, table, scale, softcap, at, window or 0))
+    return PartialAttention(*fused.attend(q, table, scale, softcap, at, window or 0))
 
 
 def _chosen(
     q: Tensor, heads: Sequence[PackedHead], dtype: torch.dtype, masks: Sequence[Tensor | None]
 ) -> Callable[..., Any]:
     if any(head.keys.fine is not None for head in heads):  # halves, which the plain one alone reads
-        return reference.attend_packed
+        return reference.attend_quantized
     if not triton_support.why_not(q.device, dtype) and why_not(heads, masks):
-        return reference.attend_packed
+        return reference.attend_quantized
     return dispatch.choose("attend_quantized", q.device.type, dtype)
 
 

@@ -41,7 +41,7 @@ class _Rows:
     step: Tensor  # [M, 1]
 
 
-def attend_packed(
+def attend_quantized(
     q: Tensor,
     heads: Sequence[PackedHead],
     scale: float,
@@ -52,7 +52,7 @@ def attend_packed(
     h, n, d = q.shape
     m = h // len(heads) * n
     if m > FEW and softcap > 0:
-        return reference.attend_packed(q, heads, scale, dtype, softcap, masks)
+        return reference.attend_quantized(q, heads, scale, dtype, softcap, masks)
     rows = q.reshape(len(heads), m, d)
     if m > FEW:
         found = [_many(*each, n, scale, dtype) for each in zip(rows, heads, masks, strict=True)]

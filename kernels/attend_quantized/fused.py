@@ -67,7 +67,7 @@ PTX_8 = tl.constexpr(
 )
 
 
-def attend_packed(
+def attend_quantized(
     q: Tensor,
     heads: Sequence[PackedHead],
     scale: float,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvcli.kernels.attend_quantized import PackedHead
 
 
-def attend_packed(
+def attend_quantized(
     q: Tensor,
     heads: Sequence[PackedHead],
     scale: float,

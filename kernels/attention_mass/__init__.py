@@ -23,7 +23,7 @@ SIZES = (64, 128, 256)  # of heads, that the kernel for GPUs serves
 Over = Literal["mean", "sum", "max", "none"]
 
 
-def column_mass(
+def attention_mass(
     q: Tensor,
     q_pos: Tensor,
     k: Tensor,

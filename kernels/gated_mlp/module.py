@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kvcli.kernels.gated_mlp import ACTIVATIONS, Mlp, gated_mlp
 from kvcli.kernels.gated_mlp.product import product_of, type_of
 from kvcli.kernels.gated_mlp.reference import ACTIVATIONS as KNOWN
-from kvcli.kernels.module_probe import alike, ends, kind, tried
+from kvcli.kernels.module_probe import first_and_last, group_by_kind, kind, probe_output
 
 
 class NativeMlp:
@@ -39,8 +39,8 @@ class NativeMlp:
 def mlp_(root: nn.Module) -> int:
     """Have all MLPs below `root` computed natively that are found to be gated ones. Returns how many."""
     done = 0
-    for group in alike(filter(_may_be_gated, root.modules()), kind):
-        if len(found := {_way(module) for module in ends(group)}) > 1 or (way := found.pop()) is None:
+    for group in group_by_kind(filter(_may_be_gated, root.modules()), kind):
+        if len(found := {_way(module) for module in first_and_last(group)}) > 1 or (way := found.pop()) is None:
             continue
         for module in group:
             module.forward = way.of(module)
@@ -83,7 +83,7 @@ def _way(module: nn.Module) -> Way | None:
 def _activation(module: nn.Module) -> str | None:
     """Which of ours it is."""
     x = torch.linspace(-30, 30, 4001)
-    found = tried(module, x)
+    found = probe_output(module, x)
     return next((name for name, act in KNOWN.items() if found is not None and torch.equal(found, act(x))), None)
 
 
@@ -93,7 +93,7 @@ def _is_same(module: nn.Module, mlp: NativeMlp) -> bool:
     if (gate.N, gate.K) != (up.N, up.K) or (gate.N, gate.K) != (down.K, down.N):
         return False
     x = torch.randn(3, gate.K, generator=torch.Generator().manual_seed(0)).to(mlp.dtype)
-    theirs, ours = tried(module, x), mlp(x)
+    theirs, ours = probe_output(module, x), mlp(x)
     if theirs is None or theirs.shape != ours.shape:
         return False
     within = 4e-3 if mlp.dtype == torch.bfloat16 else 1e-5

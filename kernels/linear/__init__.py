@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import native as built
-from kvcli.kernels.linear.weight_arena import Room
+from kvcli.kernels.linear.weight_arena import WeightArena
 
 PANEL = 64
 SERVED = (torch.bfloat16, torch.float32)
@@ -29,7 +29,7 @@ def why_not(weight: Tensor) -> str:
     return ""
 
 
-def pack(weight: Tensor, room: Room | None = None) -> Tensor:
+def pack(weight: Tensor, room: WeightArena | None = None) -> Tensor:
     """A weight [N, K] as `linear` wants it: [ceil(N / 64), S, 64] words of 32 bits, as int32; in `room` if given."""
     words = weight.detach().contiguous().view(torch.int32)  # [N, S]
     n, s = words.shape

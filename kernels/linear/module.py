@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvcli.kernels.linear import linear, pack, rows_of, unpack, why_not
-from kvcli.kernels.linear.weight_arena import Room
+from kvcli.kernels.linear.weight_arena import WeightArena
 
 
 class NativeWeight(Tensor):
@@ -29,7 +29,7 @@ class NativeWeight(Tensor):
         return made
 
     @classmethod
-    def of(cls, weight: Tensor, room: Room | None = None) -> NativeWeight:
+    def of(cls, weight: Tensor, room: WeightArena | None = None) -> NativeWeight:
         return cls(pack(weight, room), weight.shape, weight.dtype)
 
     @classmethod
@@ -87,7 +87,7 @@ class NativeLinear(nn.Module):
 
 
 @torch.no_grad()
-def lay_out_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> int:
+def use_native_linear_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> int:
     """Replace each `nn.Linear` below `root` that is served, one at a time, so that one weight exists twice and no more.
 
     Embeddings that share a weight (tied heads) go on sharing it, packed. A weight that yet another module holds stays
@@ -98,7 +98,7 @@ def lay_out_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: 
         for parameter in module.parameters(recurse=False) if type(module) is not nn.Linear else ():
             others.setdefault(id(parameter), []).append(module)
     packed: dict[int, NativeWeight] = {}
-    room = Room()
+    room = WeightArena()
     done = 0
     # a list of all modules would keep every replaced layer alive until the end
     for parent in [module for module in root.modules() if type(module) is not nn.Linear]:

@@ -13,7 +13,7 @@ PIECE = 64 << 20  # asked of the system at once; what is never written takes no 
 LINE = 64  # where a weight may begin
 
 
-class Room:
+class WeightArena:
     """Hands out memory that is given back with the last tensor of its piece.
 
     A pass reads every weight once. With pages of 4 KiB a guest of another system looks up two tables for each, and what

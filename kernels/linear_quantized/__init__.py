@@ -22,7 +22,7 @@ GROUPS = (128, 64, 32)  # the int4 kernel takes these; wider is smaller and fast
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class QuantizedWeight:
     """Weights of one layer. `is_native` says that `data` is in the order that the CPU kernel for its scales wants."""
 
     bits: Bits
@@ -47,7 +47,7 @@ class Packed:
         """The weight [N, K] that they stand for, in float32."""
         return reference.weight(self.bits, self.group, self.codes, self.scale)
 
-    def native(self) -> Packed:
+    def native(self) -> QuantizedWeight:
         """As the CPU kernel for its scales wants it."""
         if self.is_native:
             return self
@@ -70,12 +70,12 @@ def group_of(k: int) -> int:
     return next((g for g in GROUPS if k % g == 0), 0)
 
 
-def held(n: int) -> int:
+def padded_outputs(n: int) -> int:
     """Outputs whose codes lie in memory for a layer of `n`, where the CPU's kernel runs it."""
     return -(-n // panels.PANEL) * panels.PANEL if panels.serves(torch.bfloat16) else n
 
 
-def pack(weight: Tensor, bits: Bits, *, native: bool = True) -> Packed:
+def pack(weight: Tensor, bits: Bits, *, native: bool = True) -> QuantizedWeight:
     """Round a weight [N, K] to packed form; scales keep its dtype. Raises ValueError where `why_not` has a reason."""
     n, k = weight.shape
     if native and (why := why_not((n, k), bits)):
@@ -83,7 +83,7 @@ def pack(weight: Tensor, bits: Bits, *, native: bool = True) -> Packed:
     group = 0 if bits == 8 else group_of(k) or k
     q, scale = reference.round8(weight) if bits == 8 else reference.round4(weight, group)
     data = arrange(q, bits, scale.dtype) if native else q if bits == 8 else reference.pack4(q)
-    return Packed(bits, group, (n, k), data, scale, native)
+    return QuantizedWeight(bits, group, (n, k), data, scale, native)
 
 
 def arrange(q: Tensor, bits: Bits, dtype: torch.dtype) -> Tensor:
@@ -93,7 +93,7 @@ def arrange(q: Tensor, bits: Bits, dtype: torch.dtype) -> Tensor:
     return q if bits == 8 else cpu.pack4(q)
 
 
-def linear_packed(x: Tensor, w: Packed) -> Tensor:
+def linear_packed(x: Tensor, w: QuantizedWeight) -> Tensor:
     """x [..., K] times the packed weight, [..., N]."""
     if x.shape[-1] != w.shape[1]:
         raise ValueError(f"{x.shape[-1]} inputs for a weight of {w.shape[1]}")
@@ -116,4 +116,15 @@ def explain() -> str:
     return "native kernel, float16 on torch" if panels.serves(torch.bfloat16) else cpu.explain()
 
 
-__all__ = ["GROUPS", "Bits", "Packed", "arrange", "explain", "group_of", "held", "linear_quantized", "pack", "why_not"]
+__all__ = [
+    "GROUPS",
+    "Bits",
+    "QuantizedWeight",
+    "arrange",
+    "explain",
+    "group_of",
+    "linear_quantized",
+    "pack",
+    "padded_outputs",
+    "why_not",
+]

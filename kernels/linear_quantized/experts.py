@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.linear.weight_arena import Room
-from kvcli.kernels.linear_quantized import Bits, Packed, linear_packed, pack, why_not
+from kvcli.kernels.linear.weight_arena import WeightArena
+from kvcli.kernels.linear_quantized import Bits, QuantizedWeight, linear_packed, pack, why_not
 from kvcli.kernels.linear_quantized.module import Swap
 from kvcli.kernels.moe_linear import Stack, weights_of
 from kvcli.kernels.moe_linear.tensor import Experts
@@ -21,7 +21,7 @@ class Codes:
     """Each expert's as `pack` rounds it."""
 
     stack: Stack  # data and scale
-    like: Packed  # one of them
+    like: QuantizedWeight  # one of them
 
     @classmethod
     def of(cls, weights: Tensor, bits: Bits, *, native: bool = True, device: torch.device | None = None) -> Codes:
@@ -30,23 +30,23 @@ class Codes:
         return cls._of(each, len(weights))
 
     @classmethod
-    def _of(cls, each: Iterator[Packed], n: int) -> Codes:
+    def _of(cls, each: Iterator[QuantizedWeight], n: int) -> Codes:
         first = next(each)
-        room = Room() if first.data.device.type == "cpu" else None
+        room = WeightArena() if first.data.device.type == "cpu" else None
         return cls._in(Stack.of(((p.data, p.scale) for p in chain([first], each)), n, room), first)
 
     @classmethod
-    def _in(cls, stack: Stack, like: Packed) -> Codes:
+    def _in(cls, stack: Stack, like: QuantizedWeight) -> Codes:
         data, scale = stack.tensors
         return cls(stack, replace(like, data=data[0], scale=scale[0]))  # of which nothing else is kept alive
 
     def __len__(self) -> int:
         return self.stack.memory.shape[0]
 
-    def __getitem__(self, expert: int) -> Packed:
+    def __getitem__(self, expert: int) -> QuantizedWeight:
         data, scale = self.stack.tensors
         of = self.like
-        return Packed(of.bits, of.group, of.shape, data[expert], scale[expert], of.is_native)
+        return QuantizedWeight(of.bits, of.group, of.shape, data[expert], scale[expert], of.is_native)
 
     @property
     def memory(self) -> Tensor:

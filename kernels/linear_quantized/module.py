@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.linear_quantized import Bits, Packed, linear_packed, pack, why_not
+from kvcli.kernels.linear_quantized import Bits, QuantizedWeight, linear_packed, pack, why_not
 
 
 class PackedLinear(nn.Module):
@@ -18,7 +18,7 @@ class PackedLinear(nn.Module):
     data: Tensor
     scale: Tensor
 
-    def __init__(self, weight: Packed, bias: Tensor | None) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         super().__init__()
         self.bits, self.group, self.is_native = weight.bits, weight.group, weight.is_native
         self.out_features, self.in_features = weight.shape
@@ -34,9 +34,9 @@ class PackedLinear(nn.Module):
         return PackedLinear(packed, layer.bias)
 
     @property
-    def weights(self) -> Packed:
+    def weights(self) -> QuantizedWeight:
         shape = (self.out_features, self.in_features)
-        return Packed(self.bits, self.group, shape, self.data, self.scale, self.is_native)
+        return QuantizedWeight(self.bits, self.group, shape, self.data, self.scale, self.is_native)
 
     def forward(self, x: Tensor) -> Tensor:
         y = linear_packed(x, self.weights)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcli.kernels import triton_support
-from kvcli.kernels.linear_quantized import Packed
+from kvcli.kernels.linear_quantized import QuantizedWeight
 from kvcli.kernels.linear_skinny import reference
 
 Kind = Literal["plain", "int8", "int4", "nf4"]
@@ -64,7 +64,7 @@ def pack4(q: Tensor, scale: Tensor, group: int) -> Weight:
     return Weight("int4", (n, k), reference.arrange(q, blank.step), scale, group)
 
 
-def of_packed(w: Packed) -> Weight:
+def of_packed(w: QuantizedWeight) -> Weight:
     """From kvcli's own, in the order of files."""
     return pack4(w.codes, w.scale, w.group) if w.bits == 4 else Weight("int8", w.shape, w.data, w.scale)
 

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import triton_support
-from kvcli.kernels.merge_attention.reference import merge as _reference
+from kvcli.kernels.merge_attention.reference import merge_attention as _reference
 
 
 @dataclass(slots=True)  # not frozen: one is made in each layer of a pass, and freezing takes four times as long
-class Part:
+class PartialAttention:
     """Attention over some slots."""
 
     out: Tensor  # [H, N, D], softmax-weighted values; any float type
     lse: Tensor  # [H, N] float32 (float64 for float64), natural log of the softmax mass; -inf = saw nothing, out is 0
 
 
-def merge(parts: Sequence[Part]) -> Tensor:
+def merge_attention(parts: Sequence[PartialAttention]) -> Tensor:
     """Parts of the same rows -> [H, N, D]: one part as it is, several in the type of `lse`. Nothing seen gives 0."""
     if len(parts) == 1:
         return parts[0].out
@@ -36,7 +36,7 @@ def merge(parts: Sequence[Part]) -> Tensor:
         and not triton_support.why_not(lse.device, torch.bfloat16)
     ):
         # two parts as any number: a rung that appears must not change the formula, and with it bits
-        from kvcli.kernels.merge_attention.fused import merge as fused  # Triton is imported where it serves
+        from kvcli.kernels.merge_attention.fused import merge_attention as fused  # Triton is imported where it serves
 
         return fused([p.out for p in parts], [p.lse for p in parts])[0]
     if len(parts) == 2:  # plain decoding; the same sum in four calls instead of ten

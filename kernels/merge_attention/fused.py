@@ -84,7 +84,7 @@ def fold(
     merge_kernel[(n, h)](*args, **consts, num_warps=4, enable_fp_fusion=False)
 
 
-def merge(
+def merge_attention(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, sink: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """[H, N, E] and [H, N] each -> out [H, N, E] of this type and lse [H, N], both views of [N, H, ..].

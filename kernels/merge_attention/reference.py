@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
     """[H, N, D] each and [H, N] each -> [H, N, D]."""
     lse = torch.stack(list(lses))  # [P, H, N]
     weight = torch.softmax(lse, dim=0)  # all -inf gives NaN ...

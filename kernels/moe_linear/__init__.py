@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.linear.weight_arena import Room
+from kvcli.kernels.linear.weight_arena import WeightArena
 
 LINE = 64  # bytes; where a tensor of a stack may begin
 
 
-class Form(Protocol):
+class ExpertWeights(Protocol):
     """How the weights [N, K] of E experts lie."""
 
     @property
@@ -37,7 +37,7 @@ class Form(Protocol):
         ...
 
 
-def experts(x: Tensor, form: Form, n: int, ends: Sequence[int]) -> Tensor:
+def experts(x: Tensor, form: ExpertWeights, n: int, ends: Sequence[int]) -> Tensor:
     """x [M, K] -> [M, N] by weights of `n` outputs."""
     y, start = x.new_zeros(x.shape[0], n), 0
     for expert, end in enumerate(ends):
@@ -55,7 +55,7 @@ class Stack:
     tensors: tuple[Tensor, ...]  # [E, ...], views of it
 
     @classmethod
-    def of(cls, each: Iterable[Sequence[Tensor]], n: int, room: Room | None = None) -> Stack:
+    def of(cls, each: Iterable[Sequence[Tensor]], n: int, room: WeightArena | None = None) -> Stack:
         """Of `n` experts, asked for one by one."""
         made: Stack | None = None
         for i, those in enumerate(each):

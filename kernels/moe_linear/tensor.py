@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.kernels.moe_linear import Form, experts
+from kvcli.kernels.moe_linear import ExpertWeights, experts
 
 GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")  # the latter where torch has no such product
 
@@ -18,11 +18,11 @@ class Experts(Tensor):
     Whatever else is asked unpacks all: right for every use, and slow; refused where the form cannot be unpacked.
     """
 
-    form: Form
+    form: ExpertWeights
     is_turned: bool
 
     @staticmethod
-    def __new__(cls, form: Form, shape: torch.Size, dtype: torch.dtype, is_turned: bool) -> Experts:
+    def __new__(cls, form: ExpertWeights, shape: torch.Size, dtype: torch.dtype, is_turned: bool) -> Experts:
         made: Experts = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=form.memory.device)
         made.form, made.is_turned = form, is_turned
         return made

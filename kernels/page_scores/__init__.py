@@ -1,9 +1,9 @@
 """Scores of stored pages for rows that choose what they read: the log of the softmax mass that each page may hold.
 
-A page is a run of `page` slots of which something small is kept: `Coded` keys, or the `Box` that they lie in. Natively,
-and for float32 and bf16 alone: a row's scores are chains over its own numbers, so what it chooses does not depend on
-who else is in the pass. `why_not` says what is not served; torch's products serve that (code_scores, page_bounds), and
-round by the number of rows.
+A page is a run of `page` slots of which something small is kept: `QuantizedPages` keys, or the `Box` that they lie in.
+Natively, and for float32 and bf16 alone: a row's scores are chains over its own numbers, so what it chooses does not
+depend on who else is in the pass. `why_not` says what is not served; torch's products serve that (code_scores,
+page_bounds), and round by the number of rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BITS = {torch.int8: 8, torch.uint8: 2, torch.bfloat16: 16, torch.float32: 32}
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class QuantizedPages:
     """Keys as small whole numbers: a key is about mean + spread * scale * code, at most a length of `error` off it."""
 
     codes: Tensor  # [K, S, D] int8, or [K, S, D / 4] uint8 as `code_scores.pack2` packs -3, -1, 1, 3
@@ -50,7 +50,7 @@ def why_not(rows: Tensor) -> str:
 
 
 def page_scores(
-    rows: Tensor, of: Coded | Box, page: int, scale: float, softcap: float, *, level: str | None = None
+    rows: Tensor, of: QuantizedPages | Box, page: int, scale: float, softcap: float, *, level: str | None = None
 ) -> Tensor:
     """rows [K, R, D] -> [K, R, P] float32. `page`: slots of a page of coded keys; a box is a page."""
     functions = built.native(level)

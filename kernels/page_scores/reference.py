@@ -10,7 +10,7 @@ from torch import Tensor
 from kvcli.kernels.quantized_key_scores import unpack2
 
 if TYPE_CHECKING:
-    from kvcli.kernels.page_scores import Box, Coded
+    from kvcli.kernels.page_scores import Box, QuantizedPages
 
 
 def of_box(rows: Tensor, box: Box, scale: float, softcap: float) -> Tensor:
@@ -20,7 +20,7 @@ def of_box(rows: Tensor, box: Box, scale: float, softcap: float) -> Tensor:
     return bend(corner.sum(-1), scale, softcap)
 
 
-def of_codes(rows: Tensor, coded: Coded, page: int, scale: float, softcap: float) -> Tensor:
+def of_codes(rows: Tensor, coded: QuantizedPages, page: int, scale: float, softcap: float) -> Tensor:
     """rows [K, R, D] -> [K, R, P]."""
     codes = coded.codes if coded.codes.dtype == torch.int8 else unpack2(coded.codes, rows.shape[2])
     key = codes.to(rows) * coded.scale.to(rows).unsqueeze(2)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.kernels import triton_support
-from kvcli.kernels.module_probe import tried
+from kvcli.kernels.module_probe import probe_output
 from kvcli.kernels.rms_norm import FORMS, Norm, norm_of, rms_norm, why_not
 
 
@@ -77,7 +77,7 @@ def _same(module: nn.Module, weight: Tensor, eps: float) -> NativeNorm | FusedNo
     if not is_fused and why_not(weight):
         return None
     x = trial_rows(weight)
-    if (theirs := tried(module, x)) is None or theirs.shape != x.shape:
+    if (theirs := probe_output(module, x)) is None or theirs.shape != x.shape:
         return None
     for form in FORMS:
         if is_fused:

@@ -12,10 +12,10 @@ from kvcli.schemas.bench import Accept, Figures, Ratio, Samples, Verdict
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvcli.bench.side import Sample
+    from kvcli.bench.side import TimedSample
 
 
-def samples_of(runs: Sequence[Sample]) -> Samples:
+def samples_of(runs: Sequence[TimedSample]) -> Samples:
     return Samples(
         tok_s=[run.tok_s for run in runs],
         read_tok_s=[run.read_tok_s for run in runs],
@@ -75,7 +75,7 @@ def verdict(low: float, high: float, n: int) -> Verdict:
     return "faster" if low > 1 else "slower"
 
 
-def acceptance(runs: Sequence[Sample], method: str) -> Accept | None:
+def acceptance(runs: Sequence[TimedSample], method: str) -> Accept | None:
     """Drafting over all repetitions together; None for a side that does not draft."""
     total = Stats()
     heard = [run.stats for run in runs if run.stats is not None]

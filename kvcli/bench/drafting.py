@@ -8,27 +8,27 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.stats import Stats
 from kvcli.kv.slots import nbytes
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
-    from kvcli.engine.drafting.report import Report
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.drafting.report import DraftReport
+    from kvcli.engine.sequence.session import GenerationSession
     from kvcli.settings.profile import Profile
 
 Tell = Callable[[int, int, str], None]  # done, of, words
 
 
 @dataclass
-class Turn:
+class TimedRun:
     """One text decoded once."""
 
     seconds: float  # from the first token to the last
     ids: list[int]
     stats: Stats
-    report: Report | None
+    report: DraftReport | None
     view_bytes: int
 
     @property
@@ -38,7 +38,7 @@ class Turn:
 
 
 @dataclass
-class Rival:
+class TunedSettings:
     """A setting of [spec] and the ratios to plain decoding that it reached: workload -> one for each repetition."""
 
     name: str
@@ -57,34 +57,34 @@ class Rival:
         return median(median(ratios) for ratios in self.ratios.values())
 
 
-def read_once(model: Model, prompt: Sequence[int]) -> Session:
+def read_once(model: Model, prompt: Sequence[int]) -> GenerationSession:
     """A session that has read the prompt and knows no drafter: turns start from copies of it."""
     session = model.under(model.profile.replace(spec={"method": "off"})).new_session()
-    drive(session.read(prompt))
+    run_to_end(session.read(prompt))
     return session
 
 
-def decode(model: Model, profile: Profile, past: Session, new: int, clock: Callable[[], float]) -> Turn:
+def decode(model: Model, profile: Profile, past: GenerationSession, new: int, clock: Callable[[], float]) -> TimedRun:
     """Continue what `past` has read by `new` tokens under the profile; the drafter starts knowing nothing."""
     session = model.under(profile).new_session()
-    session.take(past.fork())
-    drive(session.read([]))  # the drafter hears of the text
+    session.take_over(past.fork())
+    run_to_end(session.read([]))  # the drafter hears of the text
     stats, first, last = Stats(), 0.0, 0.0
-    for step in events(session.stream(new)):
+    for step in iterate_events(session.stream(new)):
         last = clock()
         first = first or last
-        stats.fold(step)
+        stats.add_step(step)
         stats.recent = stats.recent[:1]  # of which only the first pass is asked for
     ids = session.ids[-stats.new :]
     view = sum(nbytes(session.view).values())
-    return Turn(last - first, ids, stats, session.drafter.report(), view)
+    return TimedRun(last - first, ids, stats, session.drafter.report(), view)
 
 
 def in_turns(
-    model: Model, profiles: Sequence[Profile], past: Session, new: int, reps: int, tell: Tell, words: str
-) -> list[list[Turn]]:
+    model: Model, profiles: Sequence[Profile], past: GenerationSession, new: int, reps: int, tell: Tell, words: str
+) -> list[list[TimedRun]]:
     """[profile][repetition]; a first round counts for nothing."""
-    turns: list[list[Turn]] = [[] for _ in profiles]
+    turns: list[list[TimedRun]] = [[] for _ in profiles]
     total = (reps + 1) * len(profiles)
     for rep in range(reps + 1):
         for i, profile in enumerate(profiles):
@@ -95,23 +95,23 @@ def in_turns(
     return turns
 
 
-def candidates(profile: Profile) -> list[Rival]:
+def candidates(profile: Profile) -> list[TunedSettings]:
     """What is tried: nothing, copies, copies with logits, everything; each with few, more and many rows."""
-    found = [Rival("off", {"method": "off"})]
+    found = [TunedSettings("off", {"method": "off"})]
     for most in (7, 15, 31):
-        found.append(Rival(f"ngram, {most} rows", {"method": "ngram", "max": most}))
+        found.append(TunedSettings(f"ngram, {most} rows", {"method": "ngram", "max": most}))
     for most in (7, 15, 31):
         logits = {"method": "mix", "sources": ("suffix", "stand", "recycle"), "max": most}
-        found.append(Rival(f"copies and logits, {most} rows", logits))
+        found.append(TunedSettings(f"copies and logits, {most} rows", logits))
     for window in (4, 8):
         scouts = {"method": "mix", "view": "stream", "window": window}
-        found.append(Rival(f"with scouts, window {window}", scouts))
+        found.append(TunedSettings(f"with scouts, window {window}", scouts))
     if profile.spec.method not in ("off", "ngram", "mix"):
-        found.append(Rival(profile.name, {"method": profile.spec.method}))
+        found.append(TunedSettings(profile.name, {"method": profile.spec.method}))
     return found
 
 
-def laid_over(profile: Profile, rival: Rival) -> dict[str, Any]:
+def laid_over(profile: Profile, rival: TunedSettings) -> dict[str, Any]:
     """The rival's keys, and those of the profile that it does not read as if nobody had written them."""
     own = dict(rival.spec)
     alone = profile.replace(spec={"method": "off"}).replace(spec=own).spec
@@ -121,7 +121,7 @@ def laid_over(profile: Profile, rival: Rival) -> dict[str, Any]:
     return {key: value for key, value in unread.items() if getattr(profile.spec, key) != value} | own
 
 
-def tune(model: Model, prompts: Mapping[str, Sequence[int]], new: int, reps: int, tell: Tell) -> list[Rival]:
+def tune(model: Model, prompts: Mapping[str, Sequence[int]], new: int, reps: int, tell: Tell) -> list[TunedSettings]:
     """All candidates on all texts, in turns on each of them; the best first."""
     rivals = candidates(model.profile)
     profiles = [model.profile.replace(spec=laid_over(model.profile, rival), name=rival.name) for rival in rivals]

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from kvcli.bench.side import Sample
+from kvcli.bench.side import TimedSample
 from kvcli.engine.hf.lm import quiet
 from kvcli.engine.loading import weights
 from kvcli.engine.stats import Stats
 from kvcli.models.family import read_config
-from kvcli.models.gguf.convert import ready
+from kvcli.models.gguf.convert import convert_if_needed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,7 +64,7 @@ class HfSide:
             said["prompt_lookup_num_tokens"] = str(self.lookup)
         return said
 
-    def run(self, prompt: Sequence[int], new: int) -> Sample:
+    def run(self, prompt: Sequence[int], new: int) -> TimedSample:
         """Continue `prompt` by `new` tokens; the clock is looked at whenever `generate` hands over tokens."""
         torch.set_num_threads(self.threads)
         more: dict[str, Any] = {"prompt_lookup_num_tokens": self.lookup} if self.lookup else {}
@@ -89,7 +89,7 @@ class HfSide:
             )
         written = tuple(out[0, len(prompt) :].tolist())
         stats = guesses.stats(watch.groups, len(prompt)) if guesses is not None else None
-        return Sample(written, tuple(watch.at), len(prompt), _nbytes(cache), stats)
+        return TimedSample(written, tuple(watch.at), len(prompt), _nbytes(cache), stats)
 
     def close(self) -> None:
         self.model = None
@@ -150,10 +150,10 @@ def load_hf(found: Source, profile: Profile, cache: Path) -> Any:
     """The files as transformers has them, in the numbers and on the device that the profile asks for."""
     wants = profile.load
     with quiet():
-        found = ready(found, wants.dtype, cache, packs=False)
+        found = convert_if_needed(found, wants.dtype, cache, packs=False)
         config = read_config(found, wants.trust_remote_code)
         where = weights.find_device(wants.device)
-        model, _ = weights.read_weights(found, config, wants.dtype, where, wants.trust_remote_code)
+        model, _ = weights.load_weights(found, config, wants.dtype, where, wants.trust_remote_code)
     model.set_attn_implementation("sdpa")
     return model.to(where).eval().requires_grad_(False)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvcli.bench.kvpress_environment import COMMAND
 from kvcli.bench.kvpress_press import Press
-from kvcli.bench.side import Sample
+from kvcli.bench.side import TimedSample
 from kvcli.errors import EngineUnreachable, KvcliError
 
 WORKER = Path(__file__).with_name("kvpress_worker.py")
@@ -72,10 +72,10 @@ class KvPress:
             "process": "its own",
         }
 
-    def run(self, prompt: Sequence[int], new: int) -> Sample:
+    def run(self, prompt: Sequence[int], new: int) -> TimedSample:
         said = self._ask({"prompt": list(prompt), "new": new})
         self.peak_bytes = said["peak_bytes"]
-        return Sample(tuple(said["ids"]), tuple(said["at"]), len(prompt), said["kv_bytes"])
+        return TimedSample(tuple(said["ids"]), tuple(said["at"]), len(prompt), said["kv_bytes"])
 
     def close(self) -> None:
         """End the worker, whatever it is doing."""

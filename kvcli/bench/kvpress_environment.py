@@ -98,14 +98,14 @@ def _run(command: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from kvcli.environment import World
+    from kvcli.environment import Environment
 
     parser = argparse.ArgumentParser(
         prog=COMMAND, description="Make the environment of `kvcli bench --baseline kvpress`."
     )
     parser.add_argument("--torch", default="", metavar="VERSION", help=f"default {torch_version()}, kvcli's own")
     options = parser.parse_args(arguments)
-    world = World.real()
+    world = Environment.real()
 
     def tell(line: str) -> None:
         print(line, file=world.stderr, flush=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcli.bench.gguf_export import DTYPES, export
-from kvcli.bench.side import Sample
+from kvcli.bench.side import TimedSample
 from kvcli.errors import BadModel, UsageError
 from kvcli.installing import EXTRAS, pip
 
@@ -115,7 +115,7 @@ class LlamaCpp:
             "system": self._system(),
         }
 
-    def run(self, prompt: Sequence[int], new: int) -> Sample:
+    def run(self, prompt: Sequence[int], new: int) -> TimedSample:
         """Continue `prompt`; the context has room for these tokens, and making it is not timed."""
         self._make_room(len(prompt) + new)
         lib, context = self._lib, self._context
@@ -132,7 +132,7 @@ class LlamaCpp:
             if len(ids) == new:
                 break
             self._feed(ids[-1:])
-        return Sample(tuple(ids), tuple(at), len(prompt), self._kv_bytes())
+        return TimedSample(tuple(ids), tuple(at), len(prompt), self._kv_bytes())
 
     def close(self) -> None:
         if self._context is not None:
@@ -249,7 +249,7 @@ class LlamaCpp:
             )
 
 
-class _Ear:
+class _StderrCapture:
     """llama.cpp talks to stderr while it works. Its last warnings and errors are kept for a message of ours instead."""
 
     def __init__(self, lib: Any) -> None:
@@ -270,6 +270,6 @@ def _survives(file: Path) -> bool:
 
 
 @cache
-def _ear() -> _Ear:
+def _ear() -> _StderrCapture:
     """The one registration llama.cpp has room for, for the length of the process."""
-    return _Ear(import_module("llama_cpp"))
+    return _StderrCapture(import_module("llama_cpp"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvcli.errors import KvcliError
 
 if TYPE_CHECKING:
-    from kvcli.bench.side import Sample, Side
+    from kvcli.bench.side import Side, TimedSample
 
 
 log = logging.getLogger("kvcli.bench")
@@ -27,7 +27,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunSchedule:
     """How often, and in which order."""
 
     reps: int
@@ -50,7 +50,7 @@ class Series:
 
     side: str
     case: Case
-    samples: list[Sample] = field(default_factory=list)  # in the order they ran, warm-ups left out
+    samples: list[TimedSample] = field(default_factory=list)  # in the order they ran, warm-ups left out
     error: str | None = None  # why it stopped
     peak: int | None = None  # bytes
 
@@ -67,7 +67,7 @@ class Progress:
 Tell = Callable[[Progress], None]
 
 
-def measure(sides: Sequence[Side], cases: Sequence[Case], plan: Plan, into: list[Series], tell: Tell) -> None:
+def measure(sides: Sequence[Side], cases: Sequence[Case], plan: RunSchedule, into: list[Series], tell: Tell) -> None:
     """Append a series for each case and side to `into`, filling them as it goes: what stops it loses nothing."""
     rounds = (plan.warmup + plan.reps) * len(sides)
     for n, case in enumerate(cases):

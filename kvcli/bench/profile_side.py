@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcli.bench.side import Sample
-from kvcli.engine.engine import drive, events
+from kvcli.bench.side import TimedSample
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.stats import Stats
 from kvcli.engine.threads import use_threads
 from kvcli.errors import BadInput, ContextOverflow
@@ -92,20 +92,22 @@ class ProfileSide:
             "cache": str(profile.policy.method),
         }
 
-    def run(self, prompt: Sequence[int], new: int) -> Sample:
+    def run(self, prompt: Sequence[int], new: int) -> TimedSample:
         """Continue `prompt`; drafting starts knowing nothing, as in the first question of a process."""
         self._check(prompt, new)
         use_threads(self.threads)
         session = self.model.new_session()
         stats, at = Stats(prompt=len(prompt)), list[float]()
         began = self.clock()
-        drive(session.read(prompt))
-        for step in events(session.stream(new)):
+        run_to_end(session.read(prompt))
+        for step in iterate_events(session.stream(new)):
             at += [self.clock() - began] * len(step.new)
-            stats.fold(step)
-        kv_bytes = sum(nbytes(session.kv, session.view, session.drafter).values())
+            stats.add_step(step)
+        kv_bytes = sum(nbytes(session.cache, session.view, session.drafter).values())
         drafts = self.model.profile.spec.method != "off"
-        return Sample(tuple(session.ids[len(prompt) :]), tuple(at), len(prompt), kv_bytes, stats if drafts else None)
+        return TimedSample(
+            tuple(session.ids[len(prompt) :]), tuple(at), len(prompt), kv_bytes, stats if drafts else None
+        )
 
     def close(self) -> None:
         """The weights go with the models that hold them."""

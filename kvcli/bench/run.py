@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcli.bench.environment import load_average
-from kvcli.bench.measure import Case, Plan, Progress, Series, Tell, measure, words_of
+from kvcli.bench.measure import Case, Progress, RunSchedule, Series, Tell, measure, words_of
 from kvcli.bench.profile_side import Models, plain
 from kvcli.bench.recipe import Recipe
 from kvcli.bench.side_factory import make
@@ -30,7 +30,7 @@ Quality = Callable[["Model", "list[Profile]"], "QualityDocument | None"]
 
 
 @dataclass(frozen=True)
-class Ask:
+class BenchRequest:
     """What is to be measured. The first recipe is the baseline, unless an earlier result is."""
 
     args: BenchArgs
@@ -46,8 +46,8 @@ class Ask:
         return self.earlier_name if self.earlier is not None else self.recipes[0].name
 
     @property
-    def plan(self) -> Plan:
-        return Plan(self.args.reps, self.args.warmup, self.args.interleave)
+    def plan(self) -> RunSchedule:
+        return RunSchedule(self.args.reps, self.args.warmup, self.args.interleave)
 
     @property
     def first_profile(self) -> Recipe:
@@ -59,7 +59,7 @@ class Ask:
 class Bench:
     """A benchmark under way. Whatever stops it, what was measured stays in here."""
 
-    ask: Ask
+    ask: BenchRequest
     models: Models
     environ: Mapping[str, str]
     tell: Tell
@@ -91,7 +91,7 @@ class Bench:
                 return
         self.close()
         if self.ask.args.memory:
-            self.weigh()
+            self.measure_peaks()
         self.complete = True
 
     def ask_questions(self, quality: Quality, model: Model) -> None:
@@ -177,7 +177,7 @@ class Bench:
         self.sides.clear()
         self.models.close()
 
-    def weigh(self) -> None:
+    def measure_peaks(self) -> None:
         """Peak memory of every side and case, each in a process of its own. Never while something is timed."""
         recipes = {recipe.name: recipe for recipe in self.ask.recipes}
         todo = [series for series in self.series if series.samples]

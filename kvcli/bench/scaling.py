@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from kvcli.calibrate.passes import filled, once
+from kvcli.calibrate.passes import cache_of_length, once
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.threads import use_threads
 
@@ -30,13 +30,13 @@ def random_model() -> LM:
     )
     with quiet():
         lm = LM.of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
-    lm.lay_out()
+    lm.install_kernels()
     return lm
 
 
 def steps_a_second(lm: LM, threads: Sequence[int]) -> dict[int, float]:
     """By threads: steps of one token behind 512. Leaves as many threads as there were."""
-    kv, were = filled(lm, CONTEXT), torch.get_num_threads()
+    kv, were = cache_of_length(lm, CONTEXT), torch.get_num_threads()
     times: dict[int, list[float]] = {n: [] for n in threads}
     try:
         for _ in range(TURNS):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TimedSample:
     """One prompt continued once. Times in seconds since the prompt was handed over."""
 
     ids: tuple[int, ...]  # the new tokens
@@ -52,7 +52,7 @@ class Side(Protocol):
     def peak_bytes(self) -> int | None:
         """What a process of its own held at most; None for a side that runs in ours."""
 
-    def run(self, prompt: Sequence[int], new: int) -> Sample:
+    def run(self, prompt: Sequence[int], new: int) -> TimedSample:
         """Continue `prompt` by exactly `new` tokens, greedily; stop tokens do not end it."""
 
     def close(self) -> None:

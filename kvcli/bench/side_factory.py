@@ -76,11 +76,11 @@ def _kvpress(recipe: Recipe, models: Models) -> Side:
     from kvcli.bench.kvpress import KvPress
     from kvcli.bench.kvpress_environment import interpreter
     from kvcli.engine.loading import weights
-    from kvcli.models.gguf.convert import ready
+    from kvcli.models.gguf.convert import convert_if_needed
 
     profile = recipe.as_profile()
     python, device = interpreter(Path(recipe.cache)), str(weights.find_device(profile.load.device))
-    model = ready(recipe.found, profile.load.dtype, Path(recipe.cache), packs=False).path
+    model = convert_if_needed(recipe.found, profile.load.dtype, Path(recipe.cache), packs=False).path
     return KvPress(recipe.name, model, _dtype(recipe), models.threads(profile), python, device=device)
 
 

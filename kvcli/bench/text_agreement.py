@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli import assemble
-from kvcli.engine.engine import drive
+from kvcli.engine.engine import run_to_end
 from kvcli.kernels.gumbel_noise import gumbel
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 def tie_at(model: Model, text: Sequence[int], a: int, b: int) -> Tie:
     """The plain model reads `text` (prompt and the part that both sides wrote) and says what it thinks of a and b."""
     session = assemble.session(model.lm, model.mapped())
-    drive(session.read(text))
-    logits = drive(session.step(most=1)).logits[0]
+    run_to_end(session.read(text))
+    logits = run_to_end(session.step(most=1)).logits[0]
     noise = torch.zeros_like(logits, dtype=torch.float64)
     if temperature := session.sampler.temperature:
         ids = torch.arange(len(logits), device=logits.device)[None]

@@ -68,7 +68,7 @@ def disk(file: Path) -> float | None:
     return count / took if took > 0 and count else None
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -80,6 +80,6 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     for _ in range(REPS + 1):
         began = time.perf_counter()
         work()
-        settle(device)
+        synchronize(device)
         times.append(time.perf_counter() - began)
     return median(times[1:])

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcli.calibrate.machine import settle
+from kvcli.calibrate.machine import synchronize
 from kvcli.engine.engine import run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.rows import Rows
-from kvcli.kv.recurrent_state import States
+from kvcli.kv.recurrent_state import RecurrentStates
 from kvcli.kv.tiers.dense import Dense
 from kvcli.schemas.fit import PassTime
 
@@ -41,7 +41,7 @@ def pass_times(lm: LM, tell: Callable[[str], None]) -> list[PassTime]:
     found: list[PassTime] = []
     for context in contexts(lm.limit):
         tell(f"timing passes over {context:,} tokens")
-        kv = filled(lm, context)
+        kv = cache_of_length(lm, context)
         times: dict[int, list[float]] = {rows: [] for rows in ROWS if rows + context <= lm.limit}
         for rep in range(REPS + 1):
             once(lm, kv, 1, context)  # brings back to the caches what the longest pass drove out of them
@@ -58,13 +58,13 @@ def _rows_of(times: dict[int, list[float]], context: int) -> Iterator[PassTime]:
         yield PassTime(rows=rows, context=context, seconds=median(took), low=min(took), high=max(took))
 
 
-def filled(lm: LM, n: int) -> Dense:
+def cache_of_length(lm: LM, n: int) -> Dense:
     """A past of n tokens that nobody wrote: times do not depend on what is stored."""
     kv = Dense(lm.shapes, lm.dtype, lm.device)
     kv.reserve(n)
     noise = cache(lambda heads, size: torch.randn(heads, n, size, dtype=lm.dtype, device=lm.device))
     for layer, of in enumerate(lm.shapes):
-        if of.shares is None:
+        if of.shared_from is None:
             kv.append(layer, noise(of.n_kv_heads, of.k_dim), noise(of.n_kv_heads, of.v_dim), 0)
     return kv
 
@@ -73,8 +73,8 @@ def once(lm: LM, kv: Dense, rows: int, context: int) -> float:
     """Seconds of one pass over what `kv` holds; nothing is kept of it."""
     built = Rows.chain([i % lm.vocab for i in range(rows)], context)
     want = range(rows if rows < ROWS[-1] else 0)  # reading wants no logits
-    settle(lm.device)
+    synchronize(lm.device)
     began = time.perf_counter()
-    run([Feed(lm, built, kv, want=want, states=States(lm.mixers.like), is_prompt=rows == ROWS[-1])])
-    settle(lm.device)
+    run([ForwardRequest(lm, built, kv, want=want, states=RecurrentStates(lm.mixers.like), is_prompt=rows == ROWS[-1])])
+    synchronize(lm.device)
     return time.perf_counter() - began

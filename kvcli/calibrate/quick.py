@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.calibrate.passes import ROWS as GRID
-from kvcli.calibrate.passes import contexts, filled, once
+from kvcli.calibrate.passes import cache_of_length, contexts, once
 from kvcli.calibrate.run import fingerprint_of
 from kvcli.files import private_folder, write_private
 from kvcli.fit.calibration import file_of, machine_fingerprint
@@ -64,7 +64,7 @@ def quick_times(lm: LM, clock: Callable[[], float] = time.perf_counter) -> list[
     found: list[PassTime] = []
     began = clock()
     for context in contexts(lm.limit)[:2]:
-        kv, times = filled(lm, context), dict[int, list[float]]()
+        kv, times = cache_of_length(lm, context), dict[int, list[float]]()
         for turn in range(TURNS):
             for rows in ROWS:
                 if clock() - began > BUDGET or rows + context > lm.limit:

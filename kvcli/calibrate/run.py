@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from kvcli.chat.model import Model
-    from kvcli.environment import World
-    from kvcli.fit.plan import Plan, Subject
+    from kvcli.environment import Environment
+    from kvcli.fit.plan import Plan, PlannedModel
     from kvcli.settings.profile import Profile
 
 Tell = Callable[[str], None]
@@ -55,7 +55,7 @@ def calibrate(model: Model, cache: Path, tell: Tell = lambda _: None) -> Calibra
 
 
 def run_calibration(
-    world: World, load: Callable[[Profile], Model], profile: Profile, tell: Tell = lambda _: None
+    world: Environment, load: Callable[[Profile], Model], profile: Profile, tell: Tell = lambda _: None
 ) -> CalibrationDocument:
     """What `kvcli bench --calibrate` does: load the model with `load` (a setup's), measure, keep it in the cache."""
     with load(profile) as model:
@@ -67,7 +67,7 @@ def model_fingerprint(dtype: str, quant: str, layers: int, hidden: int, vocab: i
     return digest(name, dtype, quant, layers, hidden, vocab, weights, *releases().values())
 
 
-def fingerprint_in(plan: Plan, subject: Subject, name: str, cache: Path) -> str:
+def fingerprint_in(plan: Plan, subject: PlannedModel, name: str, cache: Path) -> str:
     """The fingerprint of a model as it would be loaded. What was never hashed was never timed either."""
     from kvcli.fit.plan import torch_dtype
 

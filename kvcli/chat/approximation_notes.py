@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvcli.settings.profile import Profile
 
 
-def keeps(profile: Profile) -> dict[Loss, str]:
+def describe_losses(profile: Profile) -> dict[Loss, str]:
     """How the profile loses what it loses, by kind; nothing where it keeps, rounds or reads all as it is."""
     words: dict[Loss, str] = {}
     kv, held = profile.kv, profile.policy.keeps
@@ -40,14 +40,14 @@ def keeps(profile: Profile) -> dict[Loss, str]:
     return words
 
 
-def approx(profile: Profile, lost: Collection[Loss], found: str = "") -> str:
+def approximation_note(profile: Profile, lost: Collection[Loss], found: str = "") -> str:
     """What a user should know of an answer before which this was lost; "" = it stands on the whole text.
 
     A profile that bounds its error, or has none, promised so. `found`: what its policy found out about the text.
     """
     if profile.exactness != "approx":
         return ""
-    words = [words for kind, words in keeps(profile).items() if kind in lost]
+    words = [words for kind, words in describe_losses(profile).items() if kind in lost]
     words += filter(None, [profile.steps.takes])
     if found and not words:
         return f"{profile.name} is {found}; nothing was lost"

@@ -15,7 +15,7 @@ ABOUT = 40  # bytes
 MOMENT = 0.05  # seconds; who sweeps holds the file of a dead process for less
 
 
-class Hold:
+class ChatLock:
     """Nobody else can hold the session of this name until `close`. The file is swept after a kill, as others are."""
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcli.api import End, Event, Finish, Text, Turn, turn_of
-from kvcli.chat.overflow import Shown, fitting, leave_out, shown_of
-from kvcli.chat.prompt_tokens import Heard, heard
-from kvcli.chat.saved_chats import Kept, Opened, Sessions
+from kvcli.chat.overflow import VisibleMessages, fitting, leave_out, shown_of
+from kvcli.chat.prompt_tokens import PromptTokens, tokens_of_turn
+from kvcli.chat.saved_chats import OpenedChat, SavedChat, SavedChats
 from kvcli.chat.transcript import Message, as_document, documents_of, export_chat, figures_of, messages_of, save_chat
 from kvcli.chat.window import refuse_longer
 from kvcli.documents import Document
@@ -28,7 +28,7 @@ from kvcli.models.text import Messages, encode, render_text, resume_ids
 from kvcli.schemas.chat import Figures
 
 if TYPE_CHECKING:
-    from kvcli.chat.text_session import OpenText
+    from kvcli.chat.text_session import TextSession
 
 
 PROBES = ("a", "7", "(", "\n")  # questions whose first letter joins with what stands before it, or does not
@@ -49,11 +49,11 @@ class Chat:
 
     def __init__(
         self,
-        model: OpenText,
+        model: TextSession,
         system: str | None = None,
         *,
         title: str | None = None,
-        sessions: Sessions | None = None,
+        sessions: SavedChats | None = None,
         holds: bool = False,
         called: str = "",
     ) -> None:
@@ -68,16 +68,16 @@ class Chat:
         self._sessions = sessions
         self.holds = holds
         self.called = called
-        self.kept: Kept | None = None  # the session that it was saved as or loaded from
+        self.kept: SavedChat | None = None  # the session that it was saved as or loaded from
         self.messages: list[Message] = []
         self.pending: list[Document] = []  # attached, not asked about yet
-        self.shown = Shown()  # to the model, of the messages
+        self.shown = VisibleMessages()  # to the model, of the messages
         self.notes: list[str] = []  # what the user should know about how the prompt was made, each once
         self._retries = 0
-        self.heard = Heard()
+        self.heard = PromptTokens()
 
     @property
-    def sessions(self) -> Sessions:
+    def sessions(self) -> SavedChats:
         """Where it is kept, and others are. Raises BadInput where nobody said."""
         if self._sessions is None:
             raise BadInput("this chat has no place to be kept", code="no_place", try_=["Chat(..., sessions=...)"])
@@ -90,7 +90,7 @@ class Chat:
         return turn_of(self.stream(text, **options))
 
     def stream(self, text: str, **options: Any) -> Generator[Event]:
-        """Ask, and get the answer in events, `End` last. Options are those of `OpenText.answer`, `messages` aside.
+        """Ask, and get the answer in events, `End` last. Options are those of `TextSession.answer`, `messages` aside.
 
         A conversation longer than the window is refused, or shown in part, as `context.on_overflow` says (overflow.py).
         If it fails, the conversation is as before. If it is cut short, by `cancel`, Ctrl-C, a lack of memory or by
@@ -114,8 +114,8 @@ class Chat:
                     ended = True
                     turn = event.turn
                     self._keep(question, turn.text, turn.finish, figures_of(turn.stats), turn.thinking)
-                    text_, ids = heard(self.model.tokenizer, asked.text, asked.ids, turn)
-                    now = Heard(text_, ids) if text_ else Heard(asked.text, asked.ids)
+                    text_, ids = tokens_of_turn(self.model.tokenizer, asked.text, asked.ids, turn)
+                    now = PromptTokens(text_, ids) if text_ else PromptTokens(asked.text, asked.ids)
                     self.heard = now.after(self.heard, asked.text, len(asked.ids))
                 yield event
         except ContextOverflow as error:
@@ -141,7 +141,7 @@ class Chat:
     def edit(self, text: str, **options: Any) -> Generator[Event]:
         """Ask `text` in place of the last question, with the same documents. If it fails, nothing has changed."""
         before, waiting = list(self.messages), self.pending
-        self.shown = Shown()
+        self.shown = VisibleMessages()
         *_, question, _ = self.messages[-2:] or self._nothing("edit")
         del self.messages[-2:]
         self.pending = list(question.documents)
@@ -178,7 +178,7 @@ class Chat:
         if not 0 <= i < len(self.documents):
             have = f"{len(self.documents)} attached" if self.documents else "none is attached"
             raise BadInput(f"there is no document {i + 1}: {have}", code="no_such_document")
-        self.shown = Shown()
+        self.shown = VisibleMessages()
         dropped = self.documents[i]
         for at, message in enumerate(self.messages):
             if i < len(message.documents):
@@ -194,14 +194,14 @@ class Chat:
         n = max(0, min(n, len(self.messages) // 2))
         if n:
             del self.messages[-2 * n :]
-            self.shown = Shown()
+            self.shown = VisibleMessages()
         return n
 
     def clear(self) -> None:
         """Forget all messages and documents; the system text stays."""
         self.messages.clear()
         self.pending.clear()
-        self.shown, self.title = Shown(), None
+        self.shown, self.title = VisibleMessages(), None
         self.close()
 
     # --- looking
@@ -257,7 +257,7 @@ class Chat:
         """
         return self.take(self.sessions.open(str(session), holds=self.holds))
 
-    def take(self, opened: Opened) -> Chat:
+    def take(self, opened: OpenedChat) -> Chat:
         """Become the conversation that was opened."""
         self.close()
         self.kept, saved = opened.kept, opened.saved
@@ -266,10 +266,13 @@ class Chat:
         self.shown = shown_of(self, saved.left_out)
         return self
 
-    def go_to(self, model: OpenText, called: str) -> None:
+    def go_to(self, model: TextSession, called: str) -> None:
         """Go on in another text, perhaps of another model; the one before is closed."""
         before, self.model, self.called = self.model, model, called
-        self.heard, self.shown = Heard(), Shown()  # ids of other tokens; and this window may be another one
+        self.heard, self.shown = (
+            PromptTokens(),
+            VisibleMessages(),
+        )  # ids of other tokens; and this window may be another one
         before.close()
 
     def close(self) -> None:
@@ -292,7 +295,7 @@ class Chat:
         self.messages += [question, Message("assistant", answer, finish=finish, figures=took, thinking=thinking)]
         self.pending = [d for d in self.pending if not any(d is used for used in question.documents)]
 
-    def rendered(self, messages: Sequence[Message], shown: Shown | None = None) -> Rendered:
+    def rendered(self, messages: Sequence[Message], shown: VisibleMessages | None = None) -> Rendered:
         """What the model is given of these, the last of them a question; `shown`: another part of them than now."""
         contents: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
         contents += [{"role": m.role, "content": m.content} for m in (shown or self.shown).of(messages)]

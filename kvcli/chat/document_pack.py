@@ -24,16 +24,16 @@ from pydantic import ValidationError
 from kvcli import assemble
 from kvcli.api import Read
 from kvcli.chat.conversation import Chat
-from kvcli.chat.text_session import OpenText
+from kvcli.chat.text_session import TextSession
 from kvcli.chat.transcript import as_document, documents_of
 from kvcli.documents import Document
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadInput, writing
 from kvcli.files import replacing_folder, write_private
-from kvcli.kv.snapshot import Misfit
+from kvcli.kv.snapshot import SnapshotMismatch
 from kvcli.prefix_cache import snapshot_file
-from kvcli.prefix_cache.block_file import Damaged
-from kvcli.prefix_cache.cache_key import identity
+from kvcli.prefix_cache.block_file import CorruptFile
+from kvcli.prefix_cache.cache_key import cache_key
 from kvcli.prefix_cache.prefix_cache import FEW, fields_of
 from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
 from kvcli.schemas.chat import ChatDocument
@@ -61,7 +61,7 @@ class Pack:
     def documents(self) -> list[Document]:
         return list(documents_of(self.chat.pending))
 
-    def fetch(self, session: Session, ids: Sequence[int]) -> None:
+    def fetch(self, session: GenerationSession, ids: Sequence[int]) -> None:
         """Have a session that is to read `ids` go on from here, where they begin as what was read does.
 
         Raises BadInput for a past that is not what was written.
@@ -72,7 +72,7 @@ class Pack:
         try:
             self._check(PAST)
             session.restore(decoded_state(snapshot_file.read(self.folder / PAST)), ids[n])
-        except (Damaged, Misfit, Unfit) as error:
+        except (CorruptFile, SnapshotMismatch, Unfit) as error:
             raise _bad(self.folder, f"{PAST}: {error}") from None
         except OSError as error:
             raise _bad(self.folder, f"{PAST} cannot be read: {error.strerror or error}") from None
@@ -81,13 +81,13 @@ class Pack:
             raise _bad(self.folder, f"{PAST} is of another text")
         session.resume(ids)  # as every question begins
 
-    def differs(self, text: OpenText) -> list[str]:
+    def differs(self, text: TextSession) -> list[str]:
         """In what the model, or what shapes a past, is not what it was read by."""
-        return _unlike(fingerprint(text, identity(text.model.lm)), self.about.fingerprint)
+        return _unlike(fingerprint(text, cache_key(text.model.lm)), self.about.fingerprint)
 
-    def refuse_other(self, text: OpenText) -> None:
+    def refuse_other(self, text: TextSession) -> None:
         """Raises BadInput for a text under which it is of no use."""
-        self._refuse(fingerprint(text, identity(text.model.lm)), self.about.fingerprint)
+        self._refuse(fingerprint(text, cache_key(text.model.lm)), self.about.fingerprint)
 
     def refuse_under(self, profile: Profile) -> None:
         """The same of settings, before a model is loaded; of those that say "auto" that tells what they stand for."""
@@ -146,7 +146,7 @@ def make(talk: Chat, folder: Path, heard: Callable[[Read], None] = lambda _: Non
 
     `heard`: how far reading is. The folder is whole when it has its name. Raises BadInput for what is read in a moment.
     """
-    (ids, contents), made_by = talk.begins(), identity(talk.model.model.lm)
+    (ids, contents), made_by = talk.begins(), cache_key(talk.model.model.lm)
     if len(ids) < FEW:
         raise BadInput(
             "these documents are read in a moment: there is nothing to pack",
@@ -167,7 +167,7 @@ def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, s
     """`made_by`: the identity of the model before it read."""
     text = talk.model
     assert text.session.ids[: text.session.committed] == list(ids), "something else was read"
-    shaping, values = assemble.shaping(text.profile), text.profile.values
+    shaping, values = assemble.cache_conditions(text.profile), text.profile.values
     with replacing_folder(folder) as made:
         snapshot_file.write(made / PAST, coded_state(text.session.state(), shaping.codec))
         write_private(made / CHAT, json.dumps(as_document(talk).document(), ensure_ascii=False))
@@ -188,9 +188,9 @@ def _write(talk: Chat, folder: Path, ids: Sequence[int], made_by: Mapping[str, s
     return about
 
 
-def fingerprint(text: OpenText, made_by: Mapping[str, str]) -> dict[str, str]:
+def fingerprint(text: TextSession, made_by: Mapping[str, str]) -> dict[str, str]:
     """All that the past of a text depends on, by field."""
-    return fields_of(made_by, text.session, assemble.shaping(text.profile))
+    return fields_of(made_by, text.session, assemble.cache_conditions(text.profile))
 
 
 def _unlike(mine: Mapping[str, str], its: Mapping[str, str]) -> list[str]:

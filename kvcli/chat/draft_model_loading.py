@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from kvcli.engine.drafting.drafter import Pair
+from kvcli.engine.drafting.drafter import ModelPair
 from kvcli.errors import BadModel
 from kvcli.models.draft_heads import is_assistant
 from kvcli.models.retokenizer import spelling
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
     from kvcli.engine.hf.lm import LM
     from kvcli.models.source import Source
-    from kvcli.settings.schema import Load, Second
+    from kvcli.settings.schema import DraftModelRef, Load
 
 Tell = Callable[[str], None]
 
 
-def load_second(
+def load_draft_model(
     target: LM,
-    wanted: Second,
+    wanted: DraftModelRef,
     words: PreTrainedTokenizerBase,
     load: Load,
     find: Callable[[str], Source],
     cache: Path,
     tell: Tell | None = None,
-) -> Pair:
+) -> ModelPair:
     """Load it beside `target`, whose words are given and which was loaded so; the same files are loaded once.
 
     Raises BadModel where it cannot draft. Neither its code nor its pickle files are trusted, whatever is of the
@@ -40,23 +40,23 @@ def load_second(
     """
     from kvcli.engine.drafting.gemma4_assistant import load_assistant
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.loading.weights import keeps_blocks
+    from kvcli.engine.loading.weights import keeps_quantized
     from kvcli.models.gguf import convert
 
     untrusted = replace(load, quant=wanted.quant, allow_pickle=False, trust_remote_code=False)
     wants = replace(untrusted, layers_on_gpu="auto")  # what was chosen is for the other's layers
-    found = convert.ready(find(wanted.model), wants.dtype, cache, packs=keeps_blocks(wants), tell=tell)
+    found = convert.convert_if_needed(find(wanted.model), wants.dtype, cache, packs=keeps_quantized(wants), tell=tell)
     if is_assistant(found.config) != wanted.is_assistant:
         raise _of_another_method(wanted)
     if untrusted == load and (str(found.path), found.revision) == (target.info.path, target.info.revision):
-        return Pair(target, target)
+        return ModelPair(target, target)
     if wanted.is_assistant:
-        return Pair(target, load_assistant(target, found, wants))
+        return ModelPair(target, load_assistant(target, found, wants))
     respelled = spelling(words, load_tokenizer(found, wants.trust_remote_code))
-    return Pair(target, LM.load(found, **asdict(wants)), respelled)
+    return ModelPair(target, LM.load(found, **asdict(wants)), respelled)
 
 
-def _of_another_method(wanted: Second) -> BadModel:
+def _of_another_method(wanted: DraftModelRef) -> BadModel:
     what, other = ("no assistant of a Gemma 4", "model") if wanted.is_assistant else ("an assistant", "assistant")
     return BadModel(
         f"{wanted.model} is {what}",

@@ -10,7 +10,7 @@ from threading import get_ident
 from typing import Any
 
 from kvcli.engine.engine import Engine
-from kvcli.engine.forward_request import E, T, Work
+from kvcli.engine.forward_request import Coroutine, E, T
 
 
 class EngineThread:
@@ -22,7 +22,7 @@ class EngineThread:
         self._ident: int | None = None  # of its thread
         self._is_turning = False
 
-    async def events(self, work: Work[E, T]) -> AsyncGenerator[E]:
+    async def events(self, work: Coroutine[E, T]) -> AsyncGenerator[E]:
         """What the work says; raises what ended it. Closing this, or cancelling its task, ends it between two passes.
 
         No text waits for a slow task: what its own has said meanwhile is kept, a whole answer at most.
@@ -33,7 +33,7 @@ class EngineThread:
             with suppress(RuntimeError):  # the loop is closed: nobody listens any more
                 loop.call_soon_threadsafe(said.put_nowait, what)
 
-        def to_its_end() -> Work[E, T | None]:
+        def to_its_end() -> Coroutine[E, T | None]:
             try:
                 return (yield from work)
             except BaseException as error:
@@ -67,7 +67,7 @@ class EngineThread:
         else:
             await asyncio.shield(asyncio.wrap_future(self._pool.submit(act)))
 
-    def _join(self, work: Work[Any, Any], tell: Callable[[Any], object]) -> Any:
+    def _join(self, work: Coroutine[Any, Any], tell: Callable[[Any], object]) -> Any:
         self._ident = get_ident()
         ticket = self._engine.add(work, tell)
         if not self._is_turning:
@@ -78,7 +78,7 @@ class EngineThread:
     def _round(self) -> None:
         """One round, and the next behind whoever joins or leaves meanwhile."""
         try:
-            self._is_turning = self._engine.round()
+            self._is_turning = self._engine.step()
         finally:
             if self._is_turning and self._pool is not None:
                 self._pool.submit(self._round)

@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcli import assemble
-from kvcli.engine.forward_request import asked
-from kvcli.kv.out_of_memory import free_caches, lacking
+from kvcli.engine.forward_request import await_passes
+from kvcli.kv.out_of_memory import catch_cache_full, free_caches
 from kvcli.kv.slots import nbytes
 
 if TYPE_CHECKING:
-    from kvcli.chat.text_session import OpenText
-    from kvcli.engine.forward_request import Asks
+    from kvcli.chat.text_session import TextSession
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.policy.policy import Phase
-    from kvcli.engine.sequence.session import Session
-    from kvcli.kv.slots import Store
+    from kvcli.engine.sequence.session import GenerationSession
+    from kvcli.kv.slots import KVCache
     from kvcli.settings.profile import Profile
 
 
-def mend(session: Session) -> bool:
+def repair_session(session: GenerationSession) -> bool:
     """Make store and ids agree after a pass that broke; returns whether a boundary was reached and not settled.
 
     A pass breaks before anything is stored, between two layers, or behind its last token: rows that only some layers
@@ -36,7 +36,7 @@ def mend(session: Session) -> bool:
     return is_due
 
 
-def relieve(text: OpenText, phase: Phase) -> Asks[tuple[list[str], bool]]:
+def recover_memory(text: TextSession, phase: Phase) -> Steps[tuple[list[str], bool]]:
     """Mend the session, then take steps of the profile's `memory.ladder` until one leaves it ready for a pass.
 
     The steps, and whether one did. Where the past could not be saved the session has forgotten it, and the caller reads
@@ -44,13 +44,13 @@ def relieve(text: OpenText, phase: Phase) -> Asks[tuple[list[str], bool]]:
     """
     session, taken, is_due = text.session, list[str](), False
     free_caches()
-    with lacking() as lacks:
-        is_due = mend(session)
+    with catch_cache_full() as lacks:
+        is_due = repair_session(session)
     if lacks:
         _restart(session, text.profile)
     while text.profile.memory.on_shortage == "degrade" and text.profile.memory.ladder:
         before = text.profile
-        text.go_under(text.model.under(stepped(before, text.limit)))
+        text.switch_profile(text.model.under(next_fallback(before, text.limit)))
         if _apply(session, before, text.profile):
             taken.append(before.memory.ladder[0])
             if (yield from _is_ready(session, is_due, phase)):
@@ -58,7 +58,7 @@ def relieve(text: OpenText, phase: Phase) -> Asks[tuple[list[str], bool]]:
     return taken, False
 
 
-def stepped(profile: Profile, limit: int) -> Profile:
+def next_fallback(profile: Profile, limit: int) -> Profile:
     """The profile after its next step, such as "kv.v_bits=2" or "context.limit=-25%"."""
     step, *rest = profile.memory.ladder
     key, _, value = step.partition("=")
@@ -69,17 +69,17 @@ def stepped(profile: Profile, limit: int) -> Profile:
     return profile.replace(**{"memory.ladder": rest, key: number})
 
 
-def _apply(session: Session, old: Profile, new: Profile) -> bool:
+def _apply(session: GenerationSession, old: Profile, new: Profile) -> bool:
     """Have the session go on under `new`; False if what that needs is not there, and nothing has changed."""
     if _storage(old) != _storage(new):
-        with lacking() as lacks:
-            store = assemble.store(session.lm, new, nbytes(session.kv).get(session.lm.device.type, 0))
+        with catch_cache_full() as lacks:
+            store = assemble.store(session.lm, new, nbytes(session.cache).get(session.lm.device.type, 0))
         if lacks:
             return False
-        session.every = assemble.every(new)
-        with lacking() as lacks:
-            move(session.kv, store, session.lm.storing)
-            session.put(store)
+        session.every = assemble.compression_interval(new)
+        with catch_cache_full() as lacks:
+            move(session.cache, store, session.lm.storing)
+            session.replace_cache(store)
             session.rewind(session.committed + 1)  # the next boundary may be another
         if lacks:
             _restart(session, new)
@@ -87,7 +87,7 @@ def _apply(session: Session, old: Profile, new: Profile) -> bool:
     return True
 
 
-def move(old: Store, new: Store, layers: Sequence[int]) -> None:
+def move(old: KVCache, new: KVCache, layers: Sequence[int]) -> None:
     """What `old` holds in these goes to `new`, a layer at a time, so that no more than one lies in both."""
     for layer in layers:
         slots = old.slots(layer)
@@ -100,17 +100,17 @@ def _storage(profile: Profile) -> tuple[object, ...]:
     return profile.kv, dataclasses.replace(profile.memory, ladder=())
 
 
-def _is_ready(session: Session, is_due: bool, phase: Phase) -> Asks[bool]:
+def _is_ready(session: GenerationSession, is_due: bool, phase: Phase) -> Steps[bool]:
     """Settle the boundary that the failure came before, and have the drafter start anew; False if memory ran out."""
-    with lacking() as lacks:
+    with catch_cache_full() as lacks:
         if is_due and session.committed:
-            yield from session.settle(phase)
-        yield from asked(session.drafter.start(session.ids, session.sampler))
+            yield from session.compress_cache(phase)
+        yield from await_passes(session.drafter.start(session.ids, session.sampler))
     return not lacks
 
 
-def _restart(session: Session, profile: Profile) -> None:
+def _restart(session: GenerationSession, profile: Profile) -> None:
     """Forget everything stored, in a new store: the old one may be torn."""
     session.committed = 0
     session.rewind(0)  # first: should there be no room for another store, nothing refers to what is torn
-    session.put(assemble.store(session.lm, profile))
+    session.replace_cache(assemble.store(session.lm, profile))

@@ -20,14 +20,14 @@ from weakref import WeakSet, WeakValueDictionary
 
 from kvcli import assemble
 from kvcli.api import Events, Prompt, Turn
-from kvcli.chat.draft_model_loading import load_second
+from kvcli.chat.draft_model_loading import load_draft_model
 from kvcli.chat.engine_thread import EngineThread
-from kvcli.chat.text_session import OpenText
+from kvcli.chat.text_session import TextSession
 from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.chat.window import refuse_longer
 from kvcli.engine.info import ModelInfo
 from kvcli.errors import BadConfig, KvcliError
-from kvcli.kv.out_of_memory import as_shortage, free_caches
+from kvcli.kv.out_of_memory import as_cache_full, free_caches
 from kvcli.models.tokenizer import load_tokenizer
 from kvcli.settings.conflicts import cautions
 
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.chat.conversation import Chat
-    from kvcli.engine.drafting.drafter import Costs, Pair
+    from kvcli.engine.drafting.drafter import Costs, ModelPair
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.sequence.constraint import Constraint, Vocabulary
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.sequence.session import GenerationSession
     from kvcli.methods.steps.step_writer import Writer
     from kvcli.models.grammar import Grammar
     from kvcli.models.source import Source
-    from kvcli.prefix_cache.prefix_cache import Shelf
+    from kvcli.prefix_cache.prefix_cache import PrefixCache
     from kvcli.settings.profile import Profile
-    from kvcli.settings.schema import Second
+    from kvcli.settings.schema import DraftModelRef
 
 log = logging.getLogger("kvcli.chat")
 
@@ -67,7 +67,7 @@ def load(
     """
     from kvcli.engine.hf import model_settings
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.loading.weights import keeps_blocks
+    from kvcli.engine.loading.weights import keeps_quantized
     from kvcli.models import source
     from kvcli.models.catalog import recommended
     from kvcli.models.ends import ends
@@ -77,23 +77,23 @@ def load(
     began, wants = time.perf_counter(), profile.load
     named = partial(source.find, offline=offline, tell=tell)
     found = named(model, allow_pickle=wants.allow_pickle) if isinstance(model, str) else model
-    packs = keeps_blocks(wants)
-    given, found = found, convert.ready(found, wants.dtype, cache, packs=packs, tell=tell)
+    packs = keeps_quantized(wants)
+    given, found = found, convert.convert_if_needed(found, wants.dtype, cache, packs=packs, tell=tell)
     # first: what is wrong with it shows at once, and its chat template gets ready while the weights are read
     tokenizer = load_tokenizer(found, wants.trust_remote_code)
     lm = LM.load(found, **asdict(wants))  # the table's keys are what a model is loaded by
     ids, strings = ends(tokenizer, lm.vocab)
     lm.stop_ids, lm.stop_strings = lm.stop_ids | ids, (*lm.stop_strings, *strings)
     lm.hashes = Hashes(cache, tell)
-    told, usual = convert.told(given, packs, lm.info.dtype), recommended(given.text_config, given.id)
-    if lm.generation != (sampling := model_settings.generation(lm.model, lm.info.id, usual)):
+    told, usual = convert.conversion_notes(given, packs, lm.info.dtype), recommended(given.text_config, given.id)
+    if lm.generation != (sampling := model_settings.generation_defaults(lm.model, lm.info.id, usual)):
         told += (f"its files say nothing of sampling; kvcli takes {', '.join(f'{k} {v:g}' for k, v in usual.items())}",)
     notes = lm.info.notes
     if not given.is_gguf and any(given.path.glob("adapter_*")):
         notes = (*notes, "an adapter lies beside the weights and is not applied: merge it into them first")
     lm.generation, lm.info = sampling, replace(lm.info, details=told, notes=notes)
     find = find or partial(named, may_assist=True)
-    second = partial(load_second, words=tokenizer, load=wants, find=find, cache=cache, tell=tell)
+    second = partial(load_draft_model, words=tokenizer, load=wants, find=find, cache=cache, tell=tell)
     return Model(lm, tokenizer, profile, load_seconds=time.perf_counter() - began, second=second)
 
 
@@ -110,11 +110,11 @@ class Model:
         profile: Profile,
         *,
         load_seconds: float = 0.0,
-        second: Callable[[LM, Second], Pair] | None = None,
+        second: Callable[[LM, DraftModelRef], ModelPair] | None = None,
     ) -> None:
         """`second`: loads a model that drafts beside this one; None = none can be had."""
         self.lm, self.tokenizer = lm, tokenizer
-        self.profile, self._unkept = assemble.settled(lm, profile)
+        self.profile, self._unkept = assemble.adapted_profile(lm, profile)
         self.info: ModelInfo = replace(lm.info, load_seconds=load_seconds or lm.info.load_seconds)
         self.engine = EngineThread()  # of the texts that event loops ask
         self.data: Path | None = None  # the user's folder, where chats are kept; None = nobody said which
@@ -126,12 +126,12 @@ class Model:
         # profile -> tokens for which memory has room, by that estimate; None = nobody looked
         self.fits: Callable[[Profile], int] | None = None
         # what texts have read, and where they look before they read; set by who has a place for it
-        self.shelf: Shelf | None = None
-        self.texts: WeakSet[OpenText] = WeakSet()  # that are open over these weights, under any profile
+        self.shelf: PrefixCache | None = None
+        self.texts: WeakSet[TextSession] = WeakSet()  # that are open over these weights, under any profile
         self._second = partial(second, lm) if second is not None else None
         # loaded once while any text drafts with it, and no longer
-        self._pairs: WeakValueDictionary[Second, Pair] = WeakValueDictionary()
-        self._pair: Pair | None = None
+        self._pairs: WeakValueDictionary[DraftModelRef, ModelPair] = WeakValueDictionary()
+        self._pair: ModelPair | None = None
         self._draft()
         self._kinds = cache(partial(kinds_by_id, tokenizer, lm.vocab))
         self._vocabulary = cache(partial(_vocabulary, tokenizer, lm))  # for constraints
@@ -152,11 +152,11 @@ class Model:
             self.text.close()
 
     @cached_property
-    def text(self) -> OpenText:
+    def text(self) -> TextSession:
         """Its own text, that of `generate`, `stream` and `chat`."""
-        return OpenText(self)
+        return TextSession(self)
 
-    def open(self, profile: str | Profile | None = None, set: Mapping[str, object] | None = None) -> OpenText:
+    def open(self, profile: str | Profile | None = None, set: Mapping[str, object] | None = None) -> TextSession:
         """Another text over the same weights, with nothing read yet; a context manager.
 
         `profile` and `set` as of `kvcli.load`; without, under the model's. Refuses a change of `load`, and raises
@@ -169,9 +169,9 @@ class Model:
             chosen = chosen.replace(load={key: loaded[key] for key in loaded if origins[f"load.{key}"] == "default"})
         if set:
             chosen = chosen.replace(**set)
-        return OpenText(self if chosen is self.profile else self.with_profile(chosen))
+        return TextSession(self if chosen is self.profile else self.with_profile(chosen))
 
-    def new_session(self, *, by_steps: bool = False) -> Session:
+    def new_session(self, *, by_steps: bool = False) -> GenerationSession:
         """A session under this profile, with nothing read yet: ids in, ids out, for those who need no words.
 
         `by_steps`: who asks has `new_writer` write it. Raises BadConfig where the profile wants that and nobody does.
@@ -202,7 +202,7 @@ class Model:
         """What writes a session's text by steps, under a profile that wants that."""
         return assemble.steps(self.lm, self.profile, self._draft(), self.tokenizer)
 
-    def _draft(self) -> Pair | None:
+    def _draft(self) -> ModelPair | None:
         """This model with the one that drafts under its profile, loaded when it is first asked for.
 
         Where loading it runs out of memory or breaks, the profile drafts nothing, and `cautions` say so.
@@ -216,9 +216,9 @@ class Model:
             self.lm.__dict__.pop("spare", None)  # of which it takes its part
             return self._pair
         except Exception as error:
-            if isinstance(error, KvcliError) and as_shortage(error) is None:
+            if isinstance(error, KvcliError) and as_cache_full(error) is None:
                 raise
-            said = "there is no memory for it" if as_shortage(error) else f"{type(error).__name__}: {error}"
+            said = "there is no memory for it" if as_cache_full(error) else f"{type(error).__name__}: {error}"
             log.warning("%s cannot be loaded", wanted.model, exc_info=error)
         free_caches()
         self.profile = self.profile.replace(spec={"method": "off"}, steps={"method": "none"})
@@ -253,12 +253,12 @@ class Model:
     @property
     def cautions(self) -> list[str]:
         """What the user should know of the profile on this device, one line each."""
-        spends = assemble.plan(self.lm, self.profile).spending.told if self.profile.memory.spends else ""
+        spends = assemble.plan(self.lm, self.profile).spending.describe if self.profile.memory.spends else ""
         said = self._unkept, self.profile.prune.about(self.lm), spends
         return [*filter(None, said), *cautions(self.profile, self.lm.device.type)]
 
     @property
-    def promise(self) -> str:
+    def exactness_label(self) -> str:
         """What may be said of the text: "bit-exact", "exact", "exact but for near ties", "certified", "approx"."""
         return assemble.promise(self.lm, self.profile)
 
@@ -279,7 +279,7 @@ class Model:
     def under(self, profile: Profile) -> Model:
         """The same, with nothing refused or measured: for a text that has to go on."""
         changed = copy(self)
-        changed.profile, changed._unkept = assemble.settled(self.lm, profile)
+        changed.profile, changed._unkept = assemble.adapted_profile(self.lm, profile)
         vars(changed).pop("text", None)
         return changed
 
@@ -301,7 +301,7 @@ class Model:
         return render_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
 
     def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
-        """One answer in its own text, all at once. Options are those of `OpenText.answer`."""
+        """One answer in its own text, all at once. Options are those of `TextSession.answer`."""
         return self.text.generate(prompt, max_new_tokens, **options)
 
     def stream(self, prompt: Prompt, **options: Any) -> Events:
@@ -309,7 +309,7 @@ class Model:
         return self.text.stream(prompt, **options)
 
 
-def _elsewhere(pair: Pair) -> list[str]:
+def _elsewhere(pair: ModelPair) -> list[str]:
     """Where its weights are, if that is not where the other's are."""
     return [f"on {pair.draft.device}"] if pair.draft.device.type != pair.target.device.type else []
 

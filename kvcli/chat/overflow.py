@@ -36,7 +36,7 @@ HEAD = "[What was said before this, in short]"
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class VisibleMessages:
     """All of a conversation but its beginning."""
 
     left: int = 0  # messages from the first on that are not shown
@@ -53,23 +53,25 @@ class Shown:
         return [replace(first, text=text, documents=documents), *rest[1:]]
 
 
-def shown_of(chat: Chat, saved: LeftOut | None) -> Shown:
+def shown_of(chat: Chat, saved: LeftOut | None) -> VisibleMessages:
     """What the model was shown of a conversation when it was kept; all of it where that fits the window now."""
     if saved is None:
-        return Shown()
-    if chat.messages and len(chat.rendered(chat.messages, Shown()).ids) <= KEPT * chat.model.limit:
-        return Shown()
+        return VisibleMessages()
+    if chat.messages and len(chat.rendered(chat.messages, VisibleMessages()).ids) <= KEPT * chat.model.limit:
+        return VisibleMessages()
     kept = "it has its notes on them" if saved.notes else "it knows nothing of them"
     chat.note(f"longer than the window: the model is not shown questions 1 to {saved.messages // 2}; {kept}")
-    return Shown(saved.messages, saved.notes)
+    return VisibleMessages(saved.messages, saved.notes)
 
 
-def shorter(shown: Shown, n: int, size: Callable[[Shown], int], room: int) -> Shown | None:
+def shorter(
+    shown: VisibleMessages, n: int, size: Callable[[VisibleMessages], int], room: int
+) -> VisibleMessages | None:
     """With more of n messages left out, as few as the window of `room` tokens asks for; None where all are too few.
 
     `size`: tokens of the prompt then.
     """
-    choices = [Shown(left) for left in range(shown.left + 2, n + 1, 2)]
+    choices = [VisibleMessages(left) for left in range(shown.left + 2, n + 1, 2)]
     for most in (int(room * KEPT), room):
         if (at := bisect_left(choices, True, key=lambda choice: size(choice) <= most)) < len(choices):
             return choices[at]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.api import Cancel, Turn
-    from kvcli.chat.text_session import OpenText
+    from kvcli.chat.text_session import TextSession
 
 LEAST = 64  # slots a head below which the beginning is as good as dropped
 NEWEST = 1 / 8  # of the window, of the newest tokens, at least: they stay as they are
@@ -25,7 +25,7 @@ FILLED = 7 / 8  # of the window at most, then: the less is let go at once, the l
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class PromptMark:
     """How far a prompt of a conversation went."""
 
     text: int  # characters
@@ -33,34 +33,34 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class PromptTokens:
     """The last prompt with its answer, as text and as the ids that were read for it."""
 
     text: str = ""
     ids: Sequence[int] = ()
-    marks: tuple[Mark, ...] = ()  # ends of the prompts in it that are not condensed, rising
-    begins: Mark = Mark(0, 0)  # what is
+    marks: tuple[PromptMark, ...] = ()  # ends of the prompts in it that are not condensed, rising
+    begins: PromptMark = PromptMark(0, 0)  # what is
 
-    def after(self, before: Heard, prompt: str, n: int) -> Heard:
+    def after(self, before: PromptTokens, prompt: str, n: int) -> PromptTokens:
         """The same, where it goes on from `before`; its last prompt had n ids."""
 
-        def shares(end: Mark) -> bool:
+        def shares(end: PromptMark) -> bool:
             alike = prompt.startswith(before.text[: end.text])
             return alike and list(self.ids[: end.ids]) == list(before.ids[: end.ids])
 
         marks = filter(shares, before.marks)
-        begins = before.begins if shares(before.begins) else Mark(0, 0)
-        return replace(self, marks=(*marks, Mark(len(prompt), n)), begins=begins)
+        begins = before.begins if shares(before.begins) else PromptMark(0, 0)
+        return replace(self, marks=(*marks, PromptMark(len(prompt), n)), begins=begins)
 
-    def of(self, text: str, model: OpenText) -> tuple[str, Sequence[int]]:
+    def of(self, text: str, model: TextSession) -> tuple[str, Sequence[int]]:
         """What of it `text` begins with, and the ids for that."""
-        if self.begins.ids and not model.stands_for(self.ids[: self.begins.ids]):
+        if self.begins.ids and not model.is_compressed_prefix(self.ids[: self.begins.ids]):
             return "", ()  # what was read is gone
         if text.startswith(self.text):
             return self.text, self.ids
         return self.text[: self.begins.text], self.ids[: self.begins.ids]
 
-    def condensed(self, model: OpenText, text: str, detail: dict[str, Any], cancel: Cancel) -> Heard | None:
+    def condensed(self, model: TextSession, text: str, detail: dict[str, Any], cancel: Cancel) -> PromptTokens | None:
         """With more of its beginning in fewer slots, so that a prompt of this text fits its window; None = nothing
         helps.
 
@@ -77,11 +77,13 @@ class Heard:
         n = left[mark]
         if (ids := model.condense(mark.ids, n, cancel)) is None:
             return None
-        later = tuple(Mark(m.text, m.ids - mark.ids + n) for m in self.marks if m.ids > mark.ids)
-        return replace(self, ids=[*ids, *self.ids[mark.ids :]], marks=later, begins=Mark(mark.text, n))
+        later = tuple(PromptMark(m.text, m.ids - mark.ids + n) for m in self.marks if m.ids > mark.ids)
+        return replace(self, ids=[*ids, *self.ids[mark.ids :]], marks=later, begins=PromptMark(mark.text, n))
 
 
-def heard(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int], turn: Turn) -> tuple[str, list[int]]:
+def tokens_of_turn(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, ids: Sequence[int], turn: Turn
+) -> tuple[str, list[int]]:
     """Prompt and answer as text and as the ids the model saw, without the stop token, which the template rewrites."""
     answer = list(turn.ids)
     if turn.finish == "stop" and answer and answer[-1] in special_ids(tokenizer):

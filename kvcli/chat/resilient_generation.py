@@ -10,55 +10,55 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvcli import assemble
-from kvcli.chat.memory_recovery import relieve
-from kvcli.engine.forward_request import Asks
+from kvcli.chat.memory_recovery import recover_memory
+from kvcli.engine.forward_request import Steps
 from kvcli.engine.policy.policy import Phase
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Stats
 from kvcli.errors import KvcliError
-from kvcli.kv.out_of_memory import Shortage, lacking
+from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
 from kvcli.kv.slots import nbytes
 from kvcli.settings.profile import Profile
 from kvcli.settings.schema import size_of
 from kvcli.settings.sources import set_value
 
 if TYPE_CHECKING:
-    from kvcli.chat.text_session import OpenText
+    from kvcli.chat.text_session import TextSession
 
 
-class Steady:
+class ResilientGeneration:
     """One answer under way: its passes, each made again after a lack of memory."""
 
-    def __init__(self, text: OpenText, prompt: int, new: int, stats: Stats) -> None:
+    def __init__(self, text: TextSession, prompt: int, new: int, stats: Stats) -> None:
         """A prompt of so many tokens, and at most `new` of an answer, for which the ways out leave room."""
         self.said: list[str] = []  # the answer in words, as far as it goes; an error hands it back
         self._text, self._prompt, self._end, self._stats = text, prompt, prompt + new, stats
-        self._lacks: list[Shortage] = []  # the lack that ended the last pass, behind what that pass added
+        self._lacks: list[CacheFull] = []  # the lack that ended the last pass, behind what that pass added
 
-    def chunk(self, ids: Sequence[int]) -> Asks[bool]:
+    def chunk(self, ids: Sequence[int]) -> Steps[bool]:
         """Have the session read on in `ids`, by a chunk; False once all is read."""
         session = self._text.session
         while True:
-            with lacking() as lacks:
-                is_more = yield from session.chunk(ids)
+            with catch_cache_full() as lacks:
+                is_more = yield from session.prefill_chunk(ids)
             if not lacks:
                 return is_more
             yield from self._relieve(lacks[0], "read" if session.committed == len(ids) - 1 else "reading")
             if len(ids) >= self._text.limit:
                 raise self._explained(lacks[0])
 
-    def step(self, ids: Sequence[int], stop: Collection[int]) -> Asks[Sequence[int]]:
+    def step(self, ids: Sequence[int], stop: Collection[int]) -> Steps[Sequence[int]]:
         """One pass behind `ids`: the tokens that it added; none if memory has no room for more."""
         session = self._text.session
         while len(ids) < self._end:
             if not self._lacks:
-                with lacking() as self._lacks:
+                with catch_cache_full() as self._lacks:
                     if len(session.ids) < len(ids):  # the past was lost; the last token is pending again after this
-                        while (yield from session.chunk(ids)):
+                        while (yield from session.prefill_chunk(ids)):
                             pass
                     most, writer = self._end - len(ids), self._text.writer
                     step = yield from session.step(stop, most) if writer is None else writer.step(session, stop, most)
-                    self._stats.fold(step)
+                    self._stats.add_step(step)
                     return step.new
             if rest := session.ids[len(ids) :]:  # added by the pass that broke, which nobody heard of
                 self._stats.passes += 1
@@ -68,21 +68,21 @@ class Steady:
             self._end = min(self._end, self._text.limit)
         return ()
 
-    def _relieve(self, lack: Shortage, phase: Phase) -> Asks[None]:
+    def _relieve(self, lack: CacheFull, phase: Phase) -> Steps[None]:
         """Take the next steps and say so; raises the lack, explained, when there are none."""
         session, stats = self._text.session, self._stats
         at = session.committed if phase == "reading" else len(session.ids)
-        steps, is_over = yield from relieve(self._text, phase)
+        steps, is_over = yield from recover_memory(self._text, phase)
         stats.limit = self._text.limit
         if steps:
             stats.shortages.append(f"memory ran out at {at:,} tokens: {', '.join(steps)} from here on")
         if not is_over:
             raise self._explained(lack)
 
-    def _explained(self, lack: Shortage) -> Shortage:
+    def _explained(self, lack: CacheFull) -> CacheFull:
         """The lack with what there was room for, and what has room for the whole text."""
         session, profile = self._text.session, self._text.profile
-        held = sum(nbytes(session.kv, session.view).values())
+        held = sum(nbytes(session.cache, session.view).values())
         lines = list(lack.lines)
         if session.committed:
             lines.append(f"keys and values of {session.committed:,} tokens take {held / (1 << 20):,.1f} MiB")
@@ -91,10 +91,10 @@ class Steady:
         for changes in _larger(session, profile):
             if _holds(session, profile, changes, self._end):
                 ways.append(" ".join(f"--set {key}={set_value(value)}" for key, value in changes.items()))
-        return Shortage(lack.message, lines=lines, detail=detail, try_=lack.try_ or ways)
+        return CacheFull(lack.message, lines=lines, detail=detail, try_=lack.try_ or ways)
 
 
-def _larger(session: Session, profile: Profile) -> Iterator[dict[str, object]]:
+def _larger(session: GenerationSession, profile: Profile) -> Iterator[dict[str, object]]:
     """Changes of the profile that may leave more memory free."""
     if profile.memory.device != "auto":
         yield {"memory.device": "auto"}
@@ -107,11 +107,11 @@ def _larger(session: Session, profile: Profile) -> Iterator[dict[str, object]]:
         yield {"prefill.chunk": chunk}
 
 
-def _holds(session: Session, profile: Profile, changes: dict[str, object], n: int) -> bool:
+def _holds(session: GenerationSession, profile: Profile, changes: dict[str, object], n: int) -> bool:
     """Whether a store under the changed profile can be made, and has room for a text of n tokens."""
-    with suppress(KvcliError), lacking():
+    with suppress(KvcliError), catch_cache_full():
         changed = profile.replace(**changes)
-        plan = assemble.plan(session.lm, changed, nbytes(session.kv).get(session.lm.device.type, 0))
+        plan = assemble.plan(session.lm, changed, nbytes(session.cache).get(session.lm.device.type, 0))
         plan.store()
         kept = n if changed.memory.demotes else max(changed.policy.slots(n), changed.policy.reading(n))
         return plan.room.holds(kept)

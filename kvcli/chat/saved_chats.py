@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from kvcli.chat import chat_tables
 from kvcli.chat.chat_file import read_chat, write_chat
-from kvcli.chat.chat_lock import Hold
+from kvcli.chat.chat_lock import ChatLock
 from kvcli.chat.database import Database
 from kvcli.errors import BadInput, writing
 from kvcli.schemas.base import SURROGATE
@@ -43,13 +43,13 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Kept:
+class SavedChat:
     """Where a chat is kept, and what stands there. With version 0 that is nothing yet."""
 
     name: str
     version: int = 0
     made: Mapping[str, Any] = field(default_factory=dict)
-    hold: Hold | None = None
+    hold: ChatLock | None = None
     origin: str = ""  # digest of the file of somebody else that it comes of
 
     def close(self) -> None:
@@ -59,14 +59,14 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedChat:
     """A conversation, and its place."""
 
     saved: ChatDocument
-    kept: Kept
+    kept: SavedChat
 
 
-class Sessions:
+class SavedChats:
     """Those in a folder. Methods raise BadInput for what is not there, and where the database cannot be used."""
 
     def __init__(self, folder: Path, tell: Callable[[str], None] = warnings.warn) -> None:
@@ -76,20 +76,20 @@ class Sessions:
 
     # --- one conversation
 
-    def open(self, wanted: str | None = None, *, holds: bool = False, cwd: Path = Path()) -> Opened:
+    def open(self, wanted: str | None = None, *, holds: bool = False, cwd: Path = Path()) -> OpenedChat:
         """One by what `find` takes, or by the path of a JSON file. With `holds` no other process can open it so."""
         name = self.name_of(wanted, cwd)
         kept = self.begin(name, holds=holds)
         try:
             if name is None:
                 saved, kept.origin = read_chat(cwd / expanduser(wanted or ""))
-                return Opened(saved, kept)
+                return OpenedChat(saved, kept)
             saved, kept.version = self.read(name)
         except BaseException:
             kept.close()
             raise
         kept.made = saved.document()
-        return Opened(saved, kept)
+        return OpenedChat(saved, kept)
 
     def name_of(self, wanted: str | None, cwd: Path = Path()) -> str | None:
         """The name of what `open` would open; None for a file that was not seen before."""
@@ -98,10 +98,10 @@ class Sessions:
         _, digest = read_chat(cwd / expanduser(wanted))
         return self._run(lambda db: chat_tables.of_file(db, digest), None)
 
-    def begin(self, name: str | None = None, *, holds: bool) -> Kept:
+    def begin(self, name: str | None = None, *, holds: bool) -> SavedChat:
         """The place of this name, or for a new conversation; nothing is read or written."""
         name = name or _new_name()
-        return Kept(name, hold=Hold(self.folder, name) if holds else None)
+        return SavedChat(name, hold=ChatLock(self.folder, name) if holds else None)
 
     def read(self, name: str) -> tuple[ChatDocument, int]:
         """A conversation, and its version."""
@@ -110,7 +110,7 @@ class Sessions:
             raise BadInput(f"there is no conversation {name}", code="no_chat", try_=["kvcli sessions list"])
         return found
 
-    def write(self, kept: Kept, made: Mapping[str, Any]) -> None:
+    def write(self, kept: SavedChat, made: Mapping[str, Any]) -> None:
         """Keep `made`, a chat as `ChatDocument` has it, in place of what stands there. Turns that differ are written.
 
         Raises BadInput if another process has written meanwhile. What somebody removed is written anew.
@@ -140,7 +140,7 @@ class Sessions:
         for some in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
             with ExitStack() as holds, writing(self.files):
                 for name in some:
-                    holds.callback(Hold(self.folder, name).close)
+                    holds.callback(ChatLock(self.folder, name).close)
                 gone: list[str] = self._run(partial(chat_tables.remove, names=some), [])
                 for file in gone:
                     (self.files / file).unlink(missing_ok=True)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from kvcli import assemble
 from kvcli.api import Cancel, End, Event, Events, Prompt, Turn, turn_of
 from kvcli.chat.token_kinds import chat_spans
-from kvcli.chat.turn import Answering, Asked
-from kvcli.chat.window import Window
-from kvcli.engine.engine import drive, events
-from kvcli.engine.forward_request import Work, until
-from kvcli.engine.sequence.token_kinds import QUESTION, Span
+from kvcli.chat.turn import TurnRequest, TurnRun
+from kvcli.chat.window import ContextWindow
+from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.forward_request import Coroutine, run_until_cancelled
+from kvcli.engine.sequence.token_kinds import QUESTION, KindSpan
 from kvcli.errors import BadInput, BadModel
-from kvcli.kv.out_of_memory import Shortage, lacking
+from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
 from kvcli.models.text import Messages, StopStrings
-from kvcli.prefix_cache.prefix_cache import Kept
+from kvcli.prefix_cache.prefix_cache import SaveResult
 from kvcli.settings.schema import ORDER
 
 if TYPE_CHECKING:
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
     from kvcli.settings.profile import Profile
 
 
-class OpenText:
+class TextSession:
     """One text, with a past of its own. A context manager, for `with` and `async with`; closing frees the past.
 
     What the past holds of a prompt is not read again. It has one answer at a time: another one ends that before it.
     """
 
     def __init__(self, model: Model) -> None:
-        self.go_under(model)
+        self.switch_profile(model)
         self.session = model.new_session(by_steps=True)
-        self._answer: Work[Event, Turn | None] | None = None  # the last that began
+        self._answer: Coroutine[Event, Turn | None] | None = None  # the last that began
         self.pack: Pack | None = None  # what was read of the documents that it is asked about
         self._is_unkept = False  # what was read last could not be kept
         self.has_begun = False  # with an answer: of what memory.budget = "fit" means, a part is its own
         model.texts.add(self)
 
-    def __enter__(self) -> OpenText:
+    def __enter__(self) -> TextSession:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def __aenter__(self) -> OpenText:
+    async def __aenter__(self) -> TextSession:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -68,11 +68,11 @@ class OpenText:
         self.session = self.model.new_session(by_steps=True)
         self.session.lm.release()
 
-    def go_under(self, model: Model) -> None:
+    def switch_profile(self, model: Model) -> None:
         """Go on over the same weights under another profile, for which the session was made ready."""
         self.model, self.profile, self.limit = model, model.profile, model.limit
         self.info, self.tokenizer = model.info, model.tokenizer
-        self.cautions, self.promise, self.foretell = model.cautions, model.promise, model.foretell
+        self.cautions, self.promise, self.foretell = model.cautions, model.exactness_label, model.foretell
         self.writer = model.new_writer()
         self.drafts_by = model.drafts_by
         self.on_overflow = model.profile.context.on_overflow
@@ -82,11 +82,11 @@ class OpenText:
         if self.pack is not None:
             self.pack.fetch(self.session, ids)
         if (shelf := self.model.shelf) is not None and not self.session.condensed:
-            with lacking():  # then it is read
+            with catch_cache_full():  # then it is read
                 for shaping in (ways := assemble.shapings(self.profile)):
-                    shelf.fetch(self.session, ids, shaping)
+                    shelf.load_prefix(self.session, ids, shaping)
                 if self.session.spare is not None and ways[-1].is_whole:
-                    self.session.spare.add(shelf.elsewhere(self.session, ids, ways[-1]))
+                    self.session.spare.add(shelf.find_spans(self.session, ids, ways[-1]))
         return self.session.committed
 
     def has_read(self, ids: Sequence[int]) -> bool:
@@ -94,7 +94,7 @@ class OpenText:
         n, session = len(ids), self.session
         return n <= session.committed and session.ids[:n] == list(ids)
 
-    def stands_for(self, ids: Sequence[int]) -> bool:
+    def is_compressed_prefix(self, ids: Sequence[int]) -> bool:
         """Whether these stand for more, as it condensed it."""
         return self.session.condensed == len(ids) and self.has_read(ids)
 
@@ -106,41 +106,41 @@ class OpenText:
         """Have the first `end` tokens take `most` slots a head; the ids that stand for them then. None: they cannot, or
         `cancel()` said otherwise."""
         self._end()
-        with lacking():
-            if drive(until(assemble.condense(self.session, end, most), cancel)):
+        with catch_cache_full():
+            if run_to_end(run_until_cancelled(assemble.condense(self.session, end, most), cancel)):
                 return self.session.ids[:most]
         return None
 
-    def keep(self, cancel: Cancel = lambda: False) -> Kept:
+    def keep(self, cancel: Cancel = lambda: False) -> SaveResult:
         """Put what was read on the shelf, if there is one, for later runs; between answers.
 
         Why it cannot be kept is said once, until it can.
         """
         if self.model.shelf is None or self.session.condensed:  # its ids are no text that anybody reads
-            return Kept()
+            return SaveResult()
         ways = assemble.shapings(self.profile)
-        shaping = ways[0 if "reused" in self.session.lost else -1]
-        kept = self.model.shelf.keep(self.session, cancel, shaping)
+        shaping = ways[0 if "reused" in self.session.approximations else -1]
+        kept = self.model.shelf.save(self.session, cancel, shaping)
         was, self._is_unkept = self._is_unkept, bool(kept.why_not)
         return replace(kept, why_not="") if was else kept
 
     def idle(self, cancel: Cancel) -> None:
         """Between answers: what prompts left behind goes on, if the profile wants that, until `cancel()` says so."""
         session = self.session
-        with lacking():  # then the next prompt finds less of it
-            drive(until(session.behind.before_prompt(session.kv, session.ids), cancel))
+        with catch_cache_full():  # then the next prompt finds less of it
+            run_to_end(run_until_cancelled(session.behind.before_prompt(session.cache, session.ids), cancel))
 
     def why_again(self) -> list[str]:
         """Why what this model read before is of no use to this text, if it was loaded another way then."""
         shelf = self.model.shelf
-        fields = shelf.differs(self.session, assemble.shaping(self.profile)) if shelf is not None else []
+        fields = shelf.mismatch(self.session, assemble.cache_conditions(self.profile)) if shelf is not None else []
         return [f"what was read before is of no use now: {', '.join(fields)}"] if fields else []
 
-    def with_profile(self, profile: Profile) -> OpenText:
+    def with_profile(self, profile: Profile) -> TextSession:
         """A text over the same weights under another profile, with nothing read yet. Refuses a change of `load`."""
         return self.model.open(profile)
 
-    def take_past(self, other: OpenText) -> bool:
+    def take_cache(self, other: TextSession) -> bool:
         """Go on with what `other` has read, if both profiles read and keep it alike; `other` then has nothing read."""
         leaves = ("spec", "steps", "sample", "context")  # the past alone
         kept = [table for table in ORDER if table not in leaves]
@@ -151,16 +151,16 @@ class OpenText:
             return False
         for text in (self, other):
             text._end()
-        self.session.take(other.session)
+        self.session.take_over(other.session)
         self.has_begun, other.has_begun = self.has_begun or other.has_begun, False
         return True
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation in this text."""
         from kvcli.chat.conversation import Chat
-        from kvcli.chat.saved_chats import Sessions
+        from kvcli.chat.saved_chats import SavedChats
 
-        return Chat(self, system, sessions=Sessions(self.model.data) if self.model.data else None)
+        return Chat(self, system, sessions=SavedChats(self.model.data) if self.model.data else None)
 
     def generate(self, prompt: Prompt, max_new_tokens: int | None = None, **options: Any) -> Turn:
         """One answer, all at once. Options are those of `answer`."""
@@ -168,7 +168,7 @@ class OpenText:
 
     def stream(self, prompt: Prompt, **options: Any) -> Events:
         """One answer in events: Live and Read first, then Text as it comes, End last."""
-        return events(self.answer(prompt, **options))
+        return iterate_events(self.answer(prompt, **options))
 
     def astream(self, prompt: Prompt, **options: Any) -> AsyncGenerator[Event]:
         """The same in a coroutine, beside the answers of other texts of the model that event loops wait for.
@@ -187,8 +187,8 @@ class OpenText:
         messages: Messages = (),
         constraint: Constraint | None = None,
         **sample: object,
-    ) -> Work[Event, Turn]:
-        """One answer as work for an engine, alone or beside other texts (`kvcli.together`).
+    ) -> Coroutine[Event, Turn]:
+        """One answer as work for an engine, alone or beside other texts (`kvcli.generate_together`).
 
         `sample`: settings of the profile's table of that name for this answer alone, `temperature=0.2, seed=7`; None
         leaves one as it is. Raises BadConfig for one that does not exist, or cannot have that value. `messages`: what
@@ -214,12 +214,12 @@ class OpenText:
         if changes := {key: value for key, value in sample.items() if value is not None}:
             profile = profile.changed({"sample": changes}, "what was asked of an answer")
         fits = partial(model.fits, self.profile) if model.fits is not None else None
-        window = Window(self.limit, model.lm.limit, profile.context.reserve, fits)
-        asks, spans = self.session.pruning is not None or bool(model.lm.mixers), list[Span]()
+        window = ContextWindow(self.limit, model.lm.limit, profile.context.reserve, fits)
+        asks, spans = self.session.pruning is not None or bool(model.lm.mixers), list[KindSpan]()
         marks = self.session.marks | ({QUESTION} if asks else set())
         if messages and (asks or self.session.policy is not None or self.on_overflow == "compress"):
             spans = chat_spans(model.tokenizer, messages, ids, marks)
-        asked = Asked(
+        asked = TurnRequest(
             ids,
             spans,
             window.room(len(ids), profile.sample.max_new_tokens),
@@ -231,13 +231,13 @@ class OpenText:
             constraint,
         )
         self.has_begun = True  # before it reads: others ask meanwhile
-        return self._only(Answering(self, asked).events())
+        return self._only(TurnRun(self, asked).events())
 
     def _refuse_crowd(self, most: int) -> None:
-        """Raises Shortage where as many others have begun on what is free as may, which is divided among these."""
+        """Raises CacheFull where as many others have begun on what is free as may, which is divided among these."""
         n = sum(one.has_begun and one.profile.memory.budget == "fit" for one in self.model.texts)
         if n + 1 > most:
-            raise Shortage(
+            raise CacheFull(
                 f'memory.budget = "fit" is what {most} at a time may take (memory.texts), and {n} have begun',
                 try_=[f"--set memory.texts={n + 1}", "--set memory.budget=1GiB, of each", "close a text first"],
             )
@@ -245,10 +245,10 @@ class OpenText:
     def kv_table(self) -> list[dict[str, object]]:
         """Slots and bytes by layer and tier, and what scouts read as one more."""
         view = self.session.view.usage() if self.session.view is not None else []
-        table = [asdict(use) for use in [*self.session.kv.usage(), *view]]
+        table = [asdict(use) for use in [*self.session.cache.usage(), *view]]
         return [{key: value for key, value in row.items() if key != "lost"} for row in table]
 
-    def _only(self, answer: Work[Event, Turn | None]) -> Work[Event, Turn]:
+    def _only(self, answer: Coroutine[Event, Turn | None]) -> Coroutine[Event, Turn]:
         """The answer as the one that the text has: once another began, this one ends with an error that says so."""
         self._end()
         self._answer = answer
@@ -264,7 +264,7 @@ class OpenText:
             self.model.engine.between_rounds(partial(_close, self._answer))
 
 
-def _close(answer: Work[Event, Turn | None]) -> None:
+def _close(answer: Coroutine[Event, Turn | None]) -> None:
     if getgeneratorstate(answer) == GEN_RUNNING:  # its own `cancel` asks for it
         raise BadInput(
             "the text is in the midst of an answer, which cannot be ended from within",

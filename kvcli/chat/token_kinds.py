@@ -13,7 +13,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, QUESTION, SHOT, SPECIAL, SYSTEM, TEXT, TOOLS, Span
+from kvcli.engine.sequence.token_kinds import (
+    END,
+    NEWLINE,
+    PUNCT,
+    QUESTION,
+    SHOT,
+    SPECIAL,
+    SYSTEM,
+    TEXT,
+    TOOLS,
+    KindSpan,
+)
 from kvcli.models.control_words import OPEN
 from kvcli.models.layout import Layout
 from kvcli.models.text import Messages, decode, encode, encode_with_places, lay_out, special_ids
@@ -57,7 +68,7 @@ def _is_mark(char: str) -> bool:
 
 def chat_spans(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, ids: Sequence[int], marks: Collection[int] = ()
-) -> list[Span]:
+) -> list[KindSpan]:
     """Where the template's own text (SPECIAL), system text (SYSTEM) and what tools said (TOOLS) stand in the ids of a
     rendered chat.
 
@@ -68,7 +79,7 @@ def chat_spans(
     text, laid = lay_out(tokenizer, messages, lambda _: None)
     parts = list(_parts(laid, text))
     cuts = _tokens_at(tokenizer, text, ids, sorted({at for start, end, _ in parts for at in (start, end)}))
-    spans = [Span(cuts[start], cuts[end], kind) for start, end, kind in parts if start in cuts and end in cuts]
+    spans = [KindSpan(cuts[start], cuts[end], kind) for start, end, kind in parts if start in cuts and end in cuts]
     longest = LONG if QUESTION in marks else 0
     spans = [s for s in spans if s.start < s.end and (s.kind != QUESTION or s.end - s.start <= longest)]
     return (_shots(tokenizer, text, ids, parts) if SHOT in marks else []) + spans  # the later ones count
@@ -76,7 +87,7 @@ def chat_spans(
 
 def _shots(
     tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int], parts: Sequence[tuple[int, int, int]]
-) -> list[Span]:
+) -> list[KindSpan]:
     """The first token of each paragraph outside the template's own text."""
     own = [(start, end) for start, end, kind in parts if kind == SPECIAL]
     if not own:  # of a template that begins otherwise with other words nothing is known
@@ -86,7 +97,7 @@ def _shots(
         m.end() for m in re.finditer(r"\n\s*\n\s*", text) for a, b in told if a < m.end() < b
     }
     cuts = _tokens_at(tokenizer, text, ids, sorted(begins))
-    return [Span(at, at + 1, SHOT) for at in sorted(set(cuts.values())) if at < len(ids)]
+    return [KindSpan(at, at + 1, SHOT) for at in sorted(set(cuts.values())) if at < len(ids)]
 
 
 def _parts(laid: Layout, text: str) -> Iterator[tuple[int, int, int]]:

@@ -10,32 +10,32 @@ from typing import TYPE_CHECKING
 
 from kvcli import malloc_tuning
 from kvcli.api import Cancel, Event, Finish, Live, Read, Text, Thought, Turn
-from kvcli.chat.approximation_notes import approx
-from kvcli.chat.resilient_generation import Steady
-from kvcli.engine.forward_request import Work
+from kvcli.chat.approximation_notes import approximation_note
+from kvcli.chat.resilient_generation import ResilientGeneration
+from kvcli.engine.forward_request import Coroutine
 from kvcli.engine.process_memory import peak_bytes, used_bytes
-from kvcli.engine.sequence.repetition import Loops
+from kvcli.engine.sequence.repetition import RepetitionDetector
 from kvcli.engine.stats import Stats
-from kvcli.kv.out_of_memory import Shortage, lacking
+from kvcli.kv.out_of_memory import CacheFull, catch_cache_full
 from kvcli.kv.slots import hit_rate, nbytes
 from kvcli.models.channels import Channels, Piece
 from kvcli.models.text import StopStrings
 
 if TYPE_CHECKING:
-    from kvcli.chat.text_session import OpenText
+    from kvcli.chat.text_session import TextSession
     from kvcli.engine.sequence.constraint import Constraint
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.token_kinds import Span
+    from kvcli.engine.sequence.token_kinds import KindSpan
 
 MEASURE_EVERY = 0.1  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TurnRequest:
     """A prompt, and when its answer ends."""
 
     ids: list[int]
-    spans: list[Span]  # what kinds of text they are
+    spans: list[KindSpan]  # what kinds of text they are
     new: int  # tokens of the answer, at most
     stops: Collection[int]
     strings: StopStrings
@@ -45,40 +45,40 @@ class Asked:
     constraint: Constraint | None = None
 
 
-class Answering:
+class TurnRun:
     """One answer under way."""
 
-    def __init__(self, text: OpenText, asked: Asked) -> None:
+    def __init__(self, text: TextSession, asked: TurnRequest) -> None:
         self._text, self._asked = text, asked
         self._stats = Stats(prompt=len(asked.ids), limit=text.limit, load=text.info.load_seconds)
         self._stats.sampling = asdict(asked.sampler)
-        self._steady = Steady(text, len(asked.ids), asked.new, self._stats)
+        self._steady = ResilientGeneration(text, len(asked.ids), asked.new, self._stats)
         self._cancel = _latched(asked.cancel)
         self._measured = 0.0  # when memory was last looked at
         self._fetched = 0.0  # seconds for what was read before and lay elsewhere
 
-    def events(self) -> Work[Event, Turn]:
+    def events(self) -> Coroutine[Event, Turn]:
         """Live and Read first, then Text as it comes. The session survives whatever ends it."""
         session, asked = self._text.session, self._asked
         try:
-            with lacking():  # then it is read
+            with catch_cache_full():  # then it is read
                 session.save(asked.ids)
-            session.begin(asked.ids, asked.sampler, asked.constraint, asked.spans)
+            session.start_answer(asked.ids, asked.sampler, asked.constraint, asked.spans)
             began = time.perf_counter()
             self._stats.cached = self._text.fetch(asked.ids)
             self._fetched = time.perf_counter() - began
             self._stats.order = session.order
             yield Live(self._stats)
-            with malloc_tuning.reading():
+            with malloc_tuning.return_large_blocks():
                 yield from self._read()
             return (yield from self._write())
-        except (GeneratorExit, Shortage):  # the session survives a lack of memory
+        except (GeneratorExit, CacheFull):  # the session survives a lack of memory
             raise
         except BaseException:
             session.rewind(0)  # whatever broke, the next question starts from a past that is right
             raise
 
-    def _read(self) -> Work[Event, None]:
+    def _read(self) -> Coroutine[Event, None]:
         stats, began = self._stats, time.perf_counter()
         while (yield from self._steady.chunk(self._asked.ids)):
             stats.read, stats.reused = time.perf_counter() - began, self._text.session.reused
@@ -90,12 +90,12 @@ class Answering:
         self._measure(at_once=True)
         yield Read(stats.prompt, stats.prompt, stats.cached, stats.read)
 
-    def _write(self) -> Work[Event, Turn]:
+    def _write(self) -> Coroutine[Event, Turn]:
         stats, asked = self._stats, self._asked
         words = Channels(self._text.tokenizer, asked.ids, asked.strings, is_split=asked.constraint is None)
         text, answer = list(asked.ids), list[int]()
         before = self._text.session.drafter.report()
-        loops, loop = Loops(asked.stop_loops, asked.ids), None
+        loops, loop = RepetitionDetector(asked.stop_loops, asked.ids), None
         finish: Finish = "length"
         shown = 0  # tokens of the answer that went out with a piece
         while len(answer) < asked.new and not self._cancel():
@@ -125,7 +125,7 @@ class Answering:
         if (foretell := self._text.foretell) is not None:
             stats.estimate, stats.available = foretell(self._text.profile, stats.context)
         if (report := self._text.session.drafter.report()) is not None and before is not None:
-            stats.hear(before, report)
+            stats.add_draft_report(before, report)
         return Turn(words.text, tuple(answer), finish, stats, loop, words.thinking.strip())
 
     def _tell(self, pieces: Sequence[Piece], ids: Sequence[int]) -> Iterator[Event]:
@@ -145,11 +145,11 @@ class Answering:
             return
         self._measured = time.perf_counter()
         if at_once:
-            found = session.policy.found(session.memory) if session.policy is not None else ""
-            stats.approx = approx(self._text.profile, session.lost, found)
-        held = (session.kv, session.states, session.view, session.behind, session.drafter, self._text.writer)
-        stats.kv, stats.near = nbytes(*held), hit_rate(held)
-        stats.reach = next((use.how for use in session.kv.usage() if use.how), "")
+            found = session.policy.describe_result(session.memory) if session.policy is not None else ""
+            stats.approx = approximation_note(self._text.profile, session.approximations, found)
+        held = (session.cache, session.states, session.view, session.behind, session.drafter, self._text.writer)
+        stats.kv, stats.page_hit_rate = nbytes(*held), hit_rate(held)
+        stats.host_access = next((use.how for use in session.cache.usage() if use.how), "")
         stats.kv_fp16 = 2 * sum(of.numbers for of in lm.shapes) * session.committed
         stats.peak, (stats.used, stats.total) = peak_bytes(lm.device), used_bytes(lm.device)
 

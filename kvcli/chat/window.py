@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ContextWindow:
     """Tokens."""
 
     limit: int  # of prompt and answer, by the profile

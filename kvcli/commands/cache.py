@@ -19,7 +19,7 @@ from kvcli.models.fetch import NAME
 from kvcli.render.terminal.numbers import long_size
 
 if TYPE_CHECKING:
-    from kvcli.environment import World
+    from kvcli.environment import Environment
 
 app = typer.Typer(add_completion=False, help="What is kept only to be faster the next time.")
 
@@ -46,7 +46,7 @@ Dry = Annotated[bool, option("--dry-run", help="Say what would go, and leave it.
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RemovableEntry:
     """One thing that can be removed: a file, or an environment as a whole."""
 
     path: Path
@@ -58,14 +58,14 @@ class Kept:
 @app.command()
 def info(context: typer.Context) -> None:
     """How much there is of each kind."""
-    world: World = context.obj
+    world: Environment = context.obj
     _show(world, list(KINDS), _kept(world.paths.cache))
 
 
 @app.command()
 def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dry_run: Dry = False) -> None:
     """Remove what was not used for 30 days. All of it can be made again; chats and models go only if named."""
-    world: World = context.obj
+    world: Environment = context.obj
     if unknown := [kind for kind in kinds or [] if kind not in KINDS | BY_NAME]:
         try_ = [f"kvcli cache prune {kind}" for kind in KINDS | BY_NAME]
         raise UsageError(f"there is no kind {unknown[0]!r} in the cache", try_=try_)
@@ -81,7 +81,7 @@ def prune(context: typer.Context, kinds: Kinds = None, older_than: Days = 30, dr
     _show(world, kinds or list(KINDS), kept, old, "would go" if dry_run else "removed")
 
 
-def _kept(cache: Path) -> list[Kept]:
+def _kept(cache: Path) -> list[RemovableEntry]:
     found = []
     for kind in KINDS:
         folder = cache / kind
@@ -92,11 +92,11 @@ def _kept(cache: Path) -> list[Kept]:
     return found
 
 
-def look(path: Path, kind: str) -> Kept:
+def look(path: Path, kind: str) -> RemovableEntry:
     files = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]  # looking at a folder uses it
     stats = [p.lstat() for p in files]
     used = max((max(s.st_mtime, s.st_atime) for s in stats), default=0.0)
-    return Kept(path, kind, sum(s.st_size for s in stats), used)
+    return RemovableEntry(path, kind, sum(s.st_size for s in stats), used)
 
 
 def remove_path(path: Path) -> None:
@@ -111,7 +111,13 @@ def remove_path(path: Path) -> None:
         raise BadInput(f"cannot remove {path}: {error.strerror or error}", code="file_unwritable") from None
 
 
-def _show(world: World, kinds: Sequence[str], kept: list[Kept], gone: Sequence[Kept] = (), goes: str = "") -> None:
+def _show(
+    world: Environment,
+    kinds: Sequence[str],
+    kept: list[RemovableEntry],
+    gone: Sequence[RemovableEntry] = (),
+    goes: str = "",
+) -> None:
     """What there is, or was, and what of it `goes`, by kind."""
     from kvcli.schemas.listings import CacheDocument, CacheKind
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcli.chat.saved_chats import Sessions
+from kvcli.chat.saved_chats import SavedChats
 from kvcli.commands.chat.save_chat import facts, sessions_of
 from kvcli.commands.common.flags import option
 from kvcli.commands.common.inputs import agrees, tell
@@ -22,7 +22,7 @@ from kvcli.safe_output import neutralise
 from kvcli.schemas.sessions import SessionEntry, SessionsDocument
 
 if TYPE_CHECKING:
-    from kvcli.environment import World
+    from kvcli.environment import Environment
 
 app = typer.Typer(add_completion=False, help="Kept conversations: list, search, show, export, remove.")
 
@@ -48,14 +48,14 @@ Yes = Annotated[bool, option("--yes", "-y", help="Do not ask.")]
 @app.command("list")
 def list_sessions(context: typer.Context, number: Most = 20) -> None:
     """Kept conversations, the latest first."""
-    world: World = context.obj
+    world: Environment = context.obj
     _print(world, sessions_of(world).entries(), number, numbered=True)
 
 
 @app.command()
 def search(context: typer.Context, words: Words, number: Most = 20) -> None:
     """Those in which these words stand, the best first."""
-    world: World = context.obj
+    world: Environment = context.obj
     found = sessions_of(world).search(" ".join(words))
     if not found and not world.options.json:
         tell(world, f"no conversation has {' '.join(words)}")
@@ -68,7 +68,7 @@ def show(context: typer.Context, chat: Chat = None) -> None:
     """Print one as Markdown, documents by name; with --json all of it, with the figures of each answer."""
     from kvcli.chat.transcript import markdown
 
-    world: World = context.obj
+    world: Environment = context.obj
     kept = sessions_of(world)
     saved, _ = kept.read(kept.find(chat))
     if world.options.json:
@@ -84,7 +84,7 @@ def export(context: typer.Context, output: Out, chat: Chat = None) -> None:
 
     from kvcli.chat.transcript import export_chat
 
-    world: World = context.obj
+    world: Environment = context.obj
     kept = sessions_of(world)
     name = kept.find(chat)
     world.stdout.write(f"{export_chat(kept.read(name)[0], world.cwd / expanduser(output))}\n")
@@ -93,7 +93,7 @@ def export(context: typer.Context, output: Out, chat: Chat = None) -> None:
 @app.command()
 def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> None:
     """Forget conversations for good, and what /save and earlier versions wrote of them."""
-    world: World = context.obj
+    world: Environment = context.obj
     kept = sessions_of(world)
     names = dict.fromkeys(kept.find(chat) for chat in chats)
     _remove(world, kept, [entry for entry in kept.entries() if entry.id in names], yes, shlex.join(["rm", *chats]))
@@ -102,7 +102,7 @@ def rm(context: typer.Context, chats: Chats, yes: Yes = False) -> None:
 @app.command()
 def prune(context: typer.Context, older_than: Days = 30, dry_run: Dry = False, yes: Yes = False) -> None:
     """Forget all that nothing was added to for 30 days."""
-    world: World = context.obj
+    world: Environment = context.obj
     if not 0 <= older_than <= LONGEST:
         raise UsageError(f"--older-than {older_than}: days, from 0 to {LONGEST:,}")
     kept, before = sessions_of(world), datetime.now(UTC) - timedelta(days=older_than)
@@ -121,7 +121,7 @@ def _is_before(entry: SessionEntry, when: datetime) -> bool:
         return False
 
 
-def _remove(world: World, kept: Sessions, entries: Sequence[SessionEntry], yes: bool, typed: str) -> None:
+def _remove(world: Environment, kept: SavedChats, entries: Sequence[SessionEntry], yes: bool, typed: str) -> None:
     what = plural(len(entries), "conversation")
     if len(entries) == 1:
         what = f"{entries[0].id}, {facts(entries[0].title, entries[0].questions, entries[0].documents)}"
@@ -134,7 +134,7 @@ def _remove(world: World, kept: Sessions, entries: Sequence[SessionEntry], yes: 
         tell(world, f"forgot {what}")
 
 
-def _with_texts(world: World, rows: Sequence[Sequence[str]], texts: Sequence[str]) -> list[list[str]]:
+def _with_texts(world: Environment, rows: Sequence[Sequence[str]], texts: Sequence[str]) -> list[list[str]]:
     """Rows with a text at the end of each, on a terminal as much of it as one line has room for."""
     out = Terminal.of(world, "stdout")
     if out.is_tty and not world.options.plain:
@@ -145,7 +145,7 @@ def _with_texts(world: World, rows: Sequence[Sequence[str]], texts: Sequence[str
 
 
 def _print(
-    world: World, entries: Sequence[SessionEntry], number: int, *, removed: bool = False, numbered: bool = False
+    world: Environment, entries: Sequence[SessionEntry], number: int, *, removed: bool = False, numbered: bool = False
 ) -> None:
     shown = entries[: max(0, number)]
     if world.options.json:

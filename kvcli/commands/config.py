@@ -17,7 +17,7 @@ from kvcli.models.fetch import NAME as MODELS
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcli.environment import World
+    from kvcli.environment import Environment
 
 app = typer.Typer(add_completion=False, help="Where settings live, and the schemas of the JSON.")
 
@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False, help="Where settings live, and the schem
 @app.command()
 def path(context: typer.Context) -> None:
     """Files and folders that kvcli reads and writes; a dash marks what does not exist."""
-    world: World = context.obj
+    world: Environment = context.obj
     if world.options.json:
         from kvcli.schemas.listings import PathsDocument
 
@@ -43,7 +43,7 @@ def schema(
     """Print the JSON Schema of a document."""
     from kvcli.schemas.documents import DOCUMENTS, json_schema
 
-    world: World = context.obj
+    world: Environment = context.obj
     if name is None:
         world.stdout.write("".join(f"{known}\n" for known in DOCUMENTS))
         return
@@ -53,7 +53,7 @@ def schema(
     world.stdout.write(json.dumps(json_schema(bare), indent=2) + "\n")
 
 
-def places(world: World) -> dict[str, Path]:
+def places(world: Environment) -> dict[str, Path]:
     """What lies where, in the order in which settings are read."""
     found = {"system": SYSTEM_CONFIG, "user": world.paths.config / "config.toml"}
     found["profiles"] = world.paths.config / "profiles"

@@ -17,7 +17,7 @@ from kvcli.models.machine import installed
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.environment import World
+    from kvcli.environment import Environment
     from kvcli.schemas.listings import DoctorDocument
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "bitsandbytes", "triton", "typer", "rich")
@@ -36,7 +36,7 @@ def doctor(
     speed: Annotated[bool, typer.Option("--speed", help="Time one thread and all of them; some ten seconds.")] = False,
 ) -> None:
     """Versions, devices, memory, paths: paste it into a bug report."""
-    world: World = context.obj
+    world: Environment = context.obj
     document = examine(world)
     if speed:
         document = document.model_copy(update={"steps": steps_by_threads()})
@@ -52,7 +52,7 @@ def doctor(
         out.write("\n".join(lines) + "\n")
 
 
-def examine(world: World) -> DoctorDocument:
+def examine(world: Environment) -> DoctorDocument:
     """Look at everything; takes the seconds that importing torch takes."""
     import psutil
 
@@ -95,7 +95,7 @@ def speed_words(steps: dict[int, float]) -> list[str]:
     return [f"speed         {', '.join([*found, *more])} (steps a second, random 86M Llama in bf16)"] if steps else []
 
 
-def hardware(world: World) -> dict[str, Any]:
+def hardware(world: Environment) -> dict[str, Any]:
     """What torch sees. A torch that cannot be imported is a finding, not a reason to say nothing."""
     from kvcli.schemas.listings import Device, Kernel
 
@@ -120,7 +120,7 @@ def hardware(world: World) -> dict[str, Any]:
         return nothing | {"kernels": [], "quant": {}, "problems": [problem]}
 
 
-def redacted(text: str, world: World) -> str:
+def redacted(text: str, world: Environment) -> str:
     """Without the home folder, the user's name in it, and anything that looks like a token."""
     for home in {world.environ.get("HOME", ""), str(Path.home())}:
         if len(home) > 1:

@@ -14,9 +14,9 @@ from kvcli.errors import BadConfig, BadInput, BadModel, ExitStatus, KvcliError, 
 
 if TYPE_CHECKING:
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.environment import World
-    from kvcli.fit.plan import Plan, Subject
-    from kvcli.fit.preflight import Outlook
+    from kvcli.environment import Environment
+    from kvcli.fit.plan import Plan, PlannedModel
+    from kvcli.fit.preflight import Preflight
     from kvcli.schemas.fit import CalibrationDocument
     from kvcli.settings.profile import Profile
 
@@ -58,7 +58,7 @@ def fit(
     """
     from kvcli.commands.common.run_setup import Setup
 
-    world: World = context.obj
+    world: Environment = context.obj
     if all_ and profiles is not None:
         raise UsageError("--all and --profiles exclude each other", try_=["one of the two"])
     setup = Setup(world, model, o.load_flags(context.params))
@@ -75,7 +75,7 @@ def fit(
 
 
 def _plans(
-    outlook: Outlook, chosen: Mapping[str, Profile], contexts: Sequence[int | None], notes: list[str] | None
+    outlook: Preflight, chosen: Mapping[str, Profile], contexts: Sequence[int | None], notes: list[str] | None
 ) -> list[Plan]:
     """Each profile at each context. With `notes`, one that this model or device refuses is left out if any is left."""
     from kvcli.policies.scoring.headmap import read_headmap
@@ -99,22 +99,22 @@ def _plans(
     return plans
 
 
-def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, notes: list[str]) -> Outlook:
+def look(setup: Setup, profile: Profile, vram: str | None, ram: str | None, notes: list[str]) -> Preflight:
     """The model's sizes and the machine's, or of the machine that was described."""
     subject = _subject(setup, profile, notes)  # before anything large is imported: a typing error is quick
     from kvcli.fit import base_memory
     from kvcli.fit.available_memory import rooms, size
     from kvcli.fit.cuda_overhead import CONTEXT
-    from kvcli.fit.preflight import Outlook
+    from kvcli.fit.preflight import Preflight
 
     found = rooms(size(vram, "--vram") if vram else None, size(ram, "--ram") if ram else None)
     if vram:
         notes.append(f"of a card, CUDA itself takes {CONTEXT >> 20} MiB; the program's own memory is on the host")
     paths = setup.world.paths
-    return Outlook(subject, setup.name, paths.data, found, base_memory.elsewhere(paths.cache), find=setup.sizes())
+    return Preflight(subject, setup.name, paths.data, found, base_memory.elsewhere(paths.cache), find=setup.sizes())
 
 
-def _subject(setup: Setup, profile: Profile, notes: list[str]) -> Subject:
+def _subject(setup: Setup, profile: Profile, notes: list[str]) -> PlannedModel:
     """From the model's files; from config.json alone where the weights are not here."""
     from kvcli.commands.common.run_setup import find
     from kvcli.models.config_file import read_config
@@ -165,7 +165,7 @@ def others_of(setup: Setup) -> Mapping[str, Profile]:
     return dict(_chosen(setup, True, None, []))
 
 
-def _calibrations(setup: Setup, outlook: Outlook, plans: Sequence[Plan]) -> Mapping[str, CalibrationDocument]:
+def _calibrations(setup: Setup, outlook: Preflight, plans: Sequence[Plan]) -> Mapping[str, CalibrationDocument]:
     """What was measured here, for each profile; nothing for a machine that was described."""
     from kvcli.calibrate.run import fingerprint_in
     from kvcli.fit.calibration import load_calibration, machine_fingerprint
@@ -182,7 +182,7 @@ def _calibrations(setup: Setup, outlook: Outlook, plans: Sequence[Plan]) -> Mapp
     return found
 
 
-def _host(setup: Setup, outlook: Outlook, plans: Sequence[Plan]) -> CalibrationDocument | None:
+def _host(setup: Setup, outlook: Preflight, plans: Sequence[Plan]) -> CalibrationDocument | None:
     """What was measured of this machine's CPU, where one of the plans has it run layers behind a GPU."""
     from kvcli.fit.calibration import load_calibration, machine_fingerprint
 
@@ -201,7 +201,7 @@ def _has_map(setup: Setup, plans: Sequence[Plan]) -> bool:
 
 
 def _print(
-    setup: Setup, outlook: Outlook, plans: Sequence[Plan], context: int | None, notes: Sequence[str], explains: bool
+    setup: Setup, outlook: Preflight, plans: Sequence[Plan], context: int | None, notes: Sequence[str], explains: bool
 ) -> int:
     from kvcli.commands.common.stdout import print_cells, print_json
     from kvcli.fit.report import document

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.commands.common import flags as o
-from kvcli.commands.common.memory_check import Wanted
+from kvcli.commands.common.memory_check import MemoryWishes
 from kvcli.errors import BadInput, ExitStatus, writing
 from kvcli.files import try_output
 
 if TYPE_CHECKING:
     from kvcli.chat.conversation import Chat
-    from kvcli.environment import World
+    from kvcli.environment import Environment
     from kvcli.render.terminal.screen import Screen
     from kvcli.schemas.pack import PackDocument
 
@@ -56,7 +56,7 @@ def pack(
     from kvcli.commands.models.suggest_model import find_model
     from kvcli.render.terminal.screen import Screen
 
-    world: World = context.obj
+    world: Environment = context.obj
     folder = output_folder(world, output)
     setup = Setup(world, model, o.profile_flags(context.params), is_typed=model is not None)
     find_model(setup, files)
@@ -66,7 +66,7 @@ def pack(
     for document in documents:
         tell_notes(world, document)
     screen = Screen.of(world, "live" if world.is_tty("stderr") else "turn")
-    run, text = load_model(setup, profile, Wanted(force, ctx == "max"), screen)
+    run, text = load_model(setup, profile, MemoryWishes(force, ctx == "max"), screen)
     from kvcli.chat.conversation import Chat
 
     with text, closing(Chat(text, read_system(world, system, system_file), called=setup.lasting_name)) as talk:
@@ -78,7 +78,7 @@ def pack(
     return ExitStatus.OK
 
 
-def output_folder(world: World, typed: str) -> Path:
+def output_folder(world: Environment, typed: str) -> Path:
     """The folder to make, which is not there yet but can be. Raises BadInput."""
     folder = world.cwd / expanduser(typed)
     if folder.suffix != ENDS:
@@ -109,7 +109,7 @@ def packed(talk: Chat, folder: Path, screen: Screen) -> PackDocument:
         return make(talk, folder, heard)
 
 
-def show(world: World, folder: Path, about: PackDocument) -> None:
+def show(world: Environment, folder: Path, about: PackDocument) -> None:
     """What was made, how large it is, and what to type."""
     from kvcli.commands.common.inputs import tell
     from kvcli.commands.common.stdout import print_json

@@ -12,7 +12,7 @@ import typer
 
 from kvcli.commands.common.run_setup import sources
 from kvcli.commands.common.stdout import print_json, print_lines, print_table
-from kvcli.environment import World
+from kvcli.environment import Environment
 from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import private_folder, write_private
 from kvcli.settings.config import NAME, Config, load_config, no_such_profile, read_config
@@ -31,7 +31,7 @@ app = typer.Typer(help="Named settings: list, show, compare, check.", add_comple
 @app.command("list")
 def list_(context: typer.Context) -> None:
     """All profiles by what they are for, with what each promises about the text and what it extends."""
-    world: World = context.obj
+    world: Environment = context.obj
     config, rules = load_config(sources(world)), Rules.shipped()
     found = [resolve_profile(name, config, rules) for name in config.names()]
     if world.options.json:
@@ -49,7 +49,7 @@ def show(
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
 ) -> None:
     """Every setting of a profile, with the environment and --set on top, as TOML that can be kept."""
-    world: World = context.obj
+    world: Environment = context.obj
     profile = load_profile(name or world.options.profile, sources=sources(world), sets=world.options.set)
     if world.options.json:
         _json(world, profiles=[_document(profile)])
@@ -65,7 +65,7 @@ def check(
     what: Annotated[str | None, typer.Argument(metavar="FILE|NAME", help="Without it: all files.")] = None,
 ) -> None:
     """Look for problems and print all of them, each with its line. Exits with 9 if there are any."""
-    world: World = context.obj
+    world: Environment = context.obj
     names, problems = checked(what, sources(world), Rules.shipped())
     if problems:
         raise bad_config(problems)
@@ -82,7 +82,7 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="The other.")],
 ) -> None:
     """The settings in which two profiles differ, as their files have them: the environment is left out."""
-    world: World = context.obj
+    world: Environment = context.obj
     files = replace(sources(world), environ={})
     one, two = (load_profile(name, sources=files) for name in (a, b))
     keys = [key for key in one.values | two.values if one.values.get(key) != two.values.get(key)]
@@ -103,7 +103,7 @@ def new(
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where; - = stdout.")] = None,
 ) -> None:
     """Write a profile with every key in it, commented out, to fill in."""
-    world: World = context.obj
+    world: Environment = context.obj
     where = sources(world)
     config = load_config(where)
     if not NAME.fullmatch(name):
@@ -225,5 +225,5 @@ def _document(profile: Profile) -> dict[str, Any]:
     return ProfileDocument.from_attributes(profile).document()
 
 
-def _json(world: World, **fields: object) -> None:
+def _json(world: Environment, **fields: object) -> None:
     print_json(world, {"schema": SCHEMA, **fields})

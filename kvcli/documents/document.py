@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from kvcli.models.library_errors import blamed
+from kvcli.models.library_errors import blame_files
 from kvcli.models.text import tokenizer_failed
 
 Unit = Literal["page", "heading", "chapter", "line"]
@@ -58,7 +58,7 @@ class Document:
         """Tokens of the text alone; counted once for each tokenizer."""
         key = id(tokenizer)  # not hashable in general; kept beside the count, so that the id stays its own
         if key not in self._counts:
-            with blamed(tokenizer_failed):
+            with blame_files(tokenizer_failed):
                 ids = tokenizer.encode(self.text, add_special_tokens=False)
             self._counts[key] = tokenizer, len(ids)
         return self._counts[key][1]

@@ -9,12 +9,12 @@ from kvcli.documents.dehyphenate import tidy, unmarked
 from kvcli.documents.docx_parts import Parts, attribute, tags
 from kvcli.documents.docx_sheet import BULLET, NOTES, Sheet
 from kvcli.documents.docx_words import PARAGRAPH, TABLE, inside, nearest, table, words
-from kvcli.documents.parsed import Job, Parsed, damaged
+from kvcli.documents.parsed import Parsed, ParseJob, damaged
 from kvcli.documents.plain import headed_text
 from kvcli.documents.xml_tree import first_words
 
 
-def read(file: IO[bytes], job: Job) -> Parsed:
+def read(file: IO[bytes], job: ParseJob) -> Parsed:
     """Sections under headings, or blocks of lines where there are none. Page numbers are not in the file."""
     with open_zip(file, job.name) as archive:
         parts = Parts(archive, job.name)

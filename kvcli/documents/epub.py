@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 from kvcli.documents.archives import member, open_zip
 from kvcli.documents.markup import read_markup, rules_of
-from kvcli.documents.parsed import Job, Parsed, damaged, refuse_too_much
+from kvcli.documents.parsed import Parsed, ParseJob, damaged, refuse_too_much
 from kvcli.documents.plain import headed_text
 from kvcli.documents.xml_tree import first_words, parse_xml
 from kvcli.errors import BadInput
@@ -23,7 +23,7 @@ TYPE = "{http://www.idpf.org/2007/ops}type"
 PAGES = ("application/xhtml+xml", "text/html", "application/xml", "text/xml")
 
 
-def read(file: IO[bytes], job: Job) -> Parsed:
+def read(file: IO[bytes], job: ParseJob) -> Parsed:
     """One section a chapter, named by the book's table of contents, else by its first heading.
 
     A file into which several entries of the contents point is split at its headings.

@@ -12,7 +12,7 @@ from typing import IO, Any
 from kvcli.documents.charsets import codec_of, page_text
 from kvcli.documents.dehyphenate import clean
 from kvcli.documents.markup import read_markup, rules_of
-from kvcli.documents.parsed import Job, Parsed
+from kvcli.documents.parsed import Parsed, ParseJob
 from kvcli.documents.plain import headed_text
 
 HEADERS = ("From", "To", "Cc", "Date", "Subject")
@@ -24,7 +24,7 @@ NAMED = 20  # attachments named in a note
 Headed = list[tuple[str, str]]
 
 
-def read(file: IO[bytes], job: Job) -> Parsed:
+def read(file: IO[bytes], job: ParseJob) -> Parsed:
     """Sections by headings and messages. Of a web archive only the page itself, without its frames."""
     data, found, notes, attached = file.read(), Headed(), list[str](), list[str]()
     title = None
@@ -39,7 +39,7 @@ def read(file: IO[bytes], job: Job) -> Parsed:
     return headed_text(job, found, "there are only attachments in it", title=title, notes=notes)
 
 
-def _message(message: Any, job: Job, notes: list[str], attached: list[str]) -> Headed:
+def _message(message: Any, job: ParseJob, notes: list[str], attached: list[str]) -> Headed:
     """The headers that readers are shown, and what follows them."""
     own: list[str] = []
     body = _texts(message, job, notes, own)
@@ -55,14 +55,14 @@ def _message(message: Any, job: Job, notes: list[str], attached: list[str]) -> H
     return found
 
 
-def _archive(message: Any, job: Job, notes: list[str]) -> Headed:
+def _archive(message: Any, job: ParseJob, notes: list[str]) -> Headed:
     parts = {kind: [p for p in message.walk() if p.get_content_type() == kind] for kind in ("text/html", "text/css")}
     rules = rules_of(page_text(_bytes(part), job.name, _charset(part))[0] for part in parts["text/css"])
     pages = parts["text/html"][:1]
     return [pair for page in pages for pair in _markup(page, job, notes, rules)]
 
 
-def _texts(part: Any, job: Job, notes: list[str], attached: list[str]) -> Headed:
+def _texts(part: Any, job: ParseJob, notes: list[str], attached: list[str]) -> Headed:
     kind, is_attached = part.get_content_type(), part.get_content_disposition() == "attachment"
     if kind == "message/rfc822" and part.is_multipart():
         return [("Forwarded", ""), *_message(part.get_payload(0), job, notes, attached)]
@@ -83,7 +83,7 @@ def _texts(part: Any, job: Job, notes: list[str], attached: list[str]) -> Headed
     return []
 
 
-def _markup(part: Any, job: Job, notes: list[str], rules: dict[str, str]) -> Headed:
+def _markup(part: Any, job: ParseJob, notes: list[str], rules: dict[str, str]) -> Headed:
     return read_markup(_bytes(part), job.name, "mail", notes, said=_charset(part), rules=rules)[1]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from kvcli.documents.reading_order import Block, Piece, is_fixed, rows, running_on
+from kvcli.documents.reading_order import Block, LinePiece, is_fixed, rows, running_on
 from kvcli.documents.superscripts import joined
 
 FEW = 3  # numbers that make a series
@@ -14,13 +14,13 @@ MANUSCRIPT = 0.5  # and of rows in letters of one width, which may be code
 MOST = 0.8  # share of them that must count on by one step
 
 
-def line_numbers(pieces: Sequence[Piece]) -> set[int]:
+def line_numbers(pieces: Sequence[LinePiece]) -> set[int]:
     """The ids of the pieces that count lines: alone in a strip of the page, by one step, beside text that runs on.
 
     The numbers of a table's rows, of a form's entries or of a contents stand beside lines that each begin anew.
     """
     numbers = [p for p in pieces if p.text.isdecimal() and len(p.text) < 5]
-    strips: list[list[Piece]] = []
+    strips: list[list[LinePiece]] = []
     for number in sorted(numbers, key=lambda p: p.x0):
         if strips and number.x0 < max(p.x1 for p in strips[-1]):
             strips[-1].append(number)
@@ -37,7 +37,7 @@ def line_numbers(pieces: Sequence[Piece]) -> set[int]:
     return found
 
 
-def _counts(strip: Sequence[Piece], text: Block) -> bool:
+def _counts(strip: Sequence[LinePiece], text: Block) -> bool:
     """Whether the numbers go up by one step, that of the rows beside them."""
     steps = [int(b.text) - int(a.text) for a, b in itertools.pairwise(strip)]
     step = max(steps, key=steps.count)

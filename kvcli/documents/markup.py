@@ -13,7 +13,7 @@ from markdownify import MarkdownConverter
 from kvcli.documents.charsets import page_text
 from kvcli.documents.dehyphenate import clean, tidy, unmarked
 from kvcli.documents.numerals import numeral, whole
-from kvcli.documents.parsed import Job, Parsed, damaged
+from kvcli.documents.parsed import Parsed, ParseJob, damaged
 from kvcli.documents.plain import headed_text
 from kvcli.documents.superscripts import LONGEST, apart
 
@@ -91,7 +91,7 @@ CONVERTER = Plain(
 )
 
 
-def read(file: IO[bytes], job: Job) -> Parsed:
+def read(file: IO[bytes], job: ParseJob) -> Parsed:
     """The text of a page as a browser without style sheets would show it."""
     notes: list[str] = []
     title, headed = read_markup(file.read(), job.name, "HTML", notes)

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from kvcli.documents.markdown import headed_markdown
-from kvcli.documents.parsed import Job, Parsed, damaged
+from kvcli.documents.parsed import Parsed, ParseJob, damaged
 from kvcli.documents.plain import headed_text
 
 PACKED = re.compile(r"data:[\w/+.-]{1,80};base64,[A-Za-z0-9+/=]*")  # a picture within the text
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def read(file: IO[bytes], job: Job) -> Parsed:
+def read(file: IO[bytes], job: ParseJob) -> Parsed:
     """Sections under the headings of its texts, or blocks of lines."""
     try:
         book = json.loads(file.read())

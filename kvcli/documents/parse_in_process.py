@@ -13,16 +13,16 @@ from typing import IO, Any
 
 from kvcli.documents.dehyphenate import unmarked
 from kvcli.documents.document import Section
-from kvcli.documents.parsed import Job, Parsed, part_of, refuse_too_much
+from kvcli.documents.parsed import Parsed, ParseJob, part_of, refuse_too_much
 from kvcli.errors import BadInput
-from kvcli.worker_process import Limits, Outside, TooLong, TooSlow
+from kvcli.worker_process import Limits, TooLong, TooSlow, WorkerProcess
 
 
-def parse_outside(file: IO[bytes], job: Job, limits: Limits | None = None) -> Parsed:
+def parse_outside(file: IO[bytes], job: ParseJob, limits: Limits | None = None) -> Parsed:
     """The sections of an open file. Refuses, in the words of the child or for what ended it."""
     limits = limits or Limits()
     file.flush()
-    reader = Outside("kvcli.documents.worker", limits, file.fileno())
+    reader = WorkerProcess("kvcli.documents.worker", limits, file.fileno())
     answer = _Answer(job)
     try:
         for line in reader.ask(json.dumps(asdict(job)).encode(), limits.wall):
@@ -41,7 +41,7 @@ def parse_outside(file: IO[bytes], job: Job, limits: Limits | None = None) -> Pa
 class _Answer:
     """The child's lines, checked: a parser that was taken over could write anything."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ParseJob) -> None:
         self.job = job
         self.sections: list[Section] = []
         self.characters = 0
@@ -97,7 +97,7 @@ def _error(value: dict[str, Any]) -> BadInput:
     )
 
 
-def _ended(status: int, job: Job, limits: Limits) -> BadInput:
+def _ended(status: int, job: ParseJob, limits: Limits) -> BadInput:
     """Why there is no answer."""
     if status == -signal.SIGXCPU:
         return too_heavy(job, "long", f"{limits.cpu} seconds of processor time")
@@ -108,7 +108,7 @@ def _ended(status: int, job: Job, limits: Limits) -> BadInput:
     return crashed(job.name, f"its parser ended with status {status}")
 
 
-def too_heavy(job: Job, what: str, most: str) -> BadInput:
+def too_heavy(job: ParseJob, what: str, most: str) -> BadInput:
     return BadInput(
         f"{job.name} takes too {what} to read",
         code="document_too_heavy",

@@ -14,7 +14,7 @@ MAX_CHARACTERS = 64 * 2**20  # of all sections together; a shelf of books
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ParseJob:
     """One file to read: how messages call it, what it is, which pages of it."""
 
     name: str

@@ -10,10 +10,10 @@ import pypdfium2.raw as raw
 from kvcli.documents.dehyphenate import Words, clean, mended, unmarked
 from kvcli.documents.document import Section
 from kvcli.documents.pages import listed, present
-from kvcli.documents.parsed import Job, Parsed, damaged, no_text, refuse_too_much
+from kvcli.documents.parsed import Parsed, ParseJob, damaged, no_text, refuse_too_much
 from kvcli.documents.pdf_open import open_pdf
 from kvcli.documents.pdf_page import Page, read_page
-from kvcli.documents.pdf_seen import Seen
+from kvcli.documents.pdf_seen import VisiblePages
 from kvcli.documents.reading_order import paragraphs, reading_order
 from kvcli.documents.running_headers import without_running
 from kvcli.errors import BadInput
@@ -29,7 +29,7 @@ NOTES = {  # by what is so of a page
 NEAR = 8  # pages around the chosen ones that are looked at too, to know what runs along the edges
 
 
-def read(file: IO[bytes], job: Job) -> Parsed:
+def read(file: IO[bytes], job: ParseJob) -> Parsed:
     """The chosen pages as sections; those without text are listed."""
     document = open_pdf(file, job)
     n_pages = len(document)
@@ -38,7 +38,7 @@ def read(file: IO[bytes], job: Job) -> Parsed:
     refuse_too_much(job.name, 0, 0 if job.spans else n_pages)
     numbers = range(1, n_pages + 1)
     wanted = present(job.spans or ((1, None),), numbers, job.name)
-    seen = Seen(file)
+    seen = VisiblePages(file)
     around = {n for end in (min(wanted), max(wanted)) for n in range(end - NEAR, end + NEAR + 1) if n in numbers}
     pages = list(_pages(document, sorted(around | wanted), job.name, seen))
     asked = [page for page in pages if page.number in wanted]
@@ -69,7 +69,7 @@ def _notes(pages: Sequence[Page]) -> Iterator[str]:
             yield what.format(listed(bad))
 
 
-def _pages(document: Any, numbers: Sequence[int], name: str, seen: Seen) -> Iterator[Page]:
+def _pages(document: Any, numbers: Sequence[int], name: str, seen: VisiblePages) -> Iterator[Page]:
     size = 0
     for number in numbers:
         page = read_page(document, number, seen)
@@ -90,7 +90,7 @@ def _sections(pages: Sequence[Page]) -> Iterator[Section]:
             yield Section(page.number, str(page.number), whole)
 
 
-def _nothing(job: Job, pages: Sequence[Page]) -> BadInput:
+def _nothing(job: ParseJob, pages: Sequence[Page]) -> BadInput:
     if all(page.is_broken for page in pages):
         return damaged(job.name, "a PDF", "none of its pages can be read")
     if any(page.is_hidden or page.is_cut for page in pages):

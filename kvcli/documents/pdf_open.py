@@ -7,7 +7,7 @@ from typing import IO, Any
 import pypdfium2 as pdfium
 import pypdfium2.raw as raw
 
-from kvcli.documents.parsed import Job, damaged, no_text
+from kvcli.documents.parsed import ParseJob, damaged, no_text
 from kvcli.errors import BadInput
 
 TAIL = 4096  # bytes at the end in which a whole file says that it ends
@@ -15,7 +15,7 @@ PRINT = "a PDF that the program which shows the form, as Adobe Reader, prints it
 BEHIND = 1 << 16  # bytes of padding and comments that may follow
 
 
-def open_pdf(file: IO[bytes], job: Job) -> Any:
+def open_pdf(file: IO[bytes], job: ParseJob) -> Any:
     """A `pypdfium2.PdfDocument` with its form, if it has one, ready to be asked."""
     size = file.seek(0, 2)
     if not size:
@@ -52,7 +52,7 @@ def _is_whole(tail: bytes) -> bool:
     return bool(end) and all(not line.strip() or line.startswith(b"%") for line in lines)
 
 
-def _why(job: Job, error: int) -> BadInput:
+def _why(job: ParseJob, error: int) -> BadInput:
     if error == raw.FPDF_ERR_PASSWORD and job.password is None:
         return BadInput(
             f"{job.name} is encrypted",

@@ -19,8 +19,8 @@ from kvcli.documents.dehyphenate import clean
 from kvcli.documents.margins import line_numbers
 from kvcli.documents.pdf_calls import Box, handle, ink, plain, told
 from kvcli.documents.pdf_fields import Typed, field_lines
-from kvcli.documents.pdf_seen import Seen
-from kvcli.documents.reading_order import CJK, RTL, Piece
+from kvcli.documents.pdf_seen import VisiblePages
+from kvcli.documents.reading_order import CJK, RTL, LinePiece
 from kvcli.documents.superscripts import joined
 
 RUN = re.compile("[^\r\n\ufffe]+\ufffe?")  # a line as pdfium sees it, with the sign for a hyphen at its end
@@ -51,7 +51,7 @@ class Page:
     """What stands on a page; nothing on one that is broken."""
 
     number: int
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[LinePiece] = field(default_factory=list)
     fields: list[str] = field(default_factory=list)
     is_garbled: bool = False
     is_broken: bool = False
@@ -61,7 +61,7 @@ class Page:
     has_more: bool = False  # a stamp or a file is attached to it
 
 
-def read_page(document: Any, number: int, seen: Seen) -> Page:
+def read_page(document: Any, number: int, seen: VisiblePages) -> Page:
     """Page `number`, from 1, of a `pypdfium2.PdfDocument`."""
     try:
         with closing(document[number - 1]) as page:
@@ -80,7 +80,7 @@ def read_page(document: Any, number: int, seen: Seen) -> Page:
         return Page(number, is_broken=True)
 
 
-def _with_typed(pieces: list[Piece], typed: Sequence[Typed]) -> list[Piece]:
+def _with_typed(pieces: list[LinePiece], typed: Sequence[Typed]) -> list[LinePiece]:
     """The pieces with what was typed onto the page: each line behind what stands left of it on its row, else last."""
     for text, (left, bottom, right, top) in typed:
         lines = [line for line in text.splitlines() if line.strip()]
@@ -89,23 +89,23 @@ def _with_typed(pieces: list[Piece], typed: Sequence[Typed]) -> list[Piece]:
             y0 = -top + i * height
             x1 = min(right, left + 0.5 * height * len(line))
             row = [k for k, p in enumerate(pieces, 1) if p.x1 <= left and y0 < p.middle < y0 + height]
-            piece = Piece(line, left, y0, x1, y0 + height, height, base=y0 + height)
+            piece = LinePiece(line, left, y0, x1, y0 + height, height, base=y0 + height)
             pieces.insert(max(row, default=len(pieces)), piece)
     return pieces
 
 
-def _upright(pieces: list[Piece]) -> list[Piece]:
+def _upright(pieces: list[LinePiece]) -> list[LinePiece]:
     """The pieces in the direction of most of them, all others above or below, in an order of their own."""
     angles = dict.fromkeys(piece.angle for piece in pieces)
     if len(angles) < 2:
         return pieces
     main = max(angles, key=lambda angle: sum(len(p.text) for p in pieces if p.angle == angle))
     first = next(i for i, p in enumerate(pieces) if p.angle == main)
-    groups: dict[int | None, list[Piece]] = {angle: [] for angle in (None, main, *angles)}
+    groups: dict[int | None, list[LinePiece]] = {angle: [] for angle in (None, main, *angles)}
     for i, piece in enumerate(pieces):
         # beside a table that is turned with its page, what runs above it is not; a stamp along the margin comes last
         groups[None if piece.angle == 0 and i < first else piece.angle].append(piece)
-    found: list[Piece] = []
+    found: list[LinePiece] = []
     for group in filter(None, groups.values()):
         shift = MARGIN + max(p.y1 for p in found) - min(p.y0 for p in group) if found else 0.0
         found += [replace(p, y0=p.y0 + shift, y1=p.y1 + shift) for p in group]
@@ -124,13 +124,13 @@ class _Text:
             text = "".join(chr(raw.FPDFText_GetUnicode(text_page, i) or 32) for i in range(n)).replace("\x02", "\ufffe")
         self.text = with_accents(text, lambda i: ink(self._page, i))
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[LinePiece]:
         """The runs of the page, each in one piece or in several."""
         for run in RUN.finditer(self.text):
             if inked := INKED.search(self.text, *run.span()):
                 yield from self._run(*run.span(), inked.start(), inked.end() - 1)
 
-    def _run(self, start: int, end: int, first: int, last: int) -> Iterator[Piece]:
+    def _run(self, start: int, end: int, first: int, last: int) -> Iterator[LinePiece]:
         """A run as a piece, or as several where it turns, jumps over a gap or to another line, or changes its size."""
         if _is_unknown(self._page, first):
             self.unknown += last + 1 - first
@@ -167,7 +167,7 @@ class _Text:
         has_digits = DIGITS.search(self.text, start, end) is not None
         return is_raised or (is_lowered and has_digits) or COUNTED.match(self.text, start, end) is not None
 
-    def _letter_by_letter(self, start: int, end: int, straight: int | None) -> Iterator[Piece]:
+    def _letter_by_letter(self, start: int, end: int, straight: int | None) -> Iterator[LinePiece]:
         """A run in pieces, by the place, the size and the direction (`straight`, if known) of every letter in view."""
         boxes: list[Box] = []
         angle, is_same = DOWN, False
@@ -209,7 +209,9 @@ class _Text:
         left, top, right, bottom = _room(self._page, i)
         return _turn((left, bottom, right, top), angle)
 
-    def _piece(self, start: int, end: int, boxes: Sequence[Box], angle: int, is_same: bool = False) -> Iterator[Piece]:
+    def _piece(
+        self, start: int, end: int, boxes: Sequence[Box], angle: int, is_same: bool = False
+    ) -> Iterator[LinePiece]:
         """A piece if there is anything to read; the room of its first letter says the size of the font."""
         text, letters = self.text[start:end], INK.search(self.text, start, end)
         if letters and (found := clean(text.strip(" "))):
@@ -220,7 +222,7 @@ class _Text:
             if is_spaced and left > x0 and not RTL.search(text):
                 x0 = left  # behind the spaces it begins with
             base = _turn(_origin(self._page, first)[:2] * 2, angle)[3]
-            yield Piece(found, x0, y0, x1, y1, lower - upper, is_spaced, right - left, angle, base, is_same)
+            yield LinePiece(found, x0, y0, x1, y1, lower - upper, is_spaced, right - left, angle, base, is_same)
 
 
 def _around(boxes: Sequence[Box]) -> Box:

@@ -44,7 +44,7 @@ _colour, _box = told(raw.FPDFPageObj_GetFillColor, ctypes.c_uint), told(raw.FPDF
 _fill = told(raw.FPDFPath_GetDrawMode, ctypes.c_int, range(2))
 
 
-class Seen:
+class VisiblePages:
     """What is seen on the pages of a file. `is_complete` unless there was no time left to draw some."""
 
     def __init__(self, file: IO[bytes]) -> None:

@@ -10,7 +10,7 @@ from kvcli.documents.dehyphenate import unmarked
 from kvcli.documents.document import Section, Unit, marked
 from kvcli.documents.markdown import headed_markdown
 from kvcli.documents.pages import present
-from kvcli.documents.parsed import MAX_SECTIONS, Job, Parsed, no_text, refuse_pages, refuse_too_much
+from kvcli.documents.parsed import MAX_SECTIONS, Parsed, ParseJob, no_text, refuse_pages, refuse_too_much
 
 PAGE = re.compile(r"^\[p\. (\d{1,9})\][ \t]*$", re.M)
 BLOCK = 40  # lines of a block at most
@@ -19,7 +19,7 @@ LABEL = 80  # characters of a label
 OPENING = "Opening"  # the label of what stands before the first heading
 
 
-def parse_plain(text: str, job: Job) -> Parsed:
+def parse_plain(text: str, job: ParseJob) -> Parsed:
     """Sections of a text. Together they are the whole text, letter for letter, unless it has pages."""
     pages = _paged(text, job.name)
     if pages is not None:
@@ -32,7 +32,7 @@ def parse_plain(text: str, job: Job) -> Parsed:
 
 
 def headed_text(
-    job: Job,
+    job: ParseJob,
     headed: Iterable[tuple[str, str]],
     nothing: str,
     *,
@@ -102,7 +102,7 @@ def _paged(text: str, name: str) -> list[tuple[int, str]] | None:
     return None
 
 
-def _pages(pages: Sequence[tuple[int, str]], job: Job) -> Parsed:
+def _pages(pages: Sequence[tuple[int, str]], job: ParseJob) -> Parsed:
     numbers = [n for n, _ in pages]
     wanted = present(job.spans, numbers, job.name) if job.spans else set(numbers)
     sections = [Section(n, str(n), body.strip("\n")) for n, body in pages if n in wanted and body.strip()]
@@ -110,7 +110,7 @@ def _pages(pages: Sequence[tuple[int, str]], job: Job) -> Parsed:
     return Parsed(job.kind, "page", sections, n_pages=len(pages), without_text=empty)
 
 
-def prompt_text(text: str, parsed: Parsed, job: Job) -> str:
+def prompt_text(text: str, parsed: Parsed, job: ParseJob) -> str:
     """What a model reads: the file as it is, with marks only where form feeds or chosen pages ask for them."""
     if parsed.unit == "page" and (job.spans or not _marks(text)):
         return marked("page", parsed.sections)

@@ -15,7 +15,7 @@ from kvcli.documents.decode import decode
 from kvcli.documents.document import Document, marked
 from kvcli.documents.pages import Span, parse_pages, split_pages
 from kvcli.documents.parse_in_process import parse_outside
-from kvcli.documents.parsed import Job, Parsed, no_text
+from kvcli.documents.parsed import Parsed, ParseJob, no_text
 from kvcli.documents.plain import parse_plain, prompt_text
 from kvcli.documents.sniff import HEAD, check_type, disagreement, sniff
 from kvcli.errors import BadInput, UsageError, reading
@@ -48,7 +48,7 @@ def read_document(
     if spans and not pages:
         shown = split_pages(shown)[0]
     kind = check_type(type)
-    job = Job(shown, kind or "", spans, password, typed=kind is not None)
+    job = ParseJob(shown, kind or "", spans, password, typed=kind is not None)
     called = file if file in BUNDLED else Path(file).name
     found = _bundled(file) if file in BUNDLED else Path(os.path.expanduser(file))
     with reading(shown):
@@ -79,7 +79,7 @@ def document_of(
 ) -> Document:
     """A document from bytes already read, standard input for example."""
     kind, spans = check_type(type), parse_pages(pages) if pages else ()
-    job = Job(name, kind or sniff(data[:HEAD], name), spans, password, typed=kind is not None)
+    job = ParseJob(name, kind or sniff(data[:HEAD], name), spans, password, typed=kind is not None)
     with reading(name), tempfile.SpooledTemporaryFile(MAX_BYTES) as copy:
         copy.write(data)
         return _document(copy, job, limits)
@@ -101,7 +101,7 @@ def _place(path: str | Path, pages: str | None, shown: str) -> tuple[str, tuple[
     return rest, parse_pages(suffix)
 
 
-def _read(stream: IO[bytes], job: Job, limit: int | None, limits: Limits | None) -> Document:
+def _read(stream: IO[bytes], job: ParseJob, limit: int | None, limits: Limits | None) -> Document:
     head = stream.read(HEAD)
     job = replace(job, kind=job.kind or sniff(head, job.name))
     most = limit if limit is not None else most_bytes(head, job.name, job.kind)
@@ -125,7 +125,7 @@ def _read(stream: IO[bytes], job: Job, limit: int | None, limits: Limits | None)
         return _document(copy, job, limits)
 
 
-def _document(copy: tempfile.SpooledTemporaryFile[bytes], job: Job, limits: Limits | None) -> Document:
+def _document(copy: tempfile.SpooledTemporaryFile[bytes], job: ParseJob, limits: Limits | None) -> Document:
     """The document in a copy of its file."""
     copy.seek(0)
     sha256 = hashlib.file_digest(copy, "sha256").hexdigest()
@@ -147,7 +147,7 @@ def _document(copy: tempfile.SpooledTemporaryFile[bytes], job: Job, limits: Limi
     )
 
 
-def _text(data: bytes, job: Job) -> tuple[str, Parsed]:
+def _text(data: bytes, job: ParseJob) -> tuple[str, Parsed]:
     text = decode(data, job.name)
     if not text.strip():
         raise BadInput(f"{job.name} is empty", code="empty_file", lines=[f"{len(data):,} bytes, no text in them"])
@@ -157,7 +157,7 @@ def _text(data: bytes, job: Job) -> tuple[str, Parsed]:
     return prompt_text(text, parsed, job), parsed
 
 
-def _outside(file: IO[bytes], job: Job, limits: Limits | None) -> tuple[str, Parsed]:
+def _outside(file: IO[bytes], job: ParseJob, limits: Limits | None) -> tuple[str, Parsed]:
     parsed = parse_outside(file, job, limits)
     if not parsed.sections:
         raise no_text(job.name, "its parser found none")

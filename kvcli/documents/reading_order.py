@@ -29,7 +29,7 @@ ENDS = (".", "!", "?", ":", "”", '"', ")", "。", "؟")  # a paragraph may end
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LinePiece:
     """A run of text on one line."""
 
     text: str
@@ -53,7 +53,7 @@ class Piece:
         return (self.y0 + self.y1) / 2
 
 
-Row = list[Piece]
+Row = list[LinePiece]
 Block = list[Row]  # a column, or a page without columns
 ITEM = re.compile(r"([•·▪◦‣*–—-]|\(?(\d{1,3}(\.\d{1,3})*|[a-zA-Z])[.)])\s")  # begins an entry of a list
 # letters of Chinese and Japanese, which have no spaces between words
@@ -71,7 +71,7 @@ class Line:
     goes_on: bool = False
 
 
-def rows(pieces: Sequence[Piece]) -> list[Row]:
+def rows(pieces: Sequence[LinePiece]) -> list[Row]:
     """Pieces that stand beside each other, rows from top to bottom, each from left to right (or right to left)."""
     found: list[Row] = []
     top = bottom = 0.0
@@ -95,7 +95,7 @@ def _shared(row: tuple[float, float], piece: tuple[float, float]) -> tuple[float
     return max(row[0], piece[0]), min(row[1], piece[1])
 
 
-def reading_order(pieces: Sequence[Piece]) -> list[Block]:
+def reading_order(pieces: Sequence[LinePiece]) -> list[Block]:
     """All rows in the order of reading, for pieces in the order that the file draws them.
 
     A page is cut across where all above is drawn before all below, or after it; what is left hangs together, and is cut
@@ -104,7 +104,7 @@ def reading_order(pieces: Sequence[Piece]) -> list[Block]:
     return [part for block in _cut(pieces) for part in _prose(block)]
 
 
-def _cut(pieces: Sequence[Piece]) -> list[Block]:
+def _cut(pieces: Sequence[LinePiece]) -> list[Block]:
     drawn = {id(piece): i for i, piece in enumerate(pieces)}
     blocks: list[Block] = [[]]
     for band in _bands(rows(pieces), drawn):
@@ -118,7 +118,7 @@ def _cut(pieces: Sequence[Piece]) -> list[Block]:
     return [block for block in blocks if block]
 
 
-def _parts(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def _parts(pieces: Sequence[LinePiece]) -> list[list[LinePiece]]:
     """Pieces in the order they are drawn, parted where that jumps up and one side begins beyond the other."""
     rtl = is_rtl(pieces)
     starts = [-p.x1 if rtl else p.x0 for p in pieces]
@@ -135,9 +135,9 @@ def _parts(pieces: Sequence[Piece]) -> list[list[Piece]]:
     return parts
 
 
-def _columns(parts: list[list[Piece]]) -> list[list[Piece]]:
+def _columns(parts: list[list[LinePiece]]) -> list[list[LinePiece]]:
     """The parts if they are columns: of several lines each, which are long in one of them at least."""
-    found: list[list[Piece]] = []
+    found: list[list[LinePiece]] = []
     for part in parts:
         if len(rows(part)) >= COLUMN_LINES:
             found.append(part)
@@ -197,7 +197,7 @@ def row_text(row: Row) -> str:
     return " ... ".join(part.rstrip(" ") for part in LEADER.split(text))
 
 
-def is_fixed(piece: Piece) -> bool:
+def is_fixed(piece: LinePiece) -> bool:
     """Whether all letters of a piece may be as wide as its first, as in a listing of code."""
     return abs(piece.x1 - piece.x0 - len(piece.text) * piece.pitch) < 0.9 * piece.pitch
 
@@ -255,7 +255,7 @@ def _is_full(row: Row, below: Row, left: float, right: float) -> bool:
     return room < word + SLACK * here.height and (indented < here.height or there.y0 < here.y0) and same_size
 
 
-def is_rtl(pieces: Sequence[Piece]) -> bool:
+def is_rtl(pieces: Sequence[LinePiece]) -> bool:
     """Whether most letters are written from right to left."""
     text = "".join(p.text for p in pieces)
     right = 0 if text.isascii() else sum(map(len, RTL.findall(text)))
@@ -289,7 +289,7 @@ def _candidates(block: Block) -> list[int]:
     return sorted(counts, key=lambda x: -counts[x])[:12]
 
 
-def _side_by_side(left: Sequence[Piece], right: Sequence[Piece]) -> bool:
+def _side_by_side(left: Sequence[LinePiece], right: Sequence[LinePiece]) -> bool:
     """Whether both sides have lines of some length, at one height."""
     if min(len(left), len(right)) < COLUMN_LINES:
         return False

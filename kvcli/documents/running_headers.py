@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from kvcli.documents.reading_order import Piece, Row, row_text, rows, top
+from kvcli.documents.reading_order import LinePiece, Row, row_text, rows, top
 
 DEPTH = 3  # rows looked at from each edge
 FEW = 3  # pages of a run on which a line must recur
@@ -45,7 +45,7 @@ class Edge:
         return self.side, round(top(self.row) / PLACE)
 
 
-def without_running(pages: Sequence[tuple[int, Sequence[Piece]]]) -> Iterator[list[Piece]]:
+def without_running(pages: Sequence[tuple[int, Sequence[LinePiece]]]) -> Iterator[list[LinePiece]]:
     """The pieces of each page less its running headers and footers. A page is never left without text by that."""
     usual = median([piece.size for _, pieces in pages for piece in pieces] or [0.0])
     edges = {number: _edges(number, pieces, usual) for number, pieces in pages}
@@ -83,7 +83,7 @@ def _run(numbers: Sequence[int]) -> int:
     return max(b - a for a, b in itertools.pairwise([0, *cuts, len(numbers)]))
 
 
-def _edges(number: int, pieces: Sequence[Piece], size: float) -> list[Edge]:
+def _edges(number: int, pieces: Sequence[LinePiece], size: float) -> list[Edge]:
     """The rows near the top and the bottom of a page, in a document whose text is of that size."""
     ordered = rows(pieces)
     if len(ordered) < 2:

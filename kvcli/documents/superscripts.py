@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
-from kvcli.documents.reading_order import Piece
+from kvcli.documents.reading_order import LinePiece
 
 LONGEST = 40  # characters; what is longer was raised for its looks
 WORD = re.compile(r"[^\W\d_]{2,}\.?")  # 1st, Mme, a trade mark
@@ -18,7 +18,7 @@ UNIT = re.compile(r"\d ?[^\W\d_]{1,2}$")  # m, km
 UP = (0.22, 0.8)  # shares of the size of the line by which a raised letter stands above it
 DOWN = (-0.6, -0.08)  # and a lowered one
 SMALL = 0.9  # its size, from which on a lowered one is lowered
-Levelled = tuple[int, Piece]  # with what is raised 1, or 2 where it begins its line, and -1 with what is lowered
+Levelled = tuple[int, LinePiece]  # with what is raised 1, or 2 where it begins its line, and -1 with what is lowered
 
 
 def raised(text: str) -> str:
@@ -49,7 +49,7 @@ def apart(text: str, before: str, after: str, *, is_below: bool = False) -> str:
     return f"{text} " if text[-1:].isdigit() and after[:1].isdigit() else text
 
 
-def joined(pieces: Sequence[Piece], gone: Set[int] = frozenset()) -> list[Piece]:
+def joined(pieces: Sequence[LinePiece], gone: Set[int] = frozenset()) -> list[LinePiece]:
     """Pieces of one run as one, and what is raised or lowered with its line; those of the ids in `gone` left out."""
     pairs = [(before, p) for before, p in itertools.pairwise([None, *pieces]) if p and id(p) not in gone]
     lines = list(_lines([replace(p, is_same=False) if id(before) in gone else p for before, p in pairs]))
@@ -57,10 +57,10 @@ def joined(pieces: Sequence[Piece], gone: Set[int] = frozenset()) -> list[Piece]
     return [_line(line, notes) for line in lines]
 
 
-def _lines(pieces: Sequence[Piece]) -> Iterator[list[Levelled]]:
+def _lines(pieces: Sequence[LinePiece]) -> Iterator[list[Levelled]]:
     """Pieces that belong together."""
     line: list[Levelled] = []
-    before: Piece | None = None
+    before: LinePiece | None = None
     for piece in pieces:
         base = line[0][1] if len(line) == 1 else next((p for level, p in line if not level), piece)
         if line and (piece.is_same or _touches(line, piece, base)):
@@ -78,14 +78,14 @@ def _lines(pieces: Sequence[Piece]) -> Iterator[list[Levelled]]:
         yield line
 
 
-def _level(base: Piece, piece: Piece) -> int:
+def _level(base: LinePiece, piece: LinePiece) -> int:
     size, rise = base.size, base.base - piece.base
     if piece.size > (1.05 if piece.is_same else SMALL) * size or piece.angle != base.angle or not size:
         return 0
     return 1 if UP[0] < rise / size < UP[1] else -1 if DOWN[0] < rise / size < DOWN[1] else 0
 
 
-def _touches(line: Sequence[Levelled], piece: Piece, base: Piece) -> bool:
+def _touches(line: Sequence[Levelled], piece: LinePiece, base: LinePiece) -> bool:
     """Whether a piece goes on where its line ends, or stands above or below what is raised or lowered there."""
     level, last = line[-1]
     if piece.y0 >= base.y1 or piece.y1 <= base.y0 or piece.angle != last.angle:
@@ -96,12 +96,12 @@ def _touches(line: Sequence[Levelled], piece: Piece, base: Piece) -> bool:
     return is_near or (level != 0 and abs(piece.x0 - last.x0) < 0.3 * base.size)
 
 
-def _is_left(a: Piece, b: Piece) -> bool:
+def _is_left(a: LinePiece, b: LinePiece) -> bool:
     """Whether a piece ends not far before another, in its row."""
     return a.y0 < b.y1 and a.y1 > b.y0 and 0 <= b.x0 - a.x1 + 0.3 * b.size < 4 * b.size
 
 
-def _line(line: Sequence[Levelled], notes: set[str]) -> Piece:
+def _line(line: Sequence[Levelled], notes: set[str]) -> LinePiece:
     if len(line) == 1:
         return line[0][1]
     text, before, end = "", 0, 0.0

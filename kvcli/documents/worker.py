@@ -12,24 +12,24 @@ from typing import IO, Any
 
 from kvcli.documents.archives import kind_of
 from kvcli.documents.parse_in_process import crashed, too_heavy
-from kvcli.documents.parsed import Job, Parsed, damaged, refuse_pages
+from kvcli.documents.parsed import Parsed, ParseJob, damaged, refuse_pages
 from kvcli.documents.sniff import WORDS
 from kvcli.errors import BadInput, KvcliError
 from kvcli.installing import EXTRAS, pip
-from kvcli.sandbox import bound, preload, shut
+from kvcli.sandbox import enter_sandbox, preload, set_limits
 
 READERS = {kind: kind for kind in ("pdf", "epub", "docx", "mail", "notebook")} | {"html": "markup", "mhtml": "mail"}
 
 
 def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
     """Read the file behind the descriptor, as the line on standard input says."""
-    bound(parent, limits)
+    set_limits(parent, limits)
     asked = json.loads(sys.stdin.buffer.readline())
-    job = Job(**asked | {"spans": tuple((first, last) for first, last in asked["spans"])})
+    job = ParseJob(**asked | {"spans": tuple((first, last) for first, last in asked["spans"])})
     try:
         with os.fdopen(descriptor, "rb") as file:
             missing = prepare(job.kind)
-            shut()
+            enter_sandbox()
             file.seek(0)
             parsed = parse(file, job, missing)
         for section in parsed.sections:
@@ -58,7 +58,7 @@ def prepare(kind: str) -> dict[str, str]:
     return missing
 
 
-def parse(file: IO[bytes], job: Job, missing: Mapping[str, str] | None = None) -> Parsed:
+def parse(file: IO[bytes], job: ParseJob, missing: Mapping[str, str] | None = None) -> Parsed:
     """The sections of a file by its kind; "zip" is looked into first."""
     kind = kind_of(file, job.name) if job.kind == "zip" else job.kind
     if kind not in READERS:

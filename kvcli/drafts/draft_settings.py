@@ -9,11 +9,11 @@ from kvcli.settings.schema import Range
 from kvcli.settings.values import WrongValue, check, keys_of
 
 if TYPE_CHECKING:
-    from kvcli.settings.schema import Second
+    from kvcli.settings.schema import DraftModelRef
 
 
 @dataclass(frozen=True)
-class Pacing:
+class DraftSettings:
     """Keys of every method that drafts as much as pays."""
 
     checks: ClassVar[bool] = False  # may a whole past check what this guesses over a smaller one?
@@ -32,19 +32,19 @@ class Pacing:
         return 1 + self.max
 
     @property
-    def second(self) -> Second | None:
+    def second(self) -> DraftModelRef | None:
         """The model that drafts, if there is one."""
         return None
 
-    def unread(self) -> dict[str, str]:
+    def ignored_keys(self) -> dict[str, str]:
         """Keys that nothing reads as the others are: key -> the one in whose way it is."""
         return {} if self.adaptive else dict.fromkeys(("kill_below", "probe_every"), "adaptive")
 
-    def kept(self, n: int, device: str = "cpu") -> int:
+    def draft_slots(self, n: int, device: str = "cpu") -> int:
         """Of n tokens, those whose keys and values layers beside the model's have there."""
         return 0
 
-    def copied(self, n: int) -> int:
+    def view_slots(self, n: int) -> int:
         """How many of n slots a head a view keeps a copy of: none, without scouts."""
         return 0
 

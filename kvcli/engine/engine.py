@@ -10,34 +10,34 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.cuda_graphs.readback import Readback, fetch
-from kvcli.engine.forward import Pass, SideBySide
-from kvcli.engine.forward_request import Asks, E, Feed, Made, T, Work
-from kvcli.engine.hf.cache_shim import Trial, cache_name, under_way
-from kvcli.engine.hf.layer_gates import Enough
+from kvcli.engine.forward import BatchedPass, ForwardPass
+from kvcli.engine.forward_request import Coroutine, E, ForwardRequest, ForwardResult, Steps, T
+from kvcli.engine.hf.cache_shim import CacheShim, active_pass, cache_name
+from kvcli.engine.hf.layer_gates import StopForward
 from kvcli.engine.threads import one_pool, use_device
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
 
 
-def run(feeds: Sequence[Feed]) -> list[Made]:
+def run(feeds: Sequence[ForwardRequest]) -> list[ForwardResult]:
     """One pass over each model, the rows of all its feeds side by side; in the order of the feeds.
 
     Feeds that go through other layers of a model make another pass.
     """
-    made: dict[int, Made] = {}
-    for some in passes_of(feeds):
+    made: dict[int, ForwardResult] = {}
+    for some in group_requests(feeds):
         lm, its = feeds[some[0]].lm, [feeds[i] for i in some]
         with one_pool(lm.has_pool and not any(feed.is_prompt for feed in its)):  # what torch does of a prompt is large
             made |= zip(some, _run(lm, its), strict=True)
     return [made[i] for i in range(len(feeds))]
 
 
-def passes_of(feeds: Sequence[Feed]) -> list[list[int]]:
+def group_requests(feeds: Sequence[ForwardRequest]) -> list[list[int]]:
     """Which feeds share a pass: those through the same layers of a model, and no more than leaves rows their bits."""
     alike: dict[tuple[object, ...], list[list[int]]] = {}
     for i, feed in enumerate(feeds):
-        most = feed.lm.most_rows
+        most = feed.lm.max_invariant_rows
         layers = None if feed.layers is None else (feed.layers.start, feed.layers.stop)  # empty ranges are all equal
         key = id(feed.lm), layers, feed.only_kv, most is not None and feed.is_prompt
         passes = alike.setdefault(key, [[]])
@@ -48,17 +48,17 @@ def passes_of(feeds: Sequence[Feed]) -> list[list[int]]:
     return [some for passes in alike.values() for some in passes]
 
 
-def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
+def _run(lm: LM, feeds: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     use_device(lm.device)
-    if any(feed.shows for feed in feeds):
-        lm.shown()
+    if any(feed.record_hidden_states for feed in feeds):
+        lm.enable_hidden_states()
     if lm.frames is not None and (replayed := lm.frames.run(feeds)) is not None:
         yield from replayed
         return
-    passes = [Pass(feed) for feed in feeds]
+    passes = [ForwardPass(feed) for feed in feeds]
     if feeds[0].layers is not None and lm.straight is None:
-        lm.meet_gates()
-    way = SideBySide(passes) if len(passes) > 1 else passes[0]
+        lm.check_layer_gates()
+    way = BatchedPass(passes) if len(passes) > 1 else passes[0]
     if lm.mixers:
         way.trial = lm.mixers.trial(feeds, way.trial)
     logits, hidden = _forward(lm, feeds, way)
@@ -71,10 +71,12 @@ def _run(lm: LM, feeds: Sequence[Feed]) -> Iterator[Made]:
     if lm.is_apart:
         fetch(backs)
     for i, (p, rows, back, left) in enumerate(zip(passes, each, backs, gave, strict=True)):
-        yield Made(rows, back.drawn, back.gleaned, p.fresh, p.queries, left, fold=way.trial.fold(i))
+        yield ForwardResult(rows, back.drawn, back.gleaned, p.fresh, p.queries, left, fold=way.trial.advance_state(i))
 
 
-def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple[Tensor, Tensor | None]:
+def _forward(
+    lm: LM, feeds: Sequence[ForwardRequest], attends: ForwardPass | BatchedPass
+) -> tuple[Tensor, Tensor | None]:
     """Logits of all wanted rows, and the hidden states of all where their layers end below the last.
 
     With none wanted, as in reading, a pass ends where the last layer that stores has its keys and values: what comes
@@ -97,13 +99,13 @@ def _forward(lm: LM, feeds: Sequence[Feed], attends: Pass | SideBySide) -> tuple
             gave = lm.straight(ids, pos, want, attends, attends.layers, attends.hidden)
             return (_no_logits(lm), gave) if is_below else (gave, None)
         return call(lm.model, ids, pos, want, device=lm.entry, its_pass=attends, trial=attends.trial), None
-    except Enough:
+    except StopForward:
         return _no_logits(lm), attends.hidden if is_below else None
 
 
-def _last(lm: LM, feeds: Sequence[Feed], layers: range) -> int:
+def _last(lm: LM, feeds: Sequence[ForwardRequest], layers: range) -> int:
     """Behind which of these layers nothing is wanted."""
-    storing = () if any(feed.hear for feed in feeds) else (i for i in lm.storing if i in layers)
+    storing = () if any(feed.record_queries for feed in feeds) else (i for i in lm.storing if i in layers)
     return max(storing, default=layers.stop - 1)
 
 
@@ -119,7 +121,7 @@ def call(
     *,
     device: torch.device | None = None,
     its_pass: object = None,
-    trial: Trial | None = None,
+    trial: CacheShim | None = None,
 ) -> Tensor:
     """Logits [len(want), V] of one trip of these tokens through a transformers model; by itself it counts positions
     from 0, and wants all rows. Tensors are where the model is, int64.
@@ -134,19 +136,19 @@ def call(
         return numbers if isinstance(numbers, Tensor) else torch.tensor(list(numbers), dtype=torch.int64, device=where)
 
     more: dict[str, object] = {}
-    trial = trial or Trial()
+    trial = trial or CacheShim()
     if its_pass is not None and (name := cache_name(model.__class__)) is not None:
         more[name] = trial
     if pos is not None:
         more["position_ids"] = tensor(pos).unsqueeze(0)
     if want is not None:
         more["logits_to_keep"] = tensor(want)
-    with torch.inference_mode(), under_way(its_pass, trial):
+    with torch.inference_mode(), active_pass(its_pass, trial):
         logits: Tensor = model(input_ids=tensor(ids).unsqueeze(0), use_cache=False, **more).logits[0]
     return logits
 
 
-def events(work: Work[E, T]) -> Generator[E, None, T]:
+def iterate_events(work: Coroutine[E, T]) -> Generator[E, None, T]:
     """The work of one text alone, pass by pass: what it has to say on the way, and what came of it.
 
     What breaks a pass is thrown into the work, at the feed that it broke; closing this closes the work.
@@ -154,7 +156,7 @@ def events(work: Work[E, T]) -> Generator[E, None, T]:
     try:
         said = next(work)
         while True:
-            if not isinstance(said, Feed):
+            if not isinstance(said, ForwardRequest):
                 yield said
                 said = next(work)
                 continue
@@ -171,9 +173,9 @@ def events(work: Work[E, T]) -> Generator[E, None, T]:
         work.close()
 
 
-def drive(work: Work[object, T] | Asks[T]) -> T:
+def run_to_end(work: Coroutine[object, T] | Steps[T]) -> T:
     """The same to its end, whatever it says on the way."""
-    saying = events(work)
+    saying = iterate_events(work)
     while True:
         try:
             next(saying)
@@ -182,12 +184,12 @@ def drive(work: Work[object, T] | Asks[T]) -> T:
             return found
 
 
-class Ticket(Generic[E, T]):
+class EngineTask(Generic[E, T]):
     """One text among others: its work, and what came of it."""
 
-    def __init__(self, work: Work[E, T], outbox: Callable[[E], object]) -> None:
+    def __init__(self, work: Coroutine[E, T], outbox: Callable[[E], object]) -> None:
         self._work, self._outbox = work, outbox
-        self.feed: Feed | None = None  # what it waits for; None = it is over
+        self.feed: ForwardRequest | None = None  # what it waits for; None = it is over
         self.error: BaseException | None = None  # that ended it
         self._found: T | None = None
         self._go_on(lambda: next(work))
@@ -209,7 +211,7 @@ class Ticket(Generic[E, T]):
             self._work.close()
             self.feed, self.error = None, CancelledError()
 
-    def send(self, made: Made) -> None:
+    def send(self, made: ForwardResult) -> None:
         """Its feed was run."""
         self._go_on(lambda: self._work.send(made))
 
@@ -217,11 +219,11 @@ class Ticket(Generic[E, T]):
         """Its feed failed, even alone."""
         self._go_on(lambda: self._work.throw(error))
 
-    def _go_on(self, step: Callable[[], Feed | E]) -> None:
+    def _go_on(self, step: Callable[[], ForwardRequest | E]) -> None:
         """To the next feed, handing out what the work says on the way."""
         try:
             said = step()
-            while not isinstance(said, Feed):
+            while not isinstance(said, ForwardRequest):
                 self._outbox(said)
                 said = next(self._work)
             self.feed = said
@@ -245,16 +247,16 @@ class Engine:
         self._rows = rows
         self._n_waiting = 0  # of the tickets, those in front
         self._has_read = False  # were there prompts in the last round?
-        self._tickets: list[Ticket[Any, Any]] = []
+        self._tickets: list[EngineTask[Any, Any]] = []
 
-    def add(self, work: Work[E, T], outbox: Callable[[E], object] = lambda said: None) -> Ticket[E, T]:
+    def add(self, work: Coroutine[E, T], outbox: Callable[[E], object] = lambda said: None) -> EngineTask[E, T]:
         """Another text. `outbox` hears what its work says on the way, in the thread that runs the rounds."""
-        ticket = Ticket(work, outbox)
+        ticket = EngineTask(work, outbox)
         self._tickets.insert(self._n_waiting, ticket)  # before those that had the last round
         self._n_waiting += 1
         return ticket
 
-    def round(self) -> bool:
+    def step(self) -> bool:
         """One pass for those whose turn it is; False when no text is left."""
         self._tickets = [ticket for ticket in self._tickets if not ticket.is_over]
         if turn := self._turn():
@@ -263,7 +265,7 @@ class Engine:
             self._pass(turn)
         return bool(turn)
 
-    def _turn(self) -> list[Ticket[Any, Any]]:
+    def _turn(self) -> list[EngineTask[Any, Any]]:
         waiting = [(ticket, ticket.feed) for ticket in self._tickets if ticket.feed is not None]
         found = [ticket for ticket, feed in waiting if not feed.is_prompt]
         room = 0 if found and self._has_read else self._rows
@@ -275,7 +277,7 @@ class Engine:
                 self._has_read = True
         return found
 
-    def _pass(self, tickets: list[Ticket[Any, Any]]) -> None:
+    def _pass(self, tickets: list[EngineTask[Any, Any]]) -> None:
         """Those together, or, where that fails, by halves: a lack of memory concerns whom it hits alone."""
         tickets = [ticket for ticket in tickets if not ticket.is_over]  # an outbox may have cancelled one
         try:
@@ -292,10 +294,10 @@ class Engine:
                 ticket.send(of)
 
 
-def together(*works: Work[E, T]) -> list[Ticket[E, T]]:
+def generate_together(*works: Coroutine[E, T]) -> list[EngineTask[E, T]]:
     """Several texts side by side, each to its end; the tickets, in the order of the works, have what came of them."""
     many = Engine()
     tickets = [many.add(work) for work in works]
-    while many.round():
+    while many.step():
         pass
     return tickets

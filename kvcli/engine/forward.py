@@ -1,7 +1,8 @@
 """One pass: rows through the model, attending to the past, a view and each other.
 
-The seam to transformers is the function `attention`, registered once, which finds its pass on a stack, and a `Trial`
-where layers expect their cache (cache_shim.py). Layers, rotary embeddings, norms and the head stay transformers' own.
+The seam to transformers is the function `attention`, registered once, which finds its pass on a stack, and a
+`CacheShim` where layers expect their cache (cache_shim.py). Layers, rotary embeddings, norms and the head stay
+transformers' own.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import Fresh
-from kvcli.engine.hf.cache_shim import Trial, current, noted
-from kvcli.engine.hf.layer_gates import Enough
+from kvcli.engine.forward_request import NewKV
+from kvcli.engine.hf.cache_shim import CacheShim, current, latent_notes
+from kvcli.engine.hf.layer_gates import StopForward
 from kvcli.engine.rows import Rows
-from kvcli.kernels.attend_invariant import Own
-from kvcli.kernels.merge_attention import Part, merge
-from kvcli.kv.slots import Sight
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import PartialAttention, merge_attention
+from kvcli.kv.slots import AttentionParams
 
 if TYPE_CHECKING:
-    from kvcli.engine.cuda_graphs.captured_pass import FixedPass
-    from kvcli.engine.forward_request import Feed
+    from kvcli.engine.cuda_graphs.captured_pass import CapturedForward
+    from kvcli.engine.forward_request import ForwardRequest
 
 PLACE = "kvcli_place"  # of ours in an attention module
 
 
-class Pass:
+class ForwardPass:
     """One trip of a feed's rows through the model; what it made stays here until its rows are accepted."""
 
     last = -1  # the layer after which nothing more is wanted; -1 = run to the logits
@@ -39,23 +40,25 @@ class Pass:
     def n_rows(self) -> int:
         return len(self.rows.ids)
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: ForwardRequest) -> None:
         self._feed = feed
         self.rows = feed.rows
-        self.fresh: dict[int, Fresh] = {}  # by layer
+        self.fresh: dict[int, NewKV] = {}  # by layer
         self.queries: list[Tensor] = []  # per layer q [H, len(hear), D]
-        self._dtype = feed.past.dtype
+        self._dtype = feed.cache.dtype
         self._hear: Tensor | None = None  # on the device
         self._seen: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window, on the layer's device
         self._sent: dict[Any, Any] = {}  # by what kernels have put there for all layers
         # what layers get as their cache; a row that has its bits in any company is read in one way, whatever that costs
         may_expand = feed.is_prompt and feed.rows.sees is None and not feed.lm.is_row_invariant
-        self.trial = Trial(feed.lm.latents, may_expand=may_expand and self._dtype is feed.lm.dtype)
+        self.trial = CacheShim(feed.lm.latents, may_expand=may_expand and self._dtype is feed.lm.dtype)
         self.layers = range(feed.lm.n_layers) if feed.layers is None else feed.layers
-        self.shows = feed.shows
+        self.shows = feed.record_hidden_states
         self.hidden = feed.hidden  # [N, E] before the first of these; behind the last, what they gave
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
+    ) -> Tensor:
         """One layer: q [H, N, D], k, v [K, N, D] after rotary embedding -> [H, N, D].
 
         No mask over the past exists: every stored slot is older than every row, so the only mask is N x N. All is
@@ -67,40 +70,40 @@ class Pass:
             cast = k.to(self._dtype)
             q, k, v = q.to(self._dtype), cast, cast if v is k else v.to(self._dtype)
         assert layer not in self.fresh, "a layer runs once"
-        source, is_last = feed.lm.shapes[layer].shares, layer == self.last
+        source, is_last = feed.lm.shapes[layer].shared_from, layer == self.last
         if source is not None:
             layer, k, v = source, self.fresh[source].k, self.fresh[source].v  # stores know the one that stores
         else:
-            self.fresh[layer] = Fresh(k, v)
-        if feed.hear:
+            self.fresh[layer] = NewKV(k, v)
+        if feed.record_queries:
             self._listen(q)
         if is_last:
-            raise Enough
+            raise StopForward
         if feed.is_prompt:
             sight = replace(sight, is_prompt=True)
         line, sees = rows.sees, self._sees(sight.window, q)
         if (expanded := self.trial.expanded.get(layer)) is not None:
             latent, wide, its_k, its_v = expanded
-            past = [Part(latent.values(p.out), p.lse) for p in feed.past.attend(layer, q, sight, rows.pos)]
-            return merge(
-                [*past, *Own(its_k, its_v, rows.pos, line, sees, sink).parts(wide, sight.scale, sight.softcap)]
+            past = [PartialAttention(latent.values(p.out), p.lse) for p in feed.cache.attend(layer, q, sight, rows.pos)]
+            return merge_attention(
+                [*past, *NewRows(its_k, its_v, rows.pos, line, sees, sink).parts(wide, sight.scale, sight.softcap)]
             )
         if (tree := rows.tree) == len(rows.ids):
-            own = Own(k, v, rows.pos, line, sees, sink, sent=self._sent)
-            return merge(feed.past.attend(layer, q, sight, rows.pos, own))
+            own = NewRows(k, v, rows.pos, line, sees, sink, sent=self._sent)
+            return merge_attention(feed.cache.attend(layer, q, sight, rows.pos, own))
         assert line is not None, "scouts stand beside a tree"
         assert sees is not None
-        of_tree = Own(k[:, :tree], v[:, :tree], rows.pos[:tree], line[:tree, :tree], sees[:tree, :tree], sink)
-        for_scouts = Own(k, v, rows.pos, line[tree:], sees[tree:], sink)
+        of_tree = NewRows(k[:, :tree], v[:, :tree], rows.pos[:tree], line[:tree, :tree], sees[:tree, :tree], sink)
+        for_scouts = NewRows(k, v, rows.pos, line[tree:], sees[tree:], sink)
         of_tree.sent = for_scouts.sent = self._sent
-        its = feed.past.attend(layer, q[:, :tree], sight, rows.pos[:tree], of_tree)  # scouts change nothing of it
-        theirs = (feed.view or feed.past).attend(layer, q[:, tree:], sight, rows.pos[tree:], for_scouts)
-        return torch.cat([merge(parts).to(q.dtype) for parts in (its, theirs)], dim=1)
+        its = feed.cache.attend(layer, q[:, :tree], sight, rows.pos[:tree], of_tree)  # scouts change nothing of it
+        theirs = (feed.view or feed.cache).attend(layer, q[:, tree:], sight, rows.pos[tree:], for_scouts)
+        return torch.cat([merge_attention(parts).to(q.dtype) for parts in (its, theirs)], dim=1)
 
     def _listen(self, q: Tensor) -> None:
         """Keep the queries of the heard rows in a layer."""
         if self._hear is None or self._hear.device != q.device:
-            self._hear = torch.tensor(list(self._feed.hear), device=q.device, dtype=torch.int64)
+            self._hear = torch.tensor(list(self._feed.record_queries), device=q.device, dtype=torch.int64)
         self.queries.append(q[:, self._hear])  # a copy: a slice would keep all rows alive
 
     def _sees(self, window: int | None, like: Tensor) -> Tensor | None:
@@ -112,21 +115,23 @@ class Pass:
         return self._seen[key]
 
 
-class SideBySide:
+class BatchedPass:
     """Passes of several texts in one trip through the same layers: each row attends to its own text, and everything
     else is row by row."""
 
     last = -1
     shown: Tensor | None = None
 
-    def __init__(self, passes: Sequence[Pass | FixedPass]) -> None:
-        self._passes, self.trial = passes, Trial(passes[0].trial.latents)
+    def __init__(self, passes: Sequence[ForwardPass | CapturedForward]) -> None:
+        self._passes, self.trial = passes, CacheShim(passes[0].trial.latents)
         self.shows = any(p.shows for p in passes)
         self.layers = passes[0].layers
         each = [p.hidden for p in passes if p.hidden is not None]
         self.hidden = torch.cat(each) if each else None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
+    ) -> Tensor:
         """As of one pass, their rows one text behind the other."""
         counts = [p.n_rows for p in self._passes]
         keys = torch.split(k, counts, dim=1)
@@ -134,7 +139,7 @@ class SideBySide:
         each = zip(self._passes, torch.split(q, counts, dim=1), keys, values, strict=True)
         outs = [p.attend(layer, its_q, its_k, its_v, sight, sink) for p, its_q, its_k, its_v in each]
         if layer == self.last:
-            raise Enough
+            raise StopForward
         return torch.cat([out.to(q.dtype) for out in outs], dim=1)
 
 
@@ -152,15 +157,15 @@ def attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers: [1, H, N, D], [1, K, N, D] -> [1, N, H, D]."""
-    sight = sight_of(query, scaling, softcap, sliding_window)
-    layer, own = place_of(module), own_number(module)
+    sight = attention_params_of(query, scaling, softcap, sliding_window)
+    layer, own = layer_index_of(module), own_number(module)
     its_pass: Any = current()  # a pass, or several side by side
-    if (held := noted(own)) is None:
+    if (held := latent_notes(own)) is None:
         out = its_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
     else:
         latent, k = held
         q = latent.queries(query[0])
-        is_expanded = key.shape[2] == k.shape[1] >= latent.pays_from
+        is_expanded = key.shape[2] == k.shape[1] >= latent.expand_threshold
         if is_expanded:
             its_pass.trial.expanded[layer] = latent, query[0], key[0], value[0]
         out = its_pass.attend(layer, q, k, k, sight, s_aux)
@@ -175,18 +180,20 @@ def own_number(module: torch.nn.Module) -> int:
     return number
 
 
-def place_of(module: torch.nn.Module) -> int:
+def layer_index_of(module: torch.nn.Module) -> int:
     """Which of the layers that attend this is: where others do not, its own number is another (model_probe.py)."""
     place: int = vars(module).get(PLACE, own_number(module))
     return place
 
 
-def sight_of(query: Tensor, scaling: float | None, softcap: float | None, window: int | None) -> Sight:
+def attention_params_of(
+    query: Tensor, scaling: float | None, softcap: float | None, window: int | None
+) -> AttentionParams:
     """How a layer looks at slots, from what it hands to its attention function; query [.., D]."""
     return _sight(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap or 0.0, window)
 
 
-_sight = lru_cache(64)(Sight)  # layers hand over the same few in every pass
+_sight = lru_cache(64)(AttentionParams)  # layers hand over the same few in every pass
 
 
 def _band(rows: Rows, window: int) -> Tensor | None:

@@ -77,29 +77,29 @@ def working_bytes(
     rows = next((frame for frame in FRAMES if frame >= rows), rows) if is_fused else rows
     scores = [0 if is_native or is_fused else _scores(shape, n, slots, device) for n in (chunk, rows)]
     layer = max(_inner(shape, chunk, number), _attention(shape, chunk, number) + scores[0])
-    fresh = fresh_bytes(shape, chunk, kv_number)
+    fresh = new_kv_bytes(shape, chunk, kv_number)
     reading = layer + (fresh // shape.layers if waiting else fresh)
     reading += 0 if device == "cpu" else min(UNPACKED, largest)
     logits = rows * shape.vocab * number if is_fused and draws else logits_bytes(shape, rows, device)
-    writing = fresh_bytes(shape, rows, kv_number) + _attention(shape, rows, number) + scores[1] + logits
+    writing = new_kv_bytes(shape, rows, kv_number) + _attention(shape, rows, number) + scores[1] + logits
     writing += _parts(shape, rows, slots) if is_fused else 0
     # what waits is a block or two, as large as the prompt: those go back whole
     return max(int(kept * reading) + waiting * shape.hidden * number, int(kept * writing))
 
 
-def recorded_bytes(shape: Shape, *, rows: int, slots: int, number: int, kv_number: int, draws: bool) -> int:
+def captured_bytes(shape: Shape, *, rows: int, slots: int, number: int, kv_number: int, draws: bool) -> int:
     """What captured passes keep between two times that they run, while a prompt is read, too: one of each size up to
     that of `rows` rows. What they compute with and what draws share a pool."""
 
     def one(n: int) -> int:
         layer = max(_inner(shape, n, number), _attention(shape, n, number)) + _parts(shape, n, slots)
         drawn = (number if draws else number + DRAWN) * n * shape.vocab
-        return fresh_bytes(shape, n, kv_number) + max(layer, drawn)
+        return new_kv_bytes(shape, n, kv_number) + max(layer, drawn)
 
-    return sum(map(one, frames(rows)))
+    return sum(map(one, captured_sizes(rows)))
 
 
-def frames(rows: int) -> tuple[int, ...]:
+def captured_sizes(rows: int) -> tuple[int, ...]:
     """Rows of captured passes where a draft has so many: wider ones are not captured."""
     most = next((frame for frame in FRAMES if frame >= rows), FRAMES[-1])
     return FRAMES[: FRAMES.index(most) + 1]
@@ -117,7 +117,7 @@ def _parts(shape: Shape, rows: int, slots: int) -> int:
     return WIDE * rows * (shape.heads * spans * (shape.head_dim + 1) + STRETCHES * max(2 * shape.inner, shape.hidden))
 
 
-def fresh_bytes(shape: Shape, rows: int, number: int) -> int:
+def new_kv_bytes(shape: Shape, rows: int, number: int) -> int:
     """Keys and values of the pass itself, in all its layers, until its rows are accepted."""
     return shape.kv_per_token * rows * number
 

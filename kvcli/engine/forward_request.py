@@ -1,7 +1,8 @@
 """What one text wants of one pass over one model, and what the pass made of it.
 
-Whoever needs a model (a session, a drafter, a policy) is a generator that yields a `Feed` and is sent the `Made`: it
-never calls a model itself. So one text, or many side by side, run the same code, and the engine decides.
+Whoever needs a model (a session, a drafter, a policy) is a generator that yields a `ForwardRequest` and is sent the
+`ForwardResult`: it never calls a model itself. So one text, or many side by side, run the same code, and the engine
+decides.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
 
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.rows import Rows
-    from kvcli.engine.sequence.sampler import Draw
-    from kvcli.kv.recurrent_state import States
-    from kvcli.kv.slots import Readable, Reader
+    from kvcli.engine.sequence.sampler import SamplingContext
+    from kvcli.kv.recurrent_state import RecurrentStates
+    from kvcli.kv.slots import Attendable, CacheReader
 
 Glean = Callable[["Tensor"], "Tensor"]  # logits [n, V] -> a few numbers [n, m] each
 
@@ -27,19 +28,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
-    """Rows of one text for one pass. What they read is in `past`; nothing of them is stored."""
+class ForwardRequest:
+    """Rows of one text for one pass. What they read is in `cache`; nothing of them is stored."""
 
     lm: LM
     rows: Rows
-    past: Reader  # what tree rows read
-    view: Readable | None = None  # what scout rows read; None = past
+    cache: CacheReader  # what tree rows read
+    view: Attendable | None = None  # what scout rows read; None = past
     want: Sequence[int] = ()  # rows whose logits are computed, those of the tree first where anything is drawn
-    draw: Draw | None = None  # how the tokens behind the tree's rows are drawn; None = none is
-    glean: Glean | None = None  # what else the host is to learn of each wanted row's logits
-    hear: Sequence[int] = ()  # rows whose queries are handed back
+    draw: SamplingContext | None = None  # how the tokens behind the tree's rows are drawn; None = none is
+    logits_hook: Glean | None = None  # what else the host is to learn of each wanted row's logits
+    record_queries: Sequence[int] = ()  # rows whose queries are handed back
     grows: int = 0  # tokens that may be stored before a policy lets some go, or the answer ends
-    states: States | None = (
+    states: RecurrentStates | None = (
         None  # what mixers know of the past (recurrent_layers.py); None = this way of reading has none
     )
     is_prompt: bool = False  # the rows are of a text being read: no tier leaves anything out for them
@@ -47,11 +48,13 @@ class Feed:
     layers: range | None = None
     hidden: Tensor | None = None  # [N, E]: what goes into the first of these, or a head beside its tokens; None = those
     only_kv: bool = False  # it ends where the last of these has keys and values
-    shows: bool = False  # is the hidden state of each wanted row handed back, as the output layer is given it?
+    record_hidden_states: bool = (
+        False  # is the hidden state of each wanted row handed back, as the output layer is given it?
+    )
 
 
 @dataclass(slots=True)  # not frozen: one is made in each layer of a pass, and freezing takes four times as long
-class Fresh:
+class NewKV:
     """Keys and values that a pass made in one layer; never in the store."""
 
     k: Tensor  # [K, N, D]
@@ -59,24 +62,24 @@ class Fresh:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ForwardResult:
     """What a pass made of a feed. Its tensors may be those of the next pass by the time of that one."""
 
     logits: Tensor  # [len(want), V]; none where the next pass is under way already
     drawn: Callable[[int], int]  # tree row -> the token behind it; raises BadModel where the logits are no numbers
-    gleaned: Callable[[int], list[float]]  # index into want -> what was gleaned
-    fresh: Mapping[int, Fresh]  # by layer; none of a layer that shares the slots of another, nor with `keep`
+    hook_output: Callable[[int], list[float]]  # index into want -> what was gleaned
+    fresh: Mapping[int, NewKV]  # by layer; none of a layer that shares the slots of another, nor with `keep`
     queries: Sequence[Tensor]  # per layer [H, len(hear), D]; nothing where nothing is heard
     hidden: Tensor | None = None  # [N, E]: what its layers gave, where they end below the last; [len(want), E]: shown
     keep: Callable[[Sequence[int]], None] | None = None  # has the device store these rows; None = the host does it
     fold: Callable[[int], None] | None = None  # has mixers take in so many of the rows; None = there are none
 
 
-Asks = Generator[Feed, Made, T]  # work that may need passes, and what comes of it
-Work = Generator[Feed | E, Made, T]  # work that has something to say on the way, too
+Steps = Generator[ForwardRequest, ForwardResult, T]  # work that may need passes, and what comes of it
+Coroutine = Generator[ForwardRequest | E, ForwardResult, T]  # work that has something to say on the way, too
 
 
-def until(work: Asks[T], cancel: Callable[[], bool]) -> Asks[T | None]:
+def run_until_cancelled(work: Steps[T], cancel: Callable[[], bool]) -> Steps[T | None]:
     """Its passes, as long as `cancel()` does not say otherwise between two; None where it did."""
     try:
         feed = next(work)
@@ -90,7 +93,7 @@ def until(work: Asks[T], cancel: Callable[[], bool]) -> Asks[T | None]:
     return None
 
 
-def asked(found: Asks[T] | T) -> Asks[T]:
+def await_passes(found: Steps[T] | T) -> Steps[T]:
     """What came of something that may need passes, or was there at once."""
     if isgenerator(found):
         plain: T = yield from found

@@ -43,7 +43,7 @@ def used_bytes(device: torch.device) -> tuple[int, int]:
     return total - free, total
 
 
-def spare_bytes(device: torch.device) -> int:
+def free_device_bytes(device: torch.device) -> int:
     """What is free there now, without what nothing plans with."""
     if device.type == "cuda":
         free, card = map(int, torch.cuda.mem_get_info(device))
@@ -52,7 +52,7 @@ def spare_bytes(device: torch.device) -> int:
     return free - kept_free(free)
 
 
-def give_back(t: Tensor) -> None:
+def drop_pages(t: Tensor) -> None:
     """Drop the pages of a tensor that nobody will read again, if they are mapped from a file. Only Linux can.
 
     Weights are views of one mapping of their file, which lives as long as any of them. Without this, a weight that was

@@ -14,7 +14,7 @@ Hears = Literal["", "queries", "hidden"]  # what of a step's tree rows its draft
 
 
 @dataclass(frozen=True, slots=True)
-class Scouts:
+class LookaheadRows:
     """Rows that nobody verifies, run for the drafter's benefit (FAFO's fumbling, Lookahead's window)."""
 
     ids: list[int]  # F tokens
@@ -33,8 +33,8 @@ class Draft:
 
     ids: list[int]
     parent: list[int]
-    scouts: Scouts | None = None
-    hears: Hears = ""  # what is to be handed back of the tree's rows, by `Step.queries` or `Step.hidden`
+    scouts: LookaheadRows | None = None
+    needs: Hears = ""  # what is to be handed back of the tree's rows, by `Step.queries` or `Step.hidden`
     ahead: int = 0  # without guesses: how many passes of one row follow, unless the text ends before; as in Rows
 
     @staticmethod
@@ -124,7 +124,7 @@ class Rows:
                 below[p].append(row)
         return below
 
-    def above(self, row: int) -> list[int]:
+    def ancestors(self, row: int) -> list[int]:
         """Tree rows that this one sees: itself and its ancestors, the nearest first."""
         found = []
         while row >= 0:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.drafting.report import Report
+    from kvcli.engine.drafting.report import DraftReport
     from kvcli.engine.rows import Rows
     from kvcli.settings.schema import Order
 
@@ -31,7 +31,7 @@ class Step:
     path: list[int]  # accepted rows, row 0 first
     new: list[int]  # tokens added to the text
     seconds: float  # wall time from proposing to committing; of a step that is over, to its end
-    gleaned: Callable[[int], list[float]] = _nothing  # what the drafter gleans, by row of logits
+    hook_output: Callable[[int], list[float]] = _nothing  # what the drafter gleans, by row of logits
     queries: Sequence[Tensor] = ()  # per layer [H, tree, D], where the draft asked to hear them
     hidden: Tensor | None = None  # by row of logits [N, E], behind the last norm, where the draft asked
 
@@ -73,8 +73,10 @@ class Stats:
     histogram: list[int] = field(default_factory=list)  # histogram[i]: drafted passes that accepted i guesses
     recent: list[int] = field(default_factory=list)  # tokens gained by each of the last passes, for the sparkline
     kv: dict[str, int] = field(default_factory=dict)  # bytes by tier
-    near: float | None = None  # share of what recall read of host memory or a disk that was near already; None = none
-    reach: str = ""  # how rows reach slots in host memory, in words; "" = there are none
+    page_hit_rate: float | None = (
+        None  # share of what recall read of host memory or a disk that was near already; None = none
+    )
+    host_access: str = ""  # how rows reach slots in host memory, in words; "" = there are none
     kv_fp16: int = 0  # the same slots at 16 bit, for the compression factor
     peak: int = 0
     used: int = 0  # of a GPU, by all programs, as its driver says when the turn ends; 0 = there is none
@@ -90,7 +92,7 @@ class Stats:
     sampling: dict[str, float] = field(default_factory=dict)  # the sampler's settings, by their keys in a profile
     plain: list[float] = field(default_factory=list)  # seconds of the last passes that carried no draft
 
-    def fold(self, step: Step) -> None:
+    def add_step(self, step: Step) -> None:
         """Count one decoding step."""
         self.passes += 1
         self.new += len(step.new)
@@ -112,7 +114,7 @@ class Stats:
         self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
         self.histogram[accepted] += 1
 
-    def hear(self, before: Report, after: Report) -> None:
+    def add_draft_report(self, before: DraftReport, after: DraftReport) -> None:
         """What drafting did in this turn, from its reports before and after."""
         self.paused_passes = after.paused_passes - before.paused_passes
         self.paused_why = after.reason if after.paused else ""

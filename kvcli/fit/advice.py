@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from kvcli.errors import KvcliError
 from kvcli.fit.auto_placement import plan_on
 from kvcli.fit.available_memory import choose
-from kvcli.fit.plan import Facts, Plan, Subject
+from kvcli.fit.plan import MeasuredFacts, Plan, PlannedModel
 from kvcli.fit.run_log import NOTHING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from kvcli.fit.available_memory import Room
+    from kvcli.fit.available_memory import AvailableMemory
     from kvcli.settings.profile import Profile
 
 MIB = 1 << 20
@@ -33,7 +33,11 @@ class Change:
 
 
 def changes(
-    subject: Subject, wrong: Plan, others: Mapping[str, Profile], rooms: Mapping[str, Room], facts: Facts
+    subject: PlannedModel,
+    wrong: Plan,
+    others: Mapping[str, Profile],
+    rooms: Mapping[str, AvailableMemory],
+    facts: MeasuredFacts,
 ) -> list[Change]:
     """At most three, those that change the text least first."""
     found: list[Change] = []
@@ -59,7 +63,9 @@ def _round(context: int) -> int:
     return context // ROUND * ROUND or context
 
 
-def _candidates(wrong: Plan, others: Mapping[str, Profile], rooms: Mapping[str, Room]) -> Iterator[tuple[Any, ...]]:
+def _candidates(
+    wrong: Plan, others: Mapping[str, Profile], rooms: Mapping[str, AvailableMemory]
+) -> Iterator[tuple[Any, ...]]:
     """What to type, the profile then, the room, the context; in the order of what they cost the user."""
     profile, room, context = wrong.profile, wrong.room, wrong.need.context
     if wrong.need.short and wrong.run.spends is not None:

@@ -10,19 +10,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcli.assemble import may_split
-from kvcli.fit.plan import Facts, Plan, Subject, plan
+from kvcli.fit.plan import MeasuredFacts, Plan, PlannedModel, plan
 from kvcli.settings.settings import BY, DEFAULT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvcli.fit.available_memory import Room
+    from kvcli.fit.available_memory import AvailableMemory
     from kvcli.settings.profile import Profile
 
 WINDOW = 8192  # tokens that a split is made for where no window is asked for
 
 
-def plan_on(subject: Subject, profile: Profile, room: Room, context: int | None, facts: Facts) -> Plan:
+def plan_on(
+    subject: PlannedModel, profile: Profile, room: AvailableMemory, context: int | None, facts: MeasuredFacts
+) -> Plan:
     """As `plan`, but on a GPU with what fits, where the profile leaves it open; `plan.profile` says what that is.
 
     The last that was tried where nothing fits.
@@ -78,12 +80,14 @@ def _is_enough(found: Plan, context: int | None) -> bool:
     return found.most >= min(found.profile.context.reserve + 1, found.limit)
 
 
-def _packed(subject: Subject, profile: Profile) -> Iterator[Profile]:
+def _packed(subject: PlannedModel, profile: Profile) -> Iterator[Profile]:
     if profile.origins["load.quant"] == DEFAULT.name and not subject.packing.stays("cuda"):
         yield profile.changed({"load": {"quant": "int4"}}, BY)
 
 
-def _split(subject: Subject, profile: Profile, room: Room, context: int | None, facts: Facts) -> Plan | None:
+def _split(
+    subject: PlannedModel, profile: Profile, room: AvailableMemory, context: int | None, facts: MeasuredFacts
+) -> Plan | None:
     """With as many layers on the card as fit there; None where no number of them does."""
     layers, limit, window = subject.shape.layers, subject.shape.limit, profile.context.limit
 

@@ -24,7 +24,7 @@ _LIMITS = (  # of the container this process may be in: most, used, and the fiel
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class AvailableMemory:
     """Where a model would run."""
 
     device: str  # cpu, cuda:0, mps
@@ -51,43 +51,46 @@ class Room:
         return self.available - self.kept_free
 
     @property
-    def empty(self) -> Room:
+    def empty(self) -> AvailableMemory:
         """The same while nothing else takes memory: unlike what is available, it does not change from hour to hour."""
         return replace(self, available=max(self.available, self.total - CONTEXT * (self.kind == "cuda")))
 
 
-def rooms(vram: int | None = None, ram: int | None = None) -> dict[str, Room]:
+def rooms(vram: int | None = None, ram: int | None = None) -> dict[str, AvailableMemory]:
     """Each device of this machine, the CPU first; `vram` and `ram` replace what was found."""
     from kvcli.models import machine
 
-    found: dict[str, Room] = {}
+    found: dict[str, AvailableMemory] = {}
     for device in machine.devices():
         if device.free is not None:
             free = min(device.free, container_room()) if device.kind == "cpu" else device.free
             more = (device.total or 0, device.capability, device.unserved) if device.kind != "cpu" else ()
-            found[device.kind] = Room(device.kind, free, device.name, False, 0, *more)
+            found[device.kind] = AvailableMemory(device.kind, free, device.name, False, 0, *more)
     if ram is not None:
-        found["cpu"] = Room("cpu", ram, is_described=True)
+        found["cpu"] = AvailableMemory("cpu", ram, is_described=True)
     if vram is not None:
-        found = {"cpu": found["cpu"], "cuda:0": Room("cuda:0", max(0, vram - CONTEXT), is_described=True, total=vram)}
+        found = {
+            "cpu": found["cpu"],
+            "cuda:0": AvailableMemory("cuda:0", max(0, vram - CONTEXT), is_described=True, total=vram),
+        }
     behind = found["cpu"].usable
     return {kind: replace(room, host=behind if room.kind == "cuda" else 0) for kind, room in found.items()}
 
 
-def look() -> Room:
+def look() -> AvailableMemory:
     """The first GPU, else the CPU, without torch, whose import takes seconds: to say what would fit."""
     if smi := shutil.which("nvidia-smi"):
         asked = [smi, "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
         with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
             said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
             free, total = (int(number) << 20 for number in said.splitlines()[0].split(","))
-            return Room("cuda:0", max(0, free - CONTEXT), total=total)
+            return AvailableMemory("cuda:0", max(0, free - CONTEXT), total=total)
     memory = psutil.virtual_memory()
     total = min(memory.total, container_room(is_empty=True))
-    return Room("cpu", min(memory.available, container_room()), total=total)
+    return AvailableMemory("cpu", min(memory.available, container_room()), total=total)
 
 
-def choose(found: dict[str, Room], device: str) -> Room:
+def choose(found: dict[str, AvailableMemory], device: str) -> AvailableMemory:
     """The room that `load.device` names; auto is the first GPU, else the CPU."""
     if device == "auto":
         return next((room for kind, room in found.items() if kind.startswith("cuda")), found["cpu"])

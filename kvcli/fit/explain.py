@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from kvcli.errors import KvcliError
 from kvcli.fit.auto_placement import plan_on
 from kvcli.fit.speed import at, by_rows
-from kvcli.methods.policies.precision.plan import quality, ways
+from kvcli.methods.policies.precision.plan import level_paths, quality
 from kvcli.schemas.fit import FitBudget, FitChange, FitPart, FitRung
 from kvcli.schemas.heads import SAMPLE, TEXTS
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.fit.plan import Plan, Subject
-    from kvcli.kv.cache.precision_budget import Spending
+    from kvcli.fit.plan import Plan, PlannedModel
+    from kvcli.kv.cache.precision_budget import PrecisionBudget
     from kvcli.schemas.fit import CalibrationDocument
 
 # of the short passes behind a text of which a head map is made (heads/run.py): one without each head in turn, one with
@@ -56,7 +56,7 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
     )
 
 
-def _rungs(spent: Spending, n: int, most: float) -> list[FitRung]:
+def _rungs(spent: PrecisionBudget, n: int, most: float) -> list[FitRung]:
     costs, bits = spent.by_rung, [16, *spent.bits, *([0] if spent.has_place else []), 0]
     shares = _placed(spent, n, most / n)
     return [
@@ -71,14 +71,14 @@ def _rungs(spent: Spending, n: int, most: float) -> list[FitRung]:
     ]
 
 
-def _room(spent: Spending, rung: int, cost: float, most: float) -> int:
+def _room(spent: PrecisionBudget, rung: int, cost: float, most: float) -> int:
     """Tokens, were all of them on this rung."""
     held = spent.holds if spent.has_place and rung == spent.last - 1 else None
     room = int(most / cost) if cost else held or 0
     return room if held is None else min(room, held)
 
 
-def _placed(spent: Spending, n: int, each: float) -> list[float]:
+def _placed(spent: PrecisionBudget, n: int, each: float) -> list[float]:
     """Shares of tokens worth the same, by rung; no more elsewhere than have room there, as the policy has it."""
     costs, left, there = spent.by_rung, quality(spent), spent.last - 1
     shares = alike(costs, left, each)
@@ -93,7 +93,7 @@ def _placed(spent: Spending, n: int, each: float) -> list[float]:
 def alike(costs: list[float], left: list[float], each: float) -> list[float]:
     """Of tokens that are worth the same, with `each` bytes for one of them: the share on each rung. A mixture of two
     next to each other among those that are ever best; `left`: of its worth, by rung."""
-    path = [0, *ways(costs, left)[0].to]
+    path = [0, *level_paths(costs, left)[0].to]
     shares = [0.0] * len(costs)
     for upper, lower in pairwise(path):
         if costs[lower] <= each:
@@ -115,7 +115,7 @@ def _to_map(heads: int, calibration: CalibrationDocument | None) -> float | None
     return TEXTS * (reading + (3 + heads) * short)
 
 
-def parts(plan: Plan, subject: Subject) -> list[FitPart]:
+def parts(plan: Plan, subject: PlannedModel) -> list[FitPart]:
     """What takes memory, the most first, and what of all that a profile can have makes it smaller."""
     need = plan.need
     names = {
@@ -124,7 +124,7 @@ def parts(plan: Plan, subject: Subject) -> list[FitPart]:
         "what drafts": need.draft,
         "program": need.base,
         "working memory": need.working,
-        "loading": need.surge,
+        "loading": need.loading_peak,
     }
     found = {name: FitPart(name=name, bytes=size, changes=[]) for name, size in names.items() if size}
     for name, words, changes in _ways(plan):

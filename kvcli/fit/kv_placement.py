@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from kvcli.kv.cache.level import SLACK
 from kvcli.kv.footprint import STEP
-from kvcli.kv.out_of_memory import Shortage
+from kvcli.kv.out_of_memory import CacheFull
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.kv.capacity import Room
+    from kvcli.kv.capacity import CacheCapacity
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class KVPlacement:
     """Bytes."""
 
     device: int
@@ -26,7 +26,7 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldSlots:
     """Slots a head."""
 
     settled: int  # at a boundary, the longest
@@ -42,23 +42,23 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Caps:
+class TierLimits:
     """What a store is told of its room, so that a plan refuses what the store would."""
 
-    room: Callable[[int, int], Room]  # tokens of a pass, bytes free where no size is given
+    room: Callable[[int, int], CacheCapacity]  # tokens of a pass, bytes free where no size is given
     free: int  # of the device, for a whole plan
     host: int = 0  # of host memory behind it
 
-    def spread(self, held: Held, chunk: int, beside: int) -> Places:
+    def spread(self, held: HeldSlots, chunk: int, beside: int) -> KVPlacement:
         """Places for what is held, the device first; `beside`: bytes of what else the plan needs there."""
         room, whole = self.room(chunk, max(0, self.free - beside)), held.nbytes(held.most)
         cap = size_of(room.memory.device) if room.memory.device != "auto" else room.free
         try:
-            most = room.most
-        except Shortage:  # not even for what comes between two boundaries
-            return Places(min(whole, cap), over=max(1, whole - cap))
+            most = room.max_slots
+        except CacheFull:  # not even for what comes between two boundaries
+            return KVPlacement(min(whole, cap), over=max(1, whole - cap))
         if most is None:
-            return Places(whole)
+            return KVPlacement(whole)
         stored = max(held.settled, min(held.stored, most) if held.drops else held.stored)
         over = max(0, stored - most) * room.narrow
         here = (room.on_device or 0) * (SLACK + 1) // SLACK + room.between  # before the oldest move
@@ -67,4 +67,4 @@ class Caps:
         left = max(left, min(held.moved, stored) * room.narrow)
         host = min(left, room.in_host * room.narrow)
         away = left // room.narrow * (room.far - room.index)
-        return Places(device + away, host, (left - host) * room.wide // room.narrow, over)
+        return KVPlacement(device + away, host, (left - host) * room.wide // room.narrow, over)

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from kvcli.engine.forward_memory import frames, fresh_bytes, recorded_bytes, working_bytes
+from kvcli.engine.forward_memory import captured_bytes, captured_sizes, new_kv_bytes, working_bytes
 from kvcli.fit import cuda_overhead
-from kvcli.fit.kv_placement import Held
+from kvcli.fit.kv_placement import HeldSlots
 from kvcli.fit.working_memory import check_bytes, product_bytes
 from kvcli.kv.cache.precision_budget import PLACED, WORTH
 from kvcli.kv.capacity import EVERY
 from kvcli.kv.footprint import STEP
 from kvcli.kv.sliding_windows import Window, windows_of
-from kvcli.kv.slots import LayerShape, Sight
+from kvcli.kv.slots import AttentionParams, LayerShape
 from kvcli.kv.tiers.device_tables import MOST_ROWS
 
 if TYPE_CHECKING:
-    from kvcli.fit.kv_placement import Caps
+    from kvcli.fit.kv_placement import TierLimits
     from kvcli.fit.weights import Weights
-    from kvcli.kv.cache.precision_budget import Spending
+    from kvcli.kv.cache.precision_budget import PrecisionBudget
     from kvcli.models.shape import Shape
     from kvcli.settings.schema import Order
 
@@ -31,7 +31,7 @@ POSITION = 4  # bytes of a slot's position
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class DraftModelNeed:
     """A model that drafts, in bytes. It is loaded behind the other, and their passes take turns."""
 
     stored: Callable[[int], int]  # with n tokens, its weights, keys and values
@@ -41,7 +41,7 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunShape:
     """What decides how much memory a run takes, beside the model."""
 
     device: str  # cpu, cuda, mps
@@ -49,7 +49,7 @@ class Run:
     kv_number: int  # bytes of a stored number, as the newest tokens have it
     layer: Callable[[LayerShape, int, int], int]  # bytes of one with so many slots a head, so many just stored
     index: Callable[[int, int], int]  # of the same slots in all layers, what recall knows them by
-    caps: Caps
+    caps: TierLimits
     chunk: int  # tokens read in one pass
     rows: int  # rows of a decoding pass, at most
     slots: Callable[[int], int]  # of n tokens, how many a head keeps
@@ -60,9 +60,9 @@ class Run:
     answer: int  # tokens of one at most: sliding layers give back what they hide when the next text is read
     tables: Callable[[int], int]  # bytes of host memory in which the drafter remembers n tokens
     copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of
-    second: Beside | None  # a model that drafts
+    second: DraftModelNeed | None  # a model that drafts
     lower: int | None  # bytes on the device of a slot of all layers that a policy moves down; None: it is forgotten
-    spends: Spending | None  # what a policy may spend at a boundary; None: as many bytes as there are
+    spends: PrecisionBudget | None  # what a policy may spend at a boundary; None: as many bytes as there are
     always: int  # tokens that it leaves whole, whatever there is to spend
     texts: int  # among which it divides what is free
     drops: bool  # what is moved down is forgotten after all where there is no room
@@ -112,7 +112,7 @@ class Need:
         return max(self.running, self.loading)
 
     @property
-    def surge(self) -> int:
+    def loading_peak(self) -> int:
         """What loading takes at its highest beyond all that runs later."""
         return self.peak - self.running
 
@@ -132,11 +132,11 @@ def kv_bytes(shape: Shape, slots: int, number: float, *, windows: bool = False) 
 def stored(shape: Shape) -> tuple[tuple[LayerShape, int | None], ...]:
     """What each layer stores as a store is told of it, and the window of the rows that look furthest back in it."""
     shapes = [LayerShape(of.kv_heads, of.key, of.value, of.shares, rank=of.rank) for of in shape.stores]
-    windows = windows_of(shapes, [Sight(1.0, window=window) for window in shape.windows])
+    windows = windows_of(shapes, [AttentionParams(1.0, window=window) for window in shape.windows])
     return tuple((of, windows[i].size if i in windows else None) for i, of in enumerate(shapes))
 
 
-def _waiting(shape: Shape, run: Run, context: int, held: int) -> int:
+def _waiting(shape: Shape, run: RunShape, context: int, held: int) -> int:
     """Rows that wait between layers beside what these hold: what the last one is given goes as it stores, in memory
     that the system brings as it is written."""
     of, window = stored(shape)[-1]
@@ -145,7 +145,7 @@ def _waiting(shape: Shape, run: Run, context: int, held: int) -> int:
     return max(1, context - last // (shape.hidden * run.number))
 
 
-def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
+def need(shape: Shape, weights: Weights, run: RunShape, context: int) -> Need:
     """What a text of `context` tokens needs."""
     chunk = min(run.chunk, context)
     held = settled = run.slots(context)
@@ -195,7 +195,9 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
         return found if most is None else min(found, most + newest)
 
     is_all = run.lower is not None  # stored, at a boundary too
-    spread = Held(held, 0, nbytes, context, known, run.drops) if is_all else Held(settled, held - settled, nbytes)
+    spread = (
+        HeldSlots(held, 0, nbytes, context, known, run.drops) if is_all else HeldSlots(settled, held - settled, nbytes)
+    )
     state = shape.folds.nbytes(run.number)
     working += state + shape.folds.layers * shape.folds.taped * run.rows * run.number  # what a pass makes of it
     behind = run.behind(context) * shape.hidden * run.number + state * (1 + run.checkpoints)
@@ -207,7 +209,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     base = run.base
     if run.records:
         number, kv_number = run.number, run.kv_number
-        base += cuda_overhead.captured(shape.layers, len(frames(run.rows))) + recorded_bytes(
+        base += cuda_overhead.captured(shape.layers, len(captured_sizes(run.rows))) + captured_bytes(
             shape, rows=run.rows, slots=held + moved, number=number, kv_number=kv_number, draws=run.draws
         )
     beside = base + on_card + draft + working + behind
@@ -222,7 +224,7 @@ def need(shape: Shape, weights: Weights, run: Run, context: int) -> Need:
     places = run.caps.spread(spread, chunk, beside)
     if run.device == "cuda" and below < shape.layers:  # a layer that grows is there twice, while nothing is computed
         grown = places.device // (shape.layers - below)
-        working = max(working, fresh_bytes(shape, chunk, run.kv_number) + grown)
+        working = max(working, new_kv_bytes(shape, chunk, run.kv_number) + grown)
     of_host = top(stored(shape)[:below], spread.most), sizes(device="cpu") if below else 0
     loading, mapped = loading_bytes(shape, weights, run.number, run.device, check=run.check)
     loading -= on_host
@@ -262,7 +264,7 @@ def loading_bytes(shape: Shape, weights: Weights, number: int, device: str, *, c
     return whole + mapped + max(checked, weights.packing), mapped  # wherever it is packed
 
 
-def largest(shape: Shape, weights: Weights, run: Run, room: int, most: int) -> int:
+def largest(shape: Shape, weights: Weights, run: RunShape, room: int, most: int) -> int:
     """The longest context, at most `most` tokens, whose need is within `room`; 0 = none."""
 
     def fits(n: int) -> bool:

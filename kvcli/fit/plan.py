@@ -11,45 +11,45 @@ from kvcli.engine.forward_memory import WIDE, working_bytes
 from kvcli.errors import BadInput
 from kvcli.fit import cuda_overhead, memory, weights
 from kvcli.fit.base_memory import BASE
-from kvcli.fit.kv_placement import Caps
+from kvcli.fit.kv_placement import TierLimits
 from kvcli.fit.run_log import NOTHING, Beyond
 from kvcli.fit.working_memory import is_fused, is_native
 from kvcli.kv import capacity as kv_room
-from kvcli.kv.cache.precision_budget import Spending, spending
+from kvcli.kv.cache.precision_budget import PrecisionBudget, spending
 from kvcli.kv.capacity import EVERY
 from kvcli.kv.footprint import (
     POSITION,
+    full_bytes,
     index_bytes,
     is_one_tier,
     layer_bytes,
     lower_bytes,
-    narrow,
     packs_by_age,
-    wide,
+    quantized_bytes,
 )
-from kvcli.kv.out_of_memory import Shortage
-from kvcli.kv.slots import Sight, storing
-from kvcli.models.checkpoint_format import Packing
+from kvcli.kv.out_of_memory import CacheFull
+from kvcli.kv.slots import AttentionParams, storing
+from kvcli.models.checkpoint_format import CheckpointFormat
 from kvcli.models.refusals import refuse_quant, refuse_split
 from kvcli.models.shape import Shape, of_source
-from kvcli.settings.schema import NUMBERS, Memory, Second
+from kvcli.settings.schema import NUMBERS, DraftModelRef, Memory
 from kvcli.settings.settings import DEFAULT
 
 if TYPE_CHECKING:
-    from kvcli.fit.available_memory import Room
+    from kvcli.fit.available_memory import AvailableMemory
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class PlannedModel:
     """A model by its files, or by its config alone."""
 
     name: str
     shape: Shape
-    held: tuple[weights.Held, ...]
+    held: tuple[weights.CheckpointTensor, ...]
     dtype: str  # that it computes in unless told otherwise
-    packing: Packing  # of its files
+    packing: CheckpointFormat  # of its files
     is_assumed: bool  # no file says how large its tensors are
     is_guess: bool  # nor is it known how they are packed
     files: int  # bytes
@@ -67,12 +67,12 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class MeasuredFacts:
     """What was measured before, or lies elsewhere, and goes into every estimate."""
 
     base: int = BASE  # bytes of the program, in host memory
     beyond: Beyond = NOTHING  # what earlier runs on this kind of device took more
-    find: Callable[[str], Subject] | None = None  # a model that drafts, by name; None = nobody can tell its sizes
+    find: Callable[[str], PlannedModel] | None = None  # a model that drafts, by name; None = nobody can tell its sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +81,13 @@ class Plan:
 
     profile: Profile
     need: memory.Need
-    room: Room
-    facts: Facts
+    room: AvailableMemory
+    facts: MeasuredFacts
     most: int  # the longest context that fits, at most the model's limit
     limit: int  # of the model
     per_token: int  # bytes of keys and values
     weights: weights.Weights
-    run: memory.Run
+    run: memory.RunShape
 
     @property
     def total(self) -> int:
@@ -100,7 +100,7 @@ class Plan:
         return self.need.least
 
     @property
-    def spending(self) -> Spending | None:
+    def spending(self) -> PrecisionBudget | None:
         """What `memory.budget` is spent on at this context; None: there is none."""
         return self.run.spends and replace(self.run.spends, free=self.need.budget)
 
@@ -124,7 +124,7 @@ class Plan:
         return max(0, self.least - self.usable, self.need.over)
 
 
-def subject_of(source: Source) -> Subject:
+def subject_of(source: Source) -> PlannedModel:
     """A model by its files; with none, its tensors are those of a model with a gated feed-forward part."""
     shape = of_source(source)
     held = weights.of_files(source)
@@ -134,17 +134,19 @@ def subject_of(source: Source) -> Subject:
     )
     dtype = stated.removeprefix("torch.") or source.dtype.lower()
     dtype = dtype if dtype in weights.BYTES else "bfloat16"
-    packing = Packing.of(source.config)
+    packing = CheckpointFormat.of(source.config)
     packed = weights.packed_bytes(packing.settings) if packing.stays("cpu") else None
     assumed = held or weights.of_shape(shape, weights.BYTES[dtype], packed)
     files = source.nbytes or sum(h.nbytes for h in assumed)
     is_guess = not held and packing.stays("cpu") and packed is None
     is_expanded = weights.expands_packed(source)
     about = not held, is_guess, files, str(source.path), is_expanded, tuple(str(file.path) for file in source.files)
-    return Subject(source.id, shape, assumed, dtype, packing, *about)
+    return PlannedModel(source.id, shape, assumed, dtype, packing, *about)
 
 
-def plan(subject: Subject, profile: Profile, room: Room, context: int | None, facts: Facts) -> Plan:
+def plan(
+    subject: PlannedModel, profile: Profile, room: AvailableMemory, context: int | None, facts: MeasuredFacts
+) -> Plan:
     """`context` None: the profile's window, and with that on auto the model's limit or the largest that fits."""
     load, whole = profile.load, profile.whole
     form = whole.form.settings
@@ -158,12 +160,12 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     heavy = heavy.beside(weights.panels(shape, number)) if by_kernels and room.kind == "cpu" else heavy
     usable = room.usable
     layers = [of for of, _ in memory.stored(shape)]
-    of_slot = partial(narrow, whole.kv, form) if packs_by_age(whole.kv, form, whole.memory) else wide
+    of_slot = partial(quantized_bytes, whole.kv, form) if packs_by_age(whole.kv, form, whole.memory) else full_bytes
     below = sum(of_slot(of, kv_number) - POSITION for of in layers if of.numbers)
     is_cpu = room.kind == "cpu"
     lower = sum(lower_bytes(whole.kv, form, whole.memory, of, kv_number, is_cpu=is_cpu) for of in layers)
     caps = replace(_caps(whole, shape, room, kv_number, usable), host=max(0, room.host - facts.base))
-    run = memory.Run(
+    run = memory.RunShape(
         device=room.kind,
         number=number,
         kv_number=kv_number,
@@ -223,21 +225,21 @@ def plan(subject: Subject, profile: Profile, room: Room, context: int | None, fa
     )
 
 
-def _spending(profile: Profile, shape: Shape, number: int, kind: str, caps: Caps) -> Spending | None:
+def _spending(profile: Profile, shape: Shape, number: int, kind: str, caps: TierLimits) -> PrecisionBudget | None:
     """What `memory.budget` is spent on; `free` is what a context leaves."""
     if not profile.memory.spends:
         return None
     room = caps.room(profile.prefill.chunk, caps.free)
     try:
         holds = room.elsewhere
-    except Shortage:  # as the plan says of the device
+    except CacheFull:  # as the plan says of the device
         holds = 0
     layers = [of for of, _ in memory.stored(shape)]
     of_kv = profile.memory, profile.kv, profile.recall.settings, _sights(shape), layers, number
     return spending(*of_kv, kind=kind, free=0, has_more=room.has_more, holds=holds)
 
 
-def _base(room: Room, facts: Facts) -> int:
+def _base(room: AvailableMemory, facts: MeasuredFacts) -> int:
     """Of the program: on a CPU itself, on a GPU what its libraries take there."""
     if room.kind != "cuda":
         return facts.base if room.kind == "cpu" else 0
@@ -252,8 +254,8 @@ def _is_recorded(profile: Profile) -> bool:
 
 
 def _by_room(
-    profile: Profile, shape: Shape, heavy: weights.Weights, run: memory.Run, room: Room, asked: int
-) -> memory.Run:
+    profile: Profile, shape: Shape, heavy: weights.Weights, run: memory.RunShape, room: AvailableMemory, asked: int
+) -> memory.RunShape:
     """The run with chunks that a GPU has room to read, where the profile does not say how long they are."""
     if room.kind != "cuda" or profile.origins["prefill.chunk"] != DEFAULT.name:
         return run
@@ -263,8 +265,8 @@ def _by_room(
 
 
 def _ordered(
-    profile: Profile, shape: Shape, heavy: weights.Weights, run: memory.Run, usable: int, asked: int
-) -> tuple[memory.Run, int]:
+    profile: Profile, shape: Shape, heavy: weights.Weights, run: memory.RunShape, usable: int, asked: int
+) -> tuple[memory.RunShape, int]:
     """The run with its order of reading, and the longest context that fits so.
 
     Neither order is faster (tests/bench/reading_order.py), and chunks can be gone on from when reading is interrupted:
@@ -281,9 +283,11 @@ def _ordered(
     return (by_layers, more) if more > most else (run, most)
 
 
-def _second(target: Subject, profile: Profile, room: Room, facts: Facts) -> memory.Beside | None:
+def _second(
+    target: PlannedModel, profile: Profile, room: AvailableMemory, facts: MeasuredFacts
+) -> memory.DraftModelNeed | None:
     """What a model that drafts takes; None = there is none."""
-    wanted: Second | None = profile.spec.second or profile.steps.second
+    wanted: DraftModelRef | None = profile.spec.second or profile.steps.second
     if wanted is None or facts.find is None:
         return None
     subject = facts.find(wanted.model)
@@ -311,17 +315,17 @@ def _second(target: Subject, profile: Profile, room: Room, facts: Facts) -> memo
 
     def stored(n: int) -> int:
         weight = 0 if is_shared else heavy.memory
-        return weight + states + memory.kv_bytes(shape, wanted.takes.kept(n, room.kind), number)
+        return weight + states + memory.kv_bytes(shape, wanted.takes.draft_slots(n, room.kind), number)
 
-    return memory.Beside(
+    return memory.DraftModelNeed(
         stored,
-        lambda n: working(slots=wanted.takes.kept(n, room.kind)),
+        lambda n: working(slots=wanted.takes.draft_slots(n, room.kind)),
         0 if is_shared else loading,
         0 if is_shared else mapped,
     )
 
 
-def _kept(profile: Profile, shape: Shape, number: int) -> memory.Beside | None:
+def _kept(profile: Profile, shape: Shape, number: int) -> memory.DraftModelNeed | None:
     """What the smaller past takes that guesses beside a whole one; None = there is none."""
     if not profile.is_checked:
         return None
@@ -335,21 +339,23 @@ def _kept(profile: Profile, shape: Shape, number: int) -> memory.Beside | None:
         )
         return of_slots + _index(profile, shape, number)(held, fresh)
 
-    return memory.Beside(stored, lambda n: 0, 0, 0)
+    return memory.DraftModelNeed(stored, lambda n: 0, 0, 0)
 
 
-def _own(profile: Profile, shape: Shape, number: int, kind: str) -> memory.Beside | None:
+def _own(profile: Profile, shape: Shape, number: int, kind: str) -> memory.DraftModelNeed | None:
     """What a layer of the drafter's own stores, which is like the last of the model; None = it has none."""
     from kvcli.kv.tiers.dense import Dense
 
     if profile.spec.second is not None or not profile.spec.kept(1, kind):
         return None
     a_slot = [of.numbers for of in shape.stores if of.numbers][-1] * number + POSITION
-    return memory.Beside(lambda n: -(-profile.spec.kept(n, kind) // Dense.STEP) * Dense.STEP * a_slot, lambda n: 0)
+    return memory.DraftModelNeed(
+        lambda n: -(-profile.spec.kept(n, kind) // Dense.STEP) * Dense.STEP * a_slot, lambda n: 0
+    )
 
 
-def _caps(profile: Profile, shape: Shape, room: Room, number: int, free: int) -> Caps:
-    def found(chunk: int, left: int) -> kv_room.Room:
+def _caps(profile: Profile, shape: Shape, room: AvailableMemory, number: int, free: int) -> TierLimits:
+    def found(chunk: int, left: int) -> kv_room.CacheCapacity:
         return kv_room.room(
             profile.kv,
             profile.form.settings,
@@ -364,11 +370,11 @@ def _caps(profile: Profile, shape: Shape, room: Room, number: int, free: int) ->
             host=room.host,
         )
 
-    return Caps(found, free)
+    return TierLimits(found, free)
 
 
-def _sights(shape: Shape) -> list[Sight]:
-    return [Sight(1.0, window=window) for window in shape.windows]
+def _sights(shape: Shape) -> list[AttentionParams]:
+    return [AttentionParams(1.0, window=window) for window in shape.windows]
 
 
 def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], int]:
@@ -379,7 +385,7 @@ def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], 
     return lambda slots, fresh: index_bytes(profile.kv, profile.form.settings, profile.memory, per_slot, slots, fresh)
 
 
-def torch_dtype(subject: Subject, profile: Profile) -> str:
+def torch_dtype(subject: PlannedModel, profile: Profile) -> str:
     """The numbers it computes in, as torch spells them."""
     stated = subject.dtype if profile.load.dtype == "auto" else profile.load.dtype
     name = NUMBERS.get(stated, stated)

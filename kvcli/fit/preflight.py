@@ -12,9 +12,9 @@ from kvcli.errors import DoesNotFit
 from kvcli.fit import base_memory, run_log
 from kvcli.fit.advice import MIB, changes
 from kvcli.fit.auto_placement import plan_on
-from kvcli.fit.available_memory import Room, choose, rooms
+from kvcli.fit.available_memory import AvailableMemory, choose, rooms
 from kvcli.fit.base_memory import BASE
-from kvcli.fit.plan import Facts, Plan, Subject, plan
+from kvcli.fit.plan import MeasuredFacts, Plan, PlannedModel, plan
 from kvcli.fit.run_log import NOTHING
 from kvcli.schemas.fit import RunEntry
 from kvcli.version import __version__
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Outlook:
+class Preflight:
     """One model on this machine, and what earlier runs taught about it."""
 
-    subject: Subject
+    subject: PlannedModel
     name: str
     data: Path
-    found: Mapping[str, Room] = field(default_factory=rooms)
+    found: Mapping[str, AvailableMemory] = field(default_factory=rooms)
     base: int = BASE  # bytes of the program, by program.here() or elsewhere()
     notes: list[str] = field(default_factory=list)  # of files that could not be used
     highest: int = 0  # the most that was foretold for this process so far
     foretold: int = 0  # the same before any correction
-    find: Callable[[str], Subject] | None = None  # a model that drafts, by name
+    find: Callable[[str], PlannedModel] | None = None  # a model that drafts, by name
     run: str = field(default_factory=lambda: uuid4().hex[:12])  # of this process, for the log
 
-    def facts(self, device: str) -> Facts:
+    def facts(self, device: str) -> MeasuredFacts:
         """What the program takes, and what earlier runs of this model took beyond their estimates."""
-        past = run_log.beyond(
+        past = run_log.measured_excess(
             run_log.read(self.data), run_log.Like(self.name, device.partition(":")[0], base_memory.build())
         )
-        return Facts(self.base, past or NOTHING, self.find)
+        return MeasuredFacts(self.base, past or NOTHING, self.find)
 
     def plan(self, profile: Profile, context: int | None = None, *, as_is: bool = False) -> Plan:
         """What the profile needs for a context, or for its own window, with what fits a GPU where it leaves that open.
@@ -118,7 +118,7 @@ class Outlook:
 
     # the run itself
 
-    def foretell(self, profile: Profile, tokens: int) -> tuple[int, int]:
+    def estimate_peak(self, profile: Profile, tokens: int) -> tuple[int, int]:
         """Estimated peak of this process after so many tokens in memory, and the memory there was at its start."""
         found = self.plan(profile, max(1, tokens), as_is=True)
         self.highest = max(self.highest, found.total)

@@ -14,14 +14,14 @@ from kvcli.schemas.fit import FitChange, FitDocument, FitPlan, FitRuns
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.fit.plan import Plan, Subject
-    from kvcli.fit.preflight import Outlook
+    from kvcli.fit.plan import Plan, PlannedModel
+    from kvcli.fit.preflight import Preflight
     from kvcli.schemas.fit import CalibrationDocument
     from kvcli.settings.profile import Profile
 
 
 def document(
-    outlook: Outlook,
+    outlook: Preflight,
     plans: Sequence[Plan],
     others: Mapping[str, Profile],
     calibrations: Mapping[str, CalibrationDocument],
@@ -63,7 +63,7 @@ def document(
 
 
 def _entry(
-    outlook: Outlook,
+    outlook: Preflight,
     plan: Plan,
     others: Mapping[str, Profile],
     calibration: CalibrationDocument | None,
@@ -80,7 +80,7 @@ def _entry(
         ctx=need.context,
         kv_tiers={plan.room.kind: need.kv} | {k: n for k, n in (("host", need.host), ("disk", need.disk)) if n},
         kv_per_token=plan.per_token,
-        loading=need.surge,
+        loading=need.loading_peak,
         needed=plan.least,
         max_ctx=plan.most,
         correction=past.middle,
@@ -103,12 +103,12 @@ def _places(plan: Plan) -> dict[str, int]:
     return {plan.room.kind: need.running} | {place: n for place, n in away.items() if n}
 
 
-def notes_of(subject: Subject, plan: Plan) -> list[str]:
+def notes_of(subject: PlannedModel, plan: Plan) -> list[str]:
     """What to know of a model beside its numbers."""
     return [*_model_notes(subject), *_packing_notes(subject, plan)]
 
 
-def _packing_notes(subject: Subject, plan: Plan) -> list[str]:
+def _packing_notes(subject: PlannedModel, plan: Plan) -> list[str]:
     packing, kind, notes = subject.packing, plan.room.kind, []
     if packing.unpacks(kind):
         sizes = f"{gib(subject.files)} GiB unpacks to {gib(plan.weights.loaded)} GiB here"
@@ -118,7 +118,7 @@ def _packing_notes(subject: Subject, plan: Plan) -> list[str]:
     return notes
 
 
-def _model_notes(subject: Subject) -> list[str]:
+def _model_notes(subject: PlannedModel) -> list[str]:
     shape, notes = subject.shape, []
     if shape.is_endless:
         notes.append(f"config.json states no context limit; {shape.limit:,} tokens are assumed")

@@ -66,7 +66,7 @@ def read(folder: Path) -> list[RunEntry]:
     return found
 
 
-def beyond(entries: Sequence[RunEntry], like: Like) -> Beyond | None:
+def measured_excess(entries: Sequence[RunEntry], like: Like) -> Beyond | None:
     """Of the last runs of this kind; None without any. Of a process with many turns the last one counts."""
     same = {e.run: e for e in entries if like == _like(e)}
     found = [e.measured - e.predicted for e in same.values()][-LAST:]

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.kernels.linear import PANEL
 from kvcli.kernels.linear_quantized import group_of, why_not
-from kvcli.kernels.linear_quantized import held as held_outputs
-from kvcli.models.checkpoint_format import Packing
+from kvcli.kernels.linear_quantized import padded_outputs as held_outputs
+from kvcli.models.checkpoint_format import CheckpointFormat
 from kvcli.models.gguf.blocks import stays_packed
 from kvcli.models.sizes import sizes_of
 
 if TYPE_CHECKING:
-    from kvcli.models.kv_shapes import Stores
+    from kvcli.models.kv_shapes import LayerKVShape
     from kvcli.models.shape import Shape
     from kvcli.models.source import Source
 
@@ -40,7 +40,7 @@ _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale p
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class CheckpointTensor:
     """One tensor of a checkpoint."""
 
     shape: tuple[int, ...]  # unpacked
@@ -63,7 +63,7 @@ class Held:
         """Whether loading puts it together with others."""
         return self.of_experts and len(self.shape) == 2
 
-    def loaded(self, number: int, keeps: bool) -> Held:
+    def loaded(self, number: int, keeps: bool) -> CheckpointTensor:
         """As the files that are loaded have it; `keeps`: what can stay packed does."""
         count = math.prod(self.shape)
         if not self.is_gguf:
@@ -103,10 +103,10 @@ class Weights:
         return self.memory - below + (self.embeddings if is_tied else 0), below
 
 
-def of_files(source: Source) -> tuple[Held, ...]:
+def of_files(source: Source) -> tuple[CheckpointTensor, ...]:
     """The text model's tensors by the headers of its files; none for pickles, which say nothing before they run."""
     is_tied = bool(source.text_config.get("tie_word_embeddings", source.config.get("tie_word_embeddings", False)))
-    held, packing, sizes = [], Packing.of(source.config), sizes_of(source.text_config, source.id)
+    held, packing, sizes = [], CheckpointFormat.of(source.config), sizes_of(source.text_config, source.id)
     n_experts, hidden = sizes["experts"], sizes["hidden"]
     for file in source.files:
         for name, tensor in file.tensors.items():
@@ -123,7 +123,7 @@ def of_files(source: Source) -> tuple[Held, ...]:
             packs = packs and source.family != "gpt2" and not name.endswith(_EXPANDS)
             layer = int(inside[1]) if inside is not None else None
             of = (source.is_gguf, stays, layer, embeds, of_experts)
-            held.append(Held(shape, tensor.nbytes, packs, is_float, *of))
+            held.append(CheckpointTensor(shape, tensor.nbytes, packs, is_float, *of))
     return tuple(held)
 
 
@@ -151,7 +151,7 @@ def expands_packed(source: Source) -> bool:
 def panels(shape: Shape, number: int) -> tuple[int, ...]:
     """By layer: bytes of both parts of what expands latents, as kernels multiply them by head, beside the weight."""
 
-    def each(of: Stores) -> int:
+    def each(of: LayerKVShape) -> int:
         (key, value), turned = of.head, of.key - of.rank
         return of.rank and number * shape.heads * (_outputs(of.rank) * (key - turned) + _outputs(value) * of.rank)
 
@@ -175,14 +175,14 @@ def packed_bytes(quantized: Mapping[str, Any]) -> float | None:
     return (bits + scales) / 8
 
 
-def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tuple[Held, ...]:
+def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tuple[CheckpointTensor, ...]:
     """The tensors such a model has, where no file says; `number` bytes each, `packed` those of linear layers."""
 
-    def held(rows: int, cols: int, packs: bool, of_experts: bool = False) -> Held:
+    def held(rows: int, cols: int, packs: bool, of_experts: bool = False) -> CheckpointTensor:
         each = packed if packed is not None and packs else number
-        return Held((rows, cols), int(rows * cols * each), packs, of_experts=of_experts)
+        return CheckpointTensor((rows, cols), int(rows * cols * each), packs, of_experts=of_experts)
 
-    def layer(of: Stores) -> Iterator[Held]:
+    def layer(of: LayerKVShape) -> Iterator[CheckpointTensor]:
         d, kv, (key, value) = shape.hidden, 0 if of.shares is not None else of.kv_heads, of.head
         for rows, cols in ((shape.heads * key, d), (kv * of.key, d), (d, shape.heads * value)):
             yield held(rows, cols, True)
@@ -200,7 +200,9 @@ def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tupl
     return (replace(ends[0], embeds=True), *ends[1:], *layers)
 
 
-def weigh(held: tuple[Held, ...], shape: Shape, *, number: int, quant: str, device: str, given: bool) -> Weights:
+def weigh(
+    held: tuple[CheckpointTensor, ...], shape: Shape, *, number: int, quant: str, device: str, given: bool
+) -> Weights:
     """`number`: bytes of one number in memory. `given`: quantized in the checkpoint, so loaded as it is."""
     keeps = quant == "none" and device == "cpu" and number < BYTES["fp64"]
     held = tuple(h.loaded(number, keeps) for h in held)
@@ -234,7 +236,7 @@ def weigh(held: tuple[Held, ...], shape: Shape, *, number: int, quant: str, devi
     )
 
 
-def _size(h: Held, number: int, quant: str, device: str) -> int:
+def _size(h: CheckpointTensor, number: int, quant: str, device: str) -> int:
     count = math.prod(h.shape)
     if quant == "none" or not h.packs or (h.of_experts and quant == "nf4"):
         return count * number

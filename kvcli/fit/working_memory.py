@@ -9,7 +9,7 @@ from kvcli.fit.weights import BYTES
 from kvcli.kernels.attend.cpu import MANY
 
 if TYPE_CHECKING:
-    from kvcli.fit.available_memory import Room
+    from kvcli.fit.available_memory import AvailableMemory
     from kvcli.models.shape import Shape
 
 # Products of 16-bit matrices on a CPU: oneDNN compiles one for each shape that it meets and keeps the last thousand.
@@ -36,7 +36,7 @@ def is_native(shape: Shape, dtype: str, device: str) -> bool:
     return not any(why_not(kind, torch.device(device), of.key, of.value) for of in set(shape.stores))
 
 
-def is_fused(shape: Shape, number: int, room: Room) -> bool:
+def is_fused(shape: Shape, number: int, room: AvailableMemory) -> bool:
     """Whether a GPU's fused kernels serve it."""
     return (
         room.kind == "cuda"

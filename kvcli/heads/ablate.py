@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import drive, run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.engine import run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.heads.query_probe import whole
-from kvcli.heads.restricted_heads import Blinkers, Reach
+from kvcli.heads.restricted_heads import HeadWindow, RestrictedHeads
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
-    from kvcli.engine.sequence.session import Session
-    from kvcli.heads.sample import Sample
-    from kvcli.kv.slots import Store
+    from kvcli.engine.sequence.session import GenerationSession
+    from kvcli.heads.sample import ProbeSample
+    from kvcli.kv.slots import KVCache
 
 Tell = Callable[[int], None]  # passes done
 
@@ -38,23 +38,27 @@ class Loss:
     of: int
 
 
-def open_past(model: Model, sample: Sample) -> Session:
+def open_past(model: Model, sample: ProbeSample) -> GenerationSession:
     """The text of a sample, read whole; its last token is pending."""
     session = whole(model)
-    drive(session.read(sample.context))
+    run_to_end(session.read(sample.context))
     return session
 
 
-def answers(session: Session, sample: Sample, past: Blinkers | Store | None = None) -> Tensor:
+def answers(session: GenerationSession, sample: ProbeSample, cache: RestrictedHeads | KVCache | None = None) -> Tensor:
     """[n, V] float32 log-probabilities of each token of the values, in one pass that is not committed."""
     rows = sample.rows()
     want = [row for row, _ in sample.scored()]
     # a pass that is never committed asks a store for nothing but `dtype` and `attend`
-    (made,) = run([Feed(session.lm, rows, cast("Store", past or session.kv), want=want, states=session.states)])
+    (made,) = run(
+        [ForwardRequest(session.lm, rows, cast("KVCache", cache or session.cache), want=want, states=session.states)]
+    )
     return torch.log_softmax(made.logits.float(), dim=-1)
 
 
-def ablate(session: Session, sample: Sample, heads: Sequence[tuple[int, int]], reach: Reach, tell: Tell) -> Tensor:
+def ablate(
+    session: GenerationSession, sample: ProbeSample, heads: Sequence[tuple[int, int]], reach: HeadWindow, tell: Tell
+) -> Tensor:
     """[len(heads)] KL of the answers' tokens when one (layer, KV head) after the other has blinkers."""
     lm = session.lm
     truth = answers(session, sample)
@@ -62,19 +66,19 @@ def ablate(session: Session, sample: Sample, heads: Sequence[tuple[int, int]], r
     for i, (layer, head) in enumerate(heads):
         blind = torch.zeros(lm.n_layers, lm.n_kv_heads, dtype=torch.bool, device=lm.device)
         blind[layer, head] = True
-        found[i] = _kl(truth, answers(session, sample, Blinkers(session.kv, blind, reach)))
+        found[i] = _kl(truth, answers(session, sample, RestrictedHeads(session.cache, blind, reach)))
         tell(1)
     return found
 
 
-def restricted(session: Session, sample: Sample, blind: Tensor, reach: Reach) -> Loss:
+def restricted(session: GenerationSession, sample: ProbeSample, blind: Tensor, reach: HeadWindow) -> Loss:
     """What blinkers on all heads in `blind` [L, K] do together."""
     truth = answers(session, sample)
-    said = answers(session, sample, Blinkers(session.kv, blind.to(session.lm.device), reach))
+    said = answers(session, sample, RestrictedHeads(session.cache, blind.to(session.lm.device), reach))
     return Loss(_kl(truth, said), right(said, sample), len(sample.asked))
 
 
-def right(said: Tensor, sample: Sample) -> int:
+def right(said: Tensor, sample: ProbeSample) -> int:
     """Answers of which every token is the first choice in `said` [n, V]."""
     wanted = torch.tensor([token for _, token in sample.scored()], device=said.device)
     hits, n, start = (said.argmax(-1) == wanted).tolist(), 0, 0

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcli.engine.policy.policy import Moment
+from kvcli.engine.policy.policy import LayerContext
 from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, SPECIAL
 from kvcli.kv.slots import Slots
 
@@ -24,7 +24,7 @@ FAR = 24  # bins of the distance histogram: 0, 1, 2-3, 4-7, ... tokens
 TOP = 12  # tokens named for each head
 
 
-class Bends(Protocol):
+class ScoreTransform(Protocol):
     """What a layer does to scores: a sight, or a moment."""
 
     @property
@@ -35,7 +35,7 @@ class Bends(Protocol):
 
 
 @dataclass(slots=True)
-class Piece:
+class HeadRows:
     """Some rows of one KV head."""
 
     rows: slice  # of the queries heard
@@ -44,14 +44,14 @@ class Piece:
     p: Tensor  # [G, R, S] float32, rows sum to 1
 
 
-def pieces(s: Slots, at: Moment, head: int, most: int = MOST_BYTES) -> Iterator[Piece]:
+def pieces(s: Slots, at: LayerContext, head: int, most: int = MOST_BYTES) -> Iterator[HeadRows]:
     """What the queries of a moment look at, for the query heads of one KV head."""
     pos = s.pos[head].long()
     for rows, score in _scores(s, at, head, at.window, most):
-        yield Piece(rows, at.q_pos[rows].to(pos.device), pos, score.softmax(-1))
+        yield HeadRows(rows, at.q_pos[rows].to(pos.device), pos, score.softmax(-1))
 
 
-def _scores(s: Slots, at: Moment, head: int, window: int | None, most: int) -> Iterator[tuple[slice, Tensor]]:
+def _scores(s: Slots, at: LayerContext, head: int, window: int | None, most: int) -> Iterator[tuple[slice, Tensor]]:
     """Some rows after the other, and [G, R, S] of their scores; -inf where a row sees nothing."""
     group = at.q.shape[0] // s.k.shape[0]
     q = at.q[head * group : (head + 1) * group].float()  # [G, w, D]
@@ -60,7 +60,7 @@ def _scores(s: Slots, at: Moment, head: int, window: int | None, most: int) -> I
     for a in range(0, q.shape[1], step):
         rows = slice(a, min(a + step, q.shape[1]))
         q_pos = at.q_pos[rows].to(pos.device)
-        score = bent(torch.matmul(q[:, rows], k.T), at)
+        score = scaled_scores(torch.matmul(q[:, rows], k.T), at)
         shown = (pos >= 0) & (pos <= q_pos.unsqueeze(1))  # [R, S]
         if window is not None:
             shown &= pos > q_pos.unsqueeze(1) - window
@@ -68,7 +68,7 @@ def _scores(s: Slots, at: Moment, head: int, window: int | None, most: int) -> I
 
 
 @dataclass(slots=True)
-class Gaze:
+class AttentionSummary:
     """Where one KV head looks: means over its query heads and rows."""
 
     entropy: float = 0.0  # nats
@@ -85,9 +85,9 @@ class Gaze:
 NAMES = {"special": (SPECIAL,), "punct": (PUNCT, END), "newline": (NEWLINE,)}
 
 
-def gaze(s: Slots, at: Moment, head: int, sinks: int, recent: int, most: int = MOST_BYTES) -> Gaze:
+def gaze(s: Slots, at: LayerContext, head: int, sinks: int, recent: int, most: int = MOST_BYTES) -> AttentionSummary:
     """One head's. `sinks` first tokens and `recent` newest ones are told apart from the rest."""
-    found, far = Gaze(distances=[0.0] * FAR), list[Tensor]()
+    found, far = AttentionSummary(distances=[0.0] * FAR), list[Tensor]()
     kinds = at.kinds.to(s.pos.device)[s.pos[head].clamp(min=0).long()]  # [S]
     column = torch.zeros(s.pos.shape[1], device=s.pos.device)
     n = 0
@@ -123,7 +123,7 @@ def gaze(s: Slots, at: Moment, head: int, sinks: int, recent: int, most: int = M
     return found
 
 
-def _divide(found: Gaze, n: int) -> None:
+def _divide(found: AttentionSummary, n: int) -> None:
     found.entropy /= n
     found.sink /= n
     found.local /= n
@@ -134,12 +134,12 @@ def _divide(found: Gaze, n: int) -> None:
         found.distances.pop()
 
 
-def normaliser(s: Slots, at: Moment, head: int, most: int = MOST_BYTES) -> Tensor:
+def normaliser(s: Slots, at: LayerContext, head: int, most: int = MOST_BYTES) -> Tensor:
     """[G, w] log-sum-exp of each row's scores, over all that is before it."""
     return torch.cat([score.logsumexp(-1) for _, score in _scores(s, at, head, None, most)], 1)
 
 
-def bent(score: Tensor, at: Bends) -> Tensor:
+def scaled_scores(score: Tensor, at: ScoreTransform) -> Tensor:
     """Products of queries and keys as the layer's softmax sees them."""
     score = score * at.scale
     return at.softcap * torch.tanh(score / at.softcap) if at.softcap > 0 else score

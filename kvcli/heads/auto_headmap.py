@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from kvcli.errors import BadConfig
 from kvcli.files import private_folder, write_private
-from kvcli.heads.request import Ask
+from kvcli.heads.request import ProbeRequest
 from kvcli.heads.run import probe
-from kvcli.prefix_cache.cache_key import identity
+from kvcli.prefix_cache.cache_key import cache_key
 from kvcli.quality.controls import full_profile
 from kvcli.schemas.heads import SAMPLE
 
@@ -25,7 +25,7 @@ FORMAT = "kvcli.heads/1"  # another one where the probe, or what it is asked, ch
 FIELDS = ("kvcli", "torch", "transformers", "weights", "files", "config", "load.quant", "load.dtype")  # of an identity
 
 
-def own_map(model: Model, folder: Path, tell: Callable[[str], None] = lambda said: None) -> Path:
+def auto_headmap(model: Model, folder: Path, tell: Callable[[str], None] = lambda said: None) -> Path:
     """Its file below `folder`, made if it is not there: of `ablate`, which sees heads that act through others too.
 
     Raises BadConfig for weights that lie in no files, and BadModel where heads cannot be told apart.
@@ -39,7 +39,7 @@ def own_map(model: Model, folder: Path, tell: Callable[[str], None] = lambda sai
     if not path.exists():
         tell(f"finding out which heads of {model.info.id} need the whole past: once, and kept in {path}")
         plain = full_profile(model.profile).replace(exactness="approx", policy={"name": "fastgen"})
-        asked = Ask(probes=("ablate",), context=min(SAMPLE, model.limit), settings=plain.policy.settings)
+        asked = ProbeRequest(probes=("ablate",), context=min(SAMPLE, model.limit), settings=plain.policy.settings)
         found = probe(model, asked)
         private_folder(path.parent)
         write_private(path, json.dumps({"format": FORMAT, "model": model.info.id, "heads": found.heads.tolist()}))
@@ -59,7 +59,7 @@ def was_made(model: str, folder: Path) -> bool:
 
 def place(lm: LM, folder: Path) -> Path | None:
     """Where the map of a loaded model is kept, made or not; None where its weights lie in no files."""
-    known = identity(lm)
+    known = cache_key(lm)
     if not known:
         return None
     name = blake2b(json.dumps([FORMAT, *(known[field] for field in FIELDS)]).encode(), digest_size=16).hexdigest()

@@ -12,15 +12,15 @@ from kvcli.schemas.heads import HeadsKv, HeadsSuggest
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
     from kvcli.heads.prompt import Judged
-    from kvcli.heads.request import Ask
+    from kvcli.heads.request import ProbeRequest
 
 
 def kv_bytes(
-    model: Model, context: int, judged: Judged | None, chosen: Tensor | None, suggest: HeadsSuggest, ask: Ask
+    model: Model, context: int, judged: Judged | None, chosen: Tensor | None, suggest: HeadsSuggest, ask: ProbeRequest
 ) -> HeadsKv:
     """What `context` tokens take. Policies grow as their sets do: shares of the text in proportion, the guard not."""
     lm = model.lm
-    token = 2 * lm.head_dim * model.new_session().kv.dtype.itemsize  # of one head
+    token = 2 * lm.head_dim * model.new_session().cache.dtype.itemsize  # of one head
     whole = torch.tensor([[float(_seen(context, w))] * lm.n_kv_heads for w in lm.windows])
     least = torch.minimum(whole, torch.tensor(float(suggest.sinks + suggest.window)))
     mapped = least.clone()
@@ -39,7 +39,7 @@ def kv_bytes(
     return HeadsKv(context=context, whole=int(whole.sum()) * token, policy=policy, headmap=int(mapped.sum()) * token)
 
 
-def suggested_layers(ask: Ask, n_layers: int) -> tuple[int, ...]:
+def suggested_layers(ask: ProbeRequest, n_layers: int) -> tuple[int, ...]:
     """Layers that were looked at; the others stay whole."""
     return ask.layers or tuple(range(n_layers))
 

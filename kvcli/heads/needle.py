@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.engine import run
-from kvcli.engine.forward_request import Feed, Made
-from kvcli.heads.attention import bent
-from kvcli.kv.slots import opens
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult
+from kvcli.heads.attention import scaled_scores
+from kvcli.kv.slots import window_start
 
 if TYPE_CHECKING:
-    from kvcli.engine.sequence.session import Session
-    from kvcli.heads.sample import Sample
-    from kvcli.kv.slots import Sight, Store
+    from kvcli.engine.sequence.session import GenerationSession
+    from kvcli.heads.sample import ProbeSample
+    from kvcli.kv.slots import AttentionParams, KVCache
 
 OFFSETS = range(-4, 9)
 
 
-def needle(session: Session, sample: Sample) -> Tensor:
+def needle(session: GenerationSession, sample: ProbeSample) -> Tensor:
     """[L, H, O] weight of each query head at each of OFFSETS from the token its row has to write, mean over rows."""
     target = torch.tensor(sample.targets(), device=session.lm.device).unsqueeze(1)
     around = target + torch.tensor(OFFSETS, device=session.lm.device)  # [w, O]
@@ -43,19 +43,19 @@ def _around(layer: Iterable[tuple[Tensor, Tensor]], around: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def looks(session: Session, sample: Sample) -> Iterator[Iterator[tuple[Tensor, Tensor]]]:
+def looks(session: GenerationSession, sample: ProbeSample) -> Iterator[Iterator[tuple[Tensor, Tensor]]]:
     """By layer, and in it by KV head: weights [G, w, S + N] of the rows that write the values, over what is stored at
     positions [S] and over the pass; of one pass that is not committed.
     """
     rows, scored = sample.rows(), [row for row, _ in sample.scored()]
-    feed = Feed(session.lm, rows, session.kv, want=scored, hear=scored, states=session.states)
+    feed = ForwardRequest(session.lm, rows, session.cache, want=scored, record_queries=scored, states=session.states)
     (made,) = run([feed])
     for layer in range(session.lm.n_layers):
-        yield _weights(feed, session.kv, made, layer)
+        yield _weights(feed, session.cache, made, layer)
 
 
-def _weights(feed: Feed, kv: Store, made: Made, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
-    sight, s, rows, heard = feed.lm.sights[layer], kv.slots(layer), feed.rows, list(feed.hear)
+def _weights(feed: ForwardRequest, kv: KVCache, made: ForwardResult, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+    sight, s, rows, heard = feed.lm.sights[layer], kv.slots(layer), feed.rows, list(feed.record_queries)
     q, pos = made.queries[layer].float(), [rows.pos[row] for row in heard]
     among = torch.ones(rows.n_rows, rows.n_rows, dtype=torch.bool).tril() if rows.sees is None else rows.sees
     n_kv = s.k.shape[0]
@@ -64,12 +64,12 @@ def _weights(feed: Feed, kv: Store, made: Made, layer: int) -> Iterator[tuple[Te
         past = _scores(group, s.k[head], sight)
         hidden = (s.pos[head] < 0).expand(len(heard), -1)
         if sight.window is not None:
-            hidden = hidden | (s.pos[head] <= opens(pos, sight.window, s.pos.device))
+            hidden = hidden | (s.pos[head] <= window_start(pos, sight.window, s.pos.device))
         past = past.masked_fill(hidden, -torch.inf)
         fresh = _scores(group, made.fresh[layer].k[head], sight).masked_fill(~among[heard].to(q.device), -torch.inf)
         yield torch.cat((past, fresh), -1).softmax(-1), s.pos[head]
 
 
-def _scores(q: Tensor, k: Tensor, sight: Sight) -> Tensor:
+def _scores(q: Tensor, k: Tensor, sight: AttentionParams) -> Tensor:
     """q [G, w, D], k [S, D] -> [G, w, S]."""
-    return bent(torch.matmul(q, k.float().T), sight)
+    return scaled_scores(torch.matmul(q, k.float().T), sight)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import events
-from kvcli.heads.attention import Gaze, gaze
+from kvcli.engine.engine import iterate_events
+from kvcli.heads.attention import AttentionSummary, gaze
 from kvcli.heads.query_probe import listening
 from kvcli.methods.policies.fastgen.recovery import Criterion, Recovery, recover
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
-    from kvcli.engine.policy.policy import Moment
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.policy.policy import LayerContext
+    from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.slots import Slots
     from kvcli.methods.policies.fastgen.policy import FastGen
 
@@ -54,7 +54,7 @@ class Reading:
     ids: list[int]
     settings: FastGen
     rows: int = 0  # heard
-    gazes: dict[tuple[int, int], Gaze] = field(default_factory=dict)  # by (layer, KV head)
+    gazes: dict[tuple[int, int], AttentionSummary] = field(default_factory=dict)  # by (layer, KV head)
     layers: dict[int, Judged] = field(default_factory=dict)
     frequent: dict[int, Tensor] = field(default_factory=dict)  # layer -> [K, B] uint8: 255 = all of a bin's tokens
     kinds: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int8))  # [T]
@@ -78,7 +78,7 @@ def read_prompt(
     """Read `ids` and look at `layers`; `kinds` [V] by id. `every` > 0: write on, and ask again each so many tokens."""
     found = Reading(ids, settings)
 
-    def hear(s: Slots, at: Moment) -> None:
+    def hear(s: Slots, at: LayerContext) -> None:
         if at.layer not in layers or at.window is not None or not at.q_pos.shape[0]:
             return
         if at.phase == "read":
@@ -87,14 +87,14 @@ def read_prompt(
             _later(found, s, at)
 
     session = listening(model, settings.probes, hear, kinds, recent=min(every, LAST), every=every or None)
-    for done in events(session.read(ids)):
+    for done in iterate_events(session.read(ids)):
         tell(done)
     if every:
         _write(session, every, tell)
     return found
 
 
-def _first(found: Reading, s: Slots, at: Moment) -> None:
+def _first(found: Reading, s: Slots, at: LayerContext) -> None:
     settings = found.settings
     few = _thinned(at, s.n_slots)
     for head in range(s.k.shape[0]):
@@ -105,12 +105,12 @@ def _first(found: Reading, s: Slots, at: Moment) -> None:
     found.kinds, found.rows = at.kinds, at.q_pos.shape[0]
 
 
-def _judged(s: Slots, at: Moment, settings: FastGen) -> Recovery:
+def _judged(s: Slots, at: LayerContext, settings: FastGen) -> Recovery:
     own = settings, at.scale, at.softcap, at.window
     return recover(at.q, at.q_pos, s, at.kinds, *own, sink=at.sink, n_prompt=at.n_prompt)
 
 
-def _thinned(at: Moment, n: int) -> Moment:
+def _thinned(at: LayerContext, n: int) -> LayerContext:
     """The moment with fewer rows where rows are long: sorting all of them takes minutes a layer and shows no more."""
     m = at.q_pos.shape[0]
     rows = min(m, max(FEWEST, GAZED // n))
@@ -118,7 +118,7 @@ def _thinned(at: Moment, n: int) -> Moment:
     return replace(at, q=at.q[:, keep], q_pos=at.q_pos[keep])
 
 
-def _later(found: Reading, s: Slots, at: Moment) -> None:
+def _later(found: Reading, s: Slots, at: LayerContext) -> None:
     new = at.q_pos >= at.n_prompt
     if int(new.sum()) < LEAST:  # the prompt's end lies just before a boundary
         return
@@ -131,8 +131,8 @@ def _later(found: Reading, s: Slots, at: Moment) -> None:
     found.later[-1][1][at.layer] = Judged.of(judged, settings.gqa)
 
 
-def _write(session: Session, every: int, tell: Tell) -> None:
-    for step in events(session.stream(min(AGAIN * every + 1, session.lm.limit - len(session.ids)))):
+def _write(session: GenerationSession, every: int, tell: Tell) -> None:
+    for step in iterate_events(session.stream(min(AGAIN * every + 1, session.lm.limit - len(session.ids)))):
         tell(len(step.new))
 
 
@@ -157,7 +157,7 @@ def stacked(layers: Mapping[int, Judged], n_layers: int) -> Judged:
     return Judged(mass, groups, cost)
 
 
-def scalar(found: Reading, shape: Sequence[int], of: Callable[[Gaze], float]) -> Tensor:
+def scalar(found: Reading, shape: Sequence[int], of: Callable[[AttentionSummary], float]) -> Tensor:
     """[L, K] of one figure; 0 where nothing was looked at."""
     table = torch.zeros(*shape, dtype=torch.float64)
     for (layer, head), one in found.gazes.items():

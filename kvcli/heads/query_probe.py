@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.engine.policy.policy import EachLayer, Moment, Wants
+from kvcli.engine.policy.policy import LayerContext, PerLayerPolicy, PolicyRequirements
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.quality.controls import full_profile
 
 if TYPE_CHECKING:
@@ -18,43 +18,43 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import Slots
 
-Hear = Callable[["Slots", Moment], None]
+Hear = Callable[["Slots", LayerContext], None]
 Rows = Callable[[int], Sequence[int]]  # tokens of the prompt -> positions to hear, rising
 
 
 @dataclass(frozen=True)
-class Listen(EachLayer):
+class QueryProbe(PerLayerPolicy):
     """Hands each layer's stored slots, with the queries at the probed positions, to `hear`; evicts nothing."""
 
     rows: Rows
     hear: Hear
     recent: int = 0
 
-    every, keeps = None, ""
+    every, describe_kept = None, ""
 
-    def wants(self, lm: LM) -> Wants:
-        return Wants(self.recent, self.rows, lasting=True, kinds=True)
+    def requirements(self, lm: LM) -> PolicyRequirements:
+        return PolicyRequirements(self.recent, self.rows, lasting=True, kinds=True)
 
-    def mask(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: LayerContext) -> Tensor:
         if at.phase != "reading":
             self.hear(s, at)
         return s.pos >= 0
 
 
-def whole(model: Model) -> Session:
+def whole(model: Model) -> GenerationSession:
     """A session with nothing evicted and no drafts, whatever the model's profile."""
     return model.with_profile(full_profile(model.profile)).new_session()
 
 
 def listening(
     model: Model, rows: Rows, hear: Hear, kinds: Tensor | None = None, *, recent: int = 0, every: int | None = None
-) -> Session:
+) -> GenerationSession:
     """A greedy session of its own that hears these rows once its prompt is read. `kinds` [V] by id.
 
     While it writes, each `every` tokens, it hears them and the `recent` newest ones.
     """
     plain = whole(model)
-    policy = Listen(rows, hear, recent)
-    return Session(
-        plain.lm, plain.kv, plain.drafter, Sampler(), policy=policy, chunk=plain.chunk_rows, every=every, kinds=kinds
+    policy = QueryProbe(rows, hear, recent)
+    return GenerationSession(
+        plain.lm, plain.cache, plain.drafter, Sampler(), policy=policy, chunk=plain.chunk_rows, every=every, kinds=kinds
     )

@@ -18,19 +18,19 @@ from kvcli.engine.sequence.token_kinds import END
 from kvcli.heads.ablate import answers, open_past, right
 from kvcli.heads.needle import looks
 from kvcli.quality.prose import distinct, hide, name, number
-from kvcli.quality.sample import Context, Draw, Question, Task
+from kvcli.quality.sample import Context, Question, SampleSeed, Task
 from kvcli.quality.score import share_of_references
 from kvcli.quality.tasks.needles import fact
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
-    from kvcli.engine.sequence.session import Session
-    from kvcli.heads.sample import Sample
+    from kvcli.engine.sequence.session import GenerationSession
+    from kvcli.heads.sample import ProbeSample
 
 DEPOTS = 4  # with codes; one of them is asked for
 
 
-def _beside(draw: Draw, size: int) -> Context:
+def _beside(draw: SampleSeed, size: int) -> Context:
     rng = draw.rng()
     (known, *others), values = distinct(rng, DEPOTS + 1, name), distinct(rng, DEPOTS, number)
     facts = [fact(k, v) for k, v in zip(others, values, strict=True)]
@@ -43,7 +43,9 @@ def _beside(draw: Draw, size: int) -> Context:
 TASK = Task("beside", "a code found by way of another fact", _beside, share_of_references, is_binary=True)
 
 
-def reason(model: Model, texts: Sequence[Sample], kinds: Tensor, tell: Callable[[int], None]) -> tuple[Tensor, int]:
+def reason(
+    model: Model, texts: Sequence[ProbeSample], kinds: Tensor, tell: Callable[[int], None]
+) -> tuple[Tensor, int]:
     """[L, H] mean over texts that are answered right, and how many are; `kinds` [V] by id."""
     total, n = torch.zeros(model.lm.n_layers, model.lm.n_heads, dtype=torch.float64), 0
     for sample in texts:
@@ -55,7 +57,7 @@ def reason(model: Model, texts: Sequence[Sample], kinds: Tensor, tell: Callable[
     return total / max(1, n), n
 
 
-def score(session: Session, sample: Sample, at: range) -> Tensor:
+def score(session: GenerationSession, sample: ProbeSample, at: range) -> Tensor:
     """[L, H] of one text, whose fact stands at these positions."""
     found = []
     for layer in looks(session, sample):
@@ -67,7 +69,7 @@ def score(session: Session, sample: Sample, at: range) -> Tensor:
     return torch.cat(found).view(session.lm.n_layers, -1)
 
 
-def sentence(sample: Sample, kinds: Tensor) -> range:
+def sentence(sample: ProbeSample, kinds: Tensor) -> range:
     """The tokens of the sentence that holds the value asked for."""
     ends = [kinds[i] == END for i in sample.context]
     at = sample.asked[0].needle

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import drive
-from kvcli.heads.attention import bent, normaliser
+from kvcli.engine.engine import run_to_end
+from kvcli.heads.attention import normaliser, scaled_scores
 from kvcli.heads.query_probe import listening
 from kvcli.models.text import special_ids
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
-    from kvcli.engine.policy.policy import Moment
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
 ROWS = 64  # of the second half that are heard
@@ -33,20 +33,20 @@ def repeat(model: Model, length: int, seed: int) -> Tensor:
     rows = sorted({start + half + i * (half - 1) // ROWS for i in range(ROWS)})
     found = torch.zeros(model.lm.n_layers, model.lm.n_heads)
 
-    def hear(s: Slots, at: Moment) -> None:
+    def hear(s: Slots, at: LayerContext) -> None:
         target = at.q_pos - half + 1
         for head in range(s.k.shape[0]):
             group = at.q.shape[0] // s.k.shape[0]
             where = slice(head * group, (head + 1) * group)
             k = s.k[head].float()[torch.searchsorted(s.pos[head].long(), target.to(s.pos.device))]  # [w, D]
-            score = bent((at.q[where].float() * k).sum(-1), at)
+            score = scaled_scores((at.q[where].float() * k).sum(-1), at)
             weight = torch.exp(score - normaliser(s, at, head))
             if at.window is not None and at.window < half:
                 weight = torch.zeros_like(weight)
             found[at.layer, where] = weight.mean(1).cpu()
 
     session = listening(model, lambda n: rows, hear)
-    drive(session.read(ids))
+    run_to_end(session.read(ids))
     return found
 
 

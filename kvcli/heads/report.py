@@ -15,7 +15,7 @@ from kvcli.heads.choose import choose
 from kvcli.heads.headmap import full_heads
 from kvcli.heads.memory import kv_bytes
 from kvcli.heads.prompt import Judged, Reading, stacked
-from kvcli.heads.request import Ask
+from kvcli.heads.request import ProbeRequest
 from kvcli.heads.run import Findings, prompt_hash
 from kvcli.methods.policies.fastgen.recovery import punctuation
 from kvcli.models.text import decode
@@ -45,7 +45,7 @@ class Strip:
     frequent: dict[int, list[bytes]]  # layer -> [K] one byte for each bin: 255 = all of its tokens are frequent
 
 
-def document(model: Model, ask: Ask, found: Findings) -> HeadsDocument:
+def document(model: Model, ask: ProbeRequest, found: Findings) -> HeadsDocument:
     """All figures."""
     lm = model.lm
     shape = (lm.n_layers, lm.n_kv_heads)
@@ -107,7 +107,7 @@ def strip(model: Model, reading: Reading | None) -> Strip | None:
     )
 
 
-def _forced(ask: Ask, found: Findings, shape: tuple[int, int]) -> Tensor:
+def _forced(ask: ProbeRequest, found: Findings, shape: tuple[int, int]) -> Tensor:
     """[L, K] bool: heads that keep everything whatever they look at, by this run's map and by the profile's own."""
     forced = torch.zeros(shape, dtype=torch.bool)
     if found.ranked_by != "prompt":  # a prompt alone is no veto against its own choice
@@ -117,7 +117,7 @@ def _forced(ask: Ask, found: Findings, shape: tuple[int, int]) -> Tensor:
     return forced
 
 
-def _policy(ask: Ask, judged: Judged, chosen: Tensor, seen: Tensor, forced: Tensor) -> HeadsPolicy:
+def _policy(ask: ProbeRequest, judged: Judged, chosen: Tensor, seen: Tensor, forced: Tensor) -> HeadsPolicy:
     settings = ask.settings
     n = float(judged.cost[-1].max())
     by_budget = settings.keep > 0
@@ -144,7 +144,7 @@ def _policy(ask: Ask, judged: Judged, chosen: Tensor, seen: Tensor, forced: Tens
     )
 
 
-def _prompt(ask: Ask, reading: Reading | None) -> HeadsPrompt | None:
+def _prompt(ask: ProbeRequest, reading: Reading | None) -> HeadsPrompt | None:
     if reading is None:
         return None
     name = ", ".join(d.name for d in ask.documents) or "built-in report"
@@ -166,7 +166,7 @@ def _check(found: Findings) -> HeadsCheck | None:
 
 
 def _stability(
-    ask: Ask, reading: Reading | None, chosen: Tensor | None, judged: Judged | None, forced: Tensor
+    ask: ProbeRequest, reading: Reading | None, chosen: Tensor | None, judged: Judged | None, forced: Tensor
 ) -> HeadsStability | None:
     """Choices made anew while an answer was written, against those at the end of the prompt."""
     if reading is None or chosen is None or judged is None or not reading.later:
@@ -183,7 +183,7 @@ def _stability(
     return HeadsStability(every=ask.stability, tokens=[n for n, _ in reading.later], changed=changed, drift=drift)
 
 
-def _notes(model: Model, ask: Ask, found: Findings) -> list[str]:
+def _notes(model: Model, ask: ProbeRequest, found: Findings) -> list[str]:
     said = []
     if found.ranked_by == "prompt":
         said.append(ONE_PROMPT)

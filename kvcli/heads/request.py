@@ -18,7 +18,7 @@ RECENT = 256  # newest tokens that a restricted head keeps
 
 
 @dataclass(frozen=True)
-class Ask:
+class ProbeRequest:
     """One run."""
 
     probes: tuple[Probe, ...]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvcli.heads.ablate import Loss, ablate, answers, open_past, restricted, right
 from kvcli.heads.needle import OFFSETS, needle
-from kvcli.heads.restricted_heads import Reach
-from kvcli.heads.sample import Sample
+from kvcli.heads.restricted_heads import HeadWindow
+from kvcli.heads.sample import ProbeSample
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
@@ -21,7 +21,7 @@ Tell = Callable[[int], None]  # passes done
 
 
 @dataclass(slots=True)
-class Fetched:
+class RetrievalResult:
     """What the samples showed."""
 
     kl: Tensor | None  # [L, K] nats a token, mean over samples; None: not ablated
@@ -30,13 +30,18 @@ class Fetched:
     of: int
 
 
-def fetch(
-    model: Model, texts: Sequence[Sample], layers: Collection[int], probes: Collection[str], reach: Reach, tell: Tell
-) -> Fetched:
+def probe_retrieval(
+    model: Model,
+    texts: Sequence[ProbeSample],
+    layers: Collection[int],
+    probes: Collection[str],
+    reach: HeadWindow,
+    tell: Tell,
+) -> RetrievalResult:
     """Ablate each head of `layers` in turn, and see where the answers' rows look, as `probes` ask for."""
     lm = model.lm
-    heads = full_sight(model, layers, reach)
-    found = Fetched(None, None, 0, 0)
+    heads = long_range_heads(model, layers, reach)
+    found = RetrievalResult(None, None, 0, 0)
     kl = torch.zeros(lm.n_layers, lm.n_kv_heads, dtype=torch.float64)
     read = torch.zeros(lm.n_layers, lm.n_heads, len(OFFSETS), dtype=torch.float64)
     for sample in texts:
@@ -57,13 +62,13 @@ def fetch(
     return found
 
 
-def full_sight(model: Model, layers: Collection[int], reach: Reach) -> list[tuple[int, int]]:
+def long_range_heads(model: Model, layers: Collection[int], reach: HeadWindow) -> list[tuple[int, int]]:
     """Heads of `layers` that blinkers can take anything from: a sliding layer that sees no farther is left out."""
     seen = [w is None or w > reach.recent for w in model.lm.windows]
     return [(layer, head) for layer in sorted(layers) if seen[layer] for head in range(model.lm.n_kv_heads)]
 
 
-def check(model: Model, texts: Sequence[Sample], blind: Tensor, reach: Reach, tell: Tell) -> Loss:
+def check(model: Model, texts: Sequence[ProbeSample], blind: Tensor, reach: HeadWindow, tell: Tell) -> Loss:
     """The answers with blinkers on all heads in `blind` [L, K]."""
     losses = []
     for sample in texts:

@@ -20,10 +20,10 @@ from kvcli.heads.headmap import full_heads, headmap
 from kvcli.heads.prompt import Reading, read_prompt, scalar
 from kvcli.heads.reason import TASK, reason
 from kvcli.heads.repeat import repeat
-from kvcli.heads.request import BEST, Ask
-from kvcli.heads.restricted_heads import Reach
-from kvcli.heads.retrieval import Fetched, check, fetch, full_sight
-from kvcli.heads.sample import Sample, samples
+from kvcli.heads.request import BEST, ProbeRequest
+from kvcli.heads.restricted_heads import HeadWindow
+from kvcli.heads.retrieval import RetrievalResult, check, long_range_heads, probe_retrieval
+from kvcli.heads.sample import ProbeSample, samples
 from kvcli.policies.scoring.headmap import head_rows, refuse_latents
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class Findings:
     """What all probes found. Tables are [L, K] by KV head, [L, H] by query head."""
 
     layers: tuple[int, ...]
-    reach: Reach
+    reach: HeadWindow
     reading: Reading | None = None
-    fetched: Fetched | None = None
+    fetched: RetrievalResult | None = None
     induction: Tensor | None = None  # [L, H]
     reasoning: Tensor | None = None  # [L, H]
     reasoned: int = 0  # texts of that probe that were answered right
@@ -66,14 +66,14 @@ class Findings:
         return table
 
 
-def probe(model: Model, ask: Ask, tell: Tell = lambda done, total, label: None) -> Findings:
+def probe(model: Model, ask: ProbeRequest, tell: Tell = lambda done, total, label: None) -> Findings:
     """Run the probes asked for. `tell` may raise to stop: nothing is left half done.
 
     Raises ContextOverflow, BadInput or UsageError before anything is read, and BadModel for a model without heads that
     see the whole text.
     """
     refuse_latents(model.lm, "a profile of heads")
-    found = Findings(_layers(model, ask), Reach(ask.settings.sinks, ask.recent))
+    found = Findings(_layers(model, ask), HeadWindow(ask.settings.sinks, ask.recent))
     _check(model, ask, found)
     ids = prompt_ids(model, ask) if "prompt" in ask.probes else []
     fetching = {"ablate", "needle"} & set(ask.probes)
@@ -98,7 +98,7 @@ def probe(model: Model, ask: Ask, tell: Tell = lambda done, total, label: None) 
     return found
 
 
-def _layers(model: Model, ask: Ask) -> tuple[int, ...]:
+def _layers(model: Model, ask: ProbeRequest) -> tuple[int, ...]:
     n = model.lm.n_layers
     wrong = [layer for layer in ask.layers if layer >= n]
     if wrong:
@@ -106,7 +106,7 @@ def _layers(model: Model, ask: Ask) -> tuple[int, ...]:
     return ask.layers or tuple(range(n))
 
 
-def _check(model: Model, ask: Ask, found: Findings) -> None:
+def _check(model: Model, ask: ProbeRequest, found: Findings) -> None:
     if ask.context > model.limit:
         raise ContextOverflow(
             f"{ask.context:,} tokens do not fit into the window",
@@ -115,7 +115,7 @@ def _check(model: Model, ask: Ask, found: Findings) -> None:
         )
     if ask.context < LEAST:
         raise UsageError(f"--context {ask.context}: {LEAST} tokens are the least to look at", try_=["--context 2k"])
-    if len({(of.n_kv_heads, of.shares) for of in model.lm.shapes}) > 1:
+    if len({(of.n_kv_heads, of.shared_from) for of in model.lm.shapes}) > 1:
         raise BadModel(
             "heads of this model cannot be profiled: its layers differ in their KV heads, or share them",
             code="uneven_layers",
@@ -130,9 +130,9 @@ def _check(model: Model, ask: Ask, found: Findings) -> None:
         )
 
 
-def _steps(model: Model, ask: Ask, found: Findings, ids: Sequence[int], texts: int) -> int:
+def _steps(model: Model, ask: ProbeRequest, found: Findings, ids: Sequence[int], texts: int) -> int:
     """Units of progress: a pass over a text, or a short pass behind one."""
-    heads = len(full_sight(model, found.layers, found.reach)) if "ablate" in ask.probes else 0
+    heads = len(long_range_heads(model, found.layers, found.reach)) if "ablate" in ask.probes else 0
     chunks = -(-len(ids) // model.profile.prefill.chunk) + 4 * ask.stability if ids else 0
     reasons = ask.texts if "reason" in ask.probes else 0
     return chunks + reasons + texts * (1 + heads) + (2 * texts if heads else 0)  # more if the check takes rounds
@@ -144,7 +144,7 @@ def _timed(found: Findings, name: str, work: Callable[[], None]) -> None:
     found.seconds[name] = time.perf_counter() - began
 
 
-def prompt_ids(model: Model, ask: Ask) -> list[int]:
+def prompt_ids(model: Model, ask: ProbeRequest) -> list[int]:
     """The documents with a question behind them, cut to the context; a field report where there are none."""
     if not ask.documents:
         return prompt_of("summary", {}, model.tokenizer, model.lm.vocab, ask.context, seed=ask.seed)
@@ -152,7 +152,7 @@ def prompt_ids(model: Model, ask: Ask) -> list[int]:
     return cut(model.tokenizer, text, lambda part: [{"role": "user", "content": f"{part}\n\n{QUESTION}"}], ask.context)
 
 
-def _prompt(model: Model, ask: Ask, found: Findings, ids: list[int], tell: Tell) -> None:
+def _prompt(model: Model, ask: ProbeRequest, found: Findings, ids: list[int], tell: Tell) -> None:
     read = 0
 
     def heard(tokens: int) -> None:
@@ -166,7 +166,7 @@ def _prompt(model: Model, ask: Ask, found: Findings, ids: list[int], tell: Tell)
     found.reading = read_prompt(model, ids, _settled(model, ask), kinds, found.layers, heard, ask.stability)
 
 
-def _settled(model: Model, ask: Ask) -> FastGen:
+def _settled(model: Model, ask: ProbeRequest) -> FastGen:
     """The settings as the policy itself reads them for this model: how many rows `auto` is, and a map that fits.
 
     Raises BadInput for a head map of another model.
@@ -176,11 +176,11 @@ def _settled(model: Model, ask: Ask) -> FastGen:
     return ask.settings.of(model.lm)
 
 
-def _repeat(model: Model, ask: Ask, found: Findings) -> None:
+def _repeat(model: Model, ask: ProbeRequest, found: Findings) -> None:
     found.induction = repeat(model, ask.sample, ask.seed)
 
 
-def _reason(model: Model, ask: Ask, found: Findings, tell: Tell) -> None:
+def _reason(model: Model, ask: ProbeRequest, found: Findings, tell: Tell) -> None:
     def passed(passes: int) -> None:
         found.done += passes
         tell(found.done, found.total, f"reason · {ask.texts} texts of {ask.sample:,} tokens")
@@ -191,7 +191,7 @@ def _reason(model: Model, ask: Ask, found: Findings, tell: Tell) -> None:
     found.reasoning, found.reasoned = reason(model, texts, kinds, passed)
 
 
-def _fetch(model: Model, ask: Ask, found: Findings, texts: Sequence[Sample], tell: Tell) -> None:
+def _fetch(model: Model, ask: ProbeRequest, found: Findings, texts: Sequence[ProbeSample], tell: Tell) -> None:
     label = " and ".join(name for name in ("ablate", "needle") if name in ask.probes)
 
     def passed(passes: int) -> None:
@@ -199,10 +199,10 @@ def _fetch(model: Model, ask: Ask, found: Findings, texts: Sequence[Sample], tel
         tell(found.done, found.total, f"{label} · {len(texts)} texts of {ask.sample:,} tokens")
 
     passed(0)
-    found.fetched = fetch(model, texts, found.layers, ask.probes, found.reach, passed)
+    found.fetched = probe_retrieval(model, texts, found.layers, ask.probes, found.reach, passed)
 
 
-def _confirm(model: Model, found: Findings, texts: Sequence[Sample], tell: Tell) -> None:
+def _confirm(model: Model, found: Findings, texts: Sequence[ProbeSample], tell: Tell) -> None:
     """Do the suggested heads do? With the others in blinkers, and the other way round.
 
     Heads that stand in for each other seem dispensable one by one, so the set is doubled while answers are missing.

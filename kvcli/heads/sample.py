@@ -10,7 +10,7 @@ from kvcli.engine.rows import Draft, Rows
 from kvcli.quality.fit import fitted
 from kvcli.quality.prompt import Prompts
 from kvcli.quality.prose import Prose, distinct, hide, name, number
-from kvcli.quality.sample import Context, Draw, Question, Task
+from kvcli.quality.sample import Context, Question, SampleSeed, Task
 from kvcli.quality.score import share_of_references
 from kvcli.quality.tasks.needles import ask, fact
 
@@ -22,7 +22,7 @@ TWIN = str.maketrans("0123456789", "5678901234")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ProbeQuestion:
     """A question with its right answer, as ids."""
 
     ids: list[int]
@@ -31,11 +31,11 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ProbeSample:
     """A text and questions about it."""
 
     context: list[int]
-    asked: tuple[Asked, ...]
+    asked: tuple[ProbeQuestion, ...]
 
     def draft(self) -> Draft:
         """All questions with their answers as branches below the last token of the text: one pass answers them all."""
@@ -66,7 +66,7 @@ class Sample:
 
 def samples(
     model: Model, n: int, length: int, seed: int, haystack: str | None = None, task: Task | None = None
-) -> list[Sample]:
+) -> list[ProbeSample]:
     """`n` texts of about `length` tokens with four facts each, drawn by `seed`. `haystack` replaces the prose.
 
     `task`: another one whose questions have one answer each. Raises BadInput where that many tokens do not hold them.
@@ -75,13 +75,13 @@ def samples(
     task = task or Task("recall", "facts hidden in prose, all asked for", _recall, share_of_references, is_binary=True)
     found = []
     for index in range(n):
-        context = fitted(task, Draw(task.name, seed, length, index, prose), prompts)
+        context = fitted(task, SampleSeed(task.name, seed, length, index, prose), prompts)
         ids = prompts.context(context.text)
-        found.append(Sample(ids, tuple(_asked(prompts, context, ids, q) for q in context.questions)))
+        found.append(ProbeSample(ids, tuple(_asked(prompts, context, ids, q) for q in context.questions)))
     return found
 
 
-def _recall(draw: Draw, size: int) -> Context:
+def _recall(draw: SampleSeed, size: int) -> Context:
     rng = draw.rng()
     keys, values = distinct(rng, KEYS, name), distinct(rng, KEYS, number)
     depths = [(i + rng.random()) / KEYS for i in range(KEYS)]
@@ -89,7 +89,7 @@ def _recall(draw: Draw, size: int) -> Context:
     return Context(hide(draw.prose.sentences(rng, size), facts), tuple(map(ask, keys, values)))
 
 
-def _asked(prompts: Prompts, context: Context, ids: list[int], question: Question) -> Asked:
+def _asked(prompts: Prompts, context: Context, ids: list[int], question: Question) -> ProbeQuestion:
     """The value is found, in the text and in the answer, where both differ from their twins with another value."""
     (value,) = question.references
     twin = value.translate(TWIN)
@@ -101,7 +101,7 @@ def _asked(prompts: Prompts, context: Context, ids: list[int], question: Questio
     in_answer = _differ(said, answered(question.expected.replace(value, twin)))
     in_text = _differ(ids, prompts.context(context.text.replace(value, twin)))
     n = min(len(in_answer), len(in_text))
-    return Asked(said, in_answer[:n], in_text.start)
+    return ProbeQuestion(said, in_answer[:n], in_text.start)
 
 
 def _differ(a: Sequence[int], b: Sequence[int]) -> range:

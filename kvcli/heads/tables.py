@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from kvcli.heads.attention import SHARES, Gaze
+from kvcli.heads.attention import SHARES, AttentionSummary
 from kvcli.heads.needle import OFFSETS
 from kvcli.heads.prompt import Judged, Reading, scalar
 from kvcli.heads.run import Findings, by_kv_head
@@ -47,7 +47,7 @@ def scalars(found: Findings, shape: tuple[int, int]) -> dict[str, Tensor]:
     return tables
 
 
-_FIGURES: Mapping[str, Callable[[Gaze], float]] = {
+_FIGURES: Mapping[str, Callable[[AttentionSummary], float]] = {
     "sink": lambda g: g.sink,
     "local": lambda g: g.local,
     "far": lambda g: g.far,
@@ -80,7 +80,7 @@ def offsets(found: Findings, shape: tuple[int, int]) -> list[list[int]] | None:
 
 
 def by_head(
-    reading: Reading | None, shape: tuple[int, int], of: Callable[[Gaze], list[Figure]]
+    reading: Reading | None, shape: tuple[int, int], of: Callable[[AttentionSummary], list[Figure]]
 ) -> list[list[list[Figure]]] | None:
     """A list of figures of each head; empty where nothing was looked at."""
     if reading is None:
@@ -103,7 +103,7 @@ def top(model: Model, reading: Reading | None, shape: tuple[int, int]) -> list[l
     """The tokens that each head looks at most."""
     ids = reading.ids if reading is not None else []
 
-    def of(gaze: Gaze) -> list[HeadsTop]:
+    def of(gaze: AttentionSummary) -> list[HeadsTop]:
         return [
             HeadsTop(position=at, text=decode(model.tokenizer, [ids[at]]), mass=round(min(1.0, mass), DIGITS))
             for at, mass in gaze.top

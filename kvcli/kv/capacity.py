@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvcli.kv.cache.level import SLACK
-from kvcli.kv.footprint import STEP, narrow, packs_by_age, wide
-from kvcli.kv.out_of_memory import Shortage
+from kvcli.kv.footprint import STEP, full_bytes, packs_by_age, quantized_bytes
+from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.slots import storing
 from kvcli.kv.tiers.extents import parts_of
 from kvcli.settings.schema import size_of
@@ -19,16 +19,16 @@ from kvcli.settings.schema import size_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcli.kv.formats.format import Form
-    from kvcli.kv.slots import LayerShape, Sight
-    from kvcli.kv.sparse.settings import Chosen
+    from kvcli.kv.formats.format import KVFormat
+    from kvcli.kv.slots import AttentionParams, LayerShape
+    from kvcli.kv.sparse.settings import SparseMethod
     from kvcli.settings.schema import Kv, Memory
 
 EVERY = 64  # tokens between two boundaries of a ladder, where no policy wants them closer
 
 
 @dataclass(frozen=True)
-class Room:
+class CacheCapacity:
     """Bytes are those of a slot of all heads and layers."""
 
     memory: Memory
@@ -45,7 +45,7 @@ class Room:
     host: int  # bytes of host memory behind it, where memory.host gives no size
 
     @cached_property
-    def most(self) -> int | None:
+    def max_slots(self) -> int | None:
         """Slots a head that all places together have room for; None = no limit."""
         if self.on_device is None:
             return None
@@ -54,8 +54,8 @@ class Room:
     def holds(self, slots: int) -> bool:
         """Whether so many a head have room at a boundary, however the room was limited."""
         try:
-            most = (self.free - self.between * self.wide) // self.narrow if self.most is None else self.most
-        except Shortage:
+            most = (self.free - self.between * self.wide) // self.narrow if self.max_slots is None else self.max_slots
+        except CacheFull:
             return False
         return slots <= most
 
@@ -111,7 +111,7 @@ class Room:
         left = room - self.between * self.wide
         if left < self.narrow:
             need = (self.between + 1) * self.wide
-            raise Shortage(
+            raise CacheFull(
                 f"memory.device = {self.memory.device} has no room for a text",
                 lines=[
                     f"{self.between:,} tokens are stored between two boundaries: "
@@ -140,10 +140,10 @@ def _mib(nbytes: int) -> int:
 
 def room(
     kv: Kv,
-    form: Form,
+    form: KVFormat,
     memory: Memory,
-    recall: Chosen,
-    sights: Sequence[Sight],
+    recall: SparseMethod,
+    sights: Sequence[AttentionParams],
     shapes: Sequence[LayerShape],
     number: int,
     *,
@@ -151,23 +151,25 @@ def room(
     is_cpu: bool,
     free: int,
     host: int,
-) -> Room:
+) -> CacheCapacity:
     """Room for keys and values under these tables.
 
     `number`: bytes of a number as it comes. `chunk`: tokens read in one pass, at most. `free`, `host`: bytes where no
     size is given; a CPU has no memory beside its own.
     """
     read = [shapes[layer] for layer in recall.layers(storing(sights, shapes))]
-    each = [wide(shape, number) for shape in shapes]
+    each = [full_bytes(shape, number) for shape in shapes]
     index = sum(shape.n_kv_heads * recall.per_slot(shape.k_dim, number) for shape in read)
-    near = sum(recall.near(shape.numbers // 2, number) for shape in read)
+    near = sum(recall.page_cache_bytes(shape.numbers // 2, number) for shape in read)
     newest, packs = max(chunk, EVERY), packs_by_age(kv, form, memory)
     always = kv.sinks + (kv.residual if packs else 0)
-    return Room(
+    return CacheCapacity(
         memory=replace(memory, host="auto") if is_cpu else memory,
         layers=each,
         wide=sum(each),
-        narrow=sum((narrow(kv, form, shape, number) if packs else wide(shape, number)) for shape in shapes),
+        narrow=sum(
+            (quantized_bytes(kv, form, shape, number) if packs else full_bytes(shape, number)) for shape in shapes
+        ),
         index=round(index),
         far=round(index if is_cpu else index + near),
         between=always + kv.group + newest + STEP,

@@ -9,9 +9,9 @@ from kvcli.kv.tiers.dense import Dense
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.kv.formats.format import Form
+    from kvcli.kv.formats.format import KVFormat
     from kvcli.kv.slots import LayerShape
-    from kvcli.kv.sparse.settings import Chosen
+    from kvcli.kv.sparse.settings import SparseMethod
     from kvcli.settings.schema import Kv, Memory
 
 STEP = 64  # slots by which the top of a ladder grows: it is short, or has little room
@@ -19,38 +19,38 @@ POSITION = 4  # bytes
 FIRST = 256  # slots of the first extent of a layer, in a file or on the host
 
 
-def packs_by_age(kv: Kv, form: Form, memory: Memory) -> bool:
-    return form.packs(kv) and not memory.demotes
+def packs_by_age(kv: Kv, form: KVFormat, memory: Memory) -> bool:
+    return form.is_active(kv) and not memory.demotes
 
 
-def is_ladder(kv: Kv, form: Form, memory: Memory) -> bool:
+def is_ladder(kv: Kv, form: KVFormat, memory: Memory) -> bool:
     """Whether these keys ask for more than one dense tier that grows as it likes."""
     return memory.device != "auto" or not is_one_tier(kv, form, memory)
 
 
-def is_one_tier(kv: Kv, form: Form, memory: Memory) -> bool:
+def is_one_tier(kv: Kv, form: KVFormat, memory: Memory) -> bool:
     """Whether all of a past lies in one dense tier, at every moment."""
     has_lower = memory.host == "auto" or size_of(memory.host) > 0 or size_of(memory.disk) > 0
-    return not form.packs(kv) and not has_lower and not memory.demotes and not memory.spends
+    return not form.is_active(kv) and not has_lower and not memory.demotes and not memory.spends
 
 
-def layer_bytes(kv: Kv, form: Form, memory: Memory, number: int, shape: LayerShape, slots: int, fresh: int) -> int:
+def layer_bytes(kv: Kv, form: KVFormat, memory: Memory, number: int, shape: LayerShape, slots: int, fresh: int) -> int:
     """What a layer takes in memory with so many slots a head, for planning.
 
     `number`: bytes of a number as it comes; `fresh`: slots that came since the last boundary.
     """
     step, top = (STEP if is_ladder(kv, form, memory) else Dense.STEP), in_top(kv, form, memory, slots, fresh)
-    return -(-top // step) * step * wide(shape, number) + (slots - top) * narrow(kv, form, shape, number)
+    return -(-top // step) * step * full_bytes(shape, number) + (slots - top) * quantized_bytes(kv, form, shape, number)
 
 
-def lower_bytes(kv: Kv, form: Form, memory: Memory, shape: LayerShape, number: int, *, is_cpu: bool) -> int:
+def lower_bytes(kv: Kv, form: KVFormat, memory: Memory, shape: LayerShape, number: int, *, is_cpu: bool) -> int:
     """What a slot that a policy moves down takes on the device, of all heads of a layer; 0 where it goes elsewhere."""
     has_host = not is_cpu and (memory.host == "auto" or size_of(memory.host) > 0)
-    is_away = not form.packs(kv) and (has_host or size_of(memory.disk) > 0)
-    return 0 if is_away else narrow(kv, form, shape, number)
+    is_away = not form.is_active(kv) and (has_host or size_of(memory.disk) > 0)
+    return 0 if is_away else quantized_bytes(kv, form, shape, number)
 
 
-def index_bytes(kv: Kv, form: Form, memory: Memory, per_slot: float, slots: int, fresh: int) -> int:
+def index_bytes(kv: Kv, form: KVFormat, memory: Memory, per_slot: float, slots: int, fresh: int) -> int:
     """What recall knows slots by, for planning; layers that read everything have no index.
 
     `per_slot`: bytes beside a slot of all heads of the other layers, by `profile.recall.per_slot(head_dim, number)`.
@@ -59,8 +59,8 @@ def index_bytes(kv: Kv, form: Form, memory: Memory, per_slot: float, slots: int,
     return int(below * per_slot)
 
 
-def away(
-    recall: Chosen, is_lower: bool, shapes: Sequence[LayerShape], read: Container[int], number: int, kind: str
+def far_slot_bytes(
+    recall: SparseMethod, is_lower: bool, shapes: Sequence[LayerShape], read: Container[int], number: int, kind: str
 ) -> tuple[list[float], list[float]]:
     """By layer: bytes of the device beside a slot of one head that lies elsewhere, and beside a head, empty or not.
 
@@ -71,22 +71,25 @@ def away(
     if not is_lower:
         return slot, []
     is_here = kind == "cpu"  # the positions of a file are here, too, and its extents grow by as many
-    near = [2.0 * POSITION if is_here else recall.near(of.k_dim, number) * (i in read) for i, of in enumerate(shapes)]
+    near = [
+        2.0 * POSITION if is_here else recall.page_cache_bytes(of.k_dim, number) * (i in read)
+        for i, of in enumerate(shapes)
+    ]
     first = FIRST * POSITION if is_here else 0
     head = [first + recall.per_head(of.k_dim) * (i in read) for i, of in enumerate(shapes)]
     return [a + b for a, b in zip(slot, near, strict=True)], head
 
 
-def in_top(kv: Kv, form: Form, memory: Memory, slots: int, fresh: int) -> int:
+def in_top(kv: Kv, form: KVFormat, memory: Memory, slots: int, fresh: int) -> int:
     """Of so many slots a head, those in full precision: where a policy says who goes down, all that it keeps."""
     return min(slots, kv.sinks + kv.residual + kv.group - 1 + fresh) if packs_by_age(kv, form, memory) else slots
 
 
-def wide(shape: LayerShape, number: int) -> int:
+def full_bytes(shape: LayerShape, number: int) -> int:
     """Bytes of a dense slot of all heads of a layer; none where it reads another's."""
     return shape.numbers * number + POSITION if shape.numbers else 0
 
 
-def narrow(kv: Kv, form: Form, shape: LayerShape, number: int) -> int:
+def quantized_bytes(kv: Kv, form: KVFormat, shape: LayerShape, number: int) -> int:
     """Bytes of a slot of all heads below the top."""
-    return form.nbytes(shape, kv, number) if form.packs(kv) and shape.numbers else wide(shape, number)
+    return form.nbytes(shape, kv, number) if form.is_active(kv) and shape.numbers else full_bytes(shape, number)

@@ -13,7 +13,7 @@ import torch
 from kvcli.errors import DoesNotFit, is_out_of_memory
 
 
-class Shortage(DoesNotFit):
+class CacheFull(DoesNotFit):
     """There is no room for more keys and values. `most`: tokens there is room for, where that is known."""
 
     code = "out_of_memory"
@@ -23,29 +23,29 @@ class Shortage(DoesNotFit):
         self.most = most
 
 
-def as_shortage(error: Exception) -> Shortage | None:
+def as_cache_full(error: Exception) -> CacheFull | None:
     """The error as a lack of room, in memory or on the disk; None if it is anything else."""
-    if isinstance(error, Shortage):
+    if isinstance(error, CacheFull):
         return error
     first = str(error).strip().split("\n")[0]
     if is_out_of_memory(error):
-        return Shortage("out of memory", lines=[first] if first else [])
+        return CacheFull("out of memory", lines=[first] if first else [])
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-        return Shortage(f"the disk is full: {error.strerror}", lines=[first])
+        return CacheFull(f"the disk is full: {error.strerror}", lines=[first])
     return None
 
 
 @contextmanager
-def lacking() -> Iterator[list[Shortage]]:
+def catch_cache_full() -> Iterator[list[CacheFull]]:
     """Goes on behind the block where it runs out of room; the list then has the lack.
 
     Without the frames that it came through: they hold on to the tensors of a pass.
     """
-    found: list[Shortage] = []
+    found: list[CacheFull] = []
     try:
         yield found
     except Exception as error:
-        if (lack := as_shortage(error)) is None:
+        if (lack := as_cache_full(error)) is None:
             raise
         lack.__context__ = None
         found.append(lack.with_traceback(None))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvcli.kv.slots import Usage
-from kvcli.kv.snapshot import Given, Misfit, State
+from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
 
 EVERY = 2048  # tokens of an answer between two checkpoints
 
@@ -23,14 +23,14 @@ Key = tuple[int, int]  # a layer, and which of its states
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class StateCheckpoint:
     """What layers know once the first `at` tokens went through them."""
 
     at: int = 0
     conv: Mapping[Key, Tensor] = field(default_factory=dict)  # [1, C, W]: the newest inputs of a convolution
     rec: Mapping[Key, Tensor] = field(default_factory=dict)  # [1, ..]: as its layer makes it
 
-    def __deepcopy__(self, memo: object) -> Known:
+    def __deepcopy__(self, memo: object) -> StateCheckpoint:
         """Itself: nobody writes into it."""
         return self
 
@@ -40,10 +40,10 @@ class Known:
         yield from self.rec.items()
 
 
-NOTHING = Known()
+NOTHING = StateCheckpoint()
 
 
-def apart_by(mine: Known, theirs: Known) -> float:
+def apart_by(mine: StateCheckpoint, theirs: StateCheckpoint) -> float:
     """Relative RMS between two of one text: of the state that is off the most."""
     both = [(mine.conv, theirs.conv), (mine.rec, theirs.rec)]
     pairs = [(of[key].double(), t.double()) for of, its in both for key, t in its.items()]
@@ -51,10 +51,10 @@ def apart_by(mine: Known, theirs: Known) -> float:
     return max((math.inf if math.isnan(each) else each for each in off), default=0.0)
 
 
-class Folding:
+class StateUpdate:
     """What rows of one text make of a state in one pass; the one that they begin with stays as it is."""
 
-    def __init__(self, before: Known, n_rows: int, *, is_sure: bool = False) -> None:
+    def __init__(self, before: StateCheckpoint, n_rows: int, *, is_sure: bool = False) -> None:
         """`is_sure`: all rows will be accepted, so that nothing is kept to cut from."""
         self.before, self.n_rows, self._is_sure = before, n_rows, is_sure
         self.rec: dict[Key, Tensor] = {}
@@ -84,11 +84,11 @@ class Folding:
         self._conv[key], self._width[key] = x[..., -width:].clone() if self._is_sure else x, width
         return x
 
-    def known(self, n: int, rec: Mapping[Key, Tensor]) -> Known:
+    def known(self, n: int, rec: Mapping[Key, Tensor]) -> StateCheckpoint:
         """The state behind the first n rows, with these recurrent ones."""
         conv = {key: self._newest(key, self.n_rows - n) for key in self._conv}
         assert len(conv) + len(rec) >= sum(1 for _ in self.before.tensors), "a layer did not run"
-        return Known(self.before.at + n, conv, {key: _alone(t) for key, t in rec.items()})
+        return StateCheckpoint(self.before.at + n, conv, {key: _alone(t) for key, t in rec.items()})
 
     def _newest(self, key: Key, dropped: int) -> Tensor:
         """The end of a history without its last rows, by itself: what it is cut from may be a chunk's."""
@@ -102,31 +102,31 @@ def _alone(t: Tensor) -> Tensor:
     return t if t.untyped_storage().nbytes() == t.nbytes else t.clone()
 
 
-class States:
+class RecurrentStates:
     """The state of a text and checkpoints of it; those of a model without any are at every length."""
 
-    def __init__(self, like: Known = NOTHING, most: int = 8) -> None:
+    def __init__(self, like: StateCheckpoint = NOTHING, most: int = 8) -> None:
         """`like`: of the shapes and types that the model makes. `most`: checkpoints, further back the fewer."""
         self.now = NOTHING
-        self._like, self._most, self._marks = like, most, list[Known]()  # rising
+        self._like, self._most, self._marks = like, most, list[StateCheckpoint]()  # rising
 
     @property
     def _has_any(self) -> bool:
         return any(True for _ in self._like.tensors)
 
-    def advance(self, known: Known) -> None:
+    def advance(self, known: StateCheckpoint) -> None:
         """So much of the text is read."""
         crosses = known.at // EVERY > self.now.at // EVERY
         self.now = known
         if crosses:
             self.mark()
 
-    def pass_over(self, n: int) -> None:
+    def skip_tokens(self, n: int) -> None:
         """The text has n tokens, of which those from here on are left out."""
         if self._has_any:
             self.now = replace(self.now, at=n)
 
-    def stops(self, turns: Iterable[int]) -> list[int]:
+    def checkpoint_positions(self, turns: Iterable[int]) -> list[int]:
         """Those ahead of these lengths of the text, where reading has to stop for a checkpoint to come back to."""
         return [turn for turn in turns if turn > self.now.at] if self._has_any else []
 
@@ -171,24 +171,24 @@ class States:
         marks = [mark for mark in self._marks if mark.at != self.now.at]
         return {str(i): _tree(known) for i, known in enumerate((*marks, self.now))} if self.now.at else {}
 
-    def restore(self, given: Given) -> None:
-        """As it was given, with no more checkpoints than there may be here. Raises Misfit."""
+    def restore(self, given: SnapshotReader) -> None:
+        """As it was given, with no more checkpoints than there may be here. Raises SnapshotMismatch."""
         knowns = [self._known(part) for part in given.parts(given.n)]
         ends = [known.at for known in knowns]
         if ends != sorted({*ends}) or ends[-1:] != [given.n] * self._has_any:
-            raise Misfit("its states are not those of its text")
+            raise SnapshotMismatch("its states are not those of its text")
         self.now, self._marks = NOTHING, []
         for known in knowns:
             self.now = known
             self.mark()
 
-    def _known(self, given: Given) -> Known:
+    def _known(self, given: SnapshotReader) -> StateCheckpoint:
         conv = {key: given.part("conv").like(_name(key), t) for key, t in self._like.conv.items()}
         rec = {key: given.part("rec").like(_name(key), t) for key, t in self._like.rec.items()}
-        return Known(given.number("at", given.n, 1), conv, rec)
+        return StateCheckpoint(given.number("at", given.n, 1), conv, rec)
 
 
-def _tree(known: Known) -> State:
+def _tree(known: StateCheckpoint) -> State:
     conv, rec = ({_name(key): t for key, t in of.items()} for of in (known.conv, known.rec))
     return {"at": known.at, "conv": conv, "rec": rec}
 

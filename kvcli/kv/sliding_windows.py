@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcli.kernels.attend_invariant import BLOCK
 
 if TYPE_CHECKING:
-    from kvcli.kv.slots import LayerShape, Sight
+    from kvcli.kv.slots import AttentionParams, LayerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Window:
     size: int  # tokens: a row at position p sees positions > p - size
     back: int = 192  # tokens that may be undone all the same, on disk too: a last question, and another in its place
 
-    def opens(self, end: int) -> int:
+    def window_start(self, end: int) -> int:
         """The position below which slots may go when no row stands before `end`."""
         return max(0, (end - self.size - self.back) // self.step * self.step)
 
@@ -50,9 +50,9 @@ class Windows:
     def __contains__(self, layer: int) -> bool:
         return layer in self._of
 
-    def due(self, layer: int, end: int) -> int:
+    def evict_below(self, layer: int, end: int) -> int:
         """The position below which slots are to go now, when no row stands before `end`; 0 = none are."""
-        low = self._of[layer].opens(end) if layer in self._of else 0
+        low = self._of[layer].window_start(end) if layer in self._of else 0
         if low <= self._opened.get(layer, 0):
             return 0
         self._opened[layer] = low
@@ -77,11 +77,11 @@ class Windows:
         self._opened.clear()
 
 
-def windows_of(shapes: Sequence[LayerShape], sights: Sequence[Sight]) -> dict[int, Window]:
+def windows_of(shapes: Sequence[LayerShape], sights: Sequence[AttentionParams]) -> dict[int, Window]:
     """By layer that stores: the window of the rows that look furthest back in it; none where one sees all."""
     size: dict[int, int | None] = {}
     for layer, (shape, sight) in enumerate(zip(shapes, sights, strict=True)):
-        holder = layer if shape.shares is None else shape.shares
+        holder = layer if shape.shared_from is None else shape.shared_from
         of, here = size.get(holder, 0), sight.window
         size[holder] = None if of is None or here is None else max(of, here)
     return {layer: Window(n) for layer, n in size.items() if n is not None}

@@ -9,10 +9,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_invariant import Own
-from kvcli.kernels.merge_attention import Part
-from kvcli.kv.snapshot import Stateful
-from kvcli.kv.tiers.device_tables import Fixed
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.snapshot import Snapshottable
+from kvcli.kv.tiers.device_tables import DeviceCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,14 @@ class LayerShape:
     n_kv_heads: int
     k_dim: int  # numbers of a key
     v_dim: int  # of a value
-    shares: int | None = None  # an earlier layer, whose slots this one reads: it stores none of its own
+    shared_from: int | None = None  # an earlier layer, whose slots this one reads: it stores none of its own
     device: torch.device | None = None  # where it computes; None = where the model does
     rank: int = 0  # > 0: a key is a latent with a turned part behind it, and the value too, of which so many count
 
     @property
     def numbers(self) -> int:
         """Of keys and values that it stores of a token: none where they are another layer's."""
-        return 0 if self.shares is not None else self.n_kv_heads * (self.k_dim + (0 if self.rank else self.v_dim))
+        return 0 if self.shared_from is not None else self.n_kv_heads * (self.k_dim + (0 if self.rank else self.v_dim))
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -46,23 +46,23 @@ def spans(shapes: Sequence[LayerShape]) -> list[range]:
     """The layers of a model in runs that share no slots with others, each as short as that allows."""
     ends = [0]
     for layer in range(1, len(shapes)):
-        if all(shape.shares is None or shape.shares >= layer for shape in shapes[layer:]):
+        if all(shape.shared_from is None or shape.shared_from >= layer for shape in shapes[layer:]):
             ends.append(layer)
     return [range(a, b) for a, b in zip(ends, [*ends[1:], len(shapes)], strict=True)]
 
 
-def holders(shapes: Sequence[LayerShape]) -> list[int]:
+def storing_layer_of(shapes: Sequence[LayerShape]) -> list[int]:
     """By layer: which one stores the slots that it reads."""
-    return [layer if of.shares is None else of.shares for layer, of in enumerate(shapes)]
+    return [layer if of.shared_from is None else of.shared_from for layer, of in enumerate(shapes)]
 
 
-def storing(sights: Sequence[Sight], shapes: Sequence[LayerShape]) -> list[Sight | None]:
+def storing(sights: Sequence[AttentionParams], shapes: Sequence[LayerShape]) -> list[AttentionParams | None]:
     """How each layer looks at slots of its own; None where it reads another's."""
-    return [sight if of.shares is None else None for sight, of in zip(sights, shapes, strict=True)]
+    return [sight if of.shared_from is None else None for sight, of in zip(sights, shapes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LevelSpan:
     """Columns of slots side by side that lie on one rung of a ladder."""
 
     rung: int  # 0 = the top
@@ -77,7 +77,7 @@ class Slots:
     k: Tensor  # [K, S, D]
     v: Tensor  # [K, S, D], of a size of their own where a layer's values have one; where keys are values, `k` itself
     pos: Tensor  # [K, S] int, -1 = empty (heads may hold different numbers of slots)
-    spans: Sequence[Span] = field(default=(), kw_only=True)  # of what a ladder shows, the lowest rung first
+    spans: Sequence[LevelSpan] = field(default=(), kw_only=True)  # of what a ladder shows, the lowest rung first
 
     @property
     def n_slots(self) -> int:
@@ -91,7 +91,7 @@ class Slots:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AttentionParams:
     """How a layer looks at slots: what its attention does to scores, and how far back it sees."""
 
     scale: float
@@ -124,17 +124,19 @@ class Usage:
 Masks = Sequence[Tensor | None]
 
 
-class Holder(Protocol):
+class HasUsage(Protocol):
     """Something that takes memory."""
 
     def usage(self) -> list[Usage]:
         """What is allocated, by layer; nothing where it only reads what another one holds."""
 
 
-class Readable(Holder, Protocol):
+class Attendable(HasUsage, Protocol):
     """Something rows can attend to: a tier, a ladder, a view."""
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """q [H, N, D] of rows at positions pos [N] -> parts over what is stored, the oldest first; none if nothing is.
 
         With `own`, over what their pass made of them too: in one part with the newest slots where these can be read so.
@@ -142,14 +144,14 @@ class Readable(Holder, Protocol):
         """
 
 
-class Reader(Readable, Protocol):
+class CacheReader(Attendable, Protocol):
     """What rows of a pass attend to: a store, or a way to read one."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Numbers that a pass reads its own fresh rows in, as it does those stored."""
 
-    def fixed(self, rows: int, more: int = 0) -> Fixed:
+    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Where a device finds all of it by itself, with room for `rows` slots a head; or why it cannot.
 
         Asked before a pass that is recorded once (engine/cuda_graphs/captured_pass.py); what is stored or forgotten in
@@ -158,11 +160,11 @@ class Reader(Readable, Protocol):
         """
 
 
-class Tier(Readable, Stateful, Protocol):
+class Tier(Attendable, Snapshottable, Protocol):
     """One kind of storage on one device."""
 
     @property
-    def rounds_by_rows(self) -> str:
+    def batch_variant_reason(self) -> str:
         """Which setting has rows read it by kernels whose bits depend on who shares the pass; "" = none has."""
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
@@ -188,7 +190,7 @@ class Tier(Readable, Stateful, Protocol):
         """Forget slots whose mask [K, S] is False; returns what fell out. Heads may keep different numbers."""
 
 
-class Store(Tier, Reader, Protocol):
+class KVCache(Tier, CacheReader, Protocol):
     """The whole past: a ladder of tiers or a bare one."""
 
     @property
@@ -215,7 +217,7 @@ class Store(Tier, Reader, Protocol):
         Not where a layer gave back what its window hid from the rows behind n. Of what masks let go it knows nothing.
         """
 
-    def settle(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
+    def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
         """A boundary of these layers, None = all: of what `slots` shows, the masks let some go; () = nothing. True if
         they did.
 
@@ -223,19 +225,19 @@ class Store(Tier, Reader, Protocol):
         """
 
 
-class Lens(Readable, Protocol):
+class CacheView(Attendable, Protocol):
     """A view: a part of a store, chosen by a policy."""
 
-    def over(self, store: Store) -> Lens:
+    def rebind(self, store: KVCache) -> CacheView:
         """The same choice from another store, with nothing held yet."""
 
 
-def alone(q: Tensor, sight: Sight, own: Own | None) -> list[Part]:
+def attend_new_only(q: Tensor, sight: AttentionParams, own: NewRows | None) -> list[PartialAttention]:
     """Rows over their pass alone: the last parts of a store whose slots are not read in one sequence with it."""
     return [] if own is None else own.parts(q, sight.scale, sight.softcap)
 
 
-def nbytes(*held: Holder | None) -> dict[str, int]:
+def nbytes(*held: HasUsage | None) -> dict[str, int]:
     """Bytes allocated, by kind of tier."""
     total: dict[str, int] = {}
     for holder in held:
@@ -244,7 +246,7 @@ def nbytes(*held: Holder | None) -> dict[str, int]:
     return total
 
 
-def hit_rate(held: Iterable[Holder | None]) -> float | None:
+def hit_rate(held: Iterable[HasUsage | None]) -> float | None:
     """Of the slots that rows wanted of tiers far away, the share that was near already; None = they wanted none."""
     uses = [use for holder in held if holder is not None for use in holder.usage()]
     asked = sum(use.asked for use in uses)
@@ -284,7 +286,7 @@ def picked(s: Slots, index: Tensor) -> Slots:
     return Slots(*s.each(of), s.pos.gather(1, at).masked_fill(index < 0, -1))
 
 
-def beside(found: Sequence[Slots]) -> Slots:
+def concat_slots(found: Sequence[Slots]) -> Slots:
     """Slots side by side, in the numbers and on the device of the last ones."""
     held = [s for s in found[:-1] if s.n_slots]
     end = found[-1]
@@ -326,12 +328,12 @@ def visible(pos: Tensor, rows: Sequence[int], window: int | None) -> Tensor | No
     hidden = pos < 0
     shown = None if not bool(hidden.any()) else ~hidden.unsqueeze(1)
     if window is not None:
-        near = pos.unsqueeze(1) > opens(rows, window, pos.device)
+        near = pos.unsqueeze(1) > window_start(rows, window, pos.device)
         shown = near if shown is None else near & shown
     return shown if shown is None else shown.expand(-1, len(rows), -1)
 
 
-def opens(rows: Sequence[int], window: int, device: torch.device) -> Tensor:
+def window_start(rows: Sequence[int], window: int, device: torch.device) -> Tensor:
     """[N, 1]: the last position that a sliding window hides from each row."""
     return torch.tensor([row - window for row in rows], dtype=torch.int32, device=device).unsqueeze(1)
 

@@ -20,23 +20,23 @@ Leaf: TypeAlias = "Tensor | int | float"
 DEEPEST = 16  # trees within trees
 
 
-class Misfit(Exception):
+class SnapshotMismatch(Exception):
     """The tree is not of what was to be made from it."""
 
 
-class Stateful(Protocol):
+class Snapshottable(Protocol):
     """What a text goes on from."""
 
-    def state(self) -> State:
+    def snapshot(self) -> State:
         """All that what comes next depends on. Its tensors are views: use them before the text goes on."""
 
-    def restore(self, given: Given) -> None:
-        """Become what gave this, in something just made under the same settings. Raises Misfit, Shortage."""
+    def restore(self, given: SnapshotReader) -> None:
+        """Become what gave this, in something just made under the same settings. Raises SnapshotMismatch, Shortage."""
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A part of a tree of a text of n tokens, which is taken from by name. Each method raises Misfit."""
+class SnapshotReader:
+    """A part of a tree of a text of n tokens, which is taken from by name. Each method raises SnapshotMismatch."""
 
     tree: State
     n: int  # every position is below
@@ -45,12 +45,12 @@ class Given:
     def __contains__(self, name: str) -> bool:
         return name in self.tree
 
-    def part(self, name: str) -> Given:
+    def part(self, name: str) -> SnapshotReader:
         """A smaller tree; an empty one where there is none, as a file knows no empty trees."""
         found = self.tree.get(name, {})
-        return Given(found, self.n, self._named(name)) if isinstance(found, Mapping) else self._lacks(name)
+        return SnapshotReader(found, self.n, self._named(name)) if isinstance(found, Mapping) else self._lacks(name)
 
-    def parts(self, most: int) -> list[Given]:
+    def parts(self, most: int) -> list[SnapshotReader]:
         """Smaller trees "0", "1", .. and no more than so many."""
         names = [str(i) for i in range(len(self.tree))]
         return [self.part(name) for name in names] if len(names) <= most else self._lacks(f"{most} parts at most")
@@ -102,7 +102,7 @@ class Given:
         return f"{self.where}/{name}" if self.where else name
 
     def _lacks(self, what: str) -> NoReturn:
-        raise Misfit(f"it has no {self._named(what)} as it should be")
+        raise SnapshotMismatch(f"it has no {self._named(what)} as it should be")
 
 
 def leaves(state: State, where: str = "") -> Iterator[tuple[str, Leaf]]:
@@ -115,18 +115,19 @@ def leaves(state: State, where: str = "") -> Iterator[tuple[str, Leaf]]:
 
 
 def tree_of(found: Mapping[str, Leaf]) -> State:
-    """The inverse of `leaves`. Raises Misfit where a name is a leaf and a tree, or trees lie in trees beyond reason."""
+    """The inverse of `leaves`. Raises SnapshotMismatch where a name is a leaf and a tree, or trees lie in trees beyond
+    reason."""
     tree: dict[str, object] = {}
     for path, leaf in found.items():
         *above, name = path.split("/")
         if len(above) > DEEPEST:
-            raise Misfit("it has trees within trees")
+            raise SnapshotMismatch("it has trees within trees")
         at = tree
         for each in above:
             at = at.setdefault(each, {})  # type: ignore[assignment]
             if not isinstance(at, dict):
-                raise Misfit(f"{path} lies in no tree")
+                raise SnapshotMismatch(f"{path} lies in no tree")
         if name in at:
-            raise Misfit(f"{path} is there twice")
+            raise SnapshotMismatch(f"{path} is there twice")
         at[name] = leaf
     return tree  # type: ignore[return-value]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcli.models.pip_packages import GEMMA, GEMMA_TERMS, SMOLLM2, Packed
+from kvcli.models.pip_packages import GEMMA, GEMMA_TERMS, SMOLLM2, PackagedFile
 from kvcli.models.shape import Shape
 from kvcli.models.sizes import sizes_of
 
@@ -29,11 +29,11 @@ class Terms:
 
     title: str
     address: str
-    text: Packed
+    text: PackagedFile
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class CatalogModel:
     """A model of the list."""
 
     name: str  # to type
@@ -42,7 +42,7 @@ class Known:
     about: str
     shape: Shape
     licence: str = "Apache-2.0"
-    package: Packed | None = None  # a GGUF file, which comes instead of what the hub has
+    package: PackagedFile | None = None  # a GGUF file, which comes instead of what the hub has
     terms: Terms | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)  # that its card recommends, if its files state none
 
@@ -80,12 +80,12 @@ def needs(weights: int, shape: Shape, tokens: int = TOKENS) -> int:
 def _known(
     name: str, id: str, parameters: int, about: str, *sizes: int, tied: bool = True, experts: tuple[int, int] = (0, 0),
     window: tuple[int, int] = (0, 1), **more: Any,
-) -> Known:  # fmt: skip
+) -> CatalogModel:  # fmt: skip
     """`window`: tokens that most layers see, and how many layers go to one that sees all."""
     layers, hidden, heads, kv_heads, head_dim, inner, vocab, limit = sizes
     windows = tuple(None if (i + 1) % window[1] == 0 else window[0] for i in range(layers))
     shape = Shape(layers, hidden, heads, kv_heads, head_dim, inner, vocab, limit, windows, tied, *experts)
-    return Known(name, id, parameters, about, shape, **more)
+    return CatalogModel(name, id, parameters, about, shape, **more)
 
 
 _SMOLLM2 = {"temperature": 0.2, "top_p": 0.9}
@@ -140,12 +140,12 @@ def recommended(config: Mapping[str, Any], name: str) -> Mapping[str, float]:
     return next(iter(alike), _OF_FAMILY.get((family, sizes["vocab"]), _OF_FAMILY.get((family, 0), {})))
 
 
-def choices(usable: int, quants: Sequence[str] = ("none", "int8")) -> list[tuple[Known, str]]:
+def choices(usable: int, quants: Sequence[str] = ("none", "int8")) -> list[tuple[CatalogModel, str]]:
     """For a quick answer, in comfort, and the largest that `usable` bytes hold; packed weights where more then fits.
 
     What has terms to accept is not among them.
     """
-    found: dict[str, tuple[Known, str]] = {}
+    found: dict[str, tuple[CatalogModel, str]] = {}
     free = [known for known in CATALOG if not known.terms]
     for share in SHARES:
         packings = quants if share == 1 else quants[:1]

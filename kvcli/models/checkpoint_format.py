@@ -50,21 +50,23 @@ INSTEAD = "GGUF, or the unpacked model with --quant int4"
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class CheckpointFormat:
     """How the weights of a checkpoint are packed."""
 
     method: str = ""  # by the name that transformers has for it; "" = they are not
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def of(config: Mapping[str, Any]) -> Packing:
+    def of(config: Mapping[str, Any]) -> CheckpointFormat:
         """By config.json of the model, or the part of it that is about text."""
         text = config.get("text_config")
         for at in (config, text if isinstance(text, dict) else {}):
             if isinstance(found := at.get("quantization_config"), dict):
                 is_bnb = found.get("load_in_4bit") or found.get("load_in_8bit")
-                return Packing("bitsandbytes" if is_bnb else str(found.get("quant_method") or "unnamed")[:40], found)
-        return Packing()
+                return CheckpointFormat(
+                    "bitsandbytes" if is_bnb else str(found.get("quant_method") or "unnamed")[:40], found
+                )
+        return CheckpointFormat()
 
     @property
     def is_unserved(self) -> bool:
@@ -122,7 +124,7 @@ class Packing:
 
 def refuse_unpackable(name: str, config: Mapping[str, Any], kind: str) -> None:
     """A checkpoint that comes packed where nothing can read it: on such a device, or without a package."""
-    packing = Packing.of(config)
+    packing = CheckpointFormat.of(config)
     is_elsewhere = packing.method in _GPU_ONLY and kind != "cuda"
     if why := _UNSERVED.get(packing.method) or ("transformers reads it on a GPU only" if is_elsewhere else ""):
         raise BadModel(

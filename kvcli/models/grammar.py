@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcli.errors import BadInput
 from kvcli.installing import EXTRAS, pip
-from kvcli.models.library_errors import blamed
+from kvcli.models.library_errors import blame_files
 
 # Between two signs of JSON, as in llama.cpp: with as much as JSON allows, a small model may indent for ever.
 SPACE = r" |\n[ \t]{0,20}"
@@ -30,7 +30,7 @@ class Grammar:
     def of_schema(schema: Mapping[str, Any], name: str = "the schema") -> Grammar:
         """JSON of this JSON Schema, properties in its order. Raises BadInput for keywords that cannot be kept."""
         matcher = library().LLMatcher
-        with blamed(lambda said: refused(name, said, "bad_schema")):
+        with blame_files(lambda said: refused(name, said, "bad_schema")):
             text = matcher.grammar_from_json_schema(json.dumps(schema), {"whitespace_pattern": SPACE})
         return _checked(text, name, "bad_schema")
 
@@ -42,7 +42,7 @@ class Grammar:
 
         if not text.strip():
             raise refused(name, "it is empty", "bad_grammar")
-        with blamed(lambda said: refused(name, said.partition(": ")[2], "bad_grammar")):
+        with blame_files(lambda said: refused(name, said.partition(": ")[2], "bad_grammar")):
             lark = any_to_lark(text)
         return _checked(matcher.grammar_from_lark(lark), name, "bad_grammar")
 

@@ -12,7 +12,7 @@ from kvcli.models.sizes import count
 
 
 @dataclass(frozen=True, slots=True)
-class Stores:
+class LayerKVShape:
     """Keys and values of one layer."""
 
     kv_heads: int
@@ -33,7 +33,9 @@ class Stores:
         return self.expanded if self.rank else (self.key, self.value)
 
 
-def stores_of(config: Mapping[str, Any], plain: Stores, layers: int, heads: int, name: str) -> tuple[Stores, ...]:
+def stores_of(
+    config: Mapping[str, Any], plain: LayerKVShape, layers: int, heads: int, name: str
+) -> tuple[LayerKVShape, ...]:
     """By layer; `plain`: what those store of which the config says nothing else. Raises BadModel for sizes that are
     none."""
 
@@ -45,20 +47,22 @@ def stores_of(config: Mapping[str, Any], plain: Stores, layers: int, heads: int,
         rank = size(config, "kv_lora_rank", 0)
         wide = rank + size(config, "qk_rope_head_dim", 0)
         key = size(config, "qk_nope_head_dim", 0) + wide - rank
-        latent = Stores(1, wide, wide, rank=rank, expanded=(key, size(config, "v_head_dim", plain.value)))
+        latent = LayerKVShape(1, wide, wide, rank=rank, expanded=(key, size(config, "v_head_dim", plain.value)))
         # of Kimi-Linear's layers most keep a state
-        return tuple(latent if attends(does, layer) else Stores(0, wide, wide) for layer in range(layers))
-    plain = Stores(plain.kv_heads, plain.key, size(config, "v_head_dim", plain.value))
+        return tuple(latent if attends(does, layer) else LayerKVShape(0, wide, wide) for layer in range(layers))
+    plain = LayerKVShape(plain.kv_heads, plain.key, size(config, "v_head_dim", plain.value))
     shared = count(config.get("num_kv_shared_layers") or 0, "num_kv_shared_layers", name, 0)
     found = []
     for layer in range(layers):
         if not attends(does, layer):
-            found.append(Stores(0, plain.key, plain.value))
+            found.append(LayerKVShape(0, plain.key, plain.value))
             continue
         own = _own(config, kinds, layer, plain)
         key = size(own, "head_dim", plain.key)
         value = key if own.get("head_dim") else plain.value
-        found.append(Stores(size(own, "num_key_value_heads", plain.kv_heads), key, value, _owner(kinds, layer, shared)))
+        found.append(
+            LayerKVShape(size(own, "num_key_value_heads", plain.kv_heads), key, value, _owner(kinds, layer, shared))
+        )
     return tuple(found)
 
 
@@ -68,7 +72,7 @@ def kinds_of(config: Mapping[str, Any], layers: int) -> Sequence[str]:
     return kinds if isinstance(kinds, list) and len(kinds) == layers else ()
 
 
-def _own(config: Mapping[str, Any], kinds: Sequence[str], layer: int, plain: Stores) -> Mapping[str, Any]:
+def _own(config: Mapping[str, Any], kinds: Sequence[str], layer: int, plain: LayerKVShape) -> Mapping[str, Any]:
     """What is said of a layer alone: by number, or of all that see the whole text (Gemma 4)."""
     listed = config.get("per_layer_config")
     if isinstance(listed, Mapping):

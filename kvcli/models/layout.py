@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadInput, BadModel
 from kvcli.models.control_words import PLACE
-from kvcli.models.library_errors import blamed
+from kvcli.models.library_errors import blame_files
 from kvcli.models.template import broken
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def render(tokenizer: PreTrainedTokenizerBase, laid: Layout, texts: Sequence[str
     for message in given:
         if message["role"] in laid.in_parts:
             message["content"] = [{"type": "text", "text": message["content"]}]
-    with blamed(broken):
+    with blame_files(broken):
         try:
             return str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True))
         except TemplateError as error:

@@ -9,7 +9,7 @@ from kvcli.errors import KvcliError, is_out_of_memory
 
 
 @contextmanager
-def blamed(say: Callable[[str], KvcliError]) -> Iterator[None]:
+def blame_files(say: Callable[[str], KvcliError]) -> Iterator[None]:
     """Around a call into a library with files that a stranger wrote: whatever it raises is said as their fault.
 
     `say` makes the error from one line that begins with the exception's class. Out of memory passes, and so does what

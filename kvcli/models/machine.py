@@ -27,7 +27,7 @@ def kept_free(available: int, card: int = 0) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DeviceInfo:
     """A device torch can compute on."""
 
     kind: str  # cpu, cuda:0, mps
@@ -38,22 +38,22 @@ class Found:
     unserved: str = ""  # why fused kernels do not run on a GPU; "" = they do
 
 
-def devices() -> Iterator[Found]:
+def devices() -> Iterator[DeviceInfo]:
     """The CPU first."""
     import torch
 
     from kvcli.kernels.triton_support import why_not
 
     memory = psutil.virtual_memory()
-    yield Found("cpu", cpu_name() or platform.machine(), memory.total, memory.available)
+    yield DeviceInfo("cpu", cpu_name() or platform.machine(), memory.total, memory.available)
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
         is_nvidia = torch.version.hip is None  # which torch for AMD calls cuda, too
         capability = torch.cuda.get_device_capability(i) if is_nvidia else None
         why = why_not(torch.device("cuda", i), torch.bfloat16)
-        yield Found(f"cuda:{i}", torch.cuda.get_device_name(i), total, free, capability, why)
+        yield DeviceInfo(f"cuda:{i}", torch.cuda.get_device_name(i), total, free, capability, why)
     if torch.backends.mps.is_available():
-        yield Found("mps", "Apple GPU", None, None)
+        yield DeviceInfo("mps", "Apple GPU", None, None)
 
 
 def threads() -> int:

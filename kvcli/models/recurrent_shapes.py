@@ -16,7 +16,7 @@ _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotr
 
 
 @dataclass(frozen=True, slots=True)
-class Folds:
+class RecurrentShapes:
     """Layers that keep a state, in numbers of one of them."""
 
     layers: int = 0
@@ -29,7 +29,7 @@ class Folds:
         return self.layers * (self.history * number + self.state * WIDE)
 
 
-NONE = Folds()
+NONE = RecurrentShapes()
 
 
 def layer_kinds(config: Mapping[str, Any], layers: int) -> Sequence[str]:
@@ -49,10 +49,10 @@ def attends(kinds: Sequence[str], layer: int) -> bool:
     return not kinds or kinds[layer] in _ATTENDS
 
 
-def folds_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int, name: str) -> Folds:
+def folds_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int, name: str) -> RecurrentShapes:
     """Those of a model; none for families whose sizes are not known here. Raises BadModel for sizes that are none."""
     n = sum(kind in _FOLDS for kind in kinds)
-    return Folds(n, *_one(config, hidden, name)) if n else NONE
+    return RecurrentShapes(n, *_one(config, hidden, name)) if n else NONE
 
 
 def _one(config: Mapping[str, Any], hidden: int, name: str) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.models.library_errors import blamed
+from kvcli.models.library_errors import blame_files
 from kvcli.models.text import decode, opening_ids, special_ids, tokenizer_failed
 from kvcli.safe_output import BROKEN
 
@@ -23,7 +23,7 @@ class Words:
         self._tokenizer = tokenizer
         self.special = special_ids(tokenizer)
         self._seam = self._encode(_SEAM)
-        with blamed(tokenizer_failed):
+        with blame_files(tokenizer_failed):
             self.opening: Sequence[int] = opening_ids(tokenizer)
 
     def text(self, ids: Sequence[int], before: Sequence[int] | None = None) -> str:
@@ -39,11 +39,11 @@ class Words:
         return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
-        with blamed(tokenizer_failed):
+        with blame_files(tokenizer_failed):
             return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
 
-class Spelling:
+class TokenMapping:
     """The words of a model that drafts, beside those of the one that writes."""
 
     def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
@@ -51,12 +51,12 @@ class Spelling:
         self.marks = _marks(target, draft)
         self.marks_back = {its: i for i, its in reversed([*self.marks.items()]) if its is not None}
 
-    def __deepcopy__(self, memo: object) -> Spelling:
+    def __deepcopy__(self, memo: object) -> TokenMapping:
         """Itself: texts that are copied share it."""
         return self
 
 
-def spelling(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> Spelling | None:
+def spelling(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> TokenMapping | None:
     """How to read what one writes in the other's ids; None where these are the same.
 
     Tokens that were added to a vocabulary do not count: of these, such as the marks of a chat template, siblings often
@@ -64,7 +64,7 @@ def spelling(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) ->
     """
     known, drafted = (_ordinary(tokenizer) for tokenizer in (target, draft))
     alike = sum(drafted.get(word) == i for word, i in known.items())
-    return None if alike >= SAME * max(len(known), len(drafted)) else Spelling(target, draft)
+    return None if alike >= SAME * max(len(known), len(drafted)) else TokenMapping(target, draft)
 
 
 def _ordinary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

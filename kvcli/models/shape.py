@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadModel
-from kvcli.models.kv_shapes import Stores, kinds_of, stores_of
-from kvcli.models.recurrent_shapes import NONE, Folds, folds_of, layer_kinds
+from kvcli.models.kv_shapes import LayerKVShape, kinds_of, stores_of
+from kvcli.models.recurrent_shapes import NONE, RecurrentShapes, folds_of, layer_kinds
 from kvcli.models.sizes import NAMES, count, sizes_of
 
 if TYPE_CHECKING:
@@ -36,18 +36,18 @@ class Shape:
     active: int = 0  # experts a token goes through
     is_capped: bool = False  # attention scores are bent, which takes plain products
     is_endless: bool = False  # the config states no limit
-    uneven: tuple[Stores, ...] = ()  # what each layer stores, where they are not all alike
-    folds: Folds = NONE  # layers that keep a state
+    uneven: tuple[LayerKVShape, ...] = ()  # what each layer stores, where they are not all alike
+    folds: RecurrentShapes = NONE  # layers that keep a state
 
     @property
-    def stores(self) -> tuple[Stores, ...]:
+    def stores(self) -> tuple[LayerKVShape, ...]:
         """What each layer stores of a token."""
-        return self.uneven or (Stores(self.kv_heads, self.head_dim, self.head_dim),) * self.layers
+        return self.uneven or (LayerKVShape(self.kv_heads, self.head_dim, self.head_dim),) * self.layers
 
     @property
     def expanded(self) -> Shape:
         """Where latents cannot be stored: every head's keys and values are."""
-        stores = tuple(Stores(self.heads, *of.expanded) if of.rank else of for of in self.stores)
+        stores = tuple(LayerKVShape(self.heads, *of.expanded) if of.rank else of for of in self.stores)
         return replace(self, kv_heads=self.heads, head_dim=max(of.key for of in stores), uneven=stores)
 
     @property
@@ -105,7 +105,7 @@ def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
     if config.get("model_type") == "longcat_flash" and not config.get("num_hidden_layers"):
         layers *= 2  # each has two attentions
     kv_heads, dim = 1 if _is_multi_query(config) else found["kv_heads"] or heads, found["head_dim"] or hidden // heads
-    stores = stores_of(config, Stores(kv_heads, dim, dim), layers, heads, name)
+    stores = stores_of(config, LayerKVShape(kv_heads, dim, dim), layers, heads, name)
     is_even = len(set(stores)) == 1 and stores[0].key == stores[0].value and not stores[0].rank
     return Shape(
         layers=layers,

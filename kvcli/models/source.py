@@ -12,7 +12,7 @@ from pathlib import Path
 from kvcli.demo import BUNDLED, weights_dir
 from kvcli.errors import BadModel
 from kvcli.models import hub
-from kvcli.models.checkpoint_format import Packing
+from kvcli.models.checkpoint_format import CheckpointFormat
 from kvcli.models.config_file import Config, read_config, read_json, text_config
 from kvcli.models.gguf import header
 from kvcli.models.gguf.config import describe
@@ -54,7 +54,7 @@ class Source:
     @property
     def parameters(self) -> int:
         """Weights, 0 if unknown: as many as a loaded model has, however its files pack them."""
-        packing = Packing.of(self.config)
+        packing = CheckpointFormat.of(self.config)
         return sum(packing.weights(name, t.dtype, t.shape) for f in self.files for name, t in f.tensors.items())
 
     @property

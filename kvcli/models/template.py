@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import BadModel, UsageError
 from kvcli.models.guarded import Guarded
-from kvcli.worker_process import Limits, Outside, Standby
+from kvcli.worker_process import Limits, Standby, WorkerProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,8 +65,8 @@ class Chats(Guarded):
             raise broken(str(error)) from None
 
 
-def _started(room: int) -> Outside:
-    return Outside("kvcli.models.template_worker", Limits(memory=BASE + FOLD * room, cpu=LIFE, wall=0.0))
+def _started(room: int) -> WorkerProcess:
+    return WorkerProcess("kvcli.models.template_worker", Limits(memory=BASE + FOLD * room, cpu=LIFE, wall=0.0))
 
 
 def _failed(how: str, why: str) -> BadModel:

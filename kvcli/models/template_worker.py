@@ -15,12 +15,12 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from kvcli.sandbox import bound, preload, serve
+from kvcli.sandbox import preload, serve, set_limits
 
 
 def main(parent: int, limits: dict[str, Any], file: None) -> int:
     """Render what each line on standard input says."""
-    bound(parent, limits)
+    set_limits(parent, limits)
     preload("jinja2", "encodings")
     return serve(rendered)
 

@@ -9,7 +9,7 @@ from kvcli.errors import BadInput, BadModel
 from kvcli.models import control_words
 from kvcli.models.control_words import FENCED, OPEN
 from kvcli.models.layout import Layout, layout, placed, render
-from kvcli.models.library_errors import blamed
+from kvcli.models.library_errors import blame_files
 from kvcli.safe_output import BROKEN
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Detokenizer:
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Ids to text as the decoder has it: no tidying of spaces; control tokens show only if they are in `ids`."""
-    with blamed(tokenizer_failed):
+    with blame_files(tokenizer_failed):
         text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
@@ -78,14 +78,14 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids of control tokens, the ones with a name (end of text, ...) and all others."""
-    with blamed(tokenizer_failed):
+    with blame_files(tokenizer_failed):
         added, named = getattr(tokenizer, "added_tokens_decoder", {}), tokenizer.all_special_ids
     return frozenset(named) | {i for i, token in added.items() if token.special}
 
 
 def byte_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids of the tokens <0x00> to <0xFF>, with which some vocabularies spell what they have no token for."""
-    with blamed(tokenizer_failed):
+    with blame_files(tokenizer_failed):
         ids = tokenizer.convert_tokens_to_ids([f"<0x{b:02X}>" for b in range(256)])
     return frozenset(i for i in ids if i is not None and i != tokenizer.unk_token_id)
 
@@ -162,7 +162,7 @@ def lay_out(tokenizer: PreTrainedTokenizerBase, messages: Messages, tell: Note) 
         tell("this model's chat template has no system role: the system text heads the first question")
     for i in laid.lost:
         tell(f"this model's chat template leaves out {laid.name(i)}")
-    with blamed(tokenizer_failed):
+    with blame_files(tokenizer_failed):
         cut = control_words.cut_up(tokenizer, laid.own)
     if cut:
         tell(f"the model's tokenizer reads {', '.join(cut)} of its chat template letter by letter: answers may be poor")
@@ -175,7 +175,7 @@ def lay_out(tokenizer: PreTrainedTokenizerBase, messages: Messages, tell: Note) 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
     """Rendered text to ids; `special` adds what the tokenizer puts around a text, its first token for example."""
-    with blamed(tokenizer_failed):
+    with blame_files(tokenizer_failed):
         opening = opening_ids(tokenizer) if special else []
         if not FENCED.search(text):
             return [*opening, *tokenizer.encode(control_words.unfenced(text), add_special_tokens=False)]
@@ -195,14 +195,14 @@ def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def encode_with_places(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     """Ids of a text, and the characters (first, behind the last) that each stands for. Fast tokenizers only."""
-    with blamed(tokenizer_failed):
+    with blame_files(tokenizer_failed):
         whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     places = [(int(start), int(end)) for start, end in whole["offset_mapping"]]
     return [int(i) for i in whole["input_ids"]], places
 
 
 def tokenizer_failed(said: str) -> BadModel:
-    """For `blamed`, around calls of a model's tokenizer."""
+    """For `blame_files`, around calls of a model's tokenizer."""
     return BadModel(
         "the model's tokenizer cannot read this text",
         code="bad_tokenizer",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvcli.errors import BadModel
 from kvcli.models.control_words import admit
 from kvcli.models.family import read_config
-from kvcli.models.library_errors import blamed
+from kvcli.models.library_errors import blame_files
 from kvcli.models.refusals import no_tokenizer
 from kvcli.models.template import Chats
 from kvcli.models.tokenizing import Tokenizing, check_load
@@ -42,7 +42,7 @@ def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenize
         with open_regular(its) as stream:
             check_load(stream, [f.read_text(errors="replace") for f in files if f.name in _ADDS])
     config = read_config(found, trust_remote_code)
-    with blamed(partial(_unreadable, found)):
+    with blame_files(partial(_unreadable, found)):
         tokenizer = AutoTokenizer.from_pretrained(
             found.path, config=config, trust_remote_code=trust_remote_code, local_files_only=True
         )
@@ -58,7 +58,7 @@ def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenize
     # and one that cuts text by code of its own, or in Python, is not run in a process of its own
     if is_cut_by_library := getattr(type(tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus:
         _guard(tokenizer)
-    with blamed(partial(_unreadable, found)):
+    with blame_files(partial(_unreadable, found)):
         if tokenizer.is_fast and admit(tokenizer) and is_cut_by_library:
             _guard(tokenizer)  # anew: a process that has begun knows other words
     return tokenizer

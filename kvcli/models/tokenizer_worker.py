@@ -11,12 +11,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from kvcli.models.control_words import encode_among, normalize
-from kvcli.sandbox import bound, preload, serve
+from kvcli.sandbox import preload, serve, set_limits
 
 
 def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
     """Do what each line on standard input says, with the tokenizer.json of the descriptor."""
-    bound(parent, limits)
+    set_limits(parent, limits)
     preload("encodings")
     made = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 

@@ -20,7 +20,7 @@ from kvcli.demo.words import split_pattern
 from kvcli.errors import BadModel, UsageError
 from kvcli.models.guarded import Guarded
 from kvcli.models.text import tokenizer_failed
-from kvcli.worker_process import Limits, Outside, Standby
+from kvcli.worker_process import Limits, Standby, WorkerProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -146,7 +146,7 @@ def _made(standby: Standby, does: str, *given: Any, n: int = 0) -> Any:
     return standby.ask([does, *given], lambda size: (SECONDS + size / PACE, longer + LONGER * size)).get("made")
 
 
-def _effective(whose: ReferenceType[PreTrainedTokenizerBase], room: int) -> Outside:
+def _effective(whose: ReferenceType[PreTrainedTokenizerBase], room: int) -> WorkerProcess:
     tokenizer = whose()
     assert tokenizer is not None
     with tempfile.TemporaryFile() as file:
@@ -155,9 +155,9 @@ def _effective(whose: ReferenceType[PreTrainedTokenizerBase], room: int) -> Outs
         return _outside(file, room)
 
 
-def _outside(file: IO[bytes], room: int) -> Outside:
+def _outside(file: IO[bytes], room: int) -> WorkerProcess:
     memory = BASE + FOLD * os.fstat(file.fileno()).st_size + EACH * room
-    return Outside("kvcli.models.tokenizer_worker", Limits(memory=memory, cpu=3600, wall=0.0), file.fileno())
+    return WorkerProcess("kvcli.models.tokenizer_worker", Limits(memory=memory, cpu=3600, wall=0.0), file.fileno())
 
 
 def _state(step: Any) -> Any:

@@ -34,7 +34,7 @@ HEADER = 1 << 20  # bytes, at most
 UNREADABLE = (Unfit, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 
 
-class Damaged(Exception):
+class CorruptFile(Exception):
     """The file holds nothing that may be read."""
 
 
@@ -46,10 +46,10 @@ class Block:
     kv: Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [K, m, D], v [K, m, E] of the last m; a window lost the rest
 
     def part(self, layer: int, at: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values of these of its tokens, as views. Raises Damaged for what it does not have."""
+        """Keys and values of these of its tokens, as views. Raises CorruptFile for what it does not have."""
         k, v = self.kv.get(layer, (None, None))
         if k is None or v is None or (first := at.start - len(self.ids) + k.shape[1]) < 0:
-            raise Damaged("it is another one by now")
+            raise CorruptFile("it is another one by now")
         mine = slice(first, first + at.stop - at.start)
         cut = k[:, mine]
         return cut, cut if v is k else v[:, mine]
@@ -68,8 +68,8 @@ class Block:
 
 
 def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
-    """The block of a model with layers of these shapes, stored in numbers of this type. Raises Damaged, OSError."""
-    own = [(i, shape) for i, shape in enumerate(shapes) if shape.shares is None]
+    """The block of a model with layers of these shapes, stored in numbers of this type. Raises CorruptFile, OSError."""
+    own = [(i, shape) for i, shape in enumerate(shapes) if shape.shared_from is None]
     most = LENGTH * sum(s.numbers for _, s in own) * dtype.itemsize + 4 * LENGTH + HEADER
     try:
         data = read_small(path, most)
@@ -78,7 +78,7 @@ def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
         raise blamed(error) from None
     ids = tensors.get(_ids_of(path))
     if ids is None or ids.dtype != torch.int32 or ids.dim() != 1 or not 0 < len(ids) <= LENGTH or _sum(tensors) != said:
-        raise Damaged("its numbers are not those that were written")
+        raise CorruptFile("its numbers are not those that were written")
     kv, firsts = {}, _firsts(tensors, len(ids))
     for layer, shape in own:
         first = firsts.get(layer, 0)
@@ -91,7 +91,7 @@ def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
             keys = decoded(k, (heads, n, shape.k_dim), dtype)
             kv[layer] = keys, keys if shape.rank else decoded(v, (heads, n, shape.v_dim), dtype)
         except ValueError as error:
-            raise Damaged(str(error)) from None
+            raise CorruptFile(str(error)) from None
     return Block(ids.tolist(), kv)
 
 
@@ -100,11 +100,12 @@ def blamed(error: Exception) -> Exception:
     if is_out_of_memory(error):
         return error
     cause = error.__cause__
-    return cause if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) else Damaged(str(error))
+    return cause if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) else CorruptFile(str(error))
 
 
-def glance(path: Path) -> tuple[np.ndarray, Mapping[int, int]]:
-    """The tokens of a block, int32 [n], and by layer the first that it has, and no numbers. Raises Damaged, OSError."""
+def read_tokens(path: Path) -> tuple[np.ndarray, Mapping[int, int]]:
+    """The tokens of a block, int32 [n], and by layer the first that it has, and no numbers. Raises CorruptFile,
+    OSError."""
     try:
         with open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
@@ -112,13 +113,13 @@ def glance(path: Path) -> tuple[np.ndarray, Mapping[int, int]]:
             first, end = (said := header[_ids_of(path)])["data_offsets"]
             left = os.fstat(file.fileno()).st_size - 8 - size
             if said["dtype"] != "I32" or not 0 <= first < end <= min(left, first + 4 * LENGTH):
-                raise Damaged("these are no tokens")
+                raise CorruptFile("these are no tokens")
             file.seek(8 + size + first)
             ids = np.frombuffer(file.read(end - first), "<i4")
     except (OverflowError, *UNREADABLE) as error:
         raise blamed(error) from None
     if 4 * len(ids) != end - first:
-        raise Damaged("it was cut short")
+        raise CorruptFile("it was cut short")
     return ids, _firsts(header, len(ids))
 
 
@@ -133,14 +134,15 @@ def _place(layer: int, first: int) -> str:
 
 
 def _firsts(names: Iterable[str], n: int) -> dict[int, int]:
-    """By layer, of n tokens the first that it has. Raises Damaged for one where no layer begins: slots go by blocks."""
+    """By layer, of n tokens the first that it has. Raises CorruptFile for one where no layer begins: slots go by
+    blocks."""
     found = {}
     for layer, _, first in (name[2:].partition(".") for name in names if name.startswith("k.")):
         if not layer.isdecimal() or not (first or "0").isdecimal() or len(first) > len(str(LENGTH)):
-            raise Damaged("it has layers of no number")
+            raise CorruptFile("it has layers of no number")
         found[int(layer)] = at = int(first or 0)
         if at % BLOCK or at >= n:
-            raise Damaged("a layer of it begins where none does")
+            raise CorruptFile("a layer of it begins where none does")
     return found
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcli.prefix_cache.block_file import LENGTH, Damaged, glance
+from kvcli.prefix_cache.block_file import LENGTH, CorruptFile, read_tokens
 
 SIZE = 16  # bytes of a name: too many for anybody to find two texts with one
 ROOT = "0" * 2 * SIZE
@@ -25,7 +25,7 @@ ENDS = ".kv"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class BlockMatch:
     """A block that has the next tokens of a text."""
 
     path: Path
@@ -38,7 +38,7 @@ class Found:
         return self.start + self.n
 
 
-class Tree:
+class BlockTree:
     """The blocks of one model as it is loaded now."""
 
     def __init__(self, folder: Path) -> None:
@@ -48,9 +48,9 @@ class Tree:
         """Where a block lies."""
         return self.folder / f"{parent}-{own}{ENDS}"
 
-    def along(self, ids: Sequence[int]) -> Iterator[Found]:
+    def match_prefix(self, ids: Sequence[int]) -> Iterator[BlockMatch]:
         """Blocks that hold the beginning of a text, in order."""
-        text, after, parent = np.asarray(ids, np.int32), self.after(), ROOT
+        text, after, parent = np.asarray(ids, np.int32), self.children(), ROOT
         for at in range(0, len(text), LENGTH):
             found = self._longest(after.get(parent, {}), parent, text, at)
             if found is None:
@@ -72,13 +72,13 @@ class Tree:
     def drop_shorter(self, path: Path, ids: Sequence[int]) -> None:
         """Remove the short blocks that this one, of these tokens, goes on from."""
         parent, text = path.name.partition("-")[0], np.asarray(ids, np.int32)
-        for own in self.after().get(parent, {}):
+        for own in self.children().get(parent, {}):
             other = self.path(parent, own)
-            with suppress(Damaged, OSError):
-                if other != path and len(its := glance(other)[0]) < LENGTH and _alike(its, text) == len(its):
+            with suppress(CorruptFile, OSError):
+                if other != path and len(its := read_tokens(other)[0]) < LENGTH and _alike(its, text) == len(its):
                     other.unlink()
 
-    def after(self) -> dict[str, dict[str, None]]:
+    def children(self) -> dict[str, dict[str, None]]:
         """By block: those that follow it."""
         found: dict[str, dict[str, None]] = defaultdict(dict)
         with suppress(OSError):  # there is none
@@ -88,17 +88,17 @@ class Tree:
                     found[parent][own] = None
         return found
 
-    def _longest(self, after: dict[str, None], parent: str, text: np.ndarray, at: int) -> Found | None:
+    def _longest(self, after: dict[str, None], parent: str, text: np.ndarray, at: int) -> BlockMatch | None:
         """The block behind `parent` that has most of the text's tokens from `at` on, in all layers together."""
         own = name_of(parent, mine := text[at : at + LENGTH])
         best, most = None, (0, 0)
         for name in [own] if own in after else after:
             path = self.path(parent, name)
             try:
-                ids, firsts = glance(path)
+                ids, firsts = read_tokens(path)
                 if name != name_of(parent, ids):
-                    raise Damaged("it is named after other tokens")
-            except Damaged:  # if it stayed, it would be taken for one that need not be written
+                    raise CorruptFile("it is named after other tokens")
+            except CorruptFile:  # if it stayed, it would be taken for one that need not be written
                 with suppress(OSError):
                     path.unlink()
                 continue
@@ -106,7 +106,7 @@ class Tree:
                 continue
             n = _alike(ids, mine)
             if n and (its := (sum(max(0, n - first) for first in firsts.values()), n)) > most:
-                best, most = Found(path, at, n, {layer: at + first for layer, first in firsts.items()}), its
+                best, most = BlockMatch(path, at, n, {layer: at + first for layer, first in firsts.items()}), its
         return best
 
 

@@ -19,7 +19,7 @@ FORMAT = "kvcli.block/3"
 NAMES = ("transformers_version", "_name_or_path", "_attn_implementation")  # in a config, and nothing to the numbers
 
 
-def identity(lm: LM) -> dict[str, str]:
+def cache_key(lm: LM) -> dict[str, str]:
     """By field; {} for weights that lie in no files.
 
     Bits of a model differ between kinds of processors and between releases of what computes, so all are fields. Files

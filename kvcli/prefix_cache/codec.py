@@ -17,7 +17,7 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True)
-class AsIs:
+class Uncompressed:
     """Every number as it lies in memory."""
 
     def encode(self, t: Tensor) -> bytes | None:

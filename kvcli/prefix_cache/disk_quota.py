@@ -14,7 +14,7 @@ LEFT = 0.9  # of the room: where it is full, files go until no more than this is
 TICK = 0.001  # seconds
 
 
-def make_room(folder: Path, most: int, fresh: int = 0) -> None:
+def evict_lru(folder: Path, most: int, fresh: int = 0) -> None:
     """Have files below a folder go, where with so many bytes more there would be more than `most`."""
     stats = []
     for path in folder.glob(f"*/*{ENDS}"):
@@ -30,7 +30,7 @@ def make_room(folder: Path, most: int, fresh: int = 0) -> None:
         total -= stat.st_size
 
 
-def mark_used(paths: Sequence[Path]) -> None:
+def touch(paths: Sequence[Path]) -> None:
     """As used now, those further on a little earlier: without what comes before it, a block serves nobody."""
     now = time.time()
     for i, path in enumerate(paths):

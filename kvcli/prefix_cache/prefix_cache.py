@@ -21,23 +21,23 @@ from torch import Tensor
 
 from kvcli.files import SPARE, private_folder, write_private
 from kvcli.kernels.attend_invariant import BLOCK
-from kvcli.kv.out_of_memory import lacking
+from kvcli.kv.out_of_memory import catch_cache_full
 from kvcli.kv.sliding_windows import windows_of
-from kvcli.kv.snapshot import Misfit
+from kvcli.kv.snapshot import SnapshotMismatch
 from kvcli.prefix_cache import snapshot_file
-from kvcli.prefix_cache.block_file import Block, Damaged, glance, read
-from kvcli.prefix_cache.block_tree import Found, Tree
-from kvcli.prefix_cache.cache_key import identity
-from kvcli.prefix_cache.codec import AsIs, Codec
-from kvcli.prefix_cache.disk_quota import make_room, mark_used
-from kvcli.prefix_cache.span_lookup import Seen, elsewhere
+from kvcli.prefix_cache.block_file import Block, CorruptFile, read, read_tokens
+from kvcli.prefix_cache.block_tree import BlockMatch, BlockTree
+from kvcli.prefix_cache.cache_key import cache_key
+from kvcli.prefix_cache.codec import Codec, Uncompressed
+from kvcli.prefix_cache.disk_quota import evict_lru, touch
+from kvcli.prefix_cache.span_lookup import BlockIndexEntry, find_spans
 from kvcli.prefix_cache.tensor_codec import coded_state, decoded_state
 from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.prefill import span_reuse
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.sequence.session import GenerationSession
 
 FEW = 32  # tokens: as many are read as fast as they are found
 WORTH = 1 << 35  # weights times tokens: less is read in a moment, and not worth writing to a disk
@@ -48,28 +48,28 @@ STOPPED = f"{UNKEPT}: stopped"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SaveResult:
     """What keeping a text came to."""
 
     nbytes: int = 0  # newly written
     why_not: str = ""
-    shelf: Shelf | None = None  # where there was none before
+    shelf: PrefixCache | None = None  # where there was none before
 
 
 @dataclass(frozen=True, slots=True)
-class Shaping:
+class CacheConditions:
     """What made a past of a text, beside the model."""
 
     is_whole: bool = True  # nothing: it holds every key and value as it was made
     settings: Mapping[str, str] = field(default_factory=dict)  # by key; of a whole one those that say so
-    codec: Codec = field(default_factory=AsIs)  # how it lies in files
+    codec: Codec = field(default_factory=Uncompressed)  # how it lies in files
 
 
-WHOLE = Shaping()
+WHOLE = CacheConditions()
 
 
 @dataclass(frozen=True, slots=True)
-class Writing:
+class PendingWrite:
     """A file that is to be."""
 
     path: Path
@@ -78,23 +78,23 @@ class Writing:
     drop: Callable[[], None]  # what it takes the place of
 
 
-class Shelf:
+class PrefixCache:
     """What texts over one model have read, in a folder with room for `most` bytes."""
 
     def __init__(self, folder: Path, most: int, lm: LM, *, worth: int = WORTH) -> None:
         """`worth`: weights times tokens from which on a text is kept."""
         self.folder, self.most, self._lm, self._worth = folder, most, lm, worth
-        self._fields = identity(lm)
-        self._seen: dict[str, Seen] = {}  # blocks, by name
+        self._fields = cache_key(lm)
+        self._seen: dict[str, BlockIndexEntry] = {}  # blocks, by name
 
-    def fetch(self, session: Session, ids: Sequence[int], shaping: Shaping = WHOLE) -> int:
+    def load_prefix(self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions = WHOLE) -> int:
         """Give a session that is to read `ids` what lies here of their beginning; returns how many need no reading."""
         if not self._is_in_blocks(shaping):
             self._go_on(session, ids, shaping)
             return session.committed
-        have, tree = session.committed, Tree(self._folder(session, shaping))
+        have, tree = session.committed, BlockTree(self._folder(session, shaping))
         while self._fields and len(ids) - 1 - have >= FEW:
-            found = list(tree.along(ids[:-1]))
+            found = list(tree.match_prefix(ids[:-1]))
             n = next((one.end for one in reversed(found) if self._begins(found, have, one.end)), 0)
             if n - have < FEW:
                 if not have or not any(one.end - have >= FEW and self._begins(found, 0, one.end) for one in found):
@@ -103,32 +103,36 @@ class Shelf:
                 continue
             try:
                 session.adopt(ids, n, self._past(session, found, have, n, ids))
-            except Damaged:
+            except CorruptFile:
                 continue  # its file is gone: to what comes before it
             except OSError:  # it stays, and would be found again
                 break
-            mark_used([one.path for one in found])
+            touch([one.path for one in found])
             break
         return session.committed
 
-    def elsewhere(self, session: Session, ids: Sequence[int], shaping: Shaping) -> Iterator[span_reuse.Found]:
+    def find_spans(
+        self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions
+    ) -> Iterator[span_reuse.Found]:
         """Runs of `ids`, behind what a session has of them, that stand in other texts, and what lies here of these."""
         if self._fields and session.reusing is not None:
-            here, dtype, start = self._folder(session, shaping), session.kv.dtype, session.committed
-            yield from elsewhere(here, self._lm, dtype, ids[:-1], start, session.reusing.least, self._seen)
+            here, dtype, start = self._folder(session, shaping), session.cache.dtype, session.committed
+            yield from find_spans(here, self._lm, dtype, ids[:-1], start, session.reusing.least, self._seen)
 
-    def keep(self, session: Session, cancel: Callable[[], bool] = lambda: False, shaping: Shaping = WHOLE) -> Kept:
+    def save(
+        self, session: GenerationSession, cancel: Callable[[], bool] = lambda: False, shaping: CacheConditions = WHOLE
+    ) -> SaveResult:
         """Write what a session has stored and is not here yet, until `cancel()` says so between files."""
         session.rewind(session.committed + 1)  # of a prompt that it is reading nothing counts
         n = session.committed
         if not self._fields or n < FEW or n * self._lm.info.parameters < self._worth:
-            return Kept()
-        kept = Kept()
-        with lacking() as lacks:
+            return SaveResult()
+        kept = SaveResult()
+        with catch_cache_full() as lacks:
             kept = self._keep(session, cancel, shaping)
-        return Kept(why_not=f"{UNKEPT}: {lacks[0].message}") if lacks else kept
+        return SaveResult(why_not=f"{UNKEPT}: {lacks[0].message}") if lacks else kept
 
-    def differs(self, session: Session, shaping: Shaping = WHOLE) -> list[str]:
+    def mismatch(self, session: GenerationSession, shaping: CacheConditions = WHOLE) -> list[str]:
         """Why nothing that was kept of a model so called serves it as it is loaded: in what the nearest differs."""
         mine, found = self._of(session, shaping), list[list[str]]()
         for other in self.folder.glob(f"*/{FIELDS}") if self._fields else ():
@@ -139,38 +143,40 @@ class Shelf:
                     found.append([f"{key} was {its[key]}, is {mine[key]}" for key in both])
         return min(found, key=len, default=[])
 
-    def _keep(self, session: Session, cancel: Callable[[], bool], shaping: Shaping) -> Kept:
+    def _keep(self, session: GenerationSession, cancel: Callable[[], bool], shaping: CacheConditions) -> SaveResult:
         folder, written, is_first = self._folder(session, shaping), 0, not self.folder.exists()
         try:
             if self._is_in_blocks(shaping):
-                size, here, new = self._blocks(session, Tree(folder), shaping.codec)
+                size, here, new = self._blocks(session, BlockTree(folder), shaping.codec)
             else:
                 size, here, new = self._past_of(session, folder, shaping.codec)
             private_folder(folder)
             fresh = sum(one.nbytes for one in new)
             if size > self.most or fresh > shutil.disk_usage(folder).free - SPARE:
-                return Kept(0, f"{size >> 20:,} MiB of keys and values have no room in {self.folder}")
-            mark_used(here)
-            make_room(self.folder, self.most, fresh)
+                return SaveResult(0, f"{size >> 20:,} MiB of keys and values have no room in {self.folder}")
+            touch(here)
+            evict_lru(self.folder, self.most, fresh)
             if not (folder / FIELDS).exists():
                 about = {MODEL: self._lm.info.id, **self._of(session, shaping)}
                 write_private(folder / FIELDS, json.dumps(about, indent=1) + "\n")
             for one in new:
                 if cancel():
-                    return Kept(written, STOPPED)
+                    return SaveResult(written, STOPPED)
                 written += one.write()
                 one.drop()
-            mark_used(here)
-            make_room(self.folder, self.most)
+            touch(here)
+            evict_lru(self.folder, self.most)
         except OSError as error:
-            return Kept(written, f"{UNKEPT}: {error.strerror or error}")
-        return Kept(written, shelf=self if is_first else None)
+            return SaveResult(written, f"{UNKEPT}: {error.strerror or error}")
+        return SaveResult(written, shelf=self if is_first else None)
 
-    def _is_in_blocks(self, shaping: Shaping) -> bool:
+    def _is_in_blocks(self, shaping: CacheConditions) -> bool:
         """Whether keys and values are all that is kept: a state is of the whole text, and goes with all of a past."""
         return shaping.is_whole and not self._lm.mixers
 
-    def _blocks(self, session: Session, tree: Tree, codec: Codec) -> tuple[int, list[Path], list[Writing]]:
+    def _blocks(
+        self, session: GenerationSession, tree: BlockTree, codec: Codec
+    ) -> tuple[int, list[Path], list[PendingWrite]]:
         """Bytes of a whole past, where its blocks belong, and those that are not there."""
         n = session.committed
         places = list(tree.places(session.ids[:n]))
@@ -178,9 +184,9 @@ class Shelf:
         new = [(path, mine) for path, mine in places if _has_less(path, held, mine)]
         size = sum(t[:, :n].nbytes for _, k, v in held.values() for t in (k, v))
 
-        def writing(path: Path, mine: slice) -> Writing:
+        def writing(path: Path, mine: slice) -> PendingWrite:
             ids = session.ids[mine]
-            return Writing(
+            return PendingWrite(
                 path,
                 size * len(ids) // n + HEAD,
                 lambda: Block(ids, dict(_cut(held, mine))).write(path, codec),
@@ -189,60 +195,62 @@ class Shelf:
 
         return size, [path for path, _ in places], [writing(path, mine) for path, mine in new]
 
-    def _past_of(self, session: Session, folder: Path, codec: Codec) -> tuple[int, list[Path], list[Writing]]:
+    def _past_of(
+        self, session: GenerationSession, folder: Path, codec: Codec
+    ) -> tuple[int, list[Path], list[PendingWrite]]:
         """The same of a past in one piece."""
         ids = session.ids[: session.committed]
-        if (path := snapshot_file.place(folder, ids)).exists():
+        if (path := snapshot_file.path_of(folder, ids)).exists():
             return 0, [path], []
         state = session.state()
 
         def drop() -> None:
-            for _, shorter in snapshot_file.along(folder, ids[:-1]):
+            for _, shorter in snapshot_file.match_prefix(folder, ids[:-1]):
                 shorter.unlink(missing_ok=True)
 
         size, of = snapshot_file.nbytes(state), folder.name
         return (
             size,
             [path],
-            [Writing(path, size, lambda: snapshot_file.write(path, coded_state(state, codec), of), drop)],
+            [PendingWrite(path, size, lambda: snapshot_file.write(path, coded_state(state, codec), of), drop)],
         )
 
-    def _go_on(self, session: Session, ids: Sequence[int], shaping: Shaping) -> None:
+    def _go_on(self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions) -> None:
         """Have a session that is to read `ids` go on from the longest past of their beginning, if one is worth it."""
-        for n, path in snapshot_file.along(self._folder(session, shaping), ids[:-1]) if self._fields else ():
+        for n, path in snapshot_file.match_prefix(self._folder(session, shaping), ids[:-1]) if self._fields else ():
             if n - session.committed < FEW:
                 return
             try:
                 session.restore(decoded_state(snapshot_file.read(path, path.parent.name)), ids[n])
                 if session.ids[:n] != list(ids[:n]):
                     session.rewind(0)
-                    raise Misfit("it is of another text")
+                    raise SnapshotMismatch("it is of another text")
                 session.resume(ids)  # as every question begins
-                return mark_used([path])
-            except (Damaged, Misfit):
+                return touch([path])
+            except (CorruptFile, SnapshotMismatch):
                 path.unlink(missing_ok=True)
             except OSError:  # it stays
                 return
 
-    def _of(self, session: Session, shaping: Shaping) -> dict[str, str]:
+    def _of(self, session: GenerationSession, shaping: CacheConditions) -> dict[str, str]:
         return fields_of(self._fields, session, shaping)
 
-    def _folder(self, session: Session, shaping: Shaping) -> Path:
+    def _folder(self, session: GenerationSession, shaping: CacheConditions) -> Path:
         name = blake2b(json.dumps(self._of(session, shaping)).encode(), digest_size=16).hexdigest()
         return self.folder / name
 
-    def _begins(self, found: Sequence[Found], have: int, n: int) -> dict[int, int]:
+    def _begins(self, found: Sequence[BlockMatch], have: int, n: int) -> dict[int, int]:
         """By layer: the position from which on rows behind n tokens are given what is kept, as far back as windows keep
         it; {} where these lack some of what they see. Behind `have` tokens there is no gap, whatever a window hides: a
         sum over slots that lie otherwise has other bits.
         """
         windows, begins = windows_of(self._lm.shapes, self._lm.sights), dict[int, int]()
         for layer, shape in enumerate(self._lm.shapes):
-            if shape.shares is not None:
+            if shape.shared_from is not None:
                 continue
             low = seen = have
             if not have and layer in windows:
-                low, seen = windows[layer].opens(n), max(0, n - windows[layer].size + 1)
+                low, seen = windows[layer].window_start(n), max(0, n - windows[layer].size + 1)
             at = n
             for one in reversed(found):
                 if at <= low or at > one.end:  # as much as is wanted, or a gap
@@ -254,10 +262,10 @@ class Shelf:
         return begins
 
     def _past(
-        self, session: Session, found: Sequence[Found], have: int, n: int, ids: Sequence[int]
+        self, session: GenerationSession, found: Sequence[BlockMatch], have: int, n: int, ids: Sequence[int]
     ) -> Iterator[tuple[int, Tensor, Tensor, int]]:
         """Layers, keys and values of tokens from `have` to n, and where these begin: a block at a time, as all of them
-        would take the room of the past once more. Raises Damaged, OSError.
+        would take the room of the past once more. Raises CorruptFile, OSError.
         """
         begins = self._begins(found, have, n)
         for one in found:
@@ -266,33 +274,33 @@ class Shelf:
             if one.start >= n or not firsts:
                 continue
             try:
-                block = read(one.path, self._lm.shapes, session.kv.dtype)
+                block = read(one.path, self._lm.shapes, session.cache.dtype)
                 if list(block.ids[: one.n]) != list(ids[one.start : one.end]):
-                    raise Damaged("it is another one by now")
+                    raise CorruptFile("it is another one by now")
                 parts = [
                     (layer, *block.part(layer, slice(first - one.start, last - one.start)), first)
                     for layer, first in firsts.items()
                 ]
-            except Damaged:
+            except CorruptFile:
                 one.path.unlink(missing_ok=True)
                 raise
             yield from parts
 
 
-def fields_of(made_by: Mapping[str, str], session: Session, shaping: Shaping) -> dict[str, str]:
+def fields_of(made_by: Mapping[str, str], session: GenerationSession, shaping: CacheConditions) -> dict[str, str]:
     """All that a past depends on beside the text, by field; `made_by`: the identity of the model."""
-    return {**made_by, **shaping.settings, "kv.dtype": str(session.kv.dtype).removeprefix("torch.")}
+    return {**made_by, **shaping.settings, "kv.dtype": str(session.cache.dtype).removeprefix("torch.")}
 
 
 Held = Mapping[int, tuple[int, Tensor, Tensor]]  # by layer: its first position, k [K, S, D], v [K, S, E]
 
 
-def _held(session: Session) -> Held:
+def _held(session: GenerationSession) -> Held:
     """What lies in the store, where that is a run of positions."""
     found = {}
     for layer, shape in enumerate(session.lm.shapes):
-        if shape.shares is None:
-            slots = session.kv.slots(layer)
+        if shape.shared_from is None:
+            slots = session.cache.slots(layer)
             first = int(slots.pos[0, 0])
             assert int(slots.pos[0, -1]) - first + 1 == slots.n_slots, "something was let go"
             found[layer] = first, slots.k, slots.v
@@ -316,8 +324,8 @@ def _first(first: int, mine: slice) -> int:
 def _has_less(path: Path, held: Held, mine: slice) -> bool:
     """Whether what lies there has less of these tokens than `held`, in some layer, and in none more."""
     try:
-        its = glance(path)[1]
-    except (Damaged, OSError):
+        its = read_tokens(path)[1]
+    except (CorruptFile, OSError):
         return True
     firsts = [(its.get(layer, mine.stop) + mine.start, _first(first, mine)) for layer, (first, _, _) in held.items()]
     both = [(min(there, mine.stop), min(here, mine.stop)) for there, here in firsts]

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from kvcli.files import replacing
-from kvcli.kv.snapshot import Leaf, Misfit, State, leaves, tree_of
-from kvcli.prefix_cache.block_file import SUM, UNREADABLE, Damaged, blamed
+from kvcli.kv.snapshot import Leaf, SnapshotMismatch, State, leaves, tree_of
+from kvcli.prefix_cache.block_file import SUM, UNREADABLE, CorruptFile, blamed
 from kvcli.prefix_cache.block_tree import ENDS
 from kvcli.settings.small_file import open_regular, parse_object
 
@@ -72,17 +72,17 @@ def write(path: Path, state: State, of: str = "") -> int:
     return size
 
 
-def place(folder: Path, ids: Sequence[int]) -> Path:
+def path_of(folder: Path, ids: Sequence[int]) -> Path:
     """Where the past of exactly these tokens belongs."""
     return folder / f"{len(ids)}-{digest(ids)}{ENDS}"
 
 
-def along(folder: Path, ids: Sequence[int]) -> Iterator[tuple[int, Path]]:
+def match_prefix(folder: Path, ids: Sequence[int]) -> Iterator[tuple[int, Path]]:
     """The pasts of beginnings of a text, and of how many tokens they are, the longest first."""
     names = [path.name.removesuffix(ENDS).partition("-") for path in folder.glob(f"*-*{ENDS}")]
     counts = {int(n) for n, _, _ in names if n.isdecimal() and len(n) < 12}
     for n in sorted((n for n in counts if n <= len(ids)), reverse=True):
-        if (path := place(folder, ids[:n])).exists():
+        if (path := path_of(folder, ids[:n])).exists():
             yield n, path
 
 
@@ -98,7 +98,7 @@ def nbytes(state: State) -> int:
 
 
 def read(path: Path, of: str = "") -> State:
-    """The tree that was written. Raises Damaged, or OSError where the system would not let it be read."""
+    """The tree that was written. Raises CorruptFile, or OSError where the system would not let it be read."""
     try:
         with open_regular(path) as file:
             entries, numbers, said = _entries(file)
@@ -108,12 +108,12 @@ def read(path: Path, of: str = "") -> State:
                 found[entry.name] = tensor = torch.empty(entry.shape, dtype=entry.dtype)
                 data = _bytes(tensor)
                 if file.readinto(data) != len(data):
-                    raise Damaged("it was cut short")
+                    raise CorruptFile("it was cut short")
                 total = zlib.crc32(data, zlib.crc32(entry.name.encode(), total))
             if said != f"{total:08x}":
-                raise Damaged("its numbers are not those that were written")
+                raise CorruptFile("its numbers are not those that were written")
             return tree_of(found)
-    except (Misfit, *UNREADABLE) as error:
+    except (SnapshotMismatch, *UNREADABLE) as error:
         raise blamed(error) from None
 
 
@@ -121,25 +121,25 @@ def _entries(file: IO[bytes]) -> tuple[list[Entry], dict[str, int | float], str]
     """What the file says it holds, which is what it has bytes for; the numbers of the tree; the checksum."""
     end, size = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
     if not 0 < size <= min(HEADER, end - 8):
-        raise Damaged("it has no header")
+        raise CorruptFile("it has no header")
     header = parse_object(file.read(size))
     about, at, entries = header.pop("__metadata__"), 0, list[Entry]()
     if len(header) > MOST:
-        raise Damaged("it has too many tensors")
+        raise CorruptFile("it has too many tensors")
     for name, of in sorted(header.items(), key=lambda each: each[1]["data_offsets"][0]):
         sizes = *of["shape"], *of["data_offsets"]
         if len(sizes) > DEEP or not all(type(n) is int and 0 <= n <= end for n in sizes):
-            raise Damaged("its sizes are no sizes")
+            raise CorruptFile("its sizes are no sizes")
         entry = Entry(name, DTYPES[of["dtype"]], tuple(of["shape"]))
         if of["data_offsets"] != [at, at + entry.nbytes]:
-            raise Damaged("its tensors do not follow each other")
+            raise CorruptFile("its tensors do not follow each other")
         at += entry.nbytes
         entries.append(entry)
     if 8 + size + at != end:
-        raise Damaged("it is longer or shorter than its tensors")
+        raise CorruptFile("it is longer or shorter than its tensors")
     numbers = parse_object(about[NUMBERS].encode())
     if not all(isinstance(value, int | float) for value in numbers.values()):
-        raise Damaged("its numbers are none")
+        raise CorruptFile("its numbers are none")
     return entries, numbers, about[SUM]
 
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.engine.prefill.matching_spans import Run, keys, runs
-from kvcli.engine.prefill.span_reuse import Found, Gone, Held
-from kvcli.prefix_cache.block_file import LENGTH, Damaged, glance, read
-from kvcli.prefix_cache.block_tree import ROOT, Tree, name_of
-from kvcli.prefix_cache.disk_quota import mark_used
+from kvcli.engine.prefill.matching_spans import MatchingSpan, find_matching_spans, rolling_hashes
+from kvcli.engine.prefill.span_reuse import Found, Held, SpanSourceGone
+from kvcli.prefix_cache.block_file import LENGTH, CorruptFile, read, read_tokens
+from kvcli.prefix_cache.block_tree import ROOT, BlockTree, name_of
+from kvcli.prefix_cache.disk_quota import touch
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
@@ -32,7 +32,7 @@ TEXTS = 8  # that one prompt is compared with
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class BlockIndexEntry:
     """A block at a glance. Its file never has less."""
 
     path: Path
@@ -47,10 +47,10 @@ class Seen:
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class BlockChain:
     """Blocks from the beginning of a text on."""
 
-    blocks: Sequence[Seen]
+    blocks: Sequence[BlockIndexEntry]
     ids: Sequence[int]  # of all of them
     lm: LM
     dtype: torch.dtype
@@ -65,23 +65,29 @@ class Chain:
             try:
                 block = read(seen.path, self.lm.shapes, self.dtype)
                 if block.ids != seen.ids.tolist():
-                    raise Damaged("it is another one by now")
+                    raise CorruptFile("it is another one by now")
                 for layer in _owners(self.lm):
                     found.setdefault(layer, []).append(block.part(layer, mine))
-            except Damaged as error:
+            except CorruptFile as error:
                 with suppress(OSError):
                     seen.path.unlink()
-                raise Gone from error
+                raise SpanSourceGone from error
             except OSError as error:  # it stays
-                raise Gone from error
-        mark_used([seen.path for seen in self.blocks[:last]])
+                raise SpanSourceGone from error
+        touch([seen.path for seen in self.blocks[:last]])
         each = {layer: zip(*parts, strict=True) for layer, parts in found.items()}
         device = self.lm.device
         return {layer: (torch.cat(k, 1).to(device), torch.cat(v, 1).to(device)) for layer, (k, v) in each.items()}
 
 
-def elsewhere(
-    folder: Path, lm: LM, dtype: torch.dtype, ids: Sequence[int], start: int, least: int, known: dict[str, Seen]
+def find_spans(
+    folder: Path,
+    lm: LM,
+    dtype: torch.dtype,
+    ids: Sequence[int],
+    start: int,
+    least: int,
+    known: dict[str, BlockIndexEntry],
 ) -> Iterator[Found]:
     """Runs of `least` tokens or more of `ids` from `start` on, and the texts that have them; some more than once.
 
@@ -93,12 +99,12 @@ def elsewhere(
         return
     held = [blocks[name].ids[blocks[name].first :] for name in names]
     edges = np.stack([[ids[:width], ids[-width:]] for ids in held]).astype(np.uint64)
-    here = keys(np.asarray(ids[start:], dtype=np.uint64), width)
-    hits = {names[i]: None for i in np.flatnonzero(np.isin(keys(edges, width)[..., 0], here).any(1))}
+    here = rolling_hashes(np.asarray(ids[start:], dtype=np.uint64), width)
+    hits = {names[i]: None for i in np.flatnonzero(np.isin(rolling_hashes(edges, width)[..., 0], here).any(1))}
     for _ in range(TEXTS):
         if not hits:
             return
-        way, at = list[Seen](), next(reversed(hits))  # furthest from the beginning of its text
+        way, at = list[BlockIndexEntry](), next(reversed(hits))  # furthest from the beginning of its text
         there = list[int]()  # how far from there those are that were found
         while at in blocks:
             if at in hits:
@@ -109,25 +115,27 @@ def elsewhere(
         way.reverse()
         first, last = len(way) - 1 - there[-1], len(way) - there[0]
         shown = [one.shown for one in way[first:last]]
-        chain = Chain(way, np.concatenate([one.ids for one in way]).tolist(), lm, dtype)
-        for run in runs(np.concatenate(shown).astype(np.int64), ids, start, least):
-            yield Run(first * LENGTH + run.old, run.new, run.n), chain
+        chain = BlockChain(way, np.concatenate([one.ids for one in way]).tolist(), lm, dtype)
+        for run in find_matching_spans(np.concatenate(shown).astype(np.int64), ids, start, least):
+            yield MatchingSpan(first * LENGTH + run.old, run.new, run.n), chain
 
 
-def _blocks(folder: Path, lm: LM, known: dict[str, Seen]) -> Iterator[tuple[str, Seen]]:
+def _blocks(folder: Path, lm: LM, known: dict[str, BlockIndexEntry]) -> Iterator[tuple[str, BlockIndexEntry]]:
     """All whose beginning is known, by name, those of a text in order."""
-    tree, layers = Tree(folder), _owners(lm)
-    after, ahead, left = tree.after(), deque([ROOT]), MOST
+    tree, layers = BlockTree(folder), _owners(lm)
+    after, ahead, left = tree.children(), deque([ROOT]), MOST
     while ahead and left:
         parent = ahead.popleft()
         for name in islice(after.pop(parent, {}), left):
             left -= 1
             if name not in known:
-                with suppress(Damaged, OSError):
+                with suppress(CorruptFile, OSError):
                     path = tree.path(parent, name)
-                    ids, its = glance(path)
+                    ids, its = read_tokens(path)
                     if name == name_of(parent, ids) and ids.min() >= 0 and ids.max() < lm.vocab:
-                        known[name] = Seen(path, parent, ids, max(its.get(layer, len(ids)) for layer in layers))
+                        known[name] = BlockIndexEntry(
+                            path, parent, ids, max(its.get(layer, len(ids)) for layer in layers)
+                        )
             if name in known:
                 yield name, known[name]
                 if len(known[name].ids) == LENGTH:
@@ -136,4 +144,4 @@ def _blocks(folder: Path, lm: LM, known: dict[str, Seen]) -> Iterator[tuple[str,
 
 def _owners(lm: LM) -> set[int]:
     """Layers that store."""
-    return {layer for layer, shape in enumerate(lm.shapes) if shape.shares is None}
+    return {layer for layer, shape in enumerate(lm.shapes) if shape.shared_from is None}

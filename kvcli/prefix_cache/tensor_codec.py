@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvcli.kv.snapshot import Misfit, State, leaves, tree_of
+from kvcli.kv.snapshot import SnapshotMismatch, State, leaves, tree_of
 from kvcli.prefix_cache import exponent_coding
 from kvcli.prefix_cache.codec import Codec
 
@@ -54,7 +54,7 @@ def coded_state(state: State, codec: Codec) -> State:
 
 
 def decoded_state(state: State) -> State:
-    """The inverse. Raises Misfit for what is none; it takes twice the memory of what is coded, at most."""
+    """The inverse. Raises SnapshotMismatch for what is none; it takes twice the memory of what is coded, at most."""
     return {name: _decoded(of) if isinstance(of, Mapping) else of for name, of in state.items()}
 
 
@@ -64,10 +64,10 @@ def _decoded(part: State) -> State | Tensor:
         return decoded_state(part)
     sizes = [n for i in range(len(part) - 2) if type(n := part.get(str(i))) is int and n > 0]
     if not len(part) - 2 == len(sizes) <= SIZES or type(kind) is not int or not 0 <= kind < len(DTYPES):
-        raise Misfit("it is coded without its sizes")
+        raise SnapshotMismatch("it is coded without its sizes")
     if max(sizes, default=1) > 2 * t.nbytes or math.prod(sizes) * DTYPES[kind].itemsize > 2 * t.nbytes:
-        raise Misfit("it is coded in fewer bytes than can be")
+        raise SnapshotMismatch("it is coded in fewer bytes than can be")
     try:
         return decoded(t, sizes, DTYPES[kind])
     except ValueError as error:
-        raise Misfit(str(error)) from None
+        raise SnapshotMismatch(str(error)) from None

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import drive, run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.engine import run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.rows import Rows
 from kvcli.errors import BadInput, ContextOverflow, UsageError
 from kvcli.models.text import encode
@@ -28,7 +28,7 @@ from kvcli.schemas.quality import AgreementDocument, AgreementRow, Estimate
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.sequence.session import GenerationSession
     from kvcli.settings.profile import Profile
 
 CONTEXT = 768  # tokens read and compressed, at most
@@ -38,7 +38,7 @@ LEAST = 64  # tokens of a text below which nothing can be said
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TextWindow:
     """One window, as ids."""
 
     context: list[int]
@@ -46,7 +46,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Far:
+class PredictionDistance:
     """How far predictions are from those of the full cache, token by token: all [n]."""
 
     same: Tensor  # bool: the likeliest token is the full cache's
@@ -55,12 +55,12 @@ class Far:
     delta: Tensor  # of those, more than with the full cache
 
     @staticmethod
-    def of(said: Tensor, truth: Tensor, scored: Sequence[int]) -> Far:
+    def of(said: Tensor, truth: Tensor, scored: Sequence[int]) -> PredictionDistance:
         """said, truth [n, V] log-probabilities."""
         at = torch.tensor(scored, device=said.device).unsqueeze(1)
         nll, full = -said.gather(1, at).squeeze(1), -truth.gather(1, at).squeeze(1)
         kl = (truth.exp() * (truth - said)).sum(-1)
-        return Far(said.argmax(-1) == truth.argmax(-1), kl, nll, nll - full)
+        return PredictionDistance(said.argmax(-1) == truth.argmax(-1), kl, nll, nll - full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class _Window:
     nll: float
 
     @staticmethod
-    def of(far: Far, kept: float) -> _Window:
+    def of(far: PredictionDistance, kept: float) -> _Window:
         kl = max(0.0, float(far.kl.mean()))
         return _Window(kept, float(far.same.float().mean()), kl, float(far.delta.mean()), float(far.nll.mean()))
 
@@ -112,7 +112,7 @@ def agreement(
 
 
 def _windows(
-    model: Model, table: Sequence[Row], parts: Sequence[Cut], tell: Tell, cancel: Cancel
+    model: Model, table: Sequence[Row], parts: Sequence[TextWindow], tell: Tell, cancel: Cancel
 ) -> Iterator[list[_Window]]:
     """Window by window, one entry a row; a window that was cancelled halfway is left out."""
     done, total = 0, len(parts) * len(table)
@@ -124,10 +124,10 @@ def _windows(
                 return
             tell(done, total, f"{row.name} · agreement")
             session = open_session(model.with_profile(row.at(len(cut.context), lot)))
-            drive(session.read(cut.context))
+            run_to_end(session.read(cut.context))
             said = predicted(session, cut.scored)
             truth = said if truth is None else truth
-            far.append(_Window.of(Far.of(said, truth, cut.scored), kept(session)))
+            far.append(_Window.of(PredictionDistance.of(said, truth, cut.scored), kept(session)))
             done += 1
         yield far
     tell(done, total, "")
@@ -157,23 +157,23 @@ def _ids(model: Model, text: str, wanted: int) -> list[int]:
     return ids
 
 
-def cuts(ids: list[int], context: int, scored: int, windows: int) -> list[Cut]:
+def cuts(ids: list[int], context: int, scored: int, windows: int) -> list[TextWindow]:
     """Windows from the start to the end of the text; they do not overlap."""
     wide = context + scored
     if len(ids) < wide:
         behind = min(scored, max(1, len(ids) // 4))
-        return [Cut(ids[:-behind], ids[-behind:])]
+        return [TextWindow(ids[:-behind], ids[-behind:])]
     n = min(windows, len(ids) // wide)
     starts = [round(i * (len(ids) - wide) / max(1, n - 1)) for i in range(n)]
-    return [Cut(ids[s : s + context], ids[s + context : s + wide]) for s in starts]
+    return [TextWindow(ids[s : s + context], ids[s + context : s + wide]) for s in starts]
 
 
-def predicted(session: Session, scored: Sequence[int]) -> Tensor:
+def predicted(session: GenerationSession, scored: Sequence[int]) -> Tensor:
     """[n, V] log-probabilities of each scored token given the ones before it. The session stays as it is."""
-    lm, past = session.lm, session.kv
+    lm, past = session.lm, session.cache
     rows = Rows.chain([session.ids[-1], *scored[:-1]], session.committed)
     with torch.inference_mode():
-        (made,) = run([Feed(lm, rows, past, session.view, range(rows.n_rows), states=session.states)])
+        (made,) = run([ForwardRequest(lm, rows, past, session.view, range(rows.n_rows), states=session.states)])
         return torch.log_softmax(made.logits.float(), dim=-1)
 
 

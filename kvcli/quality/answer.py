@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.models.text import decode
 from kvcli.quality.partial import Answer
@@ -14,11 +14,11 @@ from kvcli.quality.sample import Context, Question, Task
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.sequence.session import GenerationSession
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class QualityJob:
     """One context of a task, with the ids of its text and its questions."""
 
     task: Task
@@ -27,7 +27,7 @@ class Job:
     questions: list[list[int]]
 
 
-def answers(model: Model, prompts: Prompts, job: Job, *, is_visible: bool) -> tuple[list[Answer], float]:
+def answers(model: Model, prompts: Prompts, job: QualityJob, *, is_visible: bool) -> tuple[list[Answer], float]:
     """Answers to all questions of the job, and the share of slots held once the past was compressed.
 
     `is_visible`: the past is compressed when a question was read too, not before.
@@ -37,75 +37,75 @@ def answers(model: Model, prompts: Prompts, job: Job, *, is_visible: bool) -> tu
     return _visible(model, job) if is_visible else _hidden(model, job)
 
 
-def open_session(model: Model) -> Session:
+def open_session(model: Model) -> GenerationSession:
     """A past of its own under the model's profile, greedy and without a penalty: answers repeat the text."""
     session = model.new_session()
-    session.begin([], Sampler())
+    session.start_answer([], Sampler())
     return session
 
 
-def kept(session: Session) -> float:
+def kept(session: GenerationSession) -> float:
     """Slots held over tokens read, averaged over layers and heads; those that a policy moved down do not count."""
     layers = session.lm.storing
-    held = sum(float((session.kv.slots(layer).pos >= 0).sum(1).float().mean()) for layer in layers)
+    held = sum(float((session.cache.slots(layer).pos >= 0).sum(1).float().mean()) for layer in layers)
     return held / (len(layers) * max(1, session.committed))
 
 
-def _hidden(model: Model, job: Job) -> tuple[list[Answer], float]:
+def _hidden(model: Model, job: QualityJob) -> tuple[list[Answer], float]:
     """One past for all questions, each of which sees what the context alone has left."""
     session = open_session(model)
-    drive(session.read(job.ids))
+    run_to_end(session.read(job.ids))
     held, said = kept(session), []
     for i, (question, ids) in enumerate(zip(job.context.questions, job.questions, strict=True)):
         one = session if i == len(job.questions) - 1 else session.fork()
         one.policy = None  # nothing more is evicted: the question stays whole whatever the policy
-        drive(one.read(ids))
+        run_to_end(one.read(ids))
         said.append(_answer(model, one, job.task, question))
     return said, held
 
 
-def _visible(model: Model, job: Job) -> tuple[list[Answer], float]:
+def _visible(model: Model, job: QualityJob) -> tuple[list[Answer], float]:
     """A past of its own for each question, compressed behind it."""
     said, held = [], 1.0
     for question, ids in zip(job.context.questions, job.questions, strict=True):
         session = open_session(model)
-        drive(session.read(job.ids + ids))
+        run_to_end(session.read(job.ids + ids))
         held = kept(session)
         session.policy = None
         said.append(_answer(model, session, job.task, question))
     return said, held
 
 
-def _dialogue(model: Model, prompts: Prompts, job: Job, is_visible: bool) -> tuple[list[Answer], float]:
+def _dialogue(model: Model, prompts: Prompts, job: QualityJob, is_visible: bool) -> tuple[list[Answer], float]:
     """One conversation. The past is compressed once a turn: behind the question if that is visible, else behind
     the answer."""
     session = open_session(model)
     policy, held = session.policy, 1.0
     said: list[Answer] = []
     if not is_visible:
-        drive(session.read(job.ids))
+        run_to_end(session.read(job.ids))
         held = kept(session)
     for question, ids in zip(job.context.questions, job.questions, strict=True):
         if said:
             ids = prompts.next_question(question, session.ids[-1])
         if is_visible:
-            drive(session.read(ids if said else job.ids + ids))
+            run_to_end(session.read(ids if said else job.ids + ids))
             held = held if said else kept(session)
             session.policy = None
         else:
             session.policy = None
-            drive(session.read(ids))
+            run_to_end(session.read(ids))
         said.append(_answer(model, session, job.task, question))
         session.policy = policy
         if not is_visible:
-            drive(session.settle())
+            run_to_end(session.compress_cache())
     return said, held
 
 
-def _answer(model: Model, session: Session, task: Task, question: Question) -> Answer:
+def _answer(model: Model, session: GenerationSession, task: Task, question: Question) -> Answer:
     """Decode and score."""
     stop = model.lm.stop_ids
-    new = [i for step in events(session.stream(question.max_new, stop)) for i in step.new]
+    new = [i for step in iterate_events(session.stream(question.max_new, stop)) for i in step.new]
     text = question.prefix + decode(model.tokenizer, [i for i in new if i not in stop])
     detail = task.detail(text, question) if task.detail else {}
     return Answer(text, task.score(text, question), len(new), {**question.meta, **detail})

@@ -25,7 +25,7 @@ class Row:
     name: str
     role: Role
     base: Profile
-    budget: Budget | None = None
+    budget: ControlBudget | None = None
     policy: str = ""
 
     def at(self, n: int, lot: int = 0) -> Profile:
@@ -37,15 +37,15 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Budget:
+class ControlBudget:
     """How many tokens of a context the controls keep: as many as the leanest profile, if one evicts at all."""
 
     lean: tuple[Profile, ...]  # profiles that evict at the lengths measured
 
     @staticmethod
-    def of(profiles: Sequence[Profile], lengths: Sequence[int]) -> Budget:
+    def of(profiles: Sequence[Profile], lengths: Sequence[int]) -> ControlBudget:
         """The budget for texts of these lengths."""
-        return Budget(tuple(p for p in profiles if any(p.policy.slots(n) < n for n in lengths)))
+        return ControlBudget(tuple(p for p in profiles if any(p.policy.slots(n) < n for n in lengths)))
 
     def at(self, n: int) -> int:
         """Tokens kept of `n`; all of them where the leanest profile keeps all of so few."""
@@ -63,7 +63,7 @@ def rows(profiles: Sequence[Profile], full: Profile, lengths: Sequence[int]) -> 
     for profile in profiles:
         if profile.hash != full.hash:
             asked.setdefault(profile.hash, Row(profile.name, "profile", profile))
-    budget = Budget.of(profiles, lengths)
+    budget = ControlBudget.of(profiles, lengths)
     by_lot = Row("random", "control", full, budget, policy="random")
     by_age = Row("streaming", "control", full, budget, policy="window")
     return [Row(full.name, "full", full), *asked.values(), by_lot, by_age]

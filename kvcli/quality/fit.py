@@ -7,13 +7,13 @@ from math import ceil
 
 from kvcli.errors import BadInput
 from kvcli.quality.prompt import Prompts
-from kvcli.quality.sample import Context, Draw, Task
+from kvcli.quality.sample import Context, SampleSeed, Task
 
 ROOM = 1.5  # an answer may be this much longer than a right one ...
 SPARE = 16  # ... and this many tokens on top
 
 
-def fitted(task: Task, draw: Draw, prompts: Prompts) -> Context:
+def fitted(task: Task, draw: SampleSeed, prompts: Prompts) -> Context:
     """The context of this draw that comes nearest to `draw.length` tokens from below.
 
     Raises BadInput when even the smallest form of the task is longer.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvcli.errors import ContextOverflow, UsageError
-from kvcli.quality.answer import Job, answers
+from kvcli.quality.answer import QualityJob, answers
 from kvcli.quality.controls import Row, full_profile, rows
 from kvcli.quality.fingerprint import fingerprint
 from kvcli.quality.fit import fitted
@@ -17,7 +17,7 @@ from kvcli.quality.partial import Key, Outcome, Partial
 from kvcli.quality.prompt import Prompts
 from kvcli.quality.prose import Prose
 from kvcli.quality.result import QualityResult, Spot
-from kvcli.quality.sample import Draw, Task
+from kvcli.quality.sample import SampleSeed, Task
 from kvcli.quality.tasks import chosen
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class _Suite:
     weights: str
     query_visible: bool
 
-    def outcomes(self, draws: Sequence[tuple[Task, Draw]], tell: Tell, cancel: Cancel) -> Iterator[Outcome]:
+    def outcomes(self, draws: Sequence[tuple[Task, SampleSeed]], tell: Tell, cancel: Cancel) -> Iterator[Outcome]:
         """Context by context, and for each of them row by row."""
         done, total = 0, len(draws) * len(self.table)
         for task, draw in draws:
@@ -93,13 +93,13 @@ class _Suite:
                 done += 1
         tell(done, total, "")
 
-    def job(self, task: Task, draw: Draw) -> Job:
+    def job(self, task: Task, draw: SampleSeed) -> QualityJob:
         """The context of one draw, fitted and as ids."""
         context = fitted(task, draw, self.prompts)
         questions = [self.prompts.question(question) for question in context.questions]
-        return Job(task, context, self.prompts.context(context.text), questions)
+        return QualityJob(task, context, self.prompts.context(context.text), questions)
 
-    def _outcome(self, job: Job, draw: Draw, row: Row) -> Outcome:
+    def _outcome(self, job: QualityJob, draw: SampleSeed, row: Row) -> Outcome:
         # a conversation grows to its whole length, and so does what a profile keeps of it
         profile = row.at(draw.length if job.context.is_dialogue else len(job.ids), draw.index)
         key = self._key(job, draw, profile.hash)
@@ -111,7 +111,7 @@ class _Suite:
         self.known.add(outcome)
         return outcome
 
-    def _key(self, job: Job, draw: Draw, profile: str) -> Key:
+    def _key(self, job: QualityJob, draw: SampleSeed, profile: str) -> Key:
         read = (job.ids, job.questions, [question.max_new for question in job.context.questions])
         prompt = sha256(repr(read).encode()).hexdigest()[:16]
         task, visible = job.task.name, self.query_visible
@@ -132,10 +132,10 @@ def _check(model: Model, lengths: Sequence[int], n: int) -> None:
 
 def _draws(
     kinds: Sequence[Task], lengths: Sequence[int], n: int, seed: int, prose: Prose
-) -> Iterator[tuple[Task, Draw]]:
+) -> Iterator[tuple[Task, SampleSeed]]:
     """Round by round through lengths and tasks, so that a run that is stopped has some of each."""
     for index in range(max(task.rounds(n) for task in kinds)):
         for length in lengths:
             for task in kinds:
                 if index < task.rounds(n):
-                    yield task, Draw(task.name, seed, length, index, prose)
+                    yield task, SampleSeed(task.name, seed, length, index, prose)

@@ -36,7 +36,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampleSeed:
     """The dice for one context. A longer form of a context is the same one with more between its needles."""
 
     task: str
@@ -60,7 +60,7 @@ def as_many(n: int) -> int:
     return n
 
 
-Make = Callable[[Draw, int], Context]
+Make = Callable[[SampleSeed, int], Context]
 Rounds = Callable[[int], int]
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvcli.settings.profile import Clash
+from kvcli.settings.profile import Conflict
 from kvcli.settings.schema import METHODS, size_of
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PROMISES = ("exact", "certified", "approx")  # of `exactness`, the strictest first
 
 
-def clashes(profile: Profile) -> list[Clash]:
+def clashes(profile: Profile) -> list[Conflict]:
     """Settings that cannot both be kept."""
     found = promise_clashes(profile)
     found += memory_clashes(profile)
@@ -33,7 +33,7 @@ def clashes(profile: Profile) -> list[Clash]:
     return found
 
 
-def promise_clashes(profile: Profile) -> list[Clash]:
+def promise_clashes(profile: Profile) -> list[Conflict]:
     """Of `exactness`: it promises what store, policy and prefill leave unchanged."""
     promised, kv, recall, rounds = profile.exactness, profile.kv, profile.recall, "which rounds keys and values"
     if promised == "approx":
@@ -58,23 +58,23 @@ def promise_clashes(profile: Profile) -> list[Clash]:
         "steps.method": bool(profile.steps.takes) and "which takes steps that another model wrote",
     }
     cannot = f'"{promised}" cannot be kept'
-    return [Clash("exactness", key, cannot, because) for key, because in breaks.items() if because]
+    return [Conflict("exactness", key, cannot, because) for key, because in breaks.items() if because]
 
 
-def check_clashes(profile: Profile) -> list[Clash]:
+def check_clashes(profile: Profile) -> list[Conflict]:
     """Of a past that guesses beside one that checks: they do not share budgets, and neither changes on the way."""
     if not profile.is_checked:
         return []
-    cannot, found = "cannot be kept where a whole past checks what a smaller one guesses", list[Clash]()
+    cannot, found = "cannot be kept where a whole past checks what a smaller one guesses", list[Conflict]()
     if profile.memory.demotes:
-        found.append(Clash("memory.disposition", "exactness", f'"demote" {cannot}', 'which is "exact"'))
+        found.append(Conflict("memory.disposition", "exactness", f'"demote" {cannot}', 'which is "exact"'))
     for step in profile.memory.ladder:
         if step.startswith(("kv.", "memory.")):
-            found.append(Clash("memory.ladder", "exactness", f'"{step}" {cannot}', 'which is "exact"'))
+            found.append(Conflict("memory.ladder", "exactness", f'"{step}" {cannot}', 'which is "exact"'))
     return found
 
 
-def step_clashes(profile: Profile) -> list[Clash]:
+def step_clashes(profile: Profile) -> list[Conflict]:
     """Of `[steps]`: it changes the text, and adds to a past in which nothing is chosen by what rows asked for."""
     if not profile.steps.takes:
         return []
@@ -84,17 +84,17 @@ def step_clashes(profile: Profile) -> list[Clash]:
         "prune.method": bool(profile.prune.reads) and "which has tokens of the prompt come back between passes",
     }
     cannot = f'"{profile.steps.method}" cannot be kept'
-    return [Clash("steps.method", other, cannot, because) for other, because in others.items() if because]
+    return [Conflict("steps.method", other, cannot, because) for other, because in others.items() if because]
 
 
-def overflow_clashes(profile: Profile) -> list[Clash]:
+def overflow_clashes(profile: Profile) -> list[Conflict]:
     """Of a chat whose beginning is held in fewer slots: those of a past that is whole, as it was stored."""
     if profile.context.on_overflow != "compress":
         return []
     key, cannot = "context.on_overflow", '"compress" cannot be kept'
     others = {**_shapes(profile), "prune.method": bool(profile.prune.reads), "reuse.method": bool(profile.reuse.reuses)}
     because = "and what is made smaller is a whole past, as it was stored"
-    return [Clash(key, other, cannot, because) for other, is_set in others.items() if is_set]
+    return [Conflict(key, other, cannot, because) for other, is_set in others.items() if is_set]
 
 
 def _shapes(profile: Profile) -> dict[str, bool]:
@@ -111,29 +111,29 @@ def _shapes(profile: Profile) -> dict[str, bool]:
     }
 
 
-def return_clashes(profile: Profile) -> list[Clash]:
+def return_clashes(profile: Profile) -> list[Conflict]:
     """Of tokens that may come back: each must see what is older than itself, and drafts must leave them a pass."""
-    prune, found = profile.prune, list[Clash]()
+    prune, found = profile.prune, list[Conflict]()
     if prune.every is None:
         return []
     cannot, because = '"prefill+decode" cannot be kept', "and who comes back reads all that is older, as it was stored"
-    found += [Clash("prune.scope", other, cannot, because) for other, is_set in _shapes(profile).items() if is_set]
+    found += [Conflict("prune.scope", other, cannot, because) for other, is_set in _shapes(profile).items() if is_set]
     if prune.every == 1 and profile.spec.method != "off":
-        found.append(Clash("spec.method", "prune.revive_every", "no pass has room for a guess", "which is 1"))
+        found.append(Conflict("spec.method", "prune.revive_every", "no pass has room for a guess", "which is 1"))
     return found
 
 
-def order_clashes(profile: Profile) -> list[Clash]:
+def order_clashes(profile: Profile) -> list[Conflict]:
     """Of `prefill.order`: who judges at the end of each chunk needs chunks, who judges between layers needs all."""
     key, order, prunes = "prefill.order", profile.prefill.order, bool(profile.prune.reads)
     if order == "chunks" and prunes:
-        return [Clash(key, "prune.method", '"chunks" cannot be kept', "which judges a whole prompt between layers")]
+        return [Conflict(key, "prune.method", '"chunks" cannot be kept', "which judges a whole prompt between layers")]
     if order == "layers" and profile.policy.every is not None and not prunes:
-        return [Clash(key, "policy.name", '"layers" cannot be kept', "which judges at the end of each chunk")]
+        return [Conflict(key, "policy.name", '"layers" cannot be kept', "which judges at the end of each chunk")]
     return []
 
 
-def reuse_clashes(profile: Profile) -> list[Clash]:
+def reuse_clashes(profile: Profile) -> list[Conflict]:
     """Of `[reuse]`: it rests on a past of which nothing was let go, and that was read in full."""
     if not profile.reuse.reuses:
         return []
@@ -145,44 +145,44 @@ def reuse_clashes(profile: Profile) -> list[Clash]:
             "recall.method": profile.recall.every is not None and "whose index is made of what is read",
         },
     )
-    return [Clash("reuse.method", key, cannot, because) for key, because in others.items() if because]
+    return [Conflict("reuse.method", key, cannot, because) for key, because in others.items() if because]
 
 
-def memory_clashes(profile: Profile) -> list[Clash]:
+def memory_clashes(profile: Profile) -> list[Conflict]:
     """Of `[kv]` and `[memory]`: a step must be one that can be taken."""
-    found, memory = list[Clash](), profile.memory
+    found, memory = list[Conflict](), profile.memory
     bits = {f"kv.{key}": getattr(profile.kv, key) for key in ("k_bits", "v_bits")}
     set_by = dict.fromkeys(bits, "")  # an earlier step, or the profile
     below = any(step.startswith(("memory.host", "memory.disk=")) for step in memory.ladder)
     if memory.reach != "auto" and not (below or _is_there(memory.host) or _is_there(memory.disk)):
         because = f"which is {memory.host}, so there is nothing to reach"
-        found.append(Clash("memory.reach", "memory.host", f'"{memory.reach}" changes nothing', because))
+        found.append(Conflict("memory.reach", "memory.host", f'"{memory.reach}" changes nothing', because))
     for step in memory.ladder:
         key, _, value = step.partition("=")
         frees_nothing = f'"{step}" frees nothing'
         if key == "kv.residual" and min(bits.values()) == 16 and not profile.form.packs(profile.kv):
-            found.append(Clash("memory.ladder", "kv.k_bits", frees_nothing, "so nothing is packed when it is taken"))
+            found.append(Conflict("memory.ladder", "kv.k_bits", frees_nothing, "so nothing is packed when it is taken"))
         if key in bits and int(value) >= bits[key]:
             there, n = ("memory.ladder" if set_by[key] else key), bits[key]
             because = f'whose step "{set_by[key]}" comes before it' if set_by[key] else f"which is {n} already"
-            found.append(Clash("memory.ladder", there, frees_nothing, because))
+            found.append(Conflict("memory.ladder", there, frees_nothing, because))
         elif key in bits:
             bits[key], set_by[key] = int(value), step
     if memory.ladder and memory.on_shortage == "fail":
-        found.append(Clash("memory.ladder", "memory.on_shortage", "no step is ever taken", 'which is "fail"'))
+        found.append(Conflict("memory.ladder", "memory.on_shortage", "no step is ever taken", 'which is "fail"'))
     return found
 
 
-def form_clashes(profile: Profile) -> list[Clash]:
+def form_clashes(profile: Profile) -> list[Conflict]:
     """Of `[form]`: what it cannot keep of `[kv]`, and slots that heads must let go together."""
     form, key = profile.form, "form.method"
     cannot = f'"{form.method}" cannot be kept'
     if form.rope == "before" and not _packs(profile):
         idle = '"before" changes nothing while kv.k_bits and kv.v_bits are 16'
-        return [Clash("form.rope", "kv.k_bits", idle, "so nothing is packed")]
+        return [Conflict("form.rope", "kv.k_bits", idle, "so nothing is packed")]
     values = profile.values
     found = [
-        Clash(key, other, f"{cannot} with {other} = {json.dumps(values[other])}", because)
+        Conflict(key, other, f"{cannot} with {other} = {json.dumps(values[other])}", because)
         for other, because in form.refuses(profile.kv).items()
     ]
     for step in profile.memory.ladder:
@@ -191,19 +191,21 @@ def form_clashes(profile: Profile) -> list[Clash]:
             packed: dict[str, Any] = {bits.removeprefix("kv."): int(value)}
             refused = form.refuses(replace(profile.kv, **packed))
             if bits in refused:
-                found.append(Clash("memory.ladder", key, f'"{step}" frees nothing', f'which is "{form.method}"'))
+                found.append(Conflict("memory.ladder", key, f'"{step}" frees nothing', f'which is "{form.method}"'))
             else:
                 found += [
-                    Clash("memory.ladder", other, f'"{step}" cannot be taken with {other} = {values[other]}', because)
+                    Conflict(
+                        "memory.ladder", other, f'"{step}" cannot be taken with {other} = {values[other]}', because
+                    )
                     for other, because in refused.items()
                 ]
     if form.is_joint and profile.policy.every is not None:
         because = "whose heads let go of different tokens, and heads are written together: set form.joint = 1"
-        found.append(Clash(key, "policy.name", cannot, because))
+        found.append(Conflict(key, "policy.name", cannot, because))
     return found
 
 
-def demotion_clashes(profile: Profile) -> list[Clash]:
+def demotion_clashes(profile: Profile) -> list[Conflict]:
     """Of `memory.disposition`: somebody must let go, somewhere else must be to go to, and the room must be known."""
     memory, packs, key = profile.memory, profile.form.packs(profile.kv), "memory.disposition"
     if not memory.demotes:
@@ -211,32 +213,34 @@ def demotion_clashes(profile: Profile) -> list[Clash]:
     away = [f"memory.{name}" for name in ("host", "disk") if _is_there(getattr(memory, name))]
     found = []
     if profile.policy.every is None:
-        found.append(Clash(key, "policy.name", '"demote" moves nothing', "which lets nothing go"))
+        found.append(Conflict(key, "policy.name", '"demote" moves nothing', "which lets nothing go"))
     if not (packs or away or profile.recall.reads):
         because = 'so nothing is read otherwise: set recall.method = "sketch", kv.v_bits = 8 or memory.disk = "8GiB"'
-        found.append(Clash(key, "recall.method", '"demote" has no tier to move to', because))
+        found.append(Conflict(key, "recall.method", '"demote" has no tier to move to', because))
     budgets = (["memory.device"] if memory.device != "auto" else []) + (away if packs else [])
     if (packs or not away) and budgets:
         because = "and what a policy keeps and lets go of share one device, which is not divided: leave it out"
-        found.append(Clash(key, budgets[0], '"demote" cannot be kept', because))
+        found.append(Conflict(key, budgets[0], '"demote" cannot be kept', because))
     for step in memory.ladder:
         if step.startswith(("kv.", "memory.")):
             because = 'which is "demote": what was let go cannot be told from the rest in other tiers'
-            found.append(Clash("memory.ladder", key, f'"{step}" cannot be taken', because))
+            found.append(Conflict("memory.ladder", key, f'"{step}" cannot be taken', because))
     return found
 
 
-def budget_clashes(profile: Profile) -> list[Clash]:
+def budget_clashes(profile: Profile) -> list[Conflict]:
     """Of `memory.budget` and `memory.lose`: one policy spends them, on rungs of its own, of one past."""
     memory, key, spends = profile.memory, "memory.budget", profile.policy.method == "budget"
     bits, fresh = json.dumps(list(memory.bits)), type(memory)().bits
     if memory.texts > 1 and memory.budget != "fit":
         because = f'which is "{memory.budget}": only "fit" is divided'
-        return [Clash("memory.texts", key, f"{memory.texts} changes nothing", because)]
+        return [Conflict("memory.texts", key, f"{memory.texts} changes nothing", because)]
     if not memory.spends:
         because = 'which is "": set memory.budget to "6GiB", "25%" or "fit", or memory.lose to 0.02'
-        found = [Clash("policy.name", key, '"budget" has nothing to spend', because)] if spends else []
-        return found + ([Clash("memory.bits", key, f"{bits} changes nothing", because)] if memory.bits != fresh else [])
+        found = [Conflict("policy.name", key, '"budget" has nothing to spend', because)] if spends else []
+        return found + (
+            [Conflict("memory.bits", key, f"{bits} changes nothing", because)] if memory.bits != fresh else []
+        )
     asked = json.dumps(memory.budget)
     if not memory.budget:
         key, asked = "memory.lose", f"{memory.lose}"
@@ -263,10 +267,10 @@ def budget_clashes(profile: Profile) -> list[Clash]:
         else "",
     }
     cannot = f"{asked} cannot be kept"
-    found = [Clash(key, other, cannot, because) for other, because in others.items() if other and because]
+    found = [Conflict(key, other, cannot, because) for other, because in others.items() if other and because]
     if not memory.bits or list(memory.bits) != sorted(set(memory.bits), reverse=True):
         found.append(
-            Clash("memory.bits", key, f"{bits} are no falling rungs", "which is spent from rung to rung: [8, 4, 2]")
+            Conflict("memory.bits", key, f"{bits} are no falling rungs", "which is spent from rung to rung: [8, 4, 2]")
         )
     return found
 
@@ -279,7 +283,7 @@ def cautions(profile: Profile, device: str) -> list[str]:
     return found
 
 
-def idle_keys(profile: Profile) -> list[Clash]:
+def idle_keys(profile: Profile) -> list[Conflict]:
     """Keys of `[kv]` that say how to pack or move, where nothing is ever packed or moved."""
     kv, memory = profile.kv, profile.memory
     packs = _packs(profile) or memory.spends
@@ -300,13 +304,13 @@ def idle_keys(profile: Profile) -> list[Clash]:
     acts["halves"] = (eight, "kv.k_bits" if kv.k_bits != 8 else "kv.v_bits", "not both are 8", "so no code has halves")
     plain = type(kv)()
     return [
-        Clash(f"kv.{key}", other, f"{json.dumps(getattr(kv, key))} changes nothing while {vain}", because)
+        Conflict(f"kv.{key}", other, f"{json.dumps(getattr(kv, key))} changes nothing while {vain}", because)
         for key, (does, other, vain, because) in acts.items()
         if not does and getattr(kv, key) != getattr(plain, key)
     ]
 
 
-def unread_keys(profile: Profile) -> list[Clash]:
+def unread_keys(profile: Profile) -> list[Conflict]:
     """Keys of `[spec]` that its method does not read as the others are, where somebody asked for another value. Those
     of a shipped profile go with what is laid over it."""
     spec = profile.spec
@@ -315,7 +319,7 @@ def unread_keys(profile: Profile) -> list[Clash]:
         setting, value = profile.settings.get(("spec", key)), getattr(spec, key)
         if setting is not None and not setting.is_shipped and value != getattr(type(spec.settings), key):
             why = f"{json.dumps(value)} changes nothing while spec.{other} is {json.dumps(getattr(spec, other))}"
-            found.append(Clash(f"spec.{key}", f"spec.{other}", why, "so nothing reads it: leave it out"))
+            found.append(Conflict(f"spec.{key}", f"spec.{other}", why, "so nothing reads it: leave it out"))
     return found
 
 

@@ -11,7 +11,7 @@ from kvcli.errors import BadConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourcePosition:
     """A point in a file, or in something typed (`--set`, an environment variable)."""
 
     source: str  # as people name it: "~/.config/kvcli/config.toml", "--set", "env KVCLI_KV__DTYPE"
@@ -25,7 +25,7 @@ class Place:
 class Problem:
     """One thing to change."""
 
-    place: Place
+    place: SourcePosition
     message: str
     key: str = ""  # dotted, as written at that place
     hint: str = ""  # stands behind the caret

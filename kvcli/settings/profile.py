@@ -23,11 +23,11 @@ from kvcli.settings.schema import METHODS, ORDER, Context, Exactness, Header, Kv
 from kvcli.settings.settings import DEFAULT, InFile, Setting, Settings, merge
 from kvcli.settings.sources import Sources, from_arguments, from_environ, from_flags, from_sets
 
-__all__ = ["Clash", "Clashes", "Method", "Outcome", "Profile", "Rules", "Sources", "load_profile", "resolve_profile"]
+__all__ = ["Clashes", "Conflict", "Method", "Outcome", "Profile", "Rules", "Sources", "load_profile", "resolve_profile"]
 
 
 @dataclass(frozen=True, slots=True)
-class Clash:
+class Conflict:
     """Two settings that cannot both be kept. `key` is the one to show, `other` the one in its way."""
 
     key: str  # dotted
@@ -49,7 +49,7 @@ class Method:
         return getattr(self.settings, name)
 
 
-Clashes = Callable[["Profile"], Sequence[Clash]]
+Clashes = Callable[["Profile"], Sequence[Conflict]]
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ def clash_problems(profile: Profile) -> list[Problem]:
     return [_clash_problem(clash, profile.settings) for clash in found]
 
 
-def _clash_problem(clash: Clash, settings: Settings) -> Problem:
+def _clash_problem(clash: Conflict, settings: Settings) -> Problem:
     key, other = (tuple(dotted.split(".")) for dotted in (clash.key, clash.other))
     here, there = settings.get(key), settings.get(other)
     message = clash.message

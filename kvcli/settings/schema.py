@@ -38,7 +38,7 @@ class Range:
         return (" and " if is_open else " ").join(f"{word} {limit}" for word, limit in limits if limit is not None)
 
 
-class Takes(Protocol):
+class DraftModelCost(Protocol):
     """What a second model takes: a method that names one says it, and memory is planned with it."""
 
     @property
@@ -49,7 +49,7 @@ class Takes(Protocol):
     def states(self) -> int:
         """Of layers of it that keep one, at most: of its text, of guesses, and of a pass."""
 
-    def kept(self, n: int, device: str = "cpu") -> int:
+    def draft_slots(self, n: int, device: str = "cpu") -> int:
         """Of n tokens, those whose keys and values it has there, at most."""
 
 
@@ -184,12 +184,14 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Second:
+class DraftModelRef:
     """A model that drafts for the one that writes: `[spec]` or `[steps]` names it."""
 
     model: str  # as after -m
     quant: Quant  # precision of its weights
-    takes: Takes = field(compare=False, repr=False)  # by the method that names it; models loaded alike are the same
+    takes: DraftModelCost = field(
+        compare=False, repr=False
+    )  # by the method that names it; models loaded alike are the same
     is_assistant: bool = False  # made for that one, whose past it reads
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvcli.settings.problems import Place, Problem
+from kvcli.settings.problems import Problem, SourcePosition
 from kvcli.settings.schema import METHODS
 from kvcli.settings.toml_positions import Document, Keys
 
@@ -25,9 +25,9 @@ class Origin(Protocol):
     def dotted(self, keys: Keys) -> str:
         """The key as it is written there."""
 
-    def key_place(self, keys: Keys) -> Place: ...
+    def key_place(self, keys: Keys) -> SourcePosition: ...
 
-    def value_place(self, keys: Keys) -> Place: ...
+    def value_place(self, keys: Keys) -> SourcePosition: ...
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class InFile:
     def dotted(self, keys: Keys) -> str:
         return ".".join(self.base + keys)
 
-    def key_place(self, keys: Keys) -> Place:
+    def key_place(self, keys: Keys) -> SourcePosition:
         return self.document.key_place(self.base + keys)
 
-    def value_place(self, keys: Keys) -> Place:
+    def value_place(self, keys: Keys) -> SourcePosition:
         return self.document.value_place(self.base + keys)
 
 
@@ -65,11 +65,11 @@ class Typed:
     def dotted(self, keys: Keys) -> str:
         return ".".join(keys)
 
-    def key_place(self, keys: Keys) -> Place:
-        return Place(self.name, self.text, is_file=False)
+    def key_place(self, keys: Keys) -> SourcePosition:
+        return SourcePosition(self.name, self.text, is_file=False)
 
-    def value_place(self, keys: Keys) -> Place:
-        return Place(self.name, self.text, column=self.value_column, is_file=False)
+    def value_place(self, keys: Keys) -> SourcePosition:
+        return SourcePosition(self.name, self.text, column=self.value_column, is_file=False)
 
 
 DEFAULT = Typed("default")

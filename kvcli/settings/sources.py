@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tomli
 
-from kvcli.settings.problems import Place, Problem
+from kvcli.settings.problems import Problem, SourcePosition
 from kvcli.settings.settings import Setting, Settings, Typed, leaves
 from kvcli.settings.toml_positions import Document, Keys, Level, decode_document, read_document, toml_value
 
@@ -126,7 +126,7 @@ def from_sets(sets: Sequence[str]) -> tuple[Settings, list[Problem]]:
         key, equals, value = text.partition("=")
         keys = tuple(part.strip() for part in key.split("."))
         if not equals or not all(re.fullmatch(r"[A-Za-z0-9_-]+", part) for part in keys):
-            place = Place("--set", text or '""', is_file=False)
+            place = SourcePosition("--set", text or '""', is_file=False)
             problems.append(Problem(place, "not KEY=VALUE", hint="write it like --set sample.temperature=0.7"))
             continue
         found |= _typed("--set", text, keys, typed_value(value.strip()), len(key) + 2)

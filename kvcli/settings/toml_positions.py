@@ -13,7 +13,7 @@ from typing import Literal
 
 import tomli
 
-from kvcli.settings.problems import Place, Problem
+from kvcli.settings.problems import Problem, SourcePosition
 from kvcli.settings.small_file import Unfit, check_depth, read_small
 
 Keys = tuple[str, ...]
@@ -22,7 +22,7 @@ LARGEST = 1 << 20  # bytes; a device or a model given by mistake must not be rea
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class KeyPosition:
     """Where one key stands: (line, column) of the key and of its value, both from 1, and of the value's end."""
 
     key: tuple[int, int]
@@ -41,17 +41,17 @@ class Document:
     level: Level = "user"
 
     @cached_property
-    def marks(self) -> dict[Keys, Mark]:
+    def marks(self) -> dict[Keys, KeyPosition]:
         return Scan(self.text).marks
 
-    def key_place(self, keys: Keys) -> Place:
+    def key_place(self, keys: Keys) -> SourcePosition:
         """Where the key is written; the nearest table around it when it has no place of its own."""
         return self._place(keys, of_value=False)
 
-    def value_place(self, keys: Keys) -> Place:
+    def value_place(self, keys: Keys) -> SourcePosition:
         return self._place(keys, of_value=True)
 
-    def _place(self, keys: Keys, of_value: bool) -> Place:
+    def _place(self, keys: Keys, of_value: bool) -> SourcePosition:
         while keys and keys not in self.marks:
             keys, of_value = keys[:-1], False
         if not keys:
@@ -59,8 +59,8 @@ class Document:
         mark = self.marks[keys]
         return self.place(*(mark.value if of_value else mark.key))
 
-    def place(self, line: int, column: int) -> Place:
-        return Place(self.source, self._lines[line - 1] if line <= len(self._lines) else "", line, column)
+    def place(self, line: int, column: int) -> SourcePosition:
+        return SourcePosition(self.source, self._lines[line - 1] if line <= len(self._lines) else "", line, column)
 
     @cached_property
     def _lines(self) -> list[str]:
@@ -72,7 +72,7 @@ def read_document(path: Path, source: str, level: Level = "user") -> Document:
     try:
         raw = read_small(path, LARGEST)
     except Unfit as error:
-        return Document(source, "", {}, (Problem(Place(source), str(error)),))
+        return Document(source, "", {}, (Problem(SourcePosition(source), str(error)),))
     return decode_document(raw, source, level)
 
 
@@ -100,7 +100,7 @@ def parse_document(text: str, source: str, level: Level = "user") -> Document:
             problems = [Problem(at, f"not valid TOML: {error.msg[:1].lower()}{error.msg[1:]}")]
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets thousands deep
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        problems = [Problem(Place(source), f"not readable as TOML: {why}")]
+        problems = [Problem(SourcePosition(source), f"not readable as TOML: {why}")]
     return Document(source, text, {}, tuple(problems))
 
 
@@ -129,8 +129,8 @@ class Scan:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.marks: dict[Keys, Mark] = {}
-        self.twice: list[tuple[Keys, Mark, int]] = []  # a repeat, and the line of the first
+        self.marks: dict[Keys, KeyPosition] = {}
+        self.twice: list[tuple[Keys, KeyPosition, int]] = []  # a repeat, and the line of the first
         self._lines = [0, *(newline.end() for newline in re.finditer("\n", text))]  # where each line begins
         self._written: dict[Keys, int] = {}  # line where a key or table header is written out
         self._inside: dict[Keys, list[Keys]] = {}  # what the last element of an array of tables has
@@ -182,9 +182,9 @@ class Scan:
         """Note a key of a table and the tables that a dotted key names on the way; returns its full path."""
         keys = table + tuple(name for name, _ in names)
         for n, (_, offset) in enumerate(names[:-1], len(table) + 1):
-            self.marks.setdefault(keys[:n], Mark(self._place(offset), self._place(offset)))
+            self.marks.setdefault(keys[:n], KeyPosition(self._place(offset), self._place(offset)))
         at = self._place(names[-1][1])
-        mark = Mark(at, *(map(self._place, value) if value else (at,)))
+        mark = KeyPosition(at, *(map(self._place, value) if value else (at,)))
         if repeatable:  # each element of an array of tables may give the same keys
             for inner in [keys, *self._inside.get(keys, ())]:
                 self._written.pop(inner, None)

@@ -51,14 +51,14 @@ class MergeEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PointReady:
     """A point of the final summary, checked; it will not change any more."""
 
     point: Point
 
 
 @dataclass(frozen=True, slots=True)
-class Unkept:
+class CacheWriteFailed:
     """The first answer that could not be kept; `why` is among the summary's notes too."""
 
     why: str
@@ -81,4 +81,17 @@ class Done:
 
 
 _End = Stopped | Done
-Event = Planned | PartBegan | Live | Read | Text | Thought | PartEnded | MergeBegan | MergeEnded | Said | Unkept | _End
+Event = (
+    Planned
+    | PartBegan
+    | Live
+    | Read
+    | Text
+    | Thought
+    | PartEnded
+    | MergeBegan
+    | MergeEnded
+    | PointReady
+    | CacheWriteFailed
+    | _End
+)

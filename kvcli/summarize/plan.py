@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvcli.chat.model import Model
-    from kvcli.chat.text_session import OpenText
+    from kvcli.chat.text_session import TextSession
     from kvcli.documents import Document, Unit
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.profile import Profile
@@ -30,7 +30,7 @@ SPOKEN = 0.5  # of what an answer may have; how much one has in general, for the
 
 
 @dataclass(frozen=True)
-class Window:
+class PlanWindow:
     """What a plan must know of a model. Tokens."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class Window:
     drafts: bool = False  # it drafts, so passes of one row are an upper end
 
     @classmethod
-    def of(cls, model: Model | OpenText, passes: Sequence[PassTime] = ()) -> Window:
+    def of(cls, model: Model | TextSession, passes: Sequence[PassTime] = ()) -> PlanWindow:
         foretell, profile = model.foretell, model.profile
         ask = (lambda tokens: foretell(profile, tokens)) if foretell is not None else None
         return cls(
@@ -85,7 +85,7 @@ def most_of(profile: Profile) -> int | None:
 def make_plan(
     documents: Sequence[Document],
     request: Request,
-    window: Window,
+    window: PlanWindow,
     wording: Wording | None = None,
     read: AsRead | None = None,
 ) -> Plan:
@@ -139,7 +139,7 @@ class _Desk:
     """The numbers of one plan."""
 
     request: Request
-    window: Window
+    window: PlanWindow
     wording: Wording
     pieces: list[Piece]
     answer: int
@@ -228,12 +228,12 @@ class _Desk:
         return len(render_prompt(self.window.tokenizer, messages))
 
 
-def _wider(tokens: int, window: Window) -> list[str]:
+def _wider(tokens: int, window: PlanWindow) -> list[str]:
     """A window of so many tokens, where the model takes that many."""
     return [f"--ctx {tokens}"] if window.reach is None or tokens <= window.reach else []
 
 
-def _too_long(size: int, answer: int, window: Window) -> ContextOverflow:
+def _too_long(size: int, answer: int, window: PlanWindow) -> ContextOverflow:
     limit = window.limit
     return ContextOverflow(
         "the document is longer than the window",
@@ -243,7 +243,7 @@ def _too_long(size: int, answer: int, window: Window) -> ContextOverflow:
     )
 
 
-def _no_room(around: int, answer: int, window: Window) -> ContextOverflow:
+def _no_room(around: int, answer: int, window: PlanWindow) -> ContextOverflow:
     limit = window.limit
     return ContextOverflow(
         "the window leaves no room for any of the document",

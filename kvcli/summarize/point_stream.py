@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from kvcli.summarize.citations import same
-from kvcli.summarize.events import Said
+from kvcli.summarize.events import PointReady
 from kvcli.summarize.result import Point
 from kvcli.summarize.split import Raw, Splitter
 
 
-class Pen:
+class PointStream:
     """Points of an answer as it grows; where they are final, each is said at once.
 
     `documents`: their names, where citations have them. `take`: what counts of an answer.
@@ -32,7 +32,7 @@ class Pen:
         self._is_begun = False  # what follows them told already that the point before it is complete
         self._n_raws = 0  # that became points
 
-    def write(self, answer: str, *, whole: bool = False) -> Iterator[Said]:
+    def write(self, answer: str, *, whole: bool = False) -> Iterator[PointReady]:
         """The points that are new in this answer, which goes on from the one before. `whole`: nothing follows."""
         answer = self._take(answer)
         end = len(answer) if whole else max(self._taken, answer.rfind("\n", self._taken) + 1)
@@ -54,14 +54,14 @@ class Pen:
         self.points, self._splitter = [], Splitter(self._splitter.documents)
         self._taken, self._is_begun, self._n_raws = 0, False, 0
 
-    def _add(self, fresh: Sequence[Point]) -> Iterator[Said]:
+    def _add(self, fresh: Sequence[Point]) -> Iterator[PointReady]:
         kept = unique([*self.points, *fresh])
         self.repeated += len(self.points) + len(fresh) - len(kept)
         new = kept[len(self.points) :]
         self.points = kept
         if self._is_final:
             for point in new:
-                yield Said(point)
+                yield PointReady(point)
 
 
 def unique(points: Sequence[Point]) -> list[Point]:

@@ -15,6 +15,7 @@ from kvcli.models.text import render_prompt
 from kvcli.summarize.check import Checker, Passage
 from kvcli.summarize.claim_words import sentences
 from kvcli.summarize.events import (
+    CacheWriteFailed,
     Done,
     Event,
     MergeBegan,
@@ -22,14 +23,13 @@ from kvcli.summarize.events import (
     PartBegan,
     PartEnded,
     Planned,
-    Said,
+    PointReady,
     Stopped,
-    Unkept,
 )
 from kvcli.summarize.merge import cited, for_merge, grouped
 from kvcli.summarize.parts import spoken_names
-from kvcli.summarize.plan import Plan, Window, make_plan
-from kvcli.summarize.point_stream import Pen, unique
+from kvcli.summarize.plan import Plan, PlanWindow, make_plan
+from kvcli.summarize.point_stream import PointStream, unique
 from kvcli.summarize.points import point_of
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Answered, Point, Summary
@@ -39,7 +39,7 @@ from kvcli.summarize.wording import Messages, merge_messages, part_messages, wor
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
-    from kvcli.chat.text_session import OpenText
+    from kvcli.chat.text_session import TextSession
     from kvcli.documents import Document
     from kvcli.summarize.cache import Cache
     from kvcli.summarize.parts import Part
@@ -48,7 +48,7 @@ QUOTES = 3  # sentences of a text that stand for a summary
 
 
 def summarize(
-    model: Model | OpenText,
+    model: Model | TextSession,
     documents: Sequence[Document],
     request: Request | None = None,
     *,
@@ -65,7 +65,7 @@ def summarize(
         request = request or Request()
         wording = wording_of(model.info)
         wording.refuse(request, model.info.id)
-        plan = make_plan(documents, request, Window.of(model), wording)
+        plan = make_plan(documents, request, PlanWindow.of(model), wording)
     yield Planned(plan)
     yield from _Run(model, plan, spoken_names(documents), cache, cancel or (lambda: False)).events()
 
@@ -82,7 +82,7 @@ class _Cancelled(Exception):
 class _Run:
     """One summary under way."""
 
-    model: Model | OpenText
+    model: Model | TextSession
     plan: Plan
     names: list[str]  # that may stand in citations
     cache: Cache | None
@@ -165,7 +165,7 @@ class _Run:
         if self.plan.wording.merges or len(found) == len(self.plan.parts):
             self.note(_repeated(len(every) - len(points)))
         for point in points[self.n_said :]:
-            yield Said(point)
+            yield PointReady(point)
         self.n_said = len(points)
         return points
 
@@ -180,7 +180,7 @@ class _Run:
         points = [point_of(Raw(text, "bullet"), checker, self.names, places=True) for text in quotes]
         if points:
             self.note("the model told nothing of the text, so its first sentences stand here as quotes")
-        yield from map(Said, points)
+        yield from map(PointReady, points)
         return points
 
     def _merge(
@@ -198,7 +198,7 @@ class _Run:
         return pen.points
 
     def _turn(
-        self, messages: Messages, kept: Turn | None, pen: Pen, *, keeps_nothing: bool
+        self, messages: Messages, kept: Turn | None, pen: PointStream, *, keeps_nothing: bool
     ) -> Generator[Event, None, Turn]:
         """Ask, or take what an earlier run was told. The points come as soon as they are complete.
 
@@ -252,12 +252,12 @@ class _Run:
     def _kept(self, messages: Messages) -> Turn | None:
         return self.cache.get(messages, self.plan.answer) if self.cache is not None else None
 
-    def _keep(self, messages: Messages, turn: Turn) -> Iterator[Unkept]:
+    def _keep(self, messages: Messages, turn: Turn) -> Iterator[CacheWriteFailed]:
         why = self.cache.put(messages, self.plan.answer, turn) if self.cache is not None else ""
         if why and not self.unkept:
             self.unkept = why
             self.note(why)
-            yield Unkept(why)
+            yield CacheWriteFailed(why)
 
     def _ids(self, messages: Messages) -> list[int]:
         return render_prompt(self.model.tokenizer, messages, note=self.note)
@@ -270,18 +270,18 @@ class _Run:
         if text and text not in self.notes:
             self.notes.append(text)
 
-    def _pen(self, passages: Sequence[Passage], *, is_final: bool, places: bool = False) -> Pen:
+    def _pen(self, passages: Sequence[Passage], *, is_final: bool, places: bool = False) -> PointStream:
         """From an answer to its points, citations checked against these passages; `places`: it was shown no marks."""
         request, names = self.request, self.names
         checker = Checker(passages) if request.cite and request.check else None
-        return Pen(
+        return PointStream(
             lambda raw: point_of(raw, checker, names, quotes=request.quotes, places=places),
             names,
             is_final=is_final,
             take=lambda answer: self.plan.wording.taken(answer, "\n".join(p.text for p in passages)),
         )
 
-    def _took(self, answered: Answered, pen: Pen, what: str) -> None:
+    def _took(self, answered: Answered, pen: PointStream, what: str) -> None:
         self.turns.append(answered)
         if answered.turn.finish == "length":
             self.note(self.plan.wording.cut_note(what, self.plan.answer))

@@ -40,7 +40,7 @@ from kvcli.bench.texts import TEXTS, text_of  # noqa: E402
 from kvcli.demo.report import write_report  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402
 from kvcli.models.text import encode  # noqa: E402
-from kvcli.quality.agree import Cut, Far, cuts, predicted  # noqa: E402
+from kvcli.quality.agree import PredictionDistance, TextWindow, cuts, predicted  # noqa: E402
 from kvcli.quality.answer import kept  # noqa: E402
 from kvcli.quality.fingerprint import fingerprint  # noqa: E402
 from kvcli.quality.statistics import bootstrap  # noqa: E402
@@ -61,7 +61,7 @@ Windows = dict[str, list[Outcome]]  # by text
 class Window:
     """One window, read and predicted once for all sides, and not at all where all of them are known."""
 
-    def __init__(self, model: Any, cut: Cut) -> None:
+    def __init__(self, model: Any, cut: TextWindow) -> None:
         self.model, self.cut = model, cut
 
     @cached_property
@@ -83,7 +83,7 @@ class Window:
     def answer(self, changes: Changes) -> tuple[Outcome, Any]:
         """What comes of such a session, and the session."""
         session = self.read(changes)
-        far = Far.of(predicted(session, self.cut.scored), self.truth, self.cut.scored)
+        far = PredictionDistance.of(predicted(session, self.cut.scored), self.truth, self.cut.scored)
         found: Outcome = {"kept": kept(session), "bytes": sum(nbytes(session.kv).values())}
         for key in ("same", "kl", "nll", "delta"):
             found[key] = [round(x, 6) for x in getattr(far, key).float().tolist()]
@@ -202,7 +202,7 @@ def main() -> None:
         if lot % of != part - 1:
             continue
         for n in contexts:
-            near = Cut(cut.context[-n:], cut.scored)
+            near = TextWindow(cut.context[-n:], cut.scored)
             at = sha256(repr(near).encode()).hexdigest()[:12]
             for side, outcome in sides(Window(model, near), lot, at, args, known):
                 found.setdefault((n, side), {}).setdefault(text, []).append(outcome)

@@ -19,9 +19,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.kernels.attend_invariant import PackedRun, Run, attend_packed_part, attend_part
+from kvcli.kernels.attend_invariant import QuantizedKV, StoredKV, attend_packed_part, attend_part
 from kvcli.kernels.attend_quantized import PackedHead
-from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.quantize_kv import pack_keys, pack_values
 from tests.bench.attend_rows import interleaved
 from tests.bench.decode import machine
@@ -30,11 +30,11 @@ BYTES = 96 << 20  # of the bf16 slots in all copies
 HEADS = 4  # KV heads
 
 
-def packed(k: torch.Tensor, v: torch.Tensor, side: str, group: int) -> PackedRun:
+def packed(k: torch.Tensor, v: torch.Tensor, side: str, group: int) -> QuantizedKV:
     bits, slots = (int(side[1]), int(side[3])), k.shape[1]
     pairs = zip(k, v, strict=True)
     made = [PackedHead(pack_keys(a, bits[0], group), a[:0], pack_values(b, bits[1], group), slots) for a, b in pairs]
-    return PackedRun(made, torch.arange(slots, dtype=torch.int32), [0] * HEADS)
+    return QuantizedKV(made, torch.arange(slots, dtype=torch.int32), [0] * HEADS)
 
 
 def main() -> None:
@@ -56,12 +56,12 @@ def main() -> None:
         for g, n in ((g, n) for g in map(int, args.groups.split(",")) for n in map(int, args.rows.split(","))):
             q, pos = torch.randn(HEADS * g, n, d).bfloat16(), range(slots, slots + n)
 
-            def dense(turn: int, q: torch.Tensor = q, pos: range = pos) -> Part:
+            def dense(turn: int, q: torch.Tensor = q, pos: range = pos) -> PartialAttention:
                 k, v = copies[turn % len(copies)]  # noqa: B023
-                run = Run(k.flatten(0, 1), v.flatten(0, 1), torch.empty(0), starts, [slots] * HEADS, starts)  # noqa: B023
+                run = StoredKV(k.flatten(0, 1), v.flatten(0, 1), torch.empty(0), starts, [slots] * HEADS, starts)  # noqa: B023
                 return attend_part(q, run, pos, q.shape[2] ** -0.5, **asks)  # noqa: B023
 
-            def few(name: str, q: torch.Tensor = q, pos: range = pos) -> Callable[[int], Part]:
+            def few(name: str, q: torch.Tensor = q, pos: range = pos) -> Callable[[int], PartialAttention]:
                 mine = runs[name]  # noqa: B023
                 return lambda turn: attend_packed_part(q, mine[turn % len(mine)], pos, q.shape[2] ** -0.5, **asks)  # noqa: B023
 

@@ -23,9 +23,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_invariant import Run, attend_rows
-from kvcli.kernels.attend_new_tokens import attend_fresh
-from kvcli.kernels.merge_attention import merge
+from kvcli.kernels.attend_invariant import StoredKV, attend_invariant
+from kvcli.kernels.attend_new_tokens import attend_new_tokens
+from kvcli.kernels.merge_attention import merge_attention
 
 BYTES = 96 << 20  # of stored slots, in all copies
 
@@ -66,16 +66,18 @@ class Layer:
 
     def torch(self, turn: int) -> Tensor:
         past = self.stored[turn % len(self.stored)]
-        fresh = attend_fresh(self.q, self.k, self.v, self.scale, self.sees)
-        return merge([attend(self.q, *past, self.scale), fresh] if past[0].shape[1] else [fresh]).transpose(0, 1)
+        fresh = attend_new_tokens(self.q, self.k, self.v, self.scale, self.sees)
+        return merge_attention([attend(self.q, *past, self.scale), fresh] if past[0].shape[1] else [fresh]).transpose(
+            0, 1
+        )
 
     def ours(self, turn: int) -> Tensor:
         k, v = self.stored[turn % len(self.stored)]
         kv, slots, d = k.shape
         starts = [j * slots for j in range(kv)]
-        run = Run(k.view(-1, d), v.view(-1, d), torch.empty(0), starts, [slots] * kv, starts)
+        run = StoredKV(k.view(-1, d), v.view(-1, d), torch.empty(0), starts, [slots] * kv, starts)
         pos = range(slots, slots + self.q.shape[1])
-        return attend_rows(self.q, run, (self.k, self.v), pos, self.scale, sees=self.sees, level=self.level)
+        return attend_invariant(self.q, run, (self.k, self.v), pos, self.scale, sees=self.sees, level=self.level)
 
     @property
     def scale(self) -> float:

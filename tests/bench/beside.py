@@ -28,10 +28,10 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.bench.gguf_export import export  # noqa: E402
 from kvcli.bench.llama_cpp import BATCH  # noqa: E402
-from kvcli.engine.engine import drive, events  # noqa: E402
+from kvcli.engine.engine import iterate_events, run_to_end  # noqa: E402
 from kvcli.engine.hf.lm import LM  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.sequence.session import Session  # noqa: E402
+from kvcli.engine.sequence.session import GenerationSession  # noqa: E402
 from kvcli.engine.threads import use_threads  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
 from kvcli.methods.drafts.off import Off  # noqa: E402
@@ -62,13 +62,13 @@ class Ours:
 
     def read(self, ids: list[int], room: int) -> float:
         began = time.perf_counter()
-        self.session = Session(self.lm, Dense(self.lm.shapes, self.lm.dtype), Off(), Sampler())
-        drive(self.session.read(ids))
-        list(events(self.session.stream(1)))
+        self.session = GenerationSession(self.lm, Dense(self.lm.shapes, self.lm.dtype), Off(), Sampler())
+        run_to_end(self.session.read(ids))
+        list(iterate_events(self.session.stream(1)))
         return time.perf_counter() - began
 
     def write(self, n: int) -> list[float]:
-        return [step.seconds for step in events(self.session.stream(n))]
+        return [step.seconds for step in iterate_events(self.session.stream(n))]
 
 
 class Llama:

@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.engine import events  # noqa: E402
+from kvcli.engine.engine import iterate_events  # noqa: E402
 from kvcli.engine.threads import use_threads  # noqa: E402
 from tests.bench.decode import build, machine, ours, ours_of  # noqa: E402
 
@@ -48,7 +48,7 @@ def main() -> None:
 
     def speed() -> float:
         began = time.perf_counter()
-        n = sum(1 for _ in events(session.stream(args.new)))
+        n = sum(1 for _ in iterate_events(session.stream(args.new)))
         return n / (time.perf_counter() - began)
 
     speed()

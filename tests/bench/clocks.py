@@ -198,7 +198,7 @@ class Checkout:
         if hasattr(slab, "read"):
             part = import_module("kvcli.kernels.merge_attention").Part
             slab.read = parts.timed("kernels", (lambda q, *_, **__: part(*answer.part(q))) if hollow else slab.read)
-            self.forward.Pass.attend = parts.timed("attention", self.forward.Pass.attend)
+            self.forward.ForwardPass.attend = parts.timed("attention", self.forward.ForwardPass.attend)
         self.forward.merge = parts.timed("kernels", answer.merged if hollow else self.forward.merge)
         attention = parts.timed("attention", self.forward.attention)
         self._interface.register("kvcli", attention)
@@ -225,7 +225,7 @@ class Checkout:
         else:  # before sessions yielded feeds
             self.session.exact = parts.timed("drawing", self.session.exact)
             self.session.run = parts.timed("engine", self.session.run)
-            self.forward.Pass.commit = parts.timed("store", self.forward.Pass.commit)
+            self.forward.ForwardPass.commit = parts.timed("store", self.forward.ForwardPass.commit)
 
     def events(self, work: Any) -> Iterator[Any]:
         """The engine's, which an earlier session did without."""

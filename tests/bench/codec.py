@@ -38,17 +38,17 @@ from kvcli import load  # noqa: E402
 from kvcli.chat.model import Model  # noqa: E402
 from kvcli.documents import read_document  # noqa: E402
 from kvcli.engine.engine import run  # noqa: E402
-from kvcli.engine.forward_request import Feed  # noqa: E402
+from kvcli.engine.forward_request import ForwardRequest  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.environment import Paths  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.models.text import encode  # noqa: E402
 from kvcli.prefix_cache import block_file  # noqa: E402
 from kvcli.prefix_cache.block_file import LENGTH, Block  # noqa: E402
-from kvcli.prefix_cache.codec import AsIs, Codec, Lossless  # noqa: E402
-from kvcli.prefix_cache.prefix_cache import Shelf, _held  # noqa: E402
+from kvcli.prefix_cache.codec import Codec, Lossless, Uncompressed  # noqa: E402
+from kvcli.prefix_cache.prefix_cache import PrefixCache, _held  # noqa: E402
 
-CODECS: Mapping[str, Codec] = {"as is": AsIs(), "lossless": Lossless()}
+CODECS: Mapping[str, Codec] = {"as is": Uncompressed(), "lossless": Lossless()}
 STEPS = {
     "1/8 1/4 3/8": (1 / 8, 1 / 4, 3 / 8),
     "1/4": (1 / 4,) * 3,
@@ -205,7 +205,7 @@ def loss(model: Model, name: str, n: int) -> list[dict[str, Any]]:
                 s = text.session
                 s.adopt(ids[: PAST + 1], PAST, ((i, k, v, 0) for i, (k, v) in made.items()))
                 rows = Rows.chain(ids[PAST : PAST + NEXT - 1], PAST)
-                (said,) = run([Feed(lm, rows, s.kv, want=list(range(NEXT - 1)))])
+                (said,) = run([ForwardRequest(lm, rows, s.cache, want=list(range(NEXT - 1)))])
             logits = said.logits.float().log_softmax(-1)
             right = logits if right is None else right
             kl = float((right.exp() * (right - logits)).sum(-1).mean())
@@ -232,7 +232,7 @@ def resume(n: int, reps: int) -> list[dict[str, Any]]:
         models = {side: load(str(Path(folder, "random-152M")), "exact", of) for side, of in sides.items()}
         for i in range(reps + 1):
             for side, model in models.items():
-                shelf = Shelf(Path(folder, f"{side}{i}"), 1 << 34, model.lm)
+                shelf = PrefixCache(Path(folder, f"{side}{i}"), 1 << 34, model.lm)
                 for what in ("read", "kept"):
                     model.shelf = shelf if what == "kept" else None
                     with model.open() as text:

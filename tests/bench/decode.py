@@ -53,7 +53,7 @@ def ours_of(model: Any) -> Any:
     from kvcli.engine.hf.lm import LM
 
     lm = LM.of(model)
-    lm.lay_out()
+    lm.install_kernels()
     return lm
 
 
@@ -81,31 +81,31 @@ def theirs(model: Any, ids: list[int], new: int) -> tuple[float, list[float], li
 
 def ours(lm: Any, ids: list[int], new: int) -> tuple[float, list[float], Any]:
     """The same by our engine, no drafting -> seconds to the first token, of each later token, the session."""
-    from kvcli.engine.engine import drive, events
+    from kvcli.engine.engine import iterate_events, run_to_end
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.tiers.dense import Dense
     from kvcli.methods.drafts.off import Off
 
-    session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
     began = time.perf_counter()
-    drive(session.read(ids))
-    steps = [step.seconds for step in events(session.stream(1))]
+    run_to_end(session.read(ids))
+    steps = [step.seconds for step in iterate_events(session.stream(1))]
     first = time.perf_counter() - began
-    steps = [step.seconds for step in events(session.stream(new - 1))]
+    steps = [step.seconds for step in iterate_events(session.stream(new - 1))]
     return first, steps, session
 
 
 def rows_against_row(session: Any, rows: int, reps: int) -> tuple[list[float], list[float]]:
     """Seconds of passes of 1 row and of `rows` rows on the same past, alternating; nothing is kept."""
     from kvcli.engine.engine import run
-    from kvcli.engine.forward_request import Feed
+    from kvcli.engine.forward_request import ForwardRequest
     from kvcli.engine.rows import Draft, Rows
 
     def seconds(guesses: int) -> float:
         built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain(list(range(9, 9 + guesses))))
         began = time.perf_counter()
-        run([Feed(session.lm, built, session.kv, want=range(built.n_rows))])
+        run([ForwardRequest(session.lm, built, session.kv, want=range(built.n_rows))])
         return time.perf_counter() - began
 
     pairs = [(seconds(0), seconds(rows - 1)) for _ in range(reps + 2)][2:]

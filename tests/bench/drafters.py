@@ -32,12 +32,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import kvcli  # noqa: E402
-from kvcli.assemble import keeps_all  # noqa: E402
-from kvcli.engine.engine import drive, events  # noqa: E402
-from kvcli.engine.forward_request import asked  # noqa: E402
+from kvcli.assemble import is_lossless  # noqa: E402
+from kvcli.engine.engine import iterate_events, run_to_end  # noqa: E402
+from kvcli.engine.forward_request import await_passes  # noqa: E402
 from kvcli.engine.stats import Stats  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402
-from kvcli.prefix_cache.prefix_cache import Shelf  # noqa: E402
+from kvcli.prefix_cache.prefix_cache import PrefixCache  # noqa: E402
 from tests.bench.decode import machine, spread  # noqa: E402
 from tests.bench.fafo import looked_at  # noqa: E402
 from tests.bench.widened import write  # noqa: E402
@@ -118,7 +118,7 @@ class Timed:
 
     def _clocked(self, found: Any) -> Any:
         began = time.perf_counter()
-        done = yield from asked(found)
+        done = yield from await_passes(found)
         self.seconds += time.perf_counter() - began
         return done
 
@@ -135,23 +135,23 @@ class Run:
     nbytes: int = 0  # of keys and values and what drafts beside them
     stats: Stats = field(default_factory=Stats)
 
-    def write(self, model: kvcli.Model, prompt: Sequence[int], new: int, shelf: Shelf) -> None:
+    def write(self, model: kvcli.Model, prompt: Sequence[int], new: int, shelf: PrefixCache) -> None:
         session = model.new_session()
-        if keeps_all(model.profile):  # else it is read as that profile reads it
-            shelf.fetch(session, prompt)
-        drive(session.read(prompt[len(session.ids) :]))
+        if is_lossless(model.profile):  # else it is read as that profile reads it
+            shelf.load_prefix(session, prompt)
+        run_to_end(session.read(prompt[len(session.ids) :]))
         timed = session.drafter = Timed(session.drafter)
         began = None
-        for step in events(session.stream(new)):
+        for step in iterate_events(session.stream(new)):
             now = time.perf_counter()
-            self.stats.fold(step)
+            self.stats.add_step(step)
             if began is None:
                 began = now
             else:
                 self.timed += len(step.new)
         self.seconds += time.perf_counter() - (began or 0.0)
         self.drafting += timed.seconds
-        self.nbytes = sum(nbytes(session.kv, session.view, session.drafter).values())
+        self.nbytes = sum(nbytes(session.cache, session.view, session.drafter).values())
         self.texts.append(session.ids[len(prompt) :])
 
 
@@ -228,16 +228,16 @@ def row(
     }
 
 
-def lengths(model: kvcli.Model, of: str, task: Task, shelf: Shelf) -> list[int]:
+def lengths(model: kvcli.Model, of: str, task: Task, shelf: PrefixCache) -> list[int]:
     """Tokens until plain greedy decoding stops; what it has read is kept for all."""
     most, found = NEW[of].get(task.name, NEW[of][""]), []
     for prompt in task.prompts:
         session = side_of(model, PLAIN, 0.0).new_session()
-        shelf.fetch(session, prompt)
-        drive(session.read(prompt[len(session.ids) :]))
-        shelf.keep(session)
+        shelf.load_prefix(session, prompt)
+        run_to_end(session.read(prompt[len(session.ids) :]))
+        shelf.save(session)
         stop = () if task.name == "free" else model.lm.stop_ids
-        list(events(session.stream(most, stop)))
+        list(iterate_events(session.stream(most, stop)))
         found.append(max(8, len(session.ids) - len(prompt)))
     return found
 
@@ -262,7 +262,7 @@ def main() -> int:
         for of in args.models.split(","):
             name = of if of == "demo" else str(Path(folder, of))
             model = looked_at(kvcli.load(name, profile="exact"))
-            args.shelf = Shelf(Path(folder, f"kept-{of}"), 1 << 33, model.lm, worth=0)
+            args.shelf = PrefixCache(Path(folder, f"kept-{of}"), 1 << 33, model.lm, worth=0)
             for task in tasks(model, of, args.tasks.split(",")):
                 task.new = lengths(model, of, task, args.shelf)
                 for temperature in map(float, args.temperatures.split(",")):

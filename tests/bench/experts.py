@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.engine import drive, events  # noqa: E402
+from kvcli.engine.engine import iterate_events, run_to_end  # noqa: E402
 from kvcli.engine.hf.lm import LM  # noqa: E402
 from kvcli.kernels.linear_quantized.experts import quantize_experts_  # noqa: E402
 from kvcli.kernels.linear_quantized.module import quantize_  # noqa: E402
@@ -62,7 +62,7 @@ def sharing(model: Any) -> Any:
 
 def packed(model: Any, kind: str) -> LM:
     lm = LM.of(sharing(model), quant=kind)
-    lm.lay_out()
+    lm.install_kernels()
     return lm
 
 
@@ -76,14 +76,14 @@ def unpacked(model: Any, kind: str) -> LM:
 
 def text(lm: LM, new: int) -> list[int]:
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.tiers.dense import Dense
     from kvcli.methods.drafts.off import Off
 
     ids = torch.randint(8, lm.vocab, (17,), generator=torch.Generator().manual_seed(1)).tolist()
-    session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
-    drive(session.read(ids))
-    list(events(session.stream(new)))
+    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+    run_to_end(session.read(ids))
+    list(iterate_events(session.stream(new)))
     return session.ids[len(ids) :]
 
 

@@ -75,8 +75,8 @@ def compare(
     name: str, model: str, lengths: Iterable[int], profiles: list[str], base: int, known: Known
 ) -> list[dict[str, Any]]:
     """A row for each profile and context."""
-    from kvcli.fit.available_memory import Room
-    from kvcli.fit.plan import Facts, plan, subject_of
+    from kvcli.fit.available_memory import AvailableMemory
+    from kvcli.fit.plan import MeasuredFacts, plan, subject_of
     from kvcli.models import source
     from kvcli.settings.profile import Profile
 
@@ -88,8 +88,8 @@ def compare(
             run = known.of(f"{name} {n} {profile}", lambda profile=profile, text=text: measured(model, profile, text))
             context, peak = run["context"], run["peak"]
             own = Profile.load(profile).replace(spec=drafted(profile))
-            facts = Facts(base, find=lambda name: subject_of(source.find(name)))
-            found = plan(subject, own, Room("cpu", 1 << 40), context, facts)
+            facts = MeasuredFacts(base, find=lambda name: subject_of(source.find(name)))
+            found = plan(subject, own, AvailableMemory("cpu", 1 << 40), context, facts)
             row = {"model": name, "profile": profile, "context": context} | {
                 f"{what}_mib": round(size / 2**20, 1)
                 for what, size in (

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import kvcli
 from kvcli.engine.engine import run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.session import commit
@@ -75,7 +75,7 @@ def logits(lm: LM, ids: list[int]) -> Tensor:
     made = []
     for a in range(0, len(ids), CHUNK):
         rows = Rows.chain(ids[a : a + CHUNK], a)
-        (of,) = run([Feed(lm, rows, kv, want=range(rows.n_rows))])
+        (of,) = run([ForwardRequest(lm, rows, kv, want=range(rows.n_rows))])
         made.append(of.logits.float())
         commit(kv, rows, of, range(rows.n_rows))
     return torch.cat(made)

@@ -66,30 +66,30 @@ def products_inside(model: Any) -> Iterator[Any]:
 
 def session_of(lm: Any, n: int) -> Any:
     """A text of n random tokens, read."""
-    from kvcli.engine.engine import drive
+    from kvcli.engine.engine import run_to_end
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.tiers.dense import Dense
     from kvcli.methods.drafts.off import Off
 
-    session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
-    drive(session.read(torch.randint(8, lm.vocab, (n,), generator=torch.Generator().manual_seed(1)).tolist()))
+    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+    run_to_end(session.read(torch.randint(8, lm.vocab, (n,), generator=torch.Generator().manual_seed(1)).tolist()))
     return session
 
 
 def one_pass(session: Any) -> Callable[[], object]:
     from kvcli.engine.engine import run
-    from kvcli.engine.forward_request import Feed
+    from kvcli.engine.forward_request import ForwardRequest
     from kvcli.engine.rows import Draft, Rows
 
     rows = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain([]))
-    return lambda: run([Feed(session.lm, rows, session.kv, want=[0])])
+    return lambda: run([ForwardRequest(session.lm, rows, session.kv, want=[0])])
 
 
 def one_step(session: Any) -> Callable[[], object]:
-    from kvcli.engine.engine import drive
+    from kvcli.engine.engine import run_to_end
 
-    return lambda: drive(session.step())
+    return lambda: run_to_end(session.step())
 
 
 def milliseconds(work: Callable[[], object], times: int) -> list[float]:

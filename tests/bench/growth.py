@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli.assemble import view as view_of  # noqa: E402
-from kvcli.calibrate.passes import filled  # noqa: E402
+from kvcli.calibrate.passes import cache_of_length  # noqa: E402
 from kvcli.engine.engine import run  # noqa: E402
-from kvcli.engine.forward_request import Feed  # noqa: E402
+from kvcli.engine.forward_request import ForwardRequest  # noqa: E402
 from kvcli.engine.rows import Draft, Rows  # noqa: E402
 from kvcli.methods.drafts.lookahead import Lookahead  # noqa: E402
 from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
@@ -40,7 +40,7 @@ def frame(config: Lookahead, context: int, *, guesses: int, scouts: bool) -> Row
 
 
 def measure(lm: Any, context: int, reps: int) -> dict[str, Any]:
-    kv = filled(lm, context)
+    kv = cache_of_length(lm, context)
     lookahead, fafo = Lookahead(ngram=5), Lookahead(ngram=5, view="stream")
     view = view_of(lm, kv, fafo.drafter())
     sides = {
@@ -54,12 +54,12 @@ def measure(lm: Any, context: int, reps: int) -> dict[str, Any]:
     for rep in range(reps + 2):
         for name, (rows, reads) in sides.items():
             began = time.perf_counter()
-            run([Feed(lm, rows, kv, reads, rows.want)])
+            run([ForwardRequest(lm, rows, kv, reads, rows.want)])
             if rep > 1:
                 seconds[name].append(time.perf_counter() - began)
-        rows, fresh = sides["fafo"][0], view.over(kv)  # chosen anew, as every `refresh` tokens
+        rows, fresh = sides["fafo"][0], view.rebind(kv)  # chosen anew, as every `refresh` tokens
         began = time.perf_counter()
-        run([Feed(lm, rows, kv, fresh, rows.want)])
+        run([ForwardRequest(lm, rows, kv, fresh, rows.want)])
         if rep > 1:
             seconds["fafo_choosing"].append(time.perf_counter() - began)
     scouts = sides["fafo"][0].n_rows - sides["fafo"][0].tree

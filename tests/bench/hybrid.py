@@ -26,12 +26,12 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 from kvcli.engine.drafting.drafter import Drafter  # noqa: E402
-from kvcli.engine.engine import drive, events, run  # noqa: E402
-from kvcli.engine.forward_request import Feed  # noqa: E402
+from kvcli.engine.engine import iterate_events, run, run_to_end  # noqa: E402
+from kvcli.engine.forward_request import ForwardRequest  # noqa: E402
 from kvcli.engine.hf.lm import LM, quiet  # noqa: E402
 from kvcli.engine.rows import Draft, Rows  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.sequence.session import Session  # noqa: E402
+from kvcli.engine.sequence.session import GenerationSession  # noqa: E402
 from kvcli.engine.stats import Step  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
 from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
@@ -71,13 +71,13 @@ def build() -> LM:
     torch.manual_seed(0)
     with quiet():
         lm = LM.of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), id="random hybrid")
-        lm.lay_out()
+        lm.install_kernels()
     return lm
 
 
-def opened(lm: LM, prompt: list[int], drafter: Drafter | None = None) -> Session:
-    text = Session(lm, Dense(lm.shapes, lm.dtype), drafter or Off(), Sampler())
-    drive(text.read(prompt))
+def opened(lm: LM, prompt: list[int], drafter: Drafter | None = None) -> GenerationSession:
+    text = GenerationSession(lm, Dense(lm.shapes, lm.dtype), drafter or Off(), Sampler())
+    run_to_end(text.read(prompt))
     return text
 
 
@@ -89,7 +89,7 @@ def passes(lm: LM, prompt: list[int], reps: int) -> list[dict[str, Any]]:
         for n in ACCEPTED:
             text.states.now = known
             began = time.perf_counter()
-            (made,) = run([Feed(lm, rows, text.kv, want=range(ROWS), states=text.states)])
+            (made,) = run([ForwardRequest(lm, rows, text.cache, want=range(ROWS), states=text.states)])
             assert made.fold is not None
             made.fold(n)
             if rep > 1:
@@ -112,7 +112,7 @@ def spread(of: list[float]) -> list[float]:
 def writing(lm: LM, name: str, prompt: list[int], new: int, reps: int) -> dict[str, Any]:
     """Tokens a second, plain and drafted, of the same text."""
     truth = opened(lm, prompt)
-    drive(truth.stream(new))
+    run_to_end(truth.stream(new))
     seconds: dict[str, list[float]] = {"plain": [], name: []}
     guesses = taken = 0
     for rep in range(reps + 1):
@@ -120,7 +120,7 @@ def writing(lm: LM, name: str, prompt: list[int], new: int, reps: int) -> dict[s
             drafted = Copy(truth.ids, VOCAB, 0) if name == "copy" else Ngram(branches=1).drafter()
             text = opened(lm, prompt, drafted if side == name else None)
             began = time.perf_counter()
-            steps = [said for said in events(text.stream(new)) if isinstance(said, Step)]
+            steps = [said for said in iterate_events(text.stream(new)) if isinstance(said, Step)]
             if rep:
                 seconds[side].append(time.perf_counter() - began)
             assert text.ids == truth.ids, "guesses changed the text"

@@ -83,7 +83,7 @@ def resumed(n: int, reps: int) -> dict[str, Any]:
     import torch
 
     from kvcli import load
-    from kvcli.prefix_cache.prefix_cache import Shelf
+    from kvcli.prefix_cache.prefix_cache import PrefixCache
     from tests.bench.random_model import write
 
     times: dict[str, list[float]] = {"read": [], "kept": [], "keeping": []}
@@ -93,7 +93,7 @@ def resumed(n: int, reps: int) -> dict[str, Any]:
         ids = torch.randint(10, 16_000, (n + 1,), generator=torch.Generator().manual_seed(1)).tolist()
         said = {}
         for i in range(reps + 1):
-            shelf = Shelf(Path(folder, f"kv{i}"), 1 << 34, model.lm)
+            shelf = PrefixCache(Path(folder, f"kv{i}"), 1 << 34, model.lm)
             for side in ("read", "kept"):
                 model.shelf = shelf if side == "kept" else None
                 with model.open() as text:

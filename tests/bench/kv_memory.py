@@ -26,8 +26,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.engine import drive  # noqa: E402
-from kvcli.engine.policy.policy import EachLayer  # noqa: E402
+from kvcli.engine.engine import run_to_end  # noqa: E402
+from kvcli.engine.policy.policy import PerLayerPolicy  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 
 GOLDEN = 0.6180339887498949  # its multiples are spread evenly, so every head keeps just its share
@@ -37,7 +37,7 @@ SIDES = ("full", "keep50", "keep25", *PACKED)
 
 
 @dataclass(frozen=True)
-class Shares(EachLayer):
+class Shares(PerLayerPolicy):
     """Head j of n keeps 2 (j + 1) / (n + 1) of `share`: unequal heads that keep `share` on average."""
 
     share: float
@@ -55,13 +55,13 @@ def store(lm: Any, side: str) -> Any:
     shape = lm.shapes, lm.dtype
     if side not in PACKED:
         return Dense(lm.shapes, lm.dtype)
-    from kvcli.kv.cache.level import Rung
-    from kvcli.kv.cache.tiered_cache import Ladder
-    from kvcli.kv.tiers.quantized import Packed
+    from kvcli.kv.cache.level import TierLevel
+    from kvcli.kv.cache.tiered_cache import TieredCache
+    from kvcli.kv.tiers.quantized import QuantizedTier
 
     k_bits, v_bits = PACKED[side]
-    packed = Packed(*shape, lm.device, k_bits=k_bits, v_bits=v_bits, group=GROUP)
-    return Ladder(Dense(lm.shapes, lm.dtype), [Rung(packed)], holds=RESIDUAL, group=GROUP, sinks=SINKS)
+    packed = QuantizedTier(*shape, lm.device, k_bits=k_bits, v_bits=v_bits, group=GROUP)
+    return TieredCache(Dense(lm.shapes, lm.dtype), [TierLevel(packed)], holds=RESIDUAL, group=GROUP, sinks=SINKS)
 
 
 def live() -> int:
@@ -81,11 +81,11 @@ def resident() -> int:
 
 def session(lm: Any, side: str, chunk: int) -> Any:
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.sequence.session import GenerationSession
     from kvcli.methods.drafts.off import Off
 
     policy = Shares(int(side.removeprefix("keep")) / 100) if side.startswith("keep") else None
-    return Session(lm, store(lm, side), Off(), Sampler(), policy=policy, chunk=chunk, every=64)
+    return GenerationSession(lm, store(lm, side), Off(), Sampler(), policy=policy, chunk=chunk, every=64)
 
 
 def measure(side: str, n: int, chunk: int, pipe: Any) -> None:
@@ -95,11 +95,11 @@ def measure(side: str, n: int, chunk: int, pipe: Any) -> None:
     lm = ours_of(build())
     ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
     warm = session(lm, side, chunk)  # whatever is made once is made now
-    drive(warm.read(ids[: min(n, 2 * chunk)]))
+    run_to_end(warm.read(ids[: min(n, 2 * chunk)]))
     del warm
     before = live(), resident()
     one = session(lm, side, chunk)
-    drive(one.read(ids))
+    run_to_end(one.read(ids))
     after = live(), resident()
     held = [int((one.kv.slots(layer).pos >= 0).sum()) for layer in range(lm.n_layers)]
     pipe.send(

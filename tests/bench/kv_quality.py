@@ -44,13 +44,13 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli import load  # noqa: E402
 from kvcli.bench.texts import text_of  # noqa: E402
-from kvcli.engine.engine import drive, run  # noqa: E402
-from kvcli.engine.forward_request import Feed  # noqa: E402
+from kvcli.engine.engine import run, run_to_end  # noqa: E402
+from kvcli.engine.forward_request import ForwardRequest  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.environment import Paths  # noqa: E402
-from kvcli.heads.request import Ask  # noqa: E402
+from kvcli.heads.request import ProbeRequest  # noqa: E402
 from kvcli.heads.run import probe  # noqa: E402
-from kvcli.heads.sample import Sample, samples  # noqa: E402
+from kvcli.heads.sample import ProbeSample, samples  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402
 from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
 from kvcli.models import source  # noqa: E402
@@ -119,7 +119,7 @@ def opened(name: str, cache: Path, settings: dict[str, object]) -> Any:
     """The model under `exact` with these settings. A GGUF file is unpacked to float32: so passes of many rows are three
     times as fast, and no rounding of weights or rows makes more of a difference than there is."""
     found = source.find(stands_for(name, Paths.of(os.environ).data))
-    return load(convert.ready(found, "fp32", cache, packs=False), "exact", set=settings)
+    return load(convert.convert_if_needed(found, "fp32", cache, packs=False), "exact", set=settings)
 
 
 class Text:
@@ -128,21 +128,21 @@ class Text:
     def __init__(self, model: Any, ids: list[int]) -> None:
         self.ids, self.n = ids, len(ids) - 1
         self.rows = Rows.chain(self.ids[:-1], 0)
-        (self._made,) = run([Feed(model.lm, self.rows, model.new_session().kv, hear=range(self.n))])
+        (self._made,) = run([ForwardRequest(model.lm, self.rows, model.new_session().kv, record_queries=range(self.n))])
 
     def read_by(self, session: Any) -> None:
         """What `session.read` does with a text of one chunk."""
         assert self.n <= session.chunk_rows
         session.ids = list(self.ids)
         session.heard.begin(self.n)
-        hear, made = session.heard.of_chunk(0, self.n), self._made
+        hear, made = session.heard.rows_to_record_in_chunk(0, self.n), self._made
         made = replace(made, queries=[q[:, hear] for q in made.queries] if hear else [])
         session.boundary = self.n
         session._commit(self.rows, hear, made, range(self.n))
-        drive(session.settle("read"))
+        run_to_end(session.settle("read"))
 
 
-def answered(model: Any, sample: Sample, changes: dict[str, Any], text: Text | None = None) -> tuple[Outcome, Any]:
+def answered(model: Any, sample: ProbeSample, changes: dict[str, Any], text: Text | None = None) -> tuple[Outcome, Any]:
     """Read the text under a profile, then all questions in one pass behind it, of which nothing is stored."""
     session = model.with_profile(model.profile.replace(exactness="approx", **changes)).new_session()
     text = text or Text(model, sample.context)
@@ -153,10 +153,10 @@ def answered(model: Any, sample: Sample, changes: dict[str, Any], text: Text | N
     return found | {"ms": [round(1000 * s, 2) for s in (read - start, time.thread_time() - read)]}, session
 
 
-def asked(model: Any, sample: Sample, session: Any) -> Outcome:
+def asked(model: Any, sample: ProbeSample, session: Any) -> Outcome:
     """All questions about the text that a session has read, in one pass of which nothing is stored."""
     rows, scored = sample.rows(), sample.scored()
-    (made,) = run([Feed(model.lm, rows, session.kv, want=[row for row, _ in scored])])
+    (made,) = run([ForwardRequest(model.lm, rows, session.kv, want=[row for row, _ in scored])])
     hits = (made.logits.argmax(-1) == torch.tensor([token for _, token in scored])).tolist()
     right = []
     for one in sample.asked:
@@ -170,7 +170,7 @@ def asked(model: Any, sample: Sample, session: Any) -> Outcome:
 def head_map(model: Any, path: Path) -> str:
     """The file of the model's own head map, made if it is not there."""
     if not path.exists():
-        found = probe(model, Ask(probes=("ablate",), context=MAPPED, settings=FastGen(), seed=0))
+        found = probe(model, ProbeRequest(probes=("ablate",), context=MAPPED, settings=FastGen(), seed=0))
         path.write_text(json.dumps({"heads": found.heads.tolist()}))
     return str(path)
 

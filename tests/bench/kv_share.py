@@ -31,7 +31,7 @@ from tests.bench.kv_speed import session  # noqa: E402
 def pass_seconds(session: Any) -> tuple[float, float]:
     """Processor seconds of one pass of one row, and those in the store; nothing of it is kept."""
     from kvcli.engine.engine import run
-    from kvcli.engine.forward_request import Feed
+    from kvcli.engine.forward_request import ForwardRequest
     from kvcli.engine.rows import Draft, Rows
 
     kv, spent = session.kv, 0.0
@@ -48,7 +48,7 @@ def pass_seconds(session: Any) -> tuple[float, float]:
 
     built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.none())
     began = time.thread_time()
-    run([Feed(session.lm, built, Timed(), want=range(1))])  # type: ignore[arg-type]
+    run([ForwardRequest(session.lm, built, Timed(), want=range(1))])  # type: ignore[arg-type]
     return time.thread_time() - began, spent
 
 

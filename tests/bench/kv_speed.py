@@ -25,13 +25,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.engine import drive  # noqa: E402
-from kvcli.kv.cache.level import Rung  # noqa: E402
-from kvcli.kv.cache.tiered_cache import Ladder  # noqa: E402
+from kvcli.engine.engine import run_to_end  # noqa: E402
+from kvcli.kv.cache.level import TierLevel  # noqa: E402
+from kvcli.kv.cache.tiered_cache import TieredCache  # noqa: E402
 from kvcli.kv.slots import Slots, nbytes  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.kv.tiers.disk import Disk  # noqa: E402
-from kvcli.kv.tiers.quantized import Packed  # noqa: E402
+from kvcli.kv.tiers.disk import DiskTier  # noqa: E402
+from kvcli.kv.tiers.quantized import QuantizedTier  # noqa: E402
 from kvcli.settings.profile import load_profile  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 
@@ -46,21 +46,21 @@ def dense(lm: Any) -> Any:
 
 def two(lm: Any) -> Any:
     """Two dense tiers with half of the slots each."""
-    return Ladder(dense(lm), [Rung(dense(lm))], holds=8192, group=GROUP, sinks=SINKS)
+    return TieredCache(dense(lm), [TierLevel(dense(lm))], holds=8192, group=GROUP, sinks=SINKS)
 
 
 def packed(k_bits: int, v_bits: int, recall: str = "none") -> Callable[[Any], Any]:
     def make(lm: Any) -> Any:
-        tier = Packed(lm.shapes, lm.dtype, k_bits=k_bits, v_bits=v_bits, group=GROUP)
-        return Ladder(dense(lm), [Rung(read(lm, tier, recall))], holds=RESIDUAL, group=GROUP, sinks=SINKS)
+        tier = QuantizedTier(lm.shapes, lm.dtype, k_bits=k_bits, v_bits=v_bits, group=GROUP)
+        return TieredCache(dense(lm), [TierLevel(read(lm, tier, recall))], holds=RESIDUAL, group=GROUP, sinks=SINKS)
 
     return make
 
 
 def on_disk(recall: str) -> Callable[[Any], Any]:
     def make(lm: Any) -> Any:
-        disk = Disk(lm.shapes, lm.dtype, 1 << 34, 1 << 36)
-        return Ladder(dense(lm), [Rung(read(lm, disk, recall))], holds=RESIDUAL, group=GROUP, sinks=SINKS)
+        disk = DiskTier(lm.shapes, lm.dtype, 1 << 34, 1 << 36)
+        return TieredCache(dense(lm), [TierLevel(read(lm, disk, recall))], holds=RESIDUAL, group=GROUP, sinks=SINKS)
 
     return make
 
@@ -102,7 +102,7 @@ USUAL = ("dense", "k8v8", "keep25", "two", "k4v4", "k4v2")
 def session(lm: Any, side: str, n: int) -> Any:
     """A session that has n slots of noise stored and one token pending."""
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.sequence.session import GenerationSession
     from kvcli.methods.drafts.off import Off
 
     kv, noise = SIDES[side](lm), torch.Generator().manual_seed(0)
@@ -112,10 +112,10 @@ def session(lm: Any, side: str, n: int) -> Any:
         if side == "keep25":
             share = torch.tensor([QUARTER[j % len(QUARTER)] for j in range(lm.n_kv_heads)]).unsqueeze(1)
             kv.keep(layer, torch.rand(lm.n_kv_heads, n, generator=noise) < share)
-    made = Session(lm, kv, Off(), Sampler(), every=EVERY)
+    made = GenerationSession(lm, kv, Off(), Sampler(), every=EVERY)
     made.ids = torch.randint(8, lm.vocab, (n + 1,), generator=noise).tolist()
     made.committed = n
-    drive(made.settle())
+    run_to_end(made.compress_cache())
     return made
 
 
@@ -124,7 +124,7 @@ def step_seconds(session: Any, steps: int) -> list[float]:
     found = []
     for _ in range(steps):
         began = time.perf_counter()
-        drive(session.step())
+        run_to_end(session.step())
         found.append(time.perf_counter() - began)
     return found
 
@@ -132,12 +132,12 @@ def step_seconds(session: Any, steps: int) -> list[float]:
 def pass_seconds(session: Any, rows: int) -> float:
     """Seconds of one pass of so many rows; nothing of it is kept."""
     from kvcli.engine.engine import run
-    from kvcli.engine.forward_request import Feed
+    from kvcli.engine.forward_request import ForwardRequest
     from kvcli.engine.rows import Draft, Rows
 
     built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain(list(range(9, 8 + rows))))
     began = time.perf_counter()
-    run([Feed(session.lm, built, session.kv, want=range(built.n_rows))])
+    run([ForwardRequest(session.lm, built, session.kv, want=range(built.n_rows))])
     return time.perf_counter() - began
 
 

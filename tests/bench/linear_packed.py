@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.kernels.linear_quantized import Bits, Packed, cpu, group_of, reference
+from kvcli.kernels.linear_quantized import Bits, QuantizedWeight, cpu, group_of, reference
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512)
 COPIES = 4  # weights in turn, so that they come from memory
@@ -52,11 +52,11 @@ def main() -> None:
     print(json.dumps({"size": args.size, "threads": args.threads, "torch": torch.__version__, "table": table}))
 
 
-def packed(w: torch.Tensor, bits: Bits) -> Packed:
+def packed(w: torch.Tensor, bits: Bits) -> QuantizedWeight:
     """As torch's kernels want it, where ours run too."""
     group = 0 if bits == 8 else group_of(w.shape[1])
     q, scale = reference.round8(w) if bits == 8 else reference.round4(w, group)
-    return Packed(bits, group, (w.shape[0], w.shape[1]), q if bits == 8 else cpu.pack4(q), scale, True)
+    return QuantizedWeight(bits, group, (w.shape[0], w.shape[1]), q if bits == 8 else cpu.pack4(q), scale, True)
 
 
 def interleaved(runs: list[Callable[[int], object]], reps: int, clock: Callable[[], float]) -> list[float]:

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 from kvcli.api import End  # noqa: E402
 from kvcli.render.terminal.screen import Screen  # noqa: E402
 from kvcli.render.terminal.terminal import Terminal  # noqa: E402
-from kvcli.render.turn.status_row import Look  # noqa: E402
+from kvcli.render.turn.status_row import RowOptions  # noqa: E402
 from kvcli.render.turn.turn_view import TurnView  # noqa: E402
 
 SIDES = ("silent", "off", "live")
@@ -74,7 +74,7 @@ def one_turn(model: Any, prompt: list[int], new: int, side: str, stream: TextIO)
     else:
         out = Terminal(stream, lambda: 80, is_tty=True, colour=True, live=True)
         err = Terminal(stream, lambda: 80, is_tty=True, colour=True, live=True)
-        view = Timed(Screen(out, err, stats=side, shared=True), Look("bench"))
+        view = Timed(Screen(out, err, stats=side, shared=True), RowOptions("bench"))
         with view.running():
             for event in events:
                 view.on(event)

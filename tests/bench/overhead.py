@@ -51,7 +51,7 @@ class Side:
         drafter = Paced(parts, config.drafter())
         sampler = scripted(tree, parts, text)
         view = tree.build.view(lm, kv, drafter)
-        self._session = tree.session.Session(lm, kv, drafter, sampler, view=view)
+        self._session = tree.session.GenerationSession(lm, kv, drafter, sampler, view=view)
         self._session.seen.add = parts.timed("drawing", self._session.seen.add)
         self._fold = parts.timed("statistics", tree.stats.Stats().fold)
         for _ in tree.events(self._session.read(text[:CONTEXT])):

@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli import load  # noqa: E402
-from kvcli.engine.engine import drive  # noqa: E402
+from kvcli.engine.engine import run_to_end  # noqa: E402
 from kvcli.heads.query_probe import listening  # noqa: E402
-from kvcli.heads.sample import Sample, samples  # noqa: E402
+from kvcli.heads.sample import ProbeSample, samples  # noqa: E402
 from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
 from kvcli.methods.policies.fastgen.recovery import recover  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
@@ -33,7 +33,7 @@ from tests.bench.kv_quality import HELD_OUT, Text, answered  # noqa: E402
 LENGTH, KEEP = 2048, (0.5, 0.4)
 
 
-def errors(model: Any, sample: Sample, counts: list[int]) -> dict[int, tuple[float, float]]:
+def errors(model: Any, sample: ProbeSample, counts: list[int]) -> dict[int, tuple[float, float]]:
     """By number of rows: mean distance to what every row says, and the share of heads that choose alike by T = 0.8."""
     found: dict[int, list[tuple[float, float]]] = {n: [] for n in counts}
 
@@ -51,7 +51,7 @@ def errors(model: Any, sample: Sample, counts: list[int]) -> dict[int, tuple[flo
             same = fmean(a == b for a, b in zip(chosen, right, strict=True))
             found[n].append((float((some - whole)[:-1].abs().mean()), same))
 
-    drive(listening(model, lambda n: range(n // 2, n), hear).read(sample.context))
+    run_to_end(listening(model, lambda n: range(n // 2, n), hear).read(sample.context))
     return {n: (fmean(e for e, _ in each), fmean(s for _, s in each)) for n, each in found.items()}
 
 

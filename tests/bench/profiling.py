@@ -23,10 +23,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli.engine.engine import drive  # noqa: E402
-from kvcli.engine.forward_request import asked  # noqa: E402
+from kvcli.engine.engine import run_to_end  # noqa: E402
+from kvcli.engine.forward_request import await_passes  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.sequence.session import Session  # noqa: E402
+from kvcli.engine.sequence.session import GenerationSession  # noqa: E402
 from kvcli.kv.slots import nbytes  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
 from kvcli.methods.drafts.off import Off  # noqa: E402
@@ -46,10 +46,10 @@ class Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._policy, name)
 
-    def choose(self, at: Any) -> Any:
+    def select(self, at: Any) -> Any:
         wait(self._device)
         began = time.perf_counter()
-        masks = yield from asked(self._policy.choose(at))
+        masks = yield from await_passes(self._policy.choose(at))
         wait(self._device)
         self.seconds += time.perf_counter() - began
         return masks
@@ -60,15 +60,15 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def read(lm: Any, ids: list[int], settings: FastGen | None) -> tuple[float, float, Session]:
+def read(lm: Any, ids: list[int], settings: FastGen | None) -> tuple[float, float, GenerationSession]:
     """Seconds to read the prompt, seconds of them spent in the policy, and the session."""
     timed = None
     if settings is not None:
         timed = Timed(settings, lm.device)
     kv = Dense(lm.shapes, lm.dtype, lm.device)
-    session = Session(lm, kv, Off(), Sampler(), policy=timed, every=settings.every if settings else None)  # type: ignore[arg-type]
+    session = GenerationSession(lm, kv, Off(), Sampler(), policy=timed, every=settings.every if settings else None)  # type: ignore[arg-type]
     began = time.perf_counter()
-    drive(session.read(ids))
+    run_to_end(session.read(ids))
     wait(lm.device)
     return time.perf_counter() - began, timed.seconds if timed else 0.0, session
 
@@ -91,7 +91,7 @@ def measure(lm: Any, n: int, reps: int, settings: FastGen) -> dict[str, Any]:
         "with_policy_s": round(median(whole), 4),
         "measuring_s": round(median(inside), 4),
         "measuring_share": round(median(m / p for m, p in zip(inside, plain, strict=True)), 5),
-        "kv_share": round(sum(nbytes(session.kv).values()) / sum(nbytes(full.kv).values()), 4),
+        "kv_share": round(sum(nbytes(session.cache).values()) / sum(nbytes(full.cache).values()), 4),
     }
 
 

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli import load  # noqa: E402
 from kvcli.bench.hf import load_hf  # noqa: E402
-from kvcli.engine.engine import drive, events  # noqa: E402
+from kvcli.engine.engine import iterate_events, run_to_end  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
 from kvcli.environment import Paths  # noqa: E402
 from kvcli.models import source  # noqa: E402
@@ -58,10 +58,10 @@ Took = dict[str, float]
 
 def mean_kept(table: Table, lm: Any) -> float:
     """The share that a schedule gives a layer, tokens that always go on aside."""
-    from kvcli.methods.prune.lazy import Lazy
+    from kvcli.methods.prune.lazy import LazyLLM
 
     left, shares = 1.0, []
-    cuts = Lazy(**{k: v for k, v in table.items() if k != "method"}).cuts(lm)
+    cuts = LazyLLM(**{k: v for k, v in table.items() if k != "method"}).cuts(lm)
     for layer in range(lm.n_layers):
         left = cuts.get(layer, left)
         shares.append(left)
@@ -106,18 +106,18 @@ def answered(model: Any, asked: Asked) -> Took:
 
     session.kv.append, session.kv.take = appended, taken
     began = time.perf_counter()
-    while drive(session.chunk(asked.ids)):
+    while run_to_end(session.chunk(asked.ids)):
         pass
     read, kept = time.perf_counter() - began, [n / session.committed for n in given]
     found = {"read": read, "kept": fmean(kept), "kept_below": fmean(kept[:-1])}
     if asked.follow:
         found["score"] = asked.named(session)
     began = time.perf_counter() - read
-    said = list(drive(session.step()).new)
+    said = list(run_to_end(session.step()).new)
     found["first"] = time.perf_counter() - began
     stop = model.lm.stop_ids if asked.score is not None else ()
     if asked.new > 1 and said[-1] not in stop:
-        said += [i for step in events(session.stream(asked.new - 1, stop)) for i in step.new]
+        said += [i for step in iterate_events(session.stream(asked.new - 1, stop)) for i in step.new]
     found["whole"] = time.perf_counter() - began
     if asked.score is not None:
         found["score"] = asked.score(decode(model.tokenizer, [i for i in said if i not in stop]))
@@ -189,7 +189,7 @@ def main() -> None:
             name = str(Path(folder, name))
             write(Path(name))
         given = source.find(stands_for(name, Paths.of(os.environ).data) if name != "demo" else name)
-        files = convert.ready(given, "bf16", Path(folder), packs=False)
+        files = convert.convert_if_needed(given, "bf16", Path(folder), packs=False)
         model = load(files, "exact", {"load.threads": args.threads})
         ask = {"demo": prune_asked.of_demo, "random-152M": prune_asked.plain}.get(args.model, prune_asked.of_suite)
         asked = list(ask(model, args.tokens, args.n))

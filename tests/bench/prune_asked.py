@@ -16,13 +16,13 @@ from typing import Any
 
 from kvcli.bench.texts import text_of
 from kvcli.bench.workloads import cut, turns
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.quality.agree import predicted
 from kvcli.quality.answer import open_session
 from kvcli.quality.fit import fitted
 from kvcli.quality.prompt import Prompts
 from kvcli.quality.prose import Prose
-from kvcli.quality.sample import Draw
+from kvcli.quality.sample import SampleSeed
 from kvcli.quality.tasks import TASKS
 from tests.demo_model.evaluate import HELD_OUT, Question, prompt_ids, questions
 
@@ -75,7 +75,7 @@ def of_suite(model: Any, tokens: int, n: int) -> Iterator[Asked]:
     for name in LOOKUPS:
         task = TASKS[name]
         for i in range(n):
-            context = fitted(task, Draw(name, HELD_OUT, tokens, i, prose), prompts)
+            context = fitted(task, SampleSeed(name, HELD_OUT, tokens, i, prose), prompts)
             question = context.questions[i % len(context.questions)]
             ids = prompts.context(context.text) + prompts.question(question)
             right = partial(task.score, question=question)
@@ -92,8 +92,8 @@ def of_suite(model: Any, tokens: int, n: int) -> Iterator[Asked]:
 def _summary(model: Any, ids: list[int]) -> list[int]:
     """As the model writes it that has read everything."""
     session = open_session(model)
-    drive(session.read(ids))
-    return [i for step in events(session.stream(SAID)) for i in step.new]
+    run_to_end(session.read(ids))
+    return [i for step in iterate_events(session.stream(SAID)) for i in step.new]
 
 
 def plain(model: Any, tokens: int, n: int) -> Iterator[Asked]:

@@ -48,7 +48,7 @@ def session(model: Any, order: str, chunk: int) -> Any:
 
 def speed(name: str, args: argparse.Namespace, chunks: list[int]) -> list[dict[str, Any]]:
     """By chunk: seconds of both orders, and how many times as fast layers are."""
-    from kvcli.engine.engine import drive
+    from kvcli.engine.engine import run_to_end
 
     model = opened(name, args.quant, args.threads)
     ids, rows = text(model.lm.vocab, args.tokens), []
@@ -58,7 +58,7 @@ def speed(name: str, args: argparse.Namespace, chunks: list[int]) -> list[dict[s
             for order in ORDERS[:: 1 if rep % 2 else -1]:
                 one = session(model, order, chunk)
                 began = time.perf_counter()
-                drive(one.read(ids))
+                run_to_end(one.read(ids))
                 if rep:  # the first turn counts for nothing
                     took[order].append(time.perf_counter() - began)
         gains = [a / b for a, b in zip(took["chunks"], took["layers"], strict=True)]
@@ -89,13 +89,13 @@ def measure(side: str, name: str, quant: str, threads: int, n: int, pipe: Any) -
             out = plain(ids, use_cache=True, logits_to_keep=1)
         assert out.past_key_values.get_seq_length() == n
     else:
-        from kvcli.engine.engine import drive
+        from kvcli.engine.engine import run_to_end
 
         order, _, chunk = side.partition(" ")
         model = opened(name, quant, threads)
         one = session(model, order, int(chunk))
         given = before()
-        drive(one.read(text(model.lm.vocab, n)))
+        run_to_end(one.read(text(model.lm.vocab, n)))
         assert one.committed == n - 1
     pipe.send({"side": side, "before": given, "peak": peak_bytes(cpu)})
 

@@ -25,22 +25,22 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.engine.engine import drive, events
-from kvcli.kernels.attend_invariant import Own
-from kvcli.kernels.merge_attention import Part
-from kvcli.kv.slots import Sight, alike, nbytes
-from kvcli.kv.sparse.index import Index
+from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.slots import AttentionParams, alike, nbytes
+from kvcli.kv.sparse.index import PageIndex
 from kvcli.kv.sparse.index_certified import Certified
 from kvcli.kv.sparse.index_cluster import Clusters
 from kvcli.kv.sparse.index_lowrank import LowRank
 from kvcli.kv.sparse.index_minmax import MinMax
 from kvcli.kv.sparse.index_sketch import Sketch
-from kvcli.kv.sparse.pages import Budget, padded
-from kvcli.kv.sparse.sparse_cache import RecallStore
+from kvcli.kv.sparse.pages import PageBudget, padded
+from kvcli.kv.sparse.sparse_cache import SparseCache
 from kvcli.kv.tiers.dense import Dense
 
 SPREADS = {"diffuse": 1.0, "mixed": 2.5, "peaked": 5.0}  # standard deviation of scores
-INDEXES: dict[str, Callable[[], Index]] = {
+INDEXES: dict[str, Callable[[], PageIndex]] = {
     "minmax 16": lambda: MinMax(16),
     "minmax 4": lambda: MinMax(4),
     "sketch 16": lambda: Sketch(16),
@@ -55,7 +55,7 @@ INDEXES: dict[str, Callable[[], Index]] = {
 ANSWER = 24  # tokens of the demo model
 
 
-class Watched(RecallStore):
+class Watched(SparseCache):
     """Notes what each read missed, and the bound on it."""
 
     def watch(self) -> None:
@@ -63,7 +63,9 @@ class Watched(RecallStore):
         self.bound: list[Tensor] = []
         self.took = [0.0, 0.0]  # CPU seconds of recall, and of reading everything
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Tensor, own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Tensor, own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """One row a pass."""
         began = time.process_time()
         parts = super().attend(layer, q, sight, pos, own)
@@ -74,7 +76,7 @@ class Watched(RecallStore):
             self._note(layer, q, sight)
         return parts
 
-    def _note(self, layer: int, q: Tensor, sight: Sight) -> None:
+    def _note(self, layer: int, q: Tensor, sight: AttentionParams) -> None:
         pages, s = self._pages[layer], self.slots(layer)
         rows = q.reshape(s.k.shape[0], -1, q.shape[2])  # [K, G, D]
         score = rows.double() @ s.k.double().transpose(1, 2) * sight.scale
@@ -115,13 +117,13 @@ def main() -> None:
     args = ask.parse_args()
     torch.set_num_threads(args.threads)
     store, loud = fill(args)
-    budget = Budget(args.fraction, 1, 4, 64)
+    budget = PageBudget(args.fraction, 1, 4, 64)
     model, prompt = (None, []) if args.no_demo else demo()
     table: list[dict[str, Any]] = []
     print(f"{'index':14}{'queries':10}{'bytes':>7}{'missed':>9}{'bound':>9}{'worst':>9}{'time':>7}")
     for name, make in INDEXES.items():
         kv = Watched(store, make(), budget, [0])
-        kv.settle()
+        kv.compress()
         held = nbytes(kv)["index"] / nbytes(store)["cpu"]
         for kind, spread in SPREADS.items():
             found = over(kv, queries(store, loud, spread, args.rows))
@@ -162,7 +164,7 @@ def over(kv: Watched, q: Tensor) -> dict[str, float | None]:
     """Each row of q [H, n, D] by itself."""
     kv.watch()
     for i in range(q.shape[1]):
-        kv.attend(0, q[:, i : i + 1], Sight(q.shape[2] ** -0.5), [kv.n_slots(0)])
+        kv.attend(0, q[:, i : i + 1], AttentionParams(q.shape[2] ** -0.5), [kv.n_slots(0)])
     return kv.figures()
 
 
@@ -177,19 +179,19 @@ def demo() -> tuple[Any, list[int]]:
     return model, model.encode(f"{report.text}\n\nWhat is the {fact.attribute} of {fact.entity}?")
 
 
-def answer(model: Any, prompt: list[int], index: Index, budget: Budget) -> dict[str, float | None]:
+def answer(model: Any, prompt: list[int], index: PageIndex, budget: PageBudget) -> dict[str, float | None]:
     """Of the first tokens of the answer, all layers."""
     from kvcli.engine.sequence.sampler import Sampler
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.sequence.session import GenerationSession
     from kvcli.methods.drafts.off import Off
 
     lm = model.lm
     store = Dense(lm.shapes, lm.dtype)
     kv = Watched(store, index, budget, range(lm.n_layers))
     kv.watch()
-    session = Session(lm, kv, Off(), Sampler(), every=8)
-    drive(session.read(prompt))
-    list(events(session.stream(ANSWER)))
+    session = GenerationSession(lm, kv, Off(), Sampler(), every=8)
+    run_to_end(session.read(prompt))
+    list(iterate_events(session.stream(ANSWER)))
     return kv.figures()
 
 

@@ -75,7 +75,7 @@ def main() -> None:
             for fact in facts
         ]
         first = first or said
-        held = {tier: n / under.text.session.committed for tier, n in nbytes(under.text.session.kv).items() if n}
+        held = {tier: n / under.text.session.committed for tier, n in nbytes(under.text.session.cache).items() if n}
         row = {
             "store": store,
             "recall": method,

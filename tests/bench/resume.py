@@ -27,7 +27,7 @@ def resumed(n: int, reps: int, profile: str) -> dict[str, Any]:
     import torch
 
     from kvcli import load
-    from kvcli.prefix_cache.prefix_cache import Shelf
+    from kvcli.prefix_cache.prefix_cache import PrefixCache
     from tests.bench.random_model import write
 
     times: dict[str, list[float]] = {"read": [], "kept": [], "keeping": []}
@@ -37,7 +37,7 @@ def resumed(n: int, reps: int, profile: str) -> dict[str, Any]:
         write(Path(folder, "random-152M"))
         model = load(str(Path(folder, "random-152M")), profile)
         for i in range(reps + 1):
-            shelf, said = Shelf(Path(folder, f"kv{i}"), 1 << 34, model.lm), {}
+            shelf, said = PrefixCache(Path(folder, f"kv{i}"), 1 << 34, model.lm), {}
             with model.open() as text:
                 second = [*ids, *text.generate(ids, max_new_tokens=8, ignore_eos=True).ids, *more]
                 model.shelf, began = shelf, time.perf_counter()

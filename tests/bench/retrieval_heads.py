@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli import load  # noqa: E402
 from kvcli.heads.headmap import full_heads  # noqa: E402
-from kvcli.heads.request import Ask  # noqa: E402
-from kvcli.heads.restricted_heads import Reach  # noqa: E402
+from kvcli.heads.request import ProbeRequest  # noqa: E402
+from kvcli.heads.restricted_heads import HeadWindow  # noqa: E402
 from kvcli.heads.run import probe  # noqa: E402
 from kvcli.heads.sample import samples  # noqa: E402
 from kvcli.methods.policies.fastgen.policy import FastGen  # noqa: E402
@@ -45,12 +45,12 @@ def draws(heads: list[tuple[int, int]], shape: tuple[int, int], n: int, seed: in
 def measure(texts: int, n_draws: int, seed: int = 0) -> dict[str, Any]:
     """The heads named, and the accuracy each set of restricted heads leaves."""
     model = load("demo", "exact")
-    found = probe(model, Ask(probes=("ablate",), context=LENGTH, settings=FastGen(), seed=seed))
+    found = probe(model, ProbeRequest(probes=("ablate",), context=LENGTH, settings=FastGen(), seed=seed))
     named = full_heads(found.heads)
     lots = draws(named, (model.lm.n_layers, model.lm.n_kv_heads), n_draws, seed)
     sets = {"none": [], "named": named} | {f"lot {i}": lot for i, lot in enumerate(lots)}
     right: dict[str, list[float]] = {name: [] for name in sets}  # by text, so that sets are paired
-    reach = Reach(found.reach.sinks, found.reach.recent)
+    reach = HeadWindow(found.reach.sinks, found.reach.recent)
     fresh = samples(model, texts, LENGTH, HELD_OUT + seed)
     for sample in fresh:
         for name, heads in sets.items():

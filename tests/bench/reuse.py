@@ -26,12 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvcli import load  # noqa: E402
-from kvcli.engine.engine import drive  # noqa: E402
+from kvcli.engine.engine import run_to_end  # noqa: E402
 from kvcli.models.text import decode  # noqa: E402
 from kvcli.quality.fit import fitted  # noqa: E402
 from kvcli.quality.prompt import Prompts  # noqa: E402
 from kvcli.quality.prose import Prose  # noqa: E402
-from kvcli.quality.sample import Draw  # noqa: E402
+from kvcli.quality.sample import SampleSeed  # noqa: E402
 from kvcli.quality.tasks import TASKS  # noqa: E402
 from kvcli.settings.profile import Profile  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
@@ -73,7 +73,7 @@ def main() -> None:
     for how in args.changes.split(","):
         found: dict[str, list[tuple[float, float, float]]] = {side: [] for side in SIDES}
         for n, (name, i) in enumerate(product(args.tasks.split(","), range(args.texts))):
-            context = fitted(TASKS[name], Draw(name, 7, args.tokens, i, Prose()), prompts)
+            context = fitted(TASKS[name], SampleSeed(name, 7, args.tokens, i, Prose()), prompts)
             ids, question = prompts.context(context.text), context.questions[0]
             behind, logits = prompts.question(question), dict[str, Tensor]()
             times, right = dict[str, float](), dict[str, float]()
@@ -87,7 +87,7 @@ def main() -> None:
                 words = decode(model.tokenizer, [j for j in turn.ids if j not in model.lm.stop_ids])
                 right[side] = TASKS[name].score(question.prefix + words, question)
                 text.session.rewind(len(prompt))
-                logits[side] = drive(text.session.step()).logits[0].double().log_softmax(0)
+                logits[side] = run_to_end(text.session.step()).logits[0].double().log_softmax(0)
             want = logits[ANEW]
             for side in SIDES:
                 off = float((want.exp() * (want - logits[side])).sum())

@@ -28,15 +28,15 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.bench.texts import text_of  # noqa: E402
 from kvcli.engine.engine import run  # noqa: E402
-from kvcli.engine.forward_request import Feed  # noqa: E402
+from kvcli.engine.forward_request import ForwardRequest  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.heads.sample import samples  # noqa: E402
 from kvcli.kv.cache.precision_budget import keys_in  # noqa: E402
-from kvcli.kv.slots import LayerShape, Sight, Slots  # noqa: E402
-from kvcli.kv.sparse.pages import Budget, Pages  # noqa: E402
+from kvcli.kv.slots import AttentionParams, LayerShape, Slots  # noqa: E402
+from kvcli.kv.sparse.pages import PageBudget, Pages  # noqa: E402
 from kvcli.kv.sparse.sparse_tier import _choose  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
-from kvcli.kv.tiers.quantized import Packed  # noqa: E402
+from kvcli.kv.tiers.quantized import QuantizedTier  # noqa: E402
 from kvcli.settings.registry import registries  # noqa: E402
 from kvcli.settings.resolve import method_class  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
@@ -52,18 +52,18 @@ Way = int | str  # bits, 0 = left out; or a method of recall and the share that 
 def rounded(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """k, v [S, D] as a rung of so many bits gives them back."""
     shape = LayerShape(1, k.shape[1], v.shape[1])
-    tier = Packed([shape], k.dtype, k_bits=keys_in(bits), v_bits=bits)
+    tier = QuantizedTier([shape], k.dtype, k_bits=keys_in(bits), v_bits=bits)
     tier.take(0, Slots(k[None], v[None], torch.arange(len(k), dtype=torch.int32)[None]))
     s = tier.slots(0)
     return s.k[0], s.v[0]
 
 
-def reads(q: Tensor, k: Tensor, v: Tensor, sight: Sight, method: str, share: float) -> Tensor:
+def reads(q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, method: str, share: float) -> Tensor:
     """Which slots of k, v [K, S, D] each row of q [K, G, N, D] reads, [K, N, S]."""
     tier = Dense([LayerShape(k.shape[0], k.shape[2], v.shape[2])], k.dtype)
     tier.append(0, k, v, 0)
     index = method_class(registries()["recall"][method])().index()
-    pages = Pages(index, Budget(share, 1, 0, 0))
+    pages = Pages(index, PageBudget(share, 1, 0, 0))
     pages.settle(0, tier)
     score = index.score(q.flatten(1, 2), pages.kept, pages.shared, sight).view(*q.shape[:3], -1)
     found = _choose(score, pages, -float("inf")).repeat_interleave(index.grain, 2)  # whole pages alone
@@ -105,7 +105,13 @@ def main() -> None:
     haystack = text_of("prose") if args.model != "demo" else None
     sample = samples(model, 1, args.length, HELD_OUT, haystack)[0]
     rows = Rows.chain(sample.context[:-1], 0)
-    (made,) = run([Feed(model.lm, rows, model.new_session().kv, hear=range(rows.n_rows - QUERIES, rows.n_rows))])
+    (made,) = run(
+        [
+            ForwardRequest(
+                model.lm, rows, model.new_session().kv, record_queries=range(rows.n_rows - QUERIES, rows.n_rows)
+            )
+        ]
+    )
     total: dict[Way, float] = {}
     g = torch.Generator().manual_seed(0)
     for layer, q in enumerate(made.queries):

@@ -20,14 +20,14 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 import kvcli  # noqa: E402
-from kvcli.calibrate.passes import filled, once  # noqa: E402
+from kvcli.calibrate.passes import cache_of_length, once  # noqa: E402
 from tests.bench.decode import build, machine, ours_of, spread  # noqa: E402
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def measure(name: str, lm: Any, context: int, reps: int) -> dict[str, Any]:
-    kv = filled(lm, context)
+    kv = cache_of_length(lm, context)
     times: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for rep in range(reps + 2):
         for rows in ROWS:

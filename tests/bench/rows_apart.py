@@ -24,21 +24,21 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvcli.kernels import native
-from kvcli.kernels.attend_invariant import Own
-from kvcli.kernels.merge_attention import merge
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import merge_attention
 from kvcli.kernels.page_scores.reference import log_masses
-from kvcli.kv.slots import Sight, Store, Tier, alike, empty_like
+from kvcli.kv.slots import AttentionParams, KVCache, Tier, alike, empty_like
 from kvcli.kv.sparse import index_certified, index_minmax, index_sketch, sparse_tier
-from kvcli.kv.sparse.index import Index
-from kvcli.kv.sparse.pages import Budget
-from kvcli.kv.sparse.sparse_cache import RecallStore
+from kvcli.kv.sparse.index import PageIndex
+from kvcli.kv.sparse.pages import PageBudget
+from kvcli.kv.sparse.sparse_cache import SparseCache
 from kvcli.kv.tiers import dense_uniform, quantized
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.tiers.quantized import QuantizedTier
 
 K, G, D = 4, 4, 128
-BUDGET = Budget(0.03, 1024, 16, 64)
-INDEXES: dict[str, Callable[[], Index]] = {
+BUDGET = PageBudget(0.03, 1024, 16, 64)
+INDEXES: dict[str, Callable[[], PageIndex]] = {
     "minmax 16": lambda: index_minmax.MinMax(16),
     "sketch 4": lambda: index_sketch.Sketch(4),
     "certified 4": lambda: index_certified.Certified(4),
@@ -69,19 +69,19 @@ def stored(name: str, slots: int) -> Tier:
     dense = Dense(alike(1, K, D), torch.bfloat16)
     if name in PACKED:
         k_bits, v_bits, turn = PACKED[name]
-        held = Packed(alike(1, K, D), torch.bfloat16, k_bits=k_bits, v_bits=v_bits, group=64, rotate=turn)
+        held = QuantizedTier(alike(1, K, D), torch.bfloat16, k_bits=k_bits, v_bits=v_bits, group=64, rotate=turn)
         held.append(0, k, v, 0)
         if not name.startswith("sketch"):
             return held
-        reads = sparse_tier.Recall(held, INDEXES["sketch 4"](), BUDGET, [0], source=held)
+        reads = sparse_tier.SparseTier(held, INDEXES["sketch 4"](), BUDGET, [0], source=held)
         reads.take(0, empty_like(held.slots(0)))  # a boundary
         return reads
-    kv: Store = dense
+    kv: KVCache = dense
     if name in INDEXES:
         epsilon = 0.5 if name.startswith("certified") else None
-        kv = RecallStore(dense, INDEXES[name](), BUDGET, [0], epsilon=epsilon, source=dense)
+        kv = SparseCache(dense, INDEXES[name](), BUDGET, [0], epsilon=epsilon, source=dense)
     kv.append(0, k, v, 0)
-    kv.settle()
+    kv.compress()
     kv.append(0, k[:, :30], v[:, :30], slots)
     return kv
 
@@ -104,11 +104,11 @@ def main() -> None:
         for n in map(int, args.rows.split(",")):
             q, k, v = (torch.randn(heads, n, D).bfloat16() for heads in (K * G, K, K))
             pos, sees = [args.slots + 30 + i for i in range(n)], torch.ones(n, n, dtype=torch.bool).tril()
-            own = Own(k, v, pos, sees if n > 1 else None, sees if n > 1 else None)
+            own = NewRows(k, v, pos, sees if n > 1 else None, sees if n > 1 else None)
 
-            def once(n: int = n, own: Own = own, q: torch.Tensor = q, kv: Tier = kv, pos: list[int] = pos) -> float:
+            def once(n: int = n, own: NewRows = own, q: torch.Tensor = q, kv: Tier = kv, pos: list[int] = pos) -> float:
                 began = time.process_time()
-                merge(kv.attend(0, q, Sight(D**-0.5), pos, own))
+                merge_attention(kv.attend(0, q, AttentionParams(D**-0.5), pos, own))
                 return (time.process_time() - began) * 1e3
 
             took: dict[str, list[float]] = {"native": [], "torch": []}

@@ -37,9 +37,9 @@ sys.path.insert(0, str(ROOT))
 
 import kvcli  # noqa: E402
 from kvcli.bench.workloads import facts_in, report  # noqa: E402
-from kvcli.drafts.draft_models.chunk_retrieval import Retrieval, looks  # noqa: E402
+from kvcli.drafts.draft_models.chunk_retrieval import ChunkRetrievalModel, scored_layers  # noqa: E402
 from kvcli.drafts.draft_models.chunk_trigger import trigger  # noqa: E402
-from kvcli.engine.engine import drive, events  # noqa: E402
+from kvcli.engine.engine import iterate_events, run_to_end  # noqa: E402
 from kvcli.engine.rows import Rows  # noqa: E402
 from kvcli.engine.stats import Step  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
@@ -92,10 +92,10 @@ class Side:
         """The answer, how it came, and seconds from its first token to its last."""
         session = self.session
         session.begin(ids, session.sampler)
-        drive(session.read(ids[len(session.ids) :]))
+        run_to_end(session.read(ids[len(session.ids) :]))
         steps: list[Step] = []
         began = 0.0
-        for step in events(session.stream(MOST, self.stop)):
+        for step in iterate_events(session.stream(MOST, self.stop)):
             steps.append(step)
             began = began or time.perf_counter()
         return session.ids[len(ids) :], steps, time.perf_counter() - began
@@ -181,7 +181,7 @@ def within(model: Any, ids: Sequence[int], value: str) -> range:
 class Stored:
     """A past of numbers without a meaning."""
 
-    kv: Dense
+    cache: Dense
     view: None = None
 
 
@@ -195,29 +195,29 @@ def cost(args: argparse.Namespace, contexts: Sequence[int], rounds: int = 48, de
         for layer, s in enumerate(lm.shapes):
             fresh = torch.randn(2, s.n_kv_heads, n + 999, s.k_dim, generator=generator).to(lm.dtype)
             kv.append(layer, fresh[0, :, : n - 1], fresh[1, :, : n - 1], 0)
-        more: dict[str, Any] = {"sees": 1024, "closes": True, "size": 32, "recent": 256, "sights": looks(lm, 1)}
-        made = Retrieval(lm, 1024, 4, trigger=partial(trigger, "every:8"), **more)
+        more: dict[str, Any] = {"sees": 1024, "closes": True, "size": 32, "recent": 256, "sights": scored_layers(lm, 1)}
+        made = ChunkRetrievalModel(lm, 1024, 4, trigger=partial(trigger, "every:8"), **more)
         made.start(ids)
         began = time.perf_counter()
-        drive(made.study())
+        run_to_end(made.prefill())
         drafts[n] = made, Stored(kv), time.perf_counter() - began
     times: dict[int, list[float]] = {n: [] for n in contexts}
     for at in range(rounds):
         for n, (made, past, _) in drafts.items():
             began = time.perf_counter()
-            made.over(past)
-            drive(made.read())
+            made.bind(past)
+            run_to_end(made.catch_up())
             for i in range(depth):
-                drive(made.go_on([8 + i], [i - 1]))
+                run_to_end(made.continue_from([8 + i], [i - 1]))
             times[n].append(time.perf_counter() - began)
             rows = Rows.chain([5, 6], made.length - 1)
             queries = [torch.randn(lm.n_heads, 2, lm.head_dim, generator=generator).to(lm.dtype) for _ in lm.shapes]
             new = [100 + at]
-            made.hear(Step(rows, torch.empty(0), [0], new, 0.0, queries=queries))
+            made.observe(Step(rows, torch.empty(0), [0], new, 0.0, queries=queries))
             made.extend(new)
             for layer, s in enumerate(lm.shapes):
                 one = torch.randn(s.n_kv_heads, 1, s.k_dim, generator=generator).to(lm.dtype)
-                past.kv.append(layer, one, one, made.length - 2)
+                past.cache.append(layer, one, one, made.length - 2)
     for n, each in times.items():
         usual, looked = median(each), median(each[9::8])
         ms = 1000 * (usual * 7 + looked) / 8 / (depth + 1)

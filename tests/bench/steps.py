@@ -30,14 +30,14 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli import assemble, load  # noqa: E402
 from kvcli.bench.workloads import prompt_of  # noqa: E402
-from kvcli.engine.drafting.drafter import Pair  # noqa: E402
-from kvcli.engine.engine import drive  # noqa: E402
+from kvcli.engine.drafting.drafter import ModelPair  # noqa: E402
+from kvcli.engine.engine import run_to_end  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.sequence.session import Session  # noqa: E402
+from kvcli.engine.sequence.session import GenerationSession  # noqa: E402
 from kvcli.environment import Paths  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
 from kvcli.methods.drafts.off import Off  # noqa: E402
-from kvcli.methods.steps.lookahead_reasoning import Lookahead  # noqa: E402
+from kvcli.methods.steps.lookahead_reasoning import LookaheadReasoning  # noqa: E402
 from kvcli.methods.steps.step_writer import Writer, ends  # noqa: E402
 from kvcli.models.fetch import stands_for  # noqa: E402
 from tests.bench.decode import machine  # noqa: E402
@@ -55,20 +55,20 @@ def timed(model: Any, ids: list[int], new: int, draft: LM | None, writer: Writer
     """The answer, and seconds of writing it; what both models read before is not in them."""
     spec = {"method": "model", "model": "draft", "working": 0, "prefill": "full", "copies": False}
     tokens = model.profile.replace(spec=spec)
-    pair = Pair(model.lm, draft) if draft is not None else None
+    pair = ModelPair(model.lm, draft) if draft is not None else None
     session = assemble.session(model.lm, tokens if pair is not None else model.profile, pair=pair)
-    session.begin(ids, Sampler())
-    while drive(session.chunk(ids)):
+    session.start_answer(ids, Sampler())
+    while run_to_end(session.prefill_chunk(ids)):
         pass
     if writer is not None:
         its = writer._draft
         its.rewind(0)
-        its.begin(ids, Sampler())
-        while drive(its.chunk(ids)):
+        its.start_answer(ids, Sampler())
+        while run_to_end(its.prefill_chunk(ids)):
             pass
     stop, began = model.lm.stop_ids, time.perf_counter()
     while (left := len(ids) + new - len(session.ids)) > 0 and session.ids[-1] not in stop:
-        drive(session.step(stop, left) if writer is None else writer.step(session, stop, left))
+        run_to_end(session.step(stop, left) if writer is None else writer.step(session, stop, left))
     return session.ids[len(ids) :], time.perf_counter() - began
 
 
@@ -91,8 +91,8 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {"plain": [], "tokens": [], **{side: [] for side in SIDES}}
     writers = {
         side: Writer(
-            Lookahead(**settings, ends=args.ends),
-            Session(draft, Dense(draft.shapes, draft.dtype, draft.device), Off(), Sampler()),
+            LookaheadReasoning(**settings, ends=args.ends),
+            GenerationSession(draft, Dense(draft.shapes, draft.dtype, draft.device), Off(), Sampler()),
             ends(words, args.ends),
         )
         for side, settings in SIDES.items()

@@ -33,13 +33,13 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.api import Turn  # noqa: E402
 from kvcli.chat.conversation import Chat  # noqa: E402
-from kvcli.chat.saved_chats import Sessions  # noqa: E402
+from kvcli.chat.saved_chats import SavedChats  # noqa: E402
 from kvcli.cli import run  # noqa: E402
 from kvcli.commands.chat.save_chat import keep  # noqa: E402
 from kvcli.commands.profiles import write_new  # noqa: E402
 from kvcli.documents import Document  # noqa: E402
 from kvcli.engine.stats import Stats  # noqa: E402
-from kvcli.environment import Paths, World  # noqa: E402
+from kvcli.environment import Environment, Paths  # noqa: E402
 from kvcli.errors import BadInput  # noqa: E402
 from kvcli.files import BEGINS, append  # noqa: E402
 from kvcli.summarize.cache import Cache  # noqa: E402
@@ -66,7 +66,7 @@ def storm(kills: int, pairs: int, turns: int, seed: int = 0) -> dict[str, int]:
 # --- kills
 
 
-def _killed(world: World, rng: random.Random) -> Iterator[str]:
+def _killed(world: Environment, rng: random.Random) -> Iterator[str]:
     """What one kill shows."""
     child, heard = _start(lambda say: _write(world, say))
     said = [_line(heard)]
@@ -86,9 +86,9 @@ def _killed(world: World, rng: random.Random) -> Iterator[str]:
         yield "bad leftovers"
 
 
-def _write(world: World, say: Say) -> None:
+def _write(world: Environment, say: Say) -> None:
     """Writes without end, and says what it has written."""
-    chat = Chat(_model(), sessions=Sessions(world.paths.data), holds=True)
+    chat = Chat(_model(), sessions=SavedChats(world.paths.data), holds=True)
     cache = Cache(world.paths.cache / "summaries", "model", "profile")
     for i in range(10_000):
         chat.pending = []  # as if it had been dropped: what is read would take longer than what is written
@@ -104,10 +104,10 @@ def _write(world: World, say: Say) -> None:
         say(f"run {i}")
 
 
-def _damage(world: World, last: dict[str, int]) -> Iterator[str]:
+def _damage(world: Environment, last: dict[str, int]) -> Iterator[str]:
     """What is not whole, or not there though it was said to be. What was under way may be there or not."""
     said: list[str] = []
-    sessions = Sessions(world.paths.data, said.append)
+    sessions = SavedChats(world.paths.data, said.append)
     try:
         for entry in sessions.entries():
             opened = sessions.open(entry.id, holds=True)
@@ -141,7 +141,7 @@ def _damage(world: World, last: dict[str, int]) -> Iterator[str]:
 
 def _paired(home: Path, turns: int, *, holds: bool) -> Iterator[str]:
     """What two processes make of one chat."""
-    sessions = Sessions(home)
+    sessions = SavedChats(home)
     chat = Chat(_model(), sessions=sessions)
     chat.send("first")
     chat.save()
@@ -164,7 +164,7 @@ def _paired(home: Path, turns: int, *, holds: bool) -> Iterator[str]:
 
 
 def _go_on(home: Path, name: str, turns: int, holds: bool, say: Say) -> None:
-    chat = Chat(_model(), sessions=Sessions(home), holds=holds)
+    chat = Chat(_model(), sessions=SavedChats(home), holds=holds)
     try:
         chat.load("1")
     except BadInput as error:
@@ -206,7 +206,7 @@ def _line(heard: int) -> str:
     return found.decode()
 
 
-def _leftovers(world: World) -> list[Path]:
+def _leftovers(world: Environment) -> list[Path]:
     return [p for p in world.paths.data.parent.rglob("*") if p.name.startswith(BEGINS)]
 
 
@@ -214,9 +214,9 @@ def _model() -> FakeModel:
     return FakeModel(answer="an answer", info=fake_info(limit=1 << 30))
 
 
-def _world(home: Path) -> World:
+def _world(home: Path) -> Environment:
     environ = {"KVCLI_HOME": str(home), "HOME": str(home)}
-    return World(io.StringIO(), io.StringIO(), io.StringIO(), environ, cwd=home, paths=Paths.of(environ))
+    return Environment(io.StringIO(), io.StringIO(), io.StringIO(), environ, cwd=home, paths=Paths.of(environ))
 
 
 def main() -> None:

@@ -155,14 +155,14 @@ def _disk(folder: Path) -> tuple[int, str, str]:
     """The tier on disk: what comes down is there, or the step says that there is no room and can be made again."""
     import torch
 
-    from kvcli.kv.out_of_memory import Shortage
+    from kvcli.kv.out_of_memory import CacheFull
     from kvcli.kv.slots import alike
-    from kvcli.kv.tiers.disk import Disk
+    from kvcli.kv.tiers.disk import DiskTier
 
     said = []
     size = 4 << 20
     try:
-        tier = Disk(alike(2, 2, 16), torch.float32, size, 8 * size, folder)
+        tier = DiskTier(alike(2, 2, 16), torch.float32, size, 8 * size, folder)
     except OSError as error:
         return 1, "", f"error: {error}"
     stored = {0: 0, 1: 0}
@@ -171,7 +171,7 @@ def _disk(folder: Path) -> tuple[int, str, str]:
         k = torch.arange(stored[layer], stored[layer] + n, dtype=torch.float32)[None, :, None].expand(2, n, 16)
         try:
             tier.append(layer, k.contiguous(), -k, stored[layer])
-        except Shortage as error:
+        except CacheFull as error:
             said.append(str(error))
             return
         stored[layer] += n

@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvcli import load, together  # noqa: E402
+from kvcli import generate_together, load  # noqa: E402
 from kvcli.api import Text  # noqa: E402
 from kvcli.bench.workloads import prompt_of  # noqa: E402
 from kvcli.engine.engine import Engine  # noqa: E402
@@ -53,9 +53,9 @@ def writing(model: Any, prompts: list[list[int]], new: int, *, is_read: bool) ->
             return [t.answer(ids, max_new_tokens=new, ignore_eos=True) for t, ids in zip(opened, prompts, strict=True)]
 
         if way == "alone":
-            seconds = timed(lambda: [together(one) for one in answers()])
+            seconds = timed(lambda: [generate_together(one) for one in answers()])
         else:
-            seconds = timed(lambda: together(*answers()))
+            seconds = timed(lambda: generate_together(*answers()))
         found[way] = len(prompts) * new / seconds
     return found
 
@@ -64,11 +64,11 @@ def late(model: Any, ids: list[int]) -> dict[str, float]:
     """Seconds of the reading text's second chunk alone, and to the first token of a question that joins before it."""
     engine = Engine()
     engine.add(model.open().answer(ids, max_new_tokens=1))
-    engine.round()
-    chunk = timed(engine.round)
+    engine.step()
+    chunk = timed(engine.step)
     engine = Engine()
     engine.add(model.open().answer(ids, max_new_tokens=1))
-    engine.round()
+    engine.step()
     first: list[float] = []
     began = time.perf_counter()
     reading = engine._turn  # the round that the question just misses is chosen already
@@ -78,7 +78,7 @@ def late(model: Any, ids: list[int]) -> dict[str, float]:
         lambda said: first.append(time.perf_counter() - began) if isinstance(said, Text) and not first else None,
     )
     engine._pass(chosen)
-    while not first and engine.round():
+    while not first and engine.step():
         pass
     return {"chunk_s": chunk, "first_s": first[0], "chunks": first[0] / chunk}
 

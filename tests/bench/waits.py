@@ -33,11 +33,11 @@ sys.path.insert(0, str(ROOT))
 
 from kvcli.assemble import view  # noqa: E402
 from kvcli.engine.cuda_graphs.capture import CudaGraphs  # noqa: E402
-from kvcli.engine.cuda_graphs.captured_pass import Frames  # noqa: E402
-from kvcli.engine.engine import drive  # noqa: E402
+from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses  # noqa: E402
+from kvcli.engine.engine import run_to_end  # noqa: E402
 from kvcli.engine.hf.lm import LM  # noqa: E402
 from kvcli.engine.sequence.sampler import Sampler  # noqa: E402
-from kvcli.engine.sequence.session import Session  # noqa: E402
+from kvcli.engine.sequence.session import GenerationSession  # noqa: E402
 from kvcli.kv.tiers.dense import Dense  # noqa: E402
 from kvcli.methods.drafts.lookahead import Lookahead  # noqa: E402
 from kvcli.methods.drafts.ngram import Ngram  # noqa: E402
@@ -128,22 +128,24 @@ def _line() -> str:
     return "transformers"
 
 
-def opened(side: str, layers: int, device: str = "cpu", *, is_recorded: bool = False) -> Session:
+def opened(side: str, layers: int, device: str = "cpu", *, is_recorded: bool = False) -> GenerationSession:
     """A session that has read its prompt and written until boundaries evict."""
     family, drafts, is_evicting = SIDES[side]
     lm = LM.of(families.build(family, torch.float32, **sized(family, layers)).to(device))
     lm.is_apart = True  # as on a GPU
     if is_recorded:
-        lm.frames = Frames(FakeGraphs() if device == "cpu" else CudaGraphs(lm.device))
+        lm.frames = CapturedPasses(FakeGraphs() if device == "cpu" else CudaGraphs(lm.device))
     kv, drafter = Dense(lm.shapes, lm.dtype, lm.device), drafts.drafter()
     policy = Snap(sinks=2, guard=5, keep=0.5, keep_new=9, every=EVERY) if is_evicting else None
     sampler = Sampler(temperature=0.8, top_p=0.9, seed=3) if "sampled" in side else Sampler()
     every = EVERY if is_evicting else None
-    session = Session(lm, kv, drafter, sampler, view=view(lm, kv, drafter), policy=policy, every=every, chunk=64)
+    session = GenerationSession(
+        lm, kv, drafter, sampler, view=view(lm, kv, drafter), policy=policy, every=every, chunk=64
+    )
     again = families.prompt(9)
-    drive(session.read([*families.prompt(17, seed=2), *again, *families.prompt(5, seed=3), *again[:6]]))
+    run_to_end(session.read([*families.prompt(17, seed=2), *again, *families.prompt(5, seed=3), *again[:6]]))
     for _ in range(3 * EVERY):  # from here on every boundary evicts
-        drive(session.step())
+        run_to_end(session.step())
     return session
 
 
@@ -159,7 +161,7 @@ def counted(side: str, layers: int, steps: int, device: str = "cpu", *, is_recor
     before = graphs.waits if graphs is not None else 0
     with Count(graphs) as count, Asked(count):
         for _ in range(steps):
-            drive(session.step())
+            run_to_end(session.step())
     if graphs is not None:
         count.waits["kvcli/engine/cuda_graphs/captured_pass.py, as it asks for"] += graphs.waits - before
     return {

@@ -37,7 +37,7 @@ from kvcli.models.fetch import stands_for  # noqa: E402
 from kvcli.summarize.cache import Cache  # noqa: E402
 from kvcli.summarize.events import Done, PartEnded  # noqa: E402
 from kvcli.summarize.parts import Part  # noqa: E402
-from kvcli.summarize.plan import Window, make_plan  # noqa: E402
+from kvcli.summarize.plan import PlanWindow, make_plan  # noqa: E402
 from kvcli.summarize.request import Request  # noqa: E402
 from kvcli.summarize.result import Summary  # noqa: E402
 from kvcli.summarize.run import summarize  # noqa: E402
@@ -93,7 +93,7 @@ def runs(text: str, n: int) -> set[str]:
 def measure(model: Model, document: Document, wording: Wording, cache: Cache | None = None) -> dict[str, Any]:
     """One summary and its counts."""
     request = Request()
-    plan = make_plan([document], request, Window.of(model), wording)
+    plan = make_plan([document], request, PlanWindow.of(model), wording)
     events = list(summarize(model, [document], request, plan=plan, cache=cache))
     summary: Summary = next(event.summary for event in events if isinstance(event, Done))
     source = " ".join(section.text for section in document.sections)

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvcli.bench.measure import Case, measure
 from kvcli.bench.recipe import Recipe
-from kvcli.bench.run import Ask, Bench
-from kvcli.bench.side import Sample
+from kvcli.bench.run import Bench, BenchRequest
+from kvcli.bench.side import TimedSample
 from kvcli.engine.stats import Stats
 from kvcli.errors import KvcliError
 from kvcli.schemas.bench import BenchArgs, BenchDocument
@@ -33,7 +33,7 @@ class Paced:
     setup: dict[str, str] = field(default_factory=dict)
     peak_bytes: int | None = None
 
-    def run(self, prompt: Sequence[int], new: int) -> Sample:
+    def run(self, prompt: Sequence[int], new: int) -> TimedSample:
         self.log.append(self.name)
         speed = self.speeds[self.runs % len(self.speeds)]
         self.runs += 1
@@ -43,7 +43,7 @@ class Paced:
             raise KvcliError("it broke", lines=["as told"])
         at = tuple(FIRST + i / speed for i in range(new))
         stats = drafted(new) if self.drafts else None
-        return Sample(tuple(self.text[:new]), at, len(prompt), 1000, stats)
+        return TimedSample(tuple(self.text[:new]), at, len(prompt), 1000, stats)
 
     def close(self) -> None:
         pass
@@ -83,7 +83,7 @@ def recipe(name: str, drafts: bool = False) -> Recipe:
 def measured(sides: Sequence[Paced], **changes: Any) -> Bench:
     """The sides measured, the first one as the baseline; memory and near ties left out."""
     earlier = {key: changes.pop(key) for key in ("earlier", "earlier_name") if key in changes}
-    ask = Ask(args(**changes), [recipe(side.name, side.drafts) for side in sides], {}, **earlier)
+    ask = BenchRequest(args(**changes), [recipe(side.name, side.drafts) for side in sides], {}, **earlier)
     bench = Bench(ask, None, {}, lambda _: None, load_before=None)  # type: ignore[arg-type]  # nothing is loaded
     bench.info, bench.stops = fake_info(), {39}
     bench.setups = {side.name: side.setup for side in sides}

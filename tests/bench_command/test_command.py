@@ -13,7 +13,7 @@ from kvcli.bench.profile_side import plain
 from kvcli.bench.recipe import drawing
 from kvcli.bench.text_agreement import tie_at
 from kvcli.demo import weights_dir
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.errors import ExitStatus
 from kvcli.kernels import native
 from kvcli.schemas.documents import DOCUMENTS
@@ -147,8 +147,8 @@ def test_a_drawn_token_has_the_highest_sum_of_logit_and_noise():
     with kvcli.load("demo", profile) as model:
         text = model.tokenizer.encode("The depot")
         session = model.new_session()
-        drive(session.read(text))
-        ids = [i for step in events(session.stream(12)) for i in step.new]
+        run_to_end(session.read(text))
+        ids = [i for step in iterate_events(session.stream(12)) for i in step.new]
         margins = [tie_at(model, [*text, *ids[:n]], i, i).margin for n, i in enumerate(ids)]
         greedy = model.with_profile(plain(drawing(model.profile)))
         assert max(margins) < 1e-4

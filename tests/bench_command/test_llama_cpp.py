@@ -153,7 +153,7 @@ def test_the_demo_model(tmp_path: Path, dtype: str):
     found = source.find("demo")
     report = (Path(__file__).parents[2] / "kvcli" / "demo" / "report.md").read_text(encoding="utf-8")
     ids = AutoTokenizer.from_pretrained(found.path)(report)["input_ids"][:301]
-    model, _ = weights.read_weights(
+    model, _ = weights.load_weights(
         found, family.read_config(found, False), "fp32", torch.device("cpu"), trust_remote_code=False
     )
     side = LlamaCpp(found, dtype, 1, tmp_path)

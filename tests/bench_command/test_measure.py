@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvcli.bench.compare import acceptance, paired, verdict
-from kvcli.bench.measure import Case, Plan, Series, measure
+from kvcli.bench.measure import Case, RunSchedule, Series, measure
 from kvcli.bench.profile_side import plain
-from kvcli.bench.side import Sample
+from kvcli.bench.side import TimedSample
 from kvcli.commands.bench.command import measure as measure_command
 from kvcli.engine.stats import Stats
 from kvcli.errors import ExitStatus
@@ -42,7 +42,7 @@ def test_repetitions_take_turns_and_begin_with_another_side_each_time():
 
 
 def test_without_interleaving_sides_run_one_after_the_other():
-    order = [side for _, side in Plan(2, 1, interleave=False).order(2)]
+    order = [side for _, side in RunSchedule(2, 1, interleave=False).order(2)]
     assert order == [0, 0, 0, 1, 1, 1]
 
 
@@ -108,7 +108,7 @@ def test_a_side_that_fails_says_why_and_the_others_go_on():
 @pytest.mark.parametrize("error", [ValueError("zip() is shorter\nmore"), MemoryError(), OSError("gone")])
 def test_no_failure_of_one_side_costs_the_others_figures(error: Exception):
     class Failing(Paced):
-        def run(self, prompt: Sequence[int], new: int) -> Sample:
+        def run(self, prompt: Sequence[int], new: int) -> TimedSample:
             raise error
 
     exact, failing = document([Paced("exact", [10]), Failing("hf", [10])]).rows
@@ -131,7 +131,7 @@ def test_ctrl_c_keeps_what_was_measured():
     sides = [Paced("exact", [10]), Paced("ngram", [20], interrupted=5)]
     case = Case(64, "summary", tuple(range(53)), 11)
     with pytest.raises(KeyboardInterrupt):
-        measure(sides, [case], Plan(9, 1), series, lambda _: None)
+        measure(sides, [case], RunSchedule(9, 1), series, lambda _: None)
     assert [len(s.samples) for s in series] == [5, 4]  # exact began the repetition that was not finished
 
 
@@ -180,7 +180,7 @@ def test_identities_of_acceptance_over_all_repetitions():
 
 def test_histograms_of_different_lengths_add_up():
     short, long = Stats(passes=2, histogram=[1, 1]), Stats(passes=3, histogram=[0, 1, 0, 2])
-    accept = acceptance([Sample((1,), (1.0,), 1, None, stats) for stats in (short, long)], "ngram")
+    accept = acceptance([TimedSample((1,), (1.0,), 1, None, stats) for stats in (short, long)], "ngram")
     assert accept is not None
     assert accept.histogram == [1, 2, 0, 2]
 
@@ -194,7 +194,7 @@ def test_an_answer_that_ends_early_is_said():
 class AllAtOnce(Paced):
     """Its drafts are right at once: every token comes with the first."""
 
-    def run(self, prompt: Sequence[int], new: int) -> Sample:
+    def run(self, prompt: Sequence[int], new: int) -> TimedSample:
         sample = super().run(prompt, new)
         return replace(sample, at=(sample.at[0],) * new)
 

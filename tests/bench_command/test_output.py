@@ -13,11 +13,11 @@ from pydantic import TypeAdapter
 
 from kvcli.bench.compare import verdict
 from kvcli.bench.history import history, read, save
-from kvcli.commands.bench.output import Outlet
+from kvcli.commands.bench.output import BenchOutput
 from kvcli.errors import BadInput, ExitStatus
 from kvcli.render.bench.table import differences, range_words, share_words, table
 from kvcli.render.bench.text import bars, json_lines, markdown, separated, trend
-from kvcli.render.terminal.terminal import cells
+from kvcli.render.terminal.terminal import text_width
 from kvcli.schemas.bench import Ratio
 from kvcli.schemas.documents import DOCUMENTS, json_schema
 from tests.bench_command.sides import Paced, document, measured
@@ -44,7 +44,7 @@ def test_the_document_reads_back_as_itself(found):
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_the_table_fits(found, width: int):
     lines = table(found, width)
-    assert max(map(cells, lines)) <= width
+    assert max(map(text_width, lines)) <= width
     assert sum(line.startswith("profile") for line in lines) == 4
     # losing rows are printed like winning ones
     assert sum(line.startswith("slowed  ") and " 0.4" in line for line in lines) == 4
@@ -182,7 +182,7 @@ def test_a_full_disk_does_not_cost_the_figures(tmp_path: Path, monkeypatch: pyte
     world = Machine(tmp_path).world()
     monkeypatch.setattr("kvcli.bench.history.save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
-    out = Outlet(world, "table", tmp_path / "full.json", "json", save=True)
+    out = BenchOutput(world, "table", tmp_path / "full.json", "json", save=True)
     with pytest.raises(BadInput, match=r"full\.json: No space left"):
         out.finish(measured([Paced("exact", [20]), Paced("ngram", [40])]), ExitStatus.OK)
     assert "ngram" in world.stdout.stream.text  # type: ignore[attr-defined]

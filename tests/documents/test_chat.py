@@ -76,16 +76,16 @@ def test_the_plan_reads_pages_too(machine):
 def test_a_pdf_from_a_pipe_may_be_larger_than_a_text(machine, monkeypatch, beginning, read):
     """Both are refused here: what shows is how far each was read."""
     from kvcli.commands.common import inputs
-    from kvcli.environment import World
+    from kvcli.environment import Environment
 
     counts = []
-    real = World.read_stdin
+    real = Environment.read_stdin
 
     def counted(world, most):
         counts.append(len(data := real(world, most)))
         return data
 
-    monkeypatch.setattr(World, "read_stdin", counted)
+    monkeypatch.setattr(Environment, "read_stdin", counted)
     monkeypatch.setattr(inputs, "MAX_BYTES", 1000)
     monkeypatch.setattr("kvcli.documents.read.MAX_BYTES", 1000)
     done = machine("chat", "-p", "What?", stdin=beginning.ljust(1200, b"x"))

@@ -8,7 +8,7 @@ import pytest
 
 from kvcli.documents import document_of
 from kvcli.documents.docx import read
-from kvcli.documents.parsed import Job
+from kvcli.documents.parsed import ParseJob
 from kvcli.errors import BadInput
 from tests.documents.books import WORD, paragraph, relations, word, zipped
 
@@ -17,7 +17,7 @@ STRICT = "http://purl.oclc.org/ooxml/"
 
 def text_of(data: bytes) -> str:
     """Read in this process: what a reader raises is seen as it is."""
-    return "\n\n".join(s.text for s in read(io.BytesIO(data), Job("a.docx", "docx")).sections)
+    return "\n\n".join(s.text for s in read(io.BytesIO(data), ParseJob("a.docx", "docx")).sections)
 
 
 def run(inner: str, properties: str = "") -> str:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvcli.documents import Document, Limits, document_of
 from kvcli.documents.pages import parse_pages, split_pages
-from kvcli.documents.parsed import Job, Parsed
+from kvcli.documents.parsed import Parsed, ParseJob
 from kvcli.documents.worker import parse
 from kvcli.errors import KvcliError
 from tests.documents import books, made
@@ -47,7 +47,7 @@ def mutated(data: bytes, splices: list[tuple[int, int, bytes]]) -> bytes:
 def inside(kind: str, data: bytes) -> None:
     """The reader itself, without a process around it; what it raises is for the user."""
     try:
-        parsed = parse(io.BytesIO(data), Job("f", kind))
+        parsed = parse(io.BytesIO(data), ParseJob("f", kind))
     except KvcliError:
         return
     assert isinstance(parsed, Parsed)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from kvcli.documents import Limits, document_of, read, read_document
-from kvcli.documents.parsed import Job
+from kvcli.documents.parsed import ParseJob
 from kvcli.documents.plain import number
 from kvcli.documents.sniff import HEAD, sniff
 from kvcli.errors import BadInput, ExitStatus
@@ -167,7 +167,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(WHOLE if name == "a.pdf" else b"words " * 2000)
     with Growing(path) as stream, pytest.raises(BadInput, match="changed while it was read") as caught:
-        read._read(stream, Job(name, ""), 20_000_000 if name == "a.txt" else None, None)
+        read._read(stream, ParseJob(name, ""), 20_000_000 if name == "a.txt" else None, None)
     assert caught.value.code == "file_changed"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvcli.documents import Limits, document_of
 from kvcli.documents.parse_in_process import _Answer, parse_outside
-from kvcli.documents.parsed import Job
+from kvcli.documents.parsed import ParseJob
 from kvcli.errors import BadInput
 from kvcli.worker_process import BOOT
 from tests.documents import books, made
@@ -51,11 +51,11 @@ END = (
 )
 def test_a_parser_that_was_taken_over_cannot_confuse_the_parent(line):
     with pytest.raises(BadInput):
-        _Answer(Job("a.pdf", "pdf")).take(line)
+        _Answer(ParseJob("a.pdf", "pdf")).take(line)
 
 
 def test_no_text_of_a_section_passes_for_another():
-    answer = _Answer(Job("a.pdf", "pdf"))
+    answer = _Answer(ParseJob("a.pdf", "pdf"))
     answer.take(b'{"section": [1, "1", "[p. 9]\\nfalse"]}')
     answer.take(END)
     assert answer.parsed is not None
@@ -64,7 +64,7 @@ def test_no_text_of_a_section_passes_for_another():
 
 @pytest.mark.parametrize("second", [b'{"section": [1, "1", "again"]}', b'{"section": [2, "7", "another\'s"]}'])
 def test_pages_keep_their_order_and_their_numbers(second):
-    answer = _Answer(Job("a.pdf", "pdf"))
+    answer = _Answer(ParseJob("a.pdf", "pdf"))
     answer.take(b'{"section": [1, "1", "text"]}')
     with pytest.raises(BadInput, match="cannot be read"):
         [answer.take(line) for line in (second, END)]
@@ -72,7 +72,7 @@ def test_pages_keep_their_order_and_their_numbers(second):
 
 def test_an_error_that_is_no_text_is_not_passed_on():
     with pytest.raises(BadInput) as caught:
-        _Answer(Job("a.pdf", "pdf")).take(
+        _Answer(ParseJob("a.pdf", "pdf")).take(
             b'{"error": {"message": "\\ud800", "code": "x", "lines": [], "detail": {}, "try_": []}}'
         )
     assert "nonsense" in caught.value.lines[0]
@@ -105,8 +105,8 @@ def test_what_is_nested_too_deeply_is_called_by_its_kind(monkeypatch):
 
     job = b'{"name": "a", "kind": "zip", "spans": [], "password": null, "typed": false}\n'
     monkeypatch.setattr(worker, "parse", deep)
-    monkeypatch.setattr(worker, "bound", lambda *_: None)
-    monkeypatch.setattr(worker, "shut", lambda: None)
+    monkeypatch.setattr(worker, "set_limits", lambda *_: None)
+    monkeypatch.setattr(worker, "enter_sandbox", lambda: None)
     monkeypatch.setattr(worker, "tell_error", told.append)
     monkeypatch.setattr(worker.sys, "stdin", type("In", (), {"buffer": io.BytesIO(job)}))
     monkeypatch.setattr(worker.os, "fdopen", lambda *_: io.BytesIO())
@@ -135,6 +135,6 @@ def test_the_password_is_in_no_list_of_processes(tmp_path, monkeypatch):
     data = made.encrypted("river", "board", "RC4-128")(Random(1)).data
     with io.BytesIO() as _, (tmp_path / "f").open("w+b") as file:
         file.write(data)
-        assert parse_outside(file, Job("a.pdf", "pdf", password="river")).sections
+        assert parse_outside(file, ParseJob("a.pdf", "pdf", password="river")).sections
     assert seen
     assert "river" not in str(seen)

@@ -11,7 +11,7 @@ import pytest
 
 from kvcli.documents import document_of
 from kvcli.documents.dehyphenate import Words, clean, mended
-from kvcli.documents.reading_order import Line, Piece
+from kvcli.documents.reading_order import Line, LinePiece
 from kvcli.documents.running_headers import without_running
 from kvcli.errors import BadInput
 from tests.documents import made
@@ -51,12 +51,14 @@ def test_short_lines_and_lists_keep_their_lines():
     assert document_of(sheet.save(), "made.pdf").sections[0].text == "\n".join(lines)
 
 
-def running(number: int, *lines: str) -> list[Piece]:
+def running(number: int, *lines: str) -> list[LinePiece]:
     """A page of such lines, the first and the last a good way from the others."""
     places = [0.0, *(30.0 + 12 * i for i in range(len(lines) - 2)), 30.0 + 12 * len(lines) + 30]
     fresh = {"a": f"{made.WORDS[number]} one", "b": f"{made.WORDS[number]} two", "c": f"{made.WORDS[number]} three"}
     lines = tuple(fresh.get(line, line) for line in lines)
-    return [Piece(line.replace("#", str(number)), 0, y, 100, y + 10, 10) for line, y in zip(lines, places, strict=True)]
+    return [
+        LinePiece(line.replace("#", str(number)), 0, y, 100, y + 10, 10) for line, y in zip(lines, places, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(

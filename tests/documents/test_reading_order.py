@@ -12,15 +12,15 @@ from reportlab.pdfbase import pdfmetrics
 
 from kvcli.documents import Limits, document_of
 from kvcli.documents.dehyphenate import Words, mended
-from kvcli.documents.parsed import Job
-from kvcli.documents.reading_order import Line, Piece, reading_order, row_text, rows
+from kvcli.documents.parsed import ParseJob
+from kvcli.documents.reading_order import Line, LinePiece, reading_order, row_text, rows
 from kvcli.documents.worker import parse
 from tests.documents import made
 
 
 def text_of(sheet: made.Sheet) -> str:
     """What its first page says, read without a process around."""
-    return parse(io.BytesIO(sheet.save()), Job("made", "pdf")).sections[0].text
+    return parse(io.BytesIO(sheet.save()), ParseJob("made", "pdf")).sections[0].text
 
 
 def joined(*lines: str) -> str:
@@ -114,7 +114,7 @@ def test_what_is_tall_does_not_pull_in_the_rows_beside_it(stamp):
 
 
 def test_a_stamp_is_parted_from_the_text_it_lies_on():
-    row = [Piece("a line of the text", 0, 0, 100, 10, 10), Piece("DRAFT", 30, -30, 70, 40, 70)]
+    row = [LinePiece("a line of the text", 0, 0, 100, 10, 10), LinePiece("DRAFT", 30, -30, 70, 40, 70)]
     assert row_text(row) == "a line of the text  DRAFT"
 
 
@@ -131,7 +131,7 @@ def test_a_space_before_a_piece_stays():
 
 def test_a_raised_and_a_lowered_digit_stay_in_one_row():
     spans = (("area of 5 m", 0, 10), ("2", -3, 4), ("of CO", 0, 10), ("2", 6, 13), ("was emitted", 0, 10))
-    pieces = [Piece(text, 60 * i, y0, 60 * i + 58, y1, y1 - y0) for i, (text, y0, y1) in enumerate(spans)]
+    pieces = [LinePiece(text, 60 * i, y0, 60 * i + 58, y1, y1 - y0) for i, (text, y0, y1) in enumerate(spans)]
     assert [row_text(row) for row in rows(pieces)] == ["area of 5 m 2 of CO 2 was emitted"]
 
 
@@ -159,8 +159,8 @@ def test_cells_of_long_text_stay_in_their_rows():
 
 def test_the_same_text_in_columns_is_read_down():
     """As prose fills them: the columns stand near each other."""
-    pieces = [Piece(text, 0, 16 * i, 160, 16 * i + 10, 10) for i, text in enumerate(LEFT)]
-    pieces += [Piece(text, 180, 16 * i, 340, 16 * i + 10, 10) for i, text in enumerate(RIGHT)]
+    pieces = [LinePiece(text, 0, 16 * i, 160, 16 * i + 10, 10) for i, text in enumerate(LEFT)]
+    pieces += [LinePiece(text, 180, 16 * i, 340, 16 * i + 10, 10) for i, text in enumerate(RIGHT)]
     assert [row[0].text for block in reading_order(pieces) for row in block] == [*LEFT, *RIGHT]
 
 
@@ -169,13 +169,13 @@ def test_columns_of_prose_are_read_down_however_wide_the_gutter_is(gutter, early
     rng, pieces = Random(5), []
     for x, ends in ((0, early), (180 + gutter, (0,))):
         for i, line in enumerate(wrap(" ".join(made.prose(rng, 12) for _ in range(9)), 34)[:12]):
-            pieces.append(Piece(line, x, 12 * i, x + 180 - ends[i % len(ends)], 12 * i + 10, 10))
+            pieces.append(LinePiece(line, x, 12 * i, x + 180 - ends[i % len(ends)], 12 * i + 10, 10))
     assert [len(block) for block in reading_order(pieces)] == [12, 12]
 
 
 def test_cells_of_much_the_same_length_stay_in_their_rows():
     pieces = [
-        Piece(f"{text} {i:02d}", x, 12 * i, x + 180, 12 * i + 10, 10)
+        LinePiece(f"{text} {i:02d}", x, 12 * i, x + 180, 12 * i + 10, 10)
         for i in range(12)
         for x, text in ((0, "Replaced the gauge of the depot"), (245, "Paid in full by the river board"))
     ]
@@ -196,16 +196,16 @@ def test_vertical_lines_are_read_from_right_to_left():
         for j, letter in enumerate(column):
             sheet.lines([letter], x=500 - 30 * i, y=780 - 19 * j)
     data = made.spelled(sheet.save(), letters)
-    text = parse(io.BytesIO(data), Job("made", "pdf")).sections[0].text
+    text = parse(io.BytesIO(data), ParseJob("made", "pdf")).sections[0].text
     assert text == "\n".join("".join(letters[c] for c in column) for column in columns)
 
 
-def drawn(*rows: tuple[float, float, str], height: float = 10) -> list[Piece]:
+def drawn(*rows: tuple[float, float, str], height: float = 10) -> list[LinePiece]:
     """Pieces in the order they are drawn: left edge, top, text; five points a letter."""
-    return [Piece(text, x, y, x + 5 * len(text), y + height, height) for x, y, text in rows]
+    return [LinePiece(text, x, y, x + 5 * len(text), y + height, height) for x, y, text in rows]
 
 
-def read(pieces: list[Piece]) -> list[str]:
+def read(pieces: list[LinePiece]) -> list[str]:
     return [row_text(row) for block in reading_order(pieces) for row in block]
 
 
@@ -276,7 +276,7 @@ def test_columns_of_hebrew_are_read_from_the_right_one(across):
         places.sort(key=lambda place: place[1])
     else:  # lines that end anywhere: no prose that its filled lines would tell from a table
         places = [(side, i, line[: 20 + 5 * (i % 4)].strip()) for side, i, line in places]
-    pieces = [Piece(t, 220 * s + 200 - 5 * len(t), 12 * i, 220 * s + 200, 12 * i + 10, 10) for s, i, t in places]
+    pieces = [LinePiece(t, 220 * s + 200 - 5 * len(t), 12 * i, 220 * s + 200, 12 * i + 10, 10) for s, i, t in places]
     assert read(pieces) == [line for _, _, line in sorted(places, key=lambda place: (-place[0], place[1]))]
 
 
@@ -316,7 +316,7 @@ def test_an_accent_drawn_by_itself_joins_the_letter_it_stands_over(before, accen
         sheet.canvas.setFont("Helvetica", 11)
         sheet.canvas.drawString(at, 700, text)
     data = made.spelled(sheet.save(), {"i": "\u0131"}) if sign != letter else sheet.save()
-    assert parse(io.BytesIO(data), Job("made", "pdf")).sections[0].text == whole
+    assert parse(io.BytesIO(data), ParseJob("made", "pdf")).sections[0].text == whole
 
 
 def test_an_accent_beside_a_letter_stays_by_itself():

@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 
-from kvcli.documents.parsed import Job
+from kvcli.documents.parsed import ParseJob
 from kvcli.documents.worker import parse
 from tests.documents import made
 
 
 def texts(data: bytes) -> list[str]:
-    return [section.text for section in parse(io.BytesIO(data), Job("made", "pdf")).sections]
+    return [section.text for section in parse(io.BytesIO(data), ParseJob("made", "pdf")).sections]
 
 
 def first_and_last(data: bytes) -> list[tuple[str, str]]:
@@ -127,7 +127,7 @@ def test_numbers_far_behind_their_pages_are_none_of_pages(front: int, goes: bool
             sheet.lines([f"Blad {n - front + 1} van 8"], y=750, size=11)
             sheet.lines([made.prose(rng, 7) for _ in range(9)] + [made.prose(rng, 3)], y=720)
         sheet.page()
-    part = parse(io.BytesIO(sheet.save()), Job("made", "pdf", spans=((front + 1, front + 8),)))
+    part = parse(io.BytesIO(sheet.save()), ParseJob("made", "pdf", spans=((front + 1, front + 8),)))
     assert ["Blad" in section.text for section in part.sections] == [not goes] * 8
 
 
@@ -189,7 +189,7 @@ def test_the_running_head_of_each_chapter_goes():
     """It stands on a sixth of the pages only, at the place where most have one; a part of the file reads the same."""
     found = texts(chapters("All about the {}", 9, 790))
     assert found == texts(chapters("", 9, 790))
-    part = parse(io.BytesIO(chapters("All about the {}", 9, 790)), Job("made", "pdf", spans=((8, 11),)))
+    part = parse(io.BytesIO(chapters("All about the {}", 9, 790)), ParseJob("made", "pdf", spans=((8, 11),)))
     assert [section.text for section in part.sections] == found[7:11]
 
 

@@ -17,7 +17,7 @@ from pypdf.generic import (
     create_string_object,
 )
 
-from kvcli.documents.parsed import Job, Parsed
+from kvcli.documents.parsed import Parsed, ParseJob
 from kvcli.documents.worker import parse
 from kvcli.errors import BadInput
 from tests.documents import made
@@ -54,7 +54,7 @@ def page(content: str, *, box=(0, 0, 595, 842), fonts=None, catalog=None, annota
 
 
 def read(data: bytes) -> Parsed:
-    return parse(io.BytesIO(data), Job("made", "pdf"))
+    return parse(io.BytesIO(data), ParseJob("made", "pdf"))
 
 
 UNSEEN = {

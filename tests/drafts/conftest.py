@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from kvcli.drafts.tree.tree_drafter import Mixer
+from kvcli.drafts.tree.tree_drafter import TreeDrafter
 from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.stats import Step
 
@@ -20,7 +20,7 @@ PLAIN = 0.02  # seconds of a pass with one row
 class Engine:
     """Decodes `text` after its first `prompt` tokens with the drafter, and keeps the books."""
 
-    drafter: Mixer
+    drafter: TreeDrafter
     text: Sequence[int]
     prompt: int
     cost: Callable[[int], float] = lambda rows: 1 + 0.02 * (rows - 1)  # plain passes

@@ -21,13 +21,13 @@ from kvcli.commands.common.flags import profile_flags
 from kvcli.commands.common.run_setup import Setup
 from kvcli.demo import weights_dir
 from kvcli.drafts.draft_models.assistant_head import AssistantHead
-from kvcli.engine.drafting.drafter import Drafter, Pair
-from kvcli.engine.drafting.gemma4_assistant import Output, load_assistant, wrapped
-from kvcli.engine.engine import drive, events, together
-from kvcli.engine.forward_request import Asks
+from kvcli.engine.drafting.drafter import Drafter, ModelPair
+from kvcli.engine.drafting.gemma4_assistant import Output, load_assistant, wrap_layers
+from kvcli.engine.engine import generate_together, iterate_events, run_to_end
+from kvcli.engine.forward_request import Steps
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadModel, UsageError
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
@@ -42,7 +42,7 @@ ORDERED = {"use_ordered_embeddings": True, "num_centroids": 16, "centroid_interm
 
 def loaded(family: str = "gemma4_shared", **changes: Any) -> LM:
     found = LM.of(families.build(family, **changes))
-    found.lay_out()
+    found.install_kernels()
     return found
 
 
@@ -65,12 +65,12 @@ def theirs(lm: LM, assistant: Any, text: Sequence[int], start: int) -> list[list
     return found
 
 
-def guessed(head: AssistantHead) -> Asks[list[int]]:
+def guessed(head: AssistantHead) -> Steps[list[int]]:
     """A chain of its first choices."""
-    (gleaned,) = yield from head.read()
+    (gleaned,) = yield from head.catch_up()
     found = [int(gleaned[0])]
     for at in range(DEPTH - 1):
-        (gleaned,) = yield from head.go_on(found[-1:], [at - 1])
+        (gleaned,) = yield from head.continue_from(found[-1:], [at - 1])
         found.append(int(gleaned[0]))
     return found
 
@@ -89,15 +89,15 @@ class Follower:
     def start(self, ids: Sequence[int], sampler: Any = None) -> None:
         self.head.start(ids)
 
-    def propose(self, ids: Sequence[int], room: int, past: Any) -> Asks[Any]:
+    def propose(self, ids: Sequence[int], room: int, past: Any) -> Steps[Any]:
         from kvcli.engine.rows import Draft
 
-        self.head.over(past)
+        self.head.bind(past)
         self.said.append((yield from guessed(self.head)))
-        return Draft([self.text[len(ids)]], [-1], hears="hidden")
+        return Draft([self.text[len(ids)]], [-1], needs="hidden")
 
     def observe(self, step: Any) -> None:
-        self.head.hear(step)
+        self.head.observe(step)
         self.head.extend(step.new)
 
     def usage(self) -> list[Any]:
@@ -125,15 +125,15 @@ def test_guesses_are_those_of_transformers(
         assistant.masked_embedding.token_ordering.copy_(order)
     want = theirs(lm, assistant, text, start)
     assert len({tuple(one) for one in want}) > 2, "they say something about the text"
-    follower = Follower(text, AssistantHead(lm, wrapped(lm, assistant)))
+    follower = Follower(text, AssistantHead(lm, wrap_layers(lm, assistant)))
     assert written(lm, follower, start) == text  # type: ignore[arg-type]
     assert follower.said[:STEPS] == want
 
 
 def written(lm: LM, drafter: Drafter, n: int = 50, sampler: Sampler | None = None) -> list[int]:
-    session = Session(lm, Dense(lm.shapes, lm.dtype, lm.device), drafter, sampler or Sampler(), chunk=13)
-    drive(session.read(families.prompt(n, 96)))
-    list(events(session.stream(40)))
+    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype, lm.device), drafter, sampler or Sampler(), chunk=13)
+    run_to_end(session.read(families.prompt(n, 96)))
+    list(iterate_events(session.stream(40)))
     return session.ids
 
 
@@ -144,14 +144,14 @@ def test_guesses_are_others_where_one_of_it_is_wrong(fault: str, monkeypatch: py
     text = written(lm, Off())
 
     def said() -> list[list[int]]:
-        follower = Follower(text, AssistantHead(lm, wrapped(lm, drafters.assistant_of(lm))))
+        follower = Follower(text, AssistantHead(lm, wrap_layers(lm, drafters.assistant_of(lm))))
         written(lm, follower)  # type: ignore[arg-type]
         return follower.said
 
     want = said()
     assert said() == want
     if fault == "layer":
-        monkeypatch.setattr("kvcli.drafts.draft_models.assistant_head.lenders", lambda lm, head: [0, 1] * 2)
+        monkeypatch.setattr("kvcli.drafts.draft_models.assistant_head.kv_source_layers", lambda lm, head: [0, 1] * 2)
     elif fault == "position":
         monkeypatch.setattr(AssistantHead, "length", property(lambda self: len(self._text) + 1))
     elif fault == "window":
@@ -170,13 +170,13 @@ def test_another_model_and_another_shape_are_refused_by_what_differs() -> None:
         ({"text_config": {"global_head_dim": 64}}, "KV heads of full_attention, and numbers of a key"),
     ):
         with pytest.raises(BadModel) as found:
-            wrapped(lm, drafters.assistant_of(lm, **changes))
+            wrap_layers(lm, drafters.assistant_of(lm, **changes))
         assert found.value.code == "draft_head"
         assert said in " ".join(found.value.lines)
         assert any("--draft MODEL" in one for one in found.value.try_)
     llama = loaded("llama")
     with pytest.raises(BadModel, match="and model is not that") as found:
-        wrapped(llama, drafters.assistant_of(llama))
+        wrap_layers(llama, drafters.assistant_of(llama))
     assert any("gemma4_text here, llama there" in line for line in found.value.lines)
 
 
@@ -184,7 +184,7 @@ def test_one_whose_layers_are_on_two_devices_is_told_so() -> None:
     lm = loaded()
     lm.is_split = True
     with pytest.raises(BadModel, match="its layers are on two devices") as found:
-        wrapped(lm, drafters.assistant_of(lm))
+        wrap_layers(lm, drafters.assistant_of(lm))
     assert "--quant int4" in found.value.try_
 
 
@@ -196,7 +196,7 @@ def test_it_is_where_the_model_that_writes_is_before_it_is_asked_anything(
     drafters.assistant_of(lm).save_pretrained(tmp_path)
     lm.device = torch.device("meta")
     monkeypatch.setattr(
-        "kvcli.engine.drafting.gemma4_assistant.wrapped", lambda lm, model, **_: seen.append(model.device)
+        "kvcli.engine.drafting.gemma4_assistant.wrap_layers", lambda lm, model, **_: seen.append(model.device)
     )
     load_assistant(lm, source.find(str(tmp_path), may_assist=True), Profile.load("exact").load)
     assert seen == [lm.device]
@@ -222,7 +222,7 @@ def test_over_what_a_profile_keeps_the_text_is_the_same(kept: list[str]) -> None
     lm = loaded()
     plain = load_profile("exact", sets=["exactness=approx", "spec.method=off", "prefill.chunk=37", *kept])
     drafting = plain.replace(spec={"method": "assistant", "model": "there", "adaptive": False, "copies": False})
-    pair = Pair(lm, wrapped(lm, drafters.assistant_of(lm)))
+    pair = ModelPair(lm, wrap_layers(lm, drafters.assistant_of(lm)))
 
     def text(profile: Profile, n: int) -> Any:
         session = assemble.session(lm, profile, pair=pair)
@@ -230,9 +230,9 @@ def test_over_what_a_profile_keeps_the_text_is_the_same(kept: list[str]) -> None
         yield from session.stream(30)
         return session.ids
 
-    want = [drive(text(plain, n)) for n in (90, 131)]
-    assert [drive(text(drafting, n)) for n in (90, 131)] == want
-    assert [ticket.result() for ticket in together(text(drafting, 90), text(drafting, 131))] == want
+    want = [run_to_end(text(plain, n)) for n in (90, 131)]
+    assert [run_to_end(text(drafting, n)) for n in (90, 131)] == want
+    assert [ticket.result() for ticket in generate_together(text(drafting, 90), text(drafting, 131))] == want
 
 
 @pytest.fixture

@@ -14,19 +14,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcli.drafts.draft_models.chunk_retrieval import Retrieval, looks
+from kvcli.drafts.draft_models.chunk_retrieval import ChunkRetrievalModel, scored_layers
 from kvcli.drafts.draft_models.chunk_scores import Query, best, relevance
 from kvcli.drafts.draft_models.chunk_trigger import Adaptive, Every, Trigger, trigger
-from kvcli.drafts.draft_models.separate_model import Sibling
-from kvcli.engine.drafting.drafter import Drafter, Pair
-from kvcli.engine.engine import drive, events
+from kvcli.drafts.draft_models.separate_model import SeparateDraftModel
+from kvcli.engine.drafting.drafter import Drafter, ModelPair
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Stats
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.model import Model
+from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
 from tests import families
 
@@ -41,24 +41,24 @@ def lm(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: Any
 def drafter(draft: LM | None = None, **settings: Any) -> Drafter:
     usual = {"adaptive": False, "depth": 4, "copies": False, "working": 40, "sinks": 3, "recent": 6, "chunk": 4}
     usual |= {"retrieval": "every:2"}
-    return Model(**{**usual, **settings}).drafter(pair=Pair(lm(), draft or lm()))
+    return SeparateModelDraft(**{**usual, **settings}).drafter(pair=ModelPair(lm(), draft or lm()))
 
 
-def opened(drafter: Drafter, kv: Any = None) -> Session:
+def opened(drafter: Drafter, kv: Any = None) -> GenerationSession:
     kv = kv or Dense(lm().shapes, lm().dtype)
-    return Session(lm(), kv, drafter, Sampler(temperature=0.9, top_k=24, seed=3), chunk=13)
+    return GenerationSession(lm(), kv, drafter, Sampler(temperature=0.9, top_k=24, seed=3), chunk=13)
 
 
 def text(drafter: Drafter, n: int = 130) -> tuple[list[int], Stats]:
     session, stats = opened(drafter), Stats()
-    drive(session.read(families.prompt(n)))
-    for step in events(session.stream(NEW)):
-        stats.fold(step)
+    run_to_end(session.read(families.prompt(n)))
+    for step in iterate_events(session.stream(NEW)):
+        stats.add_step(step)
     return session.ids, stats
 
 
-def guesser(drafter: Drafter) -> Retrieval:
-    found: Retrieval = drafter._chain.guesser  # type: ignore[attr-defined]
+def guesser(drafter: Drafter) -> ChunkRetrievalModel:
+    found: ChunkRetrievalModel = drafter._chain.guesser  # type: ignore[attr-defined]
     return found
 
 
@@ -67,9 +67,9 @@ class Told:
 
     def __init__(self, *, sees: int | None = 0, closes: bool = False, far: bool = False, working: int = 40) -> None:
         self.lm = lm()
-        sights = looks(self.lm, 1)
+        sights = scored_layers(self.lm, 1)
         more: dict[str, Any] = {"size": 4, "recent": 6, "sights": sights, "trigger": partial(Every, 1), "is_far": far}
-        self.it = Retrieval(self.lm, working, 3, sees=sees, closes=closes, **more)
+        self.it = ChunkRetrievalModel(self.lm, working, 3, sees=sees, closes=closes, **more)
         self.ids = families.prompt(120)
         self.it.start(self.ids)
 
@@ -96,18 +96,18 @@ class Told:
 @pytest.mark.parametrize("far", [False, True])
 def test_what_comes_back_is_what_was_read(far: bool) -> None:
     at = Told(far=far)
-    drive(at.it.study())
-    drive(at.it.read())
+    run_to_end(at.it.prefill())
+    run_to_end(at.it.catch_up())
     at.look_at(5, 6, 11)
     at.add([7])
     at.look_at(5, 6, 11)
-    drive(at.it.read())
+    run_to_end(at.it.catch_up())
     assert {5, 6, 11} <= {*at.it._held}
     s = at.slots(0)
     assert s.pos[0].tolist() == at.places
-    fresh = Sibling(lm(), 0, 0, sees=0)
+    fresh = SeparateDraftModel(lm(), 0, 0, sees=0)
     fresh.start([*at.ids, 0])
-    drive(fresh.study())
+    run_to_end(fresh.prefill())
     want = fresh._kv.slots(0)
     assert torch.allclose(s.k, want.k[:, at.places], atol=1e-12)
     assert torch.allclose(s.v, want.v[:, at.places], atol=1e-12)
@@ -119,27 +119,27 @@ def test_after_any_accepted_length_it_stores_what_it_says(sees: int | None, clos
     """A thousand rounds: guesses of any depth, of which any number come true; looks, undoing, long pauses."""
     random, at = Random(7), Told(sees=sees, closes=closes)
     it, n_checked = at.it, 0
-    drive(it.study())
+    run_to_end(it.prefill())
     for n in range(170):  # six times
         if random.random() < 0.5:
             at.look_at(*(random.randrange(len(at.ids) // 4) for _ in range(6)))
-        drive(it.read())
+        run_to_end(it.catch_up())
         s, places = at.slots(0), at.places
         assert it._n == len(at.ids)
         assert s.n_slots <= 40
         assert s.pos[0, -1] == len(at.ids) - 1 - it._gap
         if n % 3 == 0 and len(places) == s.n_slots:  # else some stay for a while of what was stored before a pause
             n_checked += 1
-            fresh = Sibling(lm(), 0, 0, sees=0)
+            fresh = SeparateDraftModel(lm(), 0, 0, sees=0)
             fresh.start([*(at.ids[i] for i in places), 0])
-            drive(fresh.study())
+            run_to_end(fresh.prefill())
             want = fresh._kv.slots(0)  # of the first layer: a token's value there depends on nothing before it
             assert torch.allclose(s.v, want.v, atol=1e-12)
             assert s.pos[0].tolist() == ([*range(len(places))] if closes else places)
             assert not closes or torch.allclose(s.k, want.k, atol=1e-6)
         guesses = [random.randrange(97) for _ in range(random.randrange(6))]
         for i, guess in enumerate(guesses):
-            drive(it.go_on([guess], [i - 1]))
+            run_to_end(it.continue_from([guess], [i - 1]))
         right = random.randint(0, len(guesses))
         new = [*guesses[:right], random.randrange(97)]
         if n % 40 == 39:
@@ -185,15 +185,15 @@ def test_a_chunk_is_not_let_go_for_one_that_is_hardly_more_looked_at() -> None:
 
 def test_a_set_that_is_all_but_the_same_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     at, laid = Told(working=83), []
-    drive(at.it.study())
+    run_to_end(at.it.prefill())
     monkeypatch.setattr(
-        at.it, "_lay", lambda chosen, first: (laid.append(chosen), Retrieval._lay(at.it, chosen, first))
+        at.it, "_lay", lambda chosen, first: (laid.append(chosen), ChunkRetrievalModel._lay(at.it, chosen, first))
     )
     for wanted, copied in ((range(14), 1), (range(14), 0), (range(1, 15), 0), (range(5, 19), 1)):
         laid.clear()
         at.add([3])
         at.look_at(*wanted)
-        drive(at.it.read())
+        run_to_end(at.it.catch_up())
         assert len(laid) == copied
 
 
@@ -210,15 +210,15 @@ def test_no_pass_makes_anything_as_large_as_rows_by_heads_by_context() -> None:
 
     made = drafter(depth=40, retrieval="every:1")
     session, n = opened(made), 450
-    drive(session.read(families.prompt(n)))
-    drive(session.step())
+    run_to_end(session.read(families.prompt(n)))
+    run_to_end(session.step())
     with Largest() as largest:
-        drive(made.propose(session.ids, 40, session))  # type: ignore[arg-type]
+        run_to_end(made.propose(session.ids, 40, session))  # type: ignore[arg-type]
     assert guesser(made)._score != ()
     assert 0 < largest.made < 41 * lm().n_heads * n / 2
     q = torch.zeros(lm().n_heads, 41, lm().head_dim, dtype=torch.float64)
     with Largest() as dense:  # what it would see
-        q @ session.kv.slots(2).k.repeat_interleave(lm().n_heads // lm().n_kv_heads, 0).transpose(1, 2)
+        q @ session.cache.slots(2).k.repeat_interleave(lm().n_heads // lm().n_kv_heads, 0).transpose(1, 2)
     assert dense.made >= 41 * lm().n_heads * n
 
 
@@ -231,43 +231,43 @@ def test_with_room_for_the_whole_text_guesses_are_those_of_the_whole(retrieval: 
 
 def test_texts_that_are_left_copied_or_taken_over_take_nothing_along() -> None:
     session = opened(drafter())
-    drive(session.read(families.prompt(130)))
-    list(events(session.stream(9)))
+    run_to_end(session.read(families.prompt(130)))
+    list(iterate_events(session.stream(9)))
     other = session.fork()
     mine, its = guesser(session.drafter), guesser(other.drafter)
     assert its._chunks is not mine._chunks
     assert its.lm is mine.lm
     for of in (session, other):
-        list(events(of.stream(9)))
+        list(iterate_events(of.stream(9)))
     assert session.ids == other.ids
     assert mine._score == its._score != ()
     ids = families.prompt(150, seed=4)
-    session.begin(ids, Sampler())
-    drive(session.read(ids[len(session.ids) :]))
+    session.start_answer(ids, Sampler())
+    run_to_end(session.read(ids[len(session.ids) :]))
     assert mine._score == ()  # nobody has looked at this text
-    list(events(session.stream(20)))
+    list(iterate_events(session.stream(20)))
     fresh = opened(Off())
-    fresh.begin(ids, Sampler())
-    drive(fresh.read(ids))
-    list(events(fresh.stream(20)))
+    fresh.start_answer(ids, Sampler())
+    run_to_end(fresh.read(ids))
+    list(iterate_events(fresh.stream(20)))
     assert session.ids == fresh.ids
     whole = [*other.ids]
-    session.take(other)
-    session.begin(whole[:-7], other.sampler)
-    list(events(session.stream(7)))
+    session.take_over(other)
+    session.start_answer(whole[:-7], other.sampler)
+    list(iterate_events(session.stream(7)))
     assert session.ids == whole
 
 
 def test_what_it_missed_while_it_was_not_asked_is_there_when_it_is() -> None:
     at = Told()
-    drive(at.it.study())
-    drive(at.it.read())
+    run_to_end(at.it.prefill())
+    run_to_end(at.it.catch_up())
     at.add([n % 97 for n in range(90)])  # more than stays
-    drive(at.it.read())
+    run_to_end(at.it.catch_up())
     assert at.places[-30:] == [*range(180, 210)]
     at.add([5])
     at.look_at(2, 30)  # one that lay ready, and one that was passed over
-    drive(at.it.read())
+    run_to_end(at.it.catch_up())
     assert {2, 30} <= {*at.it._held}
 
 
@@ -295,8 +295,8 @@ def test_attention_counts_of_the_last_layers_that_see_a_whole_text() -> None:
     sliding = lm("gemma3")
     whole = [layer for layer, window in enumerate(sliding.windows) if window is None]
     assert 0 < len(whole) < sliding.n_layers
-    assert [*looks(sliding, sliding.n_layers)] == whole
-    assert [*looks(lm(), 1)] == [lm().n_layers - 1]
+    assert [*scored_layers(sliding, sliding.n_layers)] == whole
+    assert [*scored_layers(lm(), 1)] == [lm().n_layers - 1]
 
 
 class Ear:
@@ -321,14 +321,14 @@ def test_a_trigger_hears_whether_the_first_guess_came_true_and_how_sure_the_next
     at, ear = Told(), Ear()
     at.it._trigger = ear
     for drafted, accepted in ((0, 0), (3, 0), (3, 2)):
-        at.it.hear(SimpleNamespace(path=[0], queries=None, n_drafted=drafted, n_accepted=accepted))  # type: ignore[arg-type]
+        at.it.observe(SimpleNamespace(path=[0], queries=None, n_drafted=drafted, n_accepted=accepted))  # type: ignore[arg-type]
     assert ear.heard == [None, False, True]
-    (row,) = drive(at.it.read())
+    (row,) = run_to_end(at.it.catch_up())
     scores = torch.tensor(row[len(row) // 2 :])
     assert ear.sure == [pytest.approx(float(scores.softmax(0)[0]))]
-    assert not at.it.hears
+    assert not at.it.needs
     ear.is_near = True
-    assert at.it.hears == "queries"
+    assert at.it.needs == "queries"
     at.it.start(at.ids[:40])
     at.it._trigger = ear
     assert not at.it.hears, "all of such a text is kept"
@@ -337,9 +337,9 @@ def test_a_trigger_hears_whether_the_first_guess_came_true_and_how_sure_the_next
 def test_only_the_last_accepted_token_is_looked_with() -> None:
     made = drafter(retrieval="every:1", working=120)
     session, it, accepted = opened(made), guesser(made), 0
-    drive(session.read(families.prompt(130)))
+    run_to_end(session.read(families.prompt(130)))
     for _ in range(6):
-        accepted += drive(session.step()).n_accepted
+        accepted += run_to_end(session.step()).n_accepted
         assert it._query is not None
         assert it._query.at == len(session.ids) - 2
     assert accepted > 0
@@ -354,22 +354,22 @@ def test_only_the_last_accepted_token_is_looked_with() -> None:
 
 def test_where_it_is_at_a_loss_it_looks_before_it_guesses() -> None:
     at, due = Told(), [False, True]
-    drive(at.it.study())
-    drive(at.it.read())
+    run_to_end(at.it.prefill())
+    run_to_end(at.it.catch_up())
     at.add([7])
     at.look_at(5, 6, 11)
     at.it._looks = lambda: due.pop(0)  # type: ignore[method-assign]
-    drive(at.it.read())
+    run_to_end(at.it.catch_up())
     assert {5, 6, 11} <= {*at.it._held}
 
 
 def test_of_chunks_the_newest_tokens_leave_room_for_so_many_stay() -> None:
     at = Told()
-    drive(at.it.study())
-    drive(at.it.read())
+    run_to_end(at.it.prefill())
+    run_to_end(at.it.catch_up())
     at.add([7])
     at.look_at(*range(1, 20))
-    drive(at.it.read())
+    run_to_end(at.it.catch_up())
     assert len(at.it._held) == at.it._most == 4
     assert at.it._n - at.it._solid >= 6
 
@@ -377,16 +377,16 @@ def test_of_chunks_the_newest_tokens_leave_room_for_so_many_stay() -> None:
 def test_a_chunk_that_was_never_read_is_read_behind_what_stands_before_it() -> None:
     """A few at once; as near the beginning as here, behind all of it."""
     at = Told(sees=None, working=83)
-    drive(at.it.study())
-    drive(at.it.read())
+    run_to_end(at.it.prefill())
+    run_to_end(at.it.catch_up())
     at.add([7])
     at.look_at(1, 3, 5, 7, 9, 11)
-    drive(at.it.read())
+    run_to_end(at.it.catch_up())
     ready = [chunk for chunk in range(10) if chunk in at.it._chunks]  # what stands behind them was read at first
     assert ready == [3, 5, 7, 9]
-    fresh = Sibling(lm(), 0, 0, sees=0)
+    fresh = SeparateDraftModel(lm(), 0, 0, sees=0)
     fresh.start([*at.ids, 0])
-    drive(fresh.study())
+    run_to_end(fresh.prefill())
     where = slice(3 + 4 * ready[-1], 7 + 4 * ready[-1])
     for layer, (k, v) in enumerate(at.it._chunks.of(ready[-1:], lm().device)):
         want = fresh._kv.slots(layer)
@@ -396,11 +396,11 @@ def test_a_chunk_that_was_never_read_is_read_behind_what_stands_before_it() -> N
 
 def test_an_undone_text_goes_on_from_the_chunks_before_its_end() -> None:
     at = Told()
-    drive(at.it.study())
-    drive(at.it.read())
+    run_to_end(at.it.prefill())
+    run_to_end(at.it.catch_up())
     at.add([7])
     at.look_at(1, 2)
-    drive(at.it.read())
+    run_to_end(at.it.catch_up())
     at.ids = at.ids[:61]
     at.it.start(at.ids)
     assert at.it._solid == at.it._n == 3 + 4 * 14, "nothing is read again but what is less than a chunk"
@@ -414,27 +414,27 @@ def test_an_undone_text_goes_on_from_the_chunks_before_its_end() -> None:
 def test_of_a_text_that_is_no_more_no_chunk_is_held(far: bool) -> None:
     """Chosen again in the next one they are stored again: what has their number is not what was held."""
     at = Told(far=far)
-    drive(at.it.study())
-    drive(at.it.read())
+    run_to_end(at.it.prefill())
+    run_to_end(at.it.catch_up())
     at.look_at(5, 6, 11)
     at.add([7])
-    drive(at.it.read())
+    run_to_end(at.it.catch_up())
     assert {5, 6, 11} <= {*at.it._held}
     at.ids = families.prompt(120, seed=5)
     assert at.ids[:3] != at.it._text[:3]
     at.it.start(at.ids)
     assert list(at.it._held) == []
-    drive(at.it.study())
-    drive(at.it.read())
+    run_to_end(at.it.prefill())
+    run_to_end(at.it.catch_up())
     at.look_at(5, 6, 11)
     at.add([7])
-    drive(at.it.read())
+    run_to_end(at.it.catch_up())
     assert {5, 6, 11} <= {*at.it._held}
     s = at.slots(0)
     assert s.pos[0].tolist() == at.places
-    fresh = Sibling(lm(), 0, 0, sees=0)
+    fresh = SeparateDraftModel(lm(), 0, 0, sees=0)
     fresh.start([*at.ids, 0])
-    drive(fresh.study())
+    run_to_end(fresh.prefill())
     want = fresh._kv.slots(0)
     assert torch.allclose(s.k, want.k[:, at.places], atol=1e-12)
     assert torch.allclose(s.v, want.v[:, at.places], atol=1e-12)

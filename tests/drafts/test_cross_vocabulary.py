@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from kvcli.drafts.draft_models import cross_vocabulary
-from kvcli.drafts.draft_models.cross_vocabulary import Foreign
-from kvcli.drafts.draft_models.retokenized_text import Respelled
-from kvcli.drafts.draft_models.separate_model import Sibling
-from kvcli.engine.engine import drive
+from kvcli.drafts.draft_models.cross_vocabulary import CrossVocabularyModel
+from kvcli.drafts.draft_models.retokenized_text import RetokenizedText
+from kvcli.drafts.draft_models.separate_model import SeparateDraftModel
+from kvcli.engine.engine import run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.models.retokenizer import Spelling
+from kvcli.models.retokenizer import TokenMapping
 from kvcli.models.text import decode
 from tests import families, small_tokenizers
 
@@ -25,9 +25,9 @@ PAIRS = [(a, b) for a in NAMES for b in NAMES if a != b]
 TEXT = " Hello world, the harbour of Gannau was closed.\nTwo ferries, café 😀 and all, wait.  It is Hello world again."
 
 
-def pair(target: str, draft: str) -> tuple[Any, Any, Spelling]:
+def pair(target: str, draft: str) -> tuple[Any, Any, TokenMapping]:
     words, its = (small_tokenizers.KINDS[name]() for name in (target, draft))
-    return words, its, Spelling(words, its)
+    return words, its, TokenMapping(words, its)
 
 
 def ids_of(words: Any, text: str = TEXT) -> list[int]:
@@ -38,7 +38,7 @@ def ids_of(words: Any, text: str = TEXT) -> list[int]:
 def test_kept_in_step_it_is_what_a_fresh_reading_would_be(target: str, draft: str) -> None:
     words, its, spelling = pair(target, draft)
     random, ids = Random(7), [*ids_of(words, 2 * TEXT), words.eos_token_id, *ids_of(words, 2 * TEXT)]
-    text, at = Respelled(spelling), 0
+    text, at = RetokenizedText(spelling), 0
     while at < len(ids):
         n = random.choice([1, 1, 2, 5, 40])
         if random.random() < 0.2:  # an undo
@@ -47,7 +47,7 @@ def test_kept_in_step_it_is_what_a_fresh_reading_would_be(target: str, draft: st
         else:
             text.extend(ids[at : at + n])
         at += n
-        fresh = Respelled(spelling)
+        fresh = RetokenizedText(spelling)
         fresh.start(ids[:at])
         assert text.its == fresh.its
         assert text.is_torn == fresh.is_torn
@@ -59,7 +59,7 @@ def test_kept_in_step_it_is_what_a_fresh_reading_would_be(target: str, draft: st
 
 def test_it_is_spelled_as_the_tokenizer_spells_it() -> None:
     words, its, spelling = pair("byte fallback", "byte-level")
-    text, ids = Respelled(spelling), ids_of(words, 9 * TEXT)
+    text, ids = RetokenizedText(spelling), ids_of(words, 9 * TEXT)
     for at in range(len(ids)):
         text.extend(ids[at : at + 1])
     assert len(text._cuts) > 5
@@ -68,7 +68,7 @@ def test_it_is_spelled_as_the_tokenizer_spells_it() -> None:
 
 def test_within_a_character_it_is_torn() -> None:
     words, its, spelling = pair("byte fallback", "byte-level")
-    text, seen = Respelled(spelling), []
+    text, seen = RetokenizedText(spelling), []
     for token in ids_of(words, "a 😀 b"):
         text.extend([token])
         seen.append((decode(its, text.its), text.is_torn))
@@ -123,17 +123,17 @@ class Oracle:
 def test_who_knows_the_text_guesses_it_in_the_other_vocabulary(target: str, draft: str) -> None:
     words, _, spelling = pair(target, draft)
     ids = ids_of(words, 8 * TEXT.replace("😀", "").replace("é", "e"))
-    whole = Respelled(spelling)
+    whole = RetokenizedText(spelling)
     whole.start(ids)
     oracle = Oracle(whole.its)
-    guesser, at, right, asked = Foreign(oracle, spelling), 9, 0, 0  # type: ignore[arg-type]
+    guesser, at, right, asked = CrossVocabularyModel(oracle, spelling), 9, 0, 0  # type: ignore[arg-type]
     guesser.start(ids[:at])
     while at + 4 < len(ids):
-        (row,) = drive(guesser.read())
+        (row,) = run_to_end(guesser.catch_up())
         guesses: list[int] = []
         while row and len(guesses) < 4:
             guesses.append(int(row[0]))
-            (row,) = drive(guesser.go_on(guesses[-1:], [len(guesses) - 2]))
+            (row,) = run_to_end(guesser.continue_from(guesses[-1:], [len(guesses) - 2]))
         took = next((i for i, guess in enumerate(guesses) if guess != ids[at + i]), len(guesses))
         right, asked = right + took, asked + max(1, min(took + 1, len(guesses)))
         guesser.extend(ids[at : at + took + 1])
@@ -145,12 +145,12 @@ def test_who_knows_the_text_guesses_it_in_the_other_vocabulary(target: str, draf
 def test_a_look_is_about_places_where_tokens_of_both_end() -> None:
     words, its, spelling = pair("byte-level", "byte fallback")
     ids = ids_of(words)
-    whole = Respelled(spelling)
+    whole = RetokenizedText(spelling)
     whole.start(ids)
-    guesser = Foreign(Oracle(whole.its), spelling)  # type: ignore[arg-type]
+    guesser = CrossVocabularyModel(Oracle(whole.its), spelling)  # type: ignore[arg-type]
     guesser.start(ids[:-5])
     newest = guesser.newest(16)
-    found = drive(guesser.read(len(newest), most=len(newest)))
+    found = run_to_end(guesser.catch_up(len(newest), most=len(newest)))
     said = [(int(row[0]), newest[i + 1]) for i, row in enumerate(found[:-1]) if row]
     assert len(found) == len(newest)
     assert len(said) > 4
@@ -168,20 +168,20 @@ def test_a_look_is_about_places_where_tokens_of_both_end() -> None:
 def test_a_look_takes_no_more_rows_than_it_is_about_nor_any_that_were_read(known: str) -> None:
     """Both spell alike, so what it says of the text is what who drafts would say of it alone."""
     model, words, its = LM.of(families.build("llama")), small_tokenizers.letters(97, 1), small_tokenizers.letters(97, 1)
-    spelling = Spelling(words, its)
+    spelling = TokenMapping(words, its)
     ids = spelling.target.ids(decode(words, families.prompt(150)))[:56]
-    alone, beside = Sibling(model), Sibling(model)
-    guesser = Foreign(beside, spelling)
+    alone, beside = SeparateDraftModel(model), SeparateDraftModel(model)
+    guesser = CrossVocabularyModel(beside, spelling)
     for each in (alone, guesser):
         each.start(ids[:50])
         if known == "the prompt":
-            drive(each.study())
+            run_to_end(each.prefill())
         for at in range(50, 56):
             each.extend(ids[at : at + 1])
     assert beside._text == alone._text == ids
     for each in (alone, beside):
         each.fed, each._feed = [], partial(counted, each, each._feed)  # type: ignore[attr-defined, method-assign]
-    want, found = (drive(each.read(5, most=5)) for each in (alone, guesser))
+    want, found = (run_to_end(each.catch_up(5, most=5)) for each in (alone, guesser))
     assert alone.fed == beside.fed == [5]  # type: ignore[attr-defined]
     for row, named in zip(want, found, strict=True):
         assert int(named[0]) == int(row[0])
@@ -204,12 +204,14 @@ class Says(Oracle):
         return [*map(float, ids), *(9.0 - rank for rank in range(len(ids)))]
 
 
-def named(says: Says, text: str = "Hello", kind: str = "byte-level") -> tuple[list[float], Foreign, Spelling]:
+def named(
+    says: Says, text: str = "Hello", kind: str = "byte-level"
+) -> tuple[list[float], CrossVocabularyModel, TokenMapping]:
     """What it names behind a text."""
     words, _, spelling = pair(kind, "byte fallback")
-    guesser = Foreign(says, spelling)  # type: ignore[arg-type]
+    guesser = CrossVocabularyModel(says, spelling)  # type: ignore[arg-type]
     guesser.start(ids_of(words, text))
-    (row,) = drive(guesser.read())
+    (row,) = run_to_end(guesser.catch_up())
     return row, guesser, spelling
 
 
@@ -241,12 +243,12 @@ def test_what_never_becomes_one_is_given_up_and_so_is_what_has_no_room(room: int
 
 def test_behind_half_a_character_and_behind_nothing_it_says_nothing() -> None:
     words, _, spelling = pair("byte fallback", "byte-level")
-    guesser = Foreign(Says([20]), spelling)  # type: ignore[arg-type]
+    guesser = CrossVocabularyModel(Says([20]), spelling)  # type: ignore[arg-type]
     guesser.start(ids_of(words, "a 😀")[:-1])
-    assert drive(guesser.read()) == [[]]
+    assert run_to_end(guesser.catch_up()) == [[]]
     guesser.start([words.unk_token_id])
-    assert drive(guesser.read()) == [[]]
-    assert drive(guesser.read(3, most=3)) == [[], [], []]
+    assert run_to_end(guesser.catch_up()) == [[]]
+    assert run_to_end(guesser.catch_up(3, most=3)) == [[], [], []]
 
 
 def test_a_mark_of_its_own_is_the_other_ones() -> None:
@@ -263,8 +265,8 @@ def test_a_part_of_a_word_is_not_named_again_until_the_word_is_whole() -> None:
     says = Says([ITS(a)], [ITS(b)])
     row, guesser, _ = named(says)
     assert int(row[0]) == spelling.target.ids(a)[0]
-    assert drive(guesser.go_on([int(row[0])], [-1])) == [[]], "both together are another token"
-    (row,) = drive(guesser.read())
+    assert run_to_end(guesser.continue_from([int(row[0])], [-1])) == [[]], "both together are another token"
+    (row,) = run_to_end(guesser.catch_up())
     assert int(row[0]) == spelling.target.ids(a + b)[0]
 
 
@@ -276,7 +278,7 @@ def test_spelled_candidates_are_remembered_and_not_for_ever(monkeypatch: pytest.
 
 def test_of_what_stands_before_a_cut_nothing_is_asked() -> None:
     words, _, spelling = pair("byte-level", "byte fallback")
-    guesser = Foreign(Oracle([]), spelling)  # type: ignore[arg-type]
+    guesser = CrossVocabularyModel(Oracle([]), spelling)  # type: ignore[arg-type]
     guesser.start(ids := ids_of(words, 9 * TEXT))
     assert guesser._text.at[0] > 0
     assert guesser.newest(1 << 20) == ids[guesser._text.at[0] :]
@@ -286,7 +288,7 @@ def test_of_what_stands_before_a_cut_nothing_is_asked() -> None:
 def test_where_its_past_is_spelled_otherwise_it_hears_so() -> None:
     words, its, spelling = pair("byte fallback", "byte-level")
     says = Says([20])
-    guesser, ids = Foreign(says, spelling), ids_of(words, "Hello world, the harbour was closed.")  # type: ignore[arg-type]
+    guesser, ids = CrossVocabularyModel(says, spelling), ids_of(words, "Hello world, the harbour was closed.")  # type: ignore[arg-type]
     guesser.start(ids[:4])
     for at in range(4, len(ids)):
         guesser.extend(ids[at : at + 1])
@@ -294,8 +296,8 @@ def test_where_its_past_is_spelled_otherwise_it_hears_so() -> None:
     assert says.text == its.encode("Hello world, the harbour was closed.", add_special_tokens=False)
 
 
-def respelled(words: Any, spelling: Spelling, text: str) -> list[int]:
-    found = Respelled(spelling)
+def respelled(words: Any, spelling: TokenMapping, text: str) -> list[int]:
+    found = RetokenizedText(spelling)
     found.start(ids_of(words, text))
     return found.its
 
@@ -310,7 +312,7 @@ def test_the_first_word_and_a_text_without_words_are_spelled_as_they_are_alone()
 
 def test_two_marks_that_are_one_to_it_are_one() -> None:
     words, _, spelling = pair("byte fallback", "byte-level")
-    text, (end, eos) = Respelled(spelling), words.convert_tokens_to_ids(["<|end|>", "</s>"])
+    text, (end, eos) = RetokenizedText(spelling), words.convert_tokens_to_ids(["<|end|>", "</s>"])
     text.start([*ids_of(words, "Hello"), end, eos])
     assert text.its.count(spelling.marks[end]) == 1  # type: ignore[arg-type]
 
@@ -318,10 +320,10 @@ def test_two_marks_that_are_one_to_it_are_one() -> None:
 def test_an_undo_takes_back_the_cuts_that_were_made_with_an_eye_on_what_is_gone() -> None:
     words, _, spelling = pair("byte-level", "byte fallback")
     ids = ids_of(words, 6 * TEXT)
-    text = Respelled(spelling)
+    text = RetokenizedText(spelling)
     for at in (50, 60, 71, 72, 100, 119, 121):
         text.start(ids)
         text.start(ids[:at])
-        fresh = Respelled(spelling)
+        fresh = RetokenizedText(spelling)
         fresh.start(ids[:at])
         assert (text.its, text._cuts) == (fresh.its, fresh._cuts)

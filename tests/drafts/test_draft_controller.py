@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from kvcli.drafts.pacing.draft_controller import Mode, Pace
+from kvcli.drafts.pacing.draft_controller import DraftController, Mode
 from kvcli.methods.drafts.ngram import Ngram
 
 COSTS: dict[str, Callable[[int], float]] = {  # rows -> plain passes
@@ -117,7 +117,7 @@ def test_without_adapting_every_match_is_drafted(engine, copied_ids):
     assert run.drafted(slice(0, None)) > 0.9
 
 
-def passes(pace: Pace, n: int, tokens: int, seconds: float) -> list[Mode]:
+def passes(pace: DraftController, n: int, tokens: int, seconds: float) -> list[Mode]:
     """Let `n` passes go by that verify one guess wherever they may."""
     modes = []
     for _ in range(n):
@@ -128,14 +128,14 @@ def passes(pace: Pace, n: int, tokens: int, seconds: float) -> list[Mode]:
 
 
 def test_plain_passes_are_timed_at_first_and_now_and_then():
-    modes = passes(Pace(probe_every=64), 500, tokens=3, seconds=0.012)
+    modes = passes(DraftController(probe_every=64), 500, tokens=3, seconds=0.012)
     assert modes[:5] == [Mode.PLAIN] * 5
     assert 5 <= modes[5:].count(Mode.PLAIN) <= 9
 
 
 def test_a_plain_time_that_was_doubted_long_ago_is_measured_anew():
     """Twice in 128 passes it is thrown away, where a plain pass takes three times as long; a third time is noise."""
-    pace, known = Pace(), []
+    pace, known = DraftController(), []
     for seconds, n in ((0.01, 60), (0.03, 30), (0.01, 30), (0.03, 30), (0.03, 200), (0.1, 30)):
         for _ in range(n):
             drafts = pace.mode() is Mode.DRAFT
@@ -147,7 +147,7 @@ def test_a_plain_time_that_was_doubted_long_ago_is_measured_anew():
 
 
 def test_a_slow_window_pauses_and_pauses_grow():
-    pace = Pace()
+    pace = DraftController()
     modes = passes(pace, 3000, tokens=1, seconds=0.015)
     starts = [i for i, mode in enumerate(modes) if mode is Mode.DRAFT and modes[i - 1] is not Mode.DRAFT]
     gaps = [b - a for a, b in pairwise(starts) if b - a > 64]
@@ -157,7 +157,7 @@ def test_a_slow_window_pauses_and_pauses_grow():
 
 
 def test_what_guesses_cost_stays_known_while_scouts_go_along():
-    pace, alone, chances = Pace(), 0, [0.95**n for n in range(1, 16)]
+    pace, alone, chances = DraftController(), 0, [0.95**n for n in range(1, 16)]
     for _ in range(3000):
         guesses = 15 if pace.mode() is Mode.DRAFT else 0
         scouts = 16 if guesses and not pace.wants_alone(guesses) else 0
@@ -168,7 +168,7 @@ def test_what_guesses_cost_stays_known_while_scouts_go_along():
 
 
 def test_cheap_rows_are_found_a_stair_at_a_time():
-    pace, sent, chances = Pace(), [0], [0.95**n for n in range(1, 32)]
+    pace, sent, chances = DraftController(), [0], [0.95**n for n in range(1, 32)]
     pace.expect({16: 1.05, 32: 1.1})
     for _ in range(200):
         guesses = pace.rows(chances, safe=4) if pace.mode() is Mode.DRAFT else 0
@@ -179,7 +179,7 @@ def test_cheap_rows_are_found_a_stair_at_a_time():
 
 
 def test_passes_that_decided_nothing_count_in_full():
-    pace, turn = Pace(), 0
+    pace, turn = DraftController(), 0
     for _ in range(60):
         if pace.mode() is not Mode.DRAFT:
             pace.observe(0, 1, 0.01)
@@ -191,7 +191,7 @@ def test_passes_that_decided_nothing_count_in_full():
 
 
 def test_a_pause_says_why_and_for_how_long():
-    pace = Pace()
+    pace = DraftController()
     passes(pace, 60, tokens=1, seconds=0.02)
     report = pace.report()
     assert report.paused
@@ -200,21 +200,21 @@ def test_a_pause_says_why_and_for_how_long():
 
 
 def test_a_guess_on_paper_that_comes_true_ends_a_pause():
-    pace = Pace()
+    pace = DraftController()
     passes(pace, 60, tokens=1, seconds=0.02)
     assert pace.report().paused
-    pace.hear_paper(came_true=False)
+    pace.observe_dry_run(came_true=False)
     assert pace.report().paused
-    pace.hear_paper(came_true=True)
+    pace.observe_dry_run(came_true=True)
     assert not pace.report().paused
 
 
 def test_nothing_is_killed_at_zero():
-    assert passes(Pace(kill_below=0.0), 300, tokens=1, seconds=0.04).count(Mode.DRAFT) > 200
+    assert passes(DraftController(kill_below=0.0), 300, tokens=1, seconds=0.04).count(Mode.DRAFT) > 200
 
 
 def test_another_turn_keeps_what_rows_cost():
-    pace = Pace()
+    pace = DraftController()
     passes(pace, 100, tokens=3, seconds=0.012)
     cost = pace.report().row_cost
     assert cost
@@ -224,7 +224,7 @@ def test_another_turn_keeps_what_rows_cost():
 
 
 def test_the_rows_that_pay_are_chosen():
-    pace = Pace()
+    pace = DraftController()
     passes(pace, 20, tokens=2, seconds=0.015)  # a second row costs half a pass and always holds: 1.33 tokens a unit
     assert pace.rows([0.9], safe=9) == 1
     assert pace.rows([0.5], safe=9) == 0
@@ -232,7 +232,7 @@ def test_the_rows_that_pay_are_chosen():
 
 
 def test_a_clock_that_stands_still_breaks_nothing():
-    pace = Pace()
+    pace = DraftController()
     for _ in range(200):
         pace.observe(pace.rows([0.5] * 200, safe=200) if pace.mode() is Mode.DRAFT else 0, 1, 0.0)
     assert not pace.report().paused

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvcli.drafts.sources.model_draft import Chain
-from kvcli.drafts.sources.prompt_lookup import Copies
-from kvcli.drafts.tree.growth import Growth, Shape, sequoia
+from kvcli.drafts.sources.model_draft import ModelDraft
+from kvcli.drafts.sources.prompt_lookup import PromptLookup
+from kvcli.drafts.tree.growth import Growth, TreeShape, sequoia
 from kvcli.drafts.tree.tree import grow
 
 
@@ -58,17 +58,17 @@ def drafted(
     text: Sequence[int] = (5, 7),
     leads: Sequence[float] = (2.0, 1.0),
     **more: Any,
-) -> Chain:
+) -> ModelDraft:
     """As deep as `pays` guesses, where no price is fixed."""
     said = Says(leads)
-    chain = Chain(said, depth=depth, vocab=10**6, share=0.1, growth=growth, **more)  # type: ignore[arg-type]
+    chain = ModelDraft(said, depth=depth, vocab=10**6, share=0.1, growth=growth, **more)  # type: ignore[arg-type]
     chain.start(text)
-    list(chain.ahead(99, lambda chances: len(chances) <= pays, 0.02, lambda n: [1 + 0.02 * i for i in range(n)]))
+    list(chain.extend_draft(99, lambda chances: len(chances) <= pays, 0.02, lambda n: [1 + 0.02 * i for i in range(n)]))
     assert [said.paths[place.row] for place in chain._places[1:]] == [place.path for place in chain._places[1:]]
     return chain
 
 
-def rows_of(chain: Chain) -> list[int]:
+def rows_of(chain: ModelDraft) -> list[int]:
     return [len(ids) for ids, _ in chain.guesser.passes]  # type: ignore[attr-defined]
 
 
@@ -130,28 +130,28 @@ def test_the_unsure_place_has_more_alternatives() -> None:
     assert [growth.offered(chance, None) for chance in (0.95, 0.7, 0.5, 0.1)] == [1, 3, 5, 7]
 
 
-def forests(n: int, levels: int, ranks: int) -> Iterator[tuple[Shape, ...]]:
+def forests(n: int, levels: int, ranks: int) -> Iterator[tuple[TreeShape, ...]]:
     """All ways to have n nodes below one, so deep and no deeper, children of the first ranks."""
     if not n:
         yield ()
     elif levels and ranks:
         for mine in range(1, n + 1):
             for down, beside in product(forests(mine - 1, levels - 1, RANKS), forests(n - mine, levels, ranks - 1)):
-                yield (Shape(down), *beside)
+                yield (TreeShape(down), *beside)
 
 
 RANKS = 3
 
 
-def value(shape: Shape, rates: Sequence[float]) -> float:
+def value(shape: TreeShape, rates: Sequence[float]) -> float:
     return sum(rate * (1 + value(below, rates)) for rate, below in zip(rates, shape.below, strict=False))
 
 
-def height(shape: Shape) -> int:
+def height(shape: TreeShape) -> int:
     return max((1 + height(below) for below in shape.below), default=0)
 
 
-def nodes(shape: Shape) -> int:
+def nodes(shape: TreeShape) -> int:
     """Behind its root."""
     return sum(1 + nodes(below) for below in shape.below)
 
@@ -163,10 +163,10 @@ def test_the_dynamic_programme_finds_the_best_of_all_shapes(seed: int) -> None:
     each, slope = random.choice([0.02, 0.1, 0.4]), random.choice([0.01, 0.1, 0.3])
     costs = [1 + slope * i for i in range(7)]
 
-    def speed(shape: Shape) -> float:
+    def speed(shape: TreeShape) -> float:
         return (1 + value(shape, rates)) / (height(shape) * each + costs[nodes(shape)])
 
-    every = [Shape(below) for n in range(1, 7) for below in forests(n, 4, RANKS)]
+    every = [TreeShape(below) for n in range(1, 7) for below in forests(n, 4, RANKS)]
     assert speed(sequoia(rates, 6, 4, each, costs)) == pytest.approx(max(map(speed, every)))
 
 
@@ -175,7 +175,7 @@ def test_a_cascade_has_copies_checked_in_one_pass() -> None:
     run = [7]
     for _ in range(6):
         run.append(int(said.said(run[-1])[0]))
-    copies = Copies(1, 32)
+    copies = PromptLookup(1, 32)
     text = [*run, 8001, *run, 8002, 7]  # what followed 7 twice is what is guessed
     copies.start(text)
     chain = drafted(Growth("chain"), text=text, cascade=(copies, 3))
@@ -194,7 +194,7 @@ def test_copies_go_on_where_the_model_ends() -> None:
     said = Says()
     run = [7, *(int(said.said(7)[:1][0]) for _ in range(1))]
     run.append(int(said.said(run[-1])[0]))
-    copies = Copies(1, 32)
+    copies = PromptLookup(1, 32)
     text = [4, *run, 31, 32, 33, 8001, 7]
     copies.start(text)
     chain = drafted(Growth("chain"), text=text, depth=2)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcli.drafts.sources.jacobi_window import Window
+from kvcli.drafts.sources.jacobi_window import JacobiWindow
 
 
-def filled(width: int, ngram: int, text: list[int], ends: tuple[int, ...] = ()) -> Window:
-    window = Window(width, ngram, ends)
+def filled(width: int, ngram: int, text: list[int], ends: tuple[int, ...] = ()) -> JacobiWindow:
+    window = JacobiWindow(width, ngram, ends)
     window.start(text)
     return window
 
@@ -50,7 +50,7 @@ def test_a_run_is_the_column_and_its_prediction():
 def test_the_same_text_is_filled_alike_and_no_text_sends_nobody():
     text = list(range(9))
     assert filled(3, 4, text).scouts().ids == filled(3, 4, text).scouts().ids
-    assert Window(3, 4).scouts() is None
+    assert JacobiWindow(3, 4).scouts() is None
     assert filled(3, 4, [5], ends=(5,)).scouts() is None
 
 

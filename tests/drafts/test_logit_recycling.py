@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcli.drafts.sources.logit_recycling import PART, TOP, WIDE, Successors, likeliest, top
+from kvcli.drafts.sources.logit_recycling import PART, TOP, WIDE, RecycledLogits, likeliest, top
 from kvcli.drafts.tree.tree import grow
 from kvcli.engine.sequence.sampler import Sampler
 from kvcli.kernels.gumbel_noise import gumbel
@@ -34,17 +34,17 @@ def test_the_host_noise_is_the_reference():
 
 
 def test_the_newest_successors_of_a_token_replace_the_old():
-    source = Successors("recycle", 1, 1)
-    source.tell([1], [2, 3], logs(0.6, 0.3))
-    source.tell([1], [4, 2], logs(0.7, 0.2))
+    source = RecycledLogits("recycle", 1, 1)
+    source.add([1], [2, 3], logs(0.6, 0.3))
+    source.add([1], [4, 2], logs(0.7, 0.2))
     source.start([9, 1])
     assert [o.id for o in source.offers(source.root(3), 0, 4)] == [4, 2]
 
 
 def test_longer_keys_keep_a_mean():
-    source = Successors("stand", 2, 4)
-    source.tell([0, 1], [2, 3], logs(0.9, 0.1))
-    source.tell([0, 1], [3, 2], logs(0.6, 0.4))
+    source = RecycledLogits("stand", 2, 4)
+    source.add([0, 1], [2, 3], logs(0.9, 0.1))
+    source.add([0, 1], [3, 2], logs(0.6, 0.4))
     source.start([0, 1])
     first, second = source.offers(source.root(3), 0, 4)
     assert (first.id, second.id) == (2, 3)  # 0.65 against 0.35
@@ -52,9 +52,9 @@ def test_longer_keys_keep_a_mean():
 
 
 def test_the_longest_known_key_decides():
-    source = Successors("stand", 2, 3)
-    source.tell([5, 1, 2], [7], logs(0.9))
-    source.tell([6, 1, 2], [8], logs(0.9))
+    source = RecycledLogits("stand", 2, 3)
+    source.add([5, 1, 2], [7], logs(0.9))
+    source.add([6, 1, 2], [8], logs(0.9))
     source.start([5, 1, 2])
     assert source.offers(source.root(1), 0, 1)[0].id == 7
     source.start([4, 1, 2])
@@ -62,9 +62,9 @@ def test_the_longest_known_key_decides():
 
 
 def test_a_path_follows_its_own_guesses():
-    source = Successors("recycle", 1, 1)
+    source = RecycledLogits("recycle", 1, 1)
     for token in range(5):
-        source.tell([token], [token + 1], logs(0.99))
+        source.add([token], [token + 1], logs(0.99))
     source.start([0])
     assert [g.id for g in grow([source], 4, 9, 2)] == [1, 2, 3, 4]
 
@@ -73,11 +73,11 @@ def test_a_path_follows_its_own_guesses():
 def test_what_is_guessed_first_is_what_the_sampler_draws(settings: dict[str, float]):
     """With all of the distribution known, the coupled guess is the sample."""
     sampler = Sampler(temperature=0.8, seed=5, **settings)
-    source = Successors("stand", 2, 2)
+    source = RecycledLogits("stand", 2, 2)
     source.sampler = sampler
     logits = torch.randn(1, TOP, generator=torch.Generator().manual_seed(1))
     ids, logp = likeliest(top(logits)[0].tolist())
-    source.tell([3, 4], ids, logp)
+    source.add([3, 4], ids, logp)
     for n in range(40):
         text = [0] * n + [3, 4]
         source.start(text)
@@ -87,9 +87,9 @@ def test_what_is_guessed_first_is_what_the_sampler_draws(settings: dict[str, flo
 
 def test_keys_are_limited(monkeypatch):
     monkeypatch.setattr("kvcli.drafts.sources.logit_recycling.KEYS", 3)
-    source = Successors("recycle", 1, 1)
+    source = RecycledLogits("recycle", 1, 1)
     for token in range(9):
-        source.tell([token], [0], [0.0])
+        source.add([token], [0], [0.0])
     source.start([5])
     assert not source.offers(source.root(1), 0, 1)
     source.start([8])

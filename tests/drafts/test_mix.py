@@ -7,28 +7,28 @@ import pytest
 from kvcli.drafts.sources import logit_recycling
 from kvcli.drafts.tree import tree_drafter
 from kvcli.methods.drafts.mix import Mix
-from kvcli.methods.drafts.model import Model
-from kvcli.methods.drafts.model_draft_settings import Company
+from kvcli.methods.drafts.model import SeparateModelDraft
+from kvcli.methods.drafts.model_draft_settings import ModelDraftSettings
 from kvcli.methods.drafts.self_draft import SelfDraft
 
 
 def test_without_scouts_neither_rows_nor_a_view_are_planned_for():
     with_scouts = Mix(max=7, window=4, ngram=5, view="stream", sinks=16, local=100, refresh=8)
     assert with_scouts.rows == 1 + 7 + 15
-    assert with_scouts.copied(1000) == 124
-    assert with_scouts.copied(50) == 50
+    assert with_scouts.view_slots(1000) == 124
+    assert with_scouts.view_slots(50) == 50
     without = Mix(max=7, view="stream", sources=("suffix", "recycle"))
     assert without.rows == 8
-    assert without.copied(1000) == 0
+    assert without.view_slots(1000) == 0
     assert without.drafter().view is None
 
 
 def test_what_a_model_keeps_beside_its_guesses_is_planned_for_as_in_a_mix():
-    beside = Model(sources=("stand", "recycle"))
+    beside = SeparateModelDraft(sources=("stand", "recycle"))
     learned = Mix(sources=("stand", "recycle")).tables(100)
     assert learned == 400 * logit_recycling.KEY_BYTES
-    assert beside.tables(100) == Model().tables(100) + learned
-    assert SelfDraft(sources=("recycle",), copies=False).tables(100) == 100 * logit_recycling.KEY_BYTES
+    assert beside.index_bytes(100) == SeparateModelDraft().index_bytes(100) + learned
+    assert SelfDraft(sources=("recycle",), copies=False).index_bytes(100) == 100 * logit_recycling.KEY_BYTES
 
 
 def test_a_mix_of_nothing_is_refused():
@@ -56,7 +56,7 @@ def test_logits_rest_where_listening_takes_longer_than_it_brings(
     assert run.gain > 2
 
 
-@pytest.mark.parametrize("config", [Model, SelfDraft])
-def test_guessing_beside_verification_is_refused_with_the_reason(config: type[Company]):
+@pytest.mark.parametrize("config", [SeparateModelDraft, SelfDraft])
+def test_guessing_beside_verification_is_refused_with_the_reason(config: type[ModelDraftSettings]):
     with pytest.raises(ValueError, match=r"one model after the other: overlap = false"):
         config(overlap=True)

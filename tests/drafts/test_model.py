@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from kvcli.drafts.draft_models import separate_model
-from kvcli.drafts.draft_models.separate_model import Sibling
-from kvcli.drafts.sources.model_draft import Chain
+from kvcli.drafts.draft_models.separate_model import SeparateDraftModel
+from kvcli.drafts.sources.model_draft import ModelDraft
 from kvcli.engine import engine
-from kvcli.engine.drafting.drafter import Drafter, Pair
-from kvcli.engine.engine import drive, events, together
+from kvcli.engine.drafting.drafter import Drafter, ModelPair
+from kvcli.engine.engine import generate_together, iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Stats
 from kvcli.errors import BadConfig, BadModel
 from kvcli.kv.recurrent_state import apart_by
 from kvcli.kv.slots import Slots
 from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.model import Model
+from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
 from tests import families, hybrids
 from tests.covering import marked
@@ -44,18 +44,20 @@ def lm(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: Any
 
 
 def drafter(draft: LM, **settings: Any) -> Drafter:
-    return Model(**{"adaptive": False, "depth": 5, "copies": False, **settings}).drafter(pair=Pair(lm(), draft))
+    return SeparateModelDraft(**{"adaptive": False, "depth": 5, "copies": False, **settings}).drafter(
+        pair=ModelPair(lm(), draft)
+    )
 
 
-def opened(drafter: Drafter, sampler: Sampler = SAMPLERS["greedy"]) -> Session:
-    return Session(lm(), Dense(lm().shapes, lm().dtype), drafter, sampler, chunk=13)
+def opened(drafter: Drafter, sampler: Sampler = SAMPLERS["greedy"]) -> GenerationSession:
+    return GenerationSession(lm(), Dense(lm().shapes, lm().dtype), drafter, sampler, chunk=13)
 
 
 def text(drafter: Drafter, sampler: Sampler = SAMPLERS["greedy"], n: int = 60) -> tuple[list[int], Stats]:
     session, stats = opened(drafter, sampler), Stats()
-    drive(session.read(families.prompt(n)))
-    for step in events(session.stream(NEW)):
-        stats.fold(step)
+    run_to_end(session.read(families.prompt(n)))
+    for step in iterate_events(session.stream(NEW)):
+        stats.add_step(step)
     return session.ids, stats
 
 
@@ -77,7 +79,7 @@ STATEFUL = ("qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1", "kimi_linear")
 @cache
 def hybrid(family: str, dtype: torch.dtype = torch.float32) -> LM:
     found = LM.of(hybrids.build(family, dtype), id=family)
-    found.lay_out()
+    found.install_kernels()
     return found
 
 
@@ -85,13 +87,13 @@ def hybrid(family: str, dtype: torch.dtype = torch.float32) -> LM:
 @pytest.mark.parametrize("family", STATEFUL)
 def test_with_states_it_guesses_what_it_would_write_alone(family: str, settings: dict[str, Any]) -> None:
     both, stats = hybrid(family), Stats()
-    config = Model(adaptive=False, depth=5, branches=1, **{"copies": False, **settings})
+    config = SeparateModelDraft(adaptive=False, depth=5, branches=1, **{"copies": False, **settings})
     texts = []
-    for made in (config.drafter(pair=Pair(both, both)), Off()):
-        session = Session(both, Dense(both.shapes, both.dtype), made, SAMPLERS["drawn"], chunk=13)
-        drive(session.read(hybrids.prompt(43)))
-        for step in events(session.stream(NEW)):
-            stats.fold(step) if not isinstance(made, Off) else None
+    for made in (config.drafter(pair=ModelPair(both, both)), Off()):
+        session = GenerationSession(both, Dense(both.shapes, both.dtype), made, SAMPLERS["drawn"], chunk=13)
+        run_to_end(session.read(hybrids.prompt(43)))
+        for step in iterate_events(session.stream(NEW)):
+            stats.add_step(step) if not isinstance(made, Off) else None
         texts.append(session.ids)
     assert texts[0] == texts[1]
     assert stats.accepted_tokens == stats.draft_tokens > 0 or "cascade" in settings  # which copies may be wrong
@@ -102,18 +104,18 @@ def test_with_states_it_guesses_what_it_would_write_alone(family: str, settings:
 def test_states_go_back_to_what_was_accepted(family: str, working: int) -> None:
     """Rounds of guesses in passes of one row and of several, of which any beginning comes true; and texts cut."""
     random, its = Random(3), hybrid(family)
-    at = Sibling(its, working, 3 if working else 0, sees=0)
+    at = SeparateDraftModel(its, working, 3 if working else 0, sees=0)
     ids = hybrids.prompt(60)
     at.start(ids)
-    drive(at.study())
+    run_to_end(at.prefill())
     for n in range(60):
-        drive(at.read())
+        run_to_end(at.catch_up())
         guesses = [random.randrange(hybrids.VOCAB) for _ in range(random.randrange(6))]
         cuts = sorted({0, *random.choices(range(len(guesses) + 1), k=2), len(guesses)})
         for a, b in pairwise(cuts):
-            drive(at.go_on(guesses[a:b], range(a - 1, b - 1)))
+            run_to_end(at.continue_from(guesses[a:b], range(a - 1, b - 1)))
         if n % 3 and len(guesses) > 2:  # a further pass stands behind any of them
-            drive(at.go_on([5], [random.randrange(len(guesses))]))
+            run_to_end(at.continue_from([5], [random.randrange(len(guesses))]))
         right = random.randint(0, len(guesses))
         ids = [*ids, *guesses[:right], random.randrange(hybrids.VOCAB)]
         if n % 20 == 19:
@@ -121,23 +123,23 @@ def test_states_go_back_to_what_was_accepted(family: str, working: int) -> None:
             at.start(ids)
         else:
             at.extend(ids[-right - 1 :])
-        assert at.missing >= 1
+        assert at.n_uncovered >= 1
         if n % 5 == 0:
-            (got,) = drive(at.read())
-            fresh = Sibling(its, working, 3 if working else 0, sees=0)
+            (got,) = run_to_end(at.catch_up())
+            fresh = SeparateDraftModel(its, working, 3 if working else 0, sees=0)
             fresh.start(ids)
-            (want,) = drive(fresh.read())
+            (want,) = run_to_end(fresh.catch_up())
             assert apart_by(at._states.now, fresh._states.now) < 1e-3 or working
             assert got == pytest.approx(want, abs=1e-3) or working  # keys that stay are others
 
 
 def test_what_is_passed_over_is_not_in_its_states() -> None:
     its, ids = hybrid("qwen3_5_text"), hybrids.prompt(70)
-    at, fresh = Sibling(its, 23, 3, sees=None), Sibling(its, 0, 0, sees=0)
+    at, fresh = SeparateDraftModel(its, 23, 3, sees=None), SeparateDraftModel(its, 0, 0, sees=0)
     at.start(ids)
-    drive(at.study())
+    run_to_end(at.prefill())
     fresh.start([*ids[:3], *ids[50:]])
-    drive(fresh.study())
+    run_to_end(fresh.prefill())
     rec = {key for key in its.mixers.like.rec if key[0] == 0}  # of the first layer, which knows no position
     assert all(torch.allclose(at._states.now.rec[key], fresh._states.now.rec[key], atol=1e-5) for key in rec)
     assert at._states.now.at == 69
@@ -154,10 +156,10 @@ def test_what_is_passed_over_is_not_in_its_states() -> None:
 def test_what_states_cannot_do_is_refused_by_name(settings: dict[str, Any], try_: str) -> None:
     its = hybrid("lfm2")
     with pytest.raises(BadModel, match="lfm2 has layers that fold the text into a state") as told:
-        Model(**settings).drafter(pair=Pair(its, its))
+        SeparateModelDraft(**settings).drafter(pair=ModelPair(its, its))
     assert told.value.try_ == (f"--set spec.{try_}",)
-    Model(**{**settings, try_.split("=")[0]: 1 if try_ == "wide=1" else try_.split("=")[1]}).drafter(
-        pair=Pair(its, its)
+    SeparateModelDraft(**{**settings, try_.split("=")[0]: 1 if try_ == "wide=1" else try_.split("=")[1]}).drafter(
+        pair=ModelPair(its, its)
     )
 
 
@@ -175,7 +177,7 @@ class Reader:
         self, working: int, sinks: int, *, sees: int | None = 0, closes: bool, dtype: torch.dtype = torch.float64
     ) -> None:
         self.lm = lm("llama", dtype)
-        self.it = Sibling(self.lm, working, sinks, sees=sees, closes=closes)
+        self.it = SeparateDraftModel(self.lm, working, sinks, sees=sees, closes=closes)
         self.ids = families.prompt(70)
         self.it.start(self.ids)
 
@@ -187,14 +189,14 @@ class Reader:
 def test_after_any_accepted_length_it_stores_what_a_fresh_reading_would(closes: bool) -> None:
     """A thousand rounds: trees of guesses, of which any line comes true, or a part of it."""
     random, at = Random(5), Reader(0, 0, closes=closes)
-    drive(at.it.study())
+    run_to_end(at.it.prefill())
     for n in range(1000):
-        drive(at.it.read())
+        run_to_end(at.it.catch_up())
         guesses = [random.randrange(97) for _ in range(random.randrange(6))]
         parents = [random.randrange(-1, i) for i in range(len(guesses))]
         cuts = sorted({0, *random.choices(range(len(guesses) + 1), k=2), len(guesses)})
         for a, b in pairwise(cuts):
-            drive(at.it.go_on(guesses[a:b], parents[a:b]))
+            run_to_end(at.it.continue_from(guesses[a:b], parents[a:b]))
         new, row = [random.randrange(97)], random.randint(0, len(guesses)) - 1
         while row >= 0:
             new.insert(0, guesses[row])
@@ -205,12 +207,12 @@ def test_after_any_accepted_length_it_stores_what_a_fresh_reading_would(closes: 
             at.it.start(at.ids)
         else:
             at.it.extend(new)
-        assert at.it.missing >= 1
+        assert at.it.n_uncovered >= 1
         if n % 50 == 0 or len(at.ids) < 90:
             fresh = Reader(0, 0, closes=closes)
             fresh.it.start([*at.ids, 0])
-            drive(fresh.it.study())
-            drive(at.it.read())
+            run_to_end(fresh.it.prefill())
+            run_to_end(at.it.catch_up())
             s, want = at.slots(), fresh.slots()
             assert torch.equal(s.pos, want.pos)
             assert torch.allclose(s.k, want.k, atol=1e-12)
@@ -220,11 +222,11 @@ def test_after_any_accepted_length_it_stores_what_a_fresh_reading_would(closes: 
 @pytest.mark.parametrize("sees", [None, 0, 31])
 def test_of_a_text_the_first_tokens_and_the_newest_stay(sees: int | None) -> None:
     at = Reader(23, 3, sees=sees, closes=False)
-    drive(at.it.study())
+    run_to_end(at.it.prefill())
     assert at.slots().pos[0].tolist() == [0, 1, 2, *range(50 if sees is None else 49, 69)]  # room for the last one
     for n in range(40):
-        drive(at.it.read())
-        drive(at.it.go_on([n], [-1]))
+        run_to_end(at.it.catch_up())
+        run_to_end(at.it.continue_from([n], [-1]))
         held = at.slots().pos[0].tolist()
         assert held[:3] == [0, 1, 2]
         assert held[3:] == list(range(held[-1] - len(held) + 4, len(at.ids)))
@@ -237,24 +239,24 @@ def test_of_a_text_the_first_tokens_and_the_newest_stay(sees: int | None) -> Non
 def test_closed_up_it_is_the_text_without_what_went(sees: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that were turned are those of a text in which the tokens between never stood; values know no positions."""
     at = Reader(23, 3, sees=sees, closes=True)
-    drive(at.it.study())
+    run_to_end(at.it.prefill())
     s = at.slots(0)  # of the first layer, where a token's key depends on nothing before it
     stays = [*at.ids[:3], *at.ids[50 if sees is None else 49 : 69]]
     fresh = Reader(0, 0, closes=True)
     fresh.it.start([*stays, 0])
-    drive(fresh.it.study())
+    run_to_end(fresh.it.prefill())
     want = fresh.slots(0)
     assert torch.equal(s.pos, want.pos)
     assert torch.allclose(s.k, want.k, atol=1e-6)  # angles are taken in float32
     assert torch.allclose(s.v, want.v, atol=1e-12)
     monkeypatch.setattr(separate_model, "CHUNK", 5)
     for n in range(300):  # five times as long as the model was made for, were positions those of the text
-        drive(at.it.read())
+        run_to_end(at.it.catch_up())
         assert int(at.slots().pos.max()) < 23
         new = [n % 97] * (19 if n % 3 else 2)
         at.ids += new
         at.it.extend(new)
-    assert at.it.room > 400
+    assert at.it.max_depth > 400
 
 
 def test_positions_of_the_text_end_where_the_model_does() -> None:
@@ -268,9 +270,9 @@ def test_positions_of_the_text_end_where_the_model_does() -> None:
     closed = text(drafter(short, working=20, positions="contiguous"))[1]
     assert closed.drafted_passes >= closed.passes - 1
     session, stats = opened(drafter(short, working=20, positions="contiguous")), Stats()
-    drive(session.read(families.prompt(200)))  # more than the model was made for, before anything was read
-    for step in events(session.stream(NEW)):
-        stats.fold(step)
+    run_to_end(session.read(families.prompt(200)))  # more than the model was made for, before anything was read
+    for step in iterate_events(session.stream(NEW)):
+        stats.add_step(step)
     assert stats.drafted_passes >= stats.passes - 1
     with pytest.raises(BadConfig, match=r"spec.working = 100 is more than model"):
         drafter(short, working=100, positions="contiguous")
@@ -293,11 +295,11 @@ def test_trees_hold_more_of_the_text_than_a_chain_and_change_nothing_of_it(tree:
 
 @pytest.mark.parametrize("working", [6, 20, 70, 0])
 def test_a_look_is_at_no_more_than_stays(working: int) -> None:
-    chain = Chain(Sibling(lm(), working, 4 if working else 0), depth=4, vocab=97, share=0.1)
+    chain = ModelDraft(SeparateDraftModel(lm(), working, 4 if working else 0), depth=4, vocab=97, share=0.1)
     chain.start(families.prompt(90))
-    drive(chain._take_a_look(0.0))
-    assert chain.guesser.missing == 0
-    assert chain.mean != Chain(chain.guesser, depth=4, vocab=97, share=0.1).mean
+    run_to_end(chain._take_a_look(0.0))
+    assert chain.guesser.n_uncovered == 0
+    assert chain.mean != ModelDraft(chain.guesser, depth=4, vocab=97, share=0.1).mean
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -355,8 +357,8 @@ def test_whatever_breaks_in_its_passes_leaves_the_text_alone(
 
     monkeypatch.setattr(store, "attend", attend)
     session = opened(made)
-    drive(session.read(families.prompt(60)))
-    for _ in events(session.stream(NEW)):
+    run_to_end(session.read(families.prompt(60)))
+    for _ in iterate_events(session.stream(NEW)):
         pass
     assert session.ids == text(Off())[0]
     assert (report := made.report()) is not None
@@ -367,7 +369,7 @@ def test_whatever_breaks_in_its_passes_leaves_the_text_alone(
     )
     assert report.paused
     session.rewind(40)
-    drive(session.read(families.prompt(8, seed=4)))
+    run_to_end(session.read(families.prompt(8, seed=4)))
     assert made.report().fault == ""  # type: ignore[union-attr]
 
 
@@ -387,9 +389,9 @@ def test_passes_of_texts_side_by_side_are_shared(monkeypatch: pytest.MonkeyPatch
         yield from session.stream(NEW)
         return session.ids
 
-    alone = drive(written())
+    alone = run_to_end(written())
     before = dict(n)
-    both = together(written(), written())
+    both = generate_together(written(), written())
     assert [ticket.result() for ticket in both] == [alone, alone]
     assert n == {name: 2 * count for name, count in before.items()}
     assert before["draft"] > 2 * before["target"]
@@ -397,14 +399,14 @@ def test_passes_of_texts_side_by_side_are_shared(monkeypatch: pytest.MonkeyPatch
 
 def test_a_copy_of_a_text_shares_the_weights_and_not_what_was_read() -> None:
     session = opened(drafter(lm("qwen2")))
-    drive(session.read(families.prompt(60)))
-    list(events(session.stream(9)))
+    run_to_end(session.read(families.prompt(60)))
+    list(iterate_events(session.stream(9)))
     other = session.fork()
     mine, its = (s.drafter._chain.guesser for s in (session, other))  # type: ignore[attr-defined]
     assert its.lm is mine.lm
     assert its._kv is not mine._kv
     for of in (session, other):
-        list(events(of.stream(9)))
+        list(iterate_events(of.stream(9)))
     assert session.ids == other.ids
 
 
@@ -425,13 +427,13 @@ def test_what_it_keeps_and_its_guesses_have_positions_that_it_was_made_for(posit
 
 def test_it_needs_a_model() -> None:
     with pytest.raises(BadConfig, match="needs a model that drafts") as found:
-        _ = Model().second
+        _ = SeparateModelDraft().second
     assert found.value.try_[0] == "--draft MODEL"
     with pytest.raises(ValueError, match="leaves nothing"):
-        Model(working=4)
+        SeparateModelDraft(working=4)
     with pytest.raises(ValueError, match="reads no farther than working = 1024"):
-        Model(prefill="window:512")
+        SeparateModelDraft(prefill="window:512")
     with pytest.raises(ValueError, match="working = 300 leaves nothing to choose"):
-        Model(working=300, retrieval="every:8")
+        SeparateModelDraft(working=300, retrieval="every:8")
     with pytest.raises(ValueError, match='stop = "reject" is not asked then'):
-        Model(promise=0.7, stop="reject")
+        SeparateModelDraft(promise=0.7, stop="reject")

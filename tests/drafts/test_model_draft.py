@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from kvcli.drafts.sources import model_draft
-from kvcli.drafts.sources.model_draft import Chain
-from kvcli.drafts.sources.prompt_lookup import Copies
+from kvcli.drafts.sources.model_draft import ModelDraft
+from kvcli.drafts.sources.prompt_lookup import PromptLookup
 from kvcli.drafts.tree import tree_drafter
 from kvcli.drafts.tree.stop_rules import rule
-from kvcli.drafts.tree.tree import Offer
-from kvcli.drafts.tree.tree_drafter import Mixer
+from kvcli.drafts.tree.tree import DraftCandidate
+from kvcli.drafts.tree.tree_drafter import TreeDrafter
 from kvcli.engine.rows import Rows
 from kvcli.engine.stats import Step
-from kvcli.methods.drafts.model import Model
+from kvcli.methods.drafts.model import SeparateModelDraft
 
 PLAIN = 0.02  # seconds of a pass with one row
 WRONG = 20000
@@ -105,10 +105,10 @@ class Run:
         for module in (model_draft, tree_drafter):
             self.monkeypatch.setattr(module, "perf_counter", lambda: self.now)
         self.truth = list(range(19000))
-        config = Model(**self.settings, copies=False)
+        config = SeparateModelDraft(**self.settings, copies=False)
         self.known = Known(self.truth, self.share)
-        own = Chain(self.known, depth=config.depth, vocab=30000, share=self.each)  # type: ignore[arg-type]
-        self.drafter = Mixer(config, [own], chain=own, stop=rule(config.stop, config.risk))
+        own = ModelDraft(self.known, depth=config.depth, vocab=30000, share=self.each)  # type: ignore[arg-type]
+        self.drafter = TreeDrafter(config, [own], chain=own, stop=rule(config.stop, config.risk))
         self.at = 100
         list(self.drafter.start(self.truth[: self.at]) or ())  # type: ignore[call-overload]
 
@@ -215,7 +215,7 @@ def test_where_a_copy_is_all_but_sure_it_is_not_asked(phrase: int, monkeypatch: 
     run = Run(monkeypatch, 0.2, lambda at: 0.9)
     run.truth = run.known.truth = [i % phrase for i in range(12000)]
     own = run.drafter._sources[0]
-    run.drafter = Mixer(Model(), [Copies(1, 32), own], chain=own)  # type: ignore[list-item, arg-type]
+    run.drafter = TreeDrafter(SeparateModelDraft(), [PromptLookup(1, 32), own], chain=own)  # type: ignore[list-item, arg-type]
     list(run.drafter.start(run.truth[: run.at]) or ())  # type: ignore[call-overload]
     run.run(200)
     assert sum(run.passes[50:]) <= 3  # looks
@@ -239,14 +239,14 @@ class Free:
     def root(self, depth: int) -> int:
         return self.n
 
-    def offers(self, state: int, depth: int, branches: int) -> list[Offer]:
+    def offers(self, state: int, depth: int, branches: int) -> list[DraftCandidate]:
         is_right = Random(-state).random() < self.share
-        return [Offer(state if is_right else WRONG + 1, self.share, state + 1, None)]
+        return [DraftCandidate(state if is_right else WRONG + 1, self.share, state + 1, None)]
 
-    def safe(self, offer: Offer) -> int:
+    def safe(self, offer: DraftCandidate) -> int:
         return 4
 
-    def learn(self, offer: Offer, was_right: bool) -> None:
+    def learn(self, offer: DraftCandidate, was_right: bool) -> None:
         return
 
     def record(self) -> tuple[()]:
@@ -267,7 +267,7 @@ def test_one_tree_is_no_slower_than_what_is_best_in_it(
         run = Run(monkeypatch, each, lambda at: share)
         own = run.drafter._sources[0]
         of = [*([Free(free)] if is_free else []), *([own] if is_asked else [])]
-        run.drafter = Mixer(Model(), of, chain=own if is_asked else None)  # type: ignore[arg-type]
+        run.drafter = TreeDrafter(SeparateModelDraft(), of, chain=own if is_asked else None)  # type: ignore[arg-type]
         list(run.drafter.start(run.truth[: run.at]) or ())  # type: ignore[call-overload]
         return run.run(800).gain
 
@@ -277,12 +277,12 @@ def test_one_tree_is_no_slower_than_what_is_best_in_it(
 def test_others_go_on_behind_what_only_the_model_named(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, 0.1, lambda at: 1.0)
     run.truth = run.known.truth = [i % 40 for i in range(2000)]
-    config = Model(adaptive=False, depth=2, branches=1, copies=False, sources=("stand", "recycle"))
-    run.drafter = config.mixer(Chain(run.known, depth=2, vocab=30000, share=0.1), Copies(1, 32))  # type: ignore[arg-type]
+    config = SeparateModelDraft(adaptive=False, depth=2, branches=1, copies=False, sources=("stand", "recycle"))
+    run.drafter = config.mixer(ModelDraft(run.known, depth=2, vocab=30000, share=0.1), PromptLookup(1, 32))  # type: ignore[arg-type]
     list(run.drafter.start(run.truth[: run.at]) or ())  # type: ignore[call-overload]
     for source in run.drafter._successors:
         for at in range(40):
-            source.tell(run.truth[at : at + 4], [run.truth[at + 4], 7000], [-0.01, -9.0])
+            source.add(run.truth[at : at + 4], [run.truth[at + 4], 7000], [-0.01, -9.0])
     run.drafter._hear_logits = lambda step: None  # type: ignore[method-assign]
     run.run(3)
     assert run.rows == [16] * 3

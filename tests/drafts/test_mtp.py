@@ -15,24 +15,24 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from kvcli.drafts.draft_models.mtp_head import MtpHead
-from kvcli.engine.drafting.drafter import Drafter, Pair
+from kvcli.engine.drafting.drafter import Drafter, ModelPair
 from kvcli.engine.drafting.mtp import Mtp, mtp_of
-from kvcli.engine.engine import drive, events, run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.engine import iterate_events, run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Step
 from kvcli.errors import BadModel
 from kvcli.fit import weights
-from kvcli.fit.available_memory import Room
-from kvcli.fit.plan import Facts, Subject, plan
-from kvcli.kv.out_of_memory import Shortage
+from kvcli.fit.available_memory import AvailableMemory
+from kvcli.fit.plan import MeasuredFacts, PlannedModel, plan
+from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.mtp import MtpDraft
 from kvcli.methods.drafts.off import Off
-from kvcli.models.checkpoint_format import Packing
+from kvcli.models.checkpoint_format import CheckpointFormat
 from kvcli.models.shape import shape_of
 from kvcli.settings.profile import Profile
 from tests import drafters, families, hybrids
@@ -43,16 +43,16 @@ SAMPLERS = {"greedy": Sampler(), "drawn": Sampler(temperature=0.9, top_k=24, see
 def loaded(family: str = "llama", *, is_laid_out: bool = True) -> LM:
     found = LM.of(families.build(family))
     if is_laid_out:
-        found.lay_out()
+        found.install_kernels()
     return found
 
 
 def written(
     lm: LM, drafter: Drafter, sampler: Sampler = SAMPLERS["greedy"], n: int = 40
 ) -> tuple[list[int], list[Any]]:
-    session = Session(lm, Dense(lm.shapes, lm.dtype, lm.device), drafter, sampler, chunk=13)
-    drive(session.read(families.prompt(50)))
-    steps = list(events(session.stream(40)))
+    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype, lm.device), drafter, sampler, chunk=13)
+    run_to_end(session.read(families.prompt(50)))
+    steps = list(iterate_events(session.stream(40)))
     return session.ids, steps
 
 
@@ -60,8 +60,10 @@ def written(
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_shown_states_are_those_that_transformers_hands_out(family: str, is_laid_out: bool) -> None:
     lm, ids = loaded(family, is_laid_out=is_laid_out), families.prompt(23)
-    feed = Feed(lm, Rows.chain(ids, 0), Dense(lm.shapes, lm.dtype), want=[3, 4, 22], shows=True)
-    plain, other = run([feed])[0], run([Feed(lm, Rows.chain(ids, 0), feed.past, want=[22]), feed])
+    feed = ForwardRequest(
+        lm, Rows.chain(ids, 0), Dense(lm.shapes, lm.dtype), want=[3, 4, 22], record_hidden_states=True
+    )
+    plain, other = run([feed])[0], run([ForwardRequest(lm, Rows.chain(ids, 0), feed.cache, want=[22]), feed])
     stock = families.build(family)(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
     torch.testing.assert_close(plain.hidden, stock[[3, 4, 22]], rtol=1e-3, atol=1e-4)
     assert plain.hidden is not None
@@ -84,10 +86,10 @@ def test_a_head_gives_what_transformers_makes_of_the_same_text() -> None:
     for at in (2, 5, 6, 13, 32):  # so many tokens of the text after steps that accept some
         had = head.length
         new, rows = ids[had:at], Rows.chain(ids[had - 1 : at - 1], had - 1)
-        head.hear(Step(rows, torch.empty(0), list(range(len(new))), list(new), 0.0, hidden=states[had - 1 : at - 1]))
+        head.observe(Step(rows, torch.empty(0), list(range(len(new))), list(new), 0.0, hidden=states[had - 1 : at - 1]))
         head.extend(list(new))
-        (found,) = drive(head.read())
-        (again,) = drive(head.read())
+        (found,) = run_to_end(head.catch_up())
+        (again,) = run_to_end(head.catch_up())
         assert again[:8] == found[:8], "asked twice it says the same"
     cache, pos = MtpCache(config=stock.config.get_mtp_config()), torch.arange(1, 32)[None]
     hidden = theirs.forward_layer(0, states[None], pos, cache, input_ids=torch.tensor([ids[1:]]))
@@ -95,8 +97,8 @@ def test_a_head_gives_what_transformers_makes_of_the_same_text() -> None:
     _alike(found, want)
     assert head.usage()[0].slots == 31
     assert [u.tier for u in head.usage()] == ["draft"]
-    drive(head.go_on([5, 6], [-1, -1]))
-    (deeper,) = drive(head.go_on([7], [1]))  # behind the second of them
+    run_to_end(head.continue_from([5, 6], [-1, -1]))
+    (deeper,) = run_to_end(head.continue_from([7], [1]))  # behind the second of them
     for token, at in ((6, 32), (7, 33)):
         of = {"position_ids": torch.tensor([[at]]), "mtp_cache": cache, "input_ids": torch.tensor([[token]])}
         hidden = theirs.forward_layer(0, hidden[:, -1:], **of)
@@ -162,14 +164,14 @@ def test_states_that_nobody_heard_are_made_again_and_an_undo_forgets() -> None:
     lm = loaded()
     want, _ = written(lm, Off())
     head = MtpHead(lm, drafters.head_of(lm))
-    session = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
-    drive(session.read(want[:60]))
-    seen: list[Feed] = []
+    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+    run_to_end(session.read(want[:60]))
+    seen: list[ForwardRequest] = []
 
     def ask(ids: Sequence[int]) -> list[float]:
         head.start(ids)
-        head.over(session)  # type: ignore[arg-type]
-        work = head.read()
+        head.bind(session)  # type: ignore[arg-type]
+        work = head.catch_up()
         feed = next(work)
         while True:
             seen.append(feed)
@@ -181,8 +183,8 @@ def test_states_that_nobody_heard_are_made_again_and_an_undo_forgets() -> None:
 
     first = ask(want[:60])
     assert [feed.lm for feed in seen] == [lm, head._head], "its newest tokens are read again, and the store is not"
-    assert session.kv.n_slots(0) == 59
-    drive(session.kv.crop(40) or iter(())) if False else session.kv.crop(40)
+    assert session.cache.n_slots(0) == 59
+    run_to_end(session.cache.crop(40) or iter(())) if False else session.cache.crop(40)
     session.ids, session.committed = session.ids[:41], 40
     ask(want[:41])
     assert max(int(pos) for pos in head._kv.positions(0).flatten()) == 40
@@ -279,9 +281,9 @@ def test_layers_that_were_left_out_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_checkpoint_with_layers_drafts_by_them(kind: str, tmp_path: Path) -> None:
     saved(kind, tmp_path)
     lm = LM.of(AutoModelForCausalLM.from_pretrained(tmp_path))
-    lm.lay_out()
+    lm.install_kernels()
     want, _ = written(lm, Off())
-    drafter = MtpDraft(adaptive=False, copies=False, branches=1).drafter(pair=Pair(lm, lm))
+    drafter = MtpDraft(adaptive=False, copies=False, branches=1).drafter(pair=ModelPair(lm, lm))
     ids, steps = written(lm, drafter)
     assert ids == want
     assert not drafter.report().fault
@@ -307,9 +309,15 @@ def test_what_a_head_stores_is_foretold() -> None:
     head._kv.append(0, *(torch.zeros(shape.n_kv_heads, 300, shape.k_dim) for shape in [lm.shapes[0]] * 2), 0)
     shape = shape_of(lm.model.config.to_dict())
     held = weights.of_shape(shape, 4)
-    subject = Subject("tiny", shape, held, "float32", Packing(), True, False, 1 << 20)
+    subject = PlannedModel("tiny", shape, held, "float32", CheckpointFormat(), True, False, 1 << 20)
     with_it, without = (
-        plan(subject, Profile.load("exact").replace(spec={"method": method}), Room("cpu", 8 << 30), 300, Facts())
+        plan(
+            subject,
+            Profile.load("exact").replace(spec={"method": method}),
+            AvailableMemory("cpu", 8 << 30),
+            300,
+            MeasuredFacts(),
+        )
         for method in ("mtp", "ngram")
     )
     assert with_it.need.draft - without.need.draft == sum(use.nbytes for use in head.usage())
@@ -320,5 +328,5 @@ def test_layers_that_find_no_room_are_a_shortage(monkeypatch: pytest.MonkeyPatch
         raise MemoryError
 
     monkeypatch.setattr("kvcli.engine.drafting.mtp.MtpModel.from_pretrained", full)
-    with pytest.raises(Shortage, match="no memory for the MTP layers"):
+    with pytest.raises(CacheFull, match="no memory for the MTP layers"):
         mtp_of(loaded())

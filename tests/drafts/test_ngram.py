@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcli.drafts.sources.prompt_lookup import Copies
-from kvcli.drafts.tree.acceptance_rates import Odds
-from kvcli.drafts.tree.tree_drafter import Mixer
+from kvcli.drafts.sources.prompt_lookup import PromptLookup
+from kvcli.drafts.tree.acceptance_rates import AcceptanceRates
+from kvcli.drafts.tree.tree_drafter import TreeDrafter
 from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.stats import Step
 from kvcli.methods.drafts.ngram import Ngram
@@ -27,7 +27,7 @@ def proposal(config: Ngram, text: list[int], room: int = 100) -> Draft:
     return drafter.propose(text, room)
 
 
-def observe(drafter: Mixer, text: list[int], draft: Draft, new: list[int], seconds: float = 0.01) -> None:
+def observe(drafter: TreeDrafter, text: list[int], draft: Draft, new: list[int], seconds: float = 0.01) -> None:
     rows = Rows.build(text[-1], len(text) - 1, draft)
     drafter.observe(Step(rows, torch.empty(0), list(range(len(new))), new, seconds))
 
@@ -69,7 +69,7 @@ def test_the_frequent_continuation_comes_before_the_recent_one():
 
 @pytest.mark.parametrize(("text", "rows"), [([1, 2, 3, 4, 5, 6, 7, 8, 9, 1], 3), ([1, 2, 3, 4, 5, 6, 1, 2, 3], 7)])
 def test_a_short_match_gets_few_rows_before_their_cost_is_known(text: list[int], rows: int):
-    copies = Copies(1, 32)
+    copies = PromptLookup(1, 32)
     copies.start(text)
     (offer,) = copies.offers(copies.root(8), 0, 1)
     assert copies.safe(offer) == rows
@@ -151,7 +151,7 @@ def test_settings_are_read_without_torch_or_numpy():
 
 
 def test_what_another_text_had_behind_the_shared_beginning_is_forgotten():
-    copies, fresh = Copies(1, 32), Copies(1, 32)
+    copies, fresh = PromptLookup(1, 32), PromptLookup(1, 32)
     copies.start([1, 2, 3, 4, 9, 5, 6, 7, 8, 5, 6])
     text = [1, 2, 3, 4, 9, 5, 6, 2, 5]
     copies.start(text)
@@ -165,7 +165,7 @@ def test_a_guess_counts_for_its_share():
     """A token that half of the places name is expected half of the time: taking it says more than taking a sure one."""
     chances = []
     for share in (0.5, 1.0):
-        odds = Odds(((0.3, 0.1),), ("1",))
+        odds = AcceptanceRates(((0.3, 0.1),), ("1",))
         for was_right in (True, False, True):
             odds.learn(0, 0, was_right, share)
         chances.append(odds.chance(0, 0))

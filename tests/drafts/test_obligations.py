@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from kvcli.drafts.sources.suffix_index import SuffixIndex
-from kvcli.drafts.tree.tree_drafter import Mixer
-from kvcli.engine.drafting.drafter import Pair
-from kvcli.engine.engine import drive
+from kvcli.drafts.tree.tree_drafter import TreeDrafter
+from kvcli.engine.drafting.drafter import ModelPair
+from kvcli.engine.engine import run_to_end
 from kvcli.engine.rows import Draft
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.methods.drafts.mix import Mix
-from kvcli.methods.drafts.model import Model
+from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
 from tests import drafters
 from tests.exact.table import DRAFTERS, STOP, lm, opened, plain, prompt, sibling, written
@@ -32,9 +32,9 @@ REFUSED = ["wrong", "bush", "moody", "endspam", "mix", "model", "blind"]  # amon
 def test_a_refused_guess_is_in_no_store_and_nothing_that_a_policy_heard(policy: str, drafter: str) -> None:
     """To the bit, rows being the same alone and in company."""
     want = opened("dense", policy, "sampled", "fp32", Off())
-    drive(written(want))
+    run_to_end(written(want))
     got = opened("dense", policy, "sampled", "fp32", DRAFTERS[drafter](want.ids))
-    drive(written(got))
+    run_to_end(written(got))
     assert got.ids == want.ids
     assert got.heard.pos == want.heard.pos
     assert bool(got.heard.pos) == (policy == "ragged"), "one policy hears queries while an answer is written"
@@ -42,23 +42,23 @@ def test_a_refused_guess_is_in_no_store_and_nothing_that_a_policy_heard(policy: 
         assert torch.equal(a, b)
 
 
-def tensors(session: Session) -> list[torch.Tensor]:
-    slots = [session.kv.slots(layer) for layer in range(session.lm.n_layers)]
+def tensors(session: GenerationSession) -> list[torch.Tensor]:
+    slots = [session.cache.slots(layer) for layer in range(session.lm.n_layers)]
     return [t for s in slots for t in (s.k, s.v, s.pos)] + session.heard._q
 
 
 @pytest.mark.parametrize("of", ["mix", "model"])
 def test_a_refused_guess_is_in_no_index_of_the_text(of: str) -> None:
-    made: Mixer = (
+    made: TreeDrafter = (
         Mix(adaptive=False, view="stream", sinks=2, local=9).drafter()
         if of == "mix"
-        else Model(adaptive=False, depth=4).drafter([STOP], Pair(lm("dense", "fp32"), sibling()))
+        else SeparateModelDraft(adaptive=False, depth=4).drafter([STOP], ModelPair(lm("dense", "fp32"), sibling()))
     )
     session = opened("dense", "all", "sampled", "fp32", made)
     refused = 0
-    drive(session.read(prompt()))
+    run_to_end(session.read(prompt()))
     for _ in range(20):
-        step = drive(session.step())
+        step = run_to_end(session.step())
         refused += step.n_drafted - step.n_accepted
         index, fresh = made._sources[0].index, SuffixIndex(1, 32)  # type: ignore[attr-defined]
         fresh.extend(session.ids)
@@ -77,15 +77,15 @@ def test_a_drafter_that_shakes_every_die_there_is_changes_no_draw(sampler: str) 
 
     want = plain("dense", "all", sampler, "fp32")
     session = opened("dense", "all", sampler, "fp32", Dicey(want, 97, STOP))
-    assert drive(written(session)) == want
+    assert run_to_end(written(session)) == want
 
 
 def test_what_was_refused_is_not_punished() -> None:
     """A penalty counts the text and the path, and never a guess beside it."""
     session = opened("dense", "all", "greedy", "fp32", Off())
     session.sampler = Sampler(repetition_penalty=1.8)
-    want = drive(written(session))
+    want = run_to_end(written(session))
     session = opened("dense", "all", "greedy", "fp32", drafters.Bush(want, 97, STOP))
     session.sampler = Sampler(repetition_penalty=1.8)
-    assert drive(written(session)) == want != plain("dense", "all", "greedy", "fp32")
+    assert run_to_end(written(session)) == want != plain("dense", "all", "greedy", "fp32")
     assert set(session.seen.mask.nonzero().flatten().tolist()) == set(want)

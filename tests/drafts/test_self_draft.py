@@ -12,18 +12,18 @@ import torch
 
 from kvcli.assemble import view
 from kvcli.drafts.draft_models import layer_skip
-from kvcli.drafts.draft_models.layer_skip import Clasp, Early, Found, Knn, Known, Swift
-from kvcli.drafts.draft_models.same_model import Itself
-from kvcli.drafts.sources.model_draft import Chain
-from kvcli.drafts.tree.tree_drafter import Mixer
-from kvcli.engine.drafting.drafter import Drafter, Pair
-from kvcli.engine.engine import drive, events
+from kvcli.drafts.draft_models.layer_skip import Clasp, Early, Knn, LayerSet, SavedLayerSets, Swift
+from kvcli.drafts.draft_models.same_model import SelfDraftModel
+from kvcli.drafts.sources.model_draft import ModelDraft
+from kvcli.drafts.tree.tree_drafter import TreeDrafter
+from kvcli.engine.drafting.drafter import Drafter, ModelPair
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.stats import Stats
 from kvcli.kernels.native import native
-from kvcli.kv.slots import Store
+from kvcli.kv.slots import KVCache
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.drafts.self_draft import SelfDraft
@@ -41,27 +41,27 @@ SAMPLERS = {
 @cache
 def lm(family: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> LM:
     found = LM.of(families.build(family, dtype, **changes))
-    found.lay_out()
+    found.install_kernels()
     return found
 
 
 def drafter(model: LM, **settings: Any) -> Drafter:
     usual = {"adaptive": False, "depth": 5, "copies": False, "branches": 1}
-    return SelfDraft(**{**usual, **settings}).drafter(pair=Pair(model, model))
+    return SelfDraft(**{**usual, **settings}).drafter(pair=ModelPair(model, model))
 
 
 def opened(
-    model: LM, drafter: Drafter, sampler: Sampler = SAMPLERS["greedy"], kv: Store | None = None, **changes: Any
-) -> Session:
+    model: LM, drafter: Drafter, sampler: Sampler = SAMPLERS["greedy"], kv: KVCache | None = None, **changes: Any
+) -> GenerationSession:
     kv = kv or Dense(model.shapes, model.dtype)
-    return Session(model, kv, drafter, sampler, view=view(model, kv, drafter), chunk=13, **changes)
+    return GenerationSession(model, kv, drafter, sampler, view=view(model, kv, drafter), chunk=13, **changes)
 
 
-def written(session: Session, n: int = 60) -> tuple[list[int], Stats]:
+def written(session: GenerationSession, n: int = 60) -> tuple[list[int], Stats]:
     stats = Stats()
-    drive(session.read(families.prompt(n)))
-    for step in events(session.stream(NEW)):
-        stats.fold(step)
+    run_to_end(session.read(families.prompt(n)))
+    for step in iterate_events(session.stream(NEW)):
+        stats.add_step(step)
     return session.ids, stats
 
 
@@ -92,7 +92,7 @@ def test_nothing_of_a_draft_is_stored() -> None:
     written(drafting)
     written(plain)
     for layer in range(model.n_layers):
-        mine, its = drafting.kv.slots(layer), plain.kv.slots(layer)
+        mine, its = drafting.cache.slots(layer), plain.cache.slots(layer)
         assert torch.equal(mine.pos, its.pos)
         assert torch.equal(mine.k, its.k)
         assert torch.equal(mine.v, its.v)
@@ -116,7 +116,7 @@ def idle(
         for name in ("self_attn.o_proj", "mlp.down_proj"):  # of zeros no product is ours, and so little adds nothing
             model.model.layers[layer].get_submodule(name).weight.data.mul_(1e-20)
     found = LM.of(model)
-    found.lay_out()
+    found.install_kernels()
     return found
 
 
@@ -131,8 +131,8 @@ def test_layers_left_out_change_no_text(how: str, dtype: torch.dtype) -> None:
 
 def test_a_dynamic_programme_finds_the_layers_that_do_nothing() -> None:
     chosen = Clasp(idle(), 4 / 6)
-    of_itself = Chain(Itself(idle(), chosen), depth=5, vocab=idle().vocab, share=0.3)
-    mixer = Mixer(SelfDraft(adaptive=False, branches=1), [of_itself], chain=of_itself)
+    of_itself = ModelDraft(SelfDraftModel(idle(), chosen), depth=5, vocab=idle().vocab, share=0.3)
+    mixer = TreeDrafter(SelfDraft(adaptive=False, branches=1), [of_itself], chain=of_itself)
     got, stats = written(opened(idle(), mixer))
     assert chosen.runs == [range(2), range(4, 5), range(7, 8)]
     assert got == written(opened(idle(), Off()))[0]
@@ -143,11 +143,11 @@ def test_a_search_by_chance_keeps_the_best_set() -> None:
     """Of 15 sets the one that does nothing keeps every token, so it is the last that is tried."""
     chosen = Swift(idle(), 4 / 6)
     session = opened(idle(), Off())
-    drive(session.read(families.prompt(60)))
-    drive(session.stream(60))
+    run_to_end(session.read(families.prompt(60)))
+    run_to_end(session.stream(60))
     chosen._began -= 1e6  # there is time
     for _ in range(200):
-        drive(chosen.improve(session.kv, session.kv, session.ids, len(session.ids)))
+        run_to_end(chosen.improve(session.cache, session.cache, session.ids, len(session.ids)))
     assert chosen.runs == [range(2), range(4, 5), range(7, 8)]
 
 
@@ -173,20 +173,20 @@ def test_as_many_layers_go_at_the_end_as_elsewhere() -> None:
     assert Early(idle(), 0.0).runs == [range(8)]
 
 
-def searched(known: Known, prompt: list[int], drafts: int = 200) -> Knn:
+def searched(known: SavedLayerSets, prompt: list[int], drafts: int = 200) -> Knn:
     """A text that had time to search."""
     chosen = Knn(idle(), 4 / 6, known)
     session = opened(idle(), Off())
-    drive(session.read(prompt))
-    drive(session.stream(60))
+    run_to_end(session.read(prompt))
+    run_to_end(session.stream(60))
     chosen._began -= 1e6
     for _ in range(drafts):
-        drive(chosen.improve(session.kv, session.kv, session.ids, len(session.ids)))
+        run_to_end(chosen.improve(session.cache, session.cache, session.ids, len(session.ids)))
     return chosen
 
 
 def test_a_text_begins_with_what_was_found_for_one_like_it() -> None:
-    known = Known()
+    known = SavedLayerSets()
     first = searched(known, families.prompt(60))
     assert first.runs == [range(2), range(4, 5), range(7, 8)]
     assert first.about == "without 4 of 8 layers, by search: no text that is known is like this one"
@@ -197,14 +197,14 @@ def test_a_text_begins_with_what_was_found_for_one_like_it() -> None:
 
 
 def test_a_search_goes_on_where_an_earlier_text_left_it() -> None:
-    known = Known()
+    known = SavedLayerSets()
     tried = [searched(known, families.prompt(60), drafts=2)._tries for _ in range(3)]
     assert tried == [2, 4, 6]
 
 
 def test_where_no_text_is_near_it_is_searched_and_said() -> None:
-    known = Known()
-    known.keep(Found(-torch.ones(48) / 48**0.5, [range(8)], 1.0, 7))
+    known = SavedLayerSets()
+    known.keep(LayerSet(-torch.ones(48) / 48**0.5, [range(8)], 1.0, 7))
     chosen = searched(known, families.prompt(60), drafts=2)
     assert chosen.runs != [range(8)]
     assert chosen._tries == 2
@@ -212,7 +212,7 @@ def test_where_no_text_is_near_it_is_searched_and_said() -> None:
 
 
 def test_of_texts_those_asked_for_last_are_remembered() -> None:
-    known, texts = Known(), [Found(like, [range(8)], 0.5, 1) for like in torch.eye(Known.MOST + 2)]
+    known, texts = SavedLayerSets(), [LayerSet(like, [range(8)], 0.5, 1) for like in torch.eye(SavedLayerSets.MOST + 2)]
     for text in texts[:-2]:
         known.keep(text)
     known.keep(texts[0])  # asked for once more
@@ -227,7 +227,7 @@ def test_what_one_text_taught_belongs_to_its_model_and_the_share_left_out(monkey
     monkeypatch.setattr(idle(), "remembers", {})
 
     def name(of: SelfDraft, model: LM) -> str:
-        drafting = of.drafter(pair=Pair(model, model))
+        drafting = of.drafter(pair=ModelPair(model, model))
         written(opened(model, drafting))
         report = drafting.report()
         assert report is not None

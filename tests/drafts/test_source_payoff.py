@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvcli.drafts.pacing.source_payoff import Credit
+from kvcli.drafts.pacing.source_payoff import SourcePayoff
 
 
-def sent(passes: int, brought: float, cost: float, speed: float = 1.0) -> Credit:
+def sent(passes: int, brought: float, cost: float, speed: float = 1.0) -> SourcePayoff:
     """So many passes, scouts bringing a token every 1 / `brought` passes."""
-    credit, owed = Credit(wait=16), 0.0
+    credit, owed = SourcePayoff(wait=16), 0.0
     for _ in range(passes):
         if credit.due(cost, speed):
             owed += brought
@@ -27,7 +27,7 @@ def test_scouts_that_do_not_pay_rest_longer_and_longer():
 
 
 def test_once_they_paid_a_rest_is_short_again():
-    credit, rests = Credit(wait=0), [0]
+    credit, rests = SourcePayoff(wait=0), [0]
     for brought, passes in ((0, 400), (1, 600), (0, 300), (1, 600), (0, 100)):  # tokens a pass; each is half one longer
         for _ in range(passes):
             if credit.due(0.1, 1.0):
@@ -55,7 +55,7 @@ def test_free_scouts_run_whatever_they_bring():
 
 
 def test_a_dear_moment_does_not_forbid_scouts_for_good():
-    credit = Credit(wait=16)
+    credit = SourcePayoff(wait=16)
     for _ in range(16 + 2 + 128):  # they wait, two passes take far too long, and they rest
         if credit.due(cost=0.1, speed=1.0):
             credit.observe(1, 5.0, 1.0)

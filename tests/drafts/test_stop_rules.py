@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from kvcli.drafts.tree.stop_rules import Disco, Reject, Stop
-from kvcli.methods.drafts.model import Model
+from kvcli.drafts.tree.stop_rules import Disco, Reject, StopRule
+from kvcli.methods.drafts.model import SeparateModelDraft
 from tests.drafts.test_model_draft import COSTS, Run
 
 
@@ -48,7 +48,7 @@ def test_nothing_behind_a_rejection_teaches(monkeypatch: pytest.MonkeyPatch) -> 
             heard.append((len(chances), was_right))  # type: ignore[arg-type]
 
     run = Run(monkeypatch, 0.05, lambda at: 0.8, settings={"branches": 1, "stop": "disco"})
-    stop: Stop = Hears(0.9)
+    stop: StopRule = Hears(0.9)
     run.drafter._stop = stop
     run.run(100)
     assert {depth for depth, _ in heard} > {1, 2, 3}
@@ -58,4 +58,4 @@ def test_nothing_behind_a_rejection_teaches(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_rule_needs_a_clock():
     with pytest.raises(ValueError, match="needs adaptive = true"):
-        Model(stop="disco", adaptive=False)
+        SeparateModelDraft(stop="disco", adaptive=False)

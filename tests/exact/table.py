@@ -20,42 +20,42 @@ import torch
 from safetensors.torch import save_file
 
 from kvcli.assemble import view
-from kvcli.engine.drafting.drafter import Drafter, Pair
-from kvcli.engine.engine import Engine, Ticket, drive, events
-from kvcli.engine.forward_request import Feed, Work
+from kvcli.engine.drafting.drafter import Drafter, ModelPair
+from kvcli.engine.engine import Engine, EngineTask, iterate_events, run_to_end
+from kvcli.engine.forward_request import Coroutine, ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kernels.native import native
-from kvcli.kv.cache.draft_and_full import Checked
-from kvcli.kv.cache.level import Floor, Rung
-from kvcli.kv.cache.precision_budget import Spending, keys_in, unit
-from kvcli.kv.cache.tiered_cache import Ladder
-from kvcli.kv.formats.format import Form, OfModel
+from kvcli.kv.cache.draft_and_full import DraftAndFullCache
+from kvcli.kv.cache.level import CroppableTier, TierLevel
+from kvcli.kv.cache.precision_budget import PrecisionBudget, keys_in, unit
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.formats.format import FormatContext, KVFormat
 from kvcli.kv.formats.kivi import Kivi
-from kvcli.kv.offload.host_access import ByKernel, ByQuery, ByRule, ByStream, Way
+from kvcli.kv.offload.host_access import AutoAccess, CpuAttention, StreamedCopy, Way, ZeroCopyKernel
 from kvcli.kv.offload.transfer import bus_of
 from kvcli.kv.sliding_windows import Window, windows_of
-from kvcli.kv.slots import Store, alike
-from kvcli.kv.sparse.index import Index
+from kvcli.kv.slots import KVCache, alike
+from kvcli.kv.sparse.index import PageIndex
 from kvcli.kv.sparse.index_certified import Certified
 from kvcli.kv.sparse.index_cluster import Clusters
 from kvcli.kv.sparse.index_lowrank import LowRank
 from kvcli.kv.sparse.index_minmax import MinMax
 from kvcli.kv.sparse.index_sketch import Sketch
-from kvcli.kv.sparse.pages import Budget
-from kvcli.kv.sparse.sparse_cache import RecallStore
-from kvcli.kv.sparse.sparse_tier import Recall
+from kvcli.kv.sparse.pages import PageBudget
+from kvcli.kv.sparse.sparse_cache import SparseCache
+from kvcli.kv.sparse.sparse_tier import SparseTier
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import Disk
-from kvcli.kv.tiers.host import Host
-from kvcli.kv.tiers.pinned_host import Mapped
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.tiers.disk import DiskTier
+from kvcli.kv.tiers.host import HostTier
+from kvcli.kv.tiers.pinned_host import PinnedHostTier
+from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.lookahead import Lookahead
 from kvcli.methods.drafts.mix import Mix
-from kvcli.methods.drafts.model import Model
+from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.formats.cskv import Cskv
@@ -67,14 +67,14 @@ from kvcli.methods.formats.rotatekv import RotateKV
 from kvcli.methods.formats.squat import Squat
 from kvcli.methods.formats.subgen import SubGen
 from kvcli.methods.formats.zipcache import ZipCache
-from kvcli.methods.policies.precision.policy import Within
+from kvcli.methods.policies.precision.policy import PrecisionBudgetPolicy
 from kvcli.methods.policies.random import Random
 from kvcli.methods.policies.snapkv import Snap
-from kvcli.methods.policies.streaming import Window as Stream
-from kvcli.methods.prune.lazy import Lazy
-from kvcli.methods.reuse.cacheblend import Blend
-from kvcli.models.retokenizer import Spelling
-from kvcli.prefix_cache.prefix_cache import Shelf
+from kvcli.methods.policies.streaming import StreamingLLM as Stream
+from kvcli.methods.prune.lazy import LazyLLM
+from kvcli.methods.reuse.cacheblend import CacheBlend
+from kvcli.models.retokenizer import TokenMapping
+from kvcli.prefix_cache.prefix_cache import PrefixCache
 from kvcli.settings.schema import Kv
 from tests import drafters, families, hybrids, small_tokenizers
 from tests.exact.half import Half
@@ -95,7 +95,7 @@ NONE |= {("given", "fp32"), ("given", "fp64")}  # tests/test_sliding_windows.py 
 STORAGES = [(name, dtype) for name in MODELS for dtype in ("fp32", "fp64") if (name, dtype) not in NONE]
 # where rows are known to have the same bits alone and in company, 16 bits are a row like any other
 # stores whose rows read a part of the past, or some of it in other numbers or another place
-INDEXES: dict[str, Index] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
+INDEXES: dict[str, PageIndex] = {"minmax": MinMax(3), "sketch": Sketch(3), "certified": Certified(3)}
 INDEXES |= {
     "cluster": Clusters(6, 2),
     "lowrank": LowRank(3, 5),
@@ -103,7 +103,11 @@ INDEXES |= {
 }  # the last by the first row behind a boundary
 # or two pasts, of which a smaller one guesses
 # old slots in other forms, in four bits
-FORMS: dict[str, Form] = {"before": Kivi("before"), "zipcache": ZipCache(keys="separable"), "qaq": Qaq(outliers=0.1)}
+FORMS: dict[str, KVFormat] = {
+    "before": Kivi("before"),
+    "zipcache": ZipCache(keys="separable"),
+    "qaq": Qaq(outliers=0.1),
+}
 FORMS |= {"gear": Gear("before", 0.5, 1), "squat": Squat(), "rotatekv": RotateKV()}
 # or in fewer numbers
 FORMS |= {"mustafar": Mustafar(), "freqkv": FreqKV(), "subgen": SubGen(centers=2, samples=2)}
@@ -119,7 +123,12 @@ FAR = {"by kernel": ("dense", "fp64"), "by stream": ("sliding", "fp64"), "by rul
 STORAGES += [("by query", "fp32"), *((name, dtype) for name, (_, dtype) in FAR.items())]
 PARTS += ("by query", *FAR)
 MODELS |= {"by query": "llama", **{name: MODELS[twin] for name, (twin, _) in FAR.items()}}
-WAYS: dict[str, Way] = {"by query": ByQuery, "by kernel": ByKernel, "by stream": ByStream, "by rule": ByRule}
+WAYS: dict[str, Way] = {
+    "by query": CpuAttention,
+    "by kernel": ZeroCopyKernel,
+    "by stream": StreamedCopy,
+    "by rule": AutoAccess,
+}
 # how a prompt gets into the store: from what another process kept, some of it left behind on the way, by layers, or
 # taken over from another text and some of that read again
 READ = ("kept", "lazy", "layers", "blend")
@@ -144,15 +153,17 @@ if native() is not None:
 BLOCKS = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 24}  # linear layers in 4-bit groups of 32, as in GGUF
 POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged(), 16)}
 BITS = (8, 4, 2)  # of rungs that a policy places slots on
-SPENT = Spending("40%", 0, alike(3, 2, 16), 4, BITS, 16, [0.0] * 3)
+SPENT = PrecisionBudget("40%", 0, alike(3, 2, 16), 4, BITS, 16, [0.0] * 3)
 SPENDS = {"budget": SPENT, "lose": replace(SPENT, asked="", lose=0.05)}
 SPENDER: dict[str, int] = {"sinks": 2, "guard": 5, "every": 16}
-POLICIES |= {name: (Within(**SPENDER, spending=spent), 16) for name, spent in SPENDS.items()}
+POLICIES |= {name: (PrecisionBudgetPolicy(**SPENDER, spending=spent), 16) for name, spent in SPENDS.items()}
 AWAY: dict[str, Any] = {"beyond": [18.0] * 3, "apart": [0.0] * 3}  # what that costs where recall finds slots again
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
 AHEAD = Snap(0.4, sinks=2, guard=5, queries=4, lookahead=3, keep_new=14, every=11, alloc="prefix", post="graph")
 POLICIES |= {"ahead": (AHEAD, 11)}  # tests/test_score_stages.py and test_topk.py have the others
-LAZY = Lazy(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8)  # two of three layers
+LAZY = LazyLLM(
+    start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8
+)  # two of three layers
 SAMPLERS = {
     "greedy": Sampler(),
     "sampled": Sampler(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3),
@@ -174,7 +185,7 @@ DRAFTERS: dict[str, Make] = {
     "mix": lambda truth: Mix(adaptive=False, view="stream", sinks=2, local=9).drafter(),
     # a second model, which names tokens that the other does not have, over what that one looks at;
     # tests/drafts/test_model.py and test_retrieval.py have more of them
-    "model": lambda truth: Model(
+    "model": lambda truth: SeparateModelDraft(
         adaptive=False,
         depth=4,
         working=23,
@@ -184,13 +195,13 @@ DRAFTERS: dict[str, Make] = {
         retrieval="every:2",
         positions="contiguous",
         copies=False,
-    ).drafter([STOP], Pair(lm("dense", "fp32"), sibling())),
+    ).drafter([STOP], ModelPair(lm("dense", "fp32"), sibling())),
     # one of another vocabulary, and one that knows a single word
     **{
         name: (
-            lambda truth, name=name: Model(adaptive=False, depth=4, copies=False, branches=2).drafter(  # type: ignore[misc]
+            lambda truth, name=name: SeparateModelDraft(adaptive=False, depth=4, copies=False, branches=2).drafter(  # type: ignore[misc]
                 [STOP],
-                Pair(lm("dense", "fp32"), sibling(name == "constant"), respelled() if name == "foreign" else None),
+                ModelPair(lm("dense", "fp32"), sibling(name == "constant"), respelled() if name == "foreign" else None),
             )
         )
         for name in ("foreign", "constant")
@@ -208,14 +219,14 @@ DRAFTERS: dict[str, Make] = {
     "assistant-random": lambda truth: drafters.Assisted(branches=3, sources=("recycle",)),
     "model-tree": lambda truth: trees(TREES[sum(truth) % len(TREES)]),  # each cell has one of the kinds
     # a second model, copies and what the model that writes thought likely, in one tree
-    "model-mix": lambda truth: Model(adaptive=False, depth=2, branches=2, sources=("stand", "recycle")).drafter(
-        [STOP], Pair(lm("dense", "fp32"), sibling())
-    ),
+    "model-mix": lambda truth: SeparateModelDraft(
+        adaptive=False, depth=2, branches=2, sources=("stand", "recycle")
+    ).drafter([STOP], ModelPair(lm("dense", "fp32"), sibling())),
     "chain": lambda truth: Ngram(adaptive=False, branches=1, min_match=1).drafter(),
     # one some of whose layers keep a state: copies in its passes come true in part
-    "model-states": lambda truth: Model(adaptive=False, depth=4, working=23, sinks=2, cascade=3, min_match=1).drafter(
-        [STOP], Pair(lm("dense", "fp32"), folding())
-    ),
+    "model-states": lambda truth: SeparateModelDraft(
+        adaptive=False, depth=4, working=23, sinks=2, cascade=3, min_match=1
+    ).drafter([STOP], ModelPair(lm("dense", "fp32"), folding())),
     "eager": lambda truth: Ngram(adaptive=False, max=7).drafter(),  # drafts from the first pass on, whatever it costs
     **{
         kind.__name__.lower(): (lambda truth, kind=kind: kind(truth, 97, STOP))  # type: ignore[misc]
@@ -229,8 +240,8 @@ TREES = ("opt", "best", "sequoia", "cape")
 
 def trees(tree: Any) -> Drafter:
     """A second model and copies in one tree, copies behind its guesses, and its rows over what is copied."""
-    config = Model(adaptive=False, depth=4, tree=tree, wide=3, branches=4, cascade=3, min_match=1)
-    return config.drafter([STOP], Pair(lm("dense", "fp32"), sibling()))
+    config = SeparateModelDraft(adaptive=False, depth=4, tree=tree, wide=3, branches=4, cascade=3, min_match=1)
+    return config.drafter([STOP], ModelPair(lm("dense", "fp32"), sibling()))
 
 
 @cache
@@ -239,20 +250,20 @@ def sibling(is_constant: bool = False) -> LM:
     if is_constant:
         model.get_output_embeddings().weight.data.zero_()
     found = LM.of(model)
-    found.lay_out()
+    found.install_kernels()
     return found
 
 
 @cache
 def folding() -> LM:
     found = LM.of(hybrids.build("qwen3_5_text"))
-    found.lay_out()
+    found.install_kernels()
     return found
 
 
 @cache
-def respelled() -> Spelling:
-    return Spelling(small_tokenizers.letters(97, 1), small_tokenizers.letters(131, 2))
+def respelled() -> TokenMapping:
+    return TokenMapping(small_tokenizers.letters(97, 1), small_tokenizers.letters(131, 2))
 
 
 @cache
@@ -267,7 +278,7 @@ def lm(storage: str, dtype: str, device: str = "cpu") -> LM:
         model = families.build(MODELS[storage], NUMBERS[dtype], **sizes).to(device)
     found = LM.of(model, quant=quant, device=torch.device(device))
     if dtype != "fp64":
-        found.lay_out()
+        found.install_kernels()
         assert found.is_row_invariant or device != "cpu"
     return found
 
@@ -291,21 +302,21 @@ def kept_in(dtype: str, device: str) -> Path:
 
 def of_files(place: Path, dtype: str, device: str) -> LM:
     found = LM.of(families.build(MODELS["kept"], NUMBERS[dtype]).to(device), path=str(place))
-    found.lay_out()
+    found.install_kernels()
     return found
 
 
 def put_by(place: str, dtype: str, device: str) -> None:
     """Read the prompt with these weights, and keep it."""
     model = of_files(Path(place), dtype, device)
-    session = Session(model, past("kept", model), Off(), SAMPLERS["greedy"], chunk=13)
-    drive(session.read(prompt()))
-    kept = shelf(Path(place), model).keep(session)
+    session = GenerationSession(model, past("kept", model), Off(), SAMPLERS["greedy"], chunk=13)
+    run_to_end(session.read(prompt()))
+    kept = shelf(Path(place), model).save(session)
     assert kept.nbytes, kept
 
 
-def shelf(place: Path, model: LM) -> Shelf:
-    return Shelf(place / "kv", 1 << 30, model, worth=0)
+def shelf(place: Path, model: LM) -> PrefixCache:
+    return PrefixCache(place / "kv", 1 << 30, model, worth=0)
 
 
 def serves(storage: str, policy: str, drafter: str = CHAINS[0]) -> bool:
@@ -324,51 +335,53 @@ def prompt(storage: str = "") -> list[int]:
     return before + families.prompt(17, seed=2) + phrase + families.prompt(5, seed=3) + phrase[:6]
 
 
-def past(storage: str, model: LM) -> Store:
+def past(storage: str, model: LM) -> KVCache:
     """Empty."""
     stored = torch.float32 if storage == "rounded" else model.dtype  # kv.dtype below that of the model
     windows = {at: Window(of.size, back=1) for at, of in windows_of(model.shapes, model.sights).items()}
     top = Dense(model.shapes, stored, model.device, windows=windows if storage == "given" else None)
     if storage in INDEXES:
         epsilon = 0.3 if storage == "certified" else None
-        part = Budget(0.1, 4, 2, 5)
+        part = PageBudget(0.1, 4, 2, 5)
         how: dict[str, Any] = {"epsilon": epsilon, "source": top, "is_shared": storage == "chosen once"}
-        return RecallStore(top, INDEXES[storage], part, range(1, model.n_layers), **how)
+        return SparseCache(top, INDEXES[storage], part, range(1, model.n_layers), **how)
     if storage in FORMS or storage == "rebuilt":  # the latter as in ShadowKV
-        of = OfModel(model.shapes, stored, model.sights, partial(rotaries, model))
+        of = FormatContext(model.shapes, stored, model.sights, partial(rotaries, model))
         form = FORMS.get(storage, Cskv(k_rank=3, v_rank=0))
         coded = form.tier(of, model.device, Kv(k_bits=4, v_bits=4, group=5))
-        some = Recall(coded, LowRank(3, 5), Budget(0.1, 4, 2, 3), range(1, model.n_layers), source=coded)
-        return Ladder(top, [Rung(coded if storage in FORMS else some)], holds=7, group=5, sinks=2)
+        some = SparseTier(coded, LowRank(3, 5), PageBudget(0.1, 4, 2, 3), range(1, model.n_layers), source=coded)
+        return TieredCache(top, [TierLevel(coded if storage in FORMS else some)], holds=7, group=5, sinks=2)
     if storage in WAYS:
         bus = FakeBus() if model.device.type == "cpu" else bus_of(model.device)
-        far: Any = Mapped(model.shapes, stored, bus)
+        far: Any = PinnedHostTier(model.shapes, stored, bus)
         if storage == "by query":
-            far = Packed(model.shapes, stored, k_bits=8, v_bits=8, group=5)
-        host = Host(far, model.device, WAYS[storage], lambda _: bus)
-        return Ladder(top, [Rung(host, later=host.ask)], holds=7, group=5, sinks=2)
+            far = QuantizedTier(model.shapes, stored, k_bits=8, v_bits=8, group=5)
+        host = HostTier(far, model.device, WAYS[storage], lambda _: bus)
+        return TieredCache(top, [TierLevel(host, attend_async=host.attend_async)], holds=7, group=5, sinks=2)
     if storage in PARTS:
-        below: Floor = Disk(model.shapes, stored, 1 << 26, 1 << 30)
+        below: CroppableTier = DiskTier(model.shapes, stored, 1 << 26, 1 << 30)
         if storage == "halves":
-            below = Packed(model.shapes, stored, model.device, k_bits=8, v_bits=8, group=4, halves=True)
+            below = QuantizedTier(model.shapes, stored, model.device, k_bits=8, v_bits=8, group=4, halves=True)
         if storage in RUNGS:
-            each = [Packed(model.shapes, stored, model.device, k_bits=keys_in(n), v_bits=n, group=16) for n in BITS]
-            rungs = [Rung(tier, group=unit(n, 16)) for n, tier in zip(BITS, each, strict=True)]
-            found = Recall(below, Sketch(3), Budget(0.1, 4, 2, 3), range(1, model.n_layers), source=below)
-            return Ladder(top, rungs if storage == "rungs" else [*rungs, Rung(found)])
+            each = [
+                QuantizedTier(model.shapes, stored, model.device, k_bits=keys_in(n), v_bits=n, group=16) for n in BITS
+            ]
+            rungs = [TierLevel(tier, group=unit(n, 16)) for n, tier in zip(BITS, each, strict=True)]
+            found = SparseTier(below, Sketch(3), PageBudget(0.1, 4, 2, 3), range(1, model.n_layers), source=below)
+            return TieredCache(top, rungs if storage == "rungs" else [*rungs, TierLevel(found)])
         if storage in ("turned", "checked", "uneven turned"):
-            below = Packed(model.shapes, stored, model.device, k_bits=4, v_bits=8, group=5, rotate="hadamard")
-        found = Ladder(top, [Rung(below)], holds=7, group=5, sinks=2)
-        return Checked(Dense(model.shapes, stored, model.device), found) if storage == "checked" else found
+            below = QuantizedTier(model.shapes, stored, model.device, k_bits=4, v_bits=8, group=5, rotate="hadamard")
+        found = TieredCache(top, [TierLevel(below)], holds=7, group=5, sinks=2)
+        return DraftAndFullCache(Dense(model.shapes, stored, model.device), found) if storage == "checked" else found
     if storage not in LOWER:
         return top
     lower = Dense(model.shapes, stored, model.device, step=8)
-    tiers: dict[str, Floor] = {
+    tiers: dict[str, CroppableTier] = {
         "demoted": lower,
-        "recalled": Recall(lower, Sketch(3), Budget(0.1, 4, 2, 3), range(1, model.n_layers), source=lower),
-        "lowered": Packed(model.shapes, stored, model.device, k_bits=8, v_bits=8, group=4),
+        "recalled": SparseTier(lower, Sketch(3), PageBudget(0.1, 4, 2, 3), range(1, model.n_layers), source=lower),
+        "lowered": QuantizedTier(model.shapes, stored, model.device, k_bits=8, v_bits=8, group=4),
     }
-    return Ladder(top, [Rung(tiers[storage])], demotes=True)
+    return TieredCache(top, [TierLevel(tiers[storage])], demotes=True)
 
 
 def opened(
@@ -380,15 +393,15 @@ def opened(
     device: str = "cpu",
     seed: int = 0,
     chunk: int = 13,
-) -> Session:
+) -> GenerationSession:
     """`seed`: of the constraint, where the sampler is held to one."""
     model = lm(storage, dtype, device)
     keep, every = POLICIES[policy]
     if storage == "rungs recalled" and policy in SPENDS:
-        keep = Within(**SPENDER, spending=replace(SPENDS[policy], **AWAY))
+        keep = PrecisionBudgetPolicy(**SPENDER, spending=replace(SPENDS[policy], **AWAY))
     kv, every = past(storage, model), every or (16 if storage in PARTS else None)
     reads = view(model, kv, drafter)
-    session = Session(
+    session = GenerationSession(
         model,
         kv,
         drafter,
@@ -399,21 +412,21 @@ def opened(
         chunk=chunk,
         pruning=LAZY if storage == "lazy" else None,
         by_layers=storage == "layers",
-        reusing=Blend(8, 0.4) if storage == "blend" else None,
+        reusing=CacheBlend(8, 0.4) if storage == "blend" else None,
     )
     if storage == "blend":
-        drive(session.read([*families.prompt(6, seed=7), *prompt()[2:], 5]))
+        run_to_end(session.read([*families.prompt(6, seed=7), *prompt()[2:], 5]))
         session.save(prompt())
-        session.begin(prompt(), SAMPLERS[sampler])
+        session.start_answer(prompt(), SAMPLERS[sampler])
     if sampler == "held":
-        session.begin(prompt(storage), SAMPLERS[sampler], Half(97, seed))
+        session.start_answer(prompt(storage), SAMPLERS[sampler], Half(97, seed))
     if storage == "kept":
-        read = shelf(kept_in(dtype, device), model).fetch(session, prompt())
+        read = shelf(kept_in(dtype, device), model).load_prefix(session, prompt())
         assert read == len(prompt()) - 1, "all but the pending token"
     return session
 
 
-def written(session: Session, storage: str = "") -> Work[object, list[int]]:
+def written(session: GenerationSession, storage: str = "") -> Coroutine[object, list[int]]:
     yield from session.read(prompt(storage)[len(session.ids) :])
     yield from session.stream(NEW, stop={STOP})
     return session.ids
@@ -423,7 +436,7 @@ def decode(
     storage: str, policy: str, sampler: str, dtype: str, drafter: Drafter, device: str = "cpu", seed: int = 0
 ) -> list[int]:
     session = opened(storage, policy, sampler, dtype, drafter, device, seed)
-    for said in events(written(session, storage)):
+    for said in iterate_events(written(session, storage)):
         assert session.committed == len(session.ids) - 1 or isinstance(said, int)
     return session.ids
 
@@ -442,7 +455,7 @@ CANCELLED, BROKEN = 5, 3  # which of the texts side by side
 
 def side_by_side(
     storage: str, policy: str, dtype: str, device: str = "cpu"
-) -> list[tuple[Ticket[object, list[int]], list[int]]]:
+) -> list[tuple[EngineTask[object, list[int]], list[int]]]:
     """Eight in one engine, by turns every drafter with every sampler, each with the text of plain decoding alone.
 
     One is cancelled, and one breaks on the way.
@@ -457,14 +470,14 @@ def side_by_side(
         session = opened(storage, policy, sampler, dtype, DRAFTERS[drafter](want), *of)
         texts.append((engine.add(broken(session) if at == BROKEN else written(session, storage)), want))
     for n in range(10_000):
-        if not engine.round():
+        if not engine.step():
             break
         if n == 9:
             texts[CANCELLED][0].cancel()
     return texts
 
 
-def broken(session: Session) -> Work[object, list[int]]:
+def broken(session: GenerationSession) -> Coroutine[object, list[int]]:
     """A text whose pass breaks, alone as among others."""
     yield from session.read(prompt())
 
@@ -473,6 +486,6 @@ def broken(session: Session) -> Work[object, list[int]]:
             raise MemoryError("no room")
 
     model = session.lm
-    torn = Torn(model.shapes, session.kv.dtype, model.device)
-    yield Feed(session.lm, Rows.chain([1], session.committed), torn, want=[0], states=session.states)
+    torn = Torn(model.shapes, session.cache.dtype, model.device)
+    yield ForwardRequest(session.lm, Rows.chain([1], session.committed), torn, want=[0], states=session.states)
     raise AssertionError("it went on")

@@ -16,15 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.engine.drafting.drafter import Drafter, Pair
-from kvcli.engine.engine import drive, events
+from kvcli.engine.drafting.drafter import Drafter, ModelPair
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
-from kvcli.kv.slots import Store
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.kv.slots import KVCache
 from kvcli.kv.tiers.dense import Dense
-from kvcli.methods.drafts.model import Model
+from kvcli.methods.drafts.model import SeparateModelDraft
 from kvcli.methods.drafts.off import Off
-from kvcli.models.retokenizer import Spelling
+from kvcli.models.retokenizer import TokenMapping
 from tests import drafters, families
 from tests.covering import covering, marked, pairs, spread
 from tests.exact.half import Half
@@ -119,8 +119,8 @@ def test_a_constraint_is_kept_under_any_sampler(
 
     def held(drafter: Drafter) -> list[int]:
         session = opened("dense", "ragged", sampler, "fp32", drafter)
-        session.begin(prompt(), SAMPLERS[sampler], Half(97, 3))
-        return drive(written(session))
+        session.start_answer(prompt(), SAMPLERS[sampler], Half(97, 3))
+        return run_to_end(written(session))
 
     want = held(Off())
     assert held(DRAFTERS[drafter](want)) == want
@@ -146,21 +146,23 @@ def test_the_right_guesses_are_taken_and_the_wrong_ones_are_not() -> None:
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in ("all", "keepall", *SPENDS)])
 def test_what_a_policy_lets_go_lies_below_in_the_rows_of_the_table(storage: str, policy: str) -> None:
     session = opened(storage, policy, "greedy", "fp32", Off())
-    drive(written(session))
-    use = {at: [one.slots for one in session.kv.usage() if one.layer == 1][at] for at in (0, 1)}
+    run_to_end(written(session))
+    use = {at: [one.slots for one in session.cache.usage() if one.layer == 1][at] for at in (0, 1)}
     assert 0 < use[0] < len(session.ids) - 5
     assert use[1] > 5
-    assert session.lost == ({"unread"} if storage == "recalled" else {"rounded"} if storage == "lowered" else set())
+    assert session.approximations == (
+        {"unread"} if storage == "recalled" else {"rounded"} if storage == "lowered" else set()
+    )
 
 
 @pytest.mark.parametrize(("storage", "policy"), [(s, p) for s in RUNGS for p in SPENDS if serves(s, p)])
 def test_a_budget_spreads_the_rows_of_the_table_over_its_rungs(storage: str, policy: str) -> None:
     session = opened(storage, policy, "greedy", "fp32", Off())
-    drive(written(session))
-    held = [use.slots for use in session.kv.usage() if use.layer == 1 and use.tier != "index"]
+    run_to_end(written(session))
+    held = [use.slots for use in session.cache.usage() if use.layer == 1 and use.tier != "index"]
     assert sum(n > 0 for n in held) > (2 if policy == "budget" else 1)
-    assert ("unread" in session.lost) == (storage == "rungs recalled")
-    assert "rounded" in session.lost
+    assert ("unread" in session.approximations) == (storage == "rungs recalled")
+    assert "rounded" in session.approximations
 
 
 def test_some_rows_of_the_table_do_end_at_a_stop_token() -> None:
@@ -173,7 +175,7 @@ def test_some_rows_of_the_table_do_end_at_a_stop_token() -> None:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_reading_in_other_chunks_gives_the_same_text(sampler: str, storage: str) -> None:
     def text(chunk: int) -> list[int]:
-        return drive(written(opened(storage, "all", sampler, "fp64", Off(), chunk=chunk), storage))
+        return run_to_end(written(opened(storage, "all", sampler, "fp64", Off(), chunk=chunk), storage))
 
     texts = [text(chunk) for chunk in (1, 7, 13, 512)]
     assert texts[1:] == texts[:-1]
@@ -186,22 +188,24 @@ def test_layer_by_layer_stores_what_chunk_by_chunk_does(storage: str, dtype: str
     model, turns = lm(storage, dtype), [prompt(storage), families.prompt(41, seed=6)]
     every = 16 if storage in PARTS else None
     of = [
-        Session(model, past(storage, model), Off(), SAMPLERS["greedy"], chunk=13, every=every, by_layers=by_layers)
+        GenerationSession(
+            model, past(storage, model), Off(), SAMPLERS["greedy"], chunk=13, every=every, by_layers=by_layers
+        )
         for by_layers in (False, True)
     ]
     for turn in turns:
         for session in of:
-            drive(session.read(turn))
-            list(events(session.stream(7)))
+            run_to_end(session.read(turn))
+            list(iterate_events(session.stream(7)))
         chunks, layers = of
         assert chunks.ids == layers.ids
-        assert chunks.kv.usage() == layers.kv.usage()
+        assert chunks.cache.usage() == layers.cache.usage()
         for layer in model.storing:
-            for a, b in zip(stored_in(chunks.kv, layer), stored_in(layers.kv, layer), strict=True):
+            for a, b in zip(stored_in(chunks.cache, layer), stored_in(layers.cache, layer), strict=True):
                 assert torch.equal(a, b)
 
 
-def stored_in(kv: Store, layer: int) -> list[Tensor]:
+def stored_in(kv: KVCache, layer: int) -> list[Tensor]:
     """Keys, values and positions of a layer."""
     found = kv.slots(layer)
     return [found.k, found.v, found.pos]
@@ -212,20 +216,20 @@ def test_another_turn_after_an_undo_gives_the_same_text(drafter: str) -> None:
     model = lm("dense", "fp64")
     first, second = prompt(), [*prompt(), *families.prompt(8, seed=9)]
 
-    def fresh(maker: Make, truth: Sequence[int]) -> Session:
+    def fresh(maker: Make, truth: Sequence[int]) -> GenerationSession:
         kv = Dense(model.shapes, model.dtype)
-        return Session(model, kv, maker(truth), Sampler(), chunk=13)
+        return GenerationSession(model, kv, maker(truth), Sampler(), chunk=13)
 
     alone = fresh(lambda _: Off(), [])
-    drive(alone.read(second))
-    list(events(alone.stream(20)))
+    run_to_end(alone.read(second))
+    list(iterate_events(alone.stream(20)))
     session = fresh(DRAFTERS[drafter], alone.ids)
-    drive(session.read(first))
-    list(events(session.stream(10)))
+    run_to_end(session.read(first))
+    list(iterate_events(session.stream(10)))
     cached = session.resume(second)
     assert cached >= len(first) - 1
-    drive(session.read(second[len(session.ids) :]))
-    list(events(session.stream(20)))
+    run_to_end(session.read(second[len(session.ids) :]))
+    list(iterate_events(session.stream(20)))
     assert session.ids == alone.ids
 
 
@@ -237,10 +241,10 @@ def drawn(temperature: float, seed: int) -> list[int]:
     return respelling(Off(), temperature, seed).ids
 
 
-def respelling(drafter: Drafter, temperature: float, seed: int) -> Session:
+def respelling(drafter: Drafter, temperature: float, seed: int) -> GenerationSession:
     session = opened("dense", "all", "greedy", "fp32", drafter)
-    session.begin(prompt(), Sampler(temperature=temperature, top_k=40, seed=seed))
-    drive(written(session))
+    session.start_answer(prompt(), Sampler(temperature=temperature, top_k=40, seed=seed))
+    run_to_end(written(session))
     return session
 
 
@@ -251,10 +255,10 @@ def test_at_any_temperature_and_seed_a_drafter_of_other_words_gives_the_text_of_
 ) -> None:
     target, (size, of) = lm("dense", "fp32"), SPELLED[words]
     draft = target if words == "its own" else sibling()
-    pair = Pair(target, draft, Spelling(letters(97, 1), letters(size, of)))
+    pair = ModelPair(target, draft, TokenMapping(letters(97, 1), letters(size, of)))
     accepted = 0
     for temperature in (0.0, 0.7, 1.0):
-        made = Model(adaptive=False, depth=4, copies=False, branches=2).drafter([STOP], pair)
+        made = SeparateModelDraft(adaptive=False, depth=4, copies=False, branches=2).drafter([STOP], pair)
         assert respelling(made, temperature, seed).ids == drawn(temperature, seed)
         accepted += made.report().accepted_by["model"]
     assert accepted > 0 or words == "another"

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from kvcli.fit import weights
-from kvcli.fit.available_memory import Room
-from kvcli.fit.plan import Facts, Subject, plan
+from kvcli.fit.available_memory import AvailableMemory
+from kvcli.fit.plan import MeasuredFacts, PlannedModel, plan
 from kvcli.models.catalog import CATALOG, TOKENS, choices
-from kvcli.models.checkpoint_format import Packing
+from kvcli.models.checkpoint_format import CheckpointFormat
 from kvcli.models.machine import kept_free
 from kvcli.settings.profile import Profile
 
@@ -21,9 +21,11 @@ def planned(known, quant, available):
     """What `kvcli fit` says of it."""
     stays = known.package is not None and known.package.each < 1
     held = tuple(replace(h, is_gguf=stays, stays=h.packs) for h in weights.of_shape(known.shape))
-    subject = Subject(known.id, known.shape, held, "bfloat16", Packing(), True, False, 2 * known.parameters)
+    subject = PlannedModel(
+        known.id, known.shape, held, "bfloat16", CheckpointFormat(), True, False, 2 * known.parameters
+    )
     profile = Profile.load("ngram").replace(load={"quant": quant})
-    return plan(subject, profile, Room("cpu", available), min(TOKENS, known.shape.limit), Facts())
+    return plan(subject, profile, AvailableMemory("cpu", available), min(TOKENS, known.shape.limit), MeasuredFacts())
 
 
 @pytest.mark.parametrize("known", CATALOG, ids=lambda known: known.id)

@@ -9,25 +9,25 @@ from itertools import product
 
 import pytest
 
-from kvcli.commands.common.memory_check import Wanted, prepare
+from kvcli.commands.common.memory_check import MemoryWishes, prepare
 from kvcli.commands.common.run_setup import Setup
-from kvcli.engine.forward_memory import DRAWN, recorded_bytes, working_bytes
+from kvcli.engine.forward_memory import DRAWN, captured_bytes, working_bytes
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.fit import base_memory, cuda_overhead
 from kvcli.fit.auto_placement import chosen, plan_on
-from kvcli.fit.available_memory import Room
+from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.base_memory import BASE
 from kvcli.fit.memory import GIB
-from kvcli.fit.plan import Facts, Subject, plan
-from kvcli.fit.preflight import Outlook
+from kvcli.fit.plan import MeasuredFacts, PlannedModel, plan
+from kvcli.fit.preflight import Preflight
 from kvcli.fit.report import document
 from kvcli.fit.speed import split
 from kvcli.fit.weights import of_shape
 from kvcli.kv.footprint import POSITION
 from kvcli.models import machine as this_machine
-from kvcli.models.checkpoint_format import Packing
-from kvcli.models.machine import Found
-from kvcli.models.recurrent_shapes import Folds
+from kvcli.models.checkpoint_format import CheckpointFormat
+from kvcli.models.machine import DeviceInfo
+from kvcli.models.recurrent_shapes import RecurrentShapes
 from kvcli.models.shape import shape_of
 from kvcli.schemas.fit import CalibrationDocument
 from kvcli.settings.profile import Profile
@@ -36,16 +36,16 @@ from tests.fit.test_formulas import config
 
 MIB = 1 << 20
 LLAMA_8B = shape_of(config(32, 4096, 32, 8, 128, 14336, 128256))
-SUBJECT = Subject("8B", LLAMA_8B, of_shape(LLAMA_8B), "bfloat16", Packing(), True, False, 16 * GIB)
+SUBJECT = PlannedModel("8B", LLAMA_8B, of_shape(LLAMA_8B), "bfloat16", CheckpointFormat(), True, False, 16 * GIB)
 NGRAM, BALANCED = Profile.load("ngram"), Profile.load("balanced")
 
 
 def room(gib, host=64, **more):
-    return Room("cuda:0", gib * GIB - cuda_overhead.CONTEXT, host=host * GIB, total=gib * GIB, **more)
+    return AvailableMemory("cuda:0", gib * GIB - cuda_overhead.CONTEXT, host=host * GIB, total=gib * GIB, **more)
 
 
 def planned(profile, gib, context=32768, subject=SUBJECT, **more):
-    return plan_on(subject, profile, room(gib, **more), context, Facts())
+    return plan_on(subject, profile, room(gib, **more), context, MeasuredFacts())
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_an_8b_model_fits_at_32k(name, gib):
     assert found.run.chunk == 1024, "by room"
     assert found.profile.load.quant == "int4"
     assert found.run.on_card in (None, 32), "all layers are on the card"
-    (said,) = document(Outlook(SUBJECT, "8B", None, {}), [found], {}, {}, 32768, []).plans
+    (said,) = document(Preflight(SUBJECT, "8B", None, {}), [found], {}, {}, 32768, []).plans
     assert said.places["cuda"] == said.total == said.weights + said.kv + said.draft + said.working + said.base
     weights = said.weights + said.places.get("host", 0) - found.need.host
     assert weights == found.weights.memory, "every byte of them is somewhere"
@@ -102,7 +102,7 @@ def test_a_draw_on_the_card_has_no_logits_in_float32():
 def test_captured_passes_keep_what_they_compute_with_while_a_prompt_is_read():
     quiet = NGRAM.replace(load={"graphs": "off"})
     kept = planned(NGRAM, 24).need.base - planned(quiet, 24).need.base
-    one = partial(recorded_bytes, LLAMA_8B, slots=32768, number=2, kv_number=2, draws=False)
+    one = partial(captured_bytes, LLAMA_8B, slots=32768, number=2, kv_number=2, draws=False)
     assert one(rows=NGRAM.spec.rows) + cuda_overhead.captured(32, 3) == kept, "of 1, 8 and 16 rows"
     assert 3 * MIB < one(rows=1) < kept < 450 * MIB
     assert one(rows=64) == one(rows=65), "wider ones are not captured"
@@ -142,7 +142,7 @@ def test_as_many_layers_as_fit_are_on_the_card():
     n = found.run.on_card
 
     assert (found.fits, 0 < n < 32) == (True, True)
-    one_more = plan(SUBJECT, whole.replace(load={"layers_on_gpu": n + 1}), room(8), 32768, Facts())
+    one_more = plan(SUBJECT, whole.replace(load={"layers_on_gpu": n + 1}), room(8), 32768, MeasuredFacts())
     assert not one_more.fits
     assert found.need.weights + found.need.host_weights == found.weights.memory
     assert found.need.host == pytest.approx((32 - n) / 32 * 32768 * LLAMA_8B.kv_per_token * 2, rel=0.01)
@@ -158,17 +158,17 @@ def test_a_tied_head_is_there_twice_where_layers_are_split():
 def test_what_reads_parts_of_a_past_keeps_its_layers_together():
     """So an 8B model in full precision is refused, and not split, under a profile that packs keys and values."""
     assert not planned(BALANCED.replace(load={"quant": "none"}), 8).fits
-    quantized = replace(SUBJECT, packing=Packing("awq"))
+    quantized = replace(SUBJECT, packing=CheckpointFormat("awq"))
     assert not planned(NGRAM, 8, subject=quantized).fits
     with pytest.raises(UsageError, match="placed as a whole"):
         planned(NGRAM.replace(load={"layers_on_gpu": 3}), 8, subject=quantized)
     with pytest.raises(UsageError, match="runs on cpu"):
-        plan(SUBJECT, NGRAM.replace(load={"layers_on_gpu": 3}), Room("cpu", 64 * GIB), 4096, Facts())
+        plan(SUBJECT, NGRAM.replace(load={"layers_on_gpu": 3}), AvailableMemory("cpu", 64 * GIB), 4096, MeasuredFacts())
 
 
 def test_a_model_that_keeps_states_is_not_split_nor_recorded():
     """Loading refuses the one and does without the other."""
-    hybrid = replace(SUBJECT, shape=replace(LLAMA_8B, folds=Folds(24, 1024, 65536, 8192)))
+    hybrid = replace(SUBJECT, shape=replace(LLAMA_8B, folds=RecurrentShapes(24, 1024, 65536, 8192)))
     assert planned(NGRAM, 4, subject=SUBJECT).run.on_card is not None
     found = planned(NGRAM, 4, subject=hybrid)
     assert (found.fits, found.run.on_card) == (False, None)
@@ -187,14 +187,14 @@ def test_layers_on_the_cpu_cost_the_bytes_that_it_reads():
 
 
 def test_a_narrower_window_comes_before_fewer_bits(tmp_path):
-    looked = Outlook(SUBJECT, "8B", tmp_path, {"cpu": Room("cpu", 64 * GIB), "cuda:0": room(20)})
+    looked = Preflight(SUBJECT, "8B", tmp_path, {"cpu": AvailableMemory("cpu", 64 * GIB), "cuda:0": room(20)})
     found, note = looked.fitted(NGRAM, dict)
     assert (found.fits, chosen(found).get("load.quant")) == (True, None)
     assert f"context {found.need.context:,} of 131,072 tokens" in note
-    looked.found = {"cpu": Room("cpu", 64 * GIB), "cuda:0": room(12)}
+    looked.found = {"cpu": AvailableMemory("cpu", 64 * GIB), "cuda:0": room(12)}
     found, note = looked.fitted(NGRAM, dict)
     assert (found.fits, found.profile.load.quant) == (True, "int4")
-    looked.found = {"cpu": Room("cpu", GIB), "cuda:0": room(2, host=1)}
+    looked.found = {"cpu": AvailableMemory("cpu", GIB), "cuda:0": room(2, host=1)}
     with pytest.raises(DoesNotFit):
         looked.fitted(NGRAM, dict)
 
@@ -209,7 +209,10 @@ def typed(tmp_path, monkeypatch):
     monkeypatch.setattr(Setup, "load", found.load)
 
     def with_card(mib, unserved=""):
-        cards = [Found("cpu", "a CPU", 64 * GIB, 64 * GIB), Found("cuda:0", "a card", GIB, mib * MIB, (8, 6), unserved)]
+        cards = [
+            DeviceInfo("cpu", "a CPU", 64 * GIB, 64 * GIB),
+            DeviceInfo("cuda:0", "a card", GIB, mib * MIB, (8, 6), unserved),
+        ]
         monkeypatch.setattr(this_machine, "devices", lambda: iter(cards))
         return found
 
@@ -227,7 +230,7 @@ def test_a_chat_takes_what_fits_and_says_what_undoes_it(typed):
 def test_who_insists_on_full_precision_has_the_cpu_run_layers(typed, asked):
     world = typed(72).world()
     setup = Setup(world, "demo", **{"flags": {}, **asked})
-    ready = prepare(setup, setup.profile(), Wanted(), print)
+    ready = prepare(setup, setup.profile(), MemoryWishes(), print)
     assert ready.profile.load.quant == "none"
     assert isinstance(ready.profile.load.layers_on_gpu, int)
     assert any("are in host memory, with the CPU" in note for note in ready.notes)
@@ -235,7 +238,7 @@ def test_who_insists_on_full_precision_has_the_cpu_run_layers(typed, asked):
 
 def test_what_was_chosen_holds_for_profiles_on_the_way(typed):
     setup = Setup(typed(72).world(), "demo")
-    prepare(setup, setup.profile(), Wanted(), print)
+    prepare(setup, setup.profile(), MemoryWishes(), print)
     later = setup.resolve("exact", [])
     assert (later.load.quant, later.origins["load.quant"]) == ("int4", "what fits")
     assert setup.resolve("cpu", []).load.quant == "int8", "which says so itself"

@@ -8,33 +8,33 @@ import pytest
 import torch
 
 from kvcli import load
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.forward_memory import DRAWN, working_bytes
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.hf.mla import Latent
+from kvcli.engine.hf.mla import LatentProjection
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.fit.advice import binding, changes
-from kvcli.fit.available_memory import Room, choose, container_room, rooms, size
+from kvcli.fit.available_memory import AvailableMemory, choose, container_room, rooms, size
 from kvcli.fit.explain import alike
 from kvcli.fit.memory import GIB, largest, need
-from kvcli.fit.plan import Facts, Subject, plan, subject_of
-from kvcli.fit.preflight import Outlook
+from kvcli.fit.plan import MeasuredFacts, PlannedModel, plan, subject_of
+from kvcli.fit.preflight import Preflight
 from kvcli.fit.run_log import Beyond
 from kvcli.fit.speed import at, by_rows, speed
 from kvcli.fit.weights import of_files, of_shape, panels, weigh
 from kvcli.fit.working_memory import AGAIN, LINEAR, PRODUCT, WIDTHS
 from kvcli.kernels.attention_mass.reference import SCORES
 from kvcli.kernels.quantize_kv import LANES, pack_keys, pack_values
-from kvcli.kv.cache.tiered_cache import Ladder
+from kvcli.kv.cache.tiered_cache import TieredCache
 from kvcli.kv.capacity import EVERY
-from kvcli.kv.footprint import POSITION, STEP, narrow, wide
+from kvcli.kv.footprint import POSITION, STEP, full_bytes, quantized_bytes
 from kvcli.kv.formats.kivi import Kivi
-from kvcli.kv.out_of_memory import Shortage
+from kvcli.kv.out_of_memory import CacheFull
 from kvcli.kv.sliding_windows import windows_of
-from kvcli.kv.slots import LayerShape, Sight, nbytes
+from kvcli.kv.slots import AttentionParams, LayerShape, nbytes
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models import machine, source
-from kvcli.models.checkpoint_format import Packing
+from kvcli.models.checkpoint_format import CheckpointFormat
 from kvcli.models.headers import TensorHeader, WeightFile
 from kvcli.models.shape import shape_of
 from kvcli.policies.scoring.topk import SCORE
@@ -54,7 +54,7 @@ def demo():
 
 def planned(subject, profile="exact", context=4096, available=64 * GIB, **facts):
     chosen = profile if isinstance(profile, Profile) else PROFILES[profile]
-    return plan(subject, chosen, Room("cpu", available), context, Facts(**facts))
+    return plan(subject, chosen, AvailableMemory("cpu", available), context, MeasuredFacts(**facts))
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -62,8 +62,8 @@ def test_keys_and_values_are_what_the_store_allocates(demo, profile):
     with load("demo", profile, set={"load.device": "cpu", "load.verify": False, "prefill.chunk": 256}) as model:
         ids = torch.arange(700).remainder(model.lm.vocab).tolist()
         most = 0
-        for _ in events(model.text.session.read(ids)):
-            most = max(most, nbytes(model.text.session.kv)["cpu"])
+        for _ in iterate_events(model.text.session.read(ids)):
+            most = max(most, nbytes(model.text.session.cache)["cpu"])
         found = planned(demo, model.profile, 700)
         if profile != "streaming":  # which settles before anybody can look
             assert found.need.kv == most
@@ -75,14 +75,16 @@ def test_sliding_layers_are_planned_with_what_they_keep(demo):
     sliding = replace(shape, windows=(300, None) * (shape.layers // 2) + (None,) * (shape.layers % 2))
     profile = PROFILES["exact"].replace(prefill={"chunk": 256}, sample={"max_new_tokens": 320})
     shapes = [LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)] * shape.layers
-    kv = Dense(shapes, torch.bfloat16, windows=windows_of(shapes, [Sight(1.0, window=w) for w in sliding.windows]))
+    kv = Dense(
+        shapes, torch.bfloat16, windows=windows_of(shapes, [AttentionParams(1.0, window=w) for w in sliding.windows])
+    )
     most, prompt, n = 0, 5000, 5320
     for start in (*range(0, prompt, 256), *range(prompt, n, 64)):
         count = min(256, prompt - start) if start < prompt else 64
         for layer in range(shape.layers):
             kv.append(layer, *torch.zeros(2, shape.kv_heads, count, shape.head_dim).bfloat16(), start)
         most = max(most, nbytes(kv)["cpu"])
-        kv.settle((), min(start + count, prompt))  # an answer is kept as a whole
+        kv.compress((), min(start + count, prompt))  # an answer is kept as a whole
     found = planned(replace(demo, shape=sliding), profile, n).need.kv
     assert most <= found <= 1.05 * most
     assert found < 0.65 * planned(demo, profile, n).need.kv
@@ -102,10 +104,10 @@ def test_packed_keys_and_values_are_planned_as_they_lie(demo, packs):
     kv = packs | {"exactness": "approx"}
     with load("demo", "exact", set={"load.device": "cpu", "load.verify": False, "prefill.chunk": 16, **kv}) as model:
         ids = torch.arange(1400).remainder(model.lm.vocab).tolist()
-        most = max(sum(nbytes(model.text.session.kv).values()) for _ in events(model.text.session.read(ids)))
+        most = max(sum(nbytes(model.text.session.cache).values()) for _ in iterate_events(model.text.session.read(ids)))
         found = planned(demo, model.profile, 1400).need.kv
         number = model.lm.dtype.itemsize
-        unpacked = sum(wide(shape, number) for shape in model.lm.shapes)
+        unpacked = sum(full_bytes(shape, number) for shape in model.lm.shapes)
     # at most one chunk, one group and one step of growth lie unpacked, which nobody sees who looks behind a boundary
     assert most <= found <= most + (EVERY + model.profile.kv.group + STEP) * unpacked
 
@@ -113,12 +115,14 @@ def test_packed_keys_and_values_are_planned_as_they_lie(demo, packs):
 @pytest.mark.parametrize("budget", ["25%", "1MiB", "64MiB", "fit"])
 @pytest.mark.parametrize("chunk", [64, 512])
 def test_a_budget_is_planned_with_what_a_pass_adds(demo, budget, chunk, monkeypatch):
-    settle, held = Ladder.settle, []
-    monkeypatch.setattr(Ladder, "settle", lambda kv, *of: (held.append(sum(nbytes(kv).values())), settle(kv, *of))[1])
+    settle, held = TieredCache.compress, []
+    monkeypatch.setattr(
+        TieredCache, "compress", lambda kv, *of: (held.append(sum(nbytes(kv).values())), settle(kv, *of))[1]
+    )
     asked = {"memory.budget": budget, "policy.score": "keydiff", "prefill.chunk": chunk}
     with load("demo", "budget", set={"load.device": "cpu", "load.verify": False, **asked}) as model:
         ids = torch.randint(model.lm.vocab, (1400,), generator=torch.Generator().manual_seed(0))
-        drive(model.text.session.read(ids.tolist()))
+        run_to_end(model.text.session.read(ids.tolist()))
         remembered = sum(of.numel() for of in model.text.session.memory.worth.total.values()) * 8
     found = planned(demo, model.profile, 1400).need.kv
     assert max(held) + remembered <= found <= 1.1 * (max(held) + 8 * 12 * 1400) + STEP * planned(demo).per_token
@@ -156,8 +160,8 @@ def test_what_is_free_is_divided_before_what_each_text_takes_of_it(demo):
 def test_a_past_that_guesses_is_planned_beside_the_whole_one(demo, profile):
     checked = {"exactness": "exact", "spec.method": "self", "spec.copies": False, "prefill.chunk": 64}
     with load("demo", profile, set={"load.device": "cpu", "load.verify": False, **checked}) as model:
-        drive(model.text.session.read(torch.arange(1400).remainder(model.lm.vocab).tolist()))
-        held = nbytes(model.text.session.kv)
+        run_to_end(model.text.session.read(torch.arange(1400).remainder(model.lm.vocab).tolist()))
+        held = nbytes(model.text.session.cache)
         found = planned(demo, model.profile, 1400).need
     assert held["cpu"] <= found.kv <= 1.2 * held["cpu"]
     assert held["draft"] <= found.draft <= 1.5 * held["draft"] + (1 << 20)
@@ -255,7 +259,7 @@ def test_what_may_come_back_is_planned_as_a_vector_a_token(demo):
         profile = profile.replace(prune=back | {"scope": scope})
         with load("demo", profile, set={"load.device": "cpu", "load.verify": False}) as model:
             session = model.text.session
-            drive(session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
+            run_to_end(session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
             held = nbytes(session.behind).get("behind", 0)
         more = planned(demo, profile, n).need.kv - planned(demo, "exact", n).need.kv
         assert held <= more <= 1.2 * held, "the first, the newest and the template's are not behind"
@@ -282,21 +286,21 @@ def test_the_index_of_recall_is_in_memory_too(demo):
     assert planned(demo, reads).need.kv == planned(demo, plain).need.kv + index
     kept = {"load.device": "cpu", "load.verify": False, "exactness": "approx", "recall.method": "sketch"}
     with load("demo", "exact", set=kept) as model:
-        drive(model.text.session.read(torch.arange(4096).remainder(model.lm.vocab).tolist()))
-        found = nbytes(model.text.session.kv)
+        run_to_end(model.text.session.read(torch.arange(4096).remainder(model.lm.vocab).tolist()))
+        found = nbytes(model.text.session.cache)
     assert index == pytest.approx(found["index"], rel=0.05)
 
 
 def test_older_tokens_go_to_host_memory_behind_a_gpu_and_no_further_than_there_is_room(demo):
     card = PROFILES["exact"].replace(memory={"host": "auto"})
     quiet = PROFILES["exact"].replace(load={"graphs": "off"})  # as passes over two places are not recorded
-    whole = plan(demo, quiet, Room("cuda:0", 8 * GIB), 8192, Facts()).need
+    whole = plan(demo, quiet, AvailableMemory("cuda:0", 8 * GIB), 8192, MeasuredFacts()).need
     free = int((whole.running - whole.kv // 2) / 0.97)  # room for half of the keys and values
-    small = plan(demo, card, Room("cuda:0", free, host=whole.kv), 8192, Facts())
+    small = plan(demo, card, AvailableMemory("cuda:0", free, host=whole.kv), 8192, MeasuredFacts())
     assert small.fits
     assert small.need.host > whole.kv // 3
     assert small.need.kv + small.need.host >= whole.kv - STEP * small.per_token
-    none = plan(demo, card, Room("cuda:0", free, host=whole.kv // 4), 8192, Facts())
+    none = plan(demo, card, AvailableMemory("cuda:0", free, host=whole.kv // 4), 8192, MeasuredFacts())
     assert (none.fits, none.need.over > 0, none.missing > 0) == (False, True, True)
     assert 0 < none.most < 8192
 
@@ -305,7 +309,7 @@ def test_the_program_takes_of_host_memory_too(demo):
     """Behind a GPU what is free of it is not all for keys and values."""
     card = PROFILES["exact"].replace(memory={"host": "auto"})
     for base in (1 << 20, 1 << 30, 3 << 30):
-        found = plan(demo, card, Room("cuda:0", 8 * GIB, host=2 * GIB), 8192, Facts(base=base))
+        found = plan(demo, card, AvailableMemory("cuda:0", 8 * GIB, host=2 * GIB), 8192, MeasuredFacts(base=base))
         assert found.run.caps.host == max(0, 2 * GIB - base)
 
 
@@ -341,11 +345,11 @@ def test_a_store_holds_the_longest_text_that_is_promised_and_no_longer_one(demo,
     def read(n):
         kept = {"load.device": "cpu", "load.verify": False, "context.limit": n + 1, **sets}
         with load("demo", profile, set=kept) as model:
-            drive(model.text.session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
+            run_to_end(model.text.session.read(torch.arange(n).remainder(model.lm.vocab).tolist()))
             assert model.text.session.committed == n - 1
 
     read(most - 1)
-    with pytest.raises(Shortage):
+    with pytest.raises(CacheFull):
         read(most + 1 + most // 20)
 
 
@@ -366,7 +370,7 @@ def test_what_runs_took_beyond_their_estimates_corrects_the_program_alone(demo, 
     plain, learned = planned(demo), planned(demo, beyond=Beyond(more, more, more, 3))
     assert learned.need == replace(plain.need, base=plain.need.base + more, loading=plain.need.loading + more)
     parts = learned.need
-    assert learned.total == parts.base + parts.weights + parts.kv + parts.draft + parts.working + parts.surge
+    assert learned.total == parts.base + parts.weights + parts.kv + parts.draft + parts.working + parts.loading_peak
 
 
 @pytest.mark.parametrize("is_timed", [True, False])
@@ -418,7 +422,7 @@ def test_nothing_is_offered_where_the_program_alone_is_too_large(demo):
 @pytest.fixture
 def outlook(demo, tmp_path):
     def with_room(available):
-        return Outlook(demo, "demo", tmp_path / "data", {"cpu": Room("cpu", available)})
+        return Preflight(demo, "demo", tmp_path / "data", {"cpu": AvailableMemory("cpu", available)})
 
     return with_room
 
@@ -477,7 +481,7 @@ def test_sizes_have_units():
 def test_memory_of_the_host_lies_behind_cards_alone(monkeypatch):
     """Elsewhere a store has none of it (kv/cache/plan.py): on Apple's GPUs it is the same memory."""
     kinds = ("cpu", "cuda:0", "mps")
-    found = [machine.Found(kind, kind, 8 * GIB, 8 * GIB) for kind in kinds]
+    found = [machine.DeviceInfo(kind, kind, 8 * GIB, 8 * GIB) for kind in kinds]
     monkeypatch.setattr(machine, "devices", lambda: found)
     assert {kind: room.host > 0 for kind, room in rooms().items()} == {"cpu": False, "cuda:0": True, "mps": False}
 
@@ -511,7 +515,7 @@ def test_the_limit_of_our_own_group_counts_where_the_root_has_none(tmp_path, lin
 
 
 def test_auto_is_the_first_gpu_else_the_cpu():
-    cpu, gpu = Room("cpu", 1), Room("cuda:0", 2)
+    cpu, gpu = AvailableMemory("cpu", 1), AvailableMemory("cuda:0", 2)
     assert choose({"cpu": cpu}, "auto") == cpu
     assert choose({"cpu": cpu, "cuda:0": gpu}, "auto") == choose({"cpu": cpu, "cuda:0": gpu}, "cuda") == gpu
     with pytest.raises(UsageError):
@@ -539,7 +543,7 @@ def test_what_loading_takes_at_its_highest_must_be_free_too(demo):
 def test_what_a_drafter_remembers_is_in_host_memory(demo):
     drafts, plain = planned(demo, "ngram", 8000), planned(demo, "exact", 8000)
     assert drafts.need.draft - plain.need.draft == PROFILES["ngram"].spec.tables(8000) > 0
-    card = plan(demo, PROFILES["ngram"], Room("cuda:0", 8 * GIB), 8000, Facts())
+    card = plan(demo, PROFILES["ngram"], AvailableMemory("cuda:0", 8 * GIB), 8000, MeasuredFacts())
     assert card.need.draft == 0
 
 
@@ -559,7 +563,7 @@ def test_a_slot_in_8_bits_has_its_scales():
     keys, values = pack_keys(x, 8, slots), pack_values(x, 8, slots)
     real = sum(t.nbytes for r in (keys, values) for t in (r.codes, r.scale, r.zero) if t is not None)
     kv = PROFILES["exact"].replace(kv={"k_bits": 8, "v_bits": 8}, exactness="approx").kv
-    assert slots * (narrow(kv, Kivi(), LayerShape(heads, dim, dim), 2) - POSITION) == heads * real
+    assert slots * (quantized_bytes(kv, Kivi(), LayerShape(heads, dim, dim), 2) - POSITION) == heads * real
 
 
 MOVED = {
@@ -579,9 +583,9 @@ def test_what_a_policy_moves_down_is_planned_where_it_lies(demo, name, policy):
     own = PROFILES["exact"].replace(exactness="approx", policy={"name": policy} | keep, prefill={"chunk": 256})
     own = own.replace(**changes).replace(memory={"disposition": "demote"})
     with load("demo", own, set={"load.device": "cpu", "load.verify": False}) as model:
-        found = [nbytes(model.text.session.kv) for _ in events(model.text.session.read([7] * 1400))]
+        found = [nbytes(model.text.session.cache) for _ in iterate_events(model.text.session.read([7] * 1400))]
         number = model.lm.dtype.itemsize
-        whole = 1400 * sum(wide(shape, number) for shape in model.lm.shapes)
+        whole = 1400 * sum(full_bytes(shape, number) for shape in model.lm.shapes)
     assert set(found[-1]) == tiers
     need = planned(demo, own, 1400).need
     away = max(f.pop("disk", 0) for f in found)
@@ -609,14 +613,14 @@ def of_latents(tmp_path, **packed):
 
 def test_what_expands_latents_is_counted_twice_where_kernels_multiply_it_by_head():
     lm = LM.of(families.build("deepseek_v3"))
-    lm.lay_out()
-    held = [m.panels for m in lm.model.modules() if isinstance(m, Latent)]
+    lm.install_kernels()
+    held = [m.panels for m in lm.model.modules() if isinstance(m, LatentProjection)]
     shape = shape_of(families.config_of("deepseek_v3").to_dict())
     found = panels(shape, lm.dtype.itemsize)
     assert list(found) == [sum(t.nbytes for t in of) for of in held if of is not None]
     assert len(found) == lm.n_layers
     plain = weigh(of_shape(shape, 4), shape, number=4, quant="none", device="cpu", given=False)
-    whole = Subject("latents", shape, of_shape(shape, 4), "float32", Packing(), True, False, 1 << 20)
+    whole = PlannedModel("latents", shape, of_shape(shape, 4), "float32", CheckpointFormat(), True, False, 1 << 20)
     assert planned(whole, context=64).weights.memory == plain.memory + sum(found)
 
 
@@ -632,10 +636,10 @@ def test_latents_whose_weights_stay_packed_are_planned_as_they_are_stored(tmp_pa
 
 def test_layers_that_keep_a_state_are_not_placed_by_hand():
     shape = shape_of(hybrids.build(next(iter(hybrids.HYBRIDS))).config.to_dict())
-    subject = Subject("hybrid", shape, of_shape(shape, 2), "bfloat16", Packing(), True, False, 1 << 20)
+    subject = PlannedModel("hybrid", shape, of_shape(shape, 2), "bfloat16", CheckpointFormat(), True, False, 1 << 20)
     profile = PROFILES["exact"].replace(load={"layers_on_gpu": 1})
     with pytest.raises(UsageError, match="keep a state"):
-        plan(subject, profile, Room("cuda", 8 * GIB), 64, Facts())
+        plan(subject, profile, AvailableMemory("cuda", 8 * GIB), 64, MeasuredFacts())
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])

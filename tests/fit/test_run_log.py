@@ -11,9 +11,9 @@ import pytest
 from kvcli import load
 from kvcli.engine.stats import Stats
 from kvcli.fit import run_log
-from kvcli.fit.available_memory import Room
+from kvcli.fit.available_memory import AvailableMemory
 from kvcli.fit.plan import subject_of
-from kvcli.fit.preflight import Outlook
+from kvcli.fit.preflight import Preflight
 from kvcli.models.source import find
 from kvcli.schemas.fit import RunEntry
 from kvcli.settings.profile import Profile
@@ -38,21 +38,26 @@ def test_the_middle_of_the_last_six_of_the_same_kind_under_any_profile(tmp_path)
         run_log.append(tmp_path, entry(measured=measured, profile=f"p{measured}"))
     for other in ({"model": "other"}, {"device": "cuda:0"}, {"build": "another torch"}):
         run_log.append(tmp_path, entry(measured=500, **other))
-    assert run_log.beyond(run_log.read(tmp_path), LIKE) == run_log.Beyond(5, -10, 20, 6)
-    assert run_log.beyond(run_log.read(tmp_path), replace(LIKE, model="none")) is None
+    assert run_log.measured_excess(run_log.read(tmp_path), LIKE) == run_log.Beyond(5, -10, 20, 6)
+    assert run_log.measured_excess(run_log.read(tmp_path), replace(LIKE, model="none")) is None
 
 
 @pytest.mark.parametrize("odd", [3000, 20])
 def test_one_odd_run_moves_nothing_and_two_that_agree_do(odd):
-    assert run_log.beyond([entry(measured=odd)], LIKE) == run_log.Beyond(0, odd - 100, odd - 100, 1)
-    assert run_log.beyond([entry(measured=104), entry(measured=odd)], LIKE).middle == (4 if odd > 100 else 0)
-    assert run_log.beyond([entry(measured=104), entry(measured=106)], LIKE).middle == 4
-    assert run_log.beyond([entry(measured=104), entry(measured=106), entry(measured=odd)], LIKE).middle in (4, 6)
+    assert run_log.measured_excess([entry(measured=odd)], LIKE) == run_log.Beyond(0, odd - 100, odd - 100, 1)
+    assert run_log.measured_excess([entry(measured=104), entry(measured=odd)], LIKE).middle == (4 if odd > 100 else 0)
+    assert run_log.measured_excess([entry(measured=104), entry(measured=106)], LIKE).middle == 4
+    assert run_log.measured_excess([entry(measured=104), entry(measured=106), entry(measured=odd)], LIKE).middle in (
+        4,
+        6,
+    )
 
 
 def test_many_turns_of_one_chat_are_one_run():
     turns = [entry(measured=100 + i, run="long chat") for i in range(20)]
-    assert run_log.beyond([entry(measured=90), *turns, entry(measured=105)], LIKE) == run_log.Beyond(5, -10, 19, 3)
+    assert run_log.measured_excess([entry(measured=90), *turns, entry(measured=105)], LIKE) == run_log.Beyond(
+        5, -10, 19, 3
+    )
 
 
 def test_the_log_is_private_bounded_and_survives_damage(tmp_path, monkeypatch):
@@ -72,7 +77,7 @@ def test_the_log_is_private_bounded_and_survives_damage(tmp_path, monkeypatch):
 
 @pytest.fixture
 def outlook(tmp_path):
-    return Outlook(subject_of(find("demo")), "demo", tmp_path / "data", {"cpu": Room("cpu", 1 << 40)})
+    return Preflight(subject_of(find("demo")), "demo", tmp_path / "data", {"cpu": AvailableMemory("cpu", 1 << 40)})
 
 
 def test_a_turn_is_noted_without_its_text_and_the_next_estimate_follows(outlook):
@@ -85,11 +90,11 @@ def test_a_turn_is_noted_without_its_text_and_the_next_estimate_follows(outlook)
         "schema", "kvcli", "date", "run", "model", "profile", "profile_hash", "device", "ctx", "build", "predicted",
         "measured",
     }  # fmt: skip
-    again = Outlook(outlook.subject, "demo", outlook.data, outlook.found)
-    assert again.foretell(profile, 100)[0] == first
+    again = Preflight(outlook.subject, "demo", outlook.data, outlook.found)
+    assert again.estimate_peak(profile, 100)[0] == first
     assert again.record(profile, Stats(peak=2 * first, context=100)) == ""
-    again = Outlook(outlook.subject, "demo", outlook.data, outlook.found)
-    assert again.foretell(profile, 100)[0] == pytest.approx(2 * first, rel=1e-6)
+    again = Preflight(outlook.subject, "demo", outlook.data, outlook.found)
+    assert again.estimate_peak(profile, 100)[0] == pytest.approx(2 * first, rel=1e-6)
     assert again.foretold == first  # corrections do not pile up
 
 

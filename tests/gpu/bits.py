@@ -59,7 +59,7 @@ def apart(parents: Sequence[int], slots: int, size: Size, g: torch.Generator, **
     given = dict(capacity=slots + n, **more)
     tree = Tree.of_rows(parents, pos, g.device)
     fresh = (q[:, :n].contiguous(), k[:, :n].contiguous(), v[:, :n].contiguous())
-    together, lse = fused.attend_rows(fresh[0], table, *fresh[1:], tree, SCALE, **given)
+    together, lse = fused.attend_invariant(fresh[0], table, *fresh[1:], tree, SCALE, **given)
     bad = 0
     for row, line in enumerate(lines):
         above = line[:-1]
@@ -69,7 +69,7 @@ def apart(parents: Sequence[int], slots: int, size: Size, g: torch.Generator, **
                 held[at : at + len(above)] = new[head, above]
         one = replace(table, length=table.length + len(above))
         x, fresh_k, fresh_v = (t[:, row : row + 1].contiguous() for t in (q, k, v))
-        alone, lse_alone = fused.attend_rows(
+        alone, lse_alone = fused.attend_invariant(
             x, one, fresh_k, fresh_v, Tree.of_rows([-1], pos[row : row + 1], g.device), SCALE, **given
         )
         bad += bool(_unequal(together[row : row + 1], alone) or _unequal(lse[row : row + 1], lse_alone))

@@ -60,21 +60,21 @@ def rows(x: Inputs, *, bent: bool, is_prompt: bool = False) -> Sequence[Tensor]:
     more: dict[str, Any] = {"is_prompt": is_prompt} | (BENT | {"sink": x["sink"].float()} if bent else {})
     table = Table(x["k"], x["v"], pos, start, length)
     made = Tree.of_rows(PARENTS, x["pos"], device)
-    return fused.attend_rows(x["q"], table, x["fk"], x["fv"], made, SCALE, capacity=each, **more)
+    return fused.attend_invariant(x["q"], table, x["fk"], x["fv"], made, SCALE, capacity=each, **more)
 
 
 def rows_reference(x: Inputs, *, bent: bool) -> Sequence[Tensor]:
-    from kvcli.kernels.attend_invariant import Run
-    from kvcli.kernels.attend_invariant.reference import attend_rows
+    from kvcli.kernels.attend_invariant import StoredKV
+    from kvcli.kernels.attend_invariant.reference import attend_invariant
 
     n, each = len(PARENTS), x["k"].shape[0] // len(x["starts"])
     pos = torch.arange(each, dtype=torch.int32).repeat(len(x["starts"]))
     sees = torch.zeros(n, n, dtype=torch.bool)
     for row in range(n):
         sees[row, _line(row)] = True
-    run = Run(x["k"], x["v"], pos, x["starts"], x["lengths"], x["starts"])
+    run = StoredKV(x["k"], x["v"], pos, x["starts"], x["lengths"], x["starts"])
     more = BENT | {"sink": x["sink"]} if bent else {}
-    part = attend_rows(x["q"], run, (x["fk"], x["fv"]), x["pos"], SCALE, sees=sees, **more)
+    part = attend_invariant(x["q"], run, (x["fk"], x["fv"]), x["pos"], SCALE, sees=sees, **more)
     return part.out.transpose(0, 1), part.lse.T
 
 
@@ -165,9 +165,9 @@ def stored(x: Inputs, *, is_reference: bool) -> Sequence[Tensor]:
     )
     table = Table(*lying, start, torch.full_like(start, 2))
     if is_reference:
-        reference.append([table], [(k, v)], path, count, pos)
+        reference.append_kv([table], [(k, v)], path, count, pos)
     else:
-        fused.append(addresses([table], [(k, v)], k.device), path, count, pos, heads=kv, d=d, e=d, like=k)
+        fused.append_kv(addresses([table], [(k, v)], k.device), path, count, pos, heads=kv, d=d, e=d, like=k)
     return [*lying, table.length]
 
 

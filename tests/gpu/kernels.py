@@ -15,14 +15,14 @@ from torch import Generator, Tensor
 
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend.reference import attend as attend_reference
-from kvcli.kernels.attend_new_tokens import attend_fresh
-from kvcli.kernels.attend_new_tokens.reference import attend_fresh as fresh_reference
-from kvcli.kernels.attend_quantized import PackedHead, attend_packed
-from kvcli.kernels.attention_mass import column_mass
+from kvcli.kernels.attend_new_tokens import attend_new_tokens
+from kvcli.kernels.attend_new_tokens.reference import attend_new_tokens as fresh_reference
+from kvcli.kernels.attend_quantized import PackedHead, attend_quantized
+from kvcli.kernels.attention_mass import attention_mass
 from kvcli.kernels.gumbel_noise import gumbel
-from kvcli.kernels.linear_quantized import Packed, linear_packed, pack
+from kvcli.kernels.linear_quantized import QuantizedWeight, linear_packed, pack
 from kvcli.kernels.linear_skinny import Weight
-from kvcli.kernels.merge_attention import Part, merge
+from kvcli.kernels.merge_attention import PartialAttention, merge_attention
 from kvcli.kernels.page_bounds import page_bounds
 from kvcli.kernels.quantize_kv import Rounded, hadamard, pack_keys, pack_values, unpack_keys, unpack_values
 from kvcli.kernels.quantized_key_scores import code_scores, pack2, unpack2
@@ -102,7 +102,7 @@ def _fresh(x: Inputs, *, is_reference: bool, tree: bool) -> Sequence[Tensor]:
     sees = x["sees"] if tree else None
     if is_reference:
         return fresh_reference(x["q"], x["k"], x["v"], SCALE, sees, 0.0)
-    part = attend_fresh(x["q"], x["k"], x["v"], SCALE, sees)
+    part = attend_new_tokens(x["q"], x["k"], x["v"], SCALE, sees)
     return part.out, part.lse
 
 
@@ -116,7 +116,7 @@ def _packed(x: Inputs, bits: tuple[int, int]) -> Inputs:
 
 
 def _attend_packed(x: Inputs) -> Sequence[Tensor]:
-    part = attend_packed(x["q"], x["heads"], SCALE, x["q"].dtype)
+    part = attend_quantized(x["q"], x["heads"], SCALE, x["q"].dtype)
     return part.out, part.lse
 
 
@@ -173,14 +173,17 @@ def _packed_weight(x: Inputs, bits: Any) -> Inputs:
 
 
 def _product(x: Inputs) -> Sequence[Tensor]:
-    return [linear_packed(x["x"], Packed(x["bits"], x["group"], x["shape"], x["data"], x["scale"], False))]
+    return [linear_packed(x["x"], QuantizedWeight(x["bits"], x["group"], x["shape"], x["data"], x["scale"], False))]
 
 
 def _merged(x: Inputs) -> Sequence[Tensor]:
     cut = x["k"].shape[1] // 3
     spans = [(0, cut), (cut, 2 * cut), (2 * cut, x["k"].shape[1])]
-    parts = [Part(*attend_reference(x["q"], x["k"][:, a:b], x["v"][:, a:b], SCALE, 0.0, None, b - a)) for a, b in spans]
-    return merge(parts), merge(parts[:2])
+    parts = [
+        PartialAttention(*attend_reference(x["q"], x["k"][:, a:b], x["v"][:, a:b], SCALE, 0.0, None, b - a))
+        for a, b in spans
+    ]
+    return merge_attention(parts), merge_attention(parts[:2])
 
 
 def _cases() -> dict[str, list[Case]]:
@@ -192,7 +195,7 @@ def _cases() -> dict[str, list[Case]]:
         return Case(name, of, run, run, **more)
 
     def chosen(over: Any, **more: Any) -> Callable[[Inputs], Sequence[Tensor]]:
-        return lambda x: [column_mass(x["q"], x["q_pos"], x["k"], x["pos"], SCALE, over=over, **more)]
+        return lambda x: [attention_mass(x["q"], x["q_pos"], x["k"], x["pos"], SCALE, over=over, **more)]
 
     ours = {
         op: [Case(name, of, run, wanted, before=before, dtypes=HALVES) for name, of, run, wanted, before in given]

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from kvcli import assemble
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.process_memory import peak_bytes
-from kvcli.fit.available_memory import Room
-from kvcli.fit.plan import Facts, plan, subject_of
+from kvcli.fit.available_memory import AvailableMemory
+from kvcli.fit.plan import MeasuredFacts, plan, subject_of
 from kvcli.models import source
 from kvcli.settings.profile import Profile
 from tests import families
@@ -42,9 +42,9 @@ def _peak(found: source.Source, profile: Profile, n: int, on: On) -> Row:
     began = time.monotonic()
     lm = LM.load(found, device=on.device)
     session = assemble.session(lm, profile)
-    drive(session.read(families.prompt(n, vocab=lm.vocab)))
+    run_to_end(session.read(families.prompt(n, vocab=lm.vocab)))
     read = time.monotonic() - began
-    list(events(session.stream(NEW)))
+    list(iterate_events(session.stream(NEW)))
     row: Row = {"measured": peak_bytes(device), "load_and_read_seconds": round(read, 2)}
     if not on.is_tiny:
         row |= {"reserved": torch.cuda.max_memory_reserved(device), "gone": gone - torch.cuda.mem_get_info(device)[0]}
@@ -68,8 +68,8 @@ def run(on: On) -> Iterator[Row]:
                 profile = Profile.load(name).replace(load={"device": on.device})
                 row: Row = {"profile": name, "context": n + NEW}
                 try:
-                    room = Room("cpu" if on.is_tiny else "cuda:0", 1 << 40)
-                    need = plan(subject, profile, room, n + NEW, Facts()).need
+                    room = AvailableMemory("cpu" if on.is_tiny else "cuda:0", 1 << 40)
+                    need = plan(subject, profile, room, n + NEW, MeasuredFacts()).need
                     row |= {"estimate": need.peak, "weights": need.weights, "kv": need.kv, "working": need.working}
                     row |= {"loading": need.loading, **_peak(found, profile, n, on)}
                     row["measured_over_estimate"] = round(row["measured"] / row["estimate"], 4)

@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.session import Session
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.tiered_cache import Ladder
-from kvcli.kv.offload.host_access import ByKernel, ByQuery, ByStream, Way
+from kvcli.engine.sequence.session import GenerationSession
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.offload.host_access import CpuAttention, StreamedCopy, Way, ZeroCopyKernel
 from kvcli.kv.offload.link_rates import rates
 from kvcli.kv.offload.transfer import bus_of
-from kvcli.kv.slots import Sight, Slots, Store, alike, run_of
+from kvcli.kv.slots import AttentionParams, KVCache, Slots, alike, run_of
 from kvcli.kv.sparse.settings import Certified, MinMax, Sketch
 from kvcli.kv.tiers.dense import Dense
-from kvcli.kv.tiers.disk import Disk
-from kvcli.kv.tiers.host import Host
-from kvcli.kv.tiers.pinned_host import Mapped
-from kvcli.kv.tiers.quantized import Packed
+from kvcli.kv.tiers.disk import DiskTier
+from kvcli.kv.tiers.host import HostTier
+from kvcli.kv.tiers.pinned_host import PinnedHostTier
+from kvcli.kv.tiers.quantized import QuantizedTier
 from kvcli.methods.drafts.ngram import Ngram
 from kvcli.methods.drafts.off import Off
 from tests import families
@@ -49,7 +49,7 @@ PART: dict[str, Any] = {
 Shape = tuple[int, int, int]
 
 
-def _stores(lm: LM) -> dict[str, tuple[Callable[[], Store], str]]:
+def _stores(lm: LM) -> dict[str, tuple[Callable[[], KVCache], str]]:
     """By name: how one is made, and which other one must give its text."""
     of: Shape = (lm.n_layers, lm.n_kv_heads, lm.head_dim)
     cpu = torch.device("cpu")
@@ -57,48 +57,48 @@ def _stores(lm: LM) -> dict[str, tuple[Callable[[], Store], str]]:
     def dense(device: torch.device = lm.device) -> Dense:
         return Dense(lm.shapes, lm.dtype, device)
 
-    def packed(device: torch.device = lm.device) -> Packed:
-        return Packed(alike(*of), lm.dtype, device, k_bits=8, v_bits=8, group=4, rotate="none")
+    def packed(device: torch.device = lm.device) -> QuantizedTier:
+        return QuantizedTier(alike(*of), lm.dtype, device, k_bits=8, v_bits=8, group=4, rotate="none")
 
-    def far(tier: Any, way: Way = ByQuery) -> Host:
-        return Host(tier, lm.device, way)
+    def far(tier: Any, way: Way = CpuAttention) -> HostTier:
+        return HostTier(tier, lm.device, way)
 
-    def streamed() -> Host:
-        return far(Mapped(lm.shapes, lm.dtype, bus_of(lm.device)), ByStream)
+    def streamed() -> HostTier:
+        return far(PinnedHostTier(lm.shapes, lm.dtype, bus_of(lm.device)), StreamedCopy)
 
-    def ladder(*below: Rung, group: int = 4) -> Ladder:
-        return Ladder(dense(), list(below), holds=6, group=group, sinks=2)
+    def ladder(*below: TierLevel, group: int = 4) -> TieredCache:
+        return TieredCache(dense(), list(below), holds=6, group=group, sinks=2)
 
-    def disk() -> Host:
-        return far(Disk(alike(*of), lm.dtype, BIG, BIG))
+    def disk() -> HostTier:
+        return far(DiskTier(alike(*of), lm.dtype, BIG, BIG))
 
     return {
         "device": (dense, "device"),
-        "two tiers": (lambda: ladder(Rung(dense())), "device"),
-        "host": (lambda: ladder(Rung(far(dense(cpu)))), "device"),
-        "streamed": (lambda: ladder(Rung(host := streamed(), later=host.ask)), "device"),
-        "host and disk": (lambda: ladder(Rung(far(dense(cpu)), 8, 4), Rung(disk())), "device"),
-        "disk": (lambda: ladder(Rung(disk())), "device"),
-        "packed": (lambda: ladder(Rung(packed())), "packed"),
-        "packed, host": (lambda: ladder(Rung(far(packed(cpu)))), "packed"),
-        "recall of all, host": (lambda: ladder(Rung(MinMax(**PART).below(far(dense(cpu)), lm.sights))), "device"),
-        "sketch of all, host": (lambda: ladder(Rung(Sketch(**PART).below(far(dense(cpu)), lm.sights))), "device"),
+        "two tiers": (lambda: ladder(TierLevel(dense())), "device"),
+        "host": (lambda: ladder(TierLevel(far(dense(cpu)))), "device"),
+        "streamed": (lambda: ladder(TierLevel(host := streamed(), attend_async=host.attend_async)), "device"),
+        "host and disk": (lambda: ladder(TierLevel(far(dense(cpu)), 8, 4), TierLevel(disk())), "device"),
+        "disk": (lambda: ladder(TierLevel(disk())), "device"),
+        "packed": (lambda: ladder(TierLevel(packed())), "packed"),
+        "packed, host": (lambda: ladder(TierLevel(far(packed(cpu)))), "packed"),
+        "recall of all, host": (lambda: ladder(TierLevel(MinMax(**PART).below(far(dense(cpu)), lm.sights))), "device"),
+        "sketch of all, host": (lambda: ladder(TierLevel(Sketch(**PART).below(far(dense(cpu)), lm.sights))), "device"),
         "certified, device": (
-            lambda: ladder(Rung(Certified(**{**PART, "fraction": 0.2}, epsilon=0.0).below(dense(), lm.sights))),
+            lambda: ladder(TierLevel(Certified(**{**PART, "fraction": 0.2}, epsilon=0.0).below(dense(), lm.sights))),
             "device",
         ),
     }
 
 
-def _written(lm: LM, kv: Store, drafts: bool, new: int) -> Session:
+def _written(lm: LM, kv: KVCache, drafts: bool, new: int) -> GenerationSession:
     drafter = Ngram(adaptive=False, max=7).drafter() if drafts else Off()
-    session = Session(lm, kv, drafter, exactness.SAMPLERS["sampled"], every=8, chunk=13)
-    drive(session.read(exactness.prompt()))
-    list(events(session.stream(new)))
+    session = GenerationSession(lm, kv, drafter, exactness.SAMPLERS["sampled"], every=8, chunk=13)
+    run_to_end(session.read(exactness.prompt()))
+    list(iterate_events(session.stream(new)))
     return session
 
 
-def _tried(lm: LM, name: str, want: list[int], make: Callable[[], Store], new: int, on: On) -> Row:
+def _tried(lm: LM, name: str, want: list[int], make: Callable[[], KVCache], new: int, on: On) -> Row:
     began = time.monotonic()
     kv = make()
     session = _written(lm, kv, False, new)
@@ -112,7 +112,7 @@ def _tried(lm: LM, name: str, want: list[int], make: Callable[[], Store], new: i
     except ImportError as error:
         row["drafting_changes_nothing"] = why(error)
     if not on.is_tiny:
-        row["calls_of_4_steps"] = runtime_calls(lambda: [drive(session.step()) for _ in range(4)])
+        row["calls_of_4_steps"] = runtime_calls(lambda: [run_to_end(session.step()) for _ in range(4)])
     return row
 
 
@@ -133,7 +133,7 @@ def _by_profile(on: On) -> Row:
     return {"store": "demo, mostly in host memory", "same": same, "bytes": texts["host"][1], "decode": texts["host"][2]}
 
 
-WAYS: dict[str, Way] = {"by query": ByQuery, "by kernel": ByKernel, "by stream": ByStream}
+WAYS: dict[str, Way] = {"by query": CpuAttention, "by kernel": ZeroCopyKernel, "by stream": StreamedCopy}
 
 
 def _timed(name: str, way: Way, rows: int, on: On) -> Row:
@@ -142,8 +142,8 @@ def _timed(name: str, way: Way, rows: int, on: On) -> Row:
     layers, n, (heads, group, dim) = (2, 600, (2, 2, 16)) if on.is_tiny else (8, 32_768, (8, 4, 128))
     dtype = torch.float32 if on.is_tiny else torch.bfloat16
     shapes, bus = alike(layers, heads, dim), bus_of(device)
-    tier = Mapped(shapes, dtype, bus)
-    host, own = Host(tier, device, way), Dense(shapes, dtype, device)
+    tier = PinnedHostTier(shapes, dtype, bus)
+    host, own = HostTier(tier, device, way), Dense(shapes, dtype, device)
     row: Row = {"way": name, "rows": rows}
     for layer in range(layers):
         k = torch.randn(heads, n, dim, dtype=dtype)
@@ -152,11 +152,15 @@ def _timed(name: str, way: Way, rows: int, on: On) -> Row:
     row["unreached"] = "" if on.is_tiny else tier.pieces(0)[0].unreached
     if row["unreached"] and name == "by kernel":
         return row
-    q, sight, pos = torch.randn(heads * group, rows, dim, dtype=dtype, device=device), Sight(dim**-0.5), [2 * n] * rows
+    q, sight, pos = (
+        torch.randn(heads * group, rows, dim, dtype=dtype, device=device),
+        AttentionParams(dim**-0.5),
+        [2 * n] * rows,
+    )
 
     def read(*, far: bool, near: bool) -> None:
         for layer in range(layers):
-            answer = host.ask(layer, q, sight, pos) if far else list
+            answer = host.attend_async(layer, q, sight, pos) if far else list
             if near:
                 own.attend(layer, q, sight, pos)
             answer()

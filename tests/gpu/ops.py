@@ -107,7 +107,7 @@ def _attention(size: Size, g: Generator) -> Op:
         tree = Tree.of_rows([-1] * n, [size.slots] * n, g.device)
         x, fresh_k, fresh_v = (t[:, list(rows)].contiguous() for t in (q, k, v))
         given = x, table, fresh_k, fresh_v, tree, size.d**-0.5
-        return lambda: fused.attend_rows(*given, capacity=size.slots)[0]
+        return lambda: fused.attend_invariant(*given, capacity=size.slots)[0]
 
     return Op(of, table.k.nbytes + table.v.nbytes)
 
@@ -162,7 +162,7 @@ def _stored(size: Size, g: Generator) -> Op:
 
         def run() -> Tensor:
             table.length.zero_()
-            fused.append(layers, path, count, pos, heads=size.kv, d=k.shape[2], e=v.shape[2], like=k)
+            fused.append_kv(layers, path, count, pos, heads=size.kv, d=k.shape[2], e=v.shape[2], like=k)
             return torch.cat([t[:, :n].transpose(0, 1).flatten(1).float() for t in lying], 1)
 
         return run
@@ -202,7 +202,7 @@ def _merged(size: Size, g: Generator) -> Op:
 
     def of(rows: Rows) -> Callable[[], Tensor]:
         parts = [[t[list(rows)].transpose(0, 1) for t in ts] for ts in (outs, lses)]
-        return lambda: fused.merge(*parts)[0].transpose(0, 1)
+        return lambda: fused.merge_attention(*parts)[0].transpose(0, 1)
 
     return Op(of, 0)
 

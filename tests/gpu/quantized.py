@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.engine.engine import run as run_feeds
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.kernels.linear_quantized import pack, why_not
@@ -45,7 +45,7 @@ def _logits(lm: LM, n: int) -> Tensor:
     """[n, V] of a pass over random tokens, and nothing is kept."""
     ids = families.prompt(n, vocab=lm.vocab)
     kv = Dense(lm.shapes, lm.dtype, lm.device)
-    (made,) = run_feeds([Feed(lm, Rows.chain(ids, 0), kv, want=range(n))])
+    (made,) = run_feeds([ForwardRequest(lm, Rows.chain(ids, 0), kv, want=range(n))])
     return made.logits.float()
 
 

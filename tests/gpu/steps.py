@@ -15,11 +15,11 @@ from typing import Any, cast
 
 import torch
 
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Draft
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from tests import families
@@ -60,21 +60,21 @@ def _filled(lm: LM, n: int) -> Dense:
 
 def _steps(lm: LM, kv: Dense, n: int, n_rows: int, reps: int) -> Row:
     """Milliseconds of steps behind n tokens, and of the host's part of them."""
-    session = Session(lm, kv, Off() if n_rows == 1 else Guesses(n_rows - 1), Sampler())
+    session = GenerationSession(lm, kv, Off() if n_rows == 1 else Guesses(n_rows - 1), Sampler())
     session.ids, session.committed = families.prompt(n + 1, vocab=lm.vocab), n
-    row: Row = {"ms": spread(times(lambda: drive(session.step()), str(lm.device), reps))}
+    row: Row = {"ms": spread(times(lambda: run_to_end(session.step()), str(lm.device), reps))}
     if lm.frames is not None:
         waited = cast(Watched, lm.frames.graphs).waited
-        row["host_ms"] = spread(host_seconds(lambda: drive(session.step()), waited, reps))
+        row["host_ms"] = spread(host_seconds(lambda: run_to_end(session.step()), waited, reps))
     kv.crop(n)
     return row
 
 
 def _ours(lm: LM, n: int, new: int) -> tuple[float, float]:
     """Seconds to the first token, and of each later one, of plain decoding."""
-    session = Session(lm, Dense(lm.shapes, lm.dtype, lm.device), Off(), Sampler())
-    (first,) = times(lambda: drive(session.read(families.prompt(n, vocab=lm.vocab))), str(lm.device), 1, warm=0)
-    steps = [step.seconds for step in events(session.stream(new))]
+    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype, lm.device), Off(), Sampler())
+    (first,) = times(lambda: run_to_end(session.read(families.prompt(n, vocab=lm.vocab))), str(lm.device), 1, warm=0)
+    steps = [step.seconds for step in iterate_events(session.stream(new))]
     return first + steps[0], statistics.median(steps[1:])
 
 
@@ -93,7 +93,7 @@ def _of_model(name: str, lm: LM, rate: float, on: On) -> Iterator[Row]:
         floor = 1e3 * nbytes / rate
         for graphs in ("auto", "off"):
             lm.frames = None
-            lm.record(graphs)
+            lm.enable_graph_capture(graphs)
             if lm.frames is not None:
                 lm.frames.graphs = Watched(lm.frames.graphs)
             for n_rows in ROWS[:2] if on.is_tiny else ROWS:
@@ -128,12 +128,12 @@ def run(on: On) -> Iterator[Row]:
     rate = copy_rate(on.device, 1 << 20 if on.is_tiny else 4 << 30)
     model = llama(on.device, on.is_tiny)
     lm = LM.of(model)
-    lm.lay_out()
+    lm.install_kernels()
     yield {"what": "model", "parameters": lm.info.parameters, "weight_bytes": lm.info.weight_bytes, "rate": rate}
     yield from _of_model("1.2B bf16", lm, rate, on)
     said = "out of time"
     try:
-        lm.record("auto")
+        lm.enable_graph_capture("auto")
         yield (row := _beside(lm, model, 64 if on.is_tiny else 4096, 4 if on.is_tiny else NEW, on))
         mine, other = (row[side]["tokens_s"] for side in ("kvcli", "transformers"))
         said = f"{row['context']:,} tokens: {mine:.0f} tokens/s, transformers {other:.0f}"
@@ -144,7 +144,7 @@ def run(on: On) -> Iterator[Row]:
     if not on.is_tiny:  # there `whole` has it, and a tiny model cannot be packed
         try:
             large = LM.of(eight(on.device, False), quant="int4", device=torch.device(on.device))
-            large.lay_out()
+            large.install_kernels()
             yield from _of_model("8B int4", large, rate, on)
         except Exception as error:
             yield {"what": "model", "model": "8B int4", "fault": why(error)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from kvcli.engine.engine import drive
+from kvcli.engine.engine import run_to_end
 from tests.bench.waits import SIDES, counted, opened, steps_of
 from tests.gpu.clock import runtime_calls, waited
 from tests.gpu.stage import On, Row, why
@@ -44,7 +44,7 @@ def _on_cuda(side: str, layers: int, device: str, is_recorded: bool) -> Row:
 
     def go() -> None:
         for _ in range(steps):
-            drive(session.step())
+            run_to_end(session.step())
 
     said = waited(go)
     row: Row = {"said": said.total() / steps, "said_where": {line: n / steps for line, n in said.most_common()}}

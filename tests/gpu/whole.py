@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from kvcli.engine.drafting.drafter import Drafter
-from kvcli.engine.engine import drive, events
+from kvcli.engine.engine import iterate_events, run_to_end
 from kvcli.engine.engine import run as run_feeds
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from tests import drafters, families
@@ -36,15 +36,15 @@ def opened(weights: str, layers: int, graphs: str, on: On) -> LM:
     """`graphs`: as `load.graphs` has it."""
     quant: dict[str, Any] = {} if weights == "bf16" else {"quant": weights}
     lm = LM.of(eight(on.device, on.is_tiny, layers), device=torch.device(on.device), **quant)
-    lm.lay_out()
-    lm.record(graphs)
+    lm.install_kernels()
+    lm.enable_graph_capture(graphs)
     return lm
 
 
 def _text(lm: LM, drafter: Drafter, sampler: Sampler, new: int) -> list[int]:
-    session = Session(lm, Dense(lm.shapes, lm.dtype, lm.device), drafter, sampler)
-    drive(session.read(families.prompt(READ, vocab=lm.vocab)))
-    list(events(session.stream(new)))
+    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype, lm.device), drafter, sampler)
+    run_to_end(session.read(families.prompt(READ, vocab=lm.vocab)))
+    list(iterate_events(session.stream(new)))
     return session.ids
 
 
@@ -81,7 +81,7 @@ def _logits(on: On) -> Row:
         lm = LM.of(model.to(device, dtype))
         kv = Dense(lm.shapes, lm.dtype, lm.device)
         rows = Rows.chain(families.prompt(READ, vocab=lm.vocab), 0)
-        (made,) = run_feeds([Feed(lm, rows, kv, want=range(READ), is_prompt=True)])
+        (made,) = run_feeds([ForwardRequest(lm, rows, kv, want=range(READ), is_prompt=True)])
         found.append(made.logits.float().cpu())
     got, want = found
     return {"what": "logits", "relative_error": float((got - want).norm() / want.norm())}

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvcli.chat.model import Model
-from kvcli.engine.engine import drive, events
-from kvcli.engine.policy.policy import EachLayer, Moment
+from kvcli.engine.engine import iterate_events, run_to_end
+from kvcli.engine.policy.policy import LayerContext, PerLayerPolicy
 from kvcli.heads.query_probe import whole
-from kvcli.heads.restricted_heads import Reach
-from kvcli.heads.sample import Sample
+from kvcli.heads.restricted_heads import HeadWindow
+from kvcli.heads.sample import ProbeSample
 from kvcli.kv.slots import Slots
 
 
 @dataclass(frozen=True)
-class Restrict(EachLayer):
+class Restrict(PerLayerPolicy):
     """Evicts, once the text is read."""
 
     heads: frozenset[tuple[int, int]]
-    reach: Reach
+    reach: HeadWindow
 
-    def mask(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: LayerContext) -> Tensor:
         held = s.pos >= 0
         if at.phase == "reading":
             return held
@@ -34,17 +34,19 @@ class Restrict(EachLayer):
         return held
 
 
-def right_answers(model: Model, sample: Sample, heads: Collection[tuple[int, int]], reach: Reach) -> list[bool]:
+def right_answers(
+    model: Model, sample: ProbeSample, heads: Collection[tuple[int, int]], reach: HeadWindow
+) -> list[bool]:
     """Each question of the sample: does greedy decoding write the value, token for token?"""
     session = whole(model)
     session.policy = Restrict(frozenset(heads), reach)
-    drive(session.read(sample.context))
+    run_to_end(session.read(sample.context))
     found = []
     for one in sample.asked:
         fork = session.fork()
         fork.policy = None
-        drive(fork.read(one.ids[: one.value.start]))
+        run_to_end(fork.read(one.ids[: one.value.start]))
         wanted = [one.ids[i] for i in one.value]
-        new = [token for step in events(fork.stream(len(wanted))) for token in step.new]
+        new = [token for step in iterate_events(fork.stream(len(wanted))) for token in step.new]
         found.append(new == wanted)
     return found

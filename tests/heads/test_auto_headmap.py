@@ -11,8 +11,8 @@ import pytest
 from kvcli.bench.text_agreement import tie_at
 from kvcli.chat.model import Model, load
 from kvcli.errors import BadConfig
-from kvcli.heads.auto_headmap import own_map, place
-from kvcli.heads.request import Ask
+from kvcli.heads.auto_headmap import auto_headmap, place
+from kvcli.heads.request import ProbeRequest
 from kvcli.heads.run import probe
 from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.settings.profile import Profile
@@ -25,12 +25,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def test_the_map_is_that_of_the_command_and_is_made_once(model: Model, tmp_path: Path) -> None:
     said: list[str] = []
-    path = own_map(model, tmp_path / "heads", said.append)
+    path = auto_headmap(model, tmp_path / "heads", said.append)
     written = path.stat().st_mtime_ns
-    by_hand = probe(model, Ask(probes=("ablate",), context=1024, settings=FastGen()))
+    by_hand = probe(model, ProbeRequest(probes=("ablate",), context=1024, settings=FastGen()))
     assert json.loads(path.read_text())["heads"] == by_hand.heads.tolist()
     assert path.stat().st_mode & 0o777 == 0o600
-    assert own_map(model, tmp_path / "heads", said.append) == path
+    assert auto_headmap(model, tmp_path / "heads", said.append) == path
     assert path.stat().st_mtime_ns == written
     assert len(said) == 1
     assert str(path) in said[0]
@@ -38,13 +38,13 @@ def test_the_map_is_that_of_the_command_and_is_made_once(model: Model, tmp_path:
         auto = model.under(model.profile.replace(exactness="approx", policy={**policy, "headmap": "auto"}))
         with pytest.raises(BadConfig, match=r'headmap = "auto"'):
             auto.new_session()
-        auto.map_heads = partial(own_map, folder=tmp_path / "heads")
+        auto.map_heads = partial(auto_headmap, folder=tmp_path / "heads")
         assert auto.new_session().policy.headmap == str(path)  # type: ignore[union-attr]
         assert tie_at(auto, auto.tokenizer.encode("The depot"), 5, 5).margin >= 0
 
 
 def test_weights_without_files_have_no_place(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcli.heads.auto_headmap.identity", lambda lm: {})
+    monkeypatch.setattr("kvcli.heads.auto_headmap.cache_key", lambda lm: {})
     assert place(model.lm, tmp_path) is None
     with pytest.raises(BadConfig, match="by the files of a model"):
-        own_map(model, tmp_path)
+        auto_headmap(model, tmp_path)

@@ -17,7 +17,7 @@ from kvcli.heads.report import Strip
 from kvcli.render.heads.grid import heads_lines
 from kvcli.render.heads.html import _cards, html
 from kvcli.render.heads.text import facts
-from kvcli.render.terminal.terminal import cells, codes
+from kvcli.render.terminal.terminal import codes, text_width
 from kvcli.schemas.documents import DOCUMENTS
 from kvcli.schemas.heads import HeadsDocument
 from kvcli.settings.profile import Profile
@@ -89,7 +89,7 @@ def test_no_line_is_wider_than_the_terminal(machine, columns, show):
     machine.environ["COLUMNS"] = columns
     done = machine("profile-heads", "demo", *SHORT, "--show", show, "--emit", "none")
     assert (done.exit, done.err) == (0, "")
-    assert max(map(cells, done.out.splitlines())) < int(columns)
+    assert max(map(text_width, done.out.splitlines())) < int(columns)
     assert len(re.findall(r"^ L\d ", done.out, re.MULTILINE)) == 6
     assert " ".join(done.out.split()).endswith("--probe ablate")
 
@@ -117,7 +117,7 @@ def wide(made, heads=32, layers=40):
 def test_more_heads_than_columns_go_on_below(made, width, look):
     for show in ("policy", "retrieval"):
         lines = ["".join(text for text, _ in spans) for spans in heads_lines(wide(made), show, 5, width, look, "it")]
-        assert max(map(cells, lines)) < width
+        assert max(map(text_width, lines)) < width
         blocks = [line for line in lines if line.startswith("heads ")]
         assert bool(blocks) == (width < 110)
         seen = [int(n) for line in lines if re.fullmatch(r"\s+\d[\d ]*", line) for n in line.split()]

@@ -12,9 +12,9 @@ import torch
 from kvcli import load
 from kvcli.chat.model import Model
 from kvcli.chat.token_kinds import kinds_by_id
-from kvcli.engine.engine import drive
+from kvcli.engine.engine import run_to_end
 from kvcli.engine.hf.lm import LM
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadInput, BadModel
 from kvcli.heads import run as heads_run
 from kvcli.heads.ablate import Loss
@@ -24,7 +24,7 @@ from kvcli.heads.headmap import CARRY, FULL, full_heads, headmap
 from kvcli.heads.headmap_formats import arrays, duo_config, duo_tsv, read_map, retrieval_line
 from kvcli.heads.query_probe import whole
 from kvcli.heads.report import document, strip
-from kvcli.heads.request import Ask
+from kvcli.heads.request import ProbeRequest
 from kvcli.heads.run import probe
 from kvcli.methods.policies.fastgen.policy import FastGen
 from kvcli.schemas.heads import HeadsDocument
@@ -40,7 +40,9 @@ def model():
 @pytest.fixture(scope="module")
 def run(model):
     settings = FastGen(guard=32, probe_rows=24)
-    ask = Ask(probes=("prompt", "ablate", "needle", "repeat"), context=400, settings=settings, others=(4000,), texts=2)
+    ask = ProbeRequest(
+        probes=("prompt", "ablate", "needle", "repeat"), context=400, settings=settings, others=(4000,), texts=2
+    )
     found = probe(model, ask)
     return ask, found, document(model, ask, found)
 
@@ -78,15 +80,15 @@ def test_ranks_with_ties():
     assert spearman([1, 1, 1], [1, 2, 3]) is None
 
 
-def said_and_done(model: Model, settings: FastGen) -> tuple[HeadsDocument, Session]:
+def said_and_done(model: Model, settings: FastGen) -> tuple[HeadsDocument, GenerationSession]:
     """What the probe says of a prompt under these settings, and a session that has read it under them."""
-    ask = Ask(probes=("prompt",), context=400, settings=settings)
+    ask = ProbeRequest(probes=("prompt",), context=400, settings=settings)
     found = probe(model, ask)
     made = document(model, ask, found)
     plain = whole(model)
     kinds = torch.frombuffer(bytearray(kinds_by_id(model.tokenizer, model.lm.vocab)), dtype=torch.int8)
-    session = Session(plain.lm, plain.kv, plain.drafter, plain.sampler, policy=settings, kinds=kinds)
-    drive(session.read(found.reading.ids))
+    session = GenerationSession(plain.lm, plain.cache, plain.drafter, plain.sampler, policy=settings, kinds=kinds)
+    run_to_end(session.read(found.reading.ids))
     return made, session
 
 
@@ -104,7 +106,7 @@ def test_choices_are_those_of_the_policy_itself(model, changes):
 def test_what_it_says_is_kept_is_what_is_kept(model):
     settings = FastGen(guard=32, probe_rows=24)
     made, session = said_and_done(model, settings)
-    held = [[int(n) for n in (session.kv.slots(layer).pos >= 0).sum(1)] for layer in range(model.lm.n_layers)]
+    held = [[int(n) for n in (session.cache.slots(layer).pos >= 0).sum(1)] for layer in range(model.lm.n_layers)]
     said = [
         [made.policy.cost[c][layer][head] for head, c in enumerate(row)] for layer, row in enumerate(made.policy.chosen)
     ]
@@ -141,7 +143,7 @@ def test_the_map_grows_while_answers_are_missing(model, monkeypatch, enough, nam
         return Loss(0.0, 4 if asked[-1] >= enough else 0, 4)
 
     monkeypatch.setattr(heads_run, "check", check)
-    ask = Ask(probes=("ablate",), context=300, settings=FastGen(), texts=1)
+    ask = ProbeRequest(probes=("ablate",), context=300, settings=FastGen(), texts=1)
     found = probe(model, ask)
     assert len(full_heads(found.heads)) == named
     assert len(asked) == checks  # the last one restricts the named heads themselves
@@ -210,7 +212,7 @@ def test_the_strip_is_the_prompt(model, run):
 
 
 def test_layers_that_were_not_looked_at_keep_everything(model):
-    ask = Ask(probes=("prompt", "ablate"), context=300, settings=FastGen(guard=32), layers=(1, 2), texts=1)
+    ask = ProbeRequest(probes=("prompt", "ablate"), context=300, settings=FastGen(guard=32), layers=(1, 2), texts=1)
     made = document(model, ask, probe(model, ask))
     assert made.probed == [1, 2]
     assert [made.heads[layer] for layer in (0, 3, 4, 5)] == [[1.0, 1.0]] * 4
@@ -222,7 +224,7 @@ def test_layers_that_were_not_looked_at_keep_everything(model):
 
 
 def test_stability_asks_again_while_writing(model):
-    ask = Ask(probes=("prompt",), context=300, settings=FastGen(guard=32), stability=8)
+    ask = ProbeRequest(probes=("prompt",), context=300, settings=FastGen(guard=32), stability=8)
     made = document(model, ask, probe(model, ask))
     assert made.stability.every == 8
     assert 3 <= len(made.stability.tokens) <= 4
@@ -240,7 +242,9 @@ def other(name):
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_sliding_layers_are_left_whole(name):
     model = other(name)
-    ask = Ask(probes=("prompt", "ablate", "needle", "repeat"), context=300, settings=FastGen(guard=32), texts=1)
+    ask = ProbeRequest(
+        probes=("prompt", "ablate", "needle", "repeat"), context=300, settings=FastGen(guard=32), texts=1
+    )
     made = document(model, ask, probe(model, ask))
     assert made.windows == [11, None, 11]
     assert [made.policy.chosen[layer] for layer in (0, 2)] == [[-1, -1]] * 2
@@ -253,7 +257,7 @@ def test_sliding_layers_are_left_whole(name):
 
 
 def test_a_model_of_windows_only_is_refused():
-    ask = Ask(probes=("prompt",), context=300, settings=FastGen())
+    ask = ProbeRequest(probes=("prompt",), context=300, settings=FastGen())
     with pytest.raises(BadModel, match="sliding window"):
         probe(other("mistral"), ask)
 

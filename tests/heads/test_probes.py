@@ -8,21 +8,21 @@ import torch
 from kvcli import load
 from kvcli.chat.token_kinds import kinds_by_id
 from kvcli.engine.engine import run
-from kvcli.engine.forward_request import Feed
-from kvcli.engine.policy.policy import Moment
+from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.policy.policy import LayerContext
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, SPECIAL
 from kvcli.heads.ablate import ablate, answers, open_past, right
 from kvcli.heads.attention import FAR, SHARES, gaze, normaliser
 from kvcli.heads.needle import OFFSETS, needle
-from kvcli.heads.query_probe import Listen, whole
+from kvcli.heads.query_probe import QueryProbe, whole
 from kvcli.heads.reason import TASK, reason, score, sentence
 from kvcli.heads.repeat import ROWS, repeat, twice
-from kvcli.heads.restricted_heads import Blinkers, Reach
+from kvcli.heads.restricted_heads import HeadWindow, RestrictedHeads
 from kvcli.heads.sample import samples
 from kvcli.kernels.attend.reference import attend
-from kvcli.kernels.merge_attention import merge
-from kvcli.kv.slots import Sight, Slots, alike
+from kvcli.kernels.merge_attention import merge_attention
+from kvcli.kv.slots import AttentionParams, Slots, alike
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models.text import decode
 
@@ -42,7 +42,7 @@ def moment(rows, softcap=0.0, window=None, seed=1):
     kinds = torch.tensor([0, SPECIAL, PUNCT, END, NEWLINE, 0, 0])[torch.arange(S) % 7].to(torch.int8)
     q, pos = 3 * drawn(K * G, len(rows), D, seed=seed), torch.tensor(rows)
     nothing = torch.zeros(K, S, dtype=torch.bool)
-    return Moment(0, 1, "read", S, S, q, pos, kinds, nothing, D**-0.5, softcap, window)
+    return LayerContext(0, 1, "read", S, S, q, pos, kinds, nothing, D**-0.5, softcap, window)
 
 
 def slots(seed=0):
@@ -101,9 +101,11 @@ def test_the_normaliser_is_that_of_the_whole_row():
         torch.testing.assert_close(normaliser(s, at, 0, most), score.logsumexp(-1))
 
 
-@pytest.mark.parametrize("sight", [Sight(0.3), Sight(0.3, softcap=2.0), Sight(0.3, window=13)])
+@pytest.mark.parametrize(
+    "sight", [AttentionParams(0.3), AttentionParams(0.3, softcap=2.0), AttentionParams(0.3, window=13)]
+)
 def test_a_head_in_blinkers_sees_first_and_newest_tokens_only(sight):
-    store, reach = Dense(alike(2, K, D), torch.float32), Reach(sinks=2, recent=7)
+    store, reach = Dense(alike(2, K, D), torch.float32), HeadWindow(sinks=2, recent=7)
     k, v, pos = drawn(K, S, D), drawn(K, S, D, seed=2), torch.arange(S)
     for layer in range(2):
         store.append(layer, k, v, 0)
@@ -114,15 +116,15 @@ def test_a_head_in_blinkers_sees_first_and_newest_tokens_only(sight):
         in_window = pos > (rows - sight.window).unsqueeze(1)
     near = (pos < 2) | (pos > (rows - 7).unsqueeze(1))
     for layer, shown in ((0, in_window.expand(K, -1, -1)), (1, torch.stack([in_window, in_window & near]))):
-        out = merge(Blinkers(store, blind, reach).attend(layer, q, sight, rows))
+        out = merge_attention(RestrictedHeads(store, blind, reach).attend(layer, q, sight, rows))
         want, _ = attend(q, k, v, sight.scale, sight.softcap, shown, S)
         torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
 
 
 def test_listening_hears_the_rows_asked_for_and_keeps_everything():
     heard = []
-    policy = Listen(lambda n: [n // 2, n - 1], lambda s, at: heard.append(at.phase))
-    assert policy.wants(None).probes(40) == [20, 39]
+    policy = QueryProbe(lambda n: [n // 2, n - 1], lambda s, at: heard.append(at.phase))
+    assert policy.requirements(None).probes(40) == [20, 39]
     s, at = slots(), moment([5])
     assert bool(policy.mask(s, at).all())
     assert heard == ["read"]
@@ -152,7 +154,7 @@ def test_all_questions_in_one_pass_are_as_each_alone(model):
     for one in sample.asked:
         rows = Rows.chain([session.ids[-1], *one.ids[:-1]], session.committed)
         want = list(one.value)  # the row in front of each
-        (made,) = run([Feed(model.lm, rows, session.kv, want=want)])
+        (made,) = run([ForwardRequest(model.lm, rows, session.cache, want=want)])
         alone.append(torch.log_softmax(made.logits.float(), -1))
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-3, rtol=1e-3)
     assert right(together, sample) == len(sample.asked)
@@ -161,11 +163,11 @@ def test_all_questions_in_one_pass_are_as_each_alone(model):
 def test_ablation_leaves_the_store_whole_and_finds_the_layer_that_retrieves(model):
     (sample,) = samples(model, 1, 300, seed=1)
     session = open_past(model, sample)
-    before = [session.kv.slots(layer).pos.clone() for layer in range(6)]
+    before = [session.cache.slots(layer).pos.clone() for layer in range(6)]
     heads, passes = [(layer, head) for layer in range(6) for head in range(2)], []
-    loss = ablate(session, sample, heads, Reach(4, 32), passes.append)
+    loss = ablate(session, sample, heads, HeadWindow(4, 32), passes.append)
     assert len(passes) == 12
-    assert all(torch.equal(a, session.kv.slots(i).pos) for i, a in enumerate(before))
+    assert all(torch.equal(a, session.cache.slots(i).pos) for i, a in enumerate(before))
     assert {heads[i] for i in loss.topk(2).indices.tolist()} == {(2, 0), (2, 1)}
     assert float(loss.sort().values[-2]) > 10 * float(loss.sort().values[-3])
 

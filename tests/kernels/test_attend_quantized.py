@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvcli.kernels import dispatch
 from kvcli.kernels.attend.reference import attend as specified
-from kvcli.kernels.attend_quantized import PackedHead, attend_packed, cpu, probe
+from kvcli.kernels.attend_quantized import PackedHead, attend_quantized, cpu, probe
 from kvcli.kernels.quantize_kv import pack_keys, pack_values, spread, unpack_keys, unpack_values
 
 torch.set_num_threads(1)
@@ -81,7 +81,7 @@ def test_full_precision_is_held_to(
 ) -> None:
     q, heads = inputs(shape, bits, dtype)
     masks = masks_of(masked, heads, shape[1])
-    part = attend_packed(q, heads, 0.3, dtype, masks=masks)
+    part = attend_quantized(q, heads, 0.3, dtype, masks=masks)
     out, lse = definition(q, heads, 0.3, 0.0, masks)
     close = {"atol": 1e-12, "rtol": 1e-12} if dtype == torch.float64 else {"atol": 2e-5, "rtol": 2e-5}
     assert part.out.dtype == dtype
@@ -98,7 +98,7 @@ def test_the_cpu_gives_what_the_codes_say(
 ) -> None:
     q, heads = inputs(shape, bits, dtype)
     masks = masks_of(masked, heads, shape[1])
-    out, lse = cpu.attend_packed(q, heads, 0.3, dtype, softcap, masks)
+    out, lse = cpu.attend_quantized(q, heads, 0.3, dtype, softcap, masks)
     want, mass = definition(q, heads, 0.3, softcap, masks)
     assert lse.dtype == torch.float32
     torch.testing.assert_close(out.double(), want, atol=WITHIN[dtype] * float(want.abs().max()), rtol=0)
@@ -118,8 +118,8 @@ def test_rows_do_not_depend_on_their_company(rows: int) -> None:
     """While they are few: a guess is scored as plain decoding scores it."""
     q, heads = inputs((4, 3, 64, (131, 77)), (8, 8), torch.bfloat16)
     assert cpu.BYTES >= 4 * 3
-    out, lse = cpu.attend_packed(q, heads, 0.3, torch.bfloat16, 0.0, [None, None])
-    alone = cpu.attend_packed(q[:, :rows].contiguous(), heads, 0.3, torch.bfloat16, 0.0, [None, None])
+    out, lse = cpu.attend_quantized(q, heads, 0.3, torch.bfloat16, 0.0, [None, None])
+    alone = cpu.attend_quantized(q[:, :rows].contiguous(), heads, 0.3, torch.bfloat16, 0.0, [None, None])
     torch.testing.assert_close(alone[0], out[:, :rows], atol=0, rtol=0)
     torch.testing.assert_close(alone[1], lse[:, :rows], atol=0, rtol=0)
 
@@ -129,7 +129,7 @@ def test_results_do_not_lean_on_what_memory_held(bits: tuple[int, int]) -> None:
     q, heads = inputs((4, 1, 64, (131, 15)), bits, torch.bfloat16)
     del (poison := [torch.full((8, 160), torch.nan) for _ in range(64)])[:]
     del poison
-    out, lse = cpu.attend_packed(q, heads, 0.3, torch.bfloat16, 0.0, [None, None])
+    out, lse = cpu.attend_quantized(q, heads, 0.3, torch.bfloat16, 0.0, [None, None])
     assert out.isfinite().all()
     assert lse.isfinite().all()
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvcli.kernels import attend, attend_new_tokens, dispatch, native
 from kvcli.kernels.attend import attend as attend_op
-from kvcli.kernels.merge_attention import Part, merge
-from kvcli.kernels.merge_attention.reference import merge as merge_reference
+from kvcli.kernels.merge_attention import PartialAttention, merge_attention
+from kvcli.kernels.merge_attention.reference import merge_attention as merge_reference
 
 # K, G, N, S, D: primes and ones
 SHAPES = [(1, 1, 1, 1, 8), (2, 3, 5, 7, 16), (3, 1, 1, 131, 8), (1, 7, 3, 4099, 8), (2, 2, 13, 1, 32)]
@@ -106,17 +106,17 @@ def test_merged_parts_equal_one_attention(cuts: tuple[int, ...], e: int) -> None
     edges = [0, *cuts, 131]
     parts = [attend_op(q, k[:, a:b], v[:, a:b], 0.3) for a, b in itertools.pairwise(edges)]
     whole = attend_op(q, k, v, 0.3)
-    torch.testing.assert_close(merge(parts), whole.out)
-    torch.testing.assert_close(merge(parts[::-1]), whole.out)
+    torch.testing.assert_close(merge_attention(parts), whole.out)
+    torch.testing.assert_close(merge_attention(parts[::-1]), whole.out)
 
 
 def test_a_part_that_saw_nothing_weighs_nothing_even_when_it_holds_garbage() -> None:
     q, k, v = inputs(2, 3, 5, 7, 16, torch.float32)
     part = attend_op(q, k, v, 0.3)
-    blind = Part(torch.full_like(part.out, 1e30), torch.full_like(part.lse, -torch.inf))
+    blind = PartialAttention(torch.full_like(part.out, 1e30), torch.full_like(part.lse, -torch.inf))
     for parts in ([blind, part, blind], [blind, part], [part, blind]):
-        torch.testing.assert_close(merge(parts), part.out)
-    assert merge([blind, blind, blind]).abs().max() == 0
+        torch.testing.assert_close(merge_attention(parts), part.out)
+    assert merge_attention([blind, blind, blind]).abs().max() == 0
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -124,10 +124,10 @@ def test_two_parts_merge_as_many_do(dtype: torch.dtype) -> None:
     q, k, v = inputs(2, 3, 5, 131, 16, dtype)
     a, b = attend_op(q, k[:, :40], v[:, :40], 0.3), attend_op(q * 3, k[:, 40:], v[:, 40:], 0.3)
     want = merge_reference([a.out, b.out], [a.lse, b.lse])
-    torch.testing.assert_close(merge([a, b]), want)
-    assert merge([a, b]).dtype == a.lse.dtype
+    torch.testing.assert_close(merge_attention([a, b]), want)
+    assert merge_attention([a, b]).dtype == a.lse.dtype
     nothing = attend_op(q, k[:, :0], v[:, :0], 0.3)
-    assert merge([nothing, nothing]).abs().max() == 0
+    assert merge_attention([nothing, nothing]).abs().max() == 0
 
 
 def test_spare_capacity_behind_the_slots_is_never_read() -> None:

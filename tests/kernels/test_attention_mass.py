@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attention_mass import Over, column_mass, reference
+from kvcli.kernels.attention_mass import Over, attention_mass, reference
 
 # K, G, w, S, D: primes and ones
 SHAPES = [(1, 1, 1, 1, 4), (2, 3, 5, 31, 8), (3, 1, 1, 7, 4), (1, 7, 13, 3, 8)]
@@ -58,7 +58,7 @@ def test_masses_are_those_of_two_loops(
     want = by_loops(*given, 0.7, softcap, window)
 
     def got(over: Over) -> Tensor:
-        return column_mass(*given, 0.7, softcap=softcap, window=window, over=over)
+        return attention_mass(*given, 0.7, softcap=softcap, window=window, over=over)
 
     torch.testing.assert_close(got("none"), want)
     torch.testing.assert_close(got("mean"), want.mean((1, 2)))
@@ -69,18 +69,18 @@ def test_masses_are_those_of_two_loops(
 @pytest.mark.parametrize("over", ["mean", "sum", "max", "none"])
 def test_no_queries_and_no_slots_give_no_mass(over: Over) -> None:
     q, q_pos, k, pos = inputs(2, 3, 5, 31, 8)
-    nobody = column_mass(q[:, :0], q_pos[:0], k, pos, 1.0, over=over)
-    nothing = column_mass(q, q_pos, k[:, :0], pos[:, :0], 1.0, over=over)
+    nobody = attention_mass(q[:, :0], q_pos[:0], k, pos, 1.0, over=over)
+    nothing = attention_mass(q, q_pos, k[:, :0], pos[:, :0], 1.0, over=over)
     assert nobody.shape[-1] == 31
     assert not nobody.any()
     assert nothing.shape[-1] == 0
-    blind = column_mass(q, q_pos - 1000, k, pos, 1.0, over=over)
+    blind = attention_mass(q, q_pos - 1000, k, pos, 1.0, over=over)
     assert not blind.any()
 
 
 def test_half_precision_is_summed_in_float32() -> None:
     given = inputs(2, 3, 5, 31, 8, torch.bfloat16)
-    got = column_mass(*given, 0.7)
+    got = attention_mass(*given, 0.7)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), by_loops(*given, 0.7, 0.0, None).mean((1, 2)), atol=1e-6, rtol=1e-5)
 
@@ -97,5 +97,5 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(reference, "_scores", watched)
-    column_mass(*inputs(2, 3, 5, 997, 8), 0.7)
+    attention_mass(*inputs(2, 3, 5, 997, 8), 0.7)
     assert 0 < largest <= 1000

@@ -14,12 +14,12 @@ from torch import Tensor
 from kvcli.kernels.append_kv import addresses
 from kvcli.kernels.append_kv import reference as append_reference
 from kvcli.kernels.attend import reference as attend_reference
-from kvcli.kernels.attend_invariant import Own, Run, reference
+from kvcli.kernels.attend_invariant import NewRows, StoredKV, reference
 from kvcli.kernels.attend_invariant.tables import Table, Tree, uploaded
-from kvcli.kernels.merge_attention import Part
-from kvcli.kernels.merge_attention import merge as merge_parts
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kernels.merge_attention import merge_attention as merge_parts
 from kvcli.kernels.merge_attention import reference as merge_reference
-from kvcli.kv.slots import Sight, alike
+from kvcli.kv.slots import AttentionParams, alike
 from kvcli.kv.tiers.dense import Dense
 
 pytest.importorskip("tests.kernels.interpreted")  # before what is fused
@@ -111,7 +111,7 @@ class Case:
         out = torch.full((q.shape[1], q.shape[0], self.e), torch.nan, dtype=self.dtype)
         lse = torch.full((q.shape[1], q.shape[0]), torch.nan)
         given = {"out": out, "lse": lse, "scratch": scratch, "capacity": capacity, "unit": unit, "tile": TILE}
-        return fused.attend_rows(q, table, fk, fv, tree, 0.3, **bent, **given)
+        return fused.attend_invariant(q, table, fk, fv, tree, 0.3, **bent, **given)
 
     def want(self) -> tuple[Tensor, Tensor]:
         """By the reference in float64: [N, H, E], [N, H]."""
@@ -119,10 +119,10 @@ class Case:
         sees = torch.eye(n, dtype=torch.bool)
         for row in range(n):
             sees[row, above(self.parents, row)] = True
-        run = Run(self.k.double(), self.v.double(), self.pos, self.starts, list(self.lengths), self.starts)
+        run = StoredKV(self.k.double(), self.v.double(), self.pos, self.starts, list(self.lengths), self.starts)
         fresh = self.fk.double(), self.fv.double()
         bent = {"window": self.window, "softcap": self.softcap, "sink": self.sink}
-        part = reference.attend_rows(self.q.double(), run, fresh, self.row_pos(), 0.3, sees=sees, **bent)
+        part = reference.attend_invariant(self.q.double(), run, fresh, self.row_pos(), 0.3, sees=sees, **bent)
         return part.out.transpose(0, 1), part.lse.T
 
 
@@ -204,7 +204,7 @@ def test_rows_that_are_none_write_nothing() -> None:
     tree = Tree.of_rows(case.parents, case.row_pos(), CPU)
     tree.path_of[1] = -1
     out = torch.full((3, 2, 16), torch.nan, dtype=case.dtype)
-    out, lse = fused.attend_rows(case.q, case.table([40]), case.fk, case.fv, tree, 0.3, capacity=64, out=out)
+    out, lse = fused.attend_invariant(case.q, case.table([40]), case.fk, case.fv, tree, 0.3, capacity=64, out=out)
     assert out[1].isnan().all()
     assert lse[[0, 2]].isfinite().all()
     torch.testing.assert_close(out[[0, 2]].double(), case.want()[0][[0, 2]], atol=2e-2, rtol=2e-2)
@@ -246,19 +246,21 @@ def test_stores_hand_over_runs_and_passes(is_prompt: bool, window: int | None, m
         line = torch.tensor([[1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 0, 0, 1]]).bool()
     asks = n if line is None else len(line)
     q, pos = case.q[:, -asks:], case.row_pos()
-    run = Run(case.k, case.v, case.pos, case.starts, case.lengths, case.starts)
-    before = [Part(torch.randn(2, asks, 16), torch.randn(2, asks))]
-    own = Own(case.fk, case.fv, pos, line, None, case.sink, before)
+    run = StoredKV(case.k, case.v, case.pos, case.starts, case.lengths, case.starts)
+    before = [PartialAttention(torch.randn(2, asks, 16), torch.randn(2, asks))]
+    own = NewRows(case.fk, case.fv, pos, line, None, case.sink, before)
     how = {"window": window, "softcap": 0.0}
     got = passes.read(q, run, own, pos[-asks:], 0.3, **how, is_prompt=is_prompt)
-    want = reference.attend_rows(q, run, (case.fk, case.fv), pos, 0.3, sees=line, before=before, sink=case.sink, **how)
+    want = reference.attend_invariant(
+        q, run, (case.fk, case.fv), pos, 0.3, sees=line, before=before, sink=case.sink, **how
+    )
     torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(got.lse, want.lse, atol=1e-4, rtol=1e-4)
     sent = dict(own.sent)
     passes.read(q, run, own, pos[-asks:], 0.3, **how)
     assert {id(x) for x in own.sent.values()} == {id(x) for x in sent.values()}, "indices go to the device once a pass"
     alone = passes.read(q, run, None, pos[-asks:], 0.3, **how)
-    want = reference.attend_rows(q, run, None, pos[-asks:], 0.3, **how)
+    want = reference.attend_invariant(q, run, None, pos[-asks:], 0.3, **how)
     torch.testing.assert_close(alone.out, want.out, atol=2e-2, rtol=2e-2)
 
 
@@ -271,21 +273,21 @@ def test_a_store_reads_its_slots_through_them(is_ragged: bool, monkeypatch: pyte
     if is_ragged:
         kv.keep(0, torch.rand(2, 41, generator=r) < 0.6)
     line = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
-    for sight in (Sight(0.3), Sight(0.3, softcap=1.5, window=20, is_prompt=True)):
+    for sight in (AttentionParams(0.3), AttentionParams(0.3, softcap=1.5, window=20, is_prompt=True)):
         sees = line if sight.window is None else line & (torch.tensor(pos) > torch.tensor(pos)[:, None] - sight.window)
-        want = merge_parts(kv.attend(0, q, sight, pos, Own(fk, fv, pos, line, sees)))
+        want = merge_parts(kv.attend(0, q, sight, pos, NewRows(fk, fv, pos, line, sees)))
         with monkeypatch.context() as on_gpu:
             for form in ("slab", "ragged"):
                 on_gpu.setattr(f"kvcli.kv.{form}.read", passes.read)
                 on_gpu.setattr(f"kvcli.kv.{form}.serves", lambda q, v: True)
-            got = merge_parts(kv.attend(0, q, sight, pos, Own(fk, fv, pos, line, None)))
+            got = merge_parts(kv.attend(0, q, sight, pos, NewRows(fk, fv, pos, line, None)))
         torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
 
 
 def test_a_pass_over_nothing_reads_itself() -> None:
     case = Case(chain(2), [0])
-    got = passes.read(case.q, None, Own(case.fk, case.fv, [0, 1], None, None), [0, 1], 0.3, window=8, softcap=0.0)
-    want = reference.attend_rows(case.q, None, (case.fk, case.fv), [0, 1], 0.3, window=8)
+    got = passes.read(case.q, None, NewRows(case.fk, case.fv, [0, 1], None, None), [0, 1], 0.3, window=8, softcap=0.0)
+    want = reference.attend_invariant(case.q, None, (case.fk, case.fv), [0, 1], 0.3, window=8)
     torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
 
 
@@ -309,7 +311,7 @@ def test_many_rows_over_slots_alone_leave_one_part_each(monkeypatch: pytest.Monk
     r = torch.Generator().manual_seed(3)
     q, k = torch.randn(2, 3, 16, generator=r).bfloat16(), torch.randn(1, 600, 16, generator=r).bfloat16()
     want = attend_reference.attend(q, k, k, 0.3, 0.0, None, 600)
-    run = Run(k[0], k[0], torch.arange(600, dtype=torch.int32), [0], [600], [0])
+    run = StoredKV(k[0], k[0], torch.arange(600, dtype=torch.int32), [0], [600], [0])
     part = passes.read(q, run, None, [600] * 3, 0.3, window=None, softcap=0.0)
     for got in (attend.attend(q, k, k, 0.3, 0.0, None, 600), (part.out, part.lse)):
         torch.testing.assert_close(got[0], want[0], atol=2e-2, rtol=2e-2)
@@ -339,7 +341,7 @@ def test_parts_merge_and_one_that_saw_nothing_changes_no_bit(n_parts: int) -> No
     lses = [torch.randn(2, 3, generator=r) * 4 for _ in range(n_parts)]
     lses[0][0, 0] = -torch.inf
     out, lse = merge.merge(outs, lses)
-    torch.testing.assert_close(out, merge_reference.merge(outs, lses))
+    torch.testing.assert_close(out, merge_reference.merge_attention(outs, lses))
     torch.testing.assert_close(lse, torch.logsumexp(torch.stack(lses), 0))
     blind = torch.full_like(outs[0], torch.nan), torch.full_like(lses[0], -torch.inf)
     for at in range(n_parts + 1):
@@ -387,7 +389,7 @@ def test_accepted_rows_are_slots_of_all_layers() -> None:
     path, pos = torch.tensor([*range(1, 20, 2), *range(0, 18, 2), -1], dtype=torch.int32), torch.arange(90, 110).int()
     for count in (torch.tensor([n], dtype=torch.int32) for n in (19, 0, 1)):
         append.append(addresses(got, fresh, CPU), path, count, pos, heads=2, d=16, e=48, like=fresh[0][0])
-        append_reference.append(want, fresh, path, count, pos)
+        append_reference.append_kv(want, fresh, path, count, pos)
         for a, b in zip(got, want, strict=True):
             for name in ("k", "v", "pos", "length"):
                 torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=0, atol=0, equal_nan=True)

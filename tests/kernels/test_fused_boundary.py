@@ -138,7 +138,7 @@ def test_masses_are_those_of_the_reference(over: str, softcap: float, window: in
     q_pos = torch.arange(s // 2, s // 2 + w)
     q_pos[0] = -1  # sees nothing
     both_of = both(
-        lambda: attention_mass.column_mass(q, q_pos, k, pos, 0.2, softcap=softcap, window=window, over=over)  # type: ignore[arg-type]
+        lambda: attention_mass.attention_mass(q, q_pos, k, pos, 0.2, softcap=softcap, window=window, over=over)  # type: ignore[arg-type]
     )
     torch.testing.assert_close(*both_of, atol=1e-5, rtol=2e-3)
 
@@ -147,10 +147,10 @@ def test_masses_of_long_pasts_are_found_in_spans(both: Any, monkeypatch: pytest.
     monkeypatch.setattr(FUSED["attention_mass"], "SPAN", 64)
     q, k = noise(1, 3, 64).half(), noise(1, 200, 64, seed=1).half()
     pos = torch.arange(200, dtype=torch.int32).expand(1, -1)
-    call = lambda: attention_mass.column_mass(q, torch.tensor([199, 70, 3]), k, pos, 0.2)  # noqa: E731
+    call = lambda: attention_mass.attention_mass(q, torch.tensor([199, 70, 3]), k, pos, 0.2)  # noqa: E731
     torch.testing.assert_close(*both(call), atol=1e-5, rtol=2e-3)
     nobody, nothing = (
-        both(lambda n=n, m=m: attention_mass.column_mass(q[:, :n], q.new_zeros(n).long(), k[:, :m], pos[:, :m], 0.2))
+        both(lambda n=n, m=m: attention_mass.attention_mass(q[:, :n], q.new_zeros(n).long(), k[:, :m], pos[:, :m], 0.2))
         for n, m in ((0, 200), (3, 0))
     )
     assert torch.equal(*nobody)

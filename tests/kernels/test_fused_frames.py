@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kvcli.engine.cuda_graphs import captured_pass
-from kvcli.engine.cuda_graphs.captured_pass import Frames
-from kvcli.engine.engine import drive
+from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses
+from kvcli.engine.engine import run_to_end
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.kernels import triton_support
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
@@ -32,10 +32,10 @@ SINGLE = {"num_hidden_layers": 1, "vocab_size": 61}
 
 def written(lm: LM, drafter: Any, new: int) -> list[int]:
     kv = Dense(lm.shapes, lm.dtype, lm.device, step=16)
-    session = Session(lm, kv, drafter, Sampler(), chunk=64)
-    drive(session.read(families.prompt(30, vocab=61)))
+    session = GenerationSession(lm, kv, drafter, Sampler(), chunk=64)
+    run_to_end(session.read(families.prompt(30, vocab=61)))
     while len(session.ids) < 30 + new:
-        drive(session.step((), 30 + new - len(session.ids)))
+        run_to_end(session.step((), 30 + new - len(session.ids)))
     return session.ids[30:]
 
 
@@ -45,7 +45,7 @@ def test_fused_kernels_drop_in(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     windowed = {"layer_types": ["sliding_attention"]} if family == "gemma2" else {}
     lm, graphs = LM.of(families.build(family, torch.float16, **SINGLE, **windowed)), FakeGraphs()
     want = written(lm, Off(), 6)
-    lm.frames = Frames(graphs)
+    lm.frames = CapturedPasses(graphs)
     monkeypatch.setattr(triton_support, "why_not", lambda device, dtype: "")
     asked = [opaque(monkeypatch, graphs, FUSED[name], name) for name in OPS]
     assert written(lm, Off(), 6) == want
@@ -64,7 +64,7 @@ class Forgetful(FakeGraphs):
 def test_what_becomes_slots_is_held_by_its_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels know rows by address alone: of those let go the memory would be that of what draws, which runs first."""
     lm, made, own = LM.of(families.build("llama", torch.float16, **SINGLE)), list[Any](), captured_pass.storing
-    lm.frames = Frames(Forgetful())
+    lm.frames = CapturedPasses(Forgetful())
 
     def storing(tables: Any, fresh: Any) -> Any:
         made.extend(ref(t) for pair in fresh for t in pair)
@@ -74,9 +74,9 @@ def test_what_becomes_slots_is_held_by_its_frame(monkeypatch: pytest.MonkeyPatch
         return lambda *_: None, alive
 
     monkeypatch.setattr(captured_pass, "storing", storing)
-    session = Session(lm, Dense(lm.shapes, lm.dtype, lm.device, step=16), Off(), Sampler())
-    drive(session.read(families.prompt(9, vocab=61)))
-    drive(session.step((), 1))
+    session = GenerationSession(lm, Dense(lm.shapes, lm.dtype, lm.device, step=16), Off(), Sampler())
+    run_to_end(session.read(families.prompt(9, vocab=61)))
+    run_to_end(session.step((), 1))
     assert not lm.frames.eager
     assert len(made) == 2
     assert all(t() is not None for t in made)

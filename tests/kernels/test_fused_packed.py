@@ -11,9 +11,9 @@ from torch import Tensor
 from kvcli.kernels import triton_support
 from kvcli.kernels.attend_quantized import PackedHead, attend_table, reference, table_of, why_not
 from kvcli.kernels.attend_quantized.table import NARROWEST, PROGRAMS, SPANS, Table
-from kvcli.kv.slots import Sight, Slots, alike
+from kvcli.kv.slots import AttentionParams, Slots, alike
 from kvcli.kv.tiers import quantized
-from kvcli.kv.tiers.quantized_head import Head, Precision
+from kvcli.kv.tiers.quantized_head import Precision, QuantizedHead
 
 pytest.importorskip("tests.kernels.interpreted")  # before what is fused
 fused = pytest.importorskip("kvcli.kernels.attend_quantized.fused")
@@ -31,9 +31,9 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 def heads_of(
     bits: tuple[int, int], slots: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, d: int = D, group: int = 64
-) -> list[Head]:
+) -> list[QuantizedHead]:
     """As a tier has them: taken in two parts, channels of different place."""
-    heads = [Head(Precision(dtype, *bits, group), d, d, "cpu") for _ in slots]
+    heads = [QuantizedHead(Precision(dtype, *bits, group), d, d, "cpu") for _ in slots]
     for j, (head, n) in enumerate(zip(heads, slots, strict=True)):
         k, v = noise(n, d, seed=j) * 3 + torch.linspace(-5, 5, d), noise(n, d, seed=j + 9)
         for part in (slice(0, n // 3), slice(n // 3, n)):
@@ -41,7 +41,7 @@ def heads_of(
     return heads
 
 
-def rows(heads: list[Head], n: int, dtype: torch.dtype = torch.bfloat16, d: int = D) -> Tensor:
+def rows(heads: list[QuantizedHead], n: int, dtype: torch.dtype = torch.bfloat16, d: int = D) -> Tensor:
     return noise(G * len(heads), n, d, seed=5).to(dtype)
 
 
@@ -54,7 +54,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def close(got: tuple[Tensor, Tensor], q: Tensor, heads: list[PackedHead], softcap: float, masks: list) -> None:  # type: ignore[type-arg]
     """As the reference in float32, but for what 11 bits of rows, keys and weights round."""
-    out, lse = reference.attend_packed(q, heads, D**-0.5, torch.float32, softcap, masks)
+    out, lse = reference.attend_quantized(q, heads, D**-0.5, torch.float32, softcap, masks)
     assert got[0].isfinite().all()
     assert (got[0] - out).norm() <= 1e-3 * out.norm()
     torch.testing.assert_close(got[1], lse, atol=6e-3, rtol=1e-3)
@@ -67,7 +67,7 @@ def test_it_gives_what_the_codes_say(bits: tuple[int, int], monkeypatch: pytest.
     q = rows(heads, 3, dtype)  # type: ignore[arg-type]
     poisoned(monkeypatch)
     assert why_not(heads) == ""
-    close(fused.attend_packed(q, heads, D**-0.5, dtype, 0.0, [None] * 3), q, heads, 0.0, [None] * 3)
+    close(fused.attend_quantized(q, heads, D**-0.5, dtype, 0.0, [None] * 3), q, heads, 0.0, [None] * 3)
 
 
 @pytest.mark.parametrize(("d", "group", "bits"), [(128, 32, (4, 4)), (256, 128, (4, 8)), (64, 16, (2, 4))], ids=str)
@@ -76,7 +76,7 @@ def test_other_sizes(d: int, group: int, bits: tuple[int, int], monkeypatch: pyt
     heads = [head.since(0) for head in heads_of(bits, (277, 64), d=d, group=group)]
     q = rows(heads, 9, d=d) * (D / d) ** 0.5  # type: ignore[arg-type]
     poisoned(monkeypatch)
-    close(fused.attend_packed(q, heads, D**-0.5, q.dtype, 0.0, [None] * 2), q, heads, 0.0, [None] * 2)
+    close(fused.attend_quantized(q, heads, D**-0.5, q.dtype, 0.0, [None] * 2), q, heads, 0.0, [None] * 2)
 
 
 def test_holes_are_not_seen_and_scores_are_bent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_holes_are_not_seen_and_scores_are_bent(monkeypatch: pytest.MonkeyPatch)
     masks[1][:] = False  # whoever reads this head sees nothing
     q = rows(heads, 2)  # type: ignore[arg-type]
     poisoned(monkeypatch)
-    got = fused.attend_packed(q, heads, D**-0.5, q.dtype, 5.0, masks)
+    got = fused.attend_quantized(q, heads, D**-0.5, q.dtype, 5.0, masks)
     close(got, q, heads, 5.0, masks)
     assert not got[0][G:].any()
     assert (got[1][G:] == -torch.inf).all()
@@ -105,22 +105,22 @@ def test_rows_see_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_small_weights_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """One slot outshines all others by 2^-20 each, which float16 would hold as 0: together they weigh in."""
-    head = Head(Precision(torch.float16, 8, 8, 64), D, D, "cpu")
+    head = QuantizedHead(Precision(torch.float16, 8, 8, 64), D, D, "cpu")
     k, v = torch.zeros(600, D), torch.ones(600, D)
     k[0, 0], v[0] = 20 / fused.LOG2E, -(2.0**-10)
     head.take(k.half(), v.half(), torch.arange(600))
     q = torch.zeros(1, 1, D)
     q[..., 0] = 1
     poisoned(monkeypatch)
-    out, _ = fused.attend_packed(q, [head.since(0)], 1.0, torch.float16, 0.0, [None])
-    want, _ = reference.attend_packed(q.double(), [head.since(0)], 1.0, torch.float64, 0.0, [None])
+    out, _ = fused.attend_quantized(q, [head.since(0)], 1.0, torch.float16, 0.0, [None])
+    want, _ = reference.attend_quantized(q.double(), [head.since(0)], 1.0, torch.float64, 0.0, [None])
     torch.testing.assert_close(out.double(), want, rtol=5e-3, atol=1e-9)
 
 
 # ---- rows alone and together ----
 
 
-def differing(q: Tensor, heads: list[Head], together: tuple[int, ...]) -> int:
+def differing(q: Tensor, heads: list[QuantizedHead], together: tuple[int, ...]) -> int:
     """Rows whose bits are others alone than in company."""
     table = table_of([head.since(0) for head in heads], [head.pos for head in heads], has_holes=False)
     alone = [attend_table(q[:, i : i + 1], table, D**-0.5, [0]) for i in range(q.shape[1])]
@@ -269,10 +269,10 @@ def test_instructions_for_bytes_give_their_numbers() -> None:
     [
         (heads_of((4, 4), (70,), d=80), "keys of 80"),
         (heads_of((4, 4), (70,), group=8), "groups of 8"),
-        ([Head(Precision(torch.bfloat16, 4, 4, 64, True), D, D, "cpu")], "halves"),
+        ([QuantizedHead(Precision(torch.bfloat16, 4, 4, 64, True), D, D, "cpu")], "halves"),
     ],
 )
-def test_what_is_not_served_says_why(heads: list[Head], why: str) -> None:
+def test_what_is_not_served_says_why(heads: list[QuantizedHead], why: str) -> None:
     assert why in why_not([head.since(0) for head in heads])
 
 
@@ -293,10 +293,10 @@ def test_a_tier_makes_its_table_when_heads_change(monkeypatch: pytest.MonkeyPatc
         return table_of(*a, **k)  # type: ignore[arg-type]
 
     monkeypatch.setattr(quantized, "table_of", counted)
-    tier = quantized.Packed(alike(1, 2, D), torch.bfloat16, k_bits=4, v_bits=4, rotate="hadamard")
+    tier = quantized.QuantizedTier(alike(1, 2, D), torch.bfloat16, k_bits=4, v_bits=4, rotate="hadamard")
     pos = torch.arange(130, dtype=torch.int32).expand(2, -1)
     tier.take(0, Slots(noise(2, 130, D).bfloat16(), noise(2, 130, D, seed=1).bfloat16(), pos))
-    q, sight, late = rows([None] * 2, 2), Sight(D**-0.5), Sight(D**-0.5, window=40)  # type: ignore[list-item]
+    q, sight, late = rows([None] * 2, 2), AttentionParams(D**-0.5), AttentionParams(D**-0.5, window=40)  # type: ignore[list-item]
     keep = torch.ones(2, 130, dtype=torch.bool)
     keep[:, 5:9] = False
     for step in range(2):

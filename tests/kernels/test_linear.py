@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from kvcli.kernels import native as built
 from kvcli.kernels.gated_mlp.product import type_of
 from kvcli.kernels.linear import linear, pack, reference, rows_of, unpack, why_not
-from kvcli.kernels.linear.module import NativeLinear, NativeWeight, lay_out_
-from kvcli.kernels.linear.weight_arena import PIECE, Room
+from kvcli.kernels.linear.module import NativeLinear, NativeWeight, use_native_linear_
+from kvcli.kernels.linear.weight_arena import PIECE, WeightArena
 from kvcli.kernels.linear_quantized import panels
 from kvcli.kernels.linear_quantized import reference as packed
 from kvcli.kernels.native import build
@@ -234,7 +234,7 @@ def test_unpacking_inverts_packing(dtype: torch.dtype):
 
 
 def test_weights_that_share_a_room_have_memory_of_their_own():
-    room, weights = Room(), [torch.randn(n, 34).to(BF16) for n in (1, 131, 64)]
+    room, weights = WeightArena(), [torch.randn(n, 34).to(BF16) for n in (1, 131, 64)]
     made = [pack(w, room) for w in weights]
     for w, found in zip(weights, made, strict=True):
         assert torch.equal(found, pack(w))
@@ -279,7 +279,7 @@ def test_a_tied_weight_exists_once_and_serves_both(kind: type[nn.Embedding], dty
     model = Tied(kind(151, 48, padding_idx=150)).to(dtype)
     ids, weight = torch.randint(0, 151, (2, 9)), model.embed.weight.detach().clone()
     rows, want, seen = model.embed(ids), model(ids), list[Tensor]()
-    assert lay_out_(model, seen.append) == len(seen) == 3
+    assert use_native_linear_(model, seen.append) == len(seen) == 3
     assert torch.equal(model.embed(ids), rows)
     torch.testing.assert_close(model(ids), want, rtol=2e-2, atol=2e-2)
     held = {
@@ -299,10 +299,10 @@ def test_a_weight_that_something_else_holds_stays():
 
     model = Tied(nn.Embedding(151, 48))
     other = nn.ModuleList([model, Other(model.head.weight)])
-    assert lay_out_(other) == 2
+    assert use_native_linear_(other) == 2
     assert type(model.head) is nn.Linear
     model = Tied(nn.Embedding(151, 48, max_norm=1.0))  # which writes to its weight
-    assert lay_out_(model) == 2
+    assert use_native_linear_(model) == 2
 
 
 @pytest.mark.parametrize("bias", [torch.zeros(5), torch.zeros(4, dtype=BF16)], ids=["wider", "too few"])
@@ -312,7 +312,7 @@ def test_a_bias_that_would_be_read_amiss_is_refused(bias: Tensor):
         linear(torch.ones(1, 8, dtype=BF16), pack(layer.weight), bias, 5)
     layer.bias = nn.Parameter(bias)
     root = nn.Sequential(layer)
-    lay_out_(root)
+    use_native_linear_(root)
     assert isinstance(root[0], NativeLinear)
     assert type_of(root[0]) is (None if bias.dtype != BF16 else BF16)  # nor handed on by its address
 
@@ -337,6 +337,6 @@ def test_replaced_layers_are_gone_before_the_next_ones_come():
 
     for parent in model:
         parent.__class__ = Parent
-    assert lay_out_(model) == 9
+    assert use_native_linear_(model) == 9
     assert alive == [9, 8, 7, 6, 5, 4, 3, 2, 1]
     assert all(isinstance(parent[0], NativeLinear) for parent in model)

@@ -7,7 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.kernels import native as built
-from kvcli.kernels.linear_quantized import Bits, Packed, cpu, group_of, linear_packed, pack, panels, reference, why_not
+from kvcli.kernels.linear_quantized import (
+    Bits,
+    QuantizedWeight,
+    cpu,
+    group_of,
+    linear_packed,
+    pack,
+    panels,
+    reference,
+    why_not,
+)
 from kvcli.kernels.linear_quantized.module import PackedLinear, quantize_
 
 torch.set_num_threads(1)
@@ -179,4 +189,4 @@ def test_a_packed_layer_keeps_its_bias_and_its_size():
         packed(x) - PackedLinear(pack(layer.weight.detach(), 8), None)(x), layer.bias.expand(2, -1)
     )
     assert (packed.in_features, packed.out_features) == (64, 32)
-    assert isinstance(pack(layer.weight.detach(), 8), Packed)
+    assert isinstance(pack(layer.weight.detach(), 8), QuantizedWeight)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm
 from transformers.pytorch_utils import Conv1D
 
-from kvcli.engine.hf.batch_invariance import rows_know_neighbours
+from kvcli.engine.hf.batch_invariance import is_batch_variant
 from kvcli.engine.hf.lm import LM
 from kvcli.kernels import moe_linear as grouped
 from kvcli.kernels import native as built
@@ -19,7 +19,7 @@ from kvcli.kernels.linear.experts import Panels, lay_out_experts_
 from kvcli.kernels.linear.module import NativeWeight
 from kvcli.kernels.linear_quantized import Bits, panels
 from kvcli.kernels.linear_quantized.experts import Codes, quantize_experts_
-from kvcli.kernels.moe_linear import Form, reference, tensor
+from kvcli.kernels.moe_linear import ExpertWeights, reference, tensor
 from kvcli.kernels.moe_linear.tensor import Experts
 from kvcli.kernels.rms_norm.module import norm_
 from tests.families import build
@@ -197,7 +197,7 @@ def test_a_module_that_refuses_rows_stays_and_the_model_loads():
 @natively
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
 def test_a_sum_in_an_order_that_goes_by_the_number_of_rows_is_found(quant: str, monkeypatch: pytest.MonkeyPatch):
-    def halves(x: Tensor, form: Form, n: int, ends: Sequence[int]) -> Tensor:
+    def halves(x: Tensor, form: ExpertWeights, n: int, ends: Sequence[int]) -> Tensor:
         low = x.clone()
         low[:, x.shape[1] // 2 :] = 0
         several = torch.tensor([b - a > 1 for a, b in pairwise([0, *ends]) for _ in range(a, b)]).unsqueeze(1)
@@ -205,7 +205,7 @@ def test_a_sum_in_an_order_that_goes_by_the_number_of_rows_is_found(quant: str, 
         return torch.where(several, parts[0] + parts[1], grouped.experts(x, form, n, ends))
 
     lm = LM.of(build("qwen3_moe", **WIDE), quant=quant)
-    lm.lay_out()
+    lm.install_kernels()
     assert lm.is_row_invariant
     monkeypatch.setattr(tensor, "moe_linear", halves)
-    assert rows_know_neighbours(lm)
+    assert is_batch_variant(lm)

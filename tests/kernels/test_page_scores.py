@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels import native
-from kvcli.kernels.page_scores import Box, Coded, log_masses, page_scores, reference, why_not
+from kvcli.kernels.page_scores import Box, QuantizedPages, log_masses, page_scores, reference, why_not
 from kvcli.kernels.quantized_key_scores import pack2
 
 pytestmark = pytest.mark.skipif(not native.levels(), reason=native.why_not() or "unknown")
@@ -23,7 +23,7 @@ SHAPES = [
 KINDS = ["box", "int8", "two bits"]  # of (K, R, P, page, D)
 
 
-def made(kind: str, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Coded | Box]:
+def made(kind: str, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, QuantizedPages | Box]:
     k, r, p, page, d = shape
     rows = torch.randn(k, r, d).to(dtype)
     if kind == "box":
@@ -32,9 +32,9 @@ def made(kind: str, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -
     scale = torch.rand(k, p * page).bfloat16()
     if kind == "int8":
         codes = torch.randint(-127, 128, (k, p * page, d), dtype=torch.int8)
-        return rows, Coded(codes, scale / 50, error=torch.rand(k, p * page).bfloat16())
+        return rows, QuantizedPages(codes, scale / 50, error=torch.rand(k, p * page).bfloat16())
     codes = pack2(torch.randint(0, 4, (k, p * page, d)))
-    return rows, Coded(codes, scale, mean=torch.randn(k, d), spread=torch.rand(k, d))
+    return rows, QuantizedPages(codes, scale, mean=torch.randn(k, d), spread=torch.rand(k, d))
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import drive, run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.engine import run, run_to_end
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.engine.threads import use_threads
 from kvcli.kernels import native as built
 from kvcli.kernels.linear import linear, pack
@@ -62,9 +62,11 @@ def test_memory_that_is_refused_is_an_error_and_nothing_is_lost(
     functions.use_threads(threads)
     monkeypatch.setattr(built, "native", lambda level=None: functions)
     lm = LM.of(family("qwen3", getattr(torch, dtype)), quant=quant)
-    lm.lay_out()
+    lm.install_kernels()
     kv = Dense(lm.shapes, lm.dtype)
-    (made,) = run([Feed(lm, Rows.chain(list(range(20)), 0), kv, want=[0])])  # more than many kernels do at once
+    (made,) = run(
+        [ForwardRequest(lm, Rows.chain(list(range(20)), 0), kv, want=[0])]
+    )  # more than many kernels do at once
     for layer, fresh in made.fresh.items():
         kv.append(layer, fresh.k, fresh.v, 0)
     counts = {name: ctypes.c_int.in_dll(scarce, name) for name in ("requests", "refused")}
@@ -73,7 +75,7 @@ def test_memory_that_is_refused_is_an_error_and_nothing_is_lost(
         functions.release()  # what is kept between calls asks for nothing
         counts["requests"].value = 0
         rows = Rows.build(3, 20, Draft([5, 7, 7, 9, *range(20)], [-1, 0, -1, 2, *range(-1, 19)]))
-        (made,) = run([Feed(lm, rows, kv, want=range(25))])
+        (made,) = run([ForwardRequest(lm, rows, kv, want=range(25))])
         return made.logits
 
     wanted = logits()
@@ -97,7 +99,7 @@ def test_threads_that_compute_at_once_share_nothing_they_work_in():
 
     def logits(lm: LM, at: int) -> Tensor:
         kv = Dense(lm.shapes, lm.dtype)
-        (made,) = run([Feed(lm, Rows.chain([(at + i) % lm.vocab for i in range(600)], 0), kv, want=[599])])
+        (made,) = run([ForwardRequest(lm, Rows.chain([(at + i) % lm.vocab for i in range(600)], 0), kv, want=[599])])
         return made.logits
 
     def give_back() -> None:
@@ -105,7 +107,7 @@ def test_threads_that_compute_at_once_share_nothing_they_work_in():
             functions.release()
 
     for lm in lms:
-        lm.lay_out()
+        lm.install_kernels()
     jobs = [(lm, at) for lm in lms for at in range(4)]
     wanted = [logits(*job) for job in jobs]
     busy = Thread(target=give_back)
@@ -159,7 +161,7 @@ def test_a_forked_child_computes_and_so_does_its_parent(one_thread_after: None):
 def test_torch_computes_alone_beside_the_pool_but_for_prompts(is_prompt: bool, monkeypatch: pytest.MonkeyPatch):
     """Its threads spin behind what they shared, on the cores that the pool's next job needs."""
     lm = LM.of(family("llama", torch.bfloat16))
-    lm.lay_out()
+    lm.install_kernels()
     seen: list[int] = []
     draw, straight = Sampler.__call__, lm.straight
     assert straight is not None
@@ -176,11 +178,11 @@ def test_torch_computes_alone_beside_the_pool_but_for_prompts(is_prompt: bool, m
     monkeypatch.setattr(Sampler, "__call__", drawn)
     torch.set_num_threads(3)
     try:
-        text = Session(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
-        drive(text.read([1, 2, 3]))
+        text = GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler())
+        run_to_end(text.read([1, 2, 3]))
         if not is_prompt:
             seen.clear()
-            drive(text.stream(2))
+            run_to_end(text.stream(2))
         assert set(seen) == ({3} if is_prompt else {1})
         assert torch.get_num_threads() == 3
     finally:
@@ -189,5 +191,5 @@ def test_torch_computes_alone_beside_the_pool_but_for_prompts(is_prompt: bool, m
 
 def test_without_native_kernels_torch_keeps_its_threads():
     lm = LM.of(family("llama", torch.float64))
-    lm.lay_out()
+    lm.install_kernels()
     assert not lm.has_pool

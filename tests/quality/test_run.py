@@ -15,7 +15,7 @@ from kvcli.chat.model import Model
 from kvcli.errors import BadConfig, BadInput, ContextOverflow, KvcliError, UsageError
 from kvcli.models.hashes import code_hash
 from kvcli.quality.agree import agreement
-from kvcli.quality.answer import Job, answers
+from kvcli.quality.answer import QualityJob, answers
 from kvcli.quality.controls import full_profile, rows
 from kvcli.quality.fingerprint import fingerprint
 from kvcli.quality.fit import fitted
@@ -23,10 +23,10 @@ from kvcli.quality.partial import Answer, Key, Outcome, Partial
 from kvcli.quality.prompt import Prompts
 from kvcli.quality.prose import Prose
 from kvcli.quality.run import run_quality
-from kvcli.quality.sample import Draw
+from kvcli.quality.sample import SampleSeed
 from kvcli.quality.tasks import TASKS
 from kvcli.render import quality as render
-from kvcli.render.terminal.terminal import cells
+from kvcli.render.terminal.terminal import text_width
 from kvcli.schemas.quality import AgreementDocument, QualityRow
 from kvcli.settings.profile import Profile
 from tests import small_tokenizers
@@ -119,7 +119,7 @@ def test_what_repeats_the_full_cache_differs_in_nothing(model: Model) -> None:
 def test_questions_about_one_context_do_not_see_each_other(model: Model, lean: Profile) -> None:
     """A question asked of a fork, after others, is answered as if it were the only one."""
     prompts = Prompts(model.tokenizer)
-    context = fitted(TASKS["mqar"], Draw("mqar", 1, 401, 0, Prose()), prompts)
+    context = fitted(TASKS["mqar"], SampleSeed("mqar", 1, 401, 0, Prose()), prompts)
     ids = prompts.context(context.text)
     under = model.with_profile(lean)
     together, _ = answers(under, prompts, _job(prompts, context, ids), is_visible=False)
@@ -130,8 +130,8 @@ def test_questions_about_one_context_do_not_see_each_other(model: Model, lean: P
         assert alone == [together[i]]
 
 
-def _job(prompts: Prompts, context: Any, ids: list[int]) -> Job:
-    return Job(TASKS["mqar"], context, ids, [prompts.question(q) for q in context.questions])
+def _job(prompts: Prompts, context: Any, ids: list[int]) -> QualityJob:
+    return QualityJob(TASKS["mqar"], context, ids, [prompts.question(q) for q in context.questions])
 
 
 def test_a_stopped_run_goes_on_where_it_was(model: Model, lean: Profile, tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_tables_and_notes_say_what_was_measured(model: Model, lean: Profile) -> 
     assert type(document).model_validate(document.document()) == document
     for width in (40, 80, 200):
         said = render.lines(document, width)
-        assert max(map(cells, said)) <= width
+        assert max(map(text_width, said)) <= width
         whole = "\n".join(said)
         assert all(line[0] in whole and line[-1] in whole for table in tables.values() for line in table)
 
@@ -320,7 +320,7 @@ def test_a_table_too_wide_goes_on_below_with_its_names() -> None:
 
 def test_agreement_is_whole_with_itself_and_less_for_a_window(model: Model, lean: Profile) -> None:
     told: list[int] = []
-    text = Prose().sentences(Draw("t", 1, 1, 0, Prose()).rng(), 120)
+    text = Prose().sentences(SampleSeed("t", 1, 1, 0, Prose()).rng(), 120)
     document = agreed(
         model, [lean], " ".join(text), context=211, scored=61, windows=4, tell=lambda done, *_: told.append(done)
     )
@@ -339,7 +339,7 @@ def test_agreement_predicts_what_the_stock_pass_does(model: Model) -> None:
     """The full row's likelihood is that of transformers' own forward over the whole window."""
     import torch
 
-    text = " ".join(Prose().sentences(Draw("t", 2, 1, 0, Prose()).rng(), 40))
+    text = " ".join(Prose().sentences(SampleSeed("t", 2, 1, 0, Prose()).rng(), 40))
     ids = model.tokenizer.encode(text, add_special_tokens=False)
     document = agreed(model, [], text, context=len(ids) - 31, scored=31, windows=1)
     stock = _stock()
@@ -373,7 +373,7 @@ def test_short_texts_are_one_window_and_shorter_ones_refused(model: Model) -> No
 def test_a_context_has_the_same_ids_whatever_is_asked(kind: str) -> None:
     tokenizer = small_tokenizers.KINDS[kind]()
     prompts = Prompts(tokenizer)
-    context = fitted(TASKS["mqar"], Draw("mqar", 1, 8009, 0, Prose()), prompts)
+    context = fitted(TASKS["mqar"], SampleSeed("mqar", 1, 8009, 0, Prose()), prompts)
     texts = {
         tokenizer.decode(prompts.context(context.text) + prompts.question(q), skip_special_tokens=False)
         for q in context.questions
@@ -386,14 +386,14 @@ def test_a_context_has_the_same_ids_whatever_is_asked(kind: str) -> None:
 
 def test_without_a_template_the_text_is_plain() -> None:
     prompts = Prompts(small_tokenizers.byte_fallback(template=None))
-    question = fitted(TASKS["niah_single"], Draw("niah_single", 1, 2003, 0, Prose()), prompts).questions[0]
+    question = fitted(TASKS["niah_single"], SampleSeed("niah_single", 1, 2003, 0, Prose()), prompts).questions[0]
     said = prompts.tokenizer.decode(prompts.question(question))
     assert said == f"{question.text}\nAnswer: {question.prefix}"
 
 
 def test_a_further_question_closes_the_answer_before_it_once() -> None:
     prompts = Prompts(small_tokenizers.demo())
-    question = fitted(TASKS["niah_single"], Draw("niah_single", 1, 307, 0, Prose()), prompts).questions[0]
+    question = fitted(TASKS["niah_single"], SampleSeed("niah_single", 1, 307, 0, Prose()), prompts).questions[0]
     end = prompts.tokenizer.convert_tokens_to_ids("<|end|>")
     cut, stopped = prompts.next_question(question, last=99), prompts.next_question(question, last=end)
     assert cut == [end, *stopped]

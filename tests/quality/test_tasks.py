@@ -12,7 +12,7 @@ from kvcli.errors import BadInput, UsageError
 from kvcli.quality.fit import fitted
 from kvcli.quality.prompt import Prompts
 from kvcli.quality.prose import Prose, distinct, hide, listed, uuid
-from kvcli.quality.sample import Context, Draw, Question
+from kvcli.quality.sample import Context, Question, SampleSeed
 from kvcli.quality.score import edit_distance, first_object, has, likeness, share_of_fields, share_of_references
 from kvcli.quality.tasks import TASKS, chosen
 from tests import small_tokenizers
@@ -22,9 +22,9 @@ NAMES = list(TASKS)
 HIDDEN = [name for name in NAMES if name not in ("instructions", "json_extract")]  # references stand in the text
 
 
-def draw(name: str, **changes: object) -> Draw:
+def draw(name: str, **changes: object) -> SampleSeed:
     given: dict[str, object] = {"task": name, "seed": 3, "length": LENGTH, "index": 1, "prose": Prose()}
-    return Draw(**(given | changes))  # type: ignore[arg-type]
+    return SampleSeed(**(given | changes))  # type: ignore[arg-type]
 
 
 def written(name: str, **changes: object) -> Context:

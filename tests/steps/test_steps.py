@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from kvcli import load
-from kvcli.engine.engine import drive, together
-from kvcli.engine.forward_request import Asks
+from kvcli.engine.engine import generate_together, run_to_end
+from kvcli.engine.forward_request import Steps
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.sequence.sampler import Sampler
-from kvcli.engine.sequence.session import Session
+from kvcli.engine.sequence.session import GenerationSession
 from kvcli.errors import BadConfig, BadInput
 from kvcli.kernels.native import native, why_not
 from kvcli.kv.tiers.dense import Dense
 from kvcli.methods.drafts.off import Off
 from kvcli.methods.steps.judge import Judge
-from kvcli.methods.steps.lookahead_reasoning import CHECKPOINTS, Lookahead
+from kvcli.methods.steps.lookahead_reasoning import CHECKPOINTS, LookaheadReasoning
 from kvcli.methods.steps.step_writer import Writer
 from kvcli.settings.profile import Profile
 from tests import families, hybrids
@@ -35,7 +35,7 @@ STEPS = {"method": "lookahead", "model": "demo"}
 def lm(family: str = "llama", dtype: torch.dtype = torch.float64) -> LM:
     found = LM.of(families.build(family, dtype))
     if dtype != torch.float64:
-        found.lay_out()
+        found.install_kernels()
     return found
 
 
@@ -47,34 +47,34 @@ def near(dtype: torch.dtype) -> LM:
         weight.add_(torch.randn(weight.shape, generator=noise, dtype=torch.float64).to(dtype) * 0.01)
     found = LM.of(model)
     if dtype != torch.float64:
-        found.lay_out()
+        found.install_kernels()
     return found
 
 
-def opened(model: LM, sampler: Sampler, kv: Dense | None = None) -> Session:
-    return Session(model, kv or Dense(model.shapes, model.dtype), Off(), sampler, chunk=13)
+def opened(model: LM, sampler: Sampler, kv: Dense | None = None) -> GenerationSession:
+    return GenerationSession(model, kv or Dense(model.shapes, model.dtype), Off(), sampler, chunk=13)
 
 
 def writer(draft: LM, **settings: Any) -> Writer:
     """Steps end at every third token or so."""
-    return Writer(Lookahead(**settings), opened(draft, Sampler()), lambda ids: ids[-1] % 3 == 0)
+    return Writer(LookaheadReasoning(**settings), opened(draft, Sampler()), lambda ids: ids[-1] % 3 == 0)
 
 
-def written(model: LM, sampler: Sampler, by: Writer | None) -> Asks[list[int]]:
+def written(model: LM, sampler: Sampler, by: Writer | None) -> Steps[list[int]]:
     session = opened(model, sampler)
     text = families.prompt(40)
-    while (yield from session.chunk(text)):
+    while (yield from session.prefill_chunk(text)):
         pass
     while (left := 40 + NEW - len(session.ids)) > 0 and session.ids[-1] != STOP:
         yield from (by.step(session, {STOP}, left) if by is not None else session.step({STOP}, left))
-        assert session.committed == len(session.ids) - 1 == session.kv.n_slots(0)
+        assert session.committed == len(session.ids) - 1 == session.cache.n_slots(0)
     assert len(session.ids) <= 40 + NEW
     return session.ids
 
 
 @cache
 def plain(family: str, sampler: str, dtype: torch.dtype) -> list[int]:
-    return drive(written(lm(family, dtype), SAMPLERS[sampler], None))
+    return run_to_end(written(lm(family, dtype), SAMPLERS[sampler], None))
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -92,35 +92,37 @@ def test_where_only_the_same_is_accepted_the_text_is_the_models_own(
     dtype: torch.dtype, settings: dict[str, Any], sampler: str
 ) -> None:
     by = writer(near(dtype), ahead=4, tokens=7, **settings)
-    assert drive(written(lm("llama", dtype), SAMPLERS[sampler], by)) == plain("llama", sampler, dtype)
+    assert run_to_end(written(lm("llama", dtype), SAMPLERS[sampler], by)) == plain("llama", sampler, dtype)
     assert 0 < by.same == by.accepted < by.drafted, "some were, some were not"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_windows_and_sinks_too_by_a_model_of_other_words(family: str) -> None:
     by = writer(LM.of(families.build("qwen2", torch.float64, vocab_size=91)), alike=1.0, tokens=6)
-    assert drive(written(lm(family), SAMPLERS["greedy"], by)) == plain(family, "greedy", torch.float64)
+    assert run_to_end(written(lm(family), SAMPLERS["greedy"], by)) == plain(family, "greedy", torch.float64)
     by = writer(lm(family), alike=1.0, tokens=6)
-    assert drive(written(lm(family), SAMPLERS["greedy"], by)) == plain(family, "greedy", torch.float64)
+    assert run_to_end(written(lm(family), SAMPLERS["greedy"], by)) == plain(family, "greedy", torch.float64)
     assert by.same == by.accepted == by.drafted > 9, "of its own steps a model takes all"
 
 
 def test_states_of_a_smaller_hybrid_count_and_are_those_that_were_planned() -> None:
     draft = LM.of(hybrids.build("lfm2", torch.float64))
     by = writer(draft, ahead=2, tokens=3)
-    drive(written(lm(), SAMPLERS["greedy"], by))
+    run_to_end(written(lm(), SAMPLERS["greedy"], by))
     layer = {use.layer: use.nbytes for use in by.usage() if use.slots == 0}
     one = dict.fromkeys(layer, 0)
     for (of, _), t in draft.mixers.like.tensors:
         one[of] += t.nbytes
     assert layer
-    assert all(one[of] <= layer[of] <= (Lookahead().states - 1) * one[of] for of in layer)
-    assert CHECKPOINTS == Lookahead().states - 2 == by._draft.states._most
+    assert all(one[of] <= layer[of] <= (LookaheadReasoning().states - 1) * one[of] for of in layer)
+    assert CHECKPOINTS == LookaheadReasoning().states - 2 == by._draft.states._most
 
 
 def test_texts_side_by_side_do_not_know_of_each_other() -> None:
     each = [written(lm(), SAMPLERS[name], writer(near(torch.float64), alike=1.0)) for name in SAMPLERS]
-    assert [done.result() for done in together(*each)] == [plain("llama", name, torch.float64) for name in SAMPLERS]
+    assert [done.result() for done in generate_together(*each)] == [
+        plain("llama", name, torch.float64) for name in SAMPLERS
+    ]
 
 
 @pytest.mark.parametrize("settings", [{"alike": 0.0}, {"judge": "likely", "likely": 0.0}], ids=str)
@@ -128,13 +130,13 @@ def test_where_all_is_accepted_the_text_is_the_other_models_but_for_what_follows
     settings: dict[str, Any],
 ) -> None:
     other, by = near(torch.float64), writer(near(torch.float64), ahead=2, tokens=4, **settings)
-    text = drive(written(lm(), SAMPLERS["greedy"], by))
+    text = run_to_end(written(lm(), SAMPLERS["greedy"], by))
     assert by.accepted == by.drafted > by.same
     session, differs = opened(other, Sampler()), 0
-    drive(session.read(text))
+    run_to_end(session.read(text))
     for at in reversed(range(40, len(text))):
         session.rewind(at)
-        differs += drive(session.step()).new[0] != text[at]
+        differs += run_to_end(session.step()).new[0] != text[at]
     assert text != plain("llama", "greedy", torch.float64)
     assert differs <= by.drafted / 2, "one token a round is the model's"
 
@@ -142,21 +144,21 @@ def test_where_all_is_accepted_the_text_is_the_other_models_but_for_what_follows
 def test_a_step_that_is_refused_is_the_models_own() -> None:
     """Each token of the text is one of the two models' first choice, and a judge that accepts some is in between."""
     by = writer(near(torch.float64), ahead=3, tokens=8, judge="alike", alike=0.5)
-    text = drive(written(lm(), SAMPLERS["greedy"], by))
+    text = run_to_end(written(lm(), SAMPLERS["greedy"], by))
     assert by.same < by.accepted < by.drafted
     sessions = [opened(model, Sampler()) for model in (lm(), near(torch.float64))]
     for session in sessions:
-        drive(session.read(text))
+        run_to_end(session.read(text))
     for at in reversed(range(40, len(text))):
         for session in sessions:
             session.rewind(at)
-        assert text[at] in [drive(session.step()).new[0] for session in sessions], at
+        assert text[at] in [run_to_end(session.step()).new[0] for session in sessions], at
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.3])
 def test_the_share_of_wrong_steps_stays_below_what_was_chosen(alpha: float) -> None:
     """Whatever the steps are: here all those are wrong that the judge is surest of, and later all are."""
-    settings, random = Lookahead(judge="likely", likely=0.2, alpha=alpha, audit=3), Random(5)
+    settings, random = LookaheadReasoning(judge="likely", likely=0.2, alpha=alpha, audit=3), Random(5)
     judge, wrong, n = Judge(settings), 0, 0
     for at in range(6000):
         likelihood = random.random()
@@ -191,7 +193,7 @@ def test_it_is_never_exact_and_refuses_what_it_cannot_keep() -> None:
         load("demo", "exact", {"exactness": "approx", "steps.method": "lookahead"})
     assert "--set steps.model=MODEL" in says(caught.value)
     with pytest.raises(BadInput) as refused:
-        drive(written(lm(), Sampler(repetition_penalty=1.2), writer(lm())))
+        run_to_end(written(lm(), Sampler(repetition_penalty=1.2), writer(lm())))
     assert "--set sample.repetition_penalty=1" in says(refused.value)
 
 

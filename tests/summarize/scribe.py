@@ -12,7 +12,7 @@ from kvcli.api import Cancel, End, Event, Finish, Live, Read, Text, Turn
 from kvcli.documents import Document, Section
 from kvcli.documents.document import marked
 from kvcli.engine.info import ModelInfo
-from kvcli.engine.sequence.repetition import Loop, Loops
+from kvcli.engine.sequence.repetition import Repetition, RepetitionDetector
 from kvcli.engine.stats import Stats
 from kvcli.summarize.events import Done
 from kvcli.summarize.request import Request
@@ -21,7 +21,7 @@ from kvcli.summarize.run import summarize
 from tests.fake_model import FakeTokenizer, fake_info
 
 if TYPE_CHECKING:
-    from kvcli.prefix_cache.prefix_cache import Kept
+    from kvcli.prefix_cache.prefix_cache import SaveResult
 
 
 class WordTokenizer(FakeTokenizer):
@@ -66,11 +66,11 @@ class Scribe:
     penalties: list[float | None] = field(default_factory=list)
     stop_loops: int = 0
 
-    def keep(self, cancel: Cancel) -> Kept:
+    def keep(self, cancel: Cancel) -> SaveResult:
         # imports torch, and a program in a terminal of the tests is quicker without
-        from kvcli.prefix_cache.prefix_cache import Kept
+        from kvcli.prefix_cache.prefix_cache import SaveResult
 
-        return Kept()
+        return SaveResult()
 
     @property
     def model(self) -> Scribe:
@@ -97,9 +97,9 @@ class Scribe:
         yield Read(len(prompt), len(prompt), 0, 0.1)
         said = list[int]()
 
-        loops = Loops(self.stop_loops)
+        loops = RepetitionDetector(self.stop_loops)
 
-        def turn(finish: Finish, loop: Loop | None = None) -> End:
+        def turn(finish: Finish, loop: Repetition | None = None) -> End:
             return End(Turn(self.tokenizer.decode(said), tuple(said), finish, stats, loop))
 
         for word in self.tokenizer.encode(self.answer(text)):

@@ -15,7 +15,7 @@ from kvcli.render.summarize.view import time_left
 from kvcli.schemas.fit import PassTime
 from kvcli.summarize.citations import Place, find, write
 from kvcli.summarize.parts import Part, cut, pieces_of, shown
-from kvcli.summarize.plan import Window, make_plan
+from kvcli.summarize.plan import PlanWindow, make_plan
 from kvcli.summarize.request import Request
 from tests.summarize.scribe import Scribe, first_sentences, paged
 
@@ -92,21 +92,21 @@ def test_nothing_is_lost(pages: list[str], most: int):
 def test_no_prompt_is_longer_than_the_window():
     pages = [" ".join(["word"] * n) + "." for n in (3, 700, 40, 41, 1, 900)]
     for limit in (1010, 1100, 1300, 2000):
-        plan = make_plan([paged(*pages)], Request(), Window.of(Scribe(first_sentences, limit=limit)))  # type: ignore[arg-type]
+        plan = make_plan([paged(*pages)], Request(), PlanWindow.of(Scribe(first_sentences, limit=limit)))  # type: ignore[arg-type]
         assert all(prompt + plan.answer <= limit for prompt in plan.prompts)
         assert plan.mode == "map"
 
 
 def test_an_estimate_of_time_needs_measured_passes():
     model = Scribe(first_sentences, limit=20_000)
-    bare = make_plan([paged(PARAGRAPHS)], Request(), Window.of(model))  # type: ignore[arg-type]
+    bare = make_plan([paged(PARAGRAPHS)], Request(), PlanWindow.of(model))  # type: ignore[arg-type]
     assert bare.seconds is None
     passes = [PassTime(rows=r, context=c, seconds=s, low=s, high=s) for r, c, s in ((1, 64, 0.01), (32, 64, 0.02))]
-    timed = make_plan([paged(PARAGRAPHS)], Request(), Window.of(model, passes))  # type: ignore[arg-type]
+    timed = make_plan([paged(PARAGRAPHS)], Request(), PlanWindow.of(model, passes))  # type: ignore[arg-type]
     reading = -(-timed.prompts[0] // 32) * 0.02
     assert timed.seconds == pytest.approx(reading + timed.answer // 2 * 0.01)
     model.profile.spec.method = "ngram"
-    drafting = make_plan([paged(PARAGRAPHS)], Request(), Window.of(model, passes))  # type: ignore[arg-type]
+    drafting = make_plan([paged(PARAGRAPHS)], Request(), PlanWindow.of(model, passes))  # type: ignore[arg-type]
     assert [" ".join(plan_lines(plan, 100)).count("at most about 4 s") for plan in (timed, drafting)] == [0, 1]
     assert "  about 4 s" in plan_lines(timed, 100)
 
@@ -114,7 +114,7 @@ def test_an_estimate_of_time_needs_measured_passes():
 def test_time_left_is_of_parts_and_merges_and_goes_down():
     pages = [" ".join(["word"] * 200) + "." for _ in range(5)]
     model = Scribe(first_sentences, limit=20_000)
-    made = make_plan([paged(*pages)], Request(chunk=250), Window.of(model))  # type: ignore[arg-type]
+    made = make_plan([paged(*pages)], Request(chunk=250), PlanWindow.of(model))  # type: ignore[arg-type]
     plan = replace(made, merges=1, seconds=None)
     assert len(plan.parts) == 5
     assert time_left(plan, 1, [], 3.0) is None, "nobody timed it"
@@ -128,6 +128,6 @@ def test_time_left_is_of_parts_and_merges_and_goes_down():
 def test_what_the_user_wrote_limits_an_answer():
     model = Scribe(first_sentences, limit=20_000)
     model.profile.sample.max_new_tokens = 99
-    assert make_plan([paged("A pump.")], Request(), Window.of(model)).answer == 750  # type: ignore[arg-type]
+    assert make_plan([paged("A pump.")], Request(), PlanWindow.of(model)).answer == 750  # type: ignore[arg-type]
     model.profile.origins["sample.max_new_tokens"] = "--max-new-tokens"
-    assert make_plan([paged("A pump.")], Request(), Window.of(model)).answer == 99  # type: ignore[arg-type]
+    assert make_plan([paged("A pump.")], Request(), PlanWindow.of(model)).answer == 99  # type: ignore[arg-type]

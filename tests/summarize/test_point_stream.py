@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcli.summarize.point_stream import Pen, unique
+from kvcli.summarize.point_stream import PointStream, unique
 from kvcli.summarize.points import point_of
 from kvcli.summarize.result import Point, written
 from kvcli.summarize.split import Splitter, split
@@ -14,8 +14,8 @@ from kvcli.summarize.split import Splitter, split
 DOCUMENTS = ["a.pdf", "b.txt"]
 
 
-def pen() -> Pen:
-    return Pen(lambda raw: point_of(raw, None, DOCUMENTS), DOCUMENTS, is_final=True)
+def pen() -> PointStream:
+    return PointStream(lambda raw: point_of(raw, None, DOCUMENTS), DOCUMENTS, is_final=True)
 
 
 def streamed(pieces: list[str]) -> list[Point]:

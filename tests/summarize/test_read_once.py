@@ -16,13 +16,13 @@ import kvcli
 from kvcli.chat.conversation import Chat
 from kvcli.chat.document_pack import MANIFEST, Pack, make, open_pack
 from kvcli.chat.model import Model
-from kvcli.chat.text_session import OpenText
+from kvcli.chat.text_session import TextSession
 from kvcli.commands.summarize.documents import of_pack
 from kvcli.documents import Document, document_of, read_document, with_documents
 from kvcli.errors import ContextOverflow, UsageError
-from kvcli.prefix_cache.prefix_cache import Shelf
+from kvcli.prefix_cache.prefix_cache import PrefixCache
 from kvcli.summarize.parts import AsRead
-from kvcli.summarize.plan import Window, make_plan
+from kvcli.summarize.plan import PlanWindow, make_plan
 from kvcli.summarize.request import Request
 from kvcli.summarize.result import Summary
 from kvcli.summarize.wording import Wording, wording_of
@@ -45,9 +45,9 @@ def report() -> Document:
     return read_document("demo:pdf", name="report.pdf")
 
 
-def summed(text: OpenText, document: Document, wording: Wording | None = None, **asked: Any) -> Summary:
+def summed(text: TextSession, document: Document, wording: Wording | None = None, **asked: Any) -> Summary:
     request = Request(**asked)
-    plan = make_plan([document], request, Window.of(text), wording) if wording is not None else None
+    plan = make_plan([document], request, PlanWindow.of(text), wording) if wording is not None else None
     return summary_of(text, [document], request, plan=plan)
 
 
@@ -56,14 +56,14 @@ def cached(summary: Summary) -> int:
     return answered.turn.stats.cached
 
 
-def on(shelf: Shelf | None, model: Model) -> OpenText:
+def on(shelf: PrefixCache | None, model: Model) -> TextSession:
     text = model.open()
     text.model.shelf = shelf
     return text
 
 
 def test_after_a_chat_about_the_document_and_the_second_time(model: Model, report: Document, tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path / "kv", 1 << 30, model.lm, worth=0)
+    shelf = PrefixCache(tmp_path / "kv", 1 << 30, model.lm, worth=0)
     plain, read = summed(on(None, model), report), report.tokens(model.tokenizer)
     chat = on(shelf, model).chat()
     chat.attach(report)
@@ -108,7 +108,7 @@ def test_a_pack_is_summarised_as_its_document_is(model: Model, report: Document,
     assert (given.unit, given.text, len(given.sections)) == ("page", report.text, len(report.sections))
     asked = model.open(profile)
     asked.pack = pack
-    plan = make_plan([given], Request(), Window.of(asked), wording_of(asked.info), as_read(pack))
+    plan = make_plan([given], Request(), PlanWindow.of(asked), wording_of(asked.info), as_read(pack))
     summary = summary_of(asked, [given], Request(), plan=plan)
     assert cached(summary) == about.tokens
     want = summary_of(text, [report], Request(), plan=plan) if profile == "snap" else summed(on(None, model), report)
@@ -124,7 +124,7 @@ def as_read(pack: Pack) -> AsRead:
 def test_where_the_text_that_was_read_has_no_marks_places_are_looked_for(documents: list[Document]) -> None:
     scribe = Scribe(lambda _: "- The road is shut.\n- The well is of gold and silver.")
     read = AsRead(with_documents("", documents), "Be brief.")
-    plan = make_plan(documents, Request(), Window.of(scribe), read=read)
+    plan = make_plan(documents, Request(), PlanWindow.of(scribe), read=read)
     summary = summary_of(scribe, documents, plan=plan)
     name = "notes.md " if len(documents) > 1 else ""
     assert summary.points[0].marked == f"The road is shut. [{name}§ Roads]"
@@ -135,9 +135,9 @@ def test_where_the_text_that_was_read_has_no_marks_places_are_looked_for(documen
 def test_a_pack_that_cannot_be_asked_whole_is_refused() -> None:
     read = AsRead(with_documents("", [NOTES]))
     with pytest.raises(UsageError, match="short passages"):
-        make_plan([NOTES], Request(), Window.of(Scribe(str)), Wording(part=(2, 3), sentence=96), read)
+        make_plan([NOTES], Request(), PlanWindow.of(Scribe(str)), Wording(part=(2, 3), sentence=96), read)
     with pytest.raises(ContextOverflow) as caught:
-        make_plan([NOTES], Request(), Window.of(Scribe(str, limit=100)), read=read)
+        make_plan([NOTES], Request(), PlanWindow.of(Scribe(str, limit=100)), read=read)
     assert "kvcli summarize FILE, which reads it in parts" in caught.value.try_
     assert "--mode map" not in caught.value.try_
 

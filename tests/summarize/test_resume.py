@@ -16,7 +16,7 @@ from kvcli.documents import read_document
 from kvcli.models.text import render_prompt
 from kvcli.summarize.cache import Cache
 from kvcli.summarize.events import Done, PartBegan
-from kvcli.summarize.plan import Window, make_plan
+from kvcli.summarize.plan import PlanWindow, make_plan
 from kvcli.summarize.request import Request
 from kvcli.summarize.run import summarize
 from kvcli.summarize.wording import Wording, part_messages
@@ -65,7 +65,7 @@ def test_parts_reuse_what_all_of_them_share():
     """The rules before the text are read once; later parts find them in memory."""
     request, document = Request(chunk=CHUNK), read_document("demo:report")
     with kvcli.load("demo", set=BRIEF) as model:
-        plan = make_plan([document], request, Window.of(model), Wording(merges=False))
+        plan = make_plan([document], request, PlanWindow.of(model), Wording(merges=False))
         events = list(summarize(model, [document], plan=plan))
         rules = part_messages(plan.wording, request, plan.parts[0], plan.unit)[:1]
         shared = len(render_prompt(model.tokenizer, rules))

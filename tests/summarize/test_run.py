@@ -13,7 +13,7 @@ from kvcli.api import Text
 from kvcli.documents import Document, Section
 from kvcli.errors import BadModel, ContextOverflow, UsageError
 from kvcli.summarize.cache import Cache
-from kvcli.summarize.events import Done, Event, MergeBegan, PartBegan, Planned, Said, Stopped, Unkept
+from kvcli.summarize.events import CacheWriteFailed, Done, Event, MergeBegan, PartBegan, Planned, PointReady, Stopped
 from kvcli.summarize.request import Request, length_of
 from kvcli.summarize.run import summarize
 from tests.fake_model import fake_info
@@ -48,9 +48,9 @@ def test_a_short_document_is_read_whole():
 
 def test_points_are_said_as_soon_as_they_are_complete():
     events = list(summarize(Scribe(first_sentences, limit=20_000), [TEN]))
-    kinds = [type(e).__name__ for e in events if isinstance(e, Text | Said)]
+    kinds = [type(e).__name__ for e in events if isinstance(e, Text | PointReady)]
     assert kinds.index("Said") < len(kinds) - 20
-    assert [e.point for e in events if isinstance(e, Said)] == list(done(events).points)
+    assert [e.point for e in events if isinstance(e, PointReady)] == list(done(events).points)
 
 
 def test_a_long_document_is_read_in_parts_and_joined():
@@ -156,7 +156,7 @@ def test_a_merge_that_writes_nothing_leaves_the_points_of_the_parts(tmp_path: Pa
     events = list(summarize(model, [TEN], short, cache=cache))
     summary = done(events)
     assert [cite.place.label for cite in summary.cites if cite.confirmed] == [str(i) for i in range(1, 11)]
-    assert [e.point for e in events if isinstance(e, Said)] == list(summary.points)
+    assert [e.point for e in events if isinstance(e, PointReady)] == list(summary.points)
     assert summary.notes == ("merge 1 wrote nothing, so the points of the parts are joined in order",)
     model.answer = merging
     assert any(isinstance(e, MergeBegan) and not e.is_cached for e in summarize(model, [TEN], short, cache=cache))
@@ -269,7 +269,7 @@ def test_a_summary_that_looped_is_the_same_text_when_it_is_kept(tmp_path: Path, 
     for _ in range(2):  # the second time from the cache
         model = Scribe(lambda _: answer, limit=20_000, stop_loops=60)
         events = list(summarize(model, [TEN], Request(check=False), cache=cache))
-        said = [event.point.marked for event in events if isinstance(event, Said)]
+        said = [event.point.marked for event in events if isinstance(event, PointReady)]
         assert said == [point.marked for point in events[-1].summary.points]
         found.append((said, events[-1].summary.turns[0].turn.text))
     assert model.asked == []
@@ -404,7 +404,7 @@ def test_a_cache_that_cannot_be_written_is_noted_once(tmp_path: Path):
     assert ["cannot be kept" in note for note in summary.notes] == [True]
     model = Scribe(first_sentences)
     events = list(summarize(model, [TEN], SMALL, cache=cache, cancel=lambda: in_part(model, 3)))
-    assert [event.why for event in events if isinstance(event, Unkept)] == [summary.notes[0]]
+    assert [event.why for event in events if isinstance(event, CacheWriteFailed)] == [summary.notes[0]]
     assert events[-1] == Stopped(2, 5, False)
 
 

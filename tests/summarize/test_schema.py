@@ -7,7 +7,7 @@ import pytest
 from kvcli.commands.common.turn_json import Run, turn_document
 from kvcli.schemas.documents import DOCUMENTS, json_schema
 from kvcli.summarize.document import plan_document, source_facts, summary_document
-from kvcli.summarize.plan import Window, make_plan
+from kvcli.summarize.plan import PlanWindow, make_plan
 from kvcli.summarize.request import Request
 from tests.fake_model import fake_info
 from tests.summarize.scribe import Scribe, paged, summary_of
@@ -47,7 +47,7 @@ def test_what_nobody_checked_is_neither_true_nor_false():
 
 def test_a_plan():
     model = Scribe(lambda _: SAID)
-    plan = make_plan([PAPER], Request(), Window.of(model))  # type: ignore[arg-type]
+    plan = make_plan([PAPER], Request(), PlanWindow.of(model))  # type: ignore[arg-type]
     found = plan_document(plan, [source_facts(PAPER, "a.pdf")]).document()
     assert (found["mode"], found["seconds"], found["merges"]) == ("whole", None, 0)
     assert [(part["first"], part["last"]) for part in found["parts"]] == [("1", "2")]

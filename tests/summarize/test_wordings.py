@@ -11,7 +11,7 @@ import tomli
 
 from kvcli.engine.info import ModelInfo
 from kvcli.errors import UsageError
-from kvcli.summarize.events import PartEnded, Said
+from kvcli.summarize.events import PartEnded, PointReady
 from kvcli.summarize.request import Request
 from kvcli.summarize.run import summarize
 from kvcli.summarize.wording import RULES, TABLE, Wording, wording_of
@@ -86,7 +86,7 @@ NOTE = (
 def test_where_such_a_model_says_nothing_the_first_sentences_stand_as_quotes(text: str, answer: str):
     events = list(summarize(Scribe(lambda _: answer, limit=8192, info=SMALL), [paged(text)]))
     summary = events[-1].summary
-    assert [event.point for event in events if isinstance(event, Said)] == list(summary.points)
+    assert [event.point for event in events if isinstance(event, PointReady)] == list(summary.points)
     assert 2 <= len(summary.points) <= 3
     assert all(
         point.text[0] + point.text[-1] == "“”" and point.text[1:-1] in " ".join(text.split())
@@ -102,9 +102,9 @@ def test_a_model_that_follows_the_general_wording_is_not_spoken_for():
 
 def test_points_joined_in_order_go_out_part_by_part():
     events = list(summarize(Scribe(copies, limit=8192, info=SMALL), [paged(*PAGES, PAGES[0])]))
-    kinds = [type(event) for event in events if isinstance(event, Said | PartEnded)]
-    assert kinds == [PartEnded, Said] * 4 + [PartEnded]  # the fifth says again what the first said
-    assert [event.point for event in events if isinstance(event, Said)] == list(events[-1].summary.points)
+    kinds = [type(event) for event in events if isinstance(event, PointReady | PartEnded)]
+    assert kinds == [PartEnded, PointReady] * 4 + [PartEnded]  # the fifth says again what the first said
+    assert [event.point for event in events if isinstance(event, PointReady)] == list(events[-1].summary.points)
     assert events[-1].summary.notes == ("1 repeated point left out",)
 
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kvcli.bench.run import Bench, Quality
-    from kvcli.commands.bench.output import Outlet
-    from kvcli.commands.bench.request import Asked
+    from kvcli.commands.bench.output import BenchOutput
+    from kvcli.commands.bench.request import BenchArguments
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.environment import World
+    from kvcli.environment import Environment
     from kvcli.models.source import Source
     from kvcli.render.bench.progress import Bar
 
@@ -65,7 +65,7 @@ def bench(
     from kvcli.commands.bench.output import outlet
     from kvcli.commands.common.run_setup import Setup
 
-    world: World = context.obj
+    world: Environment = context.obj
     setup = Setup(world, model, f.load_flags(context.params))
     if calibrate:
         f.refuse_others(context, "--calibrate", {"calibrate", "model", "device", "dtype", "quant", "allow_pickle"})
@@ -81,16 +81,16 @@ def bench(
     return run(setup, context.params, out, dry_run)
 
 
-def run(setup: Setup, typed: Mapping[str, Any], out: Outlet, dry_run: bool) -> int:
+def run(setup: Setup, typed: Mapping[str, Any], out: BenchOutput, dry_run: bool) -> int:
     """Check everything that can be checked, then measure."""
     from kvcli.bench.run import check_room, refuse_unbuilt
     from kvcli.commands.bench.quality import suite
-    from kvcli.commands.bench.request import understand
+    from kvcli.commands.bench.request import parse_request
     from kvcli.models.shape import of_source
     from kvcli.render.bench.progress import progress
     from kvcli.render.terminal.screen import Screen
 
-    asked = understand(setup, typed)
+    asked = parse_request(setup, typed)
     with progress(Screen.of(setup.world)) as bar:
         quality = suite(setup.world, asked, bar)
         found = setup.fetch(asked.sides[0][2], None if dry_run else bar.screen.note)
@@ -105,18 +105,18 @@ def run(setup: Setup, typed: Mapping[str, Any], out: Outlet, dry_run: bool) -> i
     return out.finish(bench, status)
 
 
-def prepare(setup: Setup, asked: Asked, found: Source, quality: Quality | None, bar: Bar) -> Bench:
+def prepare(setup: Setup, asked: BenchArguments, found: Source, quality: Quality | None, bar: Bar) -> Bench:
     """The benchmark, with nothing loaded yet."""
     bar.show(0, 0, f"loading {setup.name}")
     from kvcli.commands.common.interrupt import insisting
 
     with insisting():
         from kvcli.bench.profile_side import Models
-        from kvcli.bench.run import Ask, Bench
+        from kvcli.bench.run import Bench, BenchRequest
 
     world = setup.world
     recipes = asked.recipes(str(found.path), world.paths.cache, setup.draft)
-    ask = Ask(asked.args, recipes, asked.files, asked.earlier, asked.earlier_name, quality, asked.notes)
+    ask = BenchRequest(asked.args, recipes, asked.files, asked.earlier, asked.earlier_name, quality, asked.notes)
     models = Models(lambda profile: setup.load(profile, bar.screen.note))
     return Bench(ask, models, world.environ, lambda step: bar.show(step.done, step.total, step.words))
 

@@ -19,8 +19,8 @@ from kvcli.safe_output import escaped, neutralise
 
 if TYPE_CHECKING:
     from kvcli.bench.run import Bench
-    from kvcli.commands.bench.request import Asked
-    from kvcli.environment import World
+    from kvcli.commands.bench.request import BenchArguments
+    from kvcli.environment import Environment
     from kvcli.schemas.bench import BenchDocument
 
 ENDINGS: dict[str, Format] = {
@@ -34,10 +34,10 @@ class Regression(KvcliError):
 
 
 @dataclass(frozen=True)
-class Outlet:
+class BenchOutput:
     """Where the result goes. With a file, standard output still gets the table (or, with --json, the object)."""
 
-    world: World
+    world: Environment
     shown: Format  # on standard output
     file: Path | None = None
     written: Format = "json"  # in the file
@@ -103,7 +103,7 @@ class Outlet:
             self.world.stderr.write(f"{text}\n")
 
 
-def outlet(world: World, format: Format | None, output: str | None, save: bool) -> Outlet:
+def outlet(world: Environment, format: Format | None, output: str | None, save: bool) -> BenchOutput:
     """Refuses what cannot be written before anything is measured."""
     if world.options.json and format not in (None, "json") and output is None:
         raise UsageError(f"--json and --format {format} exclude each other", try_=["one of the two"])
@@ -112,12 +112,12 @@ def outlet(world: World, format: Format | None, output: str | None, save: bool) 
         with writing(folder(world)):
             try_folder(folder(world))
     if output is None:
-        return Outlet(world, shown, save=save)
+        return BenchOutput(world, shown, save=save)
     file, written = output_file(world, output, ENDINGS, format)
-    return Outlet(world, shown, file, written, save)
+    return BenchOutput(world, shown, file, written, save)
 
 
-def folder(world: World) -> Path:
+def folder(world: Environment) -> Path:
     """Where saved results lie."""
     return world.paths.data / "bench"
 
@@ -133,7 +133,7 @@ def table_lines(document: BenchDocument, width: int) -> list[str]:
     return lines
 
 
-def rendered(document: BenchDocument, format: Format, width: int, world: World) -> str:
+def rendered(document: BenchDocument, format: Format, width: int, world: Environment) -> str:
     """The document in one of the formats, its last newline included."""
     from kvcli.render.bench import text
 
@@ -152,7 +152,7 @@ def rendered(document: BenchDocument, format: Format, width: int, world: World) 
     return "".join(f"{neutralise(line, one_line=True)}\n" for line in table_lines(document, width))
 
 
-def print_history(world: World, model: str, ctx: str | None, workload: str | None) -> int:
+def print_history(world: Environment, model: str, ctx: str | None, workload: str | None) -> int:
     """Earlier results of a model."""
     from kvcli.bench.grid import contexts
     from kvcli.bench.history import history
@@ -174,7 +174,7 @@ def print_history(world: World, model: str, ctx: str | None, workload: str | Non
     return ExitStatus.OK
 
 
-def print_dry_run(world: World, asked: Asked) -> int:
+def print_dry_run(world: Environment, asked: BenchArguments) -> int:
     """The sides, the prompts and how many runs that makes."""
     from kvcli.schemas.bench import BenchPlanDocument, PlannedSide
 

@@ -10,8 +10,8 @@ from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
-    from kvcli.commands.bench.request import Asked
-    from kvcli.environment import World
+    from kvcli.commands.bench.request import BenchArguments
+    from kvcli.environment import Environment
     from kvcli.render.bench.progress import Bar
     from kvcli.schemas.quality import QualityDocument
     from kvcli.settings.profile import Profile
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Suite = Callable[["Model", "list[Profile]"], "QualityDocument | None"]
 
 
-def suite(world: World, asked: Asked, bar: Bar) -> Suite | None:
+def suite(world: Environment, asked: BenchArguments, bar: Bar) -> Suite | None:
     """What runs once the speeds are measured; None for --quality off and agree. Unknown tasks are refused here."""
     typed = asked.args
     tasks = listed(typed.quality)

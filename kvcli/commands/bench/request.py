@@ -36,7 +36,7 @@ AS_TYPED = (
 
 
 @dataclass
-class Asked:
+class BenchArguments:
     """What is measured, the first of `sides` being the baseline unless `earlier` is."""
 
     args: BenchArgs
@@ -57,7 +57,7 @@ class Asked:
         return found
 
 
-def understand(setup: Setup, typed: Mapping[str, Any]) -> Asked:
+def parse_request(setup: Setup, typed: Mapping[str, Any]) -> BenchArguments:
     """Check and complete what was typed, by the names of the options. Raises KvcliError subclasses."""
     for name, least in (("reps", 1), ("warmup", 0), ("seed", 0), ("quality_n", 1)):
         flag, value = f"--{name.replace('_', '-')}", typed[name]
@@ -67,7 +67,7 @@ def understand(setup: Setup, typed: Mapping[str, Any]) -> Asked:
         Condition.of(text)
     names, files = read_workloads(setup, typed["workload"])
     args = _args(setup, typed, names)
-    asked = Asked(args, [], files)
+    asked = BenchArguments(args, [], files)
     profiles = _profiles(setup, asked)
     asked.sides = _with_baselines(setup, args.baselines, profiles, asked)
     args.profiles = [name for name, kind, _ in asked.sides if kind == "profile"]
@@ -126,7 +126,7 @@ def read_workloads(setup: Setup, text: str | None, most: int = 1) -> tuple[list[
     return names, files
 
 
-def _profiles(setup: Setup, asked: Asked) -> list[tuple[str, str, Profile]]:
+def _profiles(setup: Setup, asked: BenchArguments) -> list[tuple[str, str, Profile]]:
     """The profiles, each with its varied forms."""
     current, names = setup.profile(), asked.args.named
     if names == []:
@@ -146,7 +146,7 @@ def _profiles(setup: Setup, asked: Asked) -> list[tuple[str, str, Profile]]:
     return [(name, "profile", profile) for name, profile in _distinct(sides)]
 
 
-def _varied(setup: Setup, profile: Profile, varies: Sequence[Vary], asked: Asked) -> list[tuple[str, Profile]]:
+def _varied(setup: Setup, profile: Profile, varies: Sequence[Vary], asked: BenchArguments) -> list[tuple[str, Profile]]:
     has = [vary for vary in varies if vary.key in profile.values]
     for vary in varies:
         if vary not in has:
@@ -168,7 +168,7 @@ def _distinct(sides: Sequence[tuple[str, Profile]]) -> list[tuple[str, Profile]]
 
 
 def _with_baselines(
-    setup: Setup, names: Sequence[str], profiles: list[tuple[str, str, Profile]], asked: Asked
+    setup: Setup, names: Sequence[str], profiles: list[tuple[str, str, Profile]], asked: BenchArguments
 ) -> list[tuple[str, str, Profile]]:
     """The first baseline first, the others last, profiles that are one already where they are."""
     first: list[tuple[str, str, Profile]] = []
@@ -186,7 +186,7 @@ def _with_baselines(
 
 
 def _baseline(
-    setup: Setup, name: str, profiles: Sequence[tuple[str, str, Profile]], asked: Asked
+    setup: Setup, name: str, profiles: Sequence[tuple[str, str, Profile]], asked: BenchArguments
 ) -> tuple[str, str, Profile]:
     kind = baseline_of(name)
     if kind is not None:

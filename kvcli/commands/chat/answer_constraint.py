@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from kvcli.api import Turn
     from kvcli.chat.model import Model
     from kvcli.engine.sequence.constraint import Constraint
-    from kvcli.environment import World
+    from kvcli.environment import Environment
     from kvcli.render.terminal.screen import Screen
 
 LARGEST = 1 << 20  # bytes of a schema or a grammar
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class AnswerConstraint:
     """What the answers of this run are held to."""
 
     name: str
@@ -38,15 +38,15 @@ class Held:
         return f"the answer was cut before it was all of {self.name}; --max-new-tokens allows a longer one"
 
 
-def hold(model: Model, grammar: Grammar, screen: Screen) -> Held:
+def constrain(model: Model, grammar: Grammar, screen: Screen) -> AnswerConstraint:
     """The model's answers to the grammar."""
     from kvcli.render.turn.turn_view import busy_word
 
     with busy_word(screen, "reading the vocabulary"):
-        return Held(grammar.name, model.constraint(grammar), model.lm.stop_ids)
+        return AnswerConstraint(grammar.name, model.constraint(grammar), model.lm.stop_ids)
 
 
-def read_grammar(world: World, schema: str | None, rules: str | None, json_object: bool) -> Grammar | None:
+def read_grammar(world: Environment, schema: str | None, rules: str | None, json_object: bool) -> Grammar | None:
     """The one that was asked for, if any."""
     typed = [flag for flag, value in (("--schema", schema), ("--grammar", rules)) if value is not None]
     typed += ["--json-object"] if json_object else []
@@ -67,7 +67,7 @@ def read_grammar(world: World, schema: str | None, rules: str | None, json_objec
     return Grammar.json_object() if json_object else None
 
 
-def _read(world: World, name: str, code: str) -> bytes:
+def _read(world: Environment, name: str, code: str) -> bytes:
     try:
         return read_small(world.cwd / os.path.expanduser(name), LARGEST)
     except Unfit as error:

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvcli.commands.common import flags as o
-from kvcli.commands.common.memory_check import Wanted
+from kvcli.commands.common.memory_check import MemoryWishes
 from kvcli.errors import DoesNotFit, ExitStatus, UsageError
 
 if TYPE_CHECKING:
     from kvcli.api import Event, Turn
     from kvcli.chat.conversation import Chat
     from kvcli.chat.document_pack import Pack
-    from kvcli.chat.saved_chats import Opened
-    from kvcli.commands.chat.answer_constraint import Held
+    from kvcli.chat.saved_chats import OpenedChat
+    from kvcli.commands.chat.answer_constraint import AnswerConstraint
     from kvcli.commands.chat.repl import Repl
     from kvcli.commands.common.inputs import Question
-    from kvcli.commands.common.memory_check import Prepared
+    from kvcli.commands.common.memory_check import CheckedRun
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.environment import World
+    from kvcli.environment import Environment
     from kvcli.models.grammar import Grammar
     from kvcli.render.terminal.screen import Screen
     from kvcli.settings.profile import Profile
@@ -82,7 +82,7 @@ def chat(
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.models.suggest_model import find_model, tell_toy
 
-    world: World = context.obj
+    world: Environment = context.obj
     if stream and not world.options.json:
         raise UsageError("--stream needs --json", try_=["--json --stream"])
     others = [file, system, system_file, continue_, resume, dry_run]
@@ -112,7 +112,7 @@ def chat(
         find_model(setup, [d.name for d in question.documents if d.name == STDIN])
         if question.text is not None and not question.documents:
             tell_toy(setup)
-        wanted = Wanted(force, ctx == "max")
+        wanted = MemoryWishes(force, ctx == "max")
         return answer(setup, profile, question, stats, stream, wanted, opened, keeps, rules, packed)
 
 
@@ -124,7 +124,7 @@ def about_pack(question: Question, packed: Pack) -> Question:
 
 
 @contextmanager
-def kept(world: World, latest: bool, name: str | None, no_save: bool) -> Iterator[Opened | None]:
+def kept(world: Environment, latest: bool, name: str | None, no_save: bool) -> Iterator[OpenedChat | None]:
     """The chat to go on with, if there is one; until the end nobody else has it, unless it is only read."""
     if latest and name is not None:
         raise UsageError("--continue and --resume exclude each other", try_=["one of the two"])
@@ -144,14 +144,14 @@ def answer(
     question: Question,
     stats: o.StatsMode | None,
     stream: bool,
-    wanted: Wanted,
-    opened: Opened | None = None,
+    wanted: MemoryWishes,
+    opened: OpenedChat | None = None,
     keeps: bool = False,
     rules: Grammar | None = None,
     packed: Pack | None = None,
 ) -> int:
     """Load the model and ask it, or let the user talk to it."""
-    from kvcli.commands.chat.answer_constraint import hold
+    from kvcli.commands.chat.answer_constraint import constrain
     from kvcli.commands.chat.save_chat import about, keep, keep_read, sessions_of
     from kvcli.commands.common.inputs import tell
     from kvcli.commands.common.load_model import load_model
@@ -173,7 +173,7 @@ def answer(
         begin(world, talk, question, opened, keeps)
         for note in (*run.notes, *text.cautions, *text.info.notes, *(text.why_again() if opened else ())):
             tell(world, note)
-        held = hold(text.model, rules, screen) if rules is not None else None
+        held = constrain(text.model, rules, screen) if rules is not None else None
         if question.text is None:
             del text  # so that nothing but the chat holds the weights
             return converse(setup, run, talk, screen, keeps, held, rules)
@@ -189,7 +189,7 @@ def answer(
             screen.note(keep_read(talk.model) if keeps else "")
 
 
-def begin(world: World, talk: Chat, question: Question, opened: Opened | None, keeps: bool) -> None:
+def begin(world: Environment, talk: Chat, question: Question, opened: OpenedChat | None, keeps: bool) -> None:
     """What the chat starts from: one that was kept, what was typed over it, and documents that it has not yet."""
 
     if opened is not None:
@@ -208,7 +208,13 @@ def begin(world: World, talk: Chat, question: Question, opened: Opened | None, k
 
 
 def ask_once(
-    world: World, run: Prepared, talk: Chat, text: str, screen: Screen, stream: bool, held: Held | None = None
+    world: Environment,
+    run: CheckedRun,
+    talk: Chat,
+    text: str,
+    screen: Screen,
+    stream: bool,
+    held: AnswerConstraint | None = None,
 ) -> int:
     """One question. Ctrl-C ends the answer after the pass it is in; what was said stays."""
     from kvcli.commands.common.inputs import tell
@@ -229,10 +235,10 @@ def ask_once(
             )
             turn = (print_events if stream else print_turn)(world, events, talk.model.info, under)
         else:
-            from kvcli.render.turn.status_row import Look
+            from kvcli.render.turn.status_row import RowOptions
             from kvcli.render.turn.turn_view import show_turn
 
-            turn = show_turn(with_notes(events, talk, screen), screen, Look(profile.name, stopping=cancel))
+            turn = show_turn(with_notes(events, talk, screen), screen, RowOptions(profile.name, stopping=cancel))
     missed = held.missed(turn) if held is not None else ""
     for note in filter(None, (turn.stats.approx, missed, run.record(profile, turn))):
         tell(world, note)
@@ -252,22 +258,22 @@ def with_notes(events: Iterable[Event], talk: Chat, screen: Screen) -> Iterator[
 
 def converse(
     setup: Setup,
-    run: Prepared,
+    run: CheckedRun,
     talk: Chat,
     screen: Screen,
     keeps: bool,
-    held: Held | None = None,
+    held: AnswerConstraint | None = None,
     rules: Grammar | None = None,
 ) -> int:
     """The interactive chat."""
-    from kvcli.commands.chat.answer_constraint import hold
+    from kvcli.commands.chat.answer_constraint import constrain
     from kvcli.commands.chat.repl import run_repl
     from kvcli.commands.chat.save_chat import about
     from kvcli.commands.common.load_model import load_model
     from kvcli.commands.models.suggest_model import find_model
     from kvcli.models.machine import threads
     from kvcli.render.summarize.notes import size
-    from kvcli.render.turn.turn_summary import Opening, header
+    from kvcli.render.turn.turn_summary import HeaderFacts, header
     from kvcli.version import __version__
 
     world, profile = setup.world, run.profile
@@ -283,11 +289,11 @@ def converse(
         find_model(wanted, [document.name for document in talk.documents], may_ask=False)
         under = wanted.resolve(repl.profile_name, [*repl.given, *repl.said])
         try:
-            run, text = load_model(wanted, under, Wanted(), screen)
+            run, text = load_model(wanted, under, MemoryWishes(), screen)
         except DoesNotFit as error:
             error.try_ = (f"/exit, then kvcli chat {talk.goes_on if talk.is_kept else ''} -m {name}", *error.try_)
             raise
-        held = hold(text.model, rules, screen) if rules is not None else None
+        held = constrain(text.model, rules, screen) if rules is not None else None
         repl.profiles = setup = wanted
         repl.constraint = held.constraint if held is not None else None
         talk.go_to(text, setup.lasting_name)
@@ -296,7 +302,7 @@ def converse(
 
     text = talk.model
     if not screen.quiet:
-        opening = Opening(
+        opening = HeaderFacts(
             __version__,
             profile.name,
             text.promise,

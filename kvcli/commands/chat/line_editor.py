@@ -21,9 +21,9 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
 from kvcli.commands.chat.slash import COMMANDS
-from kvcli.environment import World
+from kvcli.environment import Environment
 from kvcli.files import append, private_folder
-from kvcli.safe_output import Outlet, neutralise
+from kvcli.safe_output import SafeStream, neutralise
 
 PROMPT, MORE = "> ", ". "
 BLOCK = '"""'
@@ -31,13 +31,13 @@ STYLE = Style.from_dict({"prompt": "bold ansicyan", "more": "ansibrightblack"})
 Words = Callable[[], Sequence[str]]
 
 
-class Reader(Protocol):
+class LineReader(Protocol):
     """Where questions come from. Raises EOFError at the end and KeyboardInterrupt for Ctrl-C."""
 
     def read(self, default: str = "") -> str: ...
 
 
-def reader(world: World, words: dict[str, Words], history: Path | None) -> Reader:
+def reader(world: Environment, words: dict[str, Words], history: Path | None) -> LineReader:
     """An editor on a terminal that can move its cursor, plain lines on one that cannot."""
     if world.environ.get("TERM") == "dumb":
         return Plain(world)
@@ -61,7 +61,7 @@ def is_open(text: str) -> bool:
 class Plain:
     """Lines as they come, for TERM=dumb."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Environment) -> None:
         self.world = world
 
     def read(self, default: str = "") -> str:
@@ -82,10 +82,10 @@ class Plain:
 class Editor:
     """prompt_toolkit's line editor with our keys."""
 
-    def __init__(self, world: World, words: dict[str, Words], history: Path | None) -> None:
+    def __init__(self, world: Environment, words: dict[str, Words], history: Path | None) -> None:
         screen = world.stdout if world.is_tty("stdout") else world.stderr
         # an editor moves the cursor as it likes: it gets the bare stream, and its texts are made harmless one by one
-        output = create_output(cast("Outlet", screen).stream)
+        output = create_output(cast("SafeStream", screen).stream)
         output.write = _harmless(output.write)  # type: ignore[assignment, method-assign]
         if isinstance(output, Vt100_Output):
             # asking the terminal where its cursor is only serves menus, and the reply may land in what is typed

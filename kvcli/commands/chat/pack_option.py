@@ -12,11 +12,11 @@ from kvcli.errors import UsageError
 if TYPE_CHECKING:
     from kvcli.chat.document_pack import Pack
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.environment import World
+    from kvcli.environment import Environment
     from kvcli.settings.profile import Profile
 
 
-def pack_of(world: World, typed: str, others: Sequence[object], flags: str) -> Pack:
+def pack_of(world: Environment, typed: str, others: Sequence[object], flags: str) -> Pack:
     """The pack to ask, which says itself what was read. Raises UsageError where one of `others` was typed as well."""
     from kvcli.chat.document_pack import open_pack
 
@@ -28,7 +28,7 @@ def pack_of(world: World, typed: str, others: Sequence[object], flags: str) -> P
     return open_pack(world.cwd / expanduser(typed))
 
 
-def model_of(world: World, packed: Pack) -> str:
+def model_of(world: Environment, packed: Pack) -> str:
     """The model that it was read by. Raises BadInput for one that is not known here."""
     from kvcli.commands.chat.save_chat import known_here
 

@@ -14,19 +14,19 @@ from kvcli.api import Event, Turn
 from kvcli.chat.conversation import Chat
 from kvcli.commands.chat import line_editor, slash
 from kvcli.commands.chat.save_chat import keep, keep_read
-from kvcli.commands.common.background import meanwhile
+from kvcli.commands.common.background import in_background
 from kvcli.commands.common.error_exit import machine_gave_out
 from kvcli.commands.common.inputs import well_formed
 from kvcli.commands.common.interrupt import Interrupt
 from kvcli.documents.decode import decode
-from kvcli.environment import World
+from kvcli.environment import Environment
 from kvcli.errors import BadInput, ExitStatus, KvcliError
 from kvcli.render.terminal.errors import print_error, print_warning
 from kvcli.render.terminal.keyboard import echo
 from kvcli.render.terminal.screen import Screen
-from kvcli.render.terminal.terminal import cells
+from kvcli.render.terminal.terminal import text_width
 from kvcli.render.terminal.wrap import folded
-from kvcli.render.turn.status_row import Look, Memory
+from kvcli.render.turn.status_row import ProcessMemory, RowOptions
 from kvcli.render.turn.turn_view import show_turn
 
 if TYPE_CHECKING:
@@ -57,13 +57,13 @@ class Repl:
         self,
         chat: Chat,
         screen: Screen,
-        world: World,
+        world: Environment,
         *,
         profiles: Profiles | None = None,
         profile: str = "",
         sets: Sequence[str] = (),
         after_turn: Callable[[Turn | None], None] | None = None,
-        memory: Callable[[], Memory | None] | None = None,
+        memory: Callable[[], ProcessMemory | None] | None = None,
         before_file: Callable[[str], None] | None = None,
         change_model: Callable[[Repl, str], None] | None = None,
         history: Path | None = None,
@@ -105,7 +105,7 @@ class Repl:
     def _read(self) -> str:
         default, self.draft = self.draft, ""
         try:
-            with meanwhile(self.chat.model.idle, self._report):
+            with in_background(self.chat.model.idle, self._report):
                 line = self.reader.read(default)
         except EOFError:
             self.is_over = True
@@ -166,7 +166,7 @@ class Repl:
         """Show the events that `start(cancel=..., constraint=...)` yields, stopping at Ctrl-C."""
         done: Turn | None = None
         with Interrupt(self.world.clock) as cancel:
-            look = Look(self.profile_name, self.memory, cancel)
+            look = RowOptions(self.profile_name, self.memory, cancel)
             try:
                 done = self.last = show_turn(start(cancel=cancel, constraint=self.constraint), self.screen, look)
             except KeyboardInterrupt:
@@ -203,7 +203,7 @@ class Repl:
             raise BadInput("profiles cannot be changed in this chat", code="no_profiles")
         before = self.chat.model
         changed = before.with_profile(self.profiles.resolve(name, [*self.given, *said]))
-        is_kept = changed.take_past(before)
+        is_kept = changed.take_cache(before)
         if before.pack is not None and not before.pack.differs(changed):
             changed.pack = before.pack
         self.chat.model = changed
@@ -231,13 +231,13 @@ class Repl:
     def listing(self, rows: Sequence[tuple[str, str]]) -> None:
         """Names at the left and sentences beside them, or below them on a narrow terminal."""
         err = self.screen.err
-        left = max(cells(name) for name, _ in rows) + 2
+        left = max(text_width(name) for name, _ in rows) + 2
         beside = err.width - left - 1 >= 36
         for name, text in rows:
             indent = left if beside else 4
             first, *more = folded(text, err.width, indent)
             if beside:
-                err.line((name + " " * (left - cells(name)), "cyan"), (first, ""))
+                err.line((name + " " * (left - text_width(name)), "cyan"), (first, ""))
             else:
                 err.line((name, "cyan"))
                 more.insert(0, first)
@@ -278,6 +278,6 @@ class Repl:
         }
 
 
-def run_repl(chat: Chat, screen: Screen, world: World, **options: Any) -> ExitStatus:
+def run_repl(chat: Chat, screen: Screen, world: Environment, **options: Any) -> ExitStatus:
     """Chat until the user leaves. Options are those of Repl."""
     return Repl(chat, screen, world, **options).run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from kvcli.chat.saved_chats import Sessions
+from kvcli.chat.saved_chats import SavedChats
 from kvcli.commands.common.interrupt import Interrupt
 from kvcli.errors import BadInput, BadModel
 from kvcli.render.terminal.numbers import long_size, plural
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcli.chat.conversation import Chat
-    from kvcli.chat.saved_chats import Opened
-    from kvcli.chat.text_session import OpenText
-    from kvcli.environment import World
-    from kvcli.prefix_cache.prefix_cache import Kept as Read
+    from kvcli.chat.saved_chats import OpenedChat
+    from kvcli.chat.text_session import TextSession
+    from kvcli.environment import Environment
+    from kvcli.prefix_cache.prefix_cache import SaveResult as Read
     from kvcli.schemas.sessions import SessionEntry
 
 FEW = 10  # of a list to choose from
 
 
-def sessions_of(world: World) -> Sessions:
+def sessions_of(world: Environment) -> SavedChats:
     """The user's."""
 
     def warn(text: str) -> None:
@@ -32,10 +32,10 @@ def sessions_of(world: World) -> Sessions:
 
         print_warning(Terminal.of(world, "stderr"), text)
 
-    return Sessions(world.paths.data, warn)
+    return SavedChats(world.paths.data, warn)
 
 
-def reopen(sessions: Sessions, world: World, wanted: str | None, *, holds: bool) -> Opened:
+def reopen(sessions: SavedChats, world: Environment, wanted: str | None, *, holds: bool) -> OpenedChat:
     """The conversation that is called so; with `holds` no other kvcli can have it meanwhile."""
     try:
         return sessions.open(wanted, holds=holds, cwd=world.cwd)
@@ -45,14 +45,14 @@ def reopen(sessions: Sessions, world: World, wanted: str | None, *, holds: bool)
         raise
 
 
-def model_of(world: World, opened: Opened) -> str | None:
+def model_of(world: Environment, opened: OpenedChat) -> str | None:
     """The model that a chat was held with. A file from elsewhere may name only what is known and whole here."""
     if not opened.kept.origin:
         return opened.saved.model or None
     return known_here(world, opened.saved.model, "this file", "chats")
 
 
-def known_here(world: World, name: str, file: str, own: str) -> str:
+def known_here(world: Environment, name: str, file: str, own: str) -> str:
     """The model that a file from elsewhere names. Raises BadInput for one that is not known and complete here."""
     from kvcli.commands.common.run_setup import config_of, find
     from kvcli.commands.models.model_names import known
@@ -93,7 +93,7 @@ def keep(chat: Chat) -> str:
     return ""
 
 
-def keep_read(text: OpenText) -> str:
+def keep_read(text: TextSession) -> str:
     """Keep what the model has read, for later runs; what there is to say of it."""
     from kvcli.prefix_cache.prefix_cache import STOPPED
 

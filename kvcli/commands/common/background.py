@@ -11,7 +11,7 @@ from kvcli.api import Cancel
 
 
 @contextmanager
-def meanwhile(work: Callable[[Cancel], object], tell: Callable[[Exception], object]) -> Iterator[None]:
+def in_background(work: Callable[[Cancel], object], tell: Callable[[Exception], object]) -> Iterator[None]:
     """In a thread, until the block ends: then its `cancel()` says so. What breaks it is told behind the block."""
     is_over = Event()
     with ThreadPoolExecutor(1, "kvcli-idle") as pool:

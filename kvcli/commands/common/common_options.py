@@ -12,7 +12,7 @@ import typer.main
 
 from kvcli.commands.common.flags import ModelOption, option
 from kvcli.commands.common.log import start_log
-from kvcli.environment import World
+from kvcli.environment import Environment
 from kvcli.errors import UsageError
 
 NARROW, LEAST = 60, 20  # columns below which help has no boxes, and that it has at least
@@ -144,7 +144,7 @@ def _one_model(context: Any, param: Any, value: Any) -> Any:
 def _take(context: Any, param: Any, value: Any) -> None:
     """Add what was typed to the world's options: lists grow, counts add up, of two values the later one wins."""
     world = context.obj
-    if not isinstance(world, World) or value in (None, False, 0, []) or context.resilient_parsing:
+    if not isinstance(world, Environment) or value in (None, False, 0, []) or context.resilient_parsing:
         return
     name = param.name.rstrip("_")
     before = getattr(world.options, name)

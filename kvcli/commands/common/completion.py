@@ -19,14 +19,14 @@ from kvcli.settings.schema import METHODS, TABLES
 from kvcli.settings.values import keys_of, words
 
 if TYPE_CHECKING:
-    from kvcli.environment import World
+    from kvcli.environment import Environment
 
 Found = Mapping[str, str] | Iterable[str]  # words, with what they are where something says it
 
 
 def complete(param: Any, context: Any, incomplete: str) -> list[Any]:
     """Words for a parameter, in the form that the option parser hands to the shell. None = it completes file names."""
-    world: World = context.find_root().obj
+    world: Environment = context.find_root().obj
     metavar, name = param.metavar or "", param.opts[0]
     last = incomplete.rpartition(",")[2] if "," in metavar else incomplete
     before = incomplete[: len(incomplete) - len(last)]
@@ -60,23 +60,25 @@ def values(key: str) -> list[str]:
     return words(its[name].hint) if name in its else []
 
 
-def _profiles(world: World) -> Found:
+def _profiles(world: Environment) -> Found:
     config = config_of(world)
     said = {name: config.profiles[name].get(("description",)) for name in config.names()}
     return {name: str(setting.value) if setting else "" for name, setting in said.items()}
 
 
-def _chats(world: World) -> Found:
+def _chats(world: Environment) -> Found:
     from kvcli.commands.chat.save_chat import sessions_of
 
     return {entry.id: entry.title or "" for entry in sessions_of(world).entries()}
 
 
-def _models(world: World) -> Found:
+def _models(world: Environment) -> Found:
     return dict(known(config_of(world), world.paths.data))
 
 
-KINDS: Mapping[str, Callable[[World], Found]] = {  # by what stands for a value in the help, behind a command's name
+KINDS: Mapping[
+    str, Callable[[Environment], Found]
+] = {  # by what stands for a value in the help, behind a command's name
     **dict.fromkeys(("MODEL", "models remove NAME"), _models),
     **dict.fromkeys(("A", "B", "--profile", "--profiles", "--extends", "profiles show NAME"), _profiles),
     "CHAT": _chats,

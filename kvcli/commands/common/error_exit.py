@@ -15,7 +15,7 @@ import typer
 
 from kvcli.commands.common.log import write_traceback
 from kvcli.commands.common.stdout import print_json
-from kvcli.environment import World
+from kvcli.environment import Environment
 from kvcli.errors import BadInput, DoesNotFit, ExitStatus, KvcliError, UsageError, is_out_of_memory
 
 # The root of what the option parser raises; Typer carries its own copy of Click, or uses the real one when older.
@@ -27,7 +27,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.E
 CROWDED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)  # no file, or no process, may be opened beside those there are
 
 
-def misused(world: World, args: Sequence[str], problem: Any) -> int:
+def report_usage_error(world: Environment, args: Sequence[str], problem: Any) -> int:
     """What the option parser found, as one of our errors."""
     is_option = hasattr(problem, "option_name")
     message = str(problem.message if is_option else problem.format_message())
@@ -48,7 +48,7 @@ def misused(world: World, args: Sequence[str], problem: Any) -> int:
         *(f"did you mean {option}?" for option in nearest),
         f"{path} --help-all",
     ]
-    return failed(world, args, UsageError(message[:1].lower() + message[1:], try_=try_))
+    return report_error(world, args, UsageError(message[:1].lower() + message[1:], try_=try_))
 
 
 def _nearest(typed: str, params: Sequence[Any]) -> list[str]:
@@ -59,7 +59,7 @@ def _nearest(typed: str, params: Sequence[Any]) -> list[str]:
     return [names[name] for name in near[:2]]
 
 
-def failed(world: World, args: Sequence[str], error: KvcliError) -> int:
+def report_error(world: Environment, args: Sequence[str], error: KvcliError) -> int:
     """Say what went wrong, on stdout as `kvcli.error/1` with --json, else on stderr; returns the exit code."""
     try:
         # the parser may have failed before it came to --json
@@ -75,7 +75,7 @@ def failed(world: World, args: Sequence[str], error: KvcliError) -> int:
     return int(error.exit)
 
 
-def _as_json(world: World, args: Sequence[str], error: KvcliError) -> bool:
+def _as_json(world: Environment, args: Sequence[str], error: KvcliError) -> bool:
     """False where standard output takes nothing any more: on a full disk the error is the output's own."""
     from kvcli.schemas.turn import ErrorEvent, error_document
 
@@ -93,23 +93,23 @@ class Interrupted(KvcliError):
     code, exit = "interrupted", ExitStatus.INTERRUPTED
 
 
-def interrupted(world: World, args: Sequence[str]) -> int:
+def interrupted(world: Environment, args: Sequence[str]) -> int:
     """Ctrl-C where nothing was left to be kept: one line for people, with --json the one object that is promised."""
     if world.options.json or "--json" in args:
         if "--stream" in args or not getattr(world.stdout, "has_written", False):
-            return failed(world, args, Interrupted("interrupted before there was a result"))
+            return report_error(world, args, Interrupted("interrupted before there was a result"))
     elif not world.options.quiet:
         with suppress(OSError, ValueError):  # the terminal may have gone with the key
             world.stderr.write("interrupted\n")
     return ExitStatus.INTERRUPTED
 
 
-def broke(world: World, args: Sequence[str], error: Exception) -> int:
+def report_bug(world: Environment, args: Sequence[str], error: Exception) -> int:
     """A bug, or something nobody thought of: one line for people, the traceback in the log."""
     known = machine_gave_out(error)
     if known is not None:
         known.__cause__ = error
-        return failed(world, args, known)
+        return report_error(world, args, known)
     log = write_traceback(world, error)
     first = str(error).strip().split("\n")[0]
     known = KvcliError(
@@ -119,7 +119,7 @@ def broke(world: World, args: Sequence[str], error: Exception) -> int:
         try_=["the same command with -vv", "report it with the output of: kvcli doctor"],
     )
     known.__cause__ = error
-    return failed(world, args, known)
+    return report_error(world, args, known)
 
 
 def machine_gave_out(error: Exception) -> KvcliError | None:

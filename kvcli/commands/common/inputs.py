@@ -21,7 +21,7 @@ from kvcli.documents import (
 )
 from kvcli.documents.read import most_bytes
 from kvcli.documents.sniff import HEAD, looks_readable
-from kvcli.environment import World
+from kvcli.environment import Environment
 from kvcli.errors import BadInput, UsageError, reading
 
 STDIN = "standard input"
@@ -40,7 +40,7 @@ class Question:
 
 
 def read_question(
-    world: World, prompt: str | None, files: Sequence[str], system: str | None, system_file: str | None
+    world: Environment, prompt: str | None, files: Sequence[str], system: str | None, system_file: str | None
 ) -> Question:
     """Collect what was given. Documents first: a wrong name should not wait for standard input."""
     documents = [read_file(world, name) for name in files]
@@ -65,7 +65,7 @@ def read_question(
 
 
 def read_file(
-    world: World, name: str, *, pages: str | None = None, type: str | None = None, password: str | None = None
+    world: Environment, name: str, *, pages: str | None = None, type: str | None = None, password: str | None = None
 ) -> Document:
     """A document by its path, relative to where the user is, or the bundled one; `paper.pdf:3-9` for pages of it."""
     if name == "-":
@@ -80,7 +80,7 @@ def read_file(
         return read_document(path, name=name, pages=pages, type=type, password=password)
 
 
-def files_of(world: World, names: Sequence[str]) -> list[str]:
+def files_of(world: Environment, names: Sequence[str]) -> list[str]:
     """Files by name; for a folder the documents that lie in it, for a pattern like `notes/*.txt` what it matches."""
     found: list[str] = []
     for name in names:
@@ -118,12 +118,12 @@ def notes_of(document: Document) -> list[str]:
     return [*([scanned(document.name, empty, document.kind)] if empty else []), *document.notes]
 
 
-def tell_notes(world: World, document: Document) -> None:
+def tell_notes(world: Environment, document: Document) -> None:
     for note in notes_of(document):
         tell(world, note)
 
 
-def read_system(world: World, text: str | None, file: str | None) -> str | None:
+def read_system(world: Environment, text: str | None, file: str | None) -> str | None:
     """The system message from the flag or from a file."""
     if text is not None and file is not None:
         raise UsageError("--system and --system-file exclude each other", try_=["one of the two"])
@@ -143,7 +143,7 @@ def well_formed(text: str, what: str) -> str:
     return text
 
 
-def has_piped_input(world: World) -> bool:
+def has_piped_input(world: Environment) -> bool:
     """Whether standard input was redirected on purpose: a pipe or a file, not a terminal and not /dev/null.
 
     A program that starts kvcli often leaves its own standard input open, and reading that would wait for ever.
@@ -155,7 +155,7 @@ def has_piped_input(world: World) -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
-def read_stdin(world: World) -> bytes:
+def read_stdin(world: Environment) -> bytes:
     """All of standard input; if nothing comes for a while, the user learns what is missing."""
     if not world.is_tty("stdin") and _is_silent(world):
         tell(world, "waiting for standard input; </dev/null if there is none")
@@ -168,7 +168,7 @@ def read_stdin(world: World) -> bytes:
     return data
 
 
-def tell(world: World, text: str) -> None:
+def tell(world: Environment, text: str) -> None:
     if not world.options.quiet and not world.options.json:
         from kvcli.render.terminal.errors import print_note
         from kvcli.render.terminal.terminal import Terminal
@@ -176,7 +176,7 @@ def tell(world: World, text: str) -> None:
         print_note(Terminal.of(world, "stderr"), text)
 
 
-def _is_silent(world: World) -> bool:
+def _is_silent(world: Environment) -> bool:
     try:
         return not select.select([world.stdin.fileno()], [], [], PATIENCE)[0]
     except (OSError, ValueError, AttributeError):
@@ -192,14 +192,14 @@ def empty_prompt() -> BadInput:
     )
 
 
-def agrees(world: World, question: str) -> bool:
+def agrees(world: Environment, question: str) -> bool:
     """A yes to a question on the terminal; no where nobody can be asked."""
     if not (world.may_ask and world.is_tty("stderr")) or world.options.json:
         return False
     return answer_to(world, f"{question} [y/N] ") in ("y", "yes")
 
 
-def answer_to(world: World, question: str) -> str:
+def answer_to(world: Environment, question: str) -> str:
     """What is typed on the terminal, in small letters."""
     from kvcli.render.terminal.keyboard import forget_typed
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcli.chat.text_session import OpenText
-    from kvcli.commands.common.memory_check import Prepared, Wanted
+    from kvcli.chat.text_session import TextSession
+    from kvcli.commands.common.memory_check import CheckedRun, MemoryWishes
     from kvcli.commands.common.run_setup import Setup
     from kvcli.render.terminal.screen import Screen
     from kvcli.settings.profile import Profile
 
 
-def load_model(setup: Setup, profile: Profile, wanted: Wanted, screen: Screen) -> tuple[Prepared, OpenText]:
+def load_model(setup: Setup, profile: Profile, wanted: MemoryWishes, screen: Screen) -> tuple[CheckedRun, TextSession]:
     """A text over the model, and the run as it was found to fit, perhaps in a narrower window. Raises DoesNotFit."""
     from kvcli.commands.common.interrupt import insisting
     from kvcli.commands.common.memory_check import prepare
@@ -29,5 +29,5 @@ def load_model(setup: Setup, profile: Profile, wanted: Wanted, screen: Screen) -
         model = setup.load(run.profile, tell)
     run.notes = (*setup.overruled(run.profile), *run.notes, *(model.info.details if screen.verbose else ()))
     run.profile = model.profile  # as this model can keep it
-    model.foretell, model.fits = run.foretell, run.fits
+    model.foretell, model.fits = run.estimate_memory, run.fits
     return run, model.open()

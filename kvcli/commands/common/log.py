@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from kvcli.environment import World
+from kvcli.environment import Environment
 from kvcli.errors import writing
 from kvcli.files import append, private_folder
 from kvcli.version import __version__
@@ -18,7 +18,7 @@ LARGEST = 1 << 20  # bytes; beyond that the older half goes
 FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def start_log(world: World) -> None:
+def start_log(world: Environment) -> None:
     """Set up the logger `kvcli` as the options say. Prompts and answers are never logged."""
     logger, options = logging.getLogger("kvcli"), world.options
     kept = [h for h in logger.handlers if options.log_file and getattr(h, "path", None) == options.log_file]
@@ -44,7 +44,7 @@ def start_log(world: World) -> None:
 class LogFile(logging.FileHandler):
     """The file of --log-file. What it cannot take is said once, and the work goes on."""
 
-    def __init__(self, path: Path, world: World) -> None:
+    def __init__(self, path: Path, world: Environment) -> None:
         super().__init__(path, encoding="utf-8")
         self.path, self.world, self.is_told = path, world, False
 
@@ -66,12 +66,12 @@ class LogFile(logging.FileHandler):
             )
 
 
-def log_path(world: World) -> Path:
+def log_path(world: Environment) -> Path:
     """The file that gets the traceback of an internal error."""
     return world.options.log_file or world.paths.state / "kvcli.log"
 
 
-def write_traceback(world: World, error: BaseException) -> Path | None:
+def write_traceback(world: Environment, error: BaseException) -> Path | None:
     """Append the traceback to the log; None when even that fails."""
     path = log_path(world)
     text = "".join(traceback.format_exception(error))

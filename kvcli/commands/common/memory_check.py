@@ -11,13 +11,13 @@ from kvcli.errors import BadConfig, BadModel, DoesNotFit, KvcliError
 if TYPE_CHECKING:
     from kvcli.api import Turn
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.fit.preflight import Outlook
+    from kvcli.fit.preflight import Preflight
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MemoryWishes:
     """What the user said about fitting."""
 
     force: bool = False  # load whatever the estimate says
@@ -25,18 +25,18 @@ class Wanted:
 
 
 @dataclass
-class Prepared:
+class CheckedRun:
     """A run that fits as far as anybody can tell."""
 
     profile: Profile
     estimate: int = 0  # bytes with a full window; 0 = no estimate
     notes: tuple[str, ...] = ()
-    outlook: Outlook | None = None
+    outlook: Preflight | None = None
     _is_noted: bool = False  # that the log cannot be written, said once
 
     @property
-    def foretell(self) -> Callable[[Profile, int], tuple[int, int]] | None:
-        return self.outlook.foretell if self.outlook is not None else None
+    def estimate_memory(self) -> Callable[[Profile, int], tuple[int, int]] | None:
+        return self.outlook.estimate_peak if self.outlook is not None else None
 
     @property
     def fits(self) -> Callable[[Profile], int] | None:
@@ -51,18 +51,18 @@ class Prepared:
         return "" if was else note
 
 
-def outlook_of(setup: Setup, found: Source) -> Outlook:
+def outlook_of(setup: Setup, found: Source) -> Preflight:
     """On this model, for a command that loads nothing."""
     from kvcli.fit import base_memory
     from kvcli.fit.plan import subject_of
-    from kvcli.fit.preflight import Outlook
+    from kvcli.fit.preflight import Preflight
 
     paths = setup.world.paths
     base = base_memory.elsewhere(paths.cache)
-    return Outlook(subject_of(found), setup.name, paths.data, base=base, find=setup.sizes())
+    return Preflight(subject_of(found), setup.name, paths.data, base=base, find=setup.sizes())
 
 
-def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str], None]) -> Prepared:
+def prepare(setup: Setup, profile: Profile, wanted: MemoryWishes, tell: Callable[[str], None]) -> CheckedRun:
     """Raises BadModel where there is none, DoesNotFit, and BadConfig for a window beyond the model's limit.
 
     A model whose sizes nobody can tell has no estimate; loading it will say what is wrong.
@@ -73,19 +73,19 @@ def prepare(setup: Setup, profile: Profile, wanted: Wanted, tell: Callable[[str]
     from kvcli.fit import base_memory
     from kvcli.fit.auto_placement import chosen, told
     from kvcli.fit.plan import subject_of
-    from kvcli.fit.preflight import Outlook
+    from kvcli.fit.preflight import Preflight
 
     try:
         its = setup.sizes(tell)
-        outlook = Outlook(subject_of(found), setup.name, setup.world.paths.data, base=base_memory.here(), find=its)
+        outlook = Preflight(subject_of(found), setup.name, setup.world.paths.data, base=base_memory.here(), find=its)
         refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
         plan, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
     except BadModel:
-        return Prepared(profile)
+        return CheckedRun(profile)
     except (DoesNotFit, BadConfig):
         raise
     except KvcliError as error:
-        return Prepared(profile, notes=(f"memory was not estimated: {error.message}",))
+        return CheckedRun(profile, notes=(f"memory was not estimated: {error.message}",))
     setup.settled = dict(chosen(plan)) | ({"context.limit": plan.need.context} if note else {})
     notes = (*outlook.notes, *filter(None, (note, *told(plan))))
-    return Prepared(setup.narrowed(profile), plan.total, notes, outlook)
+    return CheckedRun(setup.narrowed(profile), plan.total, notes, outlook)

@@ -11,12 +11,12 @@ from kvcli.errors import BadInput, UsageError, writing
 from kvcli.files import try_output
 
 if TYPE_CHECKING:
-    from kvcli.environment import World
+    from kvcli.environment import Environment
 
 Form = TypeVar("Form", bound=str)
 
 
-def output_file(world: World, typed: str, endings: Mapping[str, Form], form: Form | None) -> tuple[Path, Form]:
+def output_file(world: Environment, typed: str, endings: Mapping[str, Form], form: Form | None) -> tuple[Path, Form]:
     """The file, and the form it gets: as said by --format, else as its name ends."""
     file = world.cwd / expanduser(typed)
     form = form or endings.get(file.suffix.lower())

@@ -29,8 +29,8 @@ from kvcli.settings.sources import Sources, from_environ, from_sets, set_value
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
     from kvcli.engine.drafting.drafter import Costs
-    from kvcli.environment import World
-    from kvcli.fit.plan import Subject
+    from kvcli.environment import Environment
+    from kvcli.fit.plan import PlannedModel
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.schema import Model as Entry
 
@@ -58,7 +58,7 @@ WHOLE = ("kv.k_bits=16", "kv.v_bits=16")  # what a profile that packs by age nee
 log = logging.getLogger("kvcli.setup")
 
 
-def sources(world: World) -> Sources:
+def sources(world: Environment) -> Sources:
     """Where settings are looked for in this world."""
     home, config = world.environ.get("HOME"), world.options.config
     return Sources(
@@ -71,19 +71,19 @@ def sources(world: World) -> Sources:
     )
 
 
-def config_of(world: World) -> Config:
+def config_of(world: Environment) -> Config:
     """What its config files say. Raises BadConfig."""
     return load_config(sources(world))
 
 
-def entry_of(world: World, config: Config, name: str | None) -> Entry:
+def entry_of(world: Environment, config: Config, name: str | None) -> Entry:
     """What a name stands for in the config files; one that they do not have, on the list of models."""
     entry = config.model(name)
     return replace(entry, path=stands_for(entry.path, world.paths.data))
 
 
 def find(
-    world: World,
+    world: Environment,
     name: str | None,
     allow_pickle: bool,
     tell: Callable[[str], None] | None = None,
@@ -123,7 +123,7 @@ def find(
         raise
 
 
-def at_hand(world: World, *, may_assist: bool = False) -> dict[str, source.Source]:
+def at_hand(world: Environment, *, may_assist: bool = False) -> dict[str, source.Source]:
     """The checked files of all models that have a name here, by that; not of those with which something is wrong."""
     from kvcli.commands.models.model_names import known
 
@@ -138,7 +138,7 @@ def at_hand(world: World, *, may_assist: bool = False) -> dict[str, source.Sourc
 class Setup:
     """A model by name and the settings it runs with. Nothing is loaded before `load`."""
 
-    world: World
+    world: Environment
     model: str | None = None  # as typed, or as a saved chat has it; None = the default model
     flags: Flags = field(default_factory=dict)
     exact: bool = False
@@ -326,7 +326,7 @@ class Setup:
             name = choose(self.fetch(self.profile(), tell), self.name, at_hand(self.world))
         return replace(find(self.world, name, allow_pickle=False, tell=tell, may_assist=True), id=name)
 
-    def sizes(self, tell: Callable[[str], None] | None = None) -> Callable[[str], Subject]:
+    def sizes(self, tell: Callable[[str], None] | None = None) -> Callable[[str], PlannedModel]:
         """The same as a plan has it, by name."""
         from kvcli.fit.plan import subject_of
 
@@ -353,9 +353,9 @@ class Setup:
         model.prepare()
         cache = self.world.paths.cache
         if self.reuses and (most := self.config.keep_kv(free_bytes(cache))):
-            from kvcli.prefix_cache.prefix_cache import Shelf
+            from kvcli.prefix_cache.prefix_cache import PrefixCache
 
-            model.shelf = Shelf(cache / "kv", most, model.lm)
+            model.shelf = PrefixCache(cache / "kv", most, model.lm)
         self.most = info.limit
         refuse_beyond(profile, self.most, self.name)
         log.info("loaded %s from %s in %.2f s: %s %s", info.id, info.path, info.load_seconds, info.dtype, info.backend)
@@ -363,9 +363,9 @@ class Setup:
 
     def map_heads(self, model: Model, tell: Callable[[str], None] = log.info) -> Path:
         """The file of the model's own head map, made where there is none."""
-        from kvcli.heads.auto_headmap import own_map
+        from kvcli.heads.auto_headmap import auto_headmap
 
-        return own_map(model, self.world.paths.data / "heads", tell)
+        return auto_headmap(model, self.world.paths.data / "heads", tell)
 
     def costs(self, model: Model, tell: Callable[[str], None] = log.info) -> Costs | None:
         """What passes take here, for a drafter to start from; None = nobody could measure it."""

@@ -11,14 +11,14 @@ from kvcli.render.terminal.terminal import Terminal
 from kvcli.safe_output import escaped, neutralise
 
 if TYPE_CHECKING:
-    from kvcli.environment import World
+    from kvcli.environment import Environment
     from kvcli.schemas.base import Json
 
 
 GLUE = "\ue000"  # between two words that stay together
 
 
-def print_json(world: World, document: Json | dict[str, object]) -> None:
+def print_json(world: Environment, document: Json | dict[str, object]) -> None:
     """One document on one line; what the stream cannot write or what would steer a terminal is escaped."""
     plain = document if isinstance(document, dict) else document.document()
     text = escaped(json.dumps(plain, ensure_ascii=not world.is_utf8("stdout")))
@@ -26,7 +26,7 @@ def print_json(world: World, document: Json | dict[str, object]) -> None:
 
 
 def print_table(
-    world: World, rows: Sequence[Sequence[str]], drop: Sequence[str] = (), unbroken: Collection[str] = ()
+    world: Environment, rows: Sequence[Sequence[str]], drop: Sequence[str] = (), unbroken: Collection[str] = ()
 ) -> None:
     """Rows under their header; with --plain, tabs between the cells and nothing else.
 
@@ -46,14 +46,14 @@ def print_table(
         out.line((line.replace(GLUE, " "), ""))
 
 
-def print_lines(world: World, lines: Iterable[str]) -> None:
+def print_lines(world: Environment, lines: Iterable[str]) -> None:
     """Lines as they are."""
     out = Terminal.of(world, "stdout")
     for line in lines:
         out.line((line, ""))
 
 
-def print_cells(world: World, rows: Sequence[Sequence[str]]) -> None:
+def print_cells(world: Environment, rows: Sequence[Sequence[str]]) -> None:
     """Rows for programs: a tab between two cells, and none in them."""
     for row in rows:
         Terminal.of(world, "stdout").write("\t".join(neutralise(cell, one_line=True) for cell in row) + "\n")

@@ -27,7 +27,7 @@ from kvcli.version import __version__
 
 if TYPE_CHECKING:
     from kvcli.engine.stats import Stats
-    from kvcli.environment import World
+    from kvcli.environment import Environment
 
 EVERY = 0.5  # seconds between two stats lines
 
@@ -86,8 +86,8 @@ def memory_figures(stats: Stats, device: str) -> Memory:
         kv_bytes=stats.kv_bytes,
         kv_bytes_fp16=stats.kv_fp16 or None,
         kv_tiers=dict(stats.kv),
-        near_hits=stats.near,
-        host_reach=stats.reach or None,
+        near_hits=stats.page_hit_rate,
+        host_reach=stats.host_access or None,
         peak_bytes=stats.peak or None,
         used_bytes=stats.used or None,
         estimate_bytes=stats.estimate or None,
@@ -100,14 +100,14 @@ def model_facts(info: ModelInfo) -> ModelFacts:
     return ModelFacts.from_attributes(info, revision=info.revision or None)
 
 
-def print_turn(world: World, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:
+def print_turn(world: Environment, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:
     """One document when the turn is over."""
     turn = turn_of(events)
     print_json(world, turn_document(turn, info, run))
     return turn
 
 
-def print_events(world: World, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:
+def print_events(world: Environment, events: Iterable[Event], info: ModelInfo, run: Run) -> Turn:
     """A line for each event, `start` first and `end` with the whole document last."""
     print_json(world, Start(event="start", kvcli=__version__, model=model_facts(info), profile=run.profile))
     tell_stats, tokens = _stats_lines(world), 0
@@ -127,7 +127,7 @@ def print_events(world: World, events: Iterable[Event], info: ModelInfo, run: Ru
     raise AssertionError("a stream ends with End")
 
 
-def _stats_lines(world: World) -> Callable[[Stats | None], None]:
+def _stats_lines(world: Environment) -> Callable[[Stats | None], None]:
     """Remembers the counting object of the turn and prints it now and then."""
     seen: list[Stats] = []
     last = [world.clock()]

@@ -13,9 +13,9 @@ from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.commands.heads.output import Outlet
-    from kvcli.environment import World
-    from kvcli.heads.request import Ask
+    from kvcli.commands.heads.output import HeadsOutput
+    from kvcli.environment import Environment
+    from kvcli.heads.request import ProbeRequest
     from kvcli.methods.policies.fastgen.policy import FastGen
     from kvcli.render.bench.progress import Bar
     from kvcli.schemas.heads import Probe
@@ -93,7 +93,7 @@ def profile_heads(
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.heads.output import outlet
 
-    world: World = context.obj
+    world: Environment = context.obj
     setup = Setup(world, model, o.load_flags(context.params))
     for flag, value, least in (("--top", top, 0), ("--stability", stability, 0), ("--seed", seed, 0)):
         if value < least:
@@ -115,11 +115,11 @@ def _ask(
     texts: int | None,
     seed: int,
     stability: int,
-) -> Ask:
+) -> ProbeRequest:
     """What was typed, checked before anything is loaded."""
     from kvcli.bench.grid import contexts
     from kvcli.commands.common.inputs import read_file
-    from kvcli.heads.request import Ask
+    from kvcli.heads.request import ProbeRequest
     from kvcli.schemas.heads import TEXTS
 
     probes = _probes(probe)
@@ -129,7 +129,7 @@ def _ask(
     if texts is not None and (texts < 1 or not {"ablate", "needle"} & set(probes)):
         why = "at least 1" if texts < 1 else "only --probe ablate and needle hide facts in texts"
         raise UsageError(f"--texts {texts}: {why}", try_=["--probe ablate --texts 4"])
-    return Ask(
+    return ProbeRequest(
         probes=probes,
         context=first,
         settings=_settings(profile, chosen),
@@ -191,7 +191,7 @@ def _layers(text: str | None) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _run(setup: Setup, profile: Profile, ask: Ask, outlet: Outlet) -> None:
+def _run(setup: Setup, profile: Profile, ask: ProbeRequest, outlet: HeadsOutput) -> None:
     from kvcli.commands.common.interrupt import Interrupt, insisting
     from kvcli.render.bench.progress import progress
     from kvcli.render.terminal.screen import Screen

@@ -17,9 +17,9 @@ from kvcli.render.terminal.terminal import Terminal
 from kvcli.settings.toml_positions import toml_value
 
 if TYPE_CHECKING:
-    from kvcli.environment import World
+    from kvcli.environment import Environment
     from kvcli.heads.report import Strip
-    from kvcli.heads.request import Ask
+    from kvcli.heads.request import ProbeRequest
     from kvcli.schemas.heads import HeadsDocument
 
 FORMS = ("html", "json", "npz", "tsv", "md", "toml")
@@ -33,10 +33,10 @@ SHOWN = {
 
 
 @dataclass(frozen=True)
-class Outlet:
+class HeadsOutput:
     """Where the results of one run go."""
 
-    world: World
+    world: Environment
     show: str
     top: int
     forms: tuple[str, ...]
@@ -111,8 +111,15 @@ class Outlet:
 
 
 def outlet(
-    world: World, model: str, ask: Ask, show: str | None, top: int, compare: str | None, out: str | None, emit: str
-) -> Outlet:
+    world: Environment,
+    model: str,
+    ask: ProbeRequest,
+    show: str | None,
+    top: int,
+    compare: str | None,
+    out: str | None,
+    emit: str,
+) -> HeadsOutput:
     """Refuses what cannot be shown, read or written before anything is measured."""
     chosen = show or ("policy" if "prompt" in ask.probes else "retrieval")
     if chosen not in SHOWN:
@@ -133,7 +140,7 @@ def outlet(
         path = world.cwd / os.path.expanduser(compare)
         read_map(path, compare)
         held = (path, compare, chosen)
-    return Outlet(world, chosen, top, forms, folder, held)
+    return HeadsOutput(world, chosen, top, forms, folder, held)
 
 
 def _forms(text: str) -> tuple[str, ...]:

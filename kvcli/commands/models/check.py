@@ -13,7 +13,7 @@ from kvcli.commands.models.draft_candidates import drafted, siblings
 from kvcli.errors import BadModel, ExitStatus, UsageError
 
 if TYPE_CHECKING:
-    from kvcli.environment import World
+    from kvcli.environment import Environment
     from kvcli.models.source import Source
     from kvcli.schemas.listings import CheckDocument
 
@@ -38,7 +38,7 @@ def check(
     these alone. A model that is refused is refused in the words of loading
     it. Exit 4: it does not run; 5: it does, but there is no room for it.
     """
-    world: World = context.obj
+    world: Environment = context.obj
     if online and world.options.offline:
         raise UsageError("--online and --offline exclude each other", try_=["one of the two"])
     document = checked(Setup(world, model, o.load_flags(context.params)), online)
@@ -52,7 +52,7 @@ def check(
 def checked(setup: Setup, online: bool) -> CheckDocument:
     """Raises BadModel for a model that would not load."""
     from kvcli.commands.common.memory_check import outlook_of
-    from kvcli.engine.hf.meta_check import examine
+    from kvcli.engine.hf.meta_check import check_on_meta_device
     from kvcli.fit.available_memory import choose
     from kvcli.fit.plan import torch_dtype
     from kvcli.fit.report import notes_of
@@ -65,7 +65,7 @@ def checked(setup: Setup, online: bool) -> CheckDocument:
     refuse_wordless(found)
     outlook = outlook_of(setup, found)
     kind = choose(dict(outlook.found), profile.load.device).kind
-    said = examine(found, kind, profile.load.trust_remote_code)
+    said = check_on_meta_device(found, kind, profile.load.trust_remote_code)
     subject = outlook.subject
     limit = subject.shape.limit
     plans = [outlook.plan(profile, n) for n in sorted({min(n, limit) for n in CONTEXTS})]

@@ -14,16 +14,16 @@ from kvcli.commands.common.run_setup import Setup, at_hand, config_of, find
 from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.commands.models.check import check
 from kvcli.commands.models.draft_candidates import drafted
-from kvcli.commands.models.fetch import Name, obtain, parts_of, suggest
+from kvcli.commands.models.fetch import Name, ensure_model, parts_of, suggest
 from kvcli.commands.models.model_names import known
 from kvcli.demo import BUNDLED
 from kvcli.errors import BadModel, KvcliError, UsageError
 from kvcli.models.catalog import BY_NAME
-from kvcli.models.checkpoint_format import Packing
+from kvcli.models.checkpoint_format import CheckpointFormat
 from kvcli.models.source import Source
 
 if TYPE_CHECKING:
-    from kvcli.environment import World
+    from kvcli.environment import Environment
     from kvcli.schemas.listings import ModelEntry
 
 app = typer.Typer(add_completion=False, help="Models on this machine, and real ones for it.")
@@ -45,8 +45,8 @@ def get(context: typer.Context, name: Name, accept_terms: Accept = False, defaul
     """
     from kvcli.commands.models.default_model import offer_default
 
-    world: World = context.obj
-    where = obtain(world, name, accepts=accept_terms)
+    world: Environment = context.obj
+    where = ensure_model(world, name, accepts=accept_terms)
     offer_default(world, Setup(world, name).lasting_name, default)  # before JSON, of which an error writes some as well
     if world.options.json:
         from kvcli.schemas.listings import ModelsDocument
@@ -63,7 +63,7 @@ def list_models(context: typer.Context, allow_pickle: Pickle = False) -> None:
     """The demo model, the names in your config, what was fetched, and the Hugging Face cache."""
     from kvcli.schemas.listings import ModelsDocument
 
-    world: World = context.obj
+    world: Environment = context.obj
     entries = [
         look_at(world, name, kind, allow_pickle, drafts=True)
         for name, kind in known(config_of(world), world.paths.data)
@@ -80,7 +80,7 @@ def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle =
     """One model: where it is, how large, and whether kvcli supports it. Without MODEL, the default one."""
     from kvcli.schemas.listings import ModelsDocument
 
-    world: World = context.obj
+    world: Environment = context.obj
     model = model or config_of(world).default_model
     entry = look_at(world, model, kind_of(world, model), allow_pickle, strict=True, drafts=True)
     if world.options.json:
@@ -106,7 +106,7 @@ def show(context: typer.Context, model: ModelName = None, allow_pickle: Pickle =
 @app.command()
 def path(context: typer.Context, model: ModelName = None) -> None:
     """Print the folder or the file of a model, and nothing else."""
-    world: World = context.obj
+    world: Environment = context.obj
     world.stdout.write(f"{find(world, model, allow_pickle=True).path}\n")
 
 
@@ -117,7 +117,7 @@ def remove(context: typer.Context, name: Name, yes: Yes = False) -> None:
     from kvcli.render.terminal.numbers import long_size
     from kvcli.schemas.listings import ModelsDocument
 
-    world: World = context.obj
+    world: Environment = context.obj
     paths = parts_of(world, name)
     if not paths:
         raise BadModel(f"{name} is none that was fetched", code="model_not_found", try_=["kvcli models list"])
@@ -133,7 +133,7 @@ def remove(context: typer.Context, name: Name, yes: Yes = False) -> None:
         tell(world, f"default_model in your config still names {name}")
 
 
-def kind_of(world: World, name: str) -> str:
+def kind_of(world: Environment, name: str) -> str:
     if name in BUNDLED or name in config_of(world).models:
         return "demo" if name in BUNDLED else "config"
     path = Path(expanduser(name))
@@ -143,7 +143,7 @@ def kind_of(world: World, name: str) -> str:
 
 
 def look_at(
-    world: World, name: str, kind: str, allow_pickle: bool, strict: bool = False, drafts: bool = False
+    world: Environment, name: str, kind: str, allow_pickle: bool, strict: bool = False, drafts: bool = False
 ) -> ModelEntry:
     """What its config and the headers of its files say. With `strict`, a model that is not there is an error; with
     `drafts`, which others could draft for it."""
@@ -178,7 +178,7 @@ def _lacks(found: Source) -> str:
     """What it cannot be loaded without; "" = nothing that its files tell."""
     if not found.has_words:
         return f"{found.id} has no tokenizer that can be read"
-    packing = Packing.of(found.config)
+    packing = CheckpointFormat.of(found.config)
     if packing.is_unserved:
         return f"{found.id} comes packed as {packing.method}, which does not run"
     missing = packing.missing("cpu")

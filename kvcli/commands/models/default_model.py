@@ -12,12 +12,12 @@ from kvcli.settings.problems import bad_config
 from kvcli.settings.toml_positions import parse_document, read_document, toml_value
 
 if TYPE_CHECKING:
-    from kvcli.environment import World
+    from kvcli.environment import Environment
 
 KEY = "default_model"
 
 
-def offer_default(world: World, name: str, wanted: bool) -> None:
+def offer_default(world: Environment, name: str, wanted: bool) -> None:
     """Make it the model where none is named: if that is wanted, or after a yes."""
     if config_of(world).default_model == name:
         if wanted:

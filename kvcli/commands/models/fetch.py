@@ -13,13 +13,13 @@ from kvcli.commands.common.run_setup import config_of, entry_of, find
 from kvcli.commands.common.stdout import print_json, print_table
 from kvcli.errors import BadModel, UsageError
 from kvcli.files import check_room
-from kvcli.models.catalog import BY_NAME, TOKENS, Known
+from kvcli.models.catalog import BY_NAME, TOKENS, CatalogModel
 from kvcli.models.fetch import Fetching, file_of, is_whole, terms_of
 from kvcli.models.hub import cached_folder, cached_ids, may_fetch, verify
 
 if TYPE_CHECKING:
-    from kvcli.environment import World
-    from kvcli.models.pip_packages import Packed
+    from kvcli.environment import Environment
+    from kvcli.models.pip_packages import PackagedFile
     from kvcli.schemas.listings import Group, Suggestion
 
 GROUPS: tuple[Group, ...] = ("with ease", "takes most", "does not fit")
@@ -34,7 +34,7 @@ def suggest(context: typer.Context) -> None:
     from kvcli.render.terminal.numbers import count, long_size
     from kvcli.schemas.listings import SuggestionsDocument
 
-    world: World = context.obj
+    world: Environment = context.obj
     found = available_memory.look()
     entries, whole = ranked(world, found.empty.usable), found.empty.available
     if world.options.json:
@@ -59,7 +59,7 @@ def suggest(context: typer.Context) -> None:
     print_table(world, rows, drop=["licence", "good for", "download", "context", "takes"], unbroken=unbroken)
 
 
-def ranked(world: World, usable: int) -> list[Suggestion]:
+def ranked(world: Environment, usable: int) -> list[Suggestion]:
     """By group, in each from the largest down; recommended is the first that has no terms to accept."""
     entries = [_suggestion(world, known, usable) for known in BY_NAME.values()]
     entries.sort(key=lambda e: (GROUPS.index(e.group), -e.parameters))
@@ -68,7 +68,7 @@ def ranked(world: World, usable: int) -> list[Suggestion]:
     return entries
 
 
-def _suggestion(world: World, known: Known, usable: int) -> Suggestion:
+def _suggestion(world: Environment, known: CatalogModel, usable: int) -> Suggestion:
     from kvcli.schemas.listings import Suggestion
 
     fitting = [quant for quant in ("none", "int8") if known.needs(quant) <= usable]
@@ -91,7 +91,7 @@ def _suggestion(world: World, known: Known, usable: int) -> Suggestion:
     )
 
 
-def obtain(world: World, name: str, *, accepts: bool = False) -> Path:
+def ensure_model(world: Environment, name: str, *, accepts: bool = False) -> Path:
     """See to it that a model is here; its folder or file. Raises KvcliError."""
     if not name:
         raise UsageError("no model is named", try_=["kvcli models suggest"])
@@ -109,7 +109,7 @@ def obtain(world: World, name: str, *, accepts: bool = False) -> Path:
     return target
 
 
-def _of_hub(world: World, name: str, known: Known | None) -> Path:
+def _of_hub(world: Environment, name: str, known: CatalogModel | None) -> Path:
     name = known.id if known else name  # a short name is what the list says, whatever a config makes of it
     path = entry_of(world, config_of(world), name).path
     try:
@@ -136,7 +136,7 @@ def _of_hub(world: World, name: str, known: Known | None) -> Path:
     return found.path
 
 
-def _may_use_network(world: World, name: str) -> None:
+def _may_use_network(world: Environment, name: str) -> None:
     if world.options.offline:
         raise BadModel(
             f"{name} is not on this machine, and --offline stays off the network",
@@ -145,14 +145,14 @@ def _may_use_network(world: World, name: str) -> None:
         )
 
 
-def _tell_licence(world: World, known: Known) -> None:
+def _tell_licence(world: Environment, known: CatalogModel) -> None:
     from kvcli.render.terminal.numbers import long_size
 
     whence = "from packages, by pip" if known.package else f"{known.id} of huggingface.co"
     tell(world, f"{known.name}: {long_size(known.download)}, {whence}; licence {known.licence}")
 
 
-def _accept(world: World, known: Known, accepts: bool) -> None:
+def _accept(world: Environment, known: CatalogModel, accepts: bool) -> None:
     """Show terms where a model has them, and go on only after a yes."""
     terms = known.terms
     if terms is None:
@@ -174,7 +174,7 @@ def _accept(world: World, known: Known, accepts: bool) -> None:
         raise UsageError(f"{known.name} was not fetched: its terms were not accepted", code="terms")
 
 
-def _fetch(world: World, word: str, packed: Packed, target: Path) -> None:
+def _fetch(world: Environment, word: str, packed: PackagedFile, target: Path) -> None:
     from kvcli.render.terminal.screen import Screen
     from kvcli.render.turn.status_row import fetching_bar
     from kvcli.render.turn.turn_view import busy_word
@@ -186,7 +186,7 @@ def _fetch(world: World, word: str, packed: Packed, target: Path) -> None:
         one.into(target, world.environ)
 
 
-def parts_of(world: World, name: str) -> list[Path]:
+def parts_of(world: Environment, name: str) -> list[Path]:
     """Files and folders of a model that was fetched, for whoever removes it."""
     known = BY_NAME.get(name)
     if known and known.package:

@@ -12,14 +12,14 @@ from kvcli.errors import KvcliError, UsageError
 
 if TYPE_CHECKING:
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.environment import World
-    from kvcli.fit.available_memory import Room
+    from kvcli.environment import Environment
+    from kvcli.fit.available_memory import AvailableMemory
 
 FEW = 3  # models of this machine that are named
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ModelSuggestion:
     """A model that would read it."""
 
     model: str
@@ -51,14 +51,14 @@ def find_model(setup: Setup, names: Sequence[str], *, may_ask: bool = True) -> N
     if setup.is_named:
         tell(setup.world, f"demo knows only its own reports and makes things up about {_called(foreign)}")
         return
-    room, offers = look_around(setup)
+    room, offers = suggest_models(setup)
     if not (may_ask and setup.world.may_ask and setup.world.is_tty("stderr") and not setup.world.options.json):
         raise _refusal(foreign, room, offers)
     chosen = _ask(foreign, room, offers, setup.world)
     if not chosen.is_here:
-        from kvcli.commands.models.fetch import obtain
+        from kvcli.commands.models.fetch import ensure_model
 
-        obtain(setup.world, chosen.model)
+        ensure_model(setup.world, chosen.model)
     setup.model, setup.is_typed, setup.found = chosen.model, True, None
     if chosen.quant != "none":
         setup.flags = {**setup.flags, "load.quant": (chosen.quant, "--quant")}
@@ -70,7 +70,7 @@ def tell_toy(setup: Setup) -> None:
         tell(setup.world, "demo, the bundled model, answers: it knows only its own reports; -m names another")
 
 
-def look_around(setup: Setup) -> tuple[Room, list[Offer]]:
+def suggest_models(setup: Setup) -> tuple[AvailableMemory, list[ModelSuggestion]]:
     """The memory there is, and what fits in it: models that are here first, then real ones in several sizes."""
     from kvcli.fit import available_memory
     from kvcli.models import catalog
@@ -85,11 +85,13 @@ def look_around(setup: Setup) -> tuple[Room, list[Offer]]:
     for known, quant in catalog.choices(usable, quants):
         if not {known.id, known.name} & {offer.model for offer in here}:
             size = f"{long_size(known.download)}, takes {long_size(known.needs(quant))}"
-            offers.append(Offer(known.name, "none" if typed else quant, f"{size}, {known.licence}", is_here=False))
+            offers.append(
+                ModelSuggestion(known.name, "none" if typed else quant, f"{size}, {known.licence}", is_here=False)
+            )
     return found, offers
 
 
-def _here(setup: Setup, usable: int) -> list[Offer]:
+def _here(setup: Setup, usable: int) -> list[ModelSuggestion]:
     """Names of the config files and the cache whose model is whole and fits, the largest first."""
     from kvcli.commands.common.run_setup import find
     from kvcli.commands.models.model_names import known
@@ -98,7 +100,7 @@ def _here(setup: Setup, usable: int) -> list[Offer]:
     from kvcli.models.shape import shape_of
     from kvcli.render.terminal.numbers import long_size
 
-    found = list[tuple[int, Offer]]()
+    found = list[tuple[int, ModelSuggestion]]()
     for name, _ in known(setup.config, setup.world.paths.data):
         try:
             if setup.config.model(name).path in BUNDLED:
@@ -108,7 +110,7 @@ def _here(setup: Setup, usable: int) -> list[Offer]:
         except KvcliError:  # not all of it is here, or it cannot be used
             continue
         if needs <= usable:
-            found.append((needs, Offer(name, about=f"is here, takes {long_size(needs)}")))
+            found.append((needs, ModelSuggestion(name, about=f"is here, takes {long_size(needs)}")))
     return [offer for _, offer in sorted(found, key=lambda one: -one[0])]
 
 
@@ -120,7 +122,7 @@ def _toy(names: Sequence[str]) -> str:
     return f"no model is named for {_called(names)}, and the bundled demo knows only its own reports"
 
 
-def _fitting(room: Room, offers: Sequence[Offer]) -> str:
+def _fitting(room: AvailableMemory, offers: Sequence[ModelSuggestion]) -> str:
     from kvcli.models.catalog import TOKENS
     from kvcli.render.terminal.numbers import count, long_size
 
@@ -128,7 +130,7 @@ def _fitting(room: Room, offers: Sequence[Offer]) -> str:
     return f"{here}; what fits, its download, and what it takes with {count(TOKENS)} tokens:" if offers else here
 
 
-def _refusal(names: Sequence[str], room: Room, offers: Sequence[Offer]) -> UsageError:
+def _refusal(names: Sequence[str], room: AvailableMemory, offers: Sequence[ModelSuggestion]) -> UsageError:
     middle = [offers[len(offers) // 2]] if offers else []
     then = [one.typed if one.is_here else f"kvcli models get {one.model}, then {one.typed}" for one in middle]
     return UsageError(
@@ -146,7 +148,9 @@ def _refusal(names: Sequence[str], room: Room, offers: Sequence[Offer]) -> Usage
     )
 
 
-def _ask(names: Sequence[str], room: Room, offers: Sequence[Offer], world: World) -> Offer:
+def _ask(
+    names: Sequence[str], room: AvailableMemory, offers: Sequence[ModelSuggestion], world: Environment
+) -> ModelSuggestion:
     """One question on the terminal; raises UsageError for anything but a choice."""
     from kvcli.render.terminal.terminal import Terminal
     from kvcli.render.terminal.wrap import folded
@@ -158,7 +162,7 @@ def _ask(names: Sequence[str], room: Room, offers: Sequence[Offer], world: World
         err.line((line, ""))
     said = answer_to(world, f"{f'1 to {len(offers)}, ' if offers else ''}d, or Enter to leave: ")
     if said == "d":
-        return Offer("demo")
+        return ModelSuggestion("demo")
     if said.isdecimal() and 1 <= int(said) <= len(offers):
         return offers[int(said) - 1]
     raise UsageError(_toy(names), code="no_model", try_=["-m MODEL", "kvcli models list"])

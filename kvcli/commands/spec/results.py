@@ -11,9 +11,9 @@ from kvcli.schemas.spec import Difference, Kind, Range, ScoutFigures, SpecDocume
 from kvcli.version import __version__
 
 if TYPE_CHECKING:
-    from kvcli.bench.drafting import Rival, Turn
+    from kvcli.bench.drafting import TimedRun, TunedSettings
     from kvcli.chat.model import Model
-    from kvcli.engine.drafting.report import Report
+    from kvcli.engine.drafting.report import DraftReport
     from kvcli.render.bench.progress import Bar
     from kvcli.schemas.fit import PassTime
 
@@ -66,7 +66,7 @@ def examine(
 
 
 def _difference(
-    plain: Model, prompt: Sequence[int], without: Sequence[Turn], with_: Sequence[Turn]
+    plain: Model, prompt: Sequence[int], without: Sequence[TimedRun], with_: Sequence[TimedRun]
 ) -> Difference | None:
     """Where the texts part first, and whether rounding explains it."""
     from kvcli.bench.text_agreement import first_difference, tie_at
@@ -91,7 +91,7 @@ def predicted(passes: Sequence[PassTime], rows: float, tokens: float, context: i
     return tokens / at([(1, 1.0), *sorted(known.items())], rows)
 
 
-def verdict(ratio: Range, report: Report) -> str:
+def verdict(ratio: Range, report: DraftReport) -> str:
     if ratio.low > CLEAR:
         return f"it pays on this text: {ratio.median:.2f} times the speed of plain decoding"
     if ratio.high < 1:
@@ -101,7 +101,7 @@ def verdict(ratio: Range, report: Report) -> str:
 
 
 def tuned(
-    name: str, model: Model, rivals: Sequence[Rival], workloads: list[str], new: int, reps: int, context: int
+    name: str, model: Model, rivals: Sequence[TunedSettings], workloads: list[str], new: int, reps: int, context: int
 ) -> SpecTuneDocument:
     """The document, without the file that may be written."""
     best = rivals[0]

@@ -14,21 +14,21 @@ from kvcli.settings.config import NAME, load_config
 from kvcli.settings.toml_positions import toml_value
 
 if TYPE_CHECKING:
-    from kvcli.bench.drafting import Rival
+    from kvcli.bench.drafting import TunedSettings
     from kvcli.commands.common.run_setup import Setup
     from kvcli.schemas.spec import SpecTuneDocument
     from kvcli.settings.profile import Profile
 
 
 @dataclass(frozen=True)
-class Place:
+class ProfileFile:
     """A profile's name and file; no file = it is not written."""
 
     name: str
     path: Path | None
 
 
-def place(setup: Setup, save: str | None, output: Path | None) -> Place:
+def place(setup: Setup, save: str | None, output: Path | None) -> ProfileFile:
     """Refuses a name or a file that is taken."""
     world, where = setup.world, sources(setup.world)
     name = save or (output.stem if output is not None and output != Path("-") else "tuned")
@@ -44,10 +44,10 @@ def place(setup: Setup, save: str | None, output: Path | None) -> Place:
         folder = folder.parent
     if folder is not None and not (folder.is_dir() and access(folder, W_OK)):
         raise BadInput(f"{where.shown(folder)} is no folder that can be written to", try_=["another -o", "--save NAME"])
-    return Place(name, path if path is None or path == Path("-") else world.cwd / path)
+    return ProfileFile(name, path if path is None or path == Path("-") else world.cwd / path)
 
 
-def profile_text(base: Profile, best: Rival, found: SpecTuneDocument) -> str:
+def profile_text(base: Profile, best: TunedSettings, found: SpecTuneDocument) -> str:
     """A profile that extends the one it was tuned under, with what the command line and the environment had set."""
     from kvcli.bench.drafting import laid_over
 
@@ -71,7 +71,7 @@ def profile_text(base: Profile, best: Rival, found: SpecTuneDocument) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(setup: Setup, where: Place, best: Rival, found: SpecTuneDocument) -> SpecTuneDocument:
+def write(setup: Setup, where: ProfileFile, best: TunedSettings, found: SpecTuneDocument) -> SpecTuneDocument:
     """Write the profile if that was asked for; the document says where."""
     if where.path is None:
         return found

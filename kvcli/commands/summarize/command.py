@@ -11,7 +11,7 @@ from kvcli.commands.summarize import options as o
 from kvcli.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvcli.environment import World
+    from kvcli.environment import Environment
 
 app = typer.Typer(add_completion=False)
 
@@ -62,16 +62,16 @@ def summarize(
     command goes on from there.
     """
     from kvcli.commands.chat.pack_option import model_of, pack_of, profile_of
-    from kvcli.commands.common.memory_check import Wanted
+    from kvcli.commands.common.memory_check import MemoryWishes
     from kvcli.commands.common.run_setup import Setup
     from kvcli.commands.models.suggest_model import find_model
-    from kvcli.commands.summarize.documents import How, of_pack, password_of, read_all
-    from kvcli.commands.summarize.job import Job
+    from kvcli.commands.summarize.documents import ReadOptions, of_pack, password_of, read_all
+    from kvcli.commands.summarize.job import SummaryJob
     from kvcli.commands.summarize.output import outlet
     from kvcli.commands.summarize.run import print_text, run
     from kvcli.render.terminal.screen import Screen
 
-    world: World = context.obj
+    world: Environment = context.obj
     if extract_only:
         kept = {"files", "pages", "type_", "password_file", "extract_only", "output", "format"}
         f.refuse_others(context, "--extract-only", kept)
@@ -91,7 +91,9 @@ def summarize(
     profile = profile_of(setup, packed)
     if not extract_only:
         setup.look(profile)
-    how = How(pages, type_, password_of(world, password_file))
+    how = ReadOptions(pages, type_, password_of(world, password_file))
     shelf = of_pack(packed) if packed is not None else read_all(world, files or [], how)
-    job = Job(setup, profile, request, shelf, out, screen, Wanted(force, ctx == "max"), each, fresh, packed)
+    job = SummaryJob(
+        setup, profile, request, shelf, out, screen, MemoryWishes(force, ctx == "max"), each, fresh, packed
+    )
     return print_text(job) if extract_only else run(job, dry_run=dry_run)

@@ -15,12 +15,12 @@ from kvcli.errors import BadInput, KvcliError, UsageError
 if TYPE_CHECKING:
     from kvcli.chat.document_pack import Pack
     from kvcli.documents.document import Counter
-    from kvcli.environment import World
+    from kvcli.environment import Environment
     from kvcli.schemas.summary import SourceFacts
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class ReadOptions:
     """How files are read."""
 
     pages: str | None = None
@@ -29,7 +29,7 @@ class How:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class InputDocument:
     """A document, and what the user called it."""
 
     typed: str
@@ -42,10 +42,10 @@ class Given:
 
 
 @dataclass
-class Shelf:
+class InputDocuments:
     """What was read, and what could not be."""
 
-    given: list[Given] = field(default_factory=list)
+    given: list[InputDocument] = field(default_factory=list)
     failed: list[tuple[str, KvcliError]] = field(default_factory=list)
 
     @property
@@ -53,7 +53,7 @@ class Shelf:
         return [one.document for one in self.given]
 
 
-def read_all(world: World, names: Sequence[str], how: How) -> Shelf:
+def read_all(world: Environment, names: Sequence[str], how: ReadOptions) -> InputDocuments:
     """All files in the order typed. Raises BadInput where none can be read; of several, the rest is read."""
     check_type(how.type)
     if not names:
@@ -62,10 +62,10 @@ def read_all(world: World, names: Sequence[str], how: How) -> Shelf:
             try_=["kvcli summarize paper.pdf", "kvcli summarize - < paper.pdf", "kvcli summarize demo:pdf"],
         )
     _refuse_twice(world, names)
-    shelf = Shelf()
+    shelf = InputDocuments()
     for name in names:
         try:
-            shelf.given.append(Given(name, _read(world, name, how)))
+            shelf.given.append(InputDocument(name, _read(world, name, how)))
         except BadInput as error:
             shelf.failed.append((name, error))
     if not shelf.given and len(shelf.failed) == 1:
@@ -73,18 +73,18 @@ def read_all(world: World, names: Sequence[str], how: How) -> Shelf:
     return shelf
 
 
-def of_pack(packed: Pack) -> Shelf:
+def of_pack(packed: Pack) -> InputDocuments:
     """The documents of a pack: pages by the marks in their text, headings of markdown, else lines."""
     given = []
     for document in packed.documents:
         data = document.text.encode(errors="replace")
         kind = "markdown" if sniff(data[:HEAD], document.name) == "markdown" else "text"
         found = document_of(data, document.name, type=kind)
-        given.append(Given(document.name, replace(found, text=document.text, sha256=document.sha256)))
-    return Shelf(given)
+        given.append(InputDocument(document.name, replace(found, text=document.text, sha256=document.sha256)))
+    return InputDocuments(given)
 
 
-def _refuse_twice(world: World, names: Sequence[str]) -> None:
+def _refuse_twice(world: Environment, names: Sequence[str]) -> None:
     """The same pages of the same file, however it is spelt."""
     first: dict[object, str] = {}
     for name in names:
@@ -95,7 +95,7 @@ def _refuse_twice(world: World, names: Sequence[str]) -> None:
         first[file] = name
 
 
-def _file_of(world: World, name: str) -> object:
+def _file_of(world: Environment, name: str) -> object:
     """Device, inode and pages; the name alone where nothing like that is there."""
     path, pages = split_pages(name)
     if name == "-" or path in BUNDLED:
@@ -109,13 +109,13 @@ def _file_of(world: World, name: str) -> object:
     return name
 
 
-def _read(world: World, name: str, how: How) -> Document:
+def _read(world: Environment, name: str, how: ReadOptions) -> Document:
     if name == "-":
         return document_of(read_stdin(world), STDIN, pages=how.pages, type=how.type, password=how.password)
     return read_file(world, name, pages=how.pages, type=how.type, password=how.password)
 
 
-def facts(given: Sequence[Given], tokenizer: Counter | None = None) -> list[SourceFacts]:
+def facts(given: Sequence[InputDocument], tokenizer: Counter | None = None) -> list[SourceFacts]:
     """The sources of one summary, under the names of its citations; with their tokens if there is who counts them."""
     from kvcli.summarize.document import source_facts
     from kvcli.summarize.parts import names_of
@@ -126,7 +126,7 @@ def facts(given: Sequence[Given], tokenizer: Counter | None = None) -> list[Sour
     ]
 
 
-def password_of(world: World, file: str | None) -> str | None:
+def password_of(world: Environment, file: str | None) -> str | None:
     """The first line of the file."""
     if file is None:
         return None

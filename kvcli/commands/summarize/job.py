@@ -12,38 +12,38 @@ from kvcli.render.terminal.errors import print_error
 
 if TYPE_CHECKING:
     from kvcli.chat.document_pack import Pack
-    from kvcli.commands.common.memory_check import Wanted
+    from kvcli.commands.common.memory_check import MemoryWishes
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.commands.summarize.documents import Given, Shelf
-    from kvcli.commands.summarize.output import Outlet
+    from kvcli.commands.summarize.documents import InputDocument, InputDocuments
+    from kvcli.commands.summarize.output import SummaryOutput
     from kvcli.render.terminal.screen import Screen
     from kvcli.settings.profile import Profile
     from kvcli.summarize.parts import AsRead
     from kvcli.summarize.request import Request
 
 
-class NothingSaid(KvcliError):
+class EmptySummary(KvcliError):
     code, exit = "nothing_said", ExitStatus.BAD_OUTPUT
 
 
 @dataclass
-class Job:
+class SummaryJob:
     """One command line."""
 
     setup: Setup
     profile: Profile
     request: Request
-    shelf: Shelf
-    out: Outlet
+    shelf: InputDocuments
+    out: SummaryOutput
     screen: Screen
-    wanted: Wanted
+    wanted: MemoryWishes
     each: bool = False
     fresh: bool = False
     packed: Pack | None = None  # where the documents come from, if from none of their files
     status: int = field(default=ExitStatus.OK)
 
     @property
-    def groups(self) -> list[list[Given]]:
+    def groups(self) -> list[list[InputDocument]]:
         """The documents of each summary."""
         given = self.shelf.given
         return [[one] for one in given] if self.each else [given]
@@ -58,7 +58,7 @@ class Job:
             return None
         return AsRead(with_documents("", self.packed.documents), self.packed.chat.system)
 
-    def names(self, given: Sequence[Given]) -> list[str]:
+    def names(self, given: Sequence[InputDocument]) -> list[str]:
         """What the screen calls the documents of one summary: as its citations do, so no two are the same."""
         from kvcli.summarize.parts import names_of
 
@@ -77,11 +77,11 @@ class Job:
             self.screen.note(text)
 
     @contextmanager
-    def attempt(self, given: Sequence[Given]) -> Iterator[None]:
+    def attempt(self, given: Sequence[InputDocument]) -> Iterator[None]:
         """One summary. With --each, what goes wrong with it is said and the others go on."""
         try:
             yield
-        except (BadInput, ContextOverflow, NothingSaid) as error:
+        except (BadInput, ContextOverflow, EmptySummary) as error:
             if not self.each:
                 raise
             error.message = f"{given[0].heading}: {error.message}"

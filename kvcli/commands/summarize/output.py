@@ -20,7 +20,7 @@ from kvcli.safe_output import escaped, neutralise
 from kvcli.schemas.base import SURROGATE
 
 if TYPE_CHECKING:
-    from kvcli.environment import World
+    from kvcli.environment import Environment
     from kvcli.schemas.base import Json
     from kvcli.schemas.summary import SummaryDocument
     from kvcli.summarize.result import Point
@@ -32,10 +32,10 @@ ENDINGS: dict[str, Form] = {
 
 
 @dataclass
-class Outlet:
+class SummaryOutput:
     """One place, one form."""
 
-    world: World
+    world: Environment
     form: Form
     file: Path | None = None
     held: list[SummaryDocument] = field(default_factory=list)  # of a page
@@ -121,13 +121,13 @@ class Outlet:
             Terminal.of(self.world, "stdout").write(text)
 
 
-def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence[str]) -> Outlet:
+def outlet(world: Environment, form: Form | None, output: str | None, inputs: Sequence[str]) -> SummaryOutput:
     """Refuses what cannot be written before anything is read."""
     if world.options.json and form not in (None, "json"):
         raise UsageError(f"--json and --format {form} exclude each other", try_=["one of the two"])
     form = "json" if world.options.json else form
     if output is None or output == "-":
-        return Outlet(world, form or "md")
+        return SummaryOutput(world, form or "md")
     if not output:
         raise UsageError("-o names no file", try_=["-o FILE", "-o - for standard output"])
     file = world.cwd / os.path.expanduser(output)
@@ -137,10 +137,10 @@ def outlet(world: World, form: Form | None, output: str | None, inputs: Sequence
     if world.options.json and file.suffix and ending not in (None, "json"):
         raise UsageError(f"--json and -o {output} exclude each other", try_=["-o FILE.json", "leave --json out"])
     file, form = output_file(world, output, ENDINGS, form)
-    return Outlet(world, form, file)
+    return SummaryOutput(world, form, file)
 
 
-def _same(file: Path, world: World, name: str) -> bool:
+def _same(file: Path, world: Environment, name: str) -> bool:
     try:
         return file.samefile(world.cwd / os.path.expanduser(name))
     except (OSError, BadInput):  # not there

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 from kvcli.render.terminal.terminal import Terminal
 
 if TYPE_CHECKING:
-    from kvcli.commands.common.memory_check import Wanted
+    from kvcli.commands.common.memory_check import MemoryWishes
     from kvcli.commands.common.run_setup import Setup
-    from kvcli.commands.summarize.documents import Given
-    from kvcli.commands.summarize.job import Job
+    from kvcli.commands.summarize.documents import InputDocument
+    from kvcli.commands.summarize.job import SummaryJob
     from kvcli.fit.plan import Plan as Fitted
-    from kvcli.fit.preflight import Outlook
+    from kvcli.fit.preflight import Preflight
     from kvcli.schemas.fit import PassTime
     from kvcli.settings.profile import Profile
-    from kvcli.summarize.plan import Plan, Window
+    from kvcli.summarize.plan import Plan, PlanWindow
     from kvcli.summarize.wording import Wording
 
 
-def print_plans(job: Job) -> None:
+def print_plans(job: SummaryJob) -> None:
     """A plan for each group of documents that would become one summary."""
     from kvcli.summarize.plan import make_plan
 
@@ -39,15 +39,15 @@ def print_plans(job: Job) -> None:
                 _print(job, given, plan, window)
 
 
-def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wording]:
+def look(setup: Setup, profile: Profile, wanted: MemoryWishes) -> tuple[PlanWindow, Wording]:
     """What a plan must know of the model, from its files."""
     from kvcli.commands.common.memory_check import outlook_of
     from kvcli.commands.common.run_setup import refuse_beyond
     from kvcli.commands.fit import others_of
-    from kvcli.engine.loading.weights import keeps_blocks
-    from kvcli.models.gguf.convert import ready
+    from kvcli.engine.loading.weights import keeps_quantized
+    from kvcli.models.gguf.convert import convert_if_needed
     from kvcli.models.tokenizer import load_tokenizer
-    from kvcli.summarize.plan import Window, most_of
+    from kvcli.summarize.plan import PlanWindow, most_of
     from kvcli.summarize.wording import wording_of
 
     setup.world.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -56,19 +56,19 @@ def look(setup: Setup, profile: Profile, wanted: Wanted) -> tuple[Window, Wordin
     refuse_beyond(profile, outlook.subject.shape.limit, setup.name)
     fitted, note = outlook.fitted(profile, lambda: others_of(setup), force=wanted.force, whole=wanted.whole)
     profile = fitted.profile
-    packs = keeps_blocks(profile.load)
-    found = ready(found, profile.load.dtype, setup.world.paths.cache, packs=packs)
+    packs = keeps_quantized(profile.load)
+    found = convert_if_needed(found, profile.load.dtype, setup.world.paths.cache, packs=packs)
     tokenizer = load_tokenizer(found, profile.load.trust_remote_code)
     most = outlook.subject.shape.limit
     asked = profile.context.limit
     limit = fitted.need.context if note else most if asked == "auto" else min(int(asked), most)
     passes = _passes(setup, outlook, fitted)
-    foretell, drafts = partial(outlook.foretell, profile), profile.spec.method != "off"
-    window = Window(tokenizer, limit, most_of(profile), passes, foretell, reach=most, drafts=drafts)
+    foretell, drafts = partial(outlook.estimate_peak, profile), profile.spec.method != "off"
+    window = PlanWindow(tokenizer, limit, most_of(profile), passes, foretell, reach=most, drafts=drafts)
     return window, wording_of(found)
 
 
-def _passes(setup: Setup, outlook: Outlook, fitted: Fitted) -> list[PassTime]:
+def _passes(setup: Setup, outlook: Preflight, fitted: Fitted) -> list[PassTime]:
     """What was measured before, by `kvcli bench --calibrate` or by an earlier run."""
     from kvcli.calibrate.quick import kept_times
     from kvcli.calibrate.run import fingerprint_in
@@ -82,7 +82,9 @@ def _passes(setup: Setup, outlook: Outlook, fitted: Fitted) -> list[PassTime]:
     return kept_times(cache, machine, key)
 
 
-def plan_words(job: Job, given: Sequence[Given], plan: Plan, window: Window, width: int) -> list[str]:
+def plan_words(
+    job: SummaryJob, given: Sequence[InputDocument], plan: Plan, window: PlanWindow, width: int
+) -> list[str]:
     """The files and the plan, in lines."""
     from kvcli.render.summarize.notes import about_file, hung, plan_lines
 
@@ -91,7 +93,7 @@ def plan_words(job: Job, given: Sequence[Given], plan: Plan, window: Window, wid
     return [*(line for words in sources for line in hung(words, width)), *plan_lines(plan, width)]
 
 
-def _print(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> None:
+def _print(job: SummaryJob, given: Sequence[InputDocument], plan: Plan, window: PlanWindow) -> None:
     from kvcli.render.summarize.notes import stretch
 
     out = Terminal.of(job.setup.world, "stdout")

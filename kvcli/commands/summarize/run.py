@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, cast
 
-from kvcli.commands.summarize.job import NothingSaid
+from kvcli.commands.summarize.job import EmptySummary
 from kvcli.errors import ExitStatus, KvcliError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from kvcli.api import Turn
-    from kvcli.chat.text_session import OpenText
+    from kvcli.chat.text_session import TextSession
     from kvcli.commands.common.interrupt import Interrupt
-    from kvcli.commands.common.memory_check import Prepared
-    from kvcli.commands.summarize.documents import Given
-    from kvcli.commands.summarize.job import Job
+    from kvcli.commands.common.memory_check import CheckedRun
+    from kvcli.commands.summarize.documents import InputDocument
+    from kvcli.commands.summarize.job import SummaryJob
     from kvcli.render.summarize.view import SummaryView
     from kvcli.summarize.events import Event
-    from kvcli.summarize.plan import Plan, Window
+    from kvcli.summarize.plan import Plan, PlanWindow
     from kvcli.summarize.wording import Wording
 
 
-def run(job: Job, *, dry_run: bool) -> int:
+def run(job: SummaryJob, *, dry_run: bool) -> int:
     """All summaries; the exit code."""
     _refuse_early(job)
     job.tell_failed()
@@ -46,7 +46,7 @@ def run(job: Job, *, dry_run: bool) -> int:
     return status
 
 
-def print_text(job: Job) -> int:
+def print_text(job: SummaryJob) -> int:
     """--extract-only: the documents as a model would read them."""
     from kvcli.commands.common.inputs import notes_of
     from kvcli.documents import marked
@@ -71,7 +71,7 @@ def print_text(job: Job) -> int:
     return job.status
 
 
-def _refuse_early(job: Job) -> None:
+def _refuse_early(job: SummaryJob) -> None:
     """What the model does not follow is refused before minutes of loading, if its files are here."""
     from kvcli.summarize.wording import wording_of
 
@@ -82,10 +82,10 @@ def _refuse_early(job: Job) -> None:
     wording_of(found).refuse(job.request, job.setup.name)
 
 
-def _summarize(job: Job) -> int:
+def _summarize(job: SummaryJob) -> int:
     from kvcli.commands.common.interrupt import Interrupt
     from kvcli.commands.common.load_model import load_model
-    from kvcli.summarize.plan import Window
+    from kvcli.summarize.plan import PlanWindow
     from kvcli.summarize.wording import wording_of
 
     job.setup.reuses = job.setup.keeps_chats
@@ -99,7 +99,7 @@ def _summarize(job: Job) -> int:
             job.tell(note)
         wording = wording_of(text.info)
         wording.refuse(job.request, text.info.id)
-        window = Window.of(text, job.setup.pass_times(text.model))
+        window = PlanWindow.of(text, job.setup.pass_times(text.model))
         for given in job.groups:
             if job.each and len(job.groups) > 1:
                 job.out.begin(given[0].heading)
@@ -111,17 +111,17 @@ def _summarize(job: Job) -> int:
 
 
 def _one(
-    job: Job,
-    prepared: Prepared,
-    text: OpenText,
-    given: Sequence[Given],
-    window: Window,
+    job: SummaryJob,
+    prepared: CheckedRun,
+    text: TextSession,
+    given: Sequence[InputDocument],
+    window: PlanWindow,
     wording: Wording,
     cancel: Interrupt,
 ) -> None:
     """One summary, from its plan to its last note."""
     from kvcli.render.summarize.view import SummaryView
-    from kvcli.render.turn.status_row import Look
+    from kvcli.render.turn.status_row import RowOptions
     from kvcli.render.turn.turn_view import busy_word
     from kvcli.summarize.cache import Cache
     from kvcli.summarize.events import PartEnded
@@ -135,7 +135,7 @@ def _one(
     for line in said:
         job.screen.err.line((line, ""))
     cache = Cache.of(job.setup.world.paths.cache, text.info, prepared.profile, is_fresh=job.fresh)
-    look = Look(prepared.profile.name, stopping=cancel)
+    look = RowOptions(prepared.profile.name, stopping=cancel)
     view = SummaryView(job.screen, look, plan, job.out.live(), tells=job.tells)
     events = summarize(text, documents, cache=cache, cancel=cancel, plan=plan)
     with cancel, view.running(), closing(cast("Generator[Event]", events)):
@@ -148,7 +148,7 @@ def _one(
         return
     if not view.summary.points:
         is_loop = any(answered.turn.finish == "loop" for answered in view.summary.turns)
-        raise NothingSaid(
+        raise EmptySummary(
             f"{text.info.id} wrote no summary",
             lines=["its answer went round in a loop" if is_loop else "its answer is empty"],
             try_=["-m with another model", "--fresh"],
@@ -156,7 +156,7 @@ def _one(
     _finish(job, prepared, text, given, view)
 
 
-def _keep(job: Job, text: OpenText, turn: Turn, cancel: Interrupt) -> None:
+def _keep(job: SummaryJob, text: TextSession, turn: Turn, cancel: Interrupt) -> None:
     """Keep what was read of a part for later runs, before the next takes its place."""
     from kvcli.commands.chat.save_chat import said_of
 
@@ -165,13 +165,13 @@ def _keep(job: Job, text: OpenText, turn: Turn, cancel: Interrupt) -> None:
     job.tell(said_of(text.keep(cancel)))
 
 
-def _plan(job: Job, given: Sequence[Given], plan: Plan, window: Window) -> list[str]:
+def _plan(job: SummaryJob, given: Sequence[InputDocument], plan: Plan, window: PlanWindow) -> list[str]:
     from kvcli.commands.summarize.plan import plan_words
 
     return plan_words(job, given, plan, window, job.screen.err.width) if job.tells else []
 
 
-def _tell_stopped(job: Job, view: SummaryView) -> None:
+def _tell_stopped(job: SummaryJob, view: SummaryView) -> None:
     from kvcli.render.summarize.notes import stopped
     from kvcli.render.turn.turn_summary import joined
 
@@ -180,7 +180,9 @@ def _tell_stopped(job: Job, view: SummaryView) -> None:
         err.line((line, ""))
 
 
-def _finish(job: Job, prepared: Prepared, text: OpenText, given: Sequence[Given], view: SummaryView) -> None:
+def _finish(
+    job: SummaryJob, prepared: CheckedRun, text: TextSession, given: Sequence[InputDocument], view: SummaryView
+) -> None:
     """The document, the notes, the figures, and a line in the log of memory."""
     from kvcli.commands.common.turn_json import Run, turn_document
     from kvcli.commands.summarize.documents import facts

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli.drafts.draft_models.chunk_scores import Query, best, relevance
-from kvcli.drafts.draft_models.chunk_store import KV, Chunks
+from kvcli.drafts.draft_models.chunk_store import KV, ChunkStore
 from kvcli.drafts.draft_models.chunk_trigger import Trigger
-from kvcli.drafts.draft_models.separate_model import Sibling
-from kvcli.engine.forward_request import Asks, Feed
+from kvcli.drafts.draft_models.separate_model import SeparateDraftModel
+from kvcli.engine.forward_request import ForwardRequest, Steps
 from kvcli.engine.rows import Hears, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kernels.rope import rotate, unrotate
@@ -28,10 +28,10 @@ from kvcli.kv.tiers.dense import Dense
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.drafting.drafter import Past
+    from kvcli.engine.drafting.drafter import DraftContext
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
-    from kvcli.kv.slots import Sight
+    from kvcli.kv.slots import AttentionParams
 
 SPARE = 2  # chunks by which the newest tokens may grow before chunks are chosen again
 LEFT = 96  # tokens that a chunk is read behind, where it is read by itself
@@ -39,13 +39,13 @@ AT_ONCE = 4  # chunks read so before one guess
 ALIKE = 0.9  # share of what is looked at in the chosen chunks that is held already, from which on no copy is worth it
 
 
-def looks(target: LM, layers: int) -> dict[int, Sight]:
+def scored_layers(target: LM, layers: int) -> dict[int, AttentionParams]:
     """The last layers of the model that writes, those that see all of a text if there are any."""
     whole = [layer for layer, sight in enumerate(target.sights) if sight.window is None]
     return {layer: target.sights[layer] for layer in (whole or range(target.n_layers))[-layers:]}
 
 
-class Retrieval(Sibling):
+class ChunkRetrievalModel(SeparateDraftModel):
     """Stored are the first `sinks` tokens, chosen chunks and, without holes, the text from `_solid` on; `working` at
     most, guesses aside."""
 
@@ -59,22 +59,22 @@ class Retrieval(Sibling):
         closes: bool,
         size: int,
         recent: int,
-        sights: Mapping[int, Sight],
+        sights: Mapping[int, AttentionParams],
         trigger: Callable[[], Trigger],
         is_far: bool = False,
     ) -> None:
-        """As `Sibling`. `size`: of a chunk; `recent`: of the newest tokens stay at least so many. `sights`: layers of
-        the model that writes, whose queries are asked for. `is_far`: what is not kept lies on the host."""
+        """As `SeparateDraftModel`. `size`: of a chunk; `recent`: of the newest tokens stay at least so many. `sights`:
+        layers of the model that writes, whose queries are asked for. `is_far`: what is not kept lies on the host."""
         self._size, self._recent, self._sights, self._new_trigger = size, recent, sights, trigger
         self._most = (working - sinks - recent - size) // size - SPARE  # chunks beside the newest tokens
         assert self._most > 0, "nothing is left for chunks"
         self._is_far, self._working = is_far, working
         super().__init__(lm, working, sinks, sees=sees, closes=closes)
 
-    def forget(self) -> None:
-        super().forget()
+    def discard_cache(self) -> None:
+        super().discard_cache()
         shapes = [self.lm.shapes[layer] for layer in self._layers]
-        self._chunks = Chunks(shapes, self._size, "cpu" if self._is_far else self.lm.device)
+        self._chunks = ChunkStore(shapes, self._size, "cpu" if self._is_far else self.lm.device)
         self._held: Collection[int] = ()  # chunks that are stored whole, behind the first tokens and nowhere else
         self._ask()
 
@@ -91,7 +91,7 @@ class Retrieval(Sibling):
         """Nobody has looked at this text yet."""
         self._trigger = self._new_trigger()
         self._query: Query | None = None  # of the last accepted row, until it is looked with
-        self._past: Past | None = None  # of the round under way
+        self._past: DraftContext | None = None  # of the round under way
         self._score: Sequence[float] = ()  # by chunk, of the last look
 
     def _cut(self, n: int) -> None:
@@ -102,10 +102,10 @@ class Retrieval(Sibling):
         self._held = self._held if self._n else ()
 
     @property
-    def hears(self) -> Hears:
+    def needs(self) -> Hears:
         return "queries" if len(self._text) > self._working and self._trigger.is_near else ""
 
-    def over(self, past: Past | None) -> None:
+    def bind(self, past: DraftContext | None) -> None:
         self._past = past
 
     def extend(self, new: Sequence[int]) -> None:
@@ -117,11 +117,11 @@ class Retrieval(Sibling):
         past, query = self._past, self._query
         if past is None or query is None or query.at != len(self._text) - 2 or not self._trigger.is_due:
             return False
-        self._score = relevance(past.kv, self._sights, query, self._sinks, self._size)
+        self._score = relevance(past.cache, self._sights, query, self._sinks, self._size)
         self._trigger.looked()
         return self._n > self._sinks
 
-    def hear(self, step: Step) -> None:
+    def observe(self, step: Step) -> None:
         row = step.path[-1]
         if step.queries:
             of = {layer: step.queries[layer][:, row : row + 1].clone() for layer in self._sights}
@@ -130,24 +130,24 @@ class Retrieval(Sibling):
 
     # ---- passes ----
 
-    def read(self, want: int = 1, most: float = math.inf) -> Asks[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
         self._cut(len(self._text) - 1)
         if self._looks():
             yield from self._choose()
-        found = yield from super().read(want, most)
+        found = yield from super().catch_up(want, most)
         wide = len(found[-1]) // 2
         scores = found[-1][wide:]
         self._trigger.think(1 / sum(exp(score - scores[0]) for score in scores))
         if want == 1 and self._looks():  # it is at a loss: before it guesses, not after
             self._cut(len(self._text) - 1)
             yield from self._choose()
-            found = yield from super().read()
+            found = yield from super().catch_up()
         return found
 
-    def _choose(self) -> Asks[None]:
+    def _choose(self) -> Steps[None]:
         """Keep the chunks that are looked at most, those read first that were not."""
         self._shelve()
-        first, most = self._tail(self.missing)
+        first, most = self._tail(self.n_uncovered)
         among = range(max(0, self._number(first)))
         wanted = best(self._score, among, self._held, most)
         for some in _runs(sorted([chunk for chunk in wanted if chunk not in self._chunks][:AT_ONCE])):
@@ -157,7 +157,7 @@ class Retrieval(Sibling):
         if known < ALIKE * sum(self._score[chunk] for chunk in chosen):
             self._lay(chosen, first)
 
-    def _study(self, chunks: range) -> Asks[None]:
+    def _study(self, chunks: range) -> Steps[None]:
         """Read these by themselves, behind the first tokens of the text and a few of those before them."""
         first, end = (self._sinks + at * self._size for at in (chunks.start, chunks.stop))
         left = max(self._sinks, first - LEFT)
@@ -168,7 +168,7 @@ class Retrieval(Sibling):
             apart.put(layer, Slots(k.clone(), v.clone(), pos.clone()))
         known = [min(i, self.lm.vocab - 1) for i in self._text[left:end]]
         rows = Rows.chain(known, left if self._turns is None else self._sinks)
-        commit(apart, rows, (yield Feed(self.lm, rows, apart, is_prompt=True)), range(rows.n_rows))
+        commit(apart, rows, (yield ForwardRequest(self.lm, rows, apart, is_prompt=True)), range(rows.n_rows))
         self._chunks.put(chunks.start, [self._raw(apart, layer, end - first, 0) for layer in self._layers])
 
     # ---- what stays ----
@@ -193,8 +193,8 @@ class Retrieval(Sibling):
             among = [chunk for chunk in range(max(0, self._number(first))) if chunk in self._chunks]
             self._lay(best(self._score, among, self._held, most), first)
 
-    def _pass_over(self, most: float) -> Asks[None]:
-        if self.missing > most:
+    def _pass_over(self, most: float) -> Steps[None]:
+        if self.n_uncovered > most:
             self._shelve()
             self._held = () if most >= self._newest else self._held
         yield from super()._pass_over(most)

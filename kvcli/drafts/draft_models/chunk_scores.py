@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attention_mass import column_mass
-from kvcli.kv.slots import Sight, Store
+from kvcli.kernels.attention_mass import attention_mass
+from kvcli.kv.slots import AttentionParams, KVCache
 
 STAYS = 1.1  # a chunk that is held goes for one that is looked at so many times as much
 
@@ -28,7 +28,7 @@ class Query:
     at: int  # its position
 
 
-def relevance(kv: Store, sights: Mapping[int, Sight], query: Query, first: int, size: int) -> list[float]:
+def relevance(kv: KVCache, sights: Mapping[int, AttentionParams], query: Query, first: int, size: int) -> list[float]:
     """Attention that the row gives to each whole chunk of `size` tokens behind the `first` tokens, over all heads of
     the layers in `sights`. What the store does not show has none."""
     n = max(0, query.at + 1 - first) // size
@@ -36,7 +36,7 @@ def relevance(kv: Store, sights: Mapping[int, Sight], query: Query, first: int, 
     for layer, sight in sights.items():
         s, q = kv.slots(layer), query.of[layer]
         at = torch.tensor([query.at], device=q.device)
-        mass = column_mass(q, at, s.k, s.pos, sight.scale, softcap=sight.softcap, window=sight.window)  # [K, S]
+        mass = attention_mass(q, at, s.k, s.pos, sight.scale, softcap=sight.softcap, window=sight.window)  # [K, S]
         chunk = (s.pos - first).div(size, rounding_mode="floor").long()
         chunk = chunk.where((chunk >= 0) & (chunk < n), n)  # what is in none goes to one more
         if total is None:

@@ -12,7 +12,7 @@ from kvcli.kv.slots import LayerShape, Usage
 KV = tuple[Tensor, Tensor]  # k [K, S, D], v [K, S, E] of one layer, keys before rotary embedding if they are turned
 
 
-class Chunks:
+class ChunkStore:
     """Chunks of `size` tokens by their number, each in one piece over all layers, on any device: they move as one."""
 
     def __init__(self, shapes: Sequence[LayerShape], size: int, device: torch.device | str) -> None:

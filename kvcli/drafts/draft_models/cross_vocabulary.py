@@ -12,17 +12,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvcli.drafts.draft_models.retokenized_text import Respelled
+from kvcli.drafts.draft_models.retokenized_text import RetokenizedText
 from kvcli.safe_output import BROKEN
 
 if TYPE_CHECKING:
-    from kvcli.drafts.draft_models.draft_model import Guesser
-    from kvcli.engine.drafting.drafter import Past
-    from kvcli.engine.forward_request import Asks
+    from kvcli.drafts.draft_models.draft_model import DraftModel
+    from kvcli.engine.drafting.drafter import DraftContext
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.rows import Hears
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
-    from kvcli.models.retokenizer import Spelling
+    from kvcli.models.retokenizer import TokenMapping
 
 FEW = 8  # candidates of a row that are spelled
 AHEAD = 4  # tokens that it may take until a word is whole
@@ -37,15 +37,15 @@ class Candidate(NamedTuple):
     score: float
 
 
-class Foreign:
+class CrossVocabularyModel:
     """A guesser in another vocabulary. Of one of its tokens come several guesses, without a pass between, or none
     before the next: where it spells a part of a word that the other has in one token."""
 
-    hears: Hears = ""  # rows of the one are no rows of the other
+    needs: Hears = ""  # rows of the one are no rows of the other
 
-    def __init__(self, guesser: Guesser, spelling: Spelling) -> None:
+    def __init__(self, guesser: DraftModel, spelling: TokenMapping) -> None:
         self._it, self._to = guesser, spelling
-        self._text = Respelled(spelling)
+        self._text = RetokenizedText(spelling)
         self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._parts: Counter[int] = Counter()  # tokens of its that were parts of words lately
         self._forget_guesses()
@@ -69,14 +69,14 @@ class Foreign:
         return len(self._text.ids)
 
     @property
-    def missing(self) -> int:
+    def n_uncovered(self) -> int:
         """In its tokens."""
-        return self._it.missing
+        return self._it.n_uncovered
 
     @property
-    def room(self) -> int:
+    def max_depth(self) -> int:
         """In its tokens, of which a guess may take several; `_go_on` sees to that."""
-        return self._it.room
+        return self._it.max_depth
 
     def newest(self, n: int) -> list[int]:
         at, whole = self._text.at[0], len(self._text.ids)
@@ -103,33 +103,33 @@ class Foreign:
             self._it.start(self._text.its)
         self._forget_guesses()
 
-    def forget(self) -> None:
-        self._it.forget()
+    def discard_cache(self) -> None:
+        self._it.discard_cache()
         self._forget_guesses()
 
-    def over(self, past: Past | None) -> None:
-        self._it.over(past)
+    def bind(self, past: DraftContext | None) -> None:
+        self._it.bind(past)
 
-    def hear(self, step: Step) -> None:
+    def observe(self, step: Step) -> None:
         """Of rows that are not its own there is nothing to learn."""
 
     # ---- passes ----
 
-    def study(self) -> Asks[None]:
-        yield from self._it.study()
+    def prefill(self) -> Steps[None]:
+        yield from self._it.prefill()
 
-    def read(self, want: int = 1, most: float = math.inf) -> Asks[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
         self._forget_guesses()
         if not self._text.its:  # nothing but marks that it does not have
             return [[]] * want
         if want > 1 or most < math.inf:
             return (yield from self._look(want))
-        (row,) = yield from self._it.read()
+        (row,) = yield from self._it.catch_up()
         if self._text.is_torn:  # of a character that has begun it knows nothing
             return [[]]
         return [(yield from self._named(row))]
 
-    def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Asks[list[list[float]]]:
+    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
         """One behind the other."""
         (guess,) = ids
         self._path.append(guess)
@@ -149,14 +149,14 @@ class Foreign:
             return [[]]
         return [(yield from self._named(row))]
 
-    def _look(self, want: int) -> Asks[list[list[float]]]:
+    def _look(self, want: int) -> Steps[list[list[float]]]:
         """What it would have said behind the last `want` tokens, where one of its own ends there as well: as far as
         that is behind the newest cut, and was not read before."""
         n_its = len(self._text.its)
-        most = len(self._it.newest(max(1, min(self._it.missing, n_its - self._text.at[1]))))
+        most = len(self._it.newest(max(1, min(self._it.n_uncovered, n_its - self._text.at[1]))))
         ends = self._text.ends(want, most)
         n = n_its - min((its for _, its in ends), default=n_its) + 1
-        rows = yield from self._it.read(n, most=n)
+        rows = yield from self._it.catch_up(n, most=n)
         at = {end: n - n_its + its - 1 for end, its in ends}  # a token's end -> its row
         found: list[list[float]] = []
         for end in range(len(self._text.ids) - want + 1, len(self._text.ids) + 1):
@@ -165,15 +165,15 @@ class Foreign:
         self._row = []
         return found
 
-    def _go_on(self, its: int) -> Asks[list[float] | None]:
+    def _go_on(self, its: int) -> Steps[list[float] | None]:
         """What is gleaned behind one more of its tokens; None where it has no room for it."""
-        if self._n_read >= self._it.room:
+        if self._n_read >= self._it.max_depth:
             return None
-        (row,) = yield from self._it.go_on([its], [self._n_read - 1])
+        (row,) = yield from self._it.continue_from([its], [self._n_read - 1])
         self._n_read += 1
         return row
 
-    def _named(self, row: Sequence[float]) -> Asks[list[float]]:
+    def _named(self, row: Sequence[float]) -> Steps[list[float]]:
         """What it names next; where that is a part of a word, or of a character, once it has said the rest."""
         self._row = self._candidates(row)
         while len(self._stem) < AHEAD and self._row and (not self._row[0].ids or self._parts[self._row[0].its] > 0):

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafting.drafter import Past
-    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.drafting.drafter import DraftContext
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.rows import Hears
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
 
 
-class Guesser(Protocol):
+class DraftModel(Protocol):
     """Follows a text, and says by passes of its own what may come next.
 
-    `start`, then in each pass `over`, `read`, and `go_on` as often as guesses pay; `hear` and `extend` tell what became
-    of them.
+    `start`, then in each pass `bind`, `catch_up`, and `continue_from` as often as guesses pay; `observe` and `extend`
+    tell what became of them.
     """
 
     @property
@@ -34,15 +34,15 @@ class Guesser(Protocol):
         """Tokens of the text."""
 
     @property
-    def missing(self) -> int:
-        """Those of them that are not covered: what `read` has to read."""
+    def n_uncovered(self) -> int:
+        """Those of them that are not covered: what `catch_up` has to read."""
 
     @property
-    def room(self) -> int:
+    def max_depth(self) -> int:
         """How deep guesses may be, once the text is read."""
 
     @property
-    def hears(self) -> Hears:
+    def needs(self) -> Hears:
         """What the next step is to hand back of its rows; "" = nothing."""
 
     def newest(self, n: int) -> list[int]:
@@ -57,22 +57,22 @@ class Guesser(Protocol):
     def extend(self, new: Sequence[int]) -> None:
         """These joined it."""
 
-    def forget(self) -> None:
+    def discard_cache(self) -> None:
         """Nothing is read of the text: what is stored may be torn."""
 
-    def over(self, past: Past | None) -> None:
+    def bind(self, past: DraftContext | None) -> None:
         """What is stored of the text, before anything is read of it by the coming passes."""
 
-    def hear(self, step: Step) -> None:
+    def observe(self, step: Step) -> None:
         """What one pass of the model that writes did; `extend` follows."""
 
-    def study(self) -> Asks[None]:
+    def prefill(self) -> Steps[None]:
         """Read a prompt but for its last token."""
 
-    def read(self, want: int = 1, most: float = math.inf) -> Asks[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
         """Cover the text to its end, by reading `most` of its newest tokens -> what is gleaned of the last `want`;
         nothing where the next step has to be heard first."""
 
-    def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Asks[list[list[float]]]:
+    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
         """What is gleaned of the rows of further guesses. `parents`: which guess each follows, counted from the first
-        since `read`; -1 = the text."""
+        since `catch_up`; -1 = the text."""

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 from kvcli.engine.rows import Hears
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafting.drafter import Past
+    from kvcli.engine.drafting.drafter import DraftContext
     from kvcli.engine.hf.lm import LM
 
 
-class Listening:
+class HiddenStateHead:
     """A head over the model that writes, and the text so far, of which the pending token's state alone is known."""
 
-    hears: Hears = "hidden"
+    needs: Hears = "hidden"
 
     def __init__(self, lm: LM, head: LM) -> None:
         self._lm, self._head = lm, head
         self._text: list[int] = []
-        self._past: Past | None = None
-        self.forget()
+        self._past: DraftContext | None = None
+        self.discard_cache()
 
-    def forget(self) -> None:
+    def discard_cache(self) -> None:
         """Nothing is known of the text."""
         raise NotImplementedError
 
@@ -39,7 +39,7 @@ class Listening:
         return len(self._text)
 
     @property
-    def room(self) -> int:
+    def max_depth(self) -> int:
         """As deep as the model has positions."""
         return self.limit - self.length
 
@@ -47,6 +47,6 @@ class Listening:
         """The pending token: of others it is known what came next, and the states are not kept."""
         return self._text[-1:]
 
-    def over(self, past: Past | None) -> None:
+    def bind(self, past: DraftContext | None) -> None:
         """What the model that writes has stored."""
         self._past = past

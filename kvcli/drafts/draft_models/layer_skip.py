@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvcli.drafts.sources.logit_recycling import top
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.rows import Rows
 from kvcli.kv.slots import Slots, compact, spans
 from kvcli.kv.tiers.dense import Dense
@@ -24,9 +24,9 @@ from kvcli.kv.tiers.dense import Dense
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.kv.slots import Reader, Store
+    from kvcli.kv.slots import CacheReader, KVCache
 
 SEEN = 32  # tokens by which a set is judged
 _BEFORE = 256  # tokens before them that its rows read
@@ -35,7 +35,7 @@ _NEAR = 0.9  # cosine of texts that are alike: in SmolLM2-135M 0.87 to 0.97 with
 _SHARE = 0.05  # of the time since the text began, for searching
 
 
-class Skipping(Protocol):
+class LayerSkip(Protocol):
     """Says which layers guesses go through."""
 
     @property
@@ -49,11 +49,11 @@ class Skipping(Protocol):
     def start(self) -> None:
         """Another text, or an earlier point of this one."""
 
-    def improve(self, kv: Store, past: Reader, newest: Sequence[int], length: int) -> Asks[None]:
+    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
         """Before a draft. `past`: how guesses read `kv`; `newest`: of `length` tokens, the pending one last."""
 
 
-class Nothing:
+class AllLayers:
     """All layers."""
 
     runs: Sequence[range] = ()
@@ -62,7 +62,7 @@ class Nothing:
     def start(self) -> None:
         return
 
-    def improve(self, kv: Store, past: Reader, newest: Sequence[int], length: int) -> Asks[None]:
+    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
         yield from ()
 
 
@@ -72,7 +72,7 @@ class _Chosen:
     def __init__(self, lm: LM, share: float) -> None:
         """`share`: of those, how many are left out."""
         if lm.straight is None:
-            lm.meet_gates()  # raises BadModel where rows cannot be stopped between layers
+            lm.check_layer_gates()  # raises BadModel where rows cannot be stopped between layers
         self._lm, self._units = lm, spans(lm.shapes)
         self._n = min(len(self._units) - 2, round(share * (len(self._units) - 2)))
         self._random = Random(0)
@@ -107,7 +107,7 @@ class Early(_Chosen):
         if self._n > 0:
             self.runs = [range(self._units[-self._n].start), range(lm.n_layers, lm.n_layers)]
 
-    def improve(self, kv: Store, past: Reader, newest: Sequence[int], length: int) -> Asks[None]:
+    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
         yield from ()
 
 
@@ -119,7 +119,7 @@ class Swift(_Chosen):
         """What was found for one text is as good a start as any for the next."""
         self._began, self._spent, self._tries, self._best = perf_counter(), 0.0, 0, -1.0
 
-    def improve(self, kv: Store, past: Reader, newest: Sequence[int], length: int) -> Asks[None]:
+    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
         """Try another set, while there is time."""
         began = perf_counter()
         is_over = self._best >= _ENOUGH or self._tries >= _TRIES or self._n < 1
@@ -134,20 +134,22 @@ class Swift(_Chosen):
             self._best, self.runs = score, runs
         self._spent += perf_counter() - began
 
-    def _score(self, runs: Sequence[range], kv: Store, ids: Sequence[int], at: int) -> Asks[float]:
+    def _score(self, runs: Sequence[range], kv: KVCache, ids: Sequence[int], at: int) -> Steps[float]:
         """Of tokens `ids`, the first at position `at`, the share that the one before it would have led to."""
         before = newest_before(self._lm, kv, at, chain.from_iterable(runs))
         rows, hidden = Rows.chain(ids[:-1], at), None
         for run in runs[:-1]:
-            hidden = (yield Feed(self._lm, rows, before, layers=run, hidden=hidden)).hidden
-        made = yield Feed(self._lm, rows, before, want=range(SEEN), glean=top, layers=runs[-1], hidden=hidden)
-        return sum(int(made.gleaned(i)[0]) == token for i, token in enumerate(ids[1:])) / SEEN
+            hidden = (yield ForwardRequest(self._lm, rows, before, layers=run, hidden=hidden)).hidden
+        made = yield ForwardRequest(
+            self._lm, rows, before, want=range(SEEN), logits_hook=top, layers=runs[-1], hidden=hidden
+        )
+        return sum(int(made.hook_output(i)[0]) == token for i, token in enumerate(ids[1:])) / SEEN
 
 
-def newest_before(lm: LM, kv: Store, at: int, layers: Iterable[int]) -> Dense:
+def newest_before(lm: LM, kv: KVCache, at: int, layers: Iterable[int]) -> Dense:
     """A copy of what SEEN rows or fewer from position `at` on read in these layers, as far back as it matters most."""
     before = Dense(lm.shapes, kv.dtype, lm.device)
-    for layer in (layer for layer in layers if lm.shapes[layer].shares is None):
+    for layer in (layer for layer in layers if lm.shapes[layer].shared_from is None):
         s = kv.newest(layer, _BEFORE + SEEN)
         s = compact(s, s.pos < at)
         before.put(layer, Slots(s.k.clone(), s.v.clone(), s.pos))
@@ -158,21 +160,21 @@ class Knn(Swift):
     """Begins with what was found for the earlier text that is most like this one (KNN-SSD, arXiv 2505.16162), and
     searches on where that search had not come to its end; from scratch where no text was near."""
 
-    def __init__(self, lm: LM, share: float, known: Known) -> None:
+    def __init__(self, lm: LM, share: float, known: SavedLayerSets) -> None:
         """`known`: of this model's texts, each with as many layers left out."""
         self._known = known
         super().__init__(lm, share)
 
     def start(self) -> None:
         super().start()
-        self._found: Found | None = None  # for this text
+        self._found: LayerSet | None = None  # for this text
         self._how = ""
 
     @property
     def about(self) -> str:
         return super().about + self._how
 
-    def improve(self, kv: Store, past: Reader, newest: Sequence[int], length: int) -> Asks[None]:
+    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
         """Before the first draft one pass says where the text is, among others."""
         if self._n < 1 or len(newest) < 2:
             return
@@ -184,25 +186,25 @@ class Knn(Swift):
             self._how = f", as for an earlier text like this one (cosine {near:.2f})"
             if self._found is None:
                 self._how = ", by search: no text that is known is like this one"
-                self._found = Found(like, self.runs)
+                self._found = LayerSet(like, self.runs)
             self.runs, self._tries = self._found.runs, self._found.tries
             self._best = self._found.best if self._found.best >= _ENOUGH else -1.0  # what a text says of another's
             self._spent += perf_counter() - began
-        yield from super().improve(kv, past, newest, length)
+        yield from super().improve(kv, cache, newest, length)
         if self._best >= 0:
             self._found.runs, self._found.best, self._found.tries = self.runs, self._best, self._tries
             self._known.keep(self._found)
 
-    def _place(self, kv: Store, ids: Sequence[int], at: int) -> Asks[Tensor]:
+    def _place(self, kv: KVCache, ids: Sequence[int], at: int) -> Steps[Tensor]:
         """[E] of length 1: the mean of what tokens `ids`, the first at position `at`, bring to the last layer."""
         below = range(self._units[-1].start)
-        made = yield Feed(self._lm, Rows.chain(ids, at), newest_before(self._lm, kv, at, below), layers=below)
+        made = yield ForwardRequest(self._lm, Rows.chain(ids, at), newest_before(self._lm, kv, at, below), layers=below)
         assert made.hidden is not None
         return torch.nn.functional.normalize(made.hidden.float().mean(0), dim=0)
 
 
 @dataclass(slots=True, eq=False)
-class Found:
+class LayerSet:
     """What a search found for a text."""
 
     like: Tensor  # [E] of length 1: where the text is
@@ -211,19 +213,19 @@ class Found:
     tries: int = 0  # sets
 
 
-class Known:
+class SavedLayerSets:
     """What was found for earlier texts of one model, the one asked for last at the end."""
 
     MOST = 32
 
     def __init__(self) -> None:
-        self._found: list[Found] = []
+        self._found: list[LayerSet] = []
 
-    def __deepcopy__(self, memo: object) -> Known:
+    def __deepcopy__(self, memo: object) -> SavedLayerSets:
         """Itself: texts that are copied share it."""
         return self
 
-    def near(self, like: Tensor) -> tuple[Found | None, float]:
+    def near(self, like: Tensor) -> tuple[LayerSet | None, float]:
         """That of the text most like one at `like`, None where none is near; and the cosine."""
         if not self._found:
             return None, 0.0
@@ -232,7 +234,7 @@ class Known:
         near = float(cosines[best])
         return (self._found[best] if near >= _NEAR else None), near
 
-    def keep(self, found: Found) -> None:
+    def keep(self, found: LayerSet) -> None:
         """Remember it, and forget what was not asked for the longest time."""
         self._found = [*(one for one in self._found if one is not found), found][-self.MOST :]
 
@@ -247,7 +249,7 @@ class Clasp(_Chosen):
         """Anew."""
         self._drafts = 0
 
-    def improve(self, kv: Store, past: Reader, newest: Sequence[int], length: int) -> Asks[None]:
+    def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
         """One pass of the pending token, layer by layer: its state with j of the layers left out is row j."""
         self._drafts += 1
         if self._drafts % self.EVERY != 1 or self._n < 1:
@@ -256,7 +258,7 @@ class Clasp(_Chosen):
         rows = Rows([newest[-1]] * n, [length - 1] * n, torch.eye(n, dtype=torch.bool), tree=n, parent=(-1,) * n)
         hidden, sets = None, [frozenset[int]()] * n
         for i, unit in enumerate(self._units[:-1]):
-            made = yield Feed(self._lm, rows, past, layers=unit, hidden=hidden)
+            made = yield ForwardRequest(self._lm, rows, cache, layers=unit, hidden=hidden)
             assert made.hidden is not None
             through, whole = made.hidden, made.hidden[:1].float()
             if i and hidden is not None:

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.drafts.draft_models.hidden_state_head import Listening
+from kvcli.drafts.draft_models.hidden_state_head import HiddenStateHead
 from kvcli.drafts.draft_models.layer_skip import SEEN, newest_before
 from kvcli.drafts.draft_models.separate_model import shared
 from kvcli.drafts.sources.logit_recycling import top
-from kvcli.engine.drafting.draft_kv import Bough
-from kvcli.engine.forward_request import Asks, Feed
+from kvcli.engine.drafting.draft_kv import DraftTreeKV
+from kvcli.engine.forward_request import ForwardRequest, Steps
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafting.drafter import Past
+    from kvcli.engine.drafting.drafter import DraftContext
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 MOST = 256  # states that wait to be read; older ones become a hole
 
 
-class MtpHead(Listening):
+class MtpHead(HiddenStateHead):
     """Follows a text by what it hears of it. A row at position p is token p and the state of the one before it."""
 
-    def forget(self) -> None:
+    def discard_cache(self) -> None:
         """Nothing is read of the text: what is stored may be torn."""
         self._kv = Dense(self._head.shapes, self._head.dtype, self._head.device)
         self._end = 0  # no position from here on is stored
@@ -50,11 +50,11 @@ class MtpHead(Listening):
 
     def _drop(self) -> None:
         """The draft under way."""
-        self._ahead: Bough | None = None
+        self._ahead: DraftTreeKV | None = None
         self._grown = torch.empty(0)  # [1 + n, E]: its own states, of the text's end and of guesses behind it
 
     @property
-    def missing(self) -> int:
+    def n_uncovered(self) -> int:
         """Those that wait."""
         return max(1, len(self._at))
 
@@ -81,7 +81,7 @@ class MtpHead(Listening):
         self._past = None  # it has changed
         self._drop()
 
-    def hear(self, step: Step) -> None:
+    def observe(self, step: Step) -> None:
         """The states that led to the tokens which are about to join the text."""
         if step.hidden is not None:
             path = torch.tensor(step.path, device=step.hidden.device)
@@ -94,11 +94,11 @@ class MtpHead(Listening):
 
     # ---- passes ----
 
-    def study(self) -> Asks[None]:
+    def prefill(self) -> Steps[None]:
         """States of a prompt are not kept."""
         yield from ()
 
-    def read(self, want: int = 1, most: float = math.inf) -> Asks[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
         """What is gleaned of the pending token's row; nothing where what led to it is not known."""
         assert want == 1, "nothing else is passed over"
         self._drop()
@@ -111,43 +111,45 @@ class MtpHead(Listening):
             yield from self._hear_again()
         at, states = self._at, self._states
         rows = Rows([self._text[p] for p in at], at, sees=None, tree=len(at), parent=())
-        made = yield Feed(self._head, rows, self._kv, want=[len(at) - 1], glean=top, hidden=states, shows=True)
+        made = yield ForwardRequest(
+            self._head, rows, self._kv, want=[len(at) - 1], logits_hook=top, hidden=states, record_hidden_states=True
+        )
         assert made.hidden is not None
         commit(self._kv, rows, made, range(len(at)))
         self._end, self._last, self._grown = at[-1] + 1, states[-1:], made.hidden.clone()
         self._at, self._states = [], states[:0]
-        self._ahead = Bough(self._head, self._kv, self.length)
-        return [made.gleaned(0)]
+        self._ahead = DraftTreeKV(self._head, self._kv, self.length)
+        return [made.hook_output(0)]
 
-    def _hear_again(self) -> Asks[None]:
+    def _hear_again(self) -> Steps[None]:
         """Of its newest tokens."""
         assert self._past is not None, "there is no past to read"
         end = self.length - 1
         if not end:  # before the first token there is none
             self._wait([0], torch.zeros(1, self._lm.model.config.get_text_config().hidden_size, dtype=self._lm.dtype))
             return
-        first, states = yield from heard_again(self._lm, self._past, self._text)
+        first, states = yield from recompute_hidden_states(self._lm, self._past, self._text)
         known = max([self._end, *(at + 1 for at in self._at)])
         new = range(max(first + 1, known), end + 1)
         self._wait(new, states[-len(new) :].clone())
 
-    def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Asks[list[list[float]]]:
+    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
         """What is gleaned of the rows of guesses behind it, each with its parent's state."""
         assert self._ahead is not None, "read first"
         states = self._grown[[parent + 1 for parent in parents]]
         made = yield from self._ahead.add(ids, parents, glean=top, hidden=states, shows=True)
         assert made.hidden is not None
         self._grown = torch.cat([self._grown, made.hidden])
-        return [made.gleaned(i) for i in range(len(ids))]
+        return [made.hook_output(i) for i in range(len(ids))]
 
 
-def heard_again(lm: LM, past: Past, text: Sequence[int]) -> Asks[tuple[int, Tensor]]:
+def recompute_hidden_states(lm: LM, past: DraftContext, text: Sequence[int]) -> Steps[tuple[int, Tensor]]:
     """States [n, E] of the newest tokens but for the pending one, and the position of the first: by a pass of the model
     that writes, with part of their past."""
     end = len(text) - 1
     first = max(0, end - SEEN)
-    before = newest_before(lm, past.kv, first, range(lm.n_layers))
+    before = newest_before(lm, past.cache, first, range(lm.n_layers))
     rows = Rows.chain(text[first:end], first)
-    made = yield Feed(lm, rows, before, want=range(rows.n_rows), shows=True)
+    made = yield ForwardRequest(lm, rows, before, want=range(rows.n_rows), record_hidden_states=True)
     assert made.hidden is not None
     return first, made.hidden

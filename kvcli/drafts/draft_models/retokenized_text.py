@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from kvcli.safe_output import BROKEN
 
 if TYPE_CHECKING:
-    from kvcli.models.retokenizer import Spelling
+    from kvcli.models.retokenizer import TokenMapping
 
 PIECE = 48  # tokens between two cuts, or fewer
 OPEN = 24  # newest tokens that are spelled anew, at least
 
 
-class Respelled:
+class RetokenizedText:
     """`ids`, and `its`: the same text in the draft's. It is torn while it ends within a character."""
 
-    def __init__(self, spelling: Spelling) -> None:
+    def __init__(self, spelling: TokenMapping) -> None:
         self._to = spelling
         self.ids: list[int] = []
         self.its: list[int] = list(spelling.draft.opening)

@@ -13,38 +13,38 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcli.drafts.sources.logit_recycling import top
-from kvcli.engine.drafting.draft_kv import Bough
-from kvcli.kv.tiers.device_tables import Fixed
+from kvcli.engine.drafting.draft_kv import DraftTreeKV
+from kvcli.kv.tiers.device_tables import DeviceCache
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kvcli.drafts.draft_models.layer_skip import Skipping
-    from kvcli.engine.drafting.drafter import Past
-    from kvcli.engine.forward_request import Asks
+    from kvcli.drafts.draft_models.layer_skip import LayerSkip
+    from kvcli.engine.drafting.drafter import DraftContext
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.rows import Hears
     from kvcli.engine.stats import Step
-    from kvcli.kernels.attend_invariant import Own
-    from kvcli.kernels.merge_attention import Part
-    from kvcli.kv.slots import Readable, Sight, Usage
+    from kvcli.kernels.attend_invariant import NewRows
+    from kvcli.kernels.merge_attention import PartialAttention
+    from kvcli.kv.slots import Attendable, AttentionParams, Usage
 
 _NEWEST = 64  # tokens that are remembered
 
 
-class Itself:
+class SelfDraftModel:
     """Guesses with the model that writes. The pending token is the first row of each draft: nothing else is missing."""
 
-    hears: Hears = ""
-    missing = 1
+    needs: Hears = ""
+    n_uncovered = 1
 
-    def __init__(self, lm: LM, skipping: Skipping) -> None:
+    def __init__(self, lm: LM, skipping: LayerSkip) -> None:
         self.lm, self._skipping = lm, skipping
         self.length = 0
         self._newest: list[int] = []  # tokens, by which layers are chosen
-        self._past: Past | None = None
-        self._ahead: Bough | None = None  # the draft under way, the pending token first
+        self._past: DraftContext | None = None
+        self._ahead: DraftTreeKV | None = None  # the draft under way, the pending token first
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class Itself:
         return self.lm.limit
 
     @property
-    def room(self) -> int:
+    def max_depth(self) -> int:
         """As deep as the model has positions."""
         return self.lm.limit - self.length
 
@@ -73,55 +73,57 @@ class Itself:
         """The text is now this one."""
         self.length, self._newest = len(ids), list(ids[-_NEWEST:])
         self._skipping.start()
-        self.forget()
+        self.discard_cache()
 
     def extend(self, new: Sequence[int]) -> None:
         """These joined it."""
         self.length, self._newest = self.length + len(new), [*self._newest, *new][-_NEWEST:]
-        self.forget()
+        self.discard_cache()
 
-    def forget(self) -> None:
+    def discard_cache(self) -> None:
         """Drop the draft under way, and what it reads: a past is not to be held by who only looks at it."""
         self._past = self._ahead = None
 
-    def over(self, past: Past | None) -> None:
+    def bind(self, past: DraftContext | None) -> None:
         """What drafts read: the part of it that the view asks for, else what its store shows to guesses."""
         self._past = past
 
-    def hear(self, step: Step) -> None:
+    def observe(self, step: Step) -> None:
         """Nothing that `extend` does not say."""
 
-    def study(self) -> Asks[None]:
+    def prefill(self) -> Steps[None]:
         """The past is what the text's own pass has read."""
         yield from ()
 
-    def read(self, want: int = 1, most: float = math.inf) -> Asks[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
         """What is gleaned of the pending token's row."""
         assert want == 1, "nothing else is passed over"
         assert self._past is not None, "there is no past to read"
-        view, kv = self._past.view, self._past.kv
-        past = Cheaper(kv if view is None else view, kv.dtype)
+        view, kv = self._past.view, self._past.cache
+        past = DraftCacheView(kv if view is None else view, kv.dtype)
         yield from self._skipping.improve(kv, past, self._newest, self.length)
-        self._ahead = Bough(self.lm, past, self.length - 1)
+        self._ahead = DraftTreeKV(self.lm, past, self.length - 1)
         return (yield from self._ahead.grow(self._newest[-1:], [-1], top, self._skipping.runs))
 
-    def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Asks[list[list[float]]]:
+    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
         """What is gleaned of the rows of guesses behind it, in the tree of which it is the root."""
         assert self._ahead is not None, "read first"
         return (yield from self._ahead.grow(ids, [parent + 1 for parent in parents], top, self._skipping.runs))
 
 
-class Cheaper:
+class DraftCacheView:
     """A past as its store shows it to rows whose finds are checked later."""
 
-    def __init__(self, past: Readable, dtype: torch.dtype) -> None:
+    def __init__(self, past: Attendable, dtype: torch.dtype) -> None:
         self.dtype, self._past = dtype, past
 
-    def fixed(self, rows: int, more: int = 0) -> Fixed:
+    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Why it needs the host."""
-        return Fixed(why_not="guesses of the model itself read less than the past")
+        return DeviceCache(why_not="guesses of the model itself read less than the past")
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """q [H, N, D] of rows at positions pos [N] -> parts."""
         return self._past.attend(layer, q, replace(sight, is_guess=True), pos, own)
 

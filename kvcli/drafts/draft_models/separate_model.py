@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli.drafts.sources.logit_recycling import top
-from kvcli.engine.drafting.draft_kv import Bough
-from kvcli.engine.forward_request import Asks, Feed
+from kvcli.engine.drafting.draft_kv import DraftTreeKV
+from kvcli.engine.forward_request import ForwardRequest, Steps
 from kvcli.engine.hf.rope import rotaries
 from kvcli.engine.rows import Hears, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kernels.rope import Rotary, rotate, unrotate
-from kvcli.kv.recurrent_state import States
+from kvcli.kv.recurrent_state import RecurrentStates
 from kvcli.kv.slots import Slots, Usage
 from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.drafting.drafter import Past
+    from kvcli.engine.drafting.drafter import DraftContext
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
 
@@ -37,7 +37,7 @@ CHECKPOINTS = 4  # of states, where some of its layers keep one
 SPARE = 8  # of the newest tokens an eighth goes at once: letting them go copies the others
 
 
-class Sibling:
+class SeparateDraftModel:
     """Reads a text in a store of its own. What it made of guesses is stored as far as the text takes them.
 
     Layers that keep a state know all that was read, tokens that did not stay among it, and none that was passed over.
@@ -55,16 +55,16 @@ class Sibling:
         self.lm, self._sees = lm, sees
         self._sinks, self._newest = sinks, working - sinks if working else math.inf
         self._turns: Sequence[Rotary | None] | None = rotaries(lm) if closes and working else None
-        self._layers = [layer for layer, shape in enumerate(lm.shapes) if shape.shares is None]
+        self._layers = [layer for layer, shape in enumerate(lm.shapes) if shape.shared_from is None]
         self._text: list[int] = []
-        self.forget()
+        self.discard_cache()
 
-    def forget(self) -> None:
+    def discard_cache(self) -> None:
         """Nothing is read of the text: what is stored may be torn."""
         self._kv = Dense(self.lm.shapes, self.lm.dtype, self.lm.device)
-        self._states = States(self.lm.mixers.like, CHECKPOINTS)
+        self._states = RecurrentStates(self.lm.mixers.like, CHECKPOINTS)
         self._n = self._solid = self._gap = 0
-        self._guessed: Bough | None = None  # behind the text
+        self._guessed: DraftTreeKV | None = None  # behind the text
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class Sibling:
         return self.lm.limit
 
     @property
-    def missing(self) -> int:
+    def n_uncovered(self) -> int:
         """Tokens of the text that are not covered."""
         return len(self._text) - self._n
 
@@ -85,7 +85,7 @@ class Sibling:
         return len(self._text)
 
     @property
-    def hears(self) -> Hears:
+    def needs(self) -> Hears:
         return ""
 
     def newest(self, n: int) -> list[int]:
@@ -93,7 +93,7 @@ class Sibling:
         return self._text[-int(min(n, self._newest)) :]
 
     @property
-    def room(self) -> int:
+    def max_depth(self) -> int:
         """How many guesses have a position that the model was made for, once the text is read."""
         stays = self._sinks + self._newest if self._turns is not None else math.inf
         return self.lm.limit - int(min(len(self._text) - self._gap, stays))
@@ -113,7 +113,7 @@ class Sibling:
         """These joined it: guesses that were right have been read."""
         if self._guessed is not None:
             right = self._guessed.path(self._known(new[:-1]))
-            self._guessed.store(self._kv, right)
+            self._guessed.commit_path(self._kv, right)
             self._n += len(right)
         self._guessed = None
         self._text += new
@@ -129,15 +129,15 @@ class Sibling:
                 self._solid = self._gap = 0
         self._guessed = None
 
-    def over(self, past: Past | None) -> None:
+    def bind(self, past: DraftContext | None) -> None:
         """It reads a past of its own."""
 
-    def hear(self, step: Step) -> None:
+    def observe(self, step: Step) -> None:
         """Nothing that `extend` does not say."""
 
     # ---- passes ----
 
-    def study(self) -> Asks[None]:
+    def prefill(self) -> Steps[None]:
         """Read the text but for its last token."""
         sees = self._sees
         if sees is None:
@@ -146,60 +146,62 @@ class Sibling:
         if self._turns is not None:  # as far as it has positions
             most = min(most, max(self._newest, self.lm.limit // 2))
             step = min(step, self.lm.limit - self._sinks - int(most))
-        while self.missing > 1:
+        while self.n_uncovered > 1:
             yield from self._feed(self._text[self._n : min(self._n + step, len(self._text) - 1)])
             self._settle(most)
         self._settle(self._newest)
 
-    def read(self, want: int = 1, most: float = math.inf) -> Asks[list[list[float]]]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
         """Cover the text to its end, by reading `most` of its newest tokens -> what is gleaned of the last `want`."""
         self._cut(len(self._text) - 1)  # it may be asked again, where the pass that was to check its guesses broke
         yield from self._pass_over(min(most, self._newest))
-        while self.missing > max(CHUNK, want):
+        while self.n_uncovered > max(CHUNK, want):
             self._make_room(CHUNK)
             yield from self._feed(self._text[self._n : self._n + CHUNK])
-        self._make_room(self.missing)
+        self._make_room(self.n_uncovered)
         self._states.mark()
         return (yield from self._feed(self._text[self._n :], want))
 
-    def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Asks[list[list[float]]]:
+    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
         """What is gleaned of the rows of guesses behind the text, which has been read."""
         if self._guessed is None:
             states = self._states if self.lm.mixers else None
-            self._guessed = Bough(self.lm, self._kv, self._n - self._gap, states)
+            self._guessed = DraftTreeKV(self.lm, self._kv, self._n - self._gap, states)
         return (yield from self._guessed.grow(self._known(ids), parents, top))
 
     def _known(self, ids: Sequence[int]) -> list[int]:
         return [min(i, self.lm.vocab - 1) for i in ids]  # padded tokens of the other model have no row in this one
 
-    def _feed(self, ids: Sequence[int], want: int = 0) -> Asks[list[list[float]]]:
+    def _feed(self, ids: Sequence[int], want: int = 0) -> Steps[list[list[float]]]:
         rows = Rows.chain(self._known(ids), self._n - self._gap)
         n = rows.n_rows
         assert want <= n, "what is asked for was not passed over"
         wanted = range(n - want, n)
         glean = top if want else None
-        made = yield Feed(self.lm, rows, self._kv, want=wanted, glean=glean, states=self._states, is_prompt=not want)
+        made = yield ForwardRequest(
+            self.lm, rows, self._kv, want=wanted, logits_hook=glean, states=self._states, is_prompt=not want
+        )
         commit(self._kv, rows, made, range(n))
         self._n += n
-        return [made.gleaned(i) for i in range(want)]
+        return [made.hook_output(i) for i in range(want)]
 
     # ---- what stays ----
 
-    def _pass_over(self, most: float) -> Asks[None]:
+    def _pass_over(self, most: float) -> Steps[None]:
         """Leave out what is missing but for the first tokens of the text and `most` of the newest.
 
         Where those are all that may stay, what was stored before goes, too.
         """
-        if self.missing <= most:
+        if self.n_uncovered <= most:
             return
         if self._n < self._sinks:
             yield from self._feed(self._text[self._n : min(self._sinks, len(self._text) - int(most))])
         if most >= self._newest and self._n > self._sinks:
             self._kv.crop(self._sinks)
             self._n, self._gap = self._sinks, 0
-        hole = self.missing - int(most)
+        hole = self.n_uncovered - int(most)
         self._n += hole
-        self._states.pass_over(self._n)
+        self._states.skip_tokens(self._n)
         self._solid = self._n
         self._gap += hole if self._turns is not None else 0
 

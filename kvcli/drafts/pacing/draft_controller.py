@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvcli.drafts.pacing.pass_timer import Clock
-from kvcli.engine.drafting.report import Report
+from kvcli.drafts.pacing.pass_timer import PassTimer
+from kvcli.engine.drafting.report import DraftReport
 
 _WARM_UP = 2  # first passes, whose times count for nothing (allocation, caches, compilation)
 _FIRST_PLAIN = 3  # plain passes measured before any claim
@@ -40,7 +40,7 @@ class Mode(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedPass:
     """One pass on the books."""
 
     guesses: int
@@ -48,20 +48,20 @@ class Timed:
     units: float
 
 
-class Books:
+class PassHistory:
     """The last so many passes, and what they come to: asked several times a pass."""
 
     def __init__(self, most: int) -> None:
-        self._passes: deque[Timed] = deque(maxlen=most)
+        self._passes: deque[TimedPass] = deque(maxlen=most)
         self._rate: float | None = 0.0  # None = to be worked out
 
     def __len__(self) -> int:
         return len(self._passes)
 
-    def __iter__(self) -> Iterator[Timed]:
+    def __iter__(self) -> Iterator[TimedPass]:
         return iter(self._passes)
 
-    def note(self, timed: Timed) -> None:
+    def note(self, timed: TimedPass) -> None:
         self._passes.append(timed)
         self._rate = None
 
@@ -78,20 +78,20 @@ class Books:
         return self._rate
 
 
-class Pace:
+class DraftController:
     """Says what each pass is for and how many guesses it verifies, and hears how long it took."""
 
     def __init__(self, kill_below: float = 0.98, probe_every: int = 64) -> None:
         self.kill_below = kill_below  # multiple of plain speed below which drafting pauses
         self.probe_every = probe_every  # passes between two plain passes timed as the yardstick
         self.paused_passes = 0
-        self._clock = Clock()
+        self._clock = PassTimer()
         self._passes = 0
         self._owed = _FIRST_PLAIN  # plain passes to time
         self._timed = 0  # pass in which a plain one was last timed
         self._doubts: list[int] = []  # passes in which the plain time was thrown away
-        self._window = Books(_WINDOW)  # passes with a look-up
-        self._recent = Books(2 * _WINDOW)  # all passes
+        self._window = PassHistory(_WINDOW)  # passes with a look-up
+        self._recent = PassHistory(2 * _WINDOW)  # all passes
         self._left = 0  # passes until the pause ends
         self._pause = _PAUSE
         self._kept = 0  # guesses on paper that came true in a row
@@ -213,20 +213,20 @@ class Pace:
         usual, is_known = self._clock.costs(guesses + 1)[-1], self._clock.knows(guesses + 1)
         if guesses and not scouts:
             self._clock.time(guesses + 1, units)
-        self._note(Timed(guesses, tokens, before + min(units, (1.5 if is_known and not scouts else 4) * usual)))
+        self._note(TimedPass(guesses, tokens, before + min(units, (1.5 if is_known and not scouts else 4) * usual)))
         return units - usual if scouts else None
 
-    def hear_paper(self, came_true: bool) -> None:
+    def observe_dry_run(self, came_true: bool) -> None:
         """How a guess on paper turned out: one that came true ends a first pause, twice as many each relapse."""
         self._kept = self._kept + 1 if came_true else 0
         if self._left and self._kept >= min(_ENOUGH, self._pause // _PAUSE):
             self._resume()
 
-    def report(self) -> Report:
+    def report(self) -> DraftReport:
         reason = self._why
         if not self._left:
             reason = "" if self._clock.plain else "measuring plain passes"
-        return Report(
+        return DraftReport(
             paused=bool(self._left),
             reason=f"{reason}; next try in {self._left} passes" if self._left else reason,
             paused_passes=self.paused_passes,
@@ -248,7 +248,7 @@ class Pace:
         self._owed = owed
         return True
 
-    def _note(self, timed: Timed) -> None:
+    def _note(self, timed: TimedPass) -> None:
         self._recent.note(timed)
         if self._left:
             self._tick_pause()

@@ -14,7 +14,7 @@ _STALE = 1024  # passes after which the cost of a row count is forgotten
 _STEADY = 1.33  # plain passes further apart than this factor are not of one kind
 
 
-class Clock:
+class PassTimer:
     """How long passes take, by rows. Medians, for a shared machine is noisy."""
 
     def __init__(self) -> None:

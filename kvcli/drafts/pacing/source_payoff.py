@@ -18,7 +18,7 @@ _HOPELESS = 0.6
 _REST, _LONGEST_REST = 128, 4096  # passes; a rest doubles each time it fails again
 
 
-class Credit:
+class SourcePayoff:
     """Says whether the next pass has the source, `what` in words, and hears what it brought and cost."""
 
     def __init__(self, wait: int = 16, what: str = "scouts") -> None:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.rows import Scouts
+    from kvcli.engine.rows import LookaheadRows
 
 
-class Window:
+class JacobiWindow:
     """Tokens of the scouts, and what becomes of them."""
 
     def __init__(self, width: int, ngram: int, ends: Collection[int] = ()) -> None:
@@ -52,11 +52,11 @@ class Window:
         self._tokens = [[self._filler() for _ in range(self.width)] for _ in range(self.levels)] if self._text else []
         self._age = 0
 
-    def scouts(self) -> Scouts | None:
+    def scouts(self) -> LookaheadRows | None:
         """The rows of this pass; None while there is no text to fill them from."""
         import torch
 
-        from kvcli.engine.rows import Scouts
+        from kvcli.engine.rows import LookaheadRows
 
         if not self._tokens:
             return None
@@ -64,7 +64,7 @@ class Window:
             sees = [[_sees(a, b) for b in self._order] for a in self._order]
             self._sees = torch.tensor(sees, dtype=torch.bool)
         ids = [self._tokens[level][column] for level, column in self._order]
-        return Scouts(ids, self._offset, self._sees, self._last)
+        return LookaheadRows(ids, self._offset, self._sees, self._last)
 
     def harvest(self, before: Sequence[int], last: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
         """Roll on by one place. `before` is the text up to the pending token, `last` what each column of the last

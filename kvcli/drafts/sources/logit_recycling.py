@@ -15,8 +15,8 @@ from math import exp, inf, log
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kvcli.drafts.tree.acceptance_rates import Odds
-from kvcli.drafts.tree.tree import Offer
+from kvcli.drafts.tree.acceptance_rates import AcceptanceRates
+from kvcli.drafts.tree.tree import DraftCandidate
 from kvcli.kernels.gumbel_noise.host import gumbel_host
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from kvcli.engine.drafting.report import Accepted
+    from kvcli.engine.drafting.report import AcceptanceByMatch
     from kvcli.engine.sequence.sampler import Sampler
 
 TOP, WIDE = 8, 32  # successors kept for a key, and those among which probabilities are shared out
@@ -68,7 +68,7 @@ class Entry:
         self.logp = [log(p + 1e-12) for _, p in best]
 
 
-class Successors:
+class RecycledLogits:
     """Entries by the last `shortest` to `longest` tokens, and the record of how their guesses fared."""
 
     def __init__(self, name: str, shortest: int, longest: int) -> None:
@@ -79,7 +79,7 @@ class Successors:
         self._entries: dict[tuple[int, ...], Entry] = {}
         self._tail: list[int] = []  # the last `longest` tokens of the text
         self._at = 0  # position of the last of them
-        self._odds = Odds(START, NAMES)
+        self._odds = AcceptanceRates(START, NAMES)
 
     def start(self, ids: Sequence[int]) -> None:
         """What was learned under another text stays: it is the model's view of these tokens."""
@@ -96,7 +96,7 @@ class Successors:
         """The same where a text would stand that went on like this."""
         return None if self.rests else (*self._tail, *path)[-self.longest :]
 
-    def offers(self, state: Any, depth: int, branches: int) -> Sequence[Offer]:
+    def offers(self, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:
         began = perf_counter()
         entry = next(
             (e for n in range(len(state), self.shortest - 1, -1) if (e := self._entries.get(state[-n:]))), None
@@ -105,14 +105,14 @@ class Successors:
         self.spent += perf_counter() - began
         return found
 
-    def safe(self, offer: Offer) -> int:
+    def safe(self, offer: DraftCandidate) -> int:
         return 4
 
-    def learn(self, offer: Offer, was_right: bool) -> None:
+    def learn(self, offer: DraftCandidate, was_right: bool) -> None:
         row, column = offer.about
         self._odds.learn(row, column, was_right, is_first=not column)
 
-    def tell(self, before: Sequence[int], ids: list[int], logp: list[float]) -> None:
+    def add(self, before: Sequence[int], ids: list[int], logp: list[float]) -> None:
         """After a text that ends with `before` the model gave these tokens the highest log-probabilities, in order."""
         for n in range(self.shortest, min(self.longest, len(before)) + 1):
             key = tuple(before[-n:])
@@ -125,22 +125,22 @@ class Successors:
         while len(self._entries) > KEYS:
             del self._entries[next(iter(self._entries))]
 
-    def record(self) -> tuple[Accepted, ...]:
+    def record(self) -> tuple[AcceptanceByMatch, ...]:
         return self._odds.record()
 
-    def _offers(self, entry: Entry, state: Any, depth: int, branches: int) -> Sequence[Offer]:
-        ids, scores = ranked(entry.ids, entry.logp, self._at + depth, self.sampler)
+    def _offers(self, entry: Entry, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:
+        ids, scores = rank_with_noise(entry.ids, entry.logp, self._at + depth, self.sampler)
         found = []
         for rank, token in enumerate(ids[:branches]):
             row, column = cell(scores, rank)
             chance = self._odds.chance(row, column)
-            found.append(Offer(token, chance, (*state, token)[-self.longest :], (row, column)))
+            found.append(DraftCandidate(token, chance, (*state, token)[-self.longest :], (row, column)))
         return found
 
 
-def learners(names: Sequence[str]) -> list[Successors]:
+def learners(names: Sequence[str]) -> list[RecycledLogits]:
     """Each of these once, knowing nothing."""
-    return [Successors(name, *LENGTHS[name]) for name in dict.fromkeys(names)]
+    return [RecycledLogits(name, *LENGTHS[name]) for name in dict.fromkeys(names)]
 
 
 def learned_bytes(names: Sequence[str], n: int) -> int:
@@ -155,7 +155,7 @@ def cell(scores: Sequence[float], rank: int) -> tuple[int, int]:
     return bisect(GAPS, scores[0] - other), min(rank, 2)
 
 
-def ranked(ids: list[int], logp: list[float], at: int, s: Sampler | None) -> tuple[list[int], list[float]]:
+def rank_with_noise(ids: list[int], logp: list[float], at: int, s: Sampler | None) -> tuple[list[int], list[float]]:
     """Tokens in the order in which the sampler would prefer them behind position `at`, and their scores."""
     if s is None or s.temperature == 0:
         return ids, logp

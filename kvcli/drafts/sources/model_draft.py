@@ -14,18 +14,18 @@ from statistics import median_low
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from kvcli.drafts.sources.logit_recycling import NAMES, START, cell, ranked
-from kvcli.drafts.tree.acceptance_rates import Odds
-from kvcli.drafts.tree.growth import Growth, Place, Shape, Tip, sequoia
-from kvcli.drafts.tree.tree import Offer
+from kvcli.drafts.sources.logit_recycling import NAMES, START, cell, rank_with_noise
+from kvcli.drafts.tree.acceptance_rates import AcceptanceRates
+from kvcli.drafts.tree.growth import Growth, Leaf, TreeNode, TreeShape, sequoia
+from kvcli.drafts.tree.tree import DraftCandidate
 from kvcli.errors import KvcliError
-from kvcli.kv.out_of_memory import as_shortage
+from kvcli.kv.out_of_memory import as_cache_full
 
 if TYPE_CHECKING:
-    from kvcli.drafts.draft_models.draft_model import Guesser
-    from kvcli.drafts.sources.prompt_lookup import Copies
-    from kvcli.engine.drafting.report import Accepted
-    from kvcli.engine.forward_request import Asks
+    from kvcli.drafts.draft_models.draft_model import DraftModel
+    from kvcli.drafts.sources.prompt_lookup import PromptLookup
+    from kvcli.engine.drafting.report import AcceptanceByMatch
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.sequence.sampler import Sampler
 
 log = logging.getLogger("kvcli.drafts")
@@ -42,8 +42,8 @@ Pays = Callable[[Sequence[float]], bool]  # chances of the guesses so far -> is 
 Costs = Callable[[int], Sequence[float]]  # n -> plain passes of one with 1, 2, ... n rows
 
 
-class Chain:
-    """A source that asks for passes: `ahead` comes before the tree is grown.
+class ModelDraft:
+    """A source that asks for passes: `extend_draft` comes before the tree is grown.
 
     What it would have said of tokens that came without it is found out now and then (a look): one pass over the newest
     of them, in which every row is a guess. So drafting begins and goes on when it would pay, and is not tried to find
@@ -52,14 +52,14 @@ class Chain:
 
     def __init__(
         self,
-        guesser: Guesser,
+        guesser: DraftModel,
         *,
         depth: int,
         vocab: int,
         share: float,
         ends: Collection[int] = (),
         growth: Growth | None = None,
-        cascade: tuple[Copies, int] | None = None,
+        cascade: tuple[PromptLookup, int] | None = None,
         name: str = "model",
     ) -> None:
         """`depth`: guesses in a row, at most; `vocab`: of the model that writes; `share`: what a pass takes of one of
@@ -74,14 +74,14 @@ class Chain:
         self._seconds: deque[float] = deque(maxlen=9)  # of a pass of few rows
         self._look, self._waited = 0.0, 0  # seconds of the last one, and passes since it was asked anything
         self._growth, self._cascade = growth or Growth(), cascade
-        self._places: list[Place] = []  # of the text's end, and of guesses that passes were made of
-        self._shape: Shape | None = None  # of all trees, where that is fixed
+        self._places: list[TreeNode] = []  # of the text's end, and of guesses that passes were made of
+        self._shape: TreeShape | None = None  # of all trees, where that is fixed
         self._until_plan = 0  # drafts
         self._n_rows = 0  # of passes over guesses
         self._seen: set[int] | None = None  # tokens of the text, where the sampler punishes those
-        self._odds, self._all = Odds(START, NAMES), Odds(((_START_MEAN,),), ("all",))
+        self._odds, self._all = AcceptanceRates(START, NAMES), AcceptanceRates(((_START_MEAN,),), ("all",))
         # by rank: a shape that is the same wherever the text is asks for no more
-        self._ranks = Odds(([_START_MEAN * 0.3**rank for rank in range(self._growth.branches)],), ("all",))
+        self._ranks = AcceptanceRates(([_START_MEAN * 0.3**rank for rank in range(self._growth.branches)],), ("all",))
 
     @property
     def mean(self) -> float:
@@ -113,13 +113,13 @@ class Chain:
 
     # ---- passes ----
 
-    def study(self) -> Asks[None]:
+    def study(self) -> Steps[None]:
         """Read a prompt."""
         if self._can_go_on():
             with self._giving_up():
-                yield from self.guesser.study()
+                yield from self.guesser.prefill()
 
-    def ahead(self, room: int, pays: Pays, plain: float, costs: Costs) -> Asks[bool]:
+    def extend_draft(self, room: int, pays: Pays, plain: float, costs: Costs) -> Steps[bool]:
         """Draft the next tokens, at most `room` deep, while that pays; else perhaps take a look: True if it was taken.
 
         `plain`: seconds of a plain pass; `costs`: of verification."""
@@ -129,7 +129,7 @@ class Chain:
         with self._giving_up():
             if room > 0 and pays(()):
                 self._plan(plain, costs)
-                yield from self._draft(min(room, self.depth, self.guesser.room), pays)
+                yield from self._draft(min(room, self.depth, self.guesser.max_depth), pays)
             elif looked := self._is_due(plain):
                 yield from self._take_a_look(began)
             else:
@@ -137,12 +137,12 @@ class Chain:
         self.spent = perf_counter() - began
         return looked
 
-    def _draft(self, most: int, pays: Pays) -> Asks[None]:
+    def _draft(self, most: int, pays: Pays) -> Steps[None]:
         growth, newest, promised = self._growth, 0, 0.0
         chances = list[float]()  # that the text gets behind one of the guesses of a level
         while True:
-            began, rows = perf_counter(), self.guesser.missing
-            found = yield from self.guesser.read()
+            began, rows = perf_counter(), self.guesser.n_uncovered
+            found = yield from self.guesser.catch_up()
             if not found:
                 return
             self._time(rows, began)
@@ -168,13 +168,13 @@ class Chain:
             newest = len(self._places)
             yield from self._pass(tips, most)
 
-    def _pass(self, tips: Sequence[Tip], most: int) -> Asks[None]:
+    def _pass(self, tips: Sequence[Leaf], most: int) -> Steps[None]:
         """One over these, and over what is copied behind the first."""
         began, first, n = perf_counter(), self._n_rows, len(tips)
         ids, parents = [self._token(tip) for tip in tips], [self._places[tip.place].row for tip in tips]
         copied = self._copied((*self._places[tips[0].place].path, ids[0]), most)
         behind = [first, *range(first + n, first + n + len(copied))][: len(copied)]
-        found = yield from self.guesser.go_on([*ids, *copied], [*parents, *behind])
+        found = yield from self.guesser.continue_from([*ids, *copied], [*parents, *behind])
         self._n_rows += len(found)
         self._time(len(found), began)
         for row, (tip, gleaned) in enumerate(zip(tips, found[:n], strict=True), start=first):
@@ -186,7 +186,7 @@ class Chain:
                 break  # it would have gone on otherwise
             at = self._go_below(at, offered.index(token), row, gleaned)
 
-    def _token(self, tip: Tip) -> int:
+    def _token(self, tip: Leaf) -> int:
         return self._places[tip.place].ids[tip.rank]
 
     def _copied(self, path: tuple[int, ...], most: int) -> list[int]:
@@ -212,13 +212,13 @@ class Chain:
         return self._add(gleaned, row, (*of.path, of.ids[rank]), of.chance * of.chances[rank], shape)
 
     def _add(
-        self, gleaned: Sequence[float], row: int, path: tuple[int, ...], chance: float, shape: Shape | None
+        self, gleaned: Sequence[float], row: int, path: tuple[int, ...], chance: float, shape: TreeShape | None
     ) -> int:
         ids, scores = self._choices(gleaned, path)
         first = self._odds.chance(*cell(scores, 0)) if ids else 0.0
         ranks = range(min(len(ids), self._growth.offered(first, shape)))
         chances = [self._odds.chance(*cell(scores, rank)) for rank in ranks]
-        self._places.append(Place(row, path, chance, ids, scores, chances, shape))
+        self._places.append(TreeNode(row, path, chance, ids, scores, chances, shape))
         return len(self._places) - 1
 
     def _time(self, rows: int, began: float) -> None:
@@ -234,9 +234,9 @@ class Chain:
             self._shape = sequoia(rates, most, min(self.depth, most), self.cost(plain), costs(most + 1))
         self._until_plan = (self._until_plan or _PLAN) - 1
 
-    def _take_a_look(self, began: float) -> Asks[None]:
+    def _take_a_look(self, began: float) -> Steps[None]:
         newest = self.guesser.newest(_FIRST if self.is_untried else LOOK)
-        found = yield from self.guesser.read(len(newest), most=len(newest))
+        found = yield from self.guesser.catch_up(len(newest), most=len(newest))
         for i, gleaned in enumerate(found[:-1]):
             ids, scores = self._choices(gleaned, (), i + 1 - len(newest))
             for rank, token in enumerate(ids[: self._growth.branches]):
@@ -247,9 +247,9 @@ class Chain:
     def _is_due(self, plain: float) -> bool:
         """A look is due when the passes since it was last asked took long enough."""
         if self.is_untried:
-            return plain > 0 and self.guesser.missing >= _FIRST
+            return plain > 0 and self.guesser.n_uncovered >= _FIRST
         units = self._look / plain if self._look and plain else 4 * self._share
-        return plain > 0 and self.guesser.missing >= LOOK and self._waited >= units / _SHARE
+        return plain > 0 and self.guesser.n_uncovered >= LOOK and self._waited >= units / _SHARE
 
     def _choices(self, gleaned: Sequence[float], path: Sequence[int], off: int = 0) -> tuple[list[int], list[float]]:
         """What may come behind these guesses, in the sampler's order, and the scores. `off`: how much longer the
@@ -260,10 +260,10 @@ class Chain:
             text, by = self._seen.union(path), self.sampler.repetition_penalty
             known = [((lp / by if lp > 0 else lp * by) if i in text else lp, i) for lp, i in known]
             known.sort(reverse=True)
-        return ranked([i for _, i in known], [lp for lp, _ in known], at, self.sampler)
+        return rank_with_noise([i for _, i in known], [lp for lp, _ in known], at, self.sampler)
 
     def _can_go_on(self) -> bool:
-        if self.guesser.room > 0:
+        if self.guesser.max_depth > 0:
             return not self.why
         self.why = f"{self.guesser.name}, which drafts, was made for {self.guesser.limit:,} tokens"
         return False
@@ -274,7 +274,7 @@ class Chain:
         try:
             yield
         except Exception as error:
-            is_lack = as_shortage(error) is not None
+            is_lack = as_cache_full(error) is not None
             said = error.message if isinstance(error, KvcliError) else f"{type(error).__name__}: {error}".split("\n")[0]
             self.fault = (
                 f"no memory for {self.guesser.name}, which drafts"
@@ -283,7 +283,7 @@ class Chain:
             )
             log.log(logging.INFO if is_lack else logging.WARNING, "%s", self.fault, exc_info=not is_lack)
             self.why, self._places = self.fault, []
-            self.guesser.forget()
+            self.guesser.discard_cache()
 
     # ---- a source of the tree ----
 
@@ -291,18 +291,18 @@ class Chain:
         """A state is a place."""
         return 0 if self._places else None
 
-    def offers(self, state: Any, depth: int, branches: int) -> Sequence[Offer]:
+    def offers(self, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:
         place, found = self._places[state], []
         for rank in range(min(branches, len(place.chances))):
             about, token = cell(place.scores, rank), place.ids[rank]
-            found.append(Offer(token, place.chances[rank], place.below.get(token), (rank, about)))
+            found.append(DraftCandidate(token, place.chances[rank], place.below.get(token), (rank, about)))
         return found
 
-    def safe(self, offer: Offer) -> int:
+    def safe(self, offer: DraftCandidate) -> int:
         """They were drafted because they pay."""
         return len(self._places)
 
-    def learn(self, offer: Offer, was_right: bool) -> None:
+    def learn(self, offer: DraftCandidate, was_right: bool) -> None:
         rank, about = offer.about
         self._learn(rank, about, was_right)
 
@@ -313,5 +313,5 @@ class Chain:
         if not rank:
             self._all.learn(0, 0, was_right)
 
-    def record(self) -> tuple[Accepted, ...]:
+    def record(self) -> tuple[AcceptanceByMatch, ...]:
         return self._odds.record()

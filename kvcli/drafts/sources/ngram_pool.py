@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcli.drafts.tree.acceptance_rates import Odds
-from kvcli.drafts.tree.tree import Offer
+from kvcli.drafts.tree.acceptance_rates import AcceptanceRates
+from kvcli.drafts.tree.tree import DraftCandidate
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafting.report import Accepted
+    from kvcli.engine.drafting.report import AcceptanceByMatch
 
 KEYS = 1 << 14  # at most; the oldest go first
 KEY_BYTES = 520  # of a key and its runs, as Python holds them; measured with tracemalloc
@@ -24,7 +24,7 @@ _NAMES = ("1", "2", "3", "4+")
 Run = tuple[int, ...]
 
 
-class Pool:
+class NgramPool:
     """n-grams by key, and the record of how they fared."""
 
     name = "scouts"
@@ -34,7 +34,7 @@ class Pool:
         self.key_max, self.per_key, self.guesses, self._seeds = key_max, per_key, guesses, seeds
         self._runs: dict[Run, dict[Run, None]] = {}  # key -> runs, oldest first
         self._tail: list[int] = []  # the last tokens of the text: `key_max`, or as many as a seed has
-        self._odds = Odds(_START, _NAMES)
+        self._odds = AcceptanceRates(_START, _NAMES)
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -75,7 +75,7 @@ class Pool:
                     return list(found.items())
         return list(found.items()) or None
 
-    def offers(self, state: Any, depth: int, branches: int) -> Sequence[Offer]:
+    def offers(self, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:
         named: dict[int, list[tuple[Run, int]]] = {}
         for run, n in state:
             if depth < len(run):
@@ -83,16 +83,16 @@ class Pool:
         found = []
         for rank, (token, agree) in enumerate(list(named.items())[:branches]):
             row, column = min(agree[0][1], len(_START)) - 1, int(rank > 0)
-            found.append(Offer(token, self._odds.chance(row, column), agree, (row, column)))
+            found.append(DraftCandidate(token, self._odds.chance(row, column), agree, (row, column)))
         return found
 
-    def safe(self, offer: Offer) -> int:
+    def safe(self, offer: DraftCandidate) -> int:
         """One run of the usual length."""
         return 4
 
-    def learn(self, offer: Offer, was_right: bool) -> None:
+    def learn(self, offer: DraftCandidate, was_right: bool) -> None:
         row, column = offer.about
         self._odds.learn(row, column, was_right, is_first=not column)
 
-    def record(self) -> tuple[Accepted, ...]:
+    def record(self) -> tuple[AcceptanceByMatch, ...]:
         return self._odds.record()

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcli.drafts.sources.suffix_index import SuffixIndex
-from kvcli.drafts.tree.acceptance_rates import Odds, by_bits
-from kvcli.drafts.tree.tree import Offer
+from kvcli.drafts.tree.acceptance_rates import AcceptanceRates, by_bits
+from kvcli.drafts.tree.tree import DraftCandidate
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafting.report import Accepted
+    from kvcli.engine.drafting.report import AcceptanceByMatch
 
 _PLACES = 16  # earlier places merged into one tree; 32 found nothing more in replayed code and docs
 _SHORTER = 0.25  # weight of a place per token that its match is shorter than the longest
@@ -36,14 +36,14 @@ _NAMES = ("1", "2-3", "4-7", "8-15", "16-31", "32+")
 TOKEN_BYTES = 24  # of the index, a token: the text, its places, and their sorting
 
 
-class Copies:
+class PromptLookup:
     """Owns the index of the text and the record of its guesses."""
 
     name = "suffix"
 
     def __init__(self, min_match: int, max_match: int) -> None:
         self.index = SuffixIndex(min_match, max_match)
-        self._odds = Odds(_START, _NAMES)
+        self._odds = AcceptanceRates(_START, _NAMES)
         self._ahead: list[list[int]] = []  # [places][depth] what followed each place that matches the text's end
         self._lengths: list[int] = []  # [places] of the match, longest first
         self._weight: list[float] = []
@@ -71,12 +71,12 @@ class Copies:
         self._weight += [_SHORTER ** (found.lengths[0] - length) for length in found.lengths]
         return range(first, len(self._ahead))
 
-    def offers(self, state: Any, depth: int, branches: int) -> Sequence[Offer]:
+    def offers(self, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:
         if len(state) == 1:  # as far down as most of a tree is
             (place,) = state
             match = self._lengths[place] + depth
             row = by_bits(match, len(_START) - 1)
-            return [Offer(self._ahead[place][depth], self._odds.chance(row, 0), state, (row, 0, 1.0, match))]
+            return [DraftCandidate(self._ahead[place][depth], self._odds.chance(row, 0), state, (row, 0, 1.0, match))]
         named: dict[int, list[int]] = {}
         weights: dict[int, float] = {}
         for place in state:
@@ -90,17 +90,17 @@ class Copies:
             match = self._lengths[agree[0]] + depth  # places come longest match first
             row, column = by_bits(match, len(_START) - 1), 3 if rank else min(len(agree), 3) - 1
             chance = share * self._odds.chance(row, column)
-            found.append(Offer(token, chance, agree, (row, column, share, match)))
+            found.append(DraftCandidate(token, chance, agree, (row, column, share, match)))
         return found
 
-    def safe(self, offer: Offer) -> int:
+    def safe(self, offer: DraftCandidate) -> int:
         """About two rows per matched token."""
         match: int = offer.about[3]
         return 2 * match + 1
 
-    def learn(self, offer: Offer, was_right: bool) -> None:
+    def learn(self, offer: DraftCandidate, was_right: bool) -> None:
         row, column, share, _ = offer.about
         self._odds.learn(row, column, was_right, share, is_first=column < 3)
 
-    def record(self) -> tuple[Accepted, ...]:
+    def record(self) -> tuple[AcceptanceByMatch, ...]:
         return self._odds.record()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcli.engine.drafting.report import Accepted
+from kvcli.engine.drafting.report import AcceptanceByMatch
 
 
-class Odds:
+class AcceptanceRates:
     """Acceptance by cell. A cell starts at a given value, worth a few guesses, and moves with what is learned."""
 
     _DECAY = 0.98  # per guess: the last 50 or so count
@@ -33,10 +33,10 @@ class Odds:
             self._tally[row][0] += was_right
             self._tally[row][1] += 1
 
-    def record(self) -> tuple[Accepted, ...]:
+    def record(self) -> tuple[AcceptanceByMatch, ...]:
         """The record of first choices, by row."""
         return tuple(
-            Accepted(name, made, right / made if made else 0.0)
+            AcceptanceByMatch(name, made, right / made if made else 0.0)
             for name, (right, made) in zip(self._names, self._tally, strict=True)
         )
 

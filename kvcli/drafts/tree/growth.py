@@ -18,14 +18,14 @@ _UNSURE = ((0.8, 1), (0.6, 3), (0.3, 5), (0.0, 7))  # CaPE: so many choices wher
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TreeShape:
     """A node of a tree: how it goes on behind its first choice, its second, ..."""
 
-    below: tuple[Shape, ...] = ()
+    below: tuple[TreeShape, ...] = ()
 
 
 @dataclass(slots=True)
-class Place:
+class TreeNode:
     """What may come behind a guess that a pass was made of, or behind the text."""
 
     row: int  # of that pass, among all of guesses; -1 = of the text
@@ -34,11 +34,11 @@ class Place:
     ids: list[int]  # choices, the best first
     scores: list[float]
     chances: list[float]  # of those that are offered, given that the text gets there
-    shape: Shape | None = None  # Sequoia's, from here down
+    shape: TreeShape | None = None  # Sequoia's, from here down
     below: dict[int, int] = field(default_factory=dict)  # choice -> its place
 
 
-class Tip(NamedTuple):
+class Leaf(NamedTuple):
     """A choice that no pass was made of."""
 
     chance: float  # that the text gets behind it
@@ -56,13 +56,13 @@ class Growth:
     nodes: int = 15  # guesses that will be verified, at most
     least: float = 0.0  # accepted tokens that another pass must promise; 0 = what it costs by the clock
 
-    def offered(self, first: float, shape: Shape | None) -> int:
+    def offered(self, first: float, shape: TreeShape | None) -> int:
         """Choices at a place, the first of which comes true as often as `first`."""
         if self.kind == "cape":
             return min(self.branches, next(n for above, n in _UNSURE if first >= above))
         return self.branches if shape is None else len(shape.below)
 
-    def tips(self, places: Sequence[Place], newest: int, depth: int) -> list[Tip]:
+    def tips(self, places: Sequence[TreeNode], newest: int, depth: int) -> list[Leaf]:
         """What the next pass is made of, the likeliest first. `newest`: the first place of the last pass; `depth`:
         guesses in a row, at most, the last of which needs no pass."""
         if self.kind in ("chain", "cape"):
@@ -73,7 +73,7 @@ class Growth:
         else:
             looked, ranks, wide = range(0 if self.kind == "best" else newest, len(places)), self.branches, self.wide
         found = [
-            Tip(place.chance * chance, i, rank)
+            Leaf(place.chance * chance, i, rank)
             for i in looked
             if len((place := places[i]).path) + 1 < depth
             for rank, chance in enumerate(place.chances[:ranks])
@@ -81,12 +81,12 @@ class Growth:
         ]
         return nlargest(wide, found)
 
-    def promised(self, places: Sequence[Place]) -> float:
+    def promised(self, places: Sequence[TreeNode]) -> float:
         """Accepted tokens to be expected of what would be verified, choices of the last pass among it."""
         return sum(nlargest(self.nodes, [place.chance * chance for place in places for chance in place.chances]))
 
 
-def sequoia(rates: Sequence[float], most: int, depth: int, each: float, costs: Sequence[float]) -> Shape:
+def sequoia(rates: Sequence[float], most: int, depth: int, each: float, costs: Sequence[float]) -> TreeShape:
     """The shape that gives most tokens by time. `rates`: how often the first choice comes true, the second, ...;
     `most`: guesses; `each`: plain passes of a level; `costs[n]`: of verifying n guesses."""
     tree = _programme(tuple(rates))
@@ -95,24 +95,24 @@ def sequoia(rates: Sequence[float], most: int, depth: int, each: float, costs: S
     return tree(*best)[1]
 
 
-def _programme(rates: tuple[float, ...]) -> Callable[[int, int], tuple[float, Shape]]:
+def _programme(rates: tuple[float, ...]) -> Callable[[int, int], tuple[float, TreeShape]]:
     """(guesses, levels) -> accepted tokens of the best tree of so many at most, and its shape."""
 
     @cache
-    def under(n: int, levels: int, rank: int) -> tuple[float, tuple[Shape, ...]]:
+    def under(n: int, levels: int, rank: int) -> tuple[float, tuple[TreeShape, ...]]:
         """The best n guesses below a node, as its children from this rank on."""
         if not n or not levels or rank == len(rates):
             return 0.0, ()
-        found: tuple[float, tuple[Shape, ...]] = (0.0, ())
+        found: tuple[float, tuple[TreeShape, ...]] = (0.0, ())
         for mine in range(1, n + 1):
             down, shapes = under(mine - 1, levels - 1, 0)
             beside, others = under(n - mine, levels, rank + 1)
             if (value := rates[rank] * (1 + down) + beside) > found[0]:
-                found = value, (Shape(shapes), *others)
+                found = value, (TreeShape(shapes), *others)
         return found
 
-    def tree(n: int, levels: int) -> tuple[float, Shape]:
+    def tree(n: int, levels: int) -> tuple[float, TreeShape]:
         value, shapes = under(n, levels, 0)
-        return value, Shape(shapes)
+        return value, TreeShape(shapes)
 
     return tree

@@ -17,7 +17,7 @@ Rule = Literal["marginal", "reject", "disco"]
 _RATE = 0.05  # of learning, a guess
 
 
-class Stop(Protocol):
+class StopRule(Protocol):
     """Asked behind each guess."""
 
     def goes_on(self, chances: Sequence[float]) -> bool:
@@ -27,7 +27,7 @@ class Stop(Protocol):
         """All of them but the last were taken; was that?"""
 
 
-def rule(name: Rule, risk: float) -> Stop | None:
+def rule(name: Rule, risk: float) -> StopRule | None:
     """None = the marginal rule alone."""
     if name == "marginal":
         return None

@@ -13,7 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafting.report import Accepted
+    from kvcli.engine.drafting.report import AcceptanceByMatch
 
 FAINT = 0.02  # chance of acceptance below which a row is not even considered, where rows have to pay
 _LIKELY = 0.2  # chance of a guess above which other sources are asked how it goes on
@@ -23,7 +23,7 @@ SURE = 0.8  # chance of a token above which no further source is asked about its
 Beyond = Callable[[Sequence[int], int], Any]  # guesses from the text on, the deepest there may be -> a state or None
 
 
-class Offer(NamedTuple):  # dozens are made each pass, and making a frozen dataclass takes four times as long
+class DraftCandidate(NamedTuple):  # dozens are made each pass, and making a frozen dataclass takes four times as long
     """A token that one source names at one place of the tree."""
 
     id: int
@@ -32,7 +32,7 @@ class Offer(NamedTuple):  # dozens are made each pass, and making a frozen datac
     about: Any  # what the source wants back when it learns what came
 
 
-class Source(Protocol):
+class DraftSource(Protocol):
     """Names tokens that may come next, and learns how often it is right.
 
     `start`, then in each pass `root` and `offers` as often as the tree grows, `learn` for each offer that was decided,
@@ -50,36 +50,36 @@ class Source(Protocol):
     def root(self, depth: int) -> Any:
         """Where it stands at the text's end; None = nothing to offer. No path will be deeper than `depth`."""
 
-    def offers(self, state: Any, depth: int, branches: int) -> Sequence[Offer]:
+    def offers(self, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:
         """At most `branches` different tokens behind `state`, which is `depth` tokens below the text's end."""
 
-    def safe(self, offer: Offer) -> int:
+    def safe(self, offer: DraftCandidate) -> int:
         """Rows that a tree beginning with this offer may have before their cost has been measured."""
 
-    def learn(self, offer: Offer, was_right: bool) -> None:
+    def learn(self, offer: DraftCandidate, was_right: bool) -> None:
         """The model took the offer's parent, and then this token or another."""
 
-    def record(self) -> tuple[Accepted, ...]:
+    def record(self) -> tuple[AcceptanceByMatch, ...]:
         """How often first choices were right, in the source's own classes, since its beginning."""
 
 
-class Guess(NamedTuple):
+class DraftToken(NamedTuple):
     """One row that could be verified."""
 
     id: int
     parent: int  # index among the guesses, -1 = follows the text
     chance: float  # of being accepted, ancestors included
-    named: tuple[tuple[int, Offer], ...]  # by whom: index of the source, what it offered
+    named: tuple[tuple[int, DraftCandidate], ...]  # by whom: index of the source, what it offered
 
 
 def grow(
-    sources: Sequence[Source],
+    sources: Sequence[DraftSource],
     most: int,
     room: int,
     branches: int,
-    faint: float = FAINT,
+    min_chance: float = FAINT,
     beyond: Sequence[tuple[int, Beyond]] = (),
-) -> list[Guess]:
+) -> list[DraftToken]:
     """Up to `most` guesses, the likeliest first, none deeper than `room`; a parent comes before its children.
 
     `beyond`: sources that go on, where all end, behind what others named, and how they do.
@@ -87,15 +87,15 @@ def grow(
     if most < 1 or room < 1:
         return []
     deepest = min(most, room)
-    guesses: list[Guess] = []
+    guesses: list[DraftToken] = []
     order = count()  # the heap must not compare guesses; equal chances go by recency
-    heap: list[tuple[float, int, Guess, int]] = []
+    heap: list[tuple[float, int, DraftToken, int]] = []
 
     def offer(parent: int, chance: float, depth: int, states: Sequence[tuple[int, Any]]) -> None:
         """Put what the sources name below `parent` on the heap."""
         for share, named in _merged(sources, states, depth, branches):
-            if (p := chance * share) >= faint:
-                heappush(heap, (-p, next(order), Guess(named[0][1].id, parent, p, named), depth + 1))
+            if (p := chance * share) >= min_chance:
+                heappush(heap, (-p, next(order), DraftToken(named[0][1].id, parent, p, named), depth + 1))
 
     roots = [(i, source.root(deepest)) for i, source in enumerate(sources)]
     offer(-1, 1.0, 0, [(i, state) for i, state in roots if state is not None])
@@ -111,7 +111,7 @@ def grow(
     return guesses
 
 
-def _path(guesses: Sequence[Guess]) -> list[int]:
+def _path(guesses: Sequence[DraftToken]) -> list[int]:
     """The tokens down to the last one."""
     path, at = [], len(guesses) - 1
     while at >= 0:
@@ -121,13 +121,13 @@ def _path(guesses: Sequence[Guess]) -> list[int]:
 
 
 def _merged(
-    sources: Sequence[Source], states: Sequence[tuple[int, Any]], depth: int, branches: int
-) -> list[tuple[float, tuple[tuple[int, Offer], ...]]]:
+    sources: Sequence[DraftSource], states: Sequence[tuple[int, Any]], depth: int, branches: int
+) -> list[tuple[float, tuple[tuple[int, DraftCandidate], ...]]]:
     """(chance, who named it) of at most `branches` tokens; a token's chance is that of the source surest of it."""
     if len(states) == 1:
         ((i, state),) = states
         return [(found.chance, ((i, found),)) for found in sources[i].offers(state, depth, branches)]
-    by_token: dict[int, list[tuple[int, Offer]]] = {}
+    by_token: dict[int, list[tuple[int, DraftCandidate]]] = {}
     for i, state in states:  # the cheapest source comes first
         offers = sources[i].offers(state, depth, branches)
         for found in offers:
@@ -141,7 +141,7 @@ def _merged(
     return merged
 
 
-def decided(guesses: Sequence[Guess], new: Sequence[int]) -> list[tuple[Guess, bool]]:
+def decided(guesses: Sequence[DraftToken], new: Sequence[int]) -> list[tuple[DraftToken, bool]]:
     """Each guess whose parent the text `new` took, and whether it took the guess; in order of depth.
 
     Rows that were not verified are decided as well, and cost nothing.

@@ -7,22 +7,22 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from kvcli.drafts.pacing.draft_controller import Mode, Pace
-from kvcli.drafts.pacing.source_payoff import Credit
-from kvcli.drafts.tree.tree import FAINT, SURE, Guess, Source, decided, grow
-from kvcli.engine.drafting.report import Report, ScoutsReport
+from kvcli.drafts.pacing.draft_controller import DraftController, Mode
+from kvcli.drafts.pacing.source_payoff import SourcePayoff
+from kvcli.drafts.tree.tree import FAINT, SURE, DraftSource, DraftToken, decided, grow
+from kvcli.engine.drafting.report import DraftReport, LookaheadReport
 
 if TYPE_CHECKING:
-    from kvcli.drafts.draft_settings import Pacing
-    from kvcli.drafts.sources.jacobi_window import Window
-    from kvcli.drafts.sources.logit_recycling import Successors
-    from kvcli.drafts.sources.model_draft import Chain
-    from kvcli.drafts.sources.ngram_pool import Pool
-    from kvcli.drafts.tree.stop_rules import Stop
+    from kvcli.drafts.draft_settings import DraftSettings
+    from kvcli.drafts.sources.jacobi_window import JacobiWindow
+    from kvcli.drafts.sources.logit_recycling import RecycledLogits
+    from kvcli.drafts.sources.model_draft import ModelDraft
+    from kvcli.drafts.sources.ngram_pool import NgramPool
+    from kvcli.drafts.tree.stop_rules import StopRule
     from kvcli.drafts.tree.tree import Beyond
-    from kvcli.engine.drafting.drafter import Costs, Glance, Past
-    from kvcli.engine.forward_request import Asks, Glean
-    from kvcli.engine.rows import Draft, Scouts
+    from kvcli.engine.drafting.drafter import Costs, DraftContext, ViewSpec
+    from kvcli.engine.forward_request import Glean, Steps
+    from kvcli.engine.rows import Draft, LookaheadRows
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
@@ -33,46 +33,48 @@ _HEARING = 0.02  # of a plain pass, spent on hearing rows beside the one that en
 _TAIL = 8  # tokens by which a text is known again, and that keys are made of
 
 
-class Mixer:
+class TreeDrafter:
     """Owns its sources, the tree of the pass under way, and the pace."""
 
     def __init__(
         self,
-        config: Pacing,
-        sources: Sequence[Source],
+        config: DraftSettings,
+        sources: Sequence[DraftSource],
         *,
-        successors: Sequence[Successors] = (),
-        scouting: tuple[Window, Pool] | None = None,
-        view: Glance | None = None,
-        chain: Chain | None = None,
+        successors: Sequence[RecycledLogits] = (),
+        scouting: tuple[JacobiWindow, NgramPool] | None = None,
+        view: ViewSpec | None = None,
+        chain: ModelDraft | None = None,
         beyond: Sequence[tuple[int, Beyond]] = (),
-        stop: Stop | None = None,
+        stop: StopRule | None = None,
     ) -> None:
         """`successors` are those of the sources that learn from logits, the pool of `scouting` is one of them, too, and
         so is `chain`, which comes last and whose guesses take passes; `stop` may end them sooner than the clock does.
         `beyond`: as `grow` has it."""
         self._config, self._sources, self._successors = config, list(sources), successors
-        self._window: Window | None = scouting[0] if scouting else None
-        self._pool: Pool | None = scouting[1] if scouting else None
+        self._window: JacobiWindow | None = scouting[0] if scouting else None
+        self._pool: NgramPool | None = scouting[1] if scouting else None
         self._view, self._chain, self._beyond, self._stop = view, chain, beyond, stop
         self._asked: list[float] = []  # chances of the second model's guesses in the pass under way, as far as asked
-        self._pace = Pace(config.kill_below, config.probe_every)
-        self._credit = Credit(_PATIENT if len(self._sources) > 1 else _EAGER)
-        self._thrift = Credit(0, "recycled logits")
+        self._pace = DraftController(config.kill_below, config.probe_every)
+        self._credit = SourcePayoff(_PATIENT if len(self._sources) > 1 else _EAGER)
+        self._thrift = SourcePayoff(0, "recycled logits")
         self._rest = config.adaptive and len(successors) < len(self._sources)  # may successors, beside other sources?
         self._costs: Costs | None = None
         self._sampler: Sampler | None = None  # how tokens will be drawn; None = greedily
         self._n = 0  # tokens of the text that the sources know
         self._tail: list[int] = []  # the last of them
-        self._guesses: list[Guess] | None = None  # of the pass under way, verified or not; None = no pass under way
-        self._scouts: Scouts | None = None  # of the pass under way
+        self._guesses: list[DraftToken] | None = (
+            None  # of the pass under way, verified or not; None = no pass under way
+        )
+        self._scouts: LookaheadRows | None = None  # of the pass under way
         self._mode = Mode.DRAFT  # of the pass under way
         self._listens = True  # to its logits, where a source learns from them: not while all rest
         self._accepted_by = dict.fromkeys((source.name for source in sources), 0)
         self._paper: list[int] = []  # tokens still to come true
 
     @property
-    def view(self) -> Glance | None:
+    def view(self) -> ViewSpec | None:
         return self._view
 
     @property
@@ -92,7 +94,7 @@ class Mixer:
         """What a second model stores of the text."""
         return self._chain.guesser.usage() if self._chain is not None else []
 
-    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Asks[None] | None:
+    def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Steps[None] | None:
         self._sampler = sampler
         for source in self._successors:
             source.sampler = sampler
@@ -107,7 +109,7 @@ class Mixer:
         self._guesses, self._paper = None, []
         return self._chain.study() if self._chain is not None and not self._pace.is_paused and self._pays(()) else None
 
-    def propose(self, ids: Sequence[int], room: int, past: Past | None = None) -> Asks[Draft] | Draft:
+    def propose(self, ids: Sequence[int], room: int, past: DraftContext | None = None) -> Steps[Draft] | Draft:
         if self._tail != list(ids[max(0, self._n - _TAIL) : self._n]) or self._n > len(ids):
             self._follow(ids)
         elif self._n < len(ids):
@@ -119,11 +121,11 @@ class Mixer:
             for source in self._successors:
                 source.rests, source.spent = rests, 0.0
         if self._chain is not None and mode is not Mode.PLAIN:
-            self._chain.guesser.over(past)
+            self._chain.guesser.bind(past)
             return self._ahead(self._chain, mode, room)
         return self._proposal(mode, room)
 
-    def _ahead(self, chain: Chain, mode: Mode, room: int) -> Asks[Draft]:
+    def _ahead(self, chain: ModelDraft, mode: Mode, room: int) -> Steps[Draft]:
         """The proposal, once the second model has had its passes."""
         is_asked = mode is Mode.DRAFT and self._pays(()) and not (self._config.adaptive and chain.is_untried)
         if is_asked and self._config.adaptive and len(self._sources) > 1:
@@ -133,9 +135,9 @@ class Mixer:
             is_sure = bool(chances) and chances[0] >= SURE
             # what they name takes no pass: the model has to be worth more, with what its passes take
             is_asked = not is_sure and self._pays((), self._pace.worth(chances, self._safe(named)))
-        looked = yield from chain.ahead(room if is_asked else 0, self._pays, self._pace.plain, self._pace.costs)
+        looked = yield from chain.extend_draft(room if is_asked else 0, self._pays, self._pace.plain, self._pace.costs)
         if looked and mode is Mode.PAPER:
-            self._pace.hear_paper(self._pays(()))
+            self._pace.observe_dry_run(self._pays(()))
         return self._proposal(mode, room)
 
     def _proposal(self, mode: Mode, room: int) -> Draft:
@@ -146,7 +148,7 @@ class Mixer:
         self._scouts = self._send(mode, room, rows)
         if mode is not Mode.DRAFT:
             return Draft.none()
-        hears = self._chain.guesser.hears if self._chain is not None else ""
+        hears = self._chain.guesser.needs if self._chain is not None else ""
         of = self._guesses[:rows]
         return Draft([g.id for g in of], [g.parent for g in of], self._scouts, hears)
 
@@ -172,7 +174,7 @@ class Mixer:
             self._hear_logits(step)
         ahead = self._chain.spent if self._chain is not None else 0.0
         if self._chain is not None:
-            self._chain.guesser.hear(step)
+            self._chain.guesser.observe(step)
         self._extend(step.new)
         # what is done here between two passes is time that plain decoding would not take
         spent = perf_counter() - began if self._mode is Mode.DRAFT else 0.0
@@ -182,13 +184,13 @@ class Mixer:
             self._credit.observe(brought, surcharge, self._pace.speed)
         self._guesses, self._scouts = None, None
 
-    def report(self) -> Report:
+    def report(self) -> DraftReport:
         """What `/spec` shows."""
         by_source = {source.name: source.record() for source in self._sources}
         credit, scouts = self._credit, None
         if self._window is not None:
             rested = credit.rested_passes
-            scouts = ScoutsReport(self._window.rows, credit.brought, credit.cost, rested, credit.why)
+            scouts = LookaheadReport(self._window.rows, credit.brought, credit.cost, rested, credit.why)
         report = self._pace.report()
         if (chain := self._chain) is not None:
             report = replace(report, ahead=chain.cost(report.plain_pass), by=chain.guesser.name, fault=chain.fault)
@@ -208,7 +210,7 @@ class Mixer:
             return False
         return self._pace.deeper(chances, chain.depth, chain.mean, chain.cost(self._pace.plain), beside)
 
-    def _teach(self, stop: Stop, found: Sequence[tuple[Guess, bool]]) -> None:
+    def _teach(self, stop: StopRule, found: Sequence[tuple[DraftToken, bool]]) -> None:
         """How the second model's first choices fared, down to the first rejected one: others were not tested."""
         theirs: dict[int, tuple[float, bool]] = {}  # parent -> its best guess: chance, and whether it was right
         for guess, is_right in found:
@@ -221,7 +223,7 @@ class Mixer:
             if not is_right:
                 return
 
-    def _grow(self, mode: Mode, room: int) -> list[Guess]:
+    def _grow(self, mode: Mode, room: int) -> list[DraftToken]:
         if mode is Mode.DRAFT:
             faint = FAINT if self._config.adaptive else 0.0
             return grow(self._sources, self._config.max, room, self._config.branches, faint, self._beyond)
@@ -232,17 +234,17 @@ class Mixer:
             self._paper = [g.id for g in chain]
         return chain
 
-    def _rows(self, guesses: Sequence[Guess]) -> int:
+    def _rows(self, guesses: Sequence[DraftToken]) -> int:
         """How many of the guesses to verify: as many as are safe, more or fewer once the clock says so; or all."""
         if not guesses or not self._config.adaptive:
             return len(guesses)
         return self._pace.rows([g.chance for g in guesses], self._safe(guesses))
 
-    def _safe(self, guesses: Sequence[Guess]) -> int:
+    def _safe(self, guesses: Sequence[DraftToken]) -> int:
         """Rows that these may have before their cost is known."""
         return max((self._sources[i].safe(offer) for guess in guesses[:1] for i, offer in guess.named), default=0)
 
-    def _send(self, mode: Mode, room: int, guesses: int) -> Scouts | None:
+    def _send(self, mode: Mode, room: int, guesses: int) -> LookaheadRows | None:
         window = self._window
         if window is None or mode is not Mode.DRAFT or room < window.reach:
             return None
@@ -254,7 +256,7 @@ class Mixer:
 
     # ---- the pass behind ----
 
-    def _brought(self, step: Step, sources: Sequence[Source | None]) -> int:
+    def _brought(self, step: Step, sources: Sequence[DraftSource | None]) -> int:
         """Accepted tokens that only these had named, and those behind them."""
         guesses = self._guesses or []
         theirs = {i for i, source in enumerate(self._sources) if source in sources}
@@ -265,13 +267,13 @@ class Mixer:
 
     def _harvest(self, step: Step) -> None:
         """N-grams from the scouts' logits, drawn as the text will be."""
-        from kvcli.drafts.sources.logit_recycling import likeliest, ranked  # late: it needs torch
+        from kvcli.drafts.sources.logit_recycling import likeliest, rank_with_noise  # late: it needs torch
 
         if self._window is None or self._pool is None:
             return
         rows, last = step.rows, []
         for i, row in enumerate(rows.wanted, start=rows.tree):
-            ids, _ = ranked(*likeliest(step.gleaned(i)), rows.pos[row], self._sampler)
+            ids, _ = rank_with_noise(*likeliest(step.hook_output(i)), rows.pos[row], self._sampler)
             last.append(ids[0])
         for before, run in self._window.harvest(self._tail, last):
             self._pool.put(before, run)
@@ -286,10 +288,10 @@ class Mixer:
         # the row that ended the path first, then others of it, which were copied, then those that were not taken
         path = step.path[::-1]
         for row in [*path, *(row for row in range(1, rows.tree) if row not in path)]:
-            ids, logp = likeliest(step.gleaned(row))
-            before = [*self._tail, *(rows.ids[above] for above in rows.above(row)[-2::-1])]
+            ids, logp = likeliest(step.hook_output(row))
+            before = [*self._tail, *(rows.ids[above] for above in rows.ancestors(row)[-2::-1])]
             for source in self._successors:
-                source.tell(before, ids, logp)
+                source.add(before, ids, logp)
             spent = perf_counter() - began
             if spent > _HEARING * plain:
                 break
@@ -317,8 +319,8 @@ class Mixer:
         n = min(len(new), len(self._paper))
         if list(new[:n]) != self._paper[:n]:
             self._paper = []
-            self._pace.hear_paper(False)
+            self._pace.observe_dry_run(False)
             return
         del self._paper[:n]
         if not self._paper:
-            self._pace.hear_paper(True)
+            self._pace.observe_dry_run(True)

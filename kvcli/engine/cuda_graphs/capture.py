@@ -42,19 +42,19 @@ class Graphs(Protocol):
         """To the host: how to wait for it. All that was sent before has then arrived, too."""
 
 
-class Unrecorded(Exception):
+class HostSyncInCapture(Exception):
     """A model asks for the host where nobody may: in words, for what."""
 
 
-def recorded(graphs: Graphs, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-    """As `record`; raises Unrecorded where it asks for the host."""
+def captured(graphs: Graphs, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    """As `record`; raises HostSyncInCapture where it asks for the host."""
     try:
         with torch.inference_mode():
             return graphs.record(work)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise Unrecorded(str(error).partition("\n")[0]) from error
+        raise HostSyncInCapture(str(error).partition("\n")[0]) from error
 
 
 class CudaGraphs:

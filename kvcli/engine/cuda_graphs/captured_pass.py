@@ -20,25 +20,25 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from kvcli.engine.cuda_graphs.capture import Unrecorded, recorded
-from kvcli.engine.cuda_graphs.device_sampling import Drawings, UnderWay, first, goes_on
+from kvcli.engine.cuda_graphs.capture import HostSyncInCapture, captured
+from kvcli.engine.cuda_graphs.device_sampling import DeviceSamplers, PendingPass, can_run_ahead, first
 from kvcli.engine.cuda_graphs.readback import Readback, fetch
 from kvcli.engine.engine import call
-from kvcli.engine.forward import SideBySide
+from kvcli.engine.forward import BatchedPass
 from kvcli.engine.forward_memory import FRAMES
-from kvcli.engine.forward_request import Feed, Fresh, Made
-from kvcli.engine.hf.cache_shim import Trial
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, NewKV
+from kvcli.engine.hf.cache_shim import CacheShim
 from kvcli.engine.hf.model_settings import fixed_ropes
 from kvcli.kernels.attend_captured import attend_fixed, storing
 from kvcli.kernels.attend_invariant.tables import Tree
 from kvcli.kernels.gumbel_noise.reference import signed
-from kvcli.kv.tiers.device_tables import Fixed
+from kvcli.kv.tiers.device_tables import DeviceCache
 
 if TYPE_CHECKING:
     from kvcli.engine.cuda_graphs.capture import Graphs
-    from kvcli.engine.cuda_graphs.device_sampling import Drawing
+    from kvcli.engine.cuda_graphs.device_sampling import DeviceSampling
     from kvcli.engine.hf.lm import LM
-    from kvcli.kv.slots import Sight
+    from kvcli.kv.slots import AttentionParams
 
 MOST = 12  # frames of a model that are kept
 NONE = -1  # in place of a row or a path
@@ -46,18 +46,18 @@ NONE = -1  # in place of a row or a path
 log = logging.getLogger("kvcli.engine")
 
 
-class Frames:
+class CapturedPasses:
     """Of one model. What they cannot serve runs one operation at a time; `eager` counts such passes, by why."""
 
     def __init__(self, graphs: Graphs, sizes: Sequence[int] = FRAMES) -> None:
         """`sizes`: rows of a frame, rising."""
         self.graphs, self._sizes = graphs, sizes
-        self._frames: dict[tuple[object, ...], Frame] = {}  # the latest last
+        self._frames: dict[tuple[object, ...], CapturedBatch] = {}  # the latest last
         self._over: list[object] = []  # layers of some of them that ended, or lie elsewhere
         self.eager: Counter[str] = Counter()
         self.why = ""  # nothing of this model can be recorded
 
-    def run(self, feeds: Sequence[Feed]) -> list[Made] | None:
+    def run(self, feeds: Sequence[ForwardRequest]) -> list[ForwardResult] | None:
         """One pass, the rows of all feeds side by side; None where it has to run otherwise."""
         self.release()
         if any(feed.is_prompt or feed.layers is not None or feed.only_kv for feed in feeds):
@@ -66,9 +66,9 @@ class Frames:
             return self._run(feeds)
         except torch.OutOfMemoryError:
             why = "no memory to record them"
-        except Eager as no:
+        except NotCaptured as no:
             why = str(no)
-        except Unrecorded as no:
+        except HostSyncInCapture as no:
             lm = feeds[0].lm
             self.why = why = f"{lm.info.family} cannot be recorded: {no}"
             lm.info = replace(lm.info, notes=(*lm.info.notes, f"passes run one operation at a time: {why}"))
@@ -86,19 +86,19 @@ class Frames:
             self._over.clear()
             self._frames = {key: frame for key, frame in self._frames.items() if frame.is_alive}
 
-    def _run(self, feeds: Sequence[Feed]) -> list[Made]:
+    def _run(self, feeds: Sequence[ForwardRequest]) -> list[ForwardResult]:
         if why := self.why or next(filter(None, map(self._why_not, feeds)), ""):
-            raise Eager(why)
-        sizes, most = [self._size(feed) for feed in feeds], feeds[0].lm.most_rows
+            raise NotCaptured(why)
+        sizes, most = [self._size(feed) for feed in feeds], feeds[0].lm.max_invariant_rows
         if most is not None and sum(rows for rows, _ in sizes) > most:
-            raise Eager(f"with the unused ones more than {most} rows, beyond which they would lose their bits")
-        pasts = [feed.past.fixed(rows, feed.grows) for feed, (rows, _) in zip(feeds, sizes, strict=True)]
+            raise NotCaptured(f"with the unused ones more than {most} rows, beyond which they would lose their bits")
+        pasts = [feed.cache.fixed(rows, feed.grows) for feed, (rows, _) in zip(feeds, sizes, strict=True)]
         if why := next(filter(None, (past.why_not for past in pasts)), ""):
-            raise Eager(why)
+            raise NotCaptured(why)
         return self._frame(feeds, sizes, pasts).run(feeds, pasts)
 
-    def _why_not(self, feed: Feed) -> str:
-        rows, hear = feed.rows, feed.hear
+    def _why_not(self, feed: ForwardRequest) -> str:
+        rows, hear = feed.rows, feed.record_queries
         if rows.tree < rows.n_rows:
             return "scouts run beside the tree (spec.method)"
         if rows.n_rows > self._sizes[-1]:
@@ -107,29 +107,31 @@ class Frames:
             return "not a step of a text"
         return "" if list(hear) == list(range(len(hear))) else "some rows of a tree are heard"
 
-    def _size(self, feed: Feed) -> tuple[int, int]:
+    def _size(self, feed: ForwardRequest) -> tuple[int, int]:
         """Rows and paths."""
         rows = next(size for size in self._sizes if size >= feed.rows.n_rows)
         return rows, 1 if feed.rows.sees is None else rows
 
-    def _frame(self, feeds: Sequence[Feed], sizes: Sequence[tuple[int, int]], pasts: Sequence[Fixed]) -> Frame:
+    def _frame(
+        self, feeds: Sequence[ForwardRequest], sizes: Sequence[tuple[int, int]], pasts: Sequence[DeviceCache]
+    ) -> CapturedBatch:
         self.release()  # what `pasts` moved away from
-        told = ((bool(feed.hear), feed.shows) for feed in feeds)
+        told = ((bool(feed.record_queries), feed.record_hidden_states) for feed in feeds)
         key = (*sizes, *told, *(id(lying) for its in pasts for lying in its.layers))
         frame = self._frames.pop(key, None)
         if frame is None:
             while len(self._frames) >= MOST:
                 del self._frames[next(iter(self._frames))]
-            frame = Frame(feeds[0].lm, self.graphs, sizes, feeds, pasts, self._over.append)
+            frame = CapturedBatch(feeds[0].lm, self.graphs, sizes, feeds, pasts, self._over.append)
         self._frames[key] = frame
         return frame
 
 
-class Eager(Exception):
+class NotCaptured(Exception):
     """This pass runs one operation at a time: why, in words."""
 
 
-class Numbers:
+class PassInputs:
     """Numbers of one text's rows, side by side in a block of int32, on the host or on the device."""
 
     def __init__(self, block: Tensor, rows: int, paths: int) -> None:
@@ -144,7 +146,7 @@ class Numbers:
     def tree(self) -> Tree:
         return Tree(self.path, self.path_of, self.depth, self.pos)
 
-    def fill(self, feed: Feed) -> None:
+    def fill(self, feed: ForwardRequest) -> None:
         """On the host. Unused rows repeat the first one, and lie on no path."""
         rows, n = feed.rows, feed.rows.n_rows
         for to, given in ((self.ids, rows.ids), (self.pos, rows.pos)):
@@ -173,31 +175,33 @@ def _starts(rows: int, paths: int) -> list[int]:
     return list(accumulate((-(-n // 4) * 4 for n in _lengths(rows, paths)), initial=0))
 
 
-class FixedPass:
+class CapturedForward:
     """Stands where a pass does while a frame is recorded: one text's rows, all that they read on the device."""
 
     last, hidden = -1, None
     shown: Tensor | None = None
 
-    def __init__(self, feed: Feed, rows: Numbers, past: Fixed) -> None:
+    def __init__(self, feed: ForwardRequest, rows: PassInputs, past: DeviceCache) -> None:
         self.layers, self.n_rows = range(feed.lm.n_layers), len(rows.ids)
-        self.trial = Trial(feed.lm.latents)
-        self._shapes, self._dtype, self._hears = feed.lm.shapes, feed.past.dtype, bool(feed.hear)
-        self.shows = feed.shows
+        self.trial = CacheShim(feed.lm.latents)
+        self._shapes, self._dtype, self._hears = feed.lm.shapes, feed.cache.dtype, bool(feed.record_queries)
+        self.shows = feed.record_hidden_states
         self._tree, self._past = rows.tree, past
-        self.fresh: dict[int, Fresh] = {}  # by layer
+        self.fresh: dict[int, NewKV] = {}  # by layer
         self.queries: list[Tensor] = []  # per layer q [H, N, D]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
+    ) -> Tensor:
         """As a pass does (forward.py)."""
         cast = k.to(self._dtype)
         q, k, v = q.to(self._dtype), cast, cast if v is k else v.to(self._dtype)
         if _in_rows(k) != _in_rows(v):  # one table says where both lie
             k, v = (t.contiguous().flatten().view(t.shape) for t in (k, v))  # a row alone may have any stride
-        if (source := self._shapes[layer].shares) is not None:
+        if (source := self._shapes[layer].shared_from) is not None:
             k, v = self.fresh[source].k, self.fresh[source].v
         else:
-            self.fresh[layer] = Fresh(k, v)
+            self.fresh[layer] = NewKV(k, v)
         if self._hears:
             self.queries.append(q)
         lying, bent, window = self._past.layers[layer], sight.softcap, sight.window
@@ -205,7 +209,7 @@ class FixedPass:
         return attend_fixed(*of, capacity=lying.room, softcap=bent, window=window, sink=sink)
 
 
-class Frame:
+class CapturedBatch:
     """Some texts' rows over where their pasts lie, of which it holds nothing itself."""
 
     def __init__(
@@ -213,32 +217,35 @@ class Frame:
         lm: LM,
         graphs: Graphs,
         sizes: Sequence[tuple[int, int]],
-        feeds: Sequence[Feed],
-        pasts: Sequence[Fixed],
+        feeds: Sequence[ForwardRequest],
+        pasts: Sequence[DeviceCache],
         over: Callable[[object], None],
     ) -> None:
-        """`sizes`: rows and paths of each text. `over` is told once a layer lies elsewhere. Raises Unrecorded."""
+        """`sizes`: rows and paths of each text. `over` is told once a layer lies elsewhere. Raises
+        HostSyncInCapture."""
         self._graphs = graphs = graphs.apart()  # other frames run between this one's pass and what is stored of it
         self._over = [ref(lying, over) for its in pasts for lying in its.layers]
         ends = [0, *accumulate(_starts(*size)[-1] for size in sizes)]
         self._here = graphs.host(ends[-1], torch.int32)
         self._there = torch.zeros(ends[-1], dtype=torch.int32, device=lm.device)
         self._of_host, self._rows = (
-            [Numbers(block[a:b], *size) for (a, b), size in zip(pairwise(ends), sizes, strict=True)]
+            [PassInputs(block[a:b], *size) for (a, b), size in zip(pairwise(ends), sizes, strict=True)]
             for block in (self._here, self._there)
         )
         for rows in self._of_host:  # of which `count` are stored while it is recorded: none
             rows.path_of.fill_(NONE)
         graphs.send(self._here, self._there)
-        self._under_way: UnderWay | None = None
+        self._under_way: PendingPass | None = None
         self._none = torch.empty(0, lm.vocab, dtype=lm.dtype, device=lm.device)  # logits
 
-        def work() -> tuple[Tensor, Tensor | None, list[FixedPass]]:
-            passes = [FixedPass(feed, rows, its) for feed, rows, its in zip(feeds, self._rows, pasts, strict=True)]
+        def work() -> tuple[Tensor, Tensor | None, list[CapturedForward]]:
+            passes = [
+                CapturedForward(feed, rows, its) for feed, rows, its in zip(feeds, self._rows, pasts, strict=True)
+            ]
             return *self._through(lm, passes), passes
 
         with fixed_ropes(lm.model):
-            (logits, shown, passes), self._pass = recorded(graphs, work)
+            (logits, shown, passes), self._pass = captured(graphs, work)
         each = [rows for rows, _ in sizes]
         self._logits, self._queries = torch.split(logits, each), [p.queries for p in passes]
         self._shown = None if shown is None else torch.split(shown, each)  # by text, [N, E]
@@ -249,19 +256,19 @@ class Frame:
             stores.append(store)
             self._alive += alive
         self._keep = [  # by text: stores the accepted rows
-            recorded(graphs, partial(store, rows.kept, rows.count, rows.pos))[1]
+            captured(graphs, partial(store, rows.kept, rows.count, rows.pos))[1]
             for store, rows in zip(stores, self._rows, strict=True)
         ]
-        self._drawings = Drawings(graphs, self._rows, self._logits, stores)
+        self._drawings = DeviceSamplers(graphs, self._rows, self._logits, stores)
 
     @property
     def is_alive(self) -> bool:
         """Whether all lies where it did."""
         return all(lying() is not None for lying in self._over)
 
-    def run(self, feeds: Sequence[Feed], pasts: Sequence[Fixed]) -> list[Made]:
-        """One pass of feeds of these sizes. Raises Unrecorded."""
-        drawing, told = self._drawings.of(feeds), [lying.told for its in pasts for lying in its.layers]
+    def run(self, feeds: Sequence[ForwardRequest], pasts: Sequence[DeviceCache]) -> list[ForwardResult]:
+        """One pass of feeds of these sizes. Raises HostSyncInCapture."""
+        drawing, told = self._drawings.of(feeds), [lying.synced_length for its in pasts for lying in its.layers]
         under_way, self._under_way = self._under_way, None
         if under_way is None or not under_way.serves(feeds, drawing, told):
             under_way = None
@@ -272,7 +279,7 @@ class Frame:
         if drawing is None:
             return self._drawn_apart(feeds, pasts)
         here, wait = drawing.read(self._graphs) if under_way is None else (under_way.here, under_way.wait)
-        if drawing.go_on is None or not all(map(goes_on, feeds)):
+        if drawing.go_on is None or not all(map(can_run_ahead, feeds)):
             wait()
             return self._made(feeds, pasts, self._backs(feeds, drawing, here))
         drawing.go_on()
@@ -283,32 +290,38 @@ class Frame:
         wait()
         backs = self._backs(feeds, drawing, here)
         next_rows = [(back.ids[0], at + 1, seed) for back, (_, at, seed) in zip(backs, map(first, feeds), strict=True)]
-        self._under_way = UnderWay(drawing, *ahead, next_rows, told)
+        self._under_way = PendingPass(drawing, *ahead, next_rows, told)
         return self._made(feeds, pasts, backs, is_stored=True)
 
-    def _drawn_apart(self, feeds: Sequence[Feed], pasts: Sequence[Fixed]) -> list[Made]:
+    def _drawn_apart(self, feeds: Sequence[ForwardRequest], pasts: Sequence[DeviceCache]) -> list[ForwardResult]:
         """By operations that run one at a time."""
         each = zip(feeds, self._logits, strict=True)
         backs = [Readback(feed, logits[: feed.rows.n_rows]) for feed, logits in each]
         fetch(backs)
         return self._made(feeds, pasts, backs)
 
-    def _backs(self, feeds: Sequence[Feed], drawing: Drawing, here: Tensor) -> list[Readback]:
+    def _backs(self, feeds: Sequence[ForwardRequest], drawing: DeviceSampling, here: Tensor) -> list[Readback]:
         return drawing.backs(feeds, [len(rows.ids) for rows in self._rows], self._logits, here)
 
     def _made(
-        self, feeds: Sequence[Feed], pasts: Sequence[Fixed], backs: Sequence[Readback], is_stored: bool = False
-    ) -> list[Made]:
+        self,
+        feeds: Sequence[ForwardRequest],
+        pasts: Sequence[DeviceCache],
+        backs: Sequence[Readback],
+        is_stored: bool = False,
+    ) -> list[ForwardResult]:
         made = []
         for i, (feed, back) in enumerate(zip(feeds, backs, strict=True)):
             logits = self._none if is_stored else self._logits[i][: feed.rows.n_rows]  # else they are the next pass's
-            queries = [q[:, : len(feed.hear)] for q in self._queries[i]] if feed.hear else []
+            queries = [q[:, : len(feed.record_queries)] for q in self._queries[i]] if feed.record_queries else []
             keep = partial(self._kept, i, feed, pasts[i], is_stored)
-            shown = self._shown[i][: feed.rows.n_rows] if feed.shows and self._shown is not None else None
-            made.append(Made(logits, back.drawn, back.gleaned, {}, queries, shown, keep))
+            shown = (
+                self._shown[i][: feed.rows.n_rows] if feed.record_hidden_states and self._shown is not None else None
+            )
+            made.append(ForwardResult(logits, back.drawn, back.gleaned, {}, queries, shown, keep))
         return made
 
-    def _kept(self, i: int, feed: Feed, past: Fixed, is_stored: bool, path: Sequence[int]) -> None:
+    def _kept(self, i: int, feed: ForwardRequest, past: DeviceCache, is_stored: bool, path: Sequence[int]) -> None:
         """These rows are part of the text."""
         if not is_stored:
             here, there = self._of_host[i], self._rows[i]
@@ -318,10 +331,10 @@ class Frame:
             self._keep[i]()
         past.grew(len(path), feed.rows.pos[path[0]])
 
-    def _through(self, lm: LM, passes: Sequence[FixedPass]) -> tuple[Tensor, Tensor | None]:
+    def _through(self, lm: LM, passes: Sequence[CapturedForward]) -> tuple[Tensor, Tensor | None]:
         """Logits [N, V] of all rows, and what the output layer was given, where that is wanted."""
         ids, pos = (torch.cat(of).long() for of in zip(*((rows.ids, rows.pos) for rows in self._rows), strict=True))
-        way = passes[0] if len(passes) == 1 else SideBySide(passes)
+        way = passes[0] if len(passes) == 1 else BatchedPass(passes)
         return call(lm.model, ids, pos, device=lm.device, its_pass=way, trial=way.trial), way.shown
 
 

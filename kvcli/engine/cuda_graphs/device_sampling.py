@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.cuda_graphs.capture import recorded
+from kvcli.engine.cuda_graphs.capture import captured
 from kvcli.engine.cuda_graphs.readback import Readback
 
 if TYPE_CHECKING:
     from kvcli.engine.cuda_graphs.capture import Graphs
-    from kvcli.engine.cuda_graphs.captured_pass import Numbers
-    from kvcli.engine.forward_request import Feed, Glean
+    from kvcli.engine.cuda_graphs.captured_pass import PassInputs
+    from kvcli.engine.forward_request import ForwardRequest, Glean
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.kernels.attend_captured import Storing
 
 
 @dataclass(slots=True)
-class Drawing:
+class DeviceSampling:
     """What the host reads of a pass, and how the device goes on by itself."""
 
     numbers: Tensor  # float64, which holds ids exactly: of each text the drawn ids, then what is gleaned
@@ -38,7 +38,7 @@ class Drawing:
         return self.here[0], graphs.fetch(self.numbers, self.here[0])
 
     def backs(
-        self, feeds: Sequence[Feed], sizes: Sequence[int], logits: Sequence[Tensor], here: Tensor
+        self, feeds: Sequence[ForwardRequest], sizes: Sequence[int], logits: Sequence[Tensor], here: Tensor
     ) -> list[Readback]:
         """What the host reads of each text, whose rows in the frame are so many, from the numbers of all."""
         numbers: list[float] = here.tolist()
@@ -51,31 +51,31 @@ class Drawing:
         return backs
 
 
-class Drawings:
+class DeviceSamplers:
     """Of one frame."""
 
     def __init__(
-        self, graphs: Graphs, rows: Sequence[Numbers], logits: Sequence[Tensor], stores: Sequence[Storing]
+        self, graphs: Graphs, rows: Sequence[PassInputs], logits: Sequence[Tensor], stores: Sequence[Storing]
     ) -> None:
         """By text: its rows on the device, their logits, and what makes rows of it slots."""
         self._graphs, self._rows, self._logits, self._stores = graphs, rows, logits, stores
         # the first row and its number, which is none while that is recorded
         self._first, self._one = (torch.zeros(1, dtype=torch.int32, device=logits[0].device) for _ in range(2))
-        self._made: dict[tuple[Hashable, ...], Drawing] = {}
+        self._made: dict[tuple[Hashable, ...], DeviceSampling] = {}
 
-    def of(self, feeds: Sequence[Feed]) -> Drawing | None:
+    def of(self, feeds: Sequence[ForwardRequest]) -> DeviceSampling | None:
         """How their tokens are drawn; None where more than the pass decides."""
         draws = [feed.draw for feed in feeds if feed.draw is not None]
         if any(draw.constraint is not None or draw.sampler.needs_text for draw in draws):
             return None
-        how = tuple((replace(draw.sampler, seed=0), feed.glean) for draw, feed in zip(draws, feeds, strict=True))
+        how = tuple((replace(draw.sampler, seed=0), feed.logits_hook) for draw, feed in zip(draws, feeds, strict=True))
         if (drawing := self._made.get(how)) is None:
-            (numbers, wide), start = recorded(self._graphs, partial(self._draw, how))
+            (numbers, wide), start = captured(self._graphs, partial(self._draw, how))
             here = [self._graphs.host(len(numbers), numbers.dtype) for _ in range(2)]
-            self._made[how] = drawing = Drawing(numbers, start, here, wide)
-        if drawing.go_on is None and all(map(goes_on, feeds)):
+            self._made[how] = drawing = DeviceSampling(numbers, start, here, wide)
+        if drawing.go_on is None and all(map(can_run_ahead, feeds)):
             self._one.zero_()
-            drawing.go_on = recorded(self._graphs, partial(self._feed_back, drawing.numbers))[1]
+            drawing.go_on = captured(self._graphs, partial(self._feed_back, drawing.numbers))[1]
             self._one.fill_(1)
         return drawing
 
@@ -100,26 +100,28 @@ class Drawings:
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
+class PendingPass:
     """A pass that nobody has asked for yet."""
 
-    drawing: Drawing
+    drawing: DeviceSampling
     here: Tensor
     wait: Callable[[], None]
     rows: Sequence[tuple[int, int, int]]  # of each text: id, position, seed
     told: Sequence[int]  # as it was when this began
 
-    def serves(self, feeds: Sequence[Feed], drawing: Drawing | None, told: Sequence[int]) -> bool:
+    def serves(self, feeds: Sequence[ForwardRequest], drawing: DeviceSampling | None, told: Sequence[int]) -> bool:
         """Whether it is the pass of these feeds, over pasts of which nobody but the device has changed anything."""
         return drawing is self.drawing and [first(feed) for feed in feeds] == self.rows and told == self.told
 
 
-def goes_on(feed: Feed) -> bool:
+def can_run_ahead(feed: ForwardRequest) -> bool:
     """Whether the row that it draws is the next pass, of which nothing else is wanted."""
-    return bool(feed.rows.ahead) and not feed.hear and not feed.shows and feed.glean is None
+    return (
+        bool(feed.rows.ahead) and not feed.record_queries and not feed.record_hidden_states and feed.logits_hook is None
+    )
 
 
-def first(feed: Feed) -> tuple[int, int, int]:
+def first(feed: ForwardRequest) -> tuple[int, int, int]:
     """Of its first row: id, position, seed."""
     assert feed.draw is not None
     return feed.rows.ids[0], feed.rows.pos[0], feed.draw.sampler.seed

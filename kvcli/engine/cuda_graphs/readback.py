@@ -19,13 +19,13 @@ from kvcli.errors import BadInput, BadModel
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Feed
+    from kvcli.engine.forward_request import ForwardRequest
 
 
 class Readback:
     """Of one text, by the logits [len(want), V] of its feed."""
 
-    def __init__(self, feed: Feed, logits: Tensor, has_pool: bool = False) -> None:
+    def __init__(self, feed: ForwardRequest, logits: Tensor, has_pool: bool = False) -> None:
         """`has_pool`: of the model that made them (threads.py)."""
         # Apple's GPU has no float64, in which noise is made and chances are summed
         self._feed, self._logits = feed, logits.cpu() if logits.device.type == "mps" else logits
@@ -68,7 +68,7 @@ class Readback:
         parts = [torch.empty(0, dtype=torch.float64, device=self._logits.device)]
         if self._feed.draw is not None:
             parts.append(self._draw(range(self._feed.rows.tree)).double())
-        if self._feed.glean is not None:
+        if self._feed.logits_hook is not None:
             parts.append(self._glean(slice(None)).double().flatten())
         return torch.cat(parts)
 
@@ -85,9 +85,9 @@ class Readback:
             return self._feed.draw.behind(self._feed.rows, which, self._logits)
 
     def _glean(self, which: slice) -> Tensor:
-        assert self._feed.glean is not None, "nothing was to be gleaned"
+        assert self._feed.logits_hook is not None, "nothing was to be gleaned"
         with one_pool(self._has_pool):
-            return self._feed.glean(self._logits[which])
+            return self._feed.logits_hook(self._logits[which])
 
 
 def fetch(texts: Sequence[Readback]) -> None:

@@ -14,28 +14,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import Asks, Feed, Glean, Made
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Glean, Steps
 from kvcli.engine.rows import Rows
-from kvcli.kernels.attend_invariant import Own
-from kvcli.kernels.merge_attention import Part
-from kvcli.kv.recurrent_state import Known, States
-from kvcli.kv.tiers.device_tables import Fixed
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.recurrent_state import RecurrentStates, StateCheckpoint
+from kvcli.kv.tiers.device_tables import DeviceCache
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.sequence.sampler import Draw
-    from kvcli.kv.slots import Reader, Sight, Store, Usage
+    from kvcli.engine.sequence.sampler import SamplingContext
+    from kvcli.kv.slots import AttentionParams, CacheReader, KVCache, Usage
 
 
-class Bough:
+class DraftTreeKV:
     """Grows by passes, each of which reads `past` and what grew before. It is what their rows attend to."""
 
-    def __init__(self, lm: LM, past: Reader, at: int, states: States | None = None) -> None:
+    def __init__(self, lm: LM, cache: CacheReader, at: int, states: RecurrentStates | None = None) -> None:
         """`past`: what all rows see, at positions below `at`; it may not change while this grows. `states`: what mixers
         know of it; with them each further row of a pass follows the one before."""
-        self._lm, self._past, self._at, self._states = lm, past, at, states
-        self._folds: list[tuple[Callable[[int], None], States, int]] = []  # by row: of its pass, and how many rows
-        self.dtype = past.dtype
+        self._lm, self._past, self._at, self._states = lm, cache, at, states
+        self._folds: list[
+            tuple[Callable[[int], None], RecurrentStates, int]
+        ] = []  # by row: of its pass, and how many rows
+        self.dtype = cache.dtype
         self.ids: list[int] = []
         self.parents: list[int] = []  # which row each follows; -1 = what is stored
         self._above: list[list[int]] = []  # a row's ancestors, the first one first, and itself
@@ -51,11 +53,11 @@ class Bough:
 
     def grow(
         self, ids: Sequence[int], parents: Sequence[int], glean: Glean, layers: Sequence[range] = ()
-    ) -> Asks[list[list[float]]]:
+    ) -> Steps[list[list[float]]]:
         """What is gleaned of a pass of further rows; a parent comes before its children. `layers`: runs of those that
         they go through, to the last one; () = all."""
         made = yield from self.add(ids, parents, glean=glean, layers=layers)
-        return [made.gleaned(i) for i in range(len(ids))]
+        return [made.hook_output(i) for i in range(len(ids))]
 
     def add(
         self,
@@ -63,11 +65,11 @@ class Bough:
         parents: Sequence[int],
         *,
         glean: Glean | None = None,
-        draw: Draw | None = None,
+        draw: SamplingContext | None = None,
         layers: Sequence[range] = (),
         hidden: Tensor | None = None,
         shows: bool = False,
-    ) -> Asks[Made]:
+    ) -> Steps[ForwardResult]:
         """What a pass of further rows makes. `hidden`, `shows`: as a feed has them."""
         had, n, above = len(self), len(ids), list(self._above)
         line = np.zeros((n, had + n), dtype=np.bool_)
@@ -82,11 +84,18 @@ class Bough:
         sees = self._line[:, had:] if n > 1 and states is None else None
         rows = Rows(ids, self._pos[had:], sees, tree=n, parent=among)
         for run in layers[:-1]:
-            hidden = (yield Feed(self._lm, rows, self, layers=run, hidden=hidden)).hidden
+            hidden = (yield ForwardRequest(self._lm, rows, self, layers=run, hidden=hidden)).hidden
         last = layers[-1] if layers else None
         of = self._lm, rows, self
-        made = yield Feed(
-            *of, want=range(n), draw=draw, glean=glean, layers=last, hidden=hidden, shows=shows, states=states
+        made = yield ForwardRequest(
+            *of,
+            want=range(n),
+            draw=draw,
+            logits_hook=glean,
+            layers=last,
+            hidden=hidden,
+            record_hidden_states=shows,
+            states=states,
         )
         if states is not None and made.fold is not None:
             self._folds += [(made.fold, states, i + 1) for i in range(n)]
@@ -95,14 +104,16 @@ class Bough:
         self._above, self._held = above, self._grown
         return made
 
-    def fixed(self, rows: int, more: int = 0) -> Fixed:
+    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Why it needs the host."""
-        return Fixed(why_not="guesses of a draft lie beside the store")
+        return DeviceCache(why_not="guesses of a draft lie beside the store")
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """q [H, n, D] of the pass under way, at positions pos [n] -> parts over all that they see."""
         assert own is not None, "rows see themselves"
-        source = self._lm.shapes[layer].shares
+        source = self._lm.shapes[layer].shared_from
         holder = layer if source is None else source
         if holder not in self._grown:
             k, v = self._held.get(holder, (own.k[:, :0], own.v[:, :0]))
@@ -110,7 +121,7 @@ class Bough:
         k, v = self._grown[holder]
         sees = self._seen(sight.window, q)
         # by `dataclasses.replace` it takes four times as long
-        both = Own(k, v, self._pos, self._line, sees, own.sink, own.before, self._sent)
+        both = NewRows(k, v, self._pos, self._line, sees, own.sink, own.before, self._sent)
         return self._past.attend(layer, q, sight, pos, both)
 
     def _seen(self, window: int | None, like: Tensor) -> Tensor:
@@ -132,13 +143,13 @@ class Bough:
             found.append(at)
         return found
 
-    def _behind(self, row: int, states: States) -> States:
+    def _behind(self, row: int, states: RecurrentStates) -> RecurrentStates:
         """Of a text that ends with this row; -1 = with what is stored."""
-        found = States()
+        found = RecurrentStates()
         found.now = states.now if row < 0 else self._known(row)
         return found
 
-    def _known(self, row: int) -> Known:
+    def _known(self, row: int) -> StateCheckpoint:
         fold, states, n = self._folds[row]
         fold(n)
         return states.now
@@ -153,7 +164,7 @@ class Bough:
             at = torch.tensor(path, device=k.device)
             yield layer, k.index_select(1, at), v.index_select(1, at), self._at
 
-    def store(self, kv: Store, path: Sequence[int]) -> None:
+    def commit_path(self, kv: KVCache, path: Sequence[int]) -> None:
         """These become slots."""
         for layer, k, v, at in self.held(path):
             kv.append(layer, k, v, at)

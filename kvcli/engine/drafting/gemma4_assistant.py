@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from kvcli.engine.hf.cache_shim import brought
+from kvcli.engine.hf.cache_shim import target_hidden_states
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.engine.loading import weights
 from kvcli.errors import BadModel
-from kvcli.models.checkpoint_format import Packing
+from kvcli.models.checkpoint_format import CheckpointFormat
 from kvcli.models.family import read_config
 from kvcli.models.refusals import refuse_quant
 from kvcli.models.source import Source
@@ -66,7 +66,7 @@ class Assistant(PreTrainedModel):  # type: ignore[misc]
     ) -> CausalLMOutput:
         """input_ids, position_ids [1, N] -> logits [1, n, V]. Hidden states [N, E] come with the pass."""
         embedded = self.embeds(input_ids).to(self.dtype)  # [1, N, E]
-        before = brought(embedded)
+        before = target_hidden_states(embedded)
         text = self.config.get_text_config()
         nothing = {kind: self._nothing(embedded, of) for kind, of in _kinds(text).items()}
         x = self.it.model(
@@ -92,7 +92,7 @@ def _kinds(text: Any) -> dict[str, tuple[int, int]]:
     return {kind: (of.num_key_value_heads, of.head_dim) for kind, of in each}
 
 
-def lenders(target: LM, head: LM) -> list[int]:
+def kv_source_layers(target: LM, head: LM) -> list[int]:
     """By layer of `head`: the layer of `target` whose slots it reads, the last of the same kind that stores."""
     last = {target.windows[layer] is not None: layer for layer in target.storing}
     return [last[window is not None] for window in head.windows]
@@ -100,18 +100,18 @@ def lenders(target: LM, head: LM) -> list[int]:
 
 def load_assistant(target: LM, source: Source, wants: Load) -> LM:
     """What lies in these files, where `target` is. Raises BadModel where it was made for another model."""
-    packing = Packing.of(source.config)
+    packing = CheckpointFormat.of(source.config)
     refuse_quant(source.id, wants.quant, target.device.type, is_quantized=packing.stays(target.device.type))
     with quiet():
         config = read_config(source, trust_remote_code=False)
         _refuse_misfit(target, config, source.id)
-        model, notes = weights.read_weights(source, config, wants.dtype, target.device, False, wants.quant)
+        model, notes = weights.load_weights(source, config, wants.dtype, target.device, False, wants.quant)
         if model.device.type != target.device.type:  # at once: what embeds its tokens is there, for the first trial too
             model.to(target.device)
-        return wrapped(target, model, id=source.id, path=str(source.path), quant=wants.quant, notes=notes)
+        return wrap_layers(target, model, id=source.id, path=str(source.path), quant=wants.quant, notes=notes)
 
 
-def wrapped(target: LM, assistant: Any, **about: Any) -> LM:
+def wrap_layers(target: LM, assistant: Any, **about: Any) -> LM:
     """One that is built already. `about`: as `LM.of` has it. Raises BadModel where it was made for another model."""
     name = about.setdefault("id", "assistant")
     _refuse_misfit(target, assistant.config, name)

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from kvcli.engine.hf.cache_shim import brought
+from kvcli.engine.hf.cache_shim import target_hidden_states
 from kvcli.engine.hf.lm import LM, quiet
 from kvcli.errors import BadModel
-from kvcli.kv.out_of_memory import Shortage, as_shortage
-from kvcli.models.library_errors import blamed
+from kvcli.kv.out_of_memory import CacheFull, as_cache_full
+from kvcli.models.library_errors import blame_files
 
 
 class Mtp(PreTrainedModel):  # type: ignore[misc]
@@ -56,30 +56,30 @@ class Mtp(PreTrainedModel):  # type: ignore[misc]
     ) -> CausalLMOutput:
         """input_ids, position_ids [1, N] -> logits [1, n, V]. Hidden states [N, E] come with the pass."""
         embedded = self.mtp.embed_tokens(input_ids)  # [1, N, E]
-        before = brought(embedded)
+        before = target_hidden_states(embedded)
         x = self.mtp.forward_layer(0, before, position_ids, cache, inputs_embeds=embedded)
         return CausalLMOutput(logits=self.mtp._project_to_logits(x if logits_to_keep is None else x[:, logits_to_keep]))
 
 
 def mtp_of(lm: LM) -> LM:
     """Those that lie in the files of this model, loaded once. Raises BadModel where there are none that can be used,
-    Shortage where they find no room."""
+    CacheFull where they find no room."""
     if Mtp not in lm.remembers:
         config = lm.model.config.get_text_config()
-        with quiet(), blamed(lambda said: _refusal(lm, said)):
+        with quiet(), blame_files(lambda said: _refusal(lm, said)):
             _name_layers(config)
             try:
-                lm.remembers[Mtp] = wrapped(lm, MtpModel.from_pretrained(lm.model, device_map={"": lm.device}))
+                lm.remembers[Mtp] = wrap_layers(lm, MtpModel.from_pretrained(lm.model, device_map={"": lm.device}))
             except Exception as error:
-                if (lack := as_shortage(error)) is None:
+                if (lack := as_cache_full(error)) is None:
                     raise
                 why = f"there is no memory for the MTP layers of {lm.info.id}"
-                raise Shortage(why, lines=lack.lines, try_=["--spec ngram", f"kvcli fit {lm.info.id}"]) from None
+                raise CacheFull(why, lines=lack.lines, try_=["--spec ngram", f"kvcli fit {lm.info.id}"]) from None
     found: LM = lm.remembers[Mtp]
     return found
 
 
-def wrapped(lm: LM, layers: MtpModel) -> LM:
+def wrap_layers(lm: LM, layers: MtpModel) -> LM:
     """Layers that are built already. Raises BadModel for those whose attention is not one we serve."""
     return LM.of(Mtp(layers), id=f"{lm.info.id} (MTP)", path=lm.info.path, revision=lm.info.revision)
 

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class AcceptanceByMatch:
     """How first choices that continue a match of some length have fared, verified or only compared with what came."""
 
     match: str  # tokens, a range
@@ -17,7 +17,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoutsReport:
+class LookaheadReport:
     """What scouts brought and cost."""
 
     rows: int  # in a pass that carries them
@@ -28,7 +28,7 @@ class ScoutsReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DraftReport:
     """What `/spec` shows. Seconds, passes, and speed as a multiple of plain decoding."""
 
     paused: bool
@@ -37,8 +37,8 @@ class Report:
     plain_pass: float  # median seconds of a pass with one row, 0 = not measured
     gain: float | None  # speed over plain decoding in the last passes, None = not measured
     row_cost: dict[int, float]  # rows in a pass, up to so many -> its time in plain passes; measured ones only
-    by_source: Mapping[str, tuple[Accepted, ...]] = field(default_factory=dict)
-    scouts: ScoutsReport | None = None  # None = the drafter sends none
+    by_source: Mapping[str, tuple[AcceptanceByMatch, ...]] = field(default_factory=dict)
+    scouts: LookaheadReport | None = None  # None = the drafter sends none
     ahead: float | None = None  # plain passes that one of a second model's takes; None = there is none
     by: str = ""  # its name
     fault: str = ""  # what broke in it, in words: the text went on without

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli.engine.engine import run
-from kvcli.engine.forward_request import Feed
+from kvcli.engine.forward_request import ForwardRequest
 from kvcli.engine.rows import Draft, Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kernels import triton_support
-from kvcli.kv.recurrent_state import States
+from kvcli.kv.recurrent_state import RecurrentStates
 from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ DEPTH, WIDTH = 3, 5  # of the tree; the text goes through its last branches
 WIDE = 11  # of one that fills a tile of 32 rows and begins another
 
 
-def rows_know_neighbours(lm: LM) -> bool:
+def is_batch_variant(lm: LM) -> bool:
     """Whether logits of a text differ when its rows run among guesses or in other chunks. Random tokens, fixed."""
     n = min(STORED, lm.limit - DEPTH)
     if n < 1 or (lm.is_apart and triton_support.why_not(lm.device, lm.dtype)):
@@ -57,22 +57,24 @@ def _differ(lm: LM, ids: list[int], n: int, width: int) -> bool:
         parent += [last] * width
         last = len(guesses) - 1
         on_path.append(last + 1)
-    (among,) = run([Feed(lm, Rows.build(ids[n], n, Draft(guesses, parent)), cut, want=on_path, states=of_cut)])
+    (among,) = run(
+        [ForwardRequest(lm, Rows.build(ids[n], n, Draft(guesses, parent)), cut, want=on_path, states=of_cut)]
+    )
     for i in range(DEPTH):
         row = Rows.chain(ids[n + i : n + i + 1], n + i)
-        (made,) = run([Feed(lm, row, alone, want=[0], states=of_alone)])
+        (made,) = run([ForwardRequest(lm, row, alone, want=[0], states=of_alone)])
         if not torch.equal(made.logits[0], among.logits[i]):
             return True
         commit(alone, row, made, [0])
     return False
 
 
-def _past(lm: LM, ids: list[int], chunk: int) -> tuple[Dense, States]:
+def _past(lm: LM, ids: list[int], chunk: int) -> tuple[Dense, RecurrentStates]:
     """A store that has read these in chunks of this size, and what mixers know behind them."""
-    kv, states = Dense(lm.shapes, lm.dtype, lm.device), States(lm.mixers.like)
+    kv, states = Dense(lm.shapes, lm.dtype, lm.device), RecurrentStates(lm.mixers.like)
     for start in range(0, len(ids), max(1, chunk)):
         some = ids[start : start + max(1, chunk)]
         rows = Rows.chain(some, start)
-        (made,) = run([Feed(lm, rows, kv, want=[0], states=states)])
+        (made,) = run([ForwardRequest(lm, rows, kv, want=[0], states=states)])
         commit(kv, rows, made, range(rows.n_rows))
     return kv, states

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.engine.engine import call
-from kvcli.engine.hf.fused_layers import TRIAL, Fused, Listener
+from kvcli.engine.hf.fused_layers import TRIAL, FusedLayer, RecordingPass
 from kvcli.kernels.linear import rows_of
 from kvcli.kernels.linear.module import NativeWeight
 from kvcli.kernels.rms_norm.module import NativeNorm
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward import Pass, SideBySide
+    from kvcli.engine.forward import BatchedPass, ForwardPass
     from kvcli.engine.hf.lm import LM
 
 BLOCK = 256  # positions turned at once
 KEPT = 64  # of these: layer by layer a prompt comes by as often as there are layers
 
 
-class Turns:
+class RopeTable:
     """Cosines and sines by position as the model's own module makes them, of a block at once."""
 
     def __init__(self, module: nn.Module, like: Tensor) -> None:
@@ -63,10 +63,12 @@ class Turns:
         return cos[0], sin[0]
 
 
-class Straight:
+class DirectForward:
     """Holds parts of the model, and not the model."""
 
-    def __init__(self, embedding: nn.Module, turns: Turns | None, layers: Sequence[Fused], norm: Any, head: nn.Module):
+    def __init__(
+        self, embedding: nn.Module, turns: RopeTable | None, layers: Sequence[FusedLayer], norm: Any, head: nn.Module
+    ):
         """`norm`: of what the last layer gives."""
         self._embedding, self._turns, self._layers, self._norm, self._head = embedding, turns, layers, norm, head
         self._weight = embedding.weight if type(embedding) is nn.Embedding else None
@@ -76,7 +78,7 @@ class Straight:
         ids: Sequence[int],
         pos: Sequence[int],
         want: Sequence[int] | None,
-        its_pass: Pass | SideBySide | Listener,
+        its_pass: ForwardPass | BatchedPass | RecordingPass,
         layers: range | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
@@ -106,28 +108,28 @@ class Straight:
         return found
 
 
-def straight_through(lm: LM, layers: Iterable[nn.Module]) -> Straight | None:
+def direct_forward_of(lm: LM, layers: Iterable[nn.Module]) -> DirectForward | None:
     """A way straight through a model all of whose layers are fused; None where its own loop does anything else."""
     every = list(layers)
     inside = {id(module) for layer in every for module in layer.modules()}
-    ways = [way for layer in every if isinstance(way := vars(layer).get("forward"), Fused)]
+    ways = [way for layer in every if isinstance(way := vars(layer).get("forward"), FusedLayer)]
     outside = [module for module in lm.model.modules() if id(module) not in inside]
     norms = [way for module in outside if isinstance(way := vars(module).get("forward"), NativeNorm)]
     tables = [module for module in outside if hasattr(module, "inv_freq")]
     embedding, head = lm.model.get_input_embeddings(), lm.model.get_output_embeddings()
     if not ways or len(ways) < len(every) or len(norms) != 1 or len(tables) > 1:
         return None
-    turns = Turns(tables[0], torch.empty(0, dtype=lm.dtype)) if tables else None
-    found = Straight(embedding, turns, ways, norms[0], head)
+    turns = RopeTable(tables[0], torch.empty(0, dtype=lm.dtype)) if tables else None
+    found = DirectForward(embedding, turns, ways, norms[0], head)
     is_fixed = turns is None or turns.is_fixed(lm.limit)
     return found if is_fixed and all(_is_same(lm, found, pos) for pos in (TRIAL, (lm.limit - 1,))) else None
 
 
-def _is_same(lm: LM, straight: Straight, positions: Sequence[int]) -> bool:
+def _is_same(lm: LM, straight: DirectForward, positions: Sequence[int]) -> bool:
     """Whether it gives the model's logits to the bit: random tokens, of all rows and of some."""
     pos = [p % lm.limit for p in positions]
     ids = torch.randint(0, lm.vocab, (len(pos),), generator=torch.Generator().manual_seed(0)).tolist()
     return all(
-        torch.equal(call(lm.model, ids, pos, want, its_pass=Listener()), straight(ids, pos, want, Listener()))
+        torch.equal(call(lm.model, ids, pos, want, its_pass=RecordingPass()), straight(ids, pos, want, RecordingPass()))
         for want in (None, [len(pos) - 1])
     )

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.engine.engine import call
-from kvcli.engine.hf.cache_shim import current, under_way
-from kvcli.engine.hf.reduced_model import few_layers, kinds
+from kvcli.engine.hf.cache_shim import active_pass, current
+from kvcli.engine.hf.reduced_model import kinds, reduced_model
 from kvcli.kernels.decoder_layer import Layer, after, before
 from kvcli.kernels.gated_mlp.module import NativeMlp, mlp_
 from kvcli.kernels.gated_mlp.product import product_of, type_of
-from kvcli.kernels.invariant_activations import activation_
-from kvcli.kernels.module_probe import ends
+from kvcli.kernels.invariant_activations import make_activations_invariant_
+from kvcli.kernels.module_probe import first_and_last
 from kvcli.kernels.rms_norm import Norm
 from kvcli.kernels.rms_norm.module import NativeNorm, norm_
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward import Pass, SideBySide
+    from kvcli.engine.forward import BatchedPass, ForwardPass
     from kvcli.engine.hf.lm import LM
-    from kvcli.kv.slots import Sight
+    from kvcli.kv.slots import AttentionParams
 
 TRIAL = (0, 1, 2, 5, 26, 27, 131)  # of the trial rows
 
@@ -41,7 +41,7 @@ def fuse_(lm: LM, layers: Sequence[nn.Module]) -> str:
     if mlps and layers:
         trials = _trials(lm, layers)
         done = sum(_fuse_alike(lm, layers, group, trials) for group in kinds(lm, layers))
-    activation_(lm.model)  # of MLPs that are not gated, and of rows that no native layer serves
+    make_activations_invariant_(lm.model)  # of MLPs that are not gated, and of rows that no native layer serves
     found = {"norms": norms, "MLPs": mlps, "whole layers": done}
     return ", ".join(f"{n} {what}" for what, n in found.items() if n)
 
@@ -52,7 +52,7 @@ def _fuse_alike(lm: LM, layers: Sequence[nn.Module], group: Sequence[int], trial
     for turns in (True, False):
         asked = [replace(first.asked, layer=i) for i in group]
         made = [_fused(layers[a.layer], replace(first, asked=a), turns) for a in asked]
-        tried = [(fused, trials[i]) for fused, i in ends([*zip(made, group, strict=True)])]
+        tried = [(fused, trials[i]) for fused, i in first_and_last([*zip(made, group, strict=True)])]
         if all(made) and all(fused is not None and _is_same(fused, trial) for fused, trial in tried):
             for i, fused in zip(group, made, strict=True):
                 layers[i].forward = fused  # type: ignore[assignment]
@@ -61,20 +61,20 @@ def _fuse_alike(lm: LM, layers: Sequence[nn.Module], group: Sequence[int], trial
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AttentionInputs:
     """What a layer handed to its attention."""
 
     layer: int
     made: tuple[Tensor, Tensor, Tensor]  # q, k, v
-    sight: Sight
+    sight: AttentionParams
     sink: Tensor | None
 
 
-class Fused:
+class FusedLayer:
     """One layer in two calls. Holds its weights and no module: a module that held itself would outlive its model."""
 
     def __init__(
-        self, layer: Layer, keeps: Sequence[object], asked: Asked, turns: bool, own: Callable[..., Any]
+        self, layer: Layer, keeps: Sequence[object], asked: AttentionInputs, turns: bool, own: Callable[..., Any]
     ) -> None:
         """`keeps`: what holds the weights that `layer` points to; `own`: the module's forward, for what is no pass."""
         self.layer, self._keeps, self._turns = layer, keeps, turns
@@ -92,7 +92,9 @@ class Fused:
         cos, sin = (table[0] for table in told["position_embeddings"]) if self._turns else (None, None)
         return self.run(hidden_states[0], cos, sin, its_pass).unsqueeze(0)
 
-    def run(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, its_pass: Pass | SideBySide | Listener) -> Tensor:
+    def run(
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, its_pass: ForwardPass | BatchedPass | RecordingPass
+    ) -> Tensor:
         """x [N, E] in the layer's type -> the same of the next layer; cos, sin [N, R], if any layer turns."""
         q, k, v = before(self.layer, x, cos, sin) if self._turns else before(self.layer, x, None, None)
         out = its_pass.attend(self._index, q, k, v, self._sight, None).transpose(0, 1)
@@ -102,14 +104,16 @@ class Fused:
 # ---- trials ----
 
 
-class Listener:
+class RecordingPass:
     """Travels in place of a pass. A row attends to itself."""
 
     def __init__(self) -> None:
-        self.asked: list[Asked] = []
+        self.asked: list[AttentionInputs] = []
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
-        self.asked.append(Asked(layer, (q.clone(), k.clone(), v.clone()), sight, sink))
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
+    ) -> Tensor:
+        self.asked.append(AttentionInputs(layer, (q.clone(), k.clone(), v.clone()), sight, sink))
         return q if q.shape[2] == v.shape[2] else v.repeat_interleave(q.shape[0] // v.shape[0], 0)
 
 
@@ -119,7 +123,7 @@ class _Trial:
 
     hidden: Tensor  # [1, N, E]
     told: dict[str, Any]
-    asked: Asked
+    asked: AttentionInputs
     gave: Any
 
 
@@ -127,12 +131,12 @@ def _trials(lm: LM, layers: Sequence[nn.Module]) -> dict[int, _Trial]:
     """By layer, those that are tried: from a pass of random tokens."""
     ids = torch.randint(0, lm.vocab, (len(TRIAL),), generator=torch.Generator().manual_seed(0)).tolist()
     pos = [p % lm.limit for p in TRIAL]
-    listener, seen = Listener(), list[tuple[Tensor, dict[str, Any], Any]]()
+    listener, seen = RecordingPass(), list[tuple[Tensor, dict[str, Any], Any]]()
 
     def note(_: nn.Module, args: tuple[Any, ...], told: dict[str, Any], gave: Any) -> None:
         seen.append((args[0] if args else told["hidden_states"], told, gave))
 
-    with few_layers(lm, layers) as tried:
+    with reduced_model(lm, layers) as tried:
         hooks = [layers[i].register_forward_hook(note, with_kwargs=True) for i in tried]
         try:
             call(lm.model, ids, pos, [0], its_pass=listener)
@@ -143,10 +147,10 @@ def _trials(lm: LM, layers: Sequence[nn.Module]) -> dict[int, _Trial]:
     return {asked.layer: _Trial(hidden, told, asked, gave) for (hidden, told, gave), asked in found}
 
 
-def _is_same(fused: Fused, trial: _Trial) -> bool:
+def _is_same(fused: FusedLayer, trial: _Trial) -> bool:
     """Whether it hands the same to its attention and gives the same, to the bit."""
-    listener = Listener()
-    with under_way(listener):
+    listener = RecordingPass()
+    with active_pass(listener):
         gave = fused(trial.hidden, **trial.told)
     (asked,) = listener.asked
     pairs = [*zip(asked.made, trial.asked.made, strict=True), (gave, trial.gave)]
@@ -156,7 +160,7 @@ def _is_same(fused: Fused, trial: _Trial) -> bool:
     )
 
 
-def _fused(layer: nn.Module, trial: _Trial, turns: bool) -> Fused | None:
+def _fused(layer: nn.Module, trial: _Trial, turns: bool) -> FusedLayer | None:
     """The layer by its parts, were it of the common form; None where it has others."""
     parts = [vars(child).get("forward") for child in layer.children()]
     norms = [part for part in parts if isinstance(part, NativeNorm)]
@@ -188,4 +192,4 @@ def _fused(layer: nn.Module, trial: _Trial, turns: bool) -> Fused | None:
         mlps[0].mlp,
         d,
     )
-    return Fused(made, [*norms, *of_heads, *mlps, *weights], trial.asked, turns, layer.forward)
+    return FusedLayer(made, [*norms, *of_heads, *mlps, *weights], trial.asked, turns, layer.forward)

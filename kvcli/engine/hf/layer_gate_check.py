@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.engine import call, drive, run
-from kvcli.engine.forward import Pass
-from kvcli.engine.forward_request import Asks, Feed
-from kvcli.engine.hf.model_probe import WITHIN, apart
-from kvcli.engine.prefill.aux_cache import Behind
-from kvcli.engine.prefill.layerwise import ByLayers
+from kvcli.engine.engine import call, run, run_to_end
+from kvcli.engine.forward import ForwardPass
+from kvcli.engine.forward_request import ForwardRequest, Steps
+from kvcli.engine.hf.model_probe import WITHIN, relative_rms
+from kvcli.engine.prefill.aux_cache import AuxCache
+from kvcli.engine.prefill.layerwise import LayerwisePrefill
 from kvcli.engine.rows import Rows
 from kvcli.errors import BadModel
-from kvcli.kv.slots import Sight, spans
+from kvcli.kv.slots import AttentionParams, spans
 from kvcli.kv.tiers.dense import Dense
-from kvcli.models.library_errors import blamed
+from kvcli.models.library_errors import blame_files
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
 
 
-def compare(lm: LM) -> None:
+def verify_partial_passes(lm: LM) -> None:
     """Random tokens, some of which stop half way up and go on once the others are read, against one pass that hides
     them from these by a mask; raises BadModel where what is read behind them differs.
 
@@ -44,23 +44,23 @@ def compare(lm: LM) -> None:
     for _ in range(3 if is_half else 1):
         rows = Rows.chain(torch.randint(0, lm.vocab, (n,), generator=noise).tolist(), 0)
         nothing, want = Dense(lm.shapes, lm.dtype, lm.device), range(n_read, n)
-        with blamed(lambda why: _unstopped(kind, why)):
-            (first,) = run([Feed(lm, rows, nothing, layers=layers[0])])
+        with blame_files(lambda why: _unstopped(kind, why)):
+            (first,) = run([ForwardRequest(lm, rows, nothing, layers=layers[0])])
             if first.hidden is None:
                 raise _unstopped(kind, "a pass through its first layer does not end there")
-            whole = _Hiding(Feed(lm, rows, nothing, want=want), stop, on)
+            whole = _Hiding(ForwardRequest(lm, rows, nothing, want=want), stop, on)
             plain = call(lm.model, rows.ids, rows.pos, want, its_pass=whole)
-            said = drive(_stopping(lm, rows, want, stop, on))
-        off = apart(said.cpu().double(), plain.cpu().double(), len(want) // 2 if is_half else 0)
+            said = run_to_end(_stopping(lm, rows, want, stop, on))
+        off = relative_rms(said.cpu().double(), plain.cpu().double(), len(want) // 2 if is_half else 0)
         if off <= WITHIN.get(lm.dtype, 0.05):
             return
     raise _unstopped(kind, f"{n} tokens, of which some go on later: off by {off:.2g}")
 
 
-class _Hiding(Pass):
+class _Hiding(ForwardPass):
     """All rows go through all layers. From one of these on, those that go on see nothing of those that stop."""
 
-    def __init__(self, feed: Feed, stop: int, on: Sequence[int]) -> None:
+    def __init__(self, feed: ForwardRequest, stop: int, on: Sequence[int]) -> None:
         super().__init__(feed)
         n = self.rows.n_rows
         shown = torch.zeros(n, dtype=torch.bool).index_fill_(0, torch.tensor(on), True)
@@ -68,22 +68,24 @@ class _Hiding(Pass):
         sees[on] &= shown
         self._stop, self._above = stop, replace(self.rows, sees=sees)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
+    ) -> Tensor:
         if layer == self._stop:
             self.rows, self._seen = self._above, {}
         return super().attend(layer, q, k, v, sight, sink)
 
 
-def _stopping(lm: LM, rows: Rows, want: range, stop: int, on: Sequence[int]) -> Asks[Tensor]:
+def _stopping(lm: LM, rows: Rows, want: range, stop: int, on: Sequence[int]) -> Steps[Tensor]:
     """Logits of the wanted rows behind the others, which are read layer by layer."""
-    kv, behind = Dense(lm.shapes, lm.dtype, lm.device), Behind(lm, None)
+    kv, behind = Dense(lm.shapes, lm.dtype, lm.device), AuxCache(lm, None)
     read = rows.only(range(want.start))
-    prompt = ByLayers(lm, kv, read, read.n_rows, (), lambda at, _: on if at == stop else None, comes_back=True)
+    prompt = LayerwisePrefill(lm, kv, read, read.n_rows, (), lambda at, _: on if at == stop else None, comes_back=True)
     while not prompt.is_over:
-        yield from prompt.go_on()
-    behind.join(prompt.stopped)
-    yield from behind.complete(kv, rows.ids)
-    made = yield Feed(lm, rows.only(want), kv, want=range(len(want)))
+        yield from prompt.step()
+    behind.add(prompt.stopped)
+    yield from behind.revive_all(kv, rows.ids)
+    made = yield ForwardRequest(lm, rows.only(want), kv, want=range(len(want)))
     return made.logits
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcli.engine.hf.cache_shim import current
 
 
-class Enough(Exception):
+class StopForward(Exception):
     """Ends a pass early: all that was wanted of it is there."""
 
 
@@ -37,7 +37,7 @@ class Gate:
             return forward(hidden_states, *args, **told)
         if not layers.stop:  # through none: what goes into the first is wanted
             its_pass.hidden = hidden_states[0]
-            raise Enough
+            raise StopForward
         is_passed = self._layer < layers.start
         if self._layer == layers.start - (is_passed and self._is_last) and its_pass.hidden is not None:
             hidden_states = its_pass.hidden.unsqueeze(0)
@@ -48,7 +48,7 @@ class Gate:
         self._rest = out[1:] if isinstance(out, tuple) else None
         if self._layer == layers.stop - 1 and not self._is_last:
             its_pass.hidden = (out[0] if isinstance(out, tuple) else out)[0]
-            raise Enough
+            raise StopForward
         return out
 
 

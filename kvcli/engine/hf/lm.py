@@ -18,30 +18,30 @@ from transformers.utils import logging
 from kvcli import malloc_tuning
 from kvcli.engine import forward
 from kvcli.engine.cuda_graphs.capture import CudaGraphs
-from kvcli.engine.cuda_graphs.captured_pass import Frames
+from kvcli.engine.cuda_graphs.captured_pass import CapturedPasses
 from kvcli.engine.hf import layer_gate_check, layer_gates, model_probe, model_settings
-from kvcli.engine.hf.batch_invariance import rows_know_neighbours
+from kvcli.engine.hf.batch_invariance import is_batch_variant
 from kvcli.engine.hf.cache_shim import current
-from kvcli.engine.hf.direct_forward import Straight, straight_through
+from kvcli.engine.hf.direct_forward import DirectForward, direct_forward_of
 from kvcli.engine.hf.fused_layers import fuse_
-from kvcli.engine.hf.reduced_model import few_layers
+from kvcli.engine.hf.reduced_model import reduced_model
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.loading import weights
-from kvcli.engine.loading.weight_quantization import pack, placed, split
-from kvcli.engine.process_memory import give_back, spare_bytes
+from kvcli.engine.loading.weight_quantization import quantize_and_place, split, with_devices
+from kvcli.engine.process_memory import drop_pages, free_device_bytes
 from kvcli.engine.threads import use_device, use_threads
 from kvcli.errors import BadModel
 from kvcli.kernels import attend_invariant, triton_support
 from kvcli.kernels.cpu_matmul import multiplies
 from kvcli.kernels.linear.experts import lay_out_experts_
-from kvcli.kernels.linear.module import lay_out_
+from kvcli.kernels.linear.module import use_native_linear_
 from kvcli.kernels.linear_blocked.module import block_
 from kvcli.kernels.linear_quantized.module import packed_weights
 from kvcli.kernels.linear_skinny import MOST
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
 from kvcli.kernels.rope import Rotary
 from kvcli.kv.offload.transfer import bus_of
-from kvcli.models.checkpoint_format import Packing
+from kvcli.models.checkpoint_format import CheckpointFormat
 from kvcli.models.family import read_config
 from kvcli.models.hashes import Hashes, Stamped, model_files
 from kvcli.models.refusals import refuse_quant, refuse_split
@@ -56,7 +56,7 @@ class LM:
     """A causal language model whose attention is ours. Weights only: no state of any text."""
 
     def __init__(
-        self, model: Any, shape: model_probe.Shape, info: ModelInfo, places: Sequence[torch.device] | None = None
+        self, model: Any, shape: model_probe.ModelLayout, info: ModelInfo, places: Sequence[torch.device] | None = None
     ) -> None:
         """`places`: of its layers, where they are not all where the model is."""
         self.model = model
@@ -70,26 +70,26 @@ class LM:
         self.device = places[-1] if places is not None else self.entry  # where logits come out
         self.is_split = places is not None
         self.is_apart = self.device.type != "cpu"  # each time that the host asks for a result empties a queue
-        self.shapes = placed(shape.stored, places, self.device)  # per layer
-        self.storing = [layer for layer, of in enumerate(self.shapes) if of.shares is None]  # others read theirs
+        self.shapes = with_devices(shape.stored, places, self.device)  # per layer
+        self.storing = [layer for layer, of in enumerate(self.shapes) if of.shared_from is None]  # others read theirs
         self.attentions = shape.attentions  # per layer
         self.latents = shape.latents  # by layer, of those that store latents
         self.sights = shape.sights  # per layer
-        self.sinks = shape.sinks  # per layer, [H] learned logits of attention; None = it has none
+        self.sinks = shape.attention_sink_logits  # per layer, [H] learned logits of attention; None = it has none
         self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
         self.sliding = [layer for layer, window in enumerate(self.windows) if window is not None]
         self.n_heads, self.n_kv_heads, self.head_dim = info.heads, info.kv_heads, info.head_dim  # the most of any layer
         self.limit = info.limit  # tokens
         self.stop_ids = model_settings.stop_ids(model, info.id)
         self.stop_strings = model_settings.stop_strings(model)
-        self.generation = model_settings.generation(model, info.id)
+        self.generation = model_settings.generation_defaults(model, info.id)
         self.info = info
         self.files: dict[str, list[Stamped]] = {}  # that it was loaded from, as they were then
         self.hashes = Hashes()  # of these, and where somebody said so those of earlier runs
         self.is_row_invariant = False  # known to: a row has the same bits whoever shares its pass
         self.has_pool = False  # native kernels share its steps among threads of their own, once laid out (threads.py)
-        self.straight: Straight | None = None  # a way through it that leaves transformers' loop out, once laid out
-        self.frames: Frames | None = None  # passes that its device records, where it does
+        self.straight: DirectForward | None = None  # a way through it that leaves transformers' loop out, once laid out
+        self.frames: CapturedPasses | None = None  # passes that its device records, where it does
         self.turns: tuple[Rotary | None, ...] | None = None  # of keys, by layer, once somebody asked (rope.py)
         self.remembers: dict[object, Any] = {}  # what its texts taught drafters for those to come, by what it is
         self._layers = model_probe.decoder_layers(model, shape)
@@ -121,7 +121,7 @@ class LM:
         model.eval().requires_grad_(False)
         text = model.config.get_text_config()
         n_layers = count(getattr(text, "num_hidden_layers", None), "num_hidden_layers", id)
-        limit, of_limit = model_settings.limit(text, id)
+        limit, of_limit = model_settings.context_limit(text, id)
         of_rope = model_settings.settle_rope(model, text, id)
         shape = probed(model, n_layers, limit, id)
         for attends in shape.attentions:
@@ -132,7 +132,7 @@ class LM:
         if layers_on_gpu is not None:
             backend, of_layers, places = split(model, shape, quant, device or model.device, layers_on_gpu)
         else:
-            backend, of_layers = pack(model, shape, quant, device or model.device)
+            backend, of_layers = quantize_and_place(model, shape, quant, device or model.device)
         model.set_attn_implementation(_ATTENTION)
         info = ModelInfo(
             id=id,
@@ -156,11 +156,11 @@ class LM:
         )
         lm = LM(model, shape, info, places)
         if verify:
-            model_probe.compare(lm, lambda: _attention(model, "eager"), id)
+            model_probe.verify_logits(lm, lambda: _attention(model, "eager"), id)
         return lm
 
     @staticmethod
-    @malloc_tuning.reading()
+    @malloc_tuning.return_large_blocks()
     def load(
         source: Source,
         *,
@@ -181,7 +181,7 @@ class LM:
         """
         began = time.perf_counter()
         where = weights.find_device(device)
-        is_quantized = Packing.of(source.config).stays(where.type)
+        is_quantized = CheckpointFormat.of(source.config).stays(where.type)
         refuse_quant(source.id, quant, where.type, is_quantized=is_quantized)
         refuse_split(layers_on_gpu, where.type, is_quantized=is_quantized)
         if source.is_pickle and not allow_pickle:
@@ -191,7 +191,7 @@ class LM:
         files = model_files(source.path, [file.path for file in source.files], source.made_of)
         with quiet():
             config = read_config(source, trust_remote_code)
-            model, notes = weights.read_weights(source, config, dtype, where, trust_remote_code, quant)
+            model, notes = weights.load_weights(source, config, dtype, where, trust_remote_code, quant)
             lm = LM.of(
                 model,
                 id=source.id,
@@ -206,9 +206,9 @@ class LM:
         for file in (*files["weights"], *files["files"]):
             file.check()
         lm.files = files
-        lm.lay_out()
+        lm.install_kernels()
         if lm.is_apart:
-            lm.record(graphs)
+            lm.enable_graph_capture(graphs)
         lm.info = replace(lm.info, load_seconds=time.perf_counter() - began)
         return lm
 
@@ -217,16 +217,16 @@ class LM:
         return self
 
     @property
-    def rounds_by_rows(self) -> bool:
+    def batch_variant_reason(self) -> bool:
         """Whether a row's numbers may depend on how many rows share its pass, by more than fp32 shows."""
         return self.dtype.itemsize < 4 and not self.is_row_invariant
 
     @property
-    def most_rows(self) -> int | None:
+    def max_invariant_rows(self) -> int | None:
         """Rows that are written, up to which a pass leaves each its bits, without those of a prompt; None = any."""
         return MOST if self.is_apart and self.is_row_invariant else None
 
-    def meet_gates(self) -> None:
+    def check_layer_gates(self) -> None:
         """Raises BadModel where rows cannot be stopped between layers; asked when a feed first wants that.
 
         Gates come with it: a call more in each layer of each pass, which most models never need.
@@ -238,18 +238,18 @@ class LM:
         self._has_gates = True  # for the passes of the check
         try:
             layer_gates.install(self._layers or ())
-            layer_gate_check.compare(self)
+            layer_gate_check.verify_partial_passes(self)
         except BaseException:
             self._has_gates = False
             raise
 
-    def shown(self) -> None:
+    def enable_hidden_states(self) -> None:
         """Have passes that want it note what the output layer is given; asked when a feed first wants that."""
         if not self._is_shown:
             self._is_shown = True
             self.model.get_output_embeddings().register_forward_pre_hook(_show)
 
-    def lay_out(self) -> None:
+    def install_kernels(self) -> None:
         """Have linear layers multiplied as their device does it fastest: natively or fused, where that is served.
 
         Then a trial says whether rows are independent of each other to the bit.
@@ -257,13 +257,13 @@ class LM:
         widened = "in oneDNN's blocks" if multiplies(self.dtype) else "multiplied in float32"
         native, experts = "layers in native panels", "weights of experts and routers in native panels"
         skinny, blocked = (lay_out_skinny_, "layers fused for few rows"), (block_, f"layers {widened}")
-        for swap, how in ((lay_out_, native), (lay_out_experts_, experts), skinny, blocked):
-            if done := swap(self.model, give_back):
+        for swap, how in ((use_native_linear_, native), (lay_out_experts_, experts), skinny, blocked):
+            if done := swap(self.model, drop_pages):
                 self.info = replace(self.info, backend=f"{self.info.backend}, {done} {how}")
         serves = (not attend_invariant.why_not(self.dtype, self.device, of.k_dim, of.v_dim) for of in self.shapes)
         self.has_pool = not self.is_apart and any(serves)
         for latent in self.latents.values():
-            latent.lay_out()
+            latent.install_kernels()
         self.mixers.settle()
         if self.mixers.are_by_row:
             self.info = replace(self.info, backend=f"{self.info.backend}, {len(self.mixers)} recurrences row by row")
@@ -272,11 +272,11 @@ class LM:
         layers = list(() if self.mixers else self._layers or ())
         if fused := fuse_(self, layers):
             self.info = replace(self.info, backend=f"{self.info.backend}, {fused} fused")
-        with few_layers(self, layers):
-            self.straight = straight_through(self, layers)
-            self.is_row_invariant = not rows_know_neighbours(self)
+        with reduced_model(self, layers):
+            self.straight = direct_forward_of(self, layers)
+            self.is_row_invariant = not is_batch_variant(self)
 
-    def record(self, graphs: str) -> None:
+    def enable_graph_capture(self, graphs: str) -> None:
         """Have its device record passes and replay them (captured_pass.py), where it can; the backend says so, or why
         not."""
         whys = (
@@ -286,20 +286,20 @@ class LM:
             self.mixers.why_not_recorded,
         )
         if not (why := next(filter(None, whys), "")):
-            self.frames = Frames(CudaGraphs(self.device))
+            self.frames = CapturedPasses(CudaGraphs(self.device))
         how = f"passes not recorded: {why}" if why else "passes recorded"
         self.info = replace(self.info, backend=f"{self.info.backend}, {how}")
 
     @cached_property
-    def spare(self) -> int:
+    def free_device_bytes(self) -> int:
         """Bytes of its device that were free beside the weights when somebody first asked: one number for all texts."""
-        return spare_bytes(self.device)
+        return free_device_bytes(self.device)
 
     def release(self) -> None:
         """A text has ended: give back what its device held for it, passes recorded over its past and pinned memory."""
         if self.frames is not None:
             self.frames.release()
-        bus_of(self.device).let_go()
+        bus_of(self.device).release()
 
 
 def _show(output: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -324,14 +324,14 @@ def _register() -> None:
     AttentionInterface.register(_ATTENTION, forward.attention)
 
 
-def probed(model: Any, n_layers: int, limit: int, name: str) -> model_probe.Shape:
+def probed(model: Any, n_layers: int, limit: int, name: str) -> model_probe.ModelLayout:
     """What its layers ask of attention, by one row; raises BadModel for what is not served."""
     probe = model_probe.Probe()
     AttentionInterface.register(_PROBE, probe.attention)
     AttentionMaskInterface.register(_PROBE, probe.mask)
     try:
         with _attention(model, _PROBE):
-            return model_probe.shape_of(model, probe, n_layers, limit, name)
+            return model_probe.probe_layers(model, probe, n_layers, limit, name)
     finally:
         probe.layers.clear()  # transformers' registry keeps the probe, and the probe must not keep the model
 

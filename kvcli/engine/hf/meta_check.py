@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcli.engine.hf import model_settings
 from kvcli.engine.hf.lm import probed, quiet
-from kvcli.engine.loading.build_limit import within
+from kvcli.engine.loading.build_limit import limit_to_files
 from kvcli.errors import BadModel
-from kvcli.models.checkpoint_format import Packing, refuse_unpackable
+from kvcli.models.checkpoint_format import CheckpointFormat, refuse_unpackable
 from kvcli.models.family import loader_of, read_config, refuse_unknown_packing, unreadable
 from kvcli.models.gguf import quantizer
-from kvcli.models.library_errors import blamed
+from kvcli.models.library_errors import blame_files
 from kvcli.models.sizes import count
 from kvcli.models.source import Source
 
@@ -28,7 +28,7 @@ _ATEN = torch.ops.aten
 _NUMBER = (_ATEN._local_scalar_dense.default, _ATEN.item.default, _ATEN.is_nonzero.default)
 
 
-def examine(source: Source, kind: str, trust_remote_code: bool) -> str:
+def check_on_meta_device(source: Source, kind: str, trust_remote_code: bool) -> str:
     """Raises BadModel as loading on such a device would; "", or what only loading can tell.
 
     The outline answers all but what depends on numbers, such as which experts a row goes to.
@@ -46,13 +46,13 @@ def _examine(source: Source, kind: str, trust_remote_code: bool) -> str:
         loader = loader_of(source, config, trust_remote_code)
         refuse_unpackable(source.id, source.config, kind)
         quantizer.register()
-        refuse_unknown_packing(source, Packing.of(source.config))
+        refuse_unknown_packing(source, CheckpointFormat.of(source.config))
         model = _outline(source, config, loader)
         text = model.config.get_text_config()
         layers = count(getattr(text, "num_hidden_layers", None), "num_hidden_layers", source.id)
         try:
             with _Guesses():  # type: ignore[no-untyped-call]
-                probed(model, layers, model_settings.limit(text, source.id)[0], source.id)
+                probed(model, layers, model_settings.context_limit(text, source.id)[0], source.id)
         except BadModel as error:
             if not any("meta" in line.lower() for line in error.lines):
                 raise
@@ -78,5 +78,5 @@ def _outline(source: Source, config: Any, loader: Any) -> Any:
     config._experts_implementation = "eager"  # grouped products check sizes that an outline does not have
     build = getattr(loader, "from_config", None) or loader._from_config  # of an Auto class, of one of its own
     why = "its config.json does not fit its architecture"
-    with within(source), blamed(partial(unreadable, source, why)), torch.device("meta"):
+    with limit_to_files(source), blame_files(partial(unreadable, source, why)), torch.device("meta"):
         return build(config, attn_implementation="eager").eval()

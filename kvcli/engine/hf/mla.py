@@ -17,7 +17,7 @@ from kvcli.kernels.linear import linear, pack, why_not
 WITHIN = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.04}  # of keys and values
 
 
-class Latent(nn.Linear):
+class LatentProjection(nn.Linear):
     """Stands where a layer expands latents [.., R] to its heads' keys and values [.., H * (P + E)], and has both parts
     of that product by head. It stays in plain numbers where other linear layers are packed."""
 
@@ -37,7 +37,7 @@ class Latent(nn.Linear):
         return self.in_features
 
     @property
-    def pays_from(self) -> float:
+    def expand_threshold(self) -> float:
         """Rows of a prompt from which on it is less work to expand latents than to attend to them as they are."""
         a_head = self.out_features / self.heads  # P + E
         saved = 2 * self.rank + self.turned - a_head  # products a row and pair
@@ -67,7 +67,7 @@ class Latent(nn.Linear):
             return latent[..., :1].expand(*latent.shape[:-1], self.out_features)
         return super().forward(latent)
 
-    def lay_out(self) -> None:
+    def install_kernels(self) -> None:
         """Have its parts multiplied natively, row by row, where that is served."""
         parts = self._by_head[:, : self.plain].transpose(1, 2), self._by_head[:, self.plain :]
         if not any(why_not(part[0]) for part in parts):
@@ -91,7 +91,7 @@ class Latent(nn.Linear):
 class Expanded:
     """What makes a layer's keys and values of what it stores; neither of both where it stores them as they are."""
 
-    latent: Latent | None = None
+    latent: LatentProjection | None = None
     why_not: str = ""  # what it stores is not known to be a latent
 
 
@@ -103,12 +103,12 @@ def latent_of(module: nn.Module, noted: tuple[Tensor, Tensor] | None, k: Tensor,
     expands = getattr(module, "kv_b_proj", None)
     if latent.shape[1] != 1 or turned.shape[1] != 1 or expands is None:
         return Expanded(why_not="what it stores is expanded in no way that is known")
-    if type(expands) not in (nn.Linear, Latent):
+    if type(expands) not in (nn.Linear, LatentProjection):
         return Expanded(why_not=f"the weights that expand it are packed ({type(expands).__name__})")
     heads, plain = k.shape[1], k.shape[3] - turned.shape[3]
     if expands.bias is not None or expands.weight.shape != (heads * (plain + v.shape[3]), latent.shape[3]):
         return Expanded(why_not="the weights that expand it have another shape")
-    made = Latent(expands, heads, plain, turned.shape[3])
+    made = LatentProjection(expands, heads, plain, turned.shape[3])
     same = v.shape[1] == heads and made.expands(latent[0, 0], turned[0, 0], k[0], v[0])
     return Expanded(made) if same else Expanded(why_not="its keys and values are not what these weights make")
 

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.engine.engine import call, run
-from kvcli.engine.forward import PLACE, sight_of
-from kvcli.engine.forward_request import Feed
-from kvcli.engine.hf.mla import Latent, latent_of
-from kvcli.engine.hf.recurrent_layers import Finder, Mixers
+from kvcli.engine.forward import PLACE, attention_params_of
+from kvcli.engine.forward_request import ForwardRequest
+from kvcli.engine.hf.mla import LatentProjection, latent_of
+from kvcli.engine.hf.recurrent_layers import RecurrentLayerFinder, RecurrentLayers
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.errors import BadModel
-from kvcli.kv.recurrent_state import Known, States, apart_by
-from kvcli.kv.slots import LayerShape, Sight
+from kvcli.kv.recurrent_state import RecurrentStates, StateCheckpoint, apart_by
+from kvcli.kv.slots import AttentionParams, LayerShape
 from kvcli.kv.tiers.dense import Dense
-from kvcli.models.library_errors import blamed
+from kvcli.models.library_errors import blame_files
 
 _SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors our attention may be handed
 # Relative RMS of a row's logits. Stock attention takes its softmax in float32 even in a float64 model.
@@ -30,13 +30,13 @@ WITHIN = {torch.float64: 1e-5, torch.float32: 3e-4, torch.float16: 0.02, torch.b
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ProbedLayer:
     """What one layer handed to the attention function."""
 
     module: nn.Module
     index: int
     heads: tuple[int, int, int, int]  # H, K, key size, value size
-    sight: Sight
+    sight: AttentionParams
     mask: int | None  # which of the model's masks it was handed; None = none, -1 = one changed on the way
     sink: Tensor | None  # [H] logits that take attention and give nothing
     extras: tuple[str, ...]  # what it asks of attention that nobody here serves
@@ -50,7 +50,7 @@ MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Probe:
     """Travels through a model in place of a pass and notes what each layer asks for."""
 
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[ProbedLayer] = field(default_factory=list)
     masks: list[MaskRule] = field(default_factory=list)
 
     def attention(
@@ -62,9 +62,11 @@ class Probe:
             extras.append("is_causal=False")
         heads = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
         index = int(getattr(module, "layer_idx", -1))
-        sight = sight_of(query, asked.get("scaling"), asked.get("softcap"), asked.get("sliding_window"))
+        sight = attention_params_of(query, asked.get("scaling"), asked.get("softcap"), asked.get("sliding_window"))
         which = None if attention_mask is None else self._which(attention_mask)
-        self.layers.append(Layer(module, index, heads, sight, which, asked.get("s_aux"), tuple(extras), (key, value)))
+        self.layers.append(
+            ProbedLayer(module, index, heads, sight, which, asked.get("s_aux"), tuple(extras), (key, value))
+        )
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def mask(self, *_: Any, mask_function: MaskRule, device: torch.device | str = "cpu", **__: Any) -> Tensor:
@@ -79,24 +81,24 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelLayout:
     """What our attention and storage need to know of a model."""
 
     heads: tuple[int, ...]  # of queries, by layer
-    sights: tuple[Sight, ...]
-    sinks: tuple[Tensor | None, ...]
+    sights: tuple[AttentionParams, ...]
+    attention_sink_logits: tuple[Tensor | None, ...]
     attentions: tuple[nn.Module, ...]
     stored: tuple[LayerShape, ...]
-    mixers: Mixers
-    latents: Mapping[int, Latent]  # by what a layer calls itself, of those that store latents
+    mixers: RecurrentLayers
+    latents: Mapping[int, LatentProjection]  # by what a layer calls itself, of those that store latents
     notes: tuple[str, ...]
 
 
-def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> Shape:
+def probe_layers(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> ModelLayout:
     """Send one row through the model with `probe` in place; raises BadModel if any layer asks for what we lack."""
     kind = f"{name} ({model.config.model_type})"
-    finder = Finder()
-    with blamed(lambda said: refusal(kind, "a row does not get through it", [said])), finder.watching(model):
+    finder = RecurrentLayerFinder()
+    with blame_files(lambda said: refusal(kind, "a row does not get through it", [said])), finder.watching(model):
         call(model, [0], [0], [0], its_pass=probe, trial=finder)
     layers, mixers = probe.layers, finder.mixers()
     if not layers and mixers:
@@ -119,10 +121,10 @@ def shape_of(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> 
     lacks = Counter(of.why_not for of in found.values() if of.why_not)
     notes = tuple(f"{n} layers store keys and values of all heads, and no latents: {why}" for why, n in lacks.items())
     stored = tuple(_stored(at, latents.get(at.index), layers[:place]) for place, at in enumerate(layers))
-    return Shape(heads, sights, sinks, modules, stored, mixers, latents, notes)
+    return ModelLayout(heads, sights, sinks, modules, stored, mixers, latents, notes)
 
 
-def decoder_layers(model: nn.Module, shape: Shape) -> nn.ModuleList | None:
+def decoder_layers(model: nn.Module, shape: ModelLayout) -> nn.ModuleList | None:
     """The list of decoder layers, if the model has one: embeddings, head and whatever reads pictures are not in it."""
     for part in model.modules():
         if not isinstance(part, nn.ModuleList) or len(part) < len(shape.attentions):
@@ -133,20 +135,20 @@ def decoder_layers(model: nn.Module, shape: Shape) -> nn.ModuleList | None:
     return None
 
 
-def _stored(at: Layer, latent: Latent | None, before: Sequence[Layer]) -> LayerShape:
+def _stored(at: ProbedLayer, latent: LatentProjection | None, before: Sequence[ProbedLayer]) -> LayerShape:
     if latent is None:
         return LayerShape(*at.heads[1:], _owner(at, before))
     size = latent.rank + latent.turned
     return LayerShape(1, size, size, rank=latent.rank)
 
 
-def _owner(at: Layer, before: Sequence[Layer]) -> int | None:
+def _owner(at: ProbedLayer, before: Sequence[ProbedLayer]) -> int | None:
     """The first layer before this one that handed over the same keys and values; None = these are its own."""
     same = (i for i, of in enumerate(before) if all(a is b for a, b in zip(of.kv, at.kv, strict=True)))
     return next(same, None)
 
 
-def _check_layer(at: Layer, probe: Probe, limit: int, kind: str) -> None:
+def _check_layer(at: ProbedLayer, probe: Probe, limit: int, kind: str) -> None:
     h, k, *_ = at.heads
     if h % k:
         _refuse(kind, f"layer {at.index} has {h} heads over {k} KV heads", ["kvcli serves as many to each"])
@@ -156,7 +158,9 @@ def _check_layer(at: Layer, probe: Probe, limit: int, kind: str) -> None:
         _refuse(kind, f"layer {at.index} makes a mask of its own", ["kvcli serves full and sliding-window attention"])
     if at.mask is None:
         return
-    with blamed(lambda said: refusal(kind, f"the mask of layer {at.index} follows from more than positions", [said])):
+    with blame_files(
+        lambda said: refusal(kind, f"the mask of layer {at.index} follows from more than positions", [said])
+    ):
         is_causal = _is_causal(probe.masks[at.mask], at.sight.window, limit)
     if not is_causal:
         what = "causal" if at.sight.window is None else f"a sliding window of {at.sight.window}"
@@ -176,7 +180,7 @@ def _is_causal(rule: MaskRule, window: int | None, limit: int) -> bool:
     return all(map(sees, seen)) and not any(map(sees, hidden))
 
 
-def compare(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: str) -> None:
+def verify_logits(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: str) -> None:
     """Random tokens through the model's own attention, in place during `stock()`, and through ours; raises BadModel.
 
     In half precision rounding alone may send a token to another expert, which changes its row and what later rows
@@ -190,12 +194,12 @@ def compare(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: 
     noise = torch.Generator().manual_seed(0)
     for _ in range(3 if is_half else 1):
         ids = torch.randint(0, lm.vocab, (n,), generator=noise).tolist()
-        with stock(), blamed(lambda said: refusal(kind, "its own forward fails", [said])):
+        with stock(), blame_files(lambda said: refusal(kind, "its own forward fails", [said])):
             theirs = _stock(lm, ids)
         if not bool(theirs.isfinite().all()):
             _refuse(kind, f"its own forward gives NaN or infinity in {lm.info.dtype}", [], ["--set load.dtype=fp32"])
         mine, known = _ours(lm, ids)
-        worst, folded = apart(mine, theirs, n // 2 if is_half else 0), _folded(lm, ids, known)
+        worst, folded = relative_rms(mine, theirs, n // 2 if is_half else 0), _folded(lm, ids, known)
         if worst <= bound and folded <= max(bound, 1e-3):
             return
     largest = float((mine - theirs).abs().nan_to_num(torch.inf).max())
@@ -211,7 +215,7 @@ def compare(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: 
     )
 
 
-def apart(mine: Tensor, theirs: Tensor, nth: int) -> float:
+def relative_rms(mine: Tensor, theirs: Tensor, nth: int) -> float:
     """Relative RMS between rows of logits [N, V]: that of the row that is off the most but `nth`."""
     off = ((mine - theirs).square().mean(1) / theirs.square().mean(1).clamp_min(1e-30)).sqrt()  # [N]
     return float(off.nan_to_num(torch.inf).sort(descending=True).values[nth])
@@ -222,29 +226,29 @@ def _stock(lm: Any, ids: Sequence[int]) -> Tensor:
     return call(lm.model, ids).cpu().double()
 
 
-def _ours(lm: Any, ids: Sequence[int]) -> tuple[Tensor, Known]:
+def _ours(lm: Any, ids: Sequence[int]) -> tuple[Tensor, StateCheckpoint]:
     """Logits [N, V] of two passes, the second reading what the first stored, and what mixers know behind them: of these
     a pass between is accepted in part, and one has a single row.
     """
-    kv, states = Dense(lm.shapes, lm.dtype, lm.device), States(lm.mixers.like)
+    kv, states = Dense(lm.shapes, lm.dtype, lm.device), RecurrentStates(lm.mixers.like)
     n, half = len(ids), len(ids) // 2
     logits = []
     passes = [(half, half + 5, 2), (half + 2, half + 3, 1), (half + 3, n, n)] if lm.mixers and n > 9 else [(half, n, n)]
     for a, b, most in ((0, half, n), *passes)[half == 0 :]:  # a window of one token has no half
         rows, taken = Rows.chain(ids[a:b], a), min(most, b - a)
         last_first = range(b - a - 1, -1, -1)  # a model that ignores it gives other rows
-        (made,) = run([Feed(lm, rows, kv, want=last_first, states=states)])
+        (made,) = run([ForwardRequest(lm, rows, kv, want=last_first, states=states)])
         logits.append(made.logits[: b - a].flip(0)[:taken])
         commit(kv, rows, made, range(taken))
     return torch.cat(logits).cpu().double(), states.now
 
 
-def _folded(lm: Any, ids: Sequence[int], known: Known) -> float:
+def _folded(lm: Any, ids: Sequence[int], known: StateCheckpoint) -> float:
     """How far what mixers know is from what they know behind one pass of the same tokens, relative RMS."""
-    states, rows = States(lm.mixers.like), Rows.chain(ids, 0)
+    states, rows = RecurrentStates(lm.mixers.like), Rows.chain(ids, 0)
     if not lm.mixers:
         return 0.0
-    (made,) = run([Feed(lm, rows, Dense(lm.shapes, lm.dtype, lm.device), states=states, is_prompt=True)])
+    (made,) = run([ForwardRequest(lm, rows, Dense(lm.shapes, lm.dtype, lm.device), states=states, is_prompt=True)])
     assert made.fold is not None, "it has mixers"
     made.fold(len(ids))
     return apart_by(known, states.now)

@@ -23,7 +23,7 @@ _UNKEPT = """suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias n
     guidance_scale exponential_decay_length_penalty penalty_alpha typical_p epsilon_cutoff eta_cutoff""".split()
 
 
-def limit(text: Any, name: str) -> tuple[int, tuple[str, ...]]:
+def context_limit(text: Any, name: str) -> tuple[int, tuple[str, ...]]:
     """Positions the model was made for."""
     said = getattr(text, "max_position_embeddings", None)
     if said is None:
@@ -106,7 +106,7 @@ def unkept(model: Any) -> tuple[str, ...]:
 _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 
-def generation(model: Any, name: str, usual: Mapping[str, Any] = {}) -> Mapping[str, Any]:
+def generation_defaults(model: Any, name: str, usual: Mapping[str, Any] = {}) -> Mapping[str, Any]:
     """Its own sampling settings, only those it states; `usual` where it states none at all."""
     given = getattr(model, "generation_config", None)
     if all(getattr(given, key, None) is None for key in ("do_sample", *_SAMPLING)):

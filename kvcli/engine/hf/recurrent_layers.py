@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from kvcli.engine.hf.cache_shim import Trial, current, under_way
-from kvcli.engine.hf.rowwise_recurrence import ByRow, by_row
+from kvcli.engine.hf.cache_shim import CacheShim, active_pass, current
+from kvcli.engine.hf.rowwise_recurrence import RowwiseGatedDelta, by_row
 from kvcli.errors import BadModel
-from kvcli.kv.recurrent_state import NOTHING, Folding, Key, Known, States
+from kvcli.kv.recurrent_state import NOTHING, Key, RecurrentStates, StateCheckpoint, StateUpdate
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward_request import Feed
+    from kvcli.engine.forward_request import ForwardRequest
 
 # Rows up to which a pass is gone over again row by row: kernels for several take 64 at a time where there is nothing
 # but PyTorch, which on a CPU takes as long as four of those for one (a gated delta net of 12 heads)
@@ -38,14 +38,14 @@ Call = tuple[Sequence[Any], Mapping[str, Any]]  # what a module was called with
 
 
 @dataclass
-class Part:
+class SequenceSlice:
     """The rows of one text in a pass, and what mixers make of its state."""
 
-    states: States
-    folding: Folding
+    states: RecurrentStates
+    folding: StateUpdate
     rows: slice  # of the pass
-    tape: dict[Taped, list[Tensor]] | None = None  # what linear layers gave; None = all rows will be accepted
-    calls: dict[Mixer, Call | None] = field(default_factory=dict)  # in order; with a tape as they were
+    tape: dict[RecordedLinear, list[Tensor]] | None = None  # what linear layers gave; None = all rows will be accepted
+    calls: dict[RecurrentLayer, Call | None] = field(default_factory=dict)  # in order; with a tape as they were
     behind: dict[Key, Callable[[int], Tensor]] = field(default_factory=dict)  # states behind the first rows alone
     _last: Callable[[int], Tensor] | None = None
 
@@ -60,15 +60,17 @@ class Part:
             self.behind[key], self._last = self._last, None
 
 
-class Stated(Trial):
+class StateCacheShim(CacheShim):
     """What layers get as their cache in a pass over a model with mixers: each is given the state of its text."""
 
-    def __init__(self, parts: Sequence[Part], n_mixers: int, of: Trial | None = None) -> None:
+    def __init__(self, parts: Sequence[SequenceSlice], n_mixers: int, of: CacheShim | None = None) -> None:
         """`of`: as it would be without mixers."""
         super().__init__(of.latents, may_expand=of.may_expand) if of is not None else super().__init__()
         self.parts, self._n_mixers = parts, n_mixers
         self.now = parts[0]  # whose rows a mixer is given
-        self.answers: dict[Taped, Iterator[Tensor]] | None = None  # of linear layers, where a pass is gone over again
+        self.answers: dict[RecordedLinear, Iterator[Tensor]] | None = (
+            None  # of linear layers, where a pass is gone over again
+        )
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """[1, C, W], or None where the text begins."""
@@ -94,23 +96,23 @@ class Stated(Trial):
         return True
 
     @property
-    def trial(self) -> Stated:
+    def trial(self) -> StateCacheShim:
         """Itself: it travels in the place of a pass that is gone over again."""
         return self
 
-    def fold(self, i: int) -> Callable[[int], None]:
+    def advance_state(self, i: int) -> Callable[[int], None]:
         """What has the states of its i-th text take in so many of its rows, once these are accepted."""
         part = self.parts[i]
         assert len(part.calls) == self._n_mixers, "a pass ended before a mixer"
         return partial(self._fold, part)
 
-    def _fold(self, part: Part, n: int) -> None:
+    def _fold(self, part: SequenceSlice, n: int) -> None:
         rec: Mapping[Key, Tensor] = part.folding.rec
         if n < part.folding.n_rows and rec:  # histories can be cut
             rec = self._again(part, n)
         part.states.advance(part.folding.known(n, rec))
 
-    def _again(self, part: Part, n: int) -> Mapping[Key, Tensor]:
+    def _again(self, part: SequenceSlice, n: int) -> Mapping[Key, Tensor]:
         """Recurrent states behind the first n rows of a text."""
         assert part.tape is not None, "all rows of a prompt are accepted"
         if part.behind:
@@ -118,8 +120,8 @@ class Stated(Trial):
         known = part.folding.before
         for rows in [slice(i, i + 1) for i in range(n)] if n <= FEW else [slice(0, n)]:
             self.answers = {layer: (t[..., rows, :] for t in gave) for layer, gave in part.tape.items()}
-            self.now = again = Part(part.states, Folding(known, rows.stop - rows.start), rows)
-            with torch.inference_mode(), under_way(self):
+            self.now = again = SequenceSlice(part.states, StateUpdate(known, rows.stop - rows.start), rows)
+            with torch.inference_mode(), active_pass(self):
                 for mixer, call in part.calls.items():
                     assert call is not None, "with a tape calls are kept"
                     mixer.run(again, _picked(call, part.folding.n_rows, rows))
@@ -127,12 +129,12 @@ class Stated(Trial):
         return known.rec
 
 
-class Mixer:
+class RecurrentLayer:
     """One of them, in the place of its own forward: rows of several texts go through it text by text."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._forward = ref(module), _weak(module.forward)
-        self._by_row: ByRow | None = None
+        self._by_row: RowwiseGatedDelta | None = None
         self._linears = [name for name, inner in module.named_modules() if isinstance(inner, nn.Linear)]
 
     def __call__(self, *args: Any, **told: Any) -> Any:
@@ -148,24 +150,24 @@ class Mixer:
             gave.append(self.run(part, _picked((args, told), n, part.rows)))
         return tree_map(lambda *each: torch.cat(each, dim=1) if isinstance(each[0], Tensor) else each[0], *gave)
 
-    def run(self, part: Part, call: Call) -> Any:
+    def run(self, part: SequenceSlice, call: Call) -> Any:
         """Over the rows of one text."""
         part.calls[self] = call if part.tape is not None and self._by_row is None else None
         return (self._by_row or self._forward())(*call[0], **call[1])
 
-    def by_row(self) -> ByRow | None:
+    def by_row(self) -> RowwiseGatedDelta | None:
         """What computes it over rows in order, where something does."""
         return by_row(self._held(), _now)
 
-    def settle(self, its: ByRow | None) -> None:
+    def settle(self, its: RowwiseGatedDelta | None) -> None:
         """Have it computed so; or else have its linear layers, as they are by now, note what they give."""
         self._by_row, module = its, self._held()
         if its is not None:
             return
         for name in self._linears:
             inner = module.get_submodule(name)
-            if not isinstance(inner.forward, Taped):
-                inner.forward = Taped(inner.forward)
+            if not isinstance(inner.forward, RecordedLinear):
+                inner.forward = RecordedLinear(inner.forward)
 
     def _held(self) -> nn.Module:
         module = self._module()
@@ -173,7 +175,7 @@ class Mixer:
         return module
 
 
-class Taped:
+class RecordedLinear:
     """A linear layer of a mixer, in the place of its own forward."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -190,10 +192,12 @@ class Taped:
         return gave
 
 
-class Mixers:
+class RecurrentLayers:
     """Those of a model, in the order in which rows go through them."""
 
-    def __init__(self, found: Sequence[Mixer] = (), like: Known = NOTHING, *, are_last: bool = False) -> None:
+    def __init__(
+        self, found: Sequence[RecurrentLayer] = (), like: StateCheckpoint = NOTHING, *, are_last: bool = False
+    ) -> None:
         """`like`: what they know of one token. `are_last`: rows go through one behind the last layer that attends."""
         self.like, self.are_last = like, are_last
         self.are_by_row = False  # a row's state is made in one way, whatever rows are in its pass
@@ -219,17 +223,17 @@ class Mixers:
         """Why passes through them are no frames; "" where there are none."""
         return "some of its layers keep a state" if self._found else ""
 
-    def trial(self, feeds: Sequence[Feed], plain: Trial) -> Stated:
+    def trial(self, feeds: Sequence[ForwardRequest], plain: CacheShim) -> StateCacheShim:
         """For a pass of these texts side by side, in place of `plain`. Raises BadModel for rows that are no chain, or
         know no state."""
         ends = [0]
         for feed in feeds:
             ends.append(ends[-1] + feed.rows.n_rows)
         parts = [_part(feed, slice(*of)) for feed, of in zip(feeds, pairwise(ends), strict=True)]
-        return Stated(parts, len(self._found), plain)
+        return StateCacheShim(parts, len(self._found), plain)
 
 
-def _part(feed: Feed, rows: slice) -> Part:
+def _part(feed: ForwardRequest, rows: slice) -> SequenceSlice:
     name = feed.lm.info.id
     if feed.states is None:
         why = "what is asked for reads the past by a way of its own, which knows keys and values alone"
@@ -240,8 +244,8 @@ def _part(feed: Feed, rows: slice) -> Part:
         )
     assert feed.states.now.at in (0, feed.rows.pos[0]), "rows do not stand behind what is known"
     is_sure = feed.is_prompt or feed.rows.n_rows == 1
-    folding = Folding(feed.states.now, feed.rows.n_rows, is_sure=is_sure)
-    return Part(feed.states, folding, rows, tape=None if is_sure else {})
+    folding = StateUpdate(feed.states.now, feed.rows.n_rows, is_sure=is_sure)
+    return SequenceSlice(feed.states, folding, rows, tape=None if is_sure else {})
 
 
 def refused(name: str, why: str, try_: Sequence[str]) -> BadModel:
@@ -252,11 +256,11 @@ def refused(name: str, why: str, try_: Sequence[str]) -> BadModel:
 # ---- finding them ----
 
 
-class Finder(Stated):
+class RecurrentLayerFinder(StateCacheShim):
     """Travels through a model in place of a cache, and notes which module is running when a state is made."""
 
     def __init__(self) -> None:
-        super().__init__([Part(States(), Folding(NOTHING, 1), slice(0, 1))], 0)
+        super().__init__([SequenceSlice(RecurrentStates(), StateUpdate(NOTHING, 1), slice(0, 1))], 0)
         self._running: list[nn.Module] = []
         self._found: dict[nn.Module, None] = {}  # in order
         self.given: dict[int, tuple[Tensor, Tensor]] = {}  # by what a layer calls itself: what it would store
@@ -281,12 +285,12 @@ class Finder(Stated):
         self._found[self._running[-1]] = None
         self._are_last = True
 
-    def mixers(self) -> Mixers:
+    def mixers(self) -> RecurrentLayers:
         """What was found, each in the place of its module's forward from now on."""
         folding = self.now.folding
         within = {inner for module in self._found for inner in module.modules() if inner is not module}
         outer = [module for module in self._found if module not in within]
-        return Mixers([*map(_mixer, outer)], folding.known(1, folding.rec), are_last=self._are_last)
+        return RecurrentLayers([*map(_mixer, outer)], folding.known(1, folding.rec), are_last=self._are_last)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -307,20 +311,20 @@ class Finder(Stated):
                 hook.remove()
 
 
-def _mixer(module: nn.Module) -> Mixer:
+def _mixer(module: nn.Module) -> RecurrentLayer:
     """That of a module, which has one already if its model was wrapped before."""
-    if not isinstance(module.forward, Mixer):
-        module.forward = Mixer(module)
+    if not isinstance(module.forward, RecurrentLayer):
+        module.forward = RecurrentLayer(module)
     return module.forward
 
 
-def _trial() -> Stated | None:
+def _trial() -> StateCacheShim | None:
     """Of the pass that is under way, if its model has mixers."""
     found = getattr(current(), "trial", None)
     return found if found is not None and found.parts else None
 
 
-def _now() -> Part:
+def _now() -> SequenceSlice:
     """Whose rows a mixer is given."""
     trial = _trial()
     assert trial is not None, "only of a pass of ours"

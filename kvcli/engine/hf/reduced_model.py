@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from kvcli.kernels.module_probe import alike, ends, kind
+from kvcli.kernels.module_probe import first_and_last, group_by_kind, kind
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
@@ -26,17 +26,17 @@ def kinds(lm: LM, layers: Sequence[nn.Module]) -> list[list[int]]:
     def kind_of(i: int) -> Hashable:
         return kind(layers[i]), lm.sights[i], lm.shapes[i], lm.sinks[i] is None, *(str(of[i]) for of in listed)
 
-    return alike(range(len(layers)), kind_of)
+    return group_by_kind(range(len(layers)), kind_of)
 
 
 @contextmanager
-def few_layers(lm: LM, layers: Sequence[nn.Module]) -> Iterator[list[int]]:
+def reduced_model(lm: LM, layers: Sequence[nn.Module]) -> Iterator[list[int]]:
     """Within the block the ends of each kind compute, and the layers between them hand on what they are given.
 
     Yields which compute.
     """
-    tried = {i for group in kinds(lm, layers) for i in ends(group)}
-    tried |= {shape.shares for shape in lm.shapes if shape.shares is not None}
+    tried = {i for group in kinds(lm, layers) for i in first_and_last(group)}
+    tried |= {shape.shared_from for shape in lm.shapes if shape.shared_from is not None}
     ways: list[Any] = [vars(layer).get("forward") for layer in layers]  # a fused layer's is called by itself, too
     tried |= {i for i, way in enumerate(ways) if way is not None and not hasattr(way, "run")}  # whoever's that is
     fused = [way for i, way in enumerate(ways) if i not in tried and way is not None]

@@ -19,7 +19,7 @@ from kvcli.kernels.rope import Rotary, rotate, unrotate
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.kv.slots import Sight
+    from kvcli.kv.slots import AttentionParams
 
 NEAR = (0, 1, 5, 26)  # positions tried in one pass; in another, far ones: a table that depends on length differs there
 # relative error of a turned key: keys are rounded to the model's numbers, and a wrong table is off by about 1
@@ -33,7 +33,9 @@ class _Listener:
 
     keys: list[Tensor] = field(default_factory=list)  # per layer [K, N, D]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sink: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
+    ) -> Tensor:
         self.keys.append(k)
         return q.new_zeros(*q.shape[:2], v.shape[2])
 

@@ -23,7 +23,7 @@ from kvcli.kernels.gated_delta import SERVED, causal_conv, gated_delta, numbers
 from kvcli.kernels.module_probe import REFUSALS
 
 if TYPE_CHECKING:
-    from kvcli.engine.hf.recurrent_layers import Part
+    from kvcli.engine.hf.recurrent_layers import SequenceSlice
 
 RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")  # as transformers names them
 CONV = "causal_conv1d_fn"
@@ -36,10 +36,10 @@ _NUMBERS: dict[Any, str] = {
 }
 
 
-class ByRow:
+class RowwiseGatedDelta:
     """The forward of one mixer on rows of a CPU. Holds no module: one that held itself would outlive its model."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], now: Callable[[], Part]) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], now: Callable[[], SequenceSlice]) -> None:
         """`now`: whose rows the mixer is given."""
         self._module, self._now = ref(module), now
         ours = {**dict.fromkeys(RULES, self._rule), CONV: self._conv}
@@ -95,7 +95,7 @@ class _Numbers(TorchFunctionMode):
         return f(*args, **(kwargs or {}))
 
 
-def by_row(module: nn.Module, now: Callable[[], Part]) -> ByRow | None:
+def by_row(module: nn.Module, now: Callable[[], SequenceSlice]) -> RowwiseGatedDelta | None:
     """What takes the place of its forward on a CPU; None where its recurrence is another, or there is no kernel."""
     forward = unwrap(type(module).forward)
     weights = [p for p in module.parameters() if p.is_floating_point()]
@@ -106,7 +106,7 @@ def by_row(module: nn.Module, now: Callable[[], Part]) -> ByRow | None:
     if not {*RULES, CONV} <= names or getattr(module, "activation", "silu") not in ("silu", "swish"):
         return None
     functions = [forward.__globals__[name] for name in (*RULES, CONV)]
-    return ByRow(module, forward, now) if _are_known(*functions) else None
+    return RowwiseGatedDelta(module, forward, now) if _are_known(*functions) else None
 
 
 @cache

@@ -25,13 +25,13 @@ _MODULES = 64  # for each tensor of the files; a layer has about as many modules
 
 
 @contextmanager
-def within(source: Source) -> Iterator[None]:
+def limit_to_files(source: Source) -> Iterator[None]:
     """Stop what is built in this block once it has more numbers or parts than the files can fill; raises BadModel.
 
     transformers builds a model on the meta device, where a size costs nothing and a layer costs milliseconds, and only
     then reads files: so this ends a config of a billion layers after as many as there are tensors.
     """
-    budget = _Budget(source)
+    budget = _BuildCounter(source)
     hooks = [
         register_module_parameter_registration_hook(budget.add_numbers),
         register_module_buffer_registration_hook(budget.add_numbers),
@@ -44,7 +44,7 @@ def within(source: Source) -> Iterator[None]:
             hook.remove()
 
 
-class _Budget:
+class _BuildCounter:
     """What was registered and is still held: an attribute that is set twice counts once."""
 
     def __init__(self, source: Source) -> None:

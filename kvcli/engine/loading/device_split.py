@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from kvcli.engine.hf.cache_shim import current
 
 
-class Crossing:
+class DeviceTransfer:
     """What brings the arguments of a pass to a device, each once; shared by all layers there."""
 
     def __init__(self, device: torch.device) -> None:
@@ -43,10 +43,10 @@ class Crossing:
         return brought[id(value)][1]
 
 
-class Behind:
+class LayerAfterTransfer:
     """The forward of a layer behind the crossing."""
 
-    def __init__(self, forward: Callable[..., Any], crossing: Crossing) -> None:
+    def __init__(self, forward: Callable[..., Any], crossing: DeviceTransfer) -> None:
         """`forward`: the layer's own, held weakly: a layer that held itself would outlive its model."""
         self._forward = WeakMethod(forward) if ismethod(forward) else lambda: forward
         self.crossing = crossing
@@ -58,14 +58,14 @@ class Behind:
         return forward(*args, **told)
 
 
-def place_(model: Any, layers: Sequence[nn.Module], on_gpu: int, device: torch.device) -> list[torch.device]:
+def split_layers_(model: Any, layers: Sequence[nn.Module], on_gpu: int, device: torch.device) -> list[torch.device]:
     """Move the last `on_gpu` layers and what comes behind them to `device`; where each layer is then.
 
     Embeddings, and what has no weights, stay: tables of positions are small, and computed once a pass. A head that
     shares its weight with the embeddings gets one of its own.
     """
     first = max(0, len(layers) - on_gpu)
-    crossing, above = Crossing(device), layers[first:]
+    crossing, above = DeviceTransfer(device), layers[first:]
     inside = {id(part) for layer in layers for part in layer.modules()}
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head.weight is embeddings.weight:
@@ -78,5 +78,5 @@ def place_(model: Any, layers: Sequence[nn.Module], on_gpu: int, device: torch.d
     for part in behind:
         part._apply(lambda t: t.to(device), recurse=False)  # type: ignore[no-untyped-call]
     for layer in above:
-        layer.forward = Behind(layer.forward, crossing)
+        layer.forward = LayerAfterTransfer(layer.forward, crossing)
     return [embeddings.weight.device] * first + [device] * len(above)

@@ -16,7 +16,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kvcli.engine.process_memory import give_back
+from kvcli.engine.process_memory import drop_pages
 from kvcli.kernels import triton_support
 from kvcli.kernels.linear_quantized import Bits
 from kvcli.kernels.linear_quantized.experts import packed
@@ -56,7 +56,7 @@ def _register() -> Any:
             )
 
         def get_quantize_ops(self) -> Any:
-            return Pack(self.quantization_config.bits, self.quantization_config.native)
+            return QuantizeExperts(self.quantization_config.bits, self.quantization_config.native)
 
         def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
             self.remove_quantization_config(model)
@@ -65,7 +65,7 @@ def _register() -> Any:
     return Config
 
 
-class Pack(ConversionOps):  # type: ignore[misc]  # the same
+class QuantizeExperts(ConversionOps):  # type: ignore[misc]  # the same
     """The last step of loading one parameter."""
 
     def __init__(self, bits: Bits, native: bool) -> None:
@@ -82,5 +82,5 @@ class Pack(ConversionOps):  # type: ignore[misc]  # the same
         made = turned if isinstance(turned, str) else packed(weight, turned, self.bits, native=self.native)
         if isinstance(made, str):
             return given
-        give_back(weight)
+        drop_pages(weight)
         return nn.Parameter(made, requires_grad=False)

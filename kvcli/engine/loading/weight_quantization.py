@@ -11,8 +11,8 @@ from torch import nn
 
 from kvcli.engine.hf import model_probe
 from kvcli.engine.loading import weights
-from kvcli.engine.loading.device_split import place_
-from kvcli.engine.process_memory import give_back
+from kvcli.engine.loading.device_split import split_layers_
+from kvcli.engine.process_memory import drop_pages
 from kvcli.errors import BadModel
 from kvcli.kernels.linear_quantized import Bits, panels
 from kvcli.kernels.linear_quantized.experts import quantize_experts_
@@ -21,7 +21,9 @@ from kvcli.kv.slots import LayerShape
 from kvcli.models.gguf import quantizer
 
 
-def pack(model: Any, shape: model_probe.Shape, quant: str, device: torch.device) -> tuple[str, tuple[str, ...]]:
+def quantize_and_place(
+    model: Any, shape: model_probe.ModelLayout, quant: str, device: torch.device
+) -> tuple[str, tuple[str, ...]]:
     """Bring the model to `device`, packed as asked: what runs its linear layers, and notes on what stays unpacked."""
     by = "native" if panels.serves(model.dtype) else "torch"
     if quant == "none":
@@ -50,14 +52,14 @@ def _packed(layers: nn.Module, quant: str, device: torch.device) -> tuple[str, S
     if device.type == "cpu":
         by = "native" if panels.serves(next(layers.parameters()).dtype) else "torch"
         bits: Bits = 8 if quant == "int8" else 4
-        swap = quantize_(layers, bits, give_back) + quantize_experts_(layers, bits, give_back)
+        swap = quantize_(layers, bits, drop_pages) + quantize_experts_(layers, bits, drop_pages)
         return f"{by} packed {quant}", swap
     swap, backend = weights.quantize_for_gpu(layers, quant, device)
     return backend, swap
 
 
 def split(
-    model: Any, shape: model_probe.Shape, quant: str, device: torch.device, on_gpu: int
+    model: Any, shape: model_probe.ModelLayout, quant: str, device: torch.device, on_gpu: int
 ) -> tuple[str, tuple[str, ...], list[torch.device]]:
     """The same with the last layers on `device`, and where each layer is then."""
     layers = None if shape.mixers else model_probe.decoder_layers(model, shape)
@@ -71,12 +73,12 @@ def split(
             backend, swap = _packed(part, quant, where)
             backends[backend] = None
             notes += _swap_notes(swap, quant) if swap is not None else ()
-    places = place_(model, list(layers), n, device)
+    places = split_layers_(model, list(layers), n, device)
     said = f"{n} of {len(layers)} layers on {device}" if n < len(layers) else f"embeddings on {model.device}"
     return f"{' and '.join(backends)}, {said}", tuple(notes), places
 
 
-def placed(
+def with_devices(
     stored: Sequence[LayerShape], places: Sequence[torch.device] | None, device: torch.device
 ) -> tuple[LayerShape, ...]:
     """What layers store, with where it lies for those that are elsewhere."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvcli.engine.loading.build_limit import within
+from kvcli.engine.loading.build_limit import limit_to_files
 from kvcli.engine.loading.expert_quantization import while_loading
-from kvcli.engine.process_memory import give_back
+from kvcli.engine.process_memory import drop_pages
 from kvcli.errors import BadModel, UsageError
 from kvcli.installing import pip
 from kvcli.kernels import triton_support
@@ -22,17 +22,17 @@ from kvcli.kernels.linear_quantized import Bits
 from kvcli.kernels.linear_quantized.experts import quantize_experts_, stay
 from kvcli.kernels.linear_quantized.module import Swap, make_native_, quantize_, swap_
 from kvcli.kernels.linear_skinny.module import lay_out_skinny_
-from kvcli.models.checkpoint_format import INSTEAD, Packing, refuse_unpackable
+from kvcli.models.checkpoint_format import INSTEAD, CheckpointFormat, refuse_unpackable
 from kvcli.models.family import loader_of, refuse_unknown_packing, unreadable
 from kvcli.models.gguf import quantizer
-from kvcli.models.library_errors import blamed
+from kvcli.models.library_errors import blame_files
 from kvcli.models.refusals import refuse_device
 from kvcli.models.sizes import sizes_of
 from kvcli.models.source import Source
 from kvcli.settings.schema import NUMBERS, Load
 
 
-def read_weights(
+def load_weights(
     source: Source,
     config: Any,
     dtype: str,
@@ -46,7 +46,7 @@ def read_weights(
     on their way, as `quant` says.
     """
     loader = loader_of(source, config, trust_remote_code)
-    packing = Packing.of(source.config)
+    packing = CheckpointFormat.of(source.config)
     refuse_unpackable(source.id, source.config, device.type)
     if packing.unpacks(device.type):
         _have_unpacked(config)
@@ -58,7 +58,7 @@ def read_weights(
     if not packing.method and sizes_of(source.text_config, source.id)["experts"]:
         numbers = getattr(torch, NUMBERS[dtype]) if dtype != "auto" else config.get_text_config().dtype or torch.float32
         packs = while_loading(quant, numbers, device)
-    with within(source), blamed(partial(_unloadable, source)):
+    with limit_to_files(source), blame_files(partial(_unloadable, source)):
         model, loading = loader.from_pretrained(
             source.path,
             config=config,
@@ -73,7 +73,7 @@ def read_weights(
         )
     _check_loading(source, loading)
     if device.type == "cpu":
-        make_native_(model, give_back)
+        make_native_(model, drop_pages)
     notes = list(_unused(model, sorted(loading["unexpected_keys"])))
     if packing.unpacks(device.type):
         numbers = str(model.dtype).removeprefix("torch.")
@@ -167,7 +167,7 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def keeps_blocks(load: Load) -> bool:
+def keeps_quantized(load: Load) -> bool:
     """Whether weights that come packed in 4 bits stay so: our kernel is for CPUs, not for float64, and `load.quant`
     packs anew."""
     return load.quant == "none" and load.dtype != "fp64" and find_device(load.device).type == "cpu"
@@ -186,8 +186,8 @@ def quantize_for_gpu(root: nn.Module, quant: str, device: torch.device) -> tuple
         swap = quantize_with_bitsandbytes(root, quant, device) + stay(root, "experts have int8 and int4, no nf4")
     else:
         bits: Bits = 8 if quant == "int8" else 4
-        swap = quantize_(root, bits, give_back, device) + quantize_experts_(root, bits, give_back, device)
-    lay_out_skinny_(root, give_back)
+        swap = quantize_(root, bits, drop_pages, device) + quantize_experts_(root, bits, drop_pages, device)
+    lay_out_skinny_(root, drop_pages)
     return swap, f"fused {quant}"
 
 

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch import bool as bool_
 
-from kvcli.engine.forward_request import Asks, asked
-from kvcli.engine.policy.policy import Guard, Moment, Phase, Policy
-from kvcli.kv.slots import Masks, Slots, Store
+from kvcli.engine.forward_request import Steps, await_passes
+from kvcli.engine.policy.policy import LayerContext, Phase, Policy, ProtectedTokens
+from kvcli.kv.slots import KVCache, Masks, Slots
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.query_recorder import Heard
+    from kvcli.engine.policy.query_recorder import QueryRecorder
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
+class CompressionPoint:
     """A text between two passes, all of whose tokens are stored."""
 
     lm: LM
-    kv: Store
-    heard: Heard
-    guard: Guard
+    kv: KVCache
+    heard: QueryRecorder
+    guard: ProtectedTokens
     ids: Sequence[int]
     kinds: Tensor  # [T] int8, by position; [0] for a policy that asks for none
     phase: Phase
@@ -42,9 +42,9 @@ class Boundary:
     def open(self) -> list[int]:
         """Layers without a sliding window, which lets go of its past by itself, and with slots of their own."""
         layers = zip(self.lm.sights, self.lm.shapes, strict=True)
-        return [i for i, (sight, shape) in enumerate(layers) if sight.window is None and shape.shares is None]
+        return [i for i, (sight, shape) in enumerate(layers) if sight.window is None and shape.shared_from is None]
 
-    def layer(self, i: int) -> tuple[Slots, Moment]:
+    def layer(self, i: int) -> tuple[Slots, LayerContext]:
         """What one layer holds, perhaps as a copy: look at one after the other."""
         slots = self.kv.slots(i)
         if rank := self.lm.shapes[i].rank:
@@ -52,11 +52,11 @@ class Boundary:
         self._protected[i] = protected = self.guard.covers(slots.pos, self.kinds)
         heard = self.heard.of(i, slots.k)
         of_text = self.phase, len(self.ids), self.n_prompt, heard, self.kinds, protected, self.memory
-        return slots, Moment.of(self.lm, i, *of_text)
+        return slots, LayerContext.of(self.lm, i, *of_text)
 
-    def ask(self, policy: Policy) -> Asks[Masks]:
+    def ask(self, policy: Policy) -> Steps[Masks]:
         """What the policy keeps, and its guard."""
-        masks = yield from asked(policy.choose(self))
+        masks = yield from await_passes(policy.select(self))
         return [None if mask is None else _guarded(mask, self._protected[i]) for i, mask in enumerate(masks)]
 
 

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import Boundary
+    from kvcli.engine.policy.compression_point import CompressionPoint
     from kvcli.kernels.attention_mass import Over
     from kvcli.kv.slots import Masks, Slots
-    from kvcli.kv.snapshot import Stateful
+    from kvcli.kv.snapshot import Snapshottable
 
 # a prompt is being read in chunks; it has been read; the answer is being written
 Phase = Literal["reading", "read", "answering"]
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class ProtectedTokens:
     """What no policy takes away, and no pruner leaves behind: the engine keeps it whatever they say."""
 
     sinks: int = 0  # first tokens
@@ -42,7 +42,7 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class LayerContext:
     """A boundary, as one layer sees it."""
 
     layer: int
@@ -72,7 +72,7 @@ class Moment:
         kinds: Tensor,
         protected: Tensor,
         memory: Any = None,
-    ) -> Moment:
+    ) -> LayerContext:
         """In a layer of this model; `heard`: queries and their positions."""
         s, sink, (q, pos) = lm.sights[layer], lm.sinks[layer], heard
         of_text = phase, n, n_prompt, q, pos, kinds, protected
@@ -83,14 +83,14 @@ class Moment:
 
         By default its mean over these queries and over the query heads of a KV head; zeros where nothing was heard.
         """
-        from kvcli.kernels.attention_mass import column_mass
+        from kvcli.kernels.attention_mass import attention_mass
 
         q, q_pos = self.q[:, first:], self.q_pos[first:]
-        return column_mass(q, q_pos, s.k, s.pos, self.scale, softcap=self.softcap, window=self.window, over=over)
+        return attention_mass(q, q_pos, s.k, s.pos, self.scale, softcap=self.softcap, window=self.window, over=over)
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class PolicyRequirements:
     """What a policy is to be shown of the texts of one model, and what it begins to remember of each."""
 
     recent: int = 0  # of the latest accepted queries
@@ -98,8 +98,8 @@ class Wants:
     lasting: bool = False  # hold those also while the answer is written
     kinds: bool = False  # tell it the kinds of tokens, beside its guard
     marks: frozenset[int] = frozenset()  # kinds that are looked for in a prompt only where somebody asks
-    guard: Guard = Guard()  # what stays whatever it says
-    memory: Callable[[], Stateful | None] = lambda: None  # what it knows of a text of which nothing was read
+    guard: ProtectedTokens = ProtectedTokens()  # what stays whatever it says
+    memory: Callable[[], Snapshottable | None] = lambda: None  # what it knows of a text of which nothing was read
 
 
 class Policy(Protocol):
@@ -113,11 +113,11 @@ class Policy(Protocol):
     def every(self) -> int | None:
         """Tokens between two boundaries while decoding; None = the past never changes."""
 
-    def wants(self, lm: LM) -> Wants:
+    def requirements(self, lm: LM) -> PolicyRequirements:
         """What it is to be shown. Raises BadModel for a model that it cannot judge, BadInput for a file that it cannot
         read."""
 
-    def choose(self, at: Boundary) -> Asks[Masks] | Masks:
+    def select(self, at: CompressionPoint) -> Steps[Masks] | Masks:
         """At a boundary, slots to keep by layer: bool [K, S], heads may keep different numbers; None = all of them.
 
         It may ask for passes of its own (kvcli.engine.forward_request).
@@ -126,17 +126,17 @@ class Policy(Protocol):
     def slots(self, n: int) -> int:
         """How many of n slots a head keeps at a boundary, averaged over heads: what memory is planned with."""
 
-    def reading(self, n: int) -> int:
+    def max_slots_in_prefill(self, n: int) -> int:
         """How many slots a head holds at most while n tokens are read, the last chunk aside."""
 
-    def again(self, n: int) -> int:
+    def extra_rows(self, n: int) -> int:
         """How many rows run once more behind a prompt of n tokens when it has been read: what its time is planned with.
 
         0 = it is read once. Each such row sees all that was stored by then. What the policy itself computes from its
         queries is not counted.
         """
 
-    def judging(self, n: int, heads: int, kind: str, number: int) -> int:
+    def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
         """Bytes beside a pass that judging a prompt of n tokens takes, by a layer of so many query heads.
 
         `kind`: of the device. `number`: bytes of a number of attention.
@@ -147,48 +147,48 @@ class Policy(Protocol):
         """May heads keep different numbers of slots?"""
 
     @property
-    def keeps(self) -> str:
+    def describe_kept(self) -> str:
         """What stays of a text that is too long for it, in words; "" = everything."""
 
-    def found(self, memory: Any) -> str:
+    def describe_result(self, memory: Any) -> str:
         """What it found out about one text, from what it remembers of it, in words; "" = nothing to tell."""
 
 
-class Usual:
+class PolicyDefaults:
     """What most share: nothing to be shown, a text read once, all heads alike."""
 
     is_uneven = False
 
-    def wants(self, lm: LM) -> Wants:
-        return Wants()
+    def requirements(self, lm: LM) -> PolicyRequirements:
+        return PolicyRequirements()
 
     def slots(self, n: int) -> int:
         raise NotImplementedError
 
-    def reading(self, n: int) -> int:
+    def max_slots_in_prefill(self, n: int) -> int:
         """As many while reading: each chunk's end is a boundary."""
         return self.slots(n)
 
-    def again(self, n: int) -> int:
+    def extra_rows(self, n: int) -> int:
         """Nothing is read twice."""
         return 0
 
-    def judging(self, n: int, heads: int, kind: str, number: int) -> int:
+    def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
         """None."""
         return 0
 
-    def found(self, memory: Any) -> str:
+    def describe_result(self, memory: Any) -> str:
         """Nothing."""
         return ""
 
 
-class EachLayer(Usual):
+class PerLayerPolicy(PolicyDefaults):
     """A policy that judges each layer by itself, as a view of scouts must."""
 
-    def mask(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: LayerContext) -> Tensor:
         """bool [K, S]: slots of one layer that stay."""
         raise NotImplementedError
 
-    def choose(self, at: Boundary) -> Masks:
+    def select(self, at: CompressionPoint) -> Masks:
         """Layer by layer."""
-        return [self.mask(*at.layer(i)) if at.lm.shapes[i].shares is None else None for i in at.layers]
+        return [self.mask(*at.layer(i)) if at.lm.shapes[i].shared_from is None else None for i in at.layers]

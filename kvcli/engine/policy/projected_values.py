@@ -16,7 +16,7 @@ NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # what families of tran
 BLOCK = 1024  # values projected at a time
 
 
-class Outward:
+class ProjectedValueNorms:
     """Norms of projected values. Weights are asked for when somebody needs them, packed ones are unpacked for that."""
 
     def __init__(self, lm: LM, who: str) -> None:
@@ -31,7 +31,7 @@ class Outward:
             )
         self._heads, self._dtype = lm.heads, lm.dtype
 
-    def __deepcopy__(self, memo: object) -> Outward:
+    def __deepcopy__(self, memo: object) -> ProjectedValueNorms:
         """Itself: the weights are the model's, and a text that is forked shares them."""
         return self
 

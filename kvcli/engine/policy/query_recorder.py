@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.kv.snapshot import Given, State
+from kvcli.kv.snapshot import SnapshotReader, State
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.rows import Rows
 
 
-class Heard:
+class QueryRecorder:
     """The latest `recent` queries, and those at the probed positions of the last prompt; each layer's apart."""
 
     def __init__(self, recent: int, probes: Callable[[int], Iterable[int]]) -> None:
@@ -42,12 +42,12 @@ class Heard:
         """A prompt is about to be read, behind which the text has n tokens in store."""
         self._probed = set(self.probes(n))
 
-    def of_chunk(self, start: int, n: int) -> list[int]:
+    def rows_to_record_in_chunk(self, start: int, n: int) -> list[int]:
         """Which of n rows from position `start` on to listen to."""
         first = max(0, n - self.recent)
         return sorted({p - start for p in self._probed if start <= p < start + first} | set(range(first, n)))
 
-    def of_tree(self, tree: int) -> range:
+    def rows_to_record_in_tree(self, tree: int) -> range:
         """Which rows of a tree to listen to: all, as any may be accepted."""
         return range(tree if self.recent else 0)
 
@@ -72,7 +72,7 @@ class Heard:
         of_layers: State = {str(layer): q for layer, q in enumerate(self._q)}
         return {"any": self._any, "pos": torch.tensor(self.pos, dtype=torch.int32), "q": of_layers}
 
-    def restore(self, given: Given, lm: LM, dtype: torch.dtype) -> None:
+    def restore(self, given: SnapshotReader, lm: LM, dtype: torch.dtype) -> None:
         """Of a text over this model, in the numbers of its store. Raises Misfit."""
         self.clear()
         pos = given.positions("pos", None)

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import Asks
-from kvcli.engine.prefill.revival_pass import Stopped, Trip
-from kvcli.kv.slots import Store, Usage, spans
-from kvcli.kv.snapshot import Given, Misfit, State
+from kvcli.engine.forward_request import Steps
+from kvcli.engine.prefill.revival_pass import RevivalPass, Stopped
+from kvcli.kv.slots import KVCache, Usage, spans
+from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.prompt_pruner import Live, Pruning
+    from kvcli.engine.prefill.prompt_pruner import ActiveRows, PromptPruning
 
 AT_ONCE = 256  # tokens that go on together to the last layer: each has a mask over all that is stored
 
 
-class Behind:
+class AuxCache:
     """Of one text: who stopped where, and with which hidden vector; and the ways on."""
 
-    def __init__(self, lm: LM, pruning: Pruning | None) -> None:
+    def __init__(self, lm: LM, pruning: PromptPruning | None) -> None:
         self._lm, self._pruning = lm, pruning
         self._at: Stopped = {}  # positions rise
         self.is_torn = False  # some layers hold what came back, and others do not
@@ -67,10 +67,10 @@ class Behind:
         """May what stops go on later?"""
         return self._pruning is not None and self._pruning.every is not None
 
-    def before_prompt(self, kv: Store, ids: Sequence[int]) -> Asks[None]:
+    def before_prompt(self, kv: KVCache, ids: Sequence[int]) -> Steps[None]:
         """Another prompt is to be read behind what is stored."""
-        if self._pruning is not None and self._pruning.completes:
-            yield from self.complete(kv, ids)
+        if self._pruning is not None and self._pruning.revives_before_prompt:
+            yield from self.revive_all(kv, ids)
 
     # ---- the ways on ----
 
@@ -79,33 +79,33 @@ class Behind:
         """Tokens of an answer between two boundaries at which some may come back; None = nobody does."""
         return self._pruning.every if self._pruning is not None and self else None
 
-    def come_back(self, kv: Store, ids: Sequence[int], written: int) -> Asks[None]:
+    def revive(self, kv: KVCache, ids: Sequence[int], written: int) -> Steps[None]:
         """So far into an answer those go on that its pending token looks at. It goes along; nothing of it is stored."""
         if self._pruning is None or self.every is None or written % self.every:
             return
-        trip = Trip(self._lm, kv, ids, self, [len(ids) - 1])
-        yield from trip.go(self._pruning.back(self._lm, kv, self))
+        trip = RevivalPass(self._lm, kv, ids, self, [len(ids) - 1])
+        yield from trip.go(self._pruning.bind_revival(self._lm, kv, self))
         trip.store()
 
-    def complete(self, kv: Store, ids: Sequence[int]) -> Asks[None]:
+    def revive_all(self, kv: KVCache, ids: Sequence[int]) -> Steps[None]:
         """All go on to the last layer, the oldest first."""
         while some := set(self.positions[:AT_ONCE]):
-            trip = Trip(self._lm, kv, ids, self)
+            trip = RevivalPass(self._lm, kv, ids, self)
             yield from trip.go(partial(self._onward, some))
             trip.store()
 
     def _onward(
-        self, some: set[int], layer: int, live: Live, pos: Sequence[int]
+        self, some: set[int], layer: int, live: ActiveRows, pos: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int]]:
         return pos, [p for p in self.at(layer) if p in some]
 
-    def leave(self, came: set[int]) -> None:
+    def remove(self, came: set[int]) -> None:
         """These went on."""
         for layer, (pos, vectors) in list(self._at.items()):
             stay = [i for i, p in enumerate(pos) if p not in came]
             self._put(layer, [pos[i] for i in stay], vectors[stay])
 
-    def join(self, stopped: Stopped) -> None:
+    def add(self, stopped: Stopped) -> None:
         """These stopped."""
         for layer, (pos, vectors) in stopped.items():
             both, joined = [*self.at(layer), *pos], vectors
@@ -125,8 +125,8 @@ class Behind:
             found[str(len(found))] = {"layer": layer, "pos": torch.tensor(pos, dtype=torch.int32), "x": vectors}
         return found
 
-    def restore(self, given: Given) -> None:
-        """Become what gave this. Raises Misfit."""
+    def restore(self, given: SnapshotReader) -> None:
+        """Become what gave this. Raises SnapshotMismatch."""
         self.clear()
         width = self._lm.model.config.get_text_config().hidden_size
         starts = {span.start for span in spans(self._lm.shapes)[1:]}
@@ -134,7 +134,7 @@ class Behind:
             pos = one.positions("pos", None).tolist()
             layer = one.number("layer", self._lm.n_layers - 1)
             if layer not in starts or pos != sorted(set(pos)) or not self.depth.keys().isdisjoint(pos):
-                raise Misfit("nobody stops there")
+                raise SnapshotMismatch("nobody stops there")
             vectors = one.tensor("x", self._lm.dtype, len(pos), width)
             self._put(layer, pos, vectors.to(self._lm.device, copy=True))
 

@@ -10,32 +10,38 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_invariant import WIDEST, Own
-from kvcli.kernels.merge_attention import Part
-from kvcli.kv.slots import LayerShape, Sight, Usage, alone
-from kvcli.kv.tiers.device_tables import Fixed
+from kvcli.kernels.attend_invariant import WIDEST, NewRows
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.slots import AttentionParams, LayerShape, Usage, attend_new_only
+from kvcli.kv.tiers.device_tables import DeviceCache
 
 if TYPE_CHECKING:
-    from kvcli.kv.slots import Store
+    from kvcli.kv.slots import KVCache
 
 
-class Beside:
+class KVOverlay:
     """Rows read all that is stored, and of the others what is older than themselves, as if their pass had made it."""
 
     def __init__(
-        self, store: Store, shapes: Sequence[LayerShape], held: Mapping[int, tuple[Tensor, Tensor]], pos: Sequence[int]
+        self,
+        store: KVCache,
+        shapes: Sequence[LayerShape],
+        held: Mapping[int, tuple[Tensor, Tensor]],
+        pos: Sequence[int],
     ) -> None:
         """`held`: by layer that stores, k [K, M, D] and v [K, M, E] of tokens at positions pos [M]."""
         self._store, self._shapes, self._held, self._pos = store, shapes, held, list(pos)
         self.dtype = store.dtype
 
-    def fixed(self, rows: int, more: int = 0) -> Fixed:
+    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Why it needs the host."""
-        return Fixed(why_not="rows read beside the store what was taken over")
+        return DeviceCache(why_not="rows read beside the store what was taken over")
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """q [H, N, D] of rows at positions pos [N] -> parts over the store, and over these and their pass."""
-        shares = self._shapes[layer].shares
+        shares = self._shapes[layer].shared_from
         k, v = self._held[layer if shares is None else shares]
         if own is None:
             at, rows = torch.tensor(self._pos).view(1, -1), torch.tensor(pos).view(-1, 1)
@@ -49,7 +55,7 @@ class Beside:
         k, v = torch.cat([k, own.k], 1), torch.cat([v, own.v], 1)
         both = replace(own, k=k, v=v, pos=every, line=line, sees=sees.to(q.device))
         # apart: in one sequence each of these rows, with gaps between them, would be read by itself, which takes long
-        return [*self._store.attend(layer, q, sight, pos), *alone(q, sight, both)]
+        return [*self._store.attend(layer, q, sight, pos), *attend_new_only(q, sight, both)]
 
     def usage(self) -> list[Usage]:
         """Nothing that lasts."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import Asks, Feed
-from kvcli.engine.prefill.prompt_pruner import Live, Pruner, Pruning
+from kvcli.engine.forward_request import ForwardRequest, Steps
+from kvcli.engine.prefill.prompt_pruner import ActiveRows, PromptPruning, Pruner
 from kvcli.engine.prefill.revival_pass import Stopped
 from kvcli.engine.sequence.commit import commit
 from kvcli.kv.slots import spans
@@ -23,24 +23,24 @@ from kvcli.kv.slots import spans
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.rows import Rows
-    from kvcli.kv.slots import Store
+    from kvcli.kv.slots import KVCache
 
 
-def meet(lm: LM, pruning: Pruning | None) -> None:
+def check_model(lm: LM, pruning: PromptPruning | None) -> None:
     """Raises BadModel where rows cannot be stopped between layers, or be judged there."""
     if pruning is not None:
-        pruning.about(lm)
+        pruning.describe(lm)
     if lm.straight is None:
-        lm.meet_gates()
+        lm.check_layer_gates()
 
 
-class ByLayers:
+class LayerwisePrefill:
     """One such prompt. Whoever gives it up undoes in the store what was not there before."""
 
     def __init__(
         self,
         lm: LM,
-        kv: Store,
+        kv: KVCache,
         rows: Rows,
         part: int,
         hear: Sequence[int] = (),
@@ -75,9 +75,9 @@ class ByLayers:
         return self._left[0].start if self._left else self._lm.n_layers
 
     @property
-    def live(self) -> Live:
+    def active_rows(self) -> ActiveRows:
         """Its rows as they come to this layer."""
-        return Live(self._live, None, self.queries[-1] if self.queries else None)
+        return ActiveRows(self._live, None, self.queries[-1] if self.queries else None)
 
     @property
     def n_done(self) -> int:
@@ -88,7 +88,7 @@ class ByLayers:
         share = (now.start + len(now) * self._at / len(self._live)) / self._lm.n_layers
         return int(share * self.rows.n_rows)
 
-    def go_on(self) -> Asks[None]:
+    def step(self) -> Steps[None]:
         """One pass: the next part through its layers."""
         layers = self._left[0]
         if not self._at:
@@ -98,11 +98,13 @@ class ByLayers:
         rows = self.rows.only(live)
         hear = [i for i, row in enumerate(live) if row in self._hear] if self._hear else []
         given, left = _first(self._given, len(live))
-        made = yield Feed(self._lm, rows, self._kv, hear=hear, is_prompt=True, layers=layers, hidden=given)
+        made = yield ForwardRequest(
+            self._lm, rows, self._kv, record_queries=hear, is_prompt=True, layers=layers, hidden=given
+        )
         end = 0 if self._comes_back else rows.pos[-1] + 1  # what windows hide behind it makes room, and then goes
-        self._kv.settle((), end, [layer for layer in self._lm.sliding if layer in layers])
+        self._kv.compress((), end, [layer for layer in self._lm.sliding if layer in layers])
         commit(self._kv, rows, made, range(rows.n_rows))
-        self._kv.settle((), end, layers)
+        self._kv.compress((), end, layers)
         if hear:
             self._heard.append(made.queries)
         self._given, self._at = left, mine.stop
@@ -116,7 +118,7 @@ class ByLayers:
 
     def _enter(self, layers: range) -> None:
         """Leave behind who does not go on, and make room for those who do: what grows by the part is copied often."""
-        chosen = self.pruner(layers.start, self.live) if self.pruner is not None else None
+        chosen = self.pruner(layers.start, self.active_rows) if self.pruner is not None else None
         if chosen is not None and len(chosen) < len(self._live):
             on = set(chosen)
             assert self._hear <= on, "rows that are heard go through every layer"

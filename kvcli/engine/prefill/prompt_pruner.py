@@ -9,43 +9,43 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Asks, Fresh
+    from kvcli.engine.forward_request import NewKV, Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.policy import Guard
-    from kvcli.engine.prefill.aux_cache import Behind
+    from kvcli.engine.policy.policy import ProtectedTokens
+    from kvcli.engine.prefill.aux_cache import AuxCache
     from kvcli.engine.rows import Rows
-    from kvcli.kv.slots import Store
+    from kvcli.kv.slots import KVCache
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class ActiveRows:
     """Rows that have come to a layer, all of them through the one below."""
 
     rows: Sequence[int]  # rising
-    fresh: Fresh | None  # what the layer below made of them; None before the first, and where that is stored already
+    fresh: NewKV | None  # what the layer below made of them; None before the first, and where that is stored already
     queries: Tensor | None  # [H, n, D], of the heard rows there
 
 
 # Of one prompt: a layer that it has come to -> those of its rows that go on into it, at least one and all that are
 # heard; None = all. Who stays behind goes into no layer from there on (LazyLLM, arXiv 2407.14057).
-Pruner = Callable[[int, Live], Sequence[int] | None]
+Pruner = Callable[[int, ActiveRows], Sequence[int] | None]
 
 # a layer, and what the one below made of tokens at these positions -> those of them that go on, and who comes back
-Choose = Callable[[int, Live, Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+Choose = Callable[[int, ActiveRows, Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
-class Pruning(Protocol):
+class PromptPruning(Protocol):
     """The `[prune]` table of a profile, shared by all texts."""
 
     @property
-    def reads(self) -> str:
+    def describe_read(self) -> str:
         """How much of a long prompt goes through all layers, in words; "" = all of it."""
 
-    def about(self, lm: LM) -> str:
+    def describe(self, lm: LM) -> str:
         """What it does to prompts of this model, in words; "" = nothing. Raises BadModel where it can judge none."""
 
     @property
-    def hears(self) -> int:
+    def n_scoring_rows(self) -> int:
         """Newest rows of what is read whose queries it judges by."""
 
     @property
@@ -53,26 +53,28 @@ class Pruning(Protocol):
         """Tokens of an answer between two boundaries at which some may come back; None = what stays behind is gone."""
 
     @property
-    def completes(self) -> bool:
+    def revives_before_prompt(self) -> bool:
         """Whether those that are still behind come back before the next prompt is read."""
 
-    def behind(self, n: int) -> int:
+    def n_deferred(self, n: int) -> int:
         """Of n tokens, how many are kept as one hidden vector at most: what memory is planned with."""
 
     @property
-    def guard(self) -> Guard:
+    def guard(self) -> ProtectedTokens:
         """Tokens that go through every layer whatever it judges."""
 
-    def takes(self, n: int, chunk: int) -> int:
+    def group_size(self, n: int, chunk: int) -> int:
         """How many of the n tokens that are left of a prompt it judges together."""
 
-    def over(self, lm: LM, past: Store, rows: Rows, must: set[int], part: int) -> Asks[Pruner | None] | Pruner | None:
+    def bind(
+        self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int
+    ) -> Steps[Pruner | None] | Pruner | None:
         """For reading these rows behind what is stored, perhaps after a look at them; None = all of them go on.
 
         `must`: rows that go through every layer: what the guard covers, and those that are heard. `part`: rows of a
         pass at most.
         """
 
-    def back(self, lm: LM, past: Store, behind: Behind) -> Choose:
+    def bind_revival(self, lm: LM, cache: KVCache, behind: AuxCache) -> Choose:
         """Who comes back on a trip that the newest token makes for that alone (revival_pass.py). Asked where `every` is
         set."""

@@ -11,12 +11,12 @@ from torch import Tensor
 from kvcli.kv.slots import Slots
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward_request import Made
+    from kvcli.engine.forward_request import ForwardResult
     from kvcli.engine.rows import Rows
-    from kvcli.kv.slots import Store
+    from kvcli.kv.slots import KVCache
 
 
-def commit(kv: Store, rows: Rows, made: Made, path: Sequence[int]) -> None:
+def commit(kv: KVCache, rows: Rows, made: ForwardResult, path: Sequence[int]) -> None:
     """Store keys and values of these rows in each layer that they went through."""
     if not path:
         return

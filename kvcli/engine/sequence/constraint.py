@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcli.errors import BadModel
 from kvcli.models.grammar import Grammar, library, refused
-from kvcli.models.library_errors import blamed
+from kvcli.models.library_errors import blame_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ class Vocabulary:
             raise BadModel(
                 "no token of the model ends an answer, so none can be held to a grammar", code="no_stop_token"
             )
-        with blamed(_unreadable):
+        with blame_files(_unreadable):
             self._tokens: Any = from_tokenizer(tokenizer, max(vocab, len(tokenizer)), sorted(stops))
         self._vocab, self._stops = vocab, sorted(stops)
 

@@ -12,7 +12,7 @@ LONGEST = 256  # tokens of a cycle
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class Repetition:
     """The end of a text: so many tokens that are nothing but a cycle of `period` of them."""
 
     period: int
@@ -23,7 +23,7 @@ class Loop:
         return f"the text went round in a loop of {what}"
 
 
-class Loops:
+class RepetitionDetector:
     """Hears a text token by token and says when its end has become a loop.
 
     A cycle counts once it fills `least` tokens and came ROUNDS times; 0 = never. What was read may be copied: a loop
@@ -37,7 +37,7 @@ class Loops:
         self._seen: dict[int, deque[int]] = {}  # token -> where it stood within the last LONGEST tokens
         self._runs: dict[int, int] = {}  # period -> tokens in a row that equal the one so far before them
 
-    def hear(self, token: int) -> Loop | None:
+    def hear(self, token: int) -> Repetition | None:
         """The next token; the loop that it completes."""
         if not self._least:
             return None
@@ -50,7 +50,7 @@ class Loops:
         seen.append(at)
         for period, run in self._runs.items():
             if (n := run + period) >= max(self._least, ROUNDS * period) and not self._is_copy(n):
-                return Loop(period, n)
+                return Repetition(period, n)
         return None
 
     def _is_copy(self, n: int) -> bool:

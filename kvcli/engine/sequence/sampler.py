@@ -22,7 +22,7 @@ STUCK = -2  # what is drawn where a constraint allows nothing
 COLDEST = 1e-30  # temperature below which logits over it are no numbers any more, and long since the likeliest wins
 
 
-class Seen:
+class SeenTokens:
     """Which tokens the text holds so far, for the repetition penalty."""
 
     def __init__(self, vocab: int, device: torch.device | str = "cpu") -> None:
@@ -48,7 +48,7 @@ class Seen:
     def of(self, rows: Rows, which: Sequence[int]) -> Tensor:
         """[len(which), V]: what the text holds if it goes on to each of these rows, guesses included."""
         mask = self.mask.repeat(len(which), 1)
-        at = [(i, rows.ids[above]) for i, row in enumerate(which) for above in rows.above(row)]
+        at = [(i, rows.ids[above]) for i, row in enumerate(which) for above in rows.ancestors(row)]
         mask[tuple(torch.tensor(at, device=mask.device).T)] = True
         return mask
 
@@ -73,7 +73,7 @@ class Sampler:
         return self.repetition_penalty != 1.0
 
     @property
-    def heat(self) -> float:
+    def temperature_divisor(self) -> float:
         """What logits are divided by."""
         return max(self.temperature, COLDEST)
 
@@ -116,7 +116,7 @@ class Sampler:
             return argmax.argmax(logits)
         n, device = len(logits), logits.device
         seeds = torch.full((n,), signed(self.seed), device=device) if seed is None else seed.repeat(n)
-        heat = torch.full((n,), self.heat, dtype=torch.float32, device=device)
+        heat = torch.full((n,), self.temperature_divisor, dtype=torch.float32, device=device)
         return argmax.argmax(logits, argmax.Noise(seeds, pos, heat))
 
     @property
@@ -143,7 +143,7 @@ class Sampler:
         if self.keeps_all:
             # where nothing is dropped nothing has to be sorted, which took 10 of 15 ms a row of 49,152 tokens
             every = torch.arange(logits.shape[-1], device=logits.device)
-            return None, (logits / self.heat).double() + gumbel(key, pos, every)
+            return None, (logits / self.temperature_divisor).double() + gumbel(key, pos, every)
         ids, scores = self.warp(logits)  # [N, C], -inf = dropped
         return ids, scores + gumbel(key, pos, ids)
 
@@ -153,7 +153,7 @@ class Sampler:
         Sampling from softmax of the result is the distribution this sampler stands for.
         """
         k = min(self.top_k or logits.shape[-1], logits.shape[-1])
-        scores, ids = torch.topk(logits / self.heat, k, dim=-1)  # sorted, ties by torch's own fixed rule
+        scores, ids = torch.topk(logits / self.temperature_divisor, k, dim=-1)  # sorted, ties by torch's own fixed rule
         scores = torch.log_softmax(scores.double(), dim=-1)
         if self.top_p < 1.0:
             probability = scores.exp()
@@ -165,11 +165,11 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SamplingContext:
     """How the tokens behind the rows of one text are drawn."""
 
     sampler: Sampler
-    seen: Seen
+    seen: SeenTokens
     constraint: Constraint | None = None
     text: Sequence[int] = ()  # up to the pending token
     answer_at: int = 0  # where the answer begins, of which the constraint is asked
@@ -196,7 +196,7 @@ class Draw:
         for row in which:
             before = found.get(rows.parent[row], every)
             if before[rows.ids[row]]:
-                path = [rows.ids[above] for above in rows.above(row)[-2::-1]]  # below the pending token
+                path = [rows.ids[above] for above in rows.ancestors(row)[-2::-1]]  # below the pending token
                 mask = self.constraint.allowed([*answer, *path])
                 found[row] = every if mask is None else mask
             else:  # nobody gets here, nor below

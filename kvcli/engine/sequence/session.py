@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcli.engine.forward_request import Asks, Feed, Made, Work, asked
-from kvcli.engine.policy.compression_point import Boundary
+from kvcli.engine.forward_request import Coroutine, ForwardRequest, ForwardResult, Steps, await_passes
+from kvcli.engine.policy.compression_point import CompressionPoint
 from kvcli.engine.policy.policy import Phase
-from kvcli.engine.prefill.layerwise import ByLayers
-from kvcli.engine.prefill.span_reuse import Spare, left
+from kvcli.engine.prefill.layerwise import LayerwisePrefill
+from kvcli.engine.prefill.span_reuse import ReusableSpans, copy_matching_spans
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.commit import commit
-from kvcli.engine.sequence.sampler import Draw, Sampler
-from kvcli.engine.sequence.state import Text
-from kvcli.engine.sequence.token_kinds import Span, kinds_of, turns
-from kvcli.engine.sequence.verify import walk
+from kvcli.engine.sequence.sampler import Sampler, SamplingContext
+from kvcli.engine.sequence.state import SequenceState
+from kvcli.engine.sequence.token_kinds import KindSpan, edit_points, kinds_of
+from kvcli.engine.sequence.verify import accepted_path
 from kvcli.engine.stats import Step
 from kvcli.kv.slots import Masks
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.constraint import Constraint
 
 
-class Session(Text):
+class GenerationSession(SequenceState):
     """Ids in, ids out; one sequence. Its verbs are work for an engine (engine.py): they yield what they want of it.
 
     `ids` is the text so far; its last token is pending, the keys and values of all before it are in `kv` once read
     (`committed` of them). Between steps the two always agree, so a session can stop, rewind or be saved at any moment.
     """
 
-    def begin(
-        self, ids: Sequence[int], sampler: Sampler, constraint: Constraint | None = None, spans: Sequence[Span] = ()
+    def start_answer(
+        self, ids: Sequence[int], sampler: Sampler, constraint: Constraint | None = None, spans: Sequence[KindSpan] = ()
     ) -> int:
         """An answer to `ids`, drawn by `sampler` and held to `constraint`, is to be written once they are read.
 
@@ -47,37 +47,37 @@ class Session(Text):
         return self.resume(ids)
 
     def save(self, ids: Sequence[int]) -> None:
-        """Put aside what of the text serves `ids`, which are to be read next, before `begin` rewinds."""
+        """Put aside what of the text serves `ids`, which are to be read next, before `start_answer` rewinds."""
         had, self.spare, self.reused = self.ids[: self.committed], None, 0  # of what was given up
         if self.reusing is not None:
-            spare = self.reusing.over(self.lm)
-            spare.add(left(self.lm, self.kv, had, ids[:-1], self._shared(ids), self.reusing.least))
+            spare = self.reusing.bind(self.lm)
+            spare.add(copy_matching_spans(self.lm, self.cache, had, ids[:-1], self._shared(ids), self.reusing.least))
             self.spare = spare
 
-    def step(self, stop: Collection[int] = (), most: float = math.inf) -> Asks[Step]:
+    def step(self, stop: Collection[int] = (), most: float = math.inf) -> Steps[Step]:
         """One pass: guess, run, accept, commit. New tokens, at least one and at most `most`, end at one of `stop`."""
         assert self.committed == len(self.ids) - 1 < self.lm.limit, "read the text to its end, and stay in the window"
         began = time.perf_counter()
         room = int(min(self.boundary - self.committed, most, self.lm.limit - self.committed)) - 1
-        draft = yield from asked(self.drafter.propose(self.ids, room, self))
+        draft = yield from await_passes(self.drafter.propose(self.ids, room, self))
         rows = Rows.build(self.ids[-1], len(self.ids) - 1, draft)
         assert max(rows.pos[: rows.tree]) - rows.pos[0] <= room, "a draft is deeper than there is room"
-        how = Draw(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
-        hear = range(rows.tree) if draft.hears == "queries" else self.heard.of_tree(rows.tree)
-        made = yield Feed(
-            self.lm, rows, self.kv, self.view, rows.want, how, self.drafter.glean, hear,
-            grows=self._grows(most), states=self.states, shows=draft.hears == "hidden",
+        how = SamplingContext(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
+        hear = range(rows.tree) if draft.needs == "queries" else self.heard.rows_to_record_in_tree(rows.tree)
+        made = yield ForwardRequest(
+            self.lm, rows, self.cache, self.view, rows.want, how, self.drafter.glean, hear,
+            grows=self._grows(most), states=self.states, record_hidden_states=draft.needs == "hidden",
         )  # fmt: skip
-        path, new = walk(rows, made.drawn, stop)
+        path, new = accepted_path(rows, made.drawn, stop)
         self._commit(rows, hear, made, path)
         self.ids += new
         self.seen.add(new)
         done = partial(
-            Step, rows, made.logits, path, new, gleaned=made.gleaned, queries=made.queries, hidden=made.hidden
+            Step, rows, made.logits, path, new, hook_output=made.hook_output, queries=made.queries, hidden=made.hidden
         )
-        yield from asked(self.drafter.observe(done(seconds=time.perf_counter() - began)))
+        yield from await_passes(self.drafter.observe(done(seconds=time.perf_counter() - began)))
         if self.committed == self.boundary:
-            yield from self.settle()
+            yield from self.compress_cache()
         return done(seconds=time.perf_counter() - began)
 
     def _grows(self, most: float) -> int:
@@ -85,7 +85,7 @@ class Session(Text):
         end = min(self.committed + most, self.lm.limit)
         return int(end if self.policy is None else min(end, self.boundary)) - self.committed
 
-    def chunk(self, ids: Sequence[int]) -> Asks[bool]:
+    def prefill_chunk(self, ids: Sequence[int]) -> Steps[bool]:
         """Take in the next chunk of `ids`, of which the text is the beginning; False once all of them are read.
 
         The same pass with a causal chain, every row accepted. Layer by layer it is the next part of a layer, and the
@@ -95,13 +95,13 @@ class Session(Text):
             self.ids += new
             self.seen.add(new)
             if self.policy is None and self.pruning is None:  # with one, memory is what it leaves, not what is read
-                self.kv.reserve(len(self.ids))
+                self.cache.reserve(len(self.ids))
             self.heard.begin(len(self.ids) - 1)
-            yield from self.behind.before_prompt(self.kv, self.ids)
+            yield from self.behind.before_prompt(self.cache, self.ids)
         at, whole = self.committed, len(self.ids) - 1
         if at >= whole:
             self.spare = None
-            yield from asked(self.drafter.start(self.ids, self.sampler))
+            yield from await_passes(self.drafter.start(self.ids, self.sampler))
             return False
         ahead = self.spare.next(at) if self.spare is not None else None
         if self.spare is not None and ahead == at:
@@ -112,13 +112,13 @@ class Session(Text):
             yield from self._read_chunk(self._end(whole if ahead is None else ahead))
         if self.committed > at:
             self.boundary = self.committed  # for what breaks in settling, which is then done again
-            yield from self.settle("read" if self.committed == whole else "reading")
+            yield from self.compress_cache("read" if self.committed == whole else "reading")
         return True
 
-    def _take_over(self, spare: Spare) -> Asks[None]:
+    def _take_over(self, spare: ReusableSpans) -> Steps[None]:
         """What begins here and was read behind another text, in place of a chunk; nothing where that is gone."""
         at = self.committed
-        end, past = yield from spare.take(at, self.chunk_rows, self.kv, self.ids)
+        end, past = yield from spare.load(at, self.chunk_rows, self.cache, self.ids)
         if end > at:
             self._own = min(self._own, at)
             self._append(past, end)
@@ -126,51 +126,55 @@ class Session(Text):
 
     def _end(self, most: int) -> int:
         """Where the next chunk ends: with states, where somebody may come back to, as a checkpoint will stand there."""
-        return min(self.committed + self.chunk_rows, most, *self.states.stops(turns(self.spans)))
+        return min(self.committed + self.chunk_rows, most, *self.states.checkpoint_positions(edit_points(self.spans)))
 
-    def _read_chunk(self, end: int) -> Asks[None]:
+    def _read_chunk(self, end: int) -> Steps[None]:
         rows = Rows.chain(self.ids[self.committed : end], self.committed)
-        hear = self.heard.of_chunk(self.committed, rows.n_rows)
-        made = yield Feed(self.lm, rows, self.kv, self.view, hear=hear, is_prompt=True, states=self.states)
+        hear = self.heard.rows_to_record_in_chunk(self.committed, rows.n_rows)
+        made = yield ForwardRequest(
+            self.lm, rows, self.cache, self.view, record_queries=hear, is_prompt=True, states=self.states
+        )
         self.boundary = end  # a chunk's end is a boundary: what windows hide behind it makes room for the chunk
         try:
-            self.kv.settle((), self._seen_from(end), self.lm.sliding)
+            self.cache.compress((), self._seen_from(end), self.lm.sliding)
             self._commit(rows, hear, made, range(rows.n_rows))
         except BaseException:
-            if not self.kv.reaches(self.committed):  # what made room is what the chunk would see, read again
+            if not self.cache.reaches(self.committed):  # what made room is what the chunk would see, read again
                 self.rewind(0)
             raise
 
-    def _layer_by_layer(self, whole: int) -> Asks[ByLayers]:
+    def _layer_by_layer(self, whole: int) -> Steps[LayerwisePrefill]:
         """What is left of the prompt, or of it what is judged together where some may stay behind."""
         start, pruning, pruner = self.committed, self.pruning, None
-        n = whole - start if pruning is None else pruning.takes(whole - start, self.chunk_rows)
+        n = whole - start if pruning is None else pruning.group_size(whole - start, self.chunk_rows)
         rows = Rows.chain(self.ids[start : start + n], start)
-        hear = self.heard.of_chunk(start, n)
+        hear = self.heard.rows_to_record_in_chunk(start, n)
         if pruning is not None:
-            asks, guard = sorted({*hear, *range(max(0, n - pruning.hears), n)}), pruning.guard
+            asks, guard = sorted({*hear, *range(max(0, n - pruning.n_scoring_rows), n)}), pruning.guard
             kinds = kinds_of(self.ids[: start + n], self.kinds, self.spans if guard.kinds else ())
             covered = guard.covers(torch.arange(start, start + n), kinds).nonzero().flatten().tolist()
-            pruner = yield from asked(pruning.over(self.lm, self.kv, rows, {*asks, *covered}, self.chunk_rows))
+            pruner = yield from await_passes(
+                pruning.bind(self.lm, self.cache, rows, {*asks, *covered}, self.chunk_rows)
+            )
             hear = hear if pruner is None else asks
         comes_back = self.behind.comes_back
-        return ByLayers(self.lm, self.kv, rows, self.chunk_rows, hear, pruner, comes_back=comes_back)
+        return LayerwisePrefill(self.lm, self.cache, rows, self.chunk_rows, hear, pruner, comes_back=comes_back)
 
-    def _read_on(self, prompt: ByLayers) -> Asks[None]:
+    def _read_on(self, prompt: LayerwisePrefill) -> Steps[None]:
         self._under_way = prompt
         try:
-            yield from prompt.go_on()
+            yield from prompt.step()
         except BaseException:
             self.rewind(self.committed + 1)
             raise
         if not prompt.is_over:
             return
         n = prompt.rows.n_rows
-        if self.heard.of_chunk(self.committed, n):
+        if self.heard.rows_to_record_in_chunk(self.committed, n):
             self.heard.take(prompt.rows, prompt.hear, prompt.queries, range(n))
         if prompt.pruner is not None:
             self._is_whole, self._has_left = False, True
-        self.behind.join(prompt.stopped)
+        self.behind.add(prompt.stopped)
         self.committed += n
         self._under_way = None  # last: what fails before it is given up
 
@@ -179,15 +183,15 @@ class Session(Text):
         """Tokens of the text that are read, or as many as the work done on a prompt amounts to."""
         return self.committed + (self._under_way.n_done if self._under_way is not None else 0)
 
-    def read(self, ids: Sequence[int]) -> Work[int, None]:
+    def read(self, ids: Sequence[int]) -> Coroutine[int, None]:
         """Take in `ids` behind the text; says after each pass how much of the text is read."""
         text = [*self.ids, *ids]
-        while (yield from self.chunk(text)):
+        while (yield from self.prefill_chunk(text)):
             yield self.progress
 
     def stream(
         self, new: int, stop: Collection[int] = (), cancel: Callable[[], bool] = lambda: False
-    ) -> Work[Step, None]:
+    ) -> Coroutine[Step, None]:
         """Steps until `new` tokens were added, one of `stop` came, or `cancel()` says so between passes."""
         left = new
         while left > 0 and not cancel():
@@ -197,7 +201,7 @@ class Session(Text):
             if step.new[-1] in stop:
                 return
 
-    def settle(self, phase: Phase = "answering") -> Asks[None]:
+    def compress_cache(self, phase: Phase = "answering") -> Steps[None]:
         """A boundary: the past may change now, and only now."""
         if phase != "answering":
             self._n_prompt = self.committed
@@ -206,9 +210,11 @@ class Session(Text):
         if self.policy is not None:
             masks = yield from self._at(phase).ask(self.policy)
         if phase == "answering":
-            yield from self.behind.come_back(self.kv, self.ids, self.committed - self._n_prompt)
+            yield from self.behind.revive(self.cache, self.ids, self.committed - self._n_prompt)
         was_whole, self._is_whole = self._is_whole, False  # should it fail half way
-        self._is_whole = not self.kv.settle(masks, self._seen_from(min(self._n_prompt, self.committed))) and was_whole
+        self._is_whole = (
+            not self.cache.compress(masks, self._seen_from(min(self._n_prompt, self.committed))) and was_whole
+        )
         self.boundary = self._next_boundary()
         if phase == "read" and not self._wants.lasting:
             self.heard.forget()
@@ -217,17 +223,17 @@ class Session(Text):
         """The first position where a row may still stand, beside those from `end` on."""
         return min([end, *self.behind.positions[:1]])
 
-    def _at(self, phase: Phase) -> Boundary:
+    def _at(self, phase: Phase) -> CompressionPoint:
         """What the policy is shown."""
         wants, stored = self._wants, self.ids[: self.committed]
         is_told = wants.kinds or bool(wants.guard.kinds)
         kinds = kinds_of(stored, self.kinds, self.spans) if is_told else kinds_of([], None, [])
-        past = self.lm, self.kv, self.heard, wants.guard
-        return Boundary(*past, stored, kinds, phase, self._n_prompt, self._is_whole, self.memory)
+        past = self.lm, self.cache, self.heard, wants.guard
+        return CompressionPoint(*past, stored, kinds, phase, self._n_prompt, self._is_whole, self.memory)
 
-    def _commit(self, rows: Rows, hear: Sequence[int], made: Made, path: Sequence[int]) -> None:
+    def _commit(self, rows: Rows, hear: Sequence[int], made: ForwardResult, path: Sequence[int]) -> None:
         """Store the accepted rows' keys and values; the others vanish with the pass."""
         assert len(path) <= self.boundary - self.committed, "a draft crossed a boundary"
-        commit(self.kv, rows, made, path)
+        commit(self.cache, rows, made, path)
         self.heard.take(rows, hear, made.queries, path)
         self.committed += len(path)  # last: what fails before it has not happened

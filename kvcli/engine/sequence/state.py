@@ -10,43 +10,43 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from kvcli.engine.policy.policy import Policy, Wants
-from kvcli.engine.policy.query_recorder import Heard
-from kvcli.engine.prefill.aux_cache import Behind
-from kvcli.engine.prefill.layerwise import ByLayers, meet
-from kvcli.engine.sequence.sampler import Sampler, Seen
-from kvcli.kv.recurrent_state import States
-from kvcli.kv.slots import Lens, Loss, Store
-from kvcli.kv.snapshot import Given, Misfit, State, Stateful
+from kvcli.engine.policy.policy import Policy, PolicyRequirements
+from kvcli.engine.policy.query_recorder import QueryRecorder
+from kvcli.engine.prefill.aux_cache import AuxCache
+from kvcli.engine.prefill.layerwise import LayerwisePrefill, check_model
+from kvcli.engine.sequence.sampler import Sampler, SeenTokens
+from kvcli.kv.recurrent_state import RecurrentStates
+from kvcli.kv.slots import CacheView, KVCache, Loss
+from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, Snapshottable, State
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import Drafter
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.prompt_pruner import Pruning
-    from kvcli.engine.prefill.span_reuse import Reusing, Spare
+    from kvcli.engine.prefill.prompt_pruner import PromptPruning
+    from kvcli.engine.prefill.span_reuse import ReusableSpans, ReuseMethod
     from kvcli.engine.sequence.constraint import Constraint
-    from kvcli.engine.sequence.token_kinds import Span
+    from kvcli.engine.sequence.token_kinds import KindSpan
     from kvcli.settings.schema import Order
 
 
-class Text:
+class SequenceState:
     """Ids, of which `committed` are stored in `kv` and the last is pending. What makes it longer is a session's."""
 
     def __init__(
         self,
         lm: LM,
-        kv: Store,
+        kv: KVCache,
         drafter: Drafter,
         sampler: Sampler,
         *,
-        view: Lens | None = None,
+        view: CacheView | None = None,
         policy: Policy | None = None,
         chunk: int = 2048,
         every: int | None = None,
         kinds: Tensor | None = None,
-        pruning: Pruning | None = None,
+        pruning: PromptPruning | None = None,
         by_layers: bool = False,
-        reusing: Reusing | None = None,
+        reusing: ReuseMethod | None = None,
         checkpoints: int = 8,
     ) -> None:
         """`chunk` rows a pass while reading; the past may change each `every` committed tokens (None: never).
@@ -57,33 +57,33 @@ class Text:
         for a model whose rows cannot be stopped between layers, or that `pruning` cannot judge. `reusing`: what of a
         prompt is taken over unread, refused for a model whose keys cannot be turned. `checkpoints`: of states, at most.
         """
-        self.lm, self.kv, self.drafter, self.sampler = lm, kv, drafter, sampler
-        self.states = States(lm.mixers.like, checkpoints)
+        self.lm, self.cache, self.drafter, self.sampler = lm, kv, drafter, sampler
+        self.states = RecurrentStates(lm.mixers.like, checkpoints)
         self.view, self.policy, self.pruning, self.reusing = view, policy, pruning, reusing
         self.chunk_rows, self.every = chunk, every
         self.ids: list[int] = []
         self.committed = 0
         self._n_prompt = 0  # tokens stored once the last prompt was read
-        self.behind = Behind(lm, pruning)  # tokens of prompts that may go on later
+        self.behind = AuxCache(lm, pruning)  # tokens of prompts that may go on later
         self.boundary = self._next_boundary()
-        self.seen = Seen(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)  # where tokens are drawn
+        self.seen = SeenTokens(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)  # where tokens are drawn
         self.constraint: Constraint | None = None  # of the answer, which begins at `answer_at`
         self.answer_at = 0
         self.kinds = kinds  # by id
-        self.spans: Sequence[Span] = ()  # by position
-        self._wants = policy.wants(lm) if policy is not None else Wants()
+        self.spans: Sequence[KindSpan] = ()  # by position
+        self._wants = policy.requirements(lm) if policy is not None else PolicyRequirements()
         self.marks = self._wants.marks  # kinds that its policy wants to be looked for
-        self.heard = Heard(self._wants.recent, self._wants.probes)
-        self.memory: Stateful | None = self._wants.memory()  # the policy's, of this text
+        self.heard = QueryRecorder(self._wants.recent, self._wants.probes)
+        self.memory: Snapshottable | None = self._wants.memory()  # the policy's, of this text
         self._is_whole = True  # the policy never let go of anything
         self._has_left = False  # a prompt was read of which tokens stayed behind
         self.order: Order = "layers" if by_layers or pruning is not None else "chunks"  # what of a prompt comes first
-        self._under_way: ByLayers | None = None  # a prompt that is being read so
+        self._under_way: LayerwisePrefill | None = None  # a prompt that is being read so
         if self.order == "layers":
-            meet(lm, pruning)
+            check_model(lm, pruning)
         if reusing is not None:
-            reusing.meet(lm)
-        self.spare: Spare | None = None  # of other texts, for the prompt that is read
+            reusing.check_model(lm)
+        self.spare: ReusableSpans | None = None  # of other texts, for the prompt that is read
         self.reused = 0  # tokens that it took over
         self._own = math.inf  # so many tokens were read behind what stands before them now
         self.condensed = 0  # tokens that it begins with stand for more, which each head keeps others of
@@ -96,11 +96,11 @@ class Text:
         is_back, is_cut = keep < self.committed, self._under_way is not None
         stays = is_back and (self._forgot or bool(self.heard))  # what was evicted, or heard, does
         stays |= self.behind.is_torn or keep < self.condensed
-        if stays or ((is_back or is_cut) and not self.kv.reaches(keep)):
+        if stays or ((is_back or is_cut) and not self.cache.reaches(keep)):
             keep = 0
         elif is_back and not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
             self.memory = self._wants.memory()
-        self.kv.crop(keep)
+        self.cache.crop(keep)
         self.states.crop(keep)
         self._under_way, self._n_prompt = None, min(self._n_prompt, keep)
         self._own = self._own if keep > self._own else math.inf
@@ -116,16 +116,16 @@ class Text:
         self.boundary = self._next_boundary()
         return keep
 
-    def take(self, other: Text) -> None:
+    def take_over(self, other: SequenceState) -> None:
         """Go on with the text and the past of `other`, which is left empty. Both must store alike.
 
         Each keeps its own way to view a past: that is the drafter's. The store was made for passes of `other`'s.
         """
         other.rewind(len(other.ids))  # of a prompt that it is reading nothing counts
         self.chunk_rows = min(self.chunk_rows, other.chunk_rows)
-        mine, its = self.kv, other.kv
-        self.put(its)
-        other.put(mine)
+        mine, its = self.cache, other.cache
+        self.replace_cache(its)
+        other.replace_cache(mine)
         self.states, other.states = other.states, self.states
         self.heard, other.heard = other.heard, self.heard
         self.memory, other.memory = other.memory, self.memory
@@ -152,11 +152,11 @@ class Text:
         """Store what belongs to tokens up to n, or nothing."""
         assert not self.lm.mixers, "keys and values alone are not all that such a model knows of a text"
         try:
-            self.kv.reserve(n)
+            self.cache.reserve(n)
             for layer, k, v, start in past:
-                self.kv.append(layer, k, v, start)
+                self.cache.append(layer, k, v, start)
         except BaseException:
-            self.kv.crop(self.committed)
+            self.cache.crop(self.committed)
             raise
         self.committed = n
 
@@ -164,16 +164,17 @@ class Text:
         """All that what comes behind the stored tokens depends on, settings and sampling aside; between passes."""
         told = {"n_prompt": self._n_prompt, "is_whole": self._is_whole, "has_left": self._has_left}
         told |= {"own": int(min(self._own, self.committed))}
-        parts = {"heard": self.heard.state(), "behind": self.behind.state(), "kv": self.kv.state()}
+        parts = {"heard": self.heard.state(), "behind": self.behind.state(), "kv": self.cache.snapshot()}
         parts |= {"states": self.states.state()}
         ids = torch.tensor(self.ids[: self.committed], dtype=torch.int32)
-        memory: State = self.memory.state() if self.memory is not None else {}
+        memory: State = self.memory.snapshot() if self.memory is not None else {}
         return {**told, **parts, "ids": ids, "memory": memory}
 
     def restore(self, state: State, pending: int) -> None:
         """Become the session that gave this, with another token pending; how it samples is as it was here.
 
-        Raises Misfit for the state of another model, or of other settings. Whatever fails leaves an empty text.
+        Raises SnapshotMismatch for the state of another model, or of other settings. Whatever fails leaves an empty
+        text.
         """
         self.rewind(0)
         try:
@@ -184,13 +185,13 @@ class Text:
             raise
 
     def _restore(self, state: State, pending: int) -> None:
-        ids = Given(state, self.lm.vocab).positions("ids", None).tolist()
+        ids = SnapshotReader(state, self.lm.vocab).positions("ids", None).tolist()
         if not 1 <= len(ids) < self.lm.limit:
-            raise Misfit("its text has another length than there is room for")
-        given = Given(state, len(ids))
-        self.kv.restore(given.part("kv"))
+            raise SnapshotMismatch("its text has another length than there is room for")
+        given = SnapshotReader(state, len(ids))
+        self.cache.restore(given.part("kv"))
         self.states.restore(given.part("states"))
-        self.heard.restore(given.part("heard"), self.lm, self.kv.dtype)
+        self.heard.restore(given.part("heard"), self.lm, self.cache.dtype)
         self.behind.restore(given.part("behind"))
         if self.memory is not None:
             self.memory.restore(given.part("memory"))
@@ -202,11 +203,11 @@ class Text:
         self.seen.add(self.ids)
         self.boundary = self._next_boundary()
 
-    def put(self, kv: Store) -> None:
+    def replace_cache(self, kv: KVCache) -> None:
         """Go on with a past that lies in `kv`."""
-        self.kv = kv
+        self.cache = kv
         if self.view is not None:
-            self.view = self.view.over(kv)
+            self.view = self.view.rebind(kv)
 
     def fork(self) -> Self:
         """A second session with the same text and a past of its own; the weights are shared."""
@@ -226,12 +227,12 @@ class Text:
         return min(len(self.ids), len(ids)) if shared is None else shared
 
     @property
-    def lost(self) -> set[Loss]:
+    def approximations(self) -> set[Loss]:
         """What rows of an answer miss of the text so far."""
-        found: set[Loss] = {use.lost for use in self.kv.usage() if use.lost is not None}
+        found: set[Loss] = {use.lost for use in self.cache.usage() if use.lost is not None}
         if self._forgot or self.condensed:
             found.add("forgotten")
-        if self.committed and self.kv.dtype != self.lm.dtype and self.kv.dtype.itemsize <= self.lm.dtype.itemsize:
+        if self.committed and self.cache.dtype != self.lm.dtype and self.cache.dtype.itemsize <= self.lm.dtype.itemsize:
             found.add("rounded")
         if self._own < self.committed:
             found.add("reused")
@@ -240,7 +241,7 @@ class Text:
     @property
     def _forgot(self) -> bool:
         """Is any of the text stored nowhere?"""
-        return self._has_left or (not self._is_whole and self.kv.forgets)
+        return self._has_left or (not self._is_whole and self.cache.forgets)
 
     def _next_boundary(self) -> float:
         """Those of a policy are counted from the beginning of the text, those of who comes back from the answer's."""

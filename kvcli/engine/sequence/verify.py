@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from kvcli.engine.rows import Rows
 
 
-def walk(rows: Rows, drawn: Callable[[int], int], stop: Collection[int] = ()) -> tuple[list[int], list[int]]:
+def accepted_path(rows: Rows, drawn: Callable[[int], int], stop: Collection[int] = ()) -> tuple[list[int], list[int]]:
     """`drawn(row)`: what the sampler draws behind a row -> the rows of the longest path of guesses that equals it,
     row 0 first, and as many new ids; the last draw is the bonus token. Ends at the first of `stop`.
     """

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.kv.slots import Masks, Sight, Slots, Usage
-from kvcli.kv.tiers.device_tables import Fixed
+from kvcli.kv.slots import AttentionParams, Masks, Slots, Usage
+from kvcli.kv.tiers.device_tables import DeviceCache
 
 if TYPE_CHECKING:
-    from kvcli.kernels.attend_invariant import Own
-    from kvcli.kernels.merge_attention import Part
-    from kvcli.kv.slots import Store
-    from kvcli.kv.snapshot import Given, State
+    from kvcli.kernels.attend_invariant import NewRows
+    from kvcli.kernels.merge_attention import PartialAttention
+    from kvcli.kv.slots import KVCache
+    from kvcli.kv.snapshot import SnapshotReader, State
 
 
-class Checked:
+class DraftAndFullCache:
     """Two stores of one text. Rows whose finds are checked later read `kept`; all others the `whole` one."""
 
     forgets = False
 
-    def __init__(self, whole: Store, kept: Store) -> None:
+    def __init__(self, whole: KVCache, kept: KVCache) -> None:
         self._whole, self._kept = whole, kept
 
     @property
@@ -42,15 +42,17 @@ class Checked:
         return self._whole.changes + self._kept.changes
 
     @property
-    def rounds_by_rows(self) -> str:
+    def batch_variant_reason(self) -> str:
         """What the whole past says: the other one makes guesses."""
-        return self._whole.rounds_by_rows
+        return self._whole.batch_variant_reason
 
-    def fixed(self, rows: int, more: int = 0) -> Fixed:
+    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Why it needs the host."""
-        return Fixed(why_not="two stores hold one text")
+        return DeviceCache(why_not="two stores hold one text")
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """q [H, N, D] of rows at positions pos [N] -> parts over one of the two."""
         return (self._kept if sight.is_guess else self._whole).attend(layer, q, sight, pos, own)
 
@@ -94,17 +96,17 @@ class Checked:
         """Whether a row at position n finds all that it sees: in the whole past."""
         return self._whole.reaches(n)
 
-    def settle(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
+    def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
         """The masks are of what is kept; windows give back in both."""
         layers = None if layers is None else list(layers)
-        self._whole.settle((), end, layers)
-        return self._kept.settle(masks, end, layers)
+        self._whole.compress((), end, layers)
+        return self._kept.compress(masks, end, layers)
 
-    def state(self) -> State:
+    def snapshot(self) -> State:
         """Both."""
-        return {"whole": self._whole.state(), "kept": self._kept.state()}
+        return {"whole": self._whole.snapshot(), "kept": self._kept.snapshot()}
 
-    def restore(self, given: Given) -> None:
+    def restore(self, given: SnapshotReader) -> None:
         """Each what it had."""
         self._whole.restore(given.part("whole"))
         self._kept.restore(given.part("kept"))

@@ -11,21 +11,21 @@ from torch import Tensor
 
 from kvcli.kv.offload.host_access import Answer
 from kvcli.kv.sliding_windows import Windows
-from kvcli.kv.slots import Sight, Slots, Tier, last
-from kvcli.kv.tiers.device_tables import Fixed
+from kvcli.kv.slots import AttentionParams, Slots, Tier, last
+from kvcli.kv.tiers.device_tables import DeviceCache
 
 SLACK = 16  # a rung with others below may hold this part more than it has to
-Ask = Callable[[int, Tensor, Sight, Sequence[int]], Answer]
+Ask = Callable[[int, Tensor, AttentionParams, Sequence[int]], Answer]
 
 
-class Floor(Tier, Protocol):
+class CroppableTier(Tier, Protocol):
     """A tier that can be undone, which is all that a rung needs beside a tier's own verbs."""
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later."""
 
 
-class Top(Floor, Protocol):
+class TopTier(CroppableTier, Protocol):
     """The first rung: new rows go there."""
 
     @property
@@ -34,7 +34,7 @@ class Top(Floor, Protocol):
     @property
     def windows(self) -> Windows: ...
 
-    def fixed(self, rows: int, more: int = 0) -> Fixed:
+    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """As of a store."""
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
@@ -43,24 +43,24 @@ class Top(Floor, Protocol):
     def put(self, layer: int, slots: Slots) -> None:
         """Hold these slots instead, in no more room than they need; their tensors become the tier's own."""
 
-    def give_back(self, layer: int, end: int) -> int:
+    def evict_below(self, layer: int, end: int) -> int:
         """Forget positions that a window hides from rows at `end` and later: those below the answer; 0 = none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class TierLevel:
     """Slots are counted a head."""
 
-    tier: Floor
+    tier: CroppableTier
     holds: int | None = None  # slots, sinks aside (up to SLACK more); None = all. Of the last: its room
     group: int = 1  # what is older moves down in multiples of so many slots
     name: str = ""  # of its bytes, where the top's are called as its tier's are
-    later: Ask | None = None  # where the tier can be read while the device reads others: how it is asked
+    attend_async: Ask | None = None  # where the tier can be read while the device reads others: how it is asked
 
-    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+    def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
         """q [H, N, D] of rows at positions pos [N] -> the parts, when they are called for."""
-        if self.later is not None:
-            return self.later(layer, q, sight, pos)
+        if self.attend_async is not None:
+            return self.attend_async(layer, q, sight, pos)
         parts = self.tier.attend(layer, q, sight, pos)
         return lambda: parts
 

@@ -16,12 +16,12 @@ import torch
 
 from kvcli.errors import BadConfig
 from kvcli.kernels import dispatch, triton_support
-from kvcli.kv.cache.level import Rung
-from kvcli.kv.cache.precision_budget import Spending, keys_in, spending, unit
-from kvcli.kv.cache.tiered_cache import Ladder
-from kvcli.kv.capacity import Room, room
-from kvcli.kv.footprint import STEP, is_ladder, packs_by_age, wide
-from kvcli.kv.formats.format import OfModel
+from kvcli.kv.cache.level import TierLevel
+from kvcli.kv.cache.precision_budget import PrecisionBudget, keys_in, spending, unit
+from kvcli.kv.cache.tiered_cache import TieredCache
+from kvcli.kv.capacity import CacheCapacity, room
+from kvcli.kv.footprint import STEP, full_bytes, is_ladder, packs_by_age
+from kvcli.kv.formats.format import FormatContext
 from kvcli.kv.formats.kivi import Kivi
 from kvcli.kv.sliding_windows import windows_of
 from kvcli.kv.slots import storing
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvcli.kernels.rope import Rotary
-    from kvcli.kv.formats.format import Form
+    from kvcli.kv.formats.format import KVFormat
     from kvcli.kv.offload.host_access import Way
-    from kvcli.kv.slots import LayerShape, Sight, Store, Tier
-    from kvcli.kv.sparse.page_source import Shelf
-    from kvcli.kv.sparse.settings import Chosen
-    from kvcli.kv.tiers.host import Host
+    from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Tier
+    from kvcli.kv.sparse.page_source import PageTier
+    from kvcli.kv.sparse.settings import SparseMethod
+    from kvcli.kv.tiers.host import HostTier
     from kvcli.settings.schema import Kv, Memory
 
 
 @dataclass(frozen=True)
-class Plan:
+class CachePlan:
     """What a store is made for."""
 
     shapes: Sequence[LayerShape]  # by layer
@@ -52,27 +52,27 @@ class Plan:
     device: torch.device  # that computes
     kv: Kv
     memory: Memory
-    recall: Chosen  # how the rungs below the top are read, or the one tier where there is no other
-    sights: Sequence[Sight]  # by layer
+    recall: SparseMethod  # how the rungs below the top are read, or the one tier where there is no other
+    sights: Sequence[AttentionParams]  # by layer
     chunk: int  # tokens read in one pass, at most
     held: int = 0  # bytes of the device that the store in use takes, which this one is to replace
     working: int = 0  # bytes of the device that a pass takes beside keys and values
-    form: Form = field(default_factory=Kivi)  # how slots lie that are packed
-    turns: Callable[[], Sequence[Rotary | None]] = tuple  # how layers turn their keys, for forms that ask
+    form: KVFormat = field(default_factory=Kivi)  # how slots lie that are packed
+    rotaries: Callable[[], Sequence[Rotary | None]] = tuple  # how layers turn their keys, for forms that ask
     spare: int = 0  # bytes of the device that texts share whose budget is what is free
 
-    def store(self) -> Store:
+    def store(self) -> KVCache:
         """The store; raises BadConfig or Shortage where what is asked for cannot be."""
         if self.device.type == "cpu":
             self._refuse_host()
         self._check_steps()
         if not is_ladder(self.kv, self.form, self.memory):
             dense = self._dense(self.device)
-            return self.recall.over(dense, dense, self._sights)
-        top, below = self._dense(self.device, STEP), list[Rung]()
+            return self.recall.bind(dense, dense, self._sights)
+        top, below = self._dense(self.device, STEP), list[TierLevel]()
         if self.memory.spends:
             units = ((bits, unit(bits, self.kv.group)) for bits in self.memory.bits)
-            below += [Rung(self._packed(self.device, bits), group=group) for bits, group in units]
+            below += [TierLevel(self._packed(self.device, bits), group=group) for bits, group in units]
         if self.is_packed:
             below.append(self._rung(self._packed(self.device), self.room.on_device, self.kv.group))
         if self.room.host_bytes:
@@ -85,9 +85,9 @@ class Plan:
                 below.append(self._far_rung(self._far(disk), self.room.on_disk))
         if self.memory.demotes and not below:
             self._refuse_all_alike()
-            below.append(Rung(self.recall.below(self._dense(self.device, STEP), self._sights), name="demoted"))
+            below.append(TierLevel(self.recall.bind_tier(self._dense(self.device, STEP), self._sights), name="demoted"))
         on_device = None if self.memory.spends else self.room.on_device  # there a policy says what stays
-        ladder = Ladder(
+        ladder = TieredCache(
             top,
             below,
             holds=self.kv.residual if packs_by_age(self.kv, self.form, self.memory) else on_device,
@@ -96,15 +96,15 @@ class Plan:
             demotes=self.memory.demotes and not self.memory.spends,
             drops=self.memory.drops and not self.memory.spends,  # there a policy says what has room
         )
-        return ladder if below else self.recall.over(ladder, top, self._sights)
+        return ladder if below else self.recall.bind(ladder, top, self._sights)
 
-    def _rung(self, tier: Shelf, holds: int | None, group: int = 1) -> Rung:
-        return Rung(self.recall.below(tier, self._sights), holds, group)
+    def _rung(self, tier: PageTier, holds: int | None, group: int = 1) -> TierLevel:
+        return TierLevel(self.recall.bind_tier(tier, self._sights), holds, group)
 
-    def _far_rung(self, tier: Host, holds: int | None, group: int = 1) -> Rung:
+    def _far_rung(self, tier: HostTier, holds: int | None, group: int = 1) -> TierLevel:
         """One that is read in full is asked before the device's own rungs are, and answers behind them."""
-        later = None if self.recall.layers(self._sights) else tier.ask
-        return replace(self._rung(tier, holds, group), later=later)
+        later = None if self.recall.layers(self._sights) else tier.attend_async
+        return replace(self._rung(tier, holds, group), attend_async=later)
 
     def _refuse_host(self) -> None:
         steps = [step for step in self.memory.ladder if step.startswith("memory.host")]
@@ -137,20 +137,20 @@ class Plan:
 
         Which setting has rows read it by kernels whose bits depend on who shares the pass; "" = none has.
         """
-        found = next(filter(None, (tier.rounds_by_rows for tier in self._tiers())), "")
+        found = next(filter(None, (tier.batch_variant_reason for tier in self._tiers())), "")
         return "memory.bits" if self.memory.spends and found == "kv.k_bits" else found
 
     def _tiers(self) -> Iterator[Tier]:
         """One of each kind, whether or not there is room for it."""
         dense = self._dense(self.device)
-        yield self.recall.over(dense, dense, self._sights)
+        yield self.recall.bind(dense, dense, self._sights)
         for kv in (self.kv, *self._packings()):
-            if self.form.packs(kv):
-                yield self.recall.below(replace(self, kv=kv)._packed(self.device), self._sights)
+            if self.form.is_active(kv):
+                yield self.recall.bind_tier(replace(self, kv=kv)._packed(self.device), self._sights)
         for bits in self.memory.bits if self.memory.spends else ():
             yield self._packed(self.device, bits)
         if size_of(self.memory.disk):
-            yield self.recall.below(self._disk(), self._sights)
+            yield self.recall.bind_tier(self._disk(), self._sights)
 
     def _packings(self) -> Iterator[Kv]:
         """What the steps of `memory.ladder` that pack make of `[kv]`, each by itself."""
@@ -161,16 +161,16 @@ class Plan:
                 yield replace(self.kv, **bits)
 
     @property
-    def _sights(self) -> list[Sight | None]:
+    def _sights(self) -> list[AttentionParams | None]:
         """Of the layers that store."""
         return storing(self.sights, self.shapes)
 
     @property
     def is_packed(self) -> bool:
-        return self.form.packs(self.kv)
+        return self.form.is_active(self.kv)
 
     @cached_property
-    def room(self) -> Room:
+    def room(self) -> CacheCapacity:
         """What these keys and the machine leave to keys and values."""
         is_gpu, free = self.device.type == "cuda", int(psutil.virtual_memory().available)
         behind = free - kept_free(free) if is_gpu else 0
@@ -197,9 +197,11 @@ class Plan:
         return Dense(self.shapes, self.dtype, device, step=step, windows=windows_of(self.shapes, self.sights))
 
     @cached_property
-    def spending(self) -> Spending:
+    def spending(self) -> PrecisionBudget:
         """What `memory.budget` is spent on."""
-        newest = self.chunk * sum(wide(shape, self.dtype.itemsize) for shape in self.shapes)  # before it is placed
+        newest = self.chunk * sum(
+            full_bytes(shape, self.dtype.itemsize) for shape in self.shapes
+        )  # before it is placed
         of_kv = self.memory, self.kv, self.recall, self.sights, self.shapes, self.dtype.itemsize
         return spending(
             *of_kv,
@@ -209,28 +211,28 @@ class Plan:
             holds=self.room.elsewhere,
         )
 
-    def _packed(self, device: torch.device, bits: int | None = None) -> Shelf:
+    def _packed(self, device: torch.device, bits: int | None = None) -> PageTier:
         """In so many bits; None = as `[kv]` says."""
         of_rung: dict[str, Any] = {"k_bits": keys_in(bits), "v_bits": bits} if bits else {}
         kv = replace(self.kv, **of_rung)
-        return self.form.tier(OfModel(self.shapes, self.dtype, self.sights, self.turns), device, kv)
+        return self.form.tier(FormatContext(self.shapes, self.dtype, self.sights, self.rotaries), device, kv)
 
-    def _host(self) -> Host:
+    def _host(self) -> HostTier:
         from kvcli.kv.offload.transfer import bus_of
-        from kvcli.kv.tiers.pinned_host import Mapped
+        from kvcli.kv.tiers.pinned_host import PinnedHostTier
 
         if self.is_packed:
             return self._far(self._packed(torch.device("cpu")))
-        return self._far(Mapped(self.shapes, self.dtype, bus_of(self.device)))
+        return self._far(PinnedHostTier(self.shapes, self.dtype, bus_of(self.device)))
 
-    def _far(self, tier: Shelf) -> Host:
-        from kvcli.kv.tiers.host import Host
+    def _far(self, tier: PageTier) -> HostTier:
+        from kvcli.kv.tiers.host import HostTier
 
-        return Host(tier, self.device, self._way())
+        return HostTier(tier, self.device, self._way())
 
     def _way(self) -> Way:
         """How rows reach what lies in host memory; raises BadConfig where they cannot as `memory.reach` asks."""
-        from kvcli.kv.offload.host_access import ByQuery, ByRule, ByStream
+        from kvcli.kv.offload.host_access import AutoAccess, CpuAttention, StreamedCopy
         from kvcli.kv.offload.link_rates import rates
 
         asked, unserved = self.memory.reach, self._unserved()
@@ -242,10 +244,10 @@ class Plan:
                 try_=["--set memory.reach=auto"],
             )
         if asked == "cpu" or self.is_packed:
-            return ByQuery
+            return CpuAttention
         if asked == "stream":
-            return ByStream
-        return partial(ByRule, unserved=unserved, rates=partial(rates, self.device) if asked == "auto" else None)
+            return StreamedCopy
+        return partial(AutoAccess, unserved=unserved, rates=partial(rates, self.device) if asked == "auto" else None)
 
     def _unserved(self) -> str:
         """Why no kernel of the device reads host memory in these numbers; "" = one does."""
@@ -260,10 +262,10 @@ class Plan:
             "" if all(fits(shape.k_dim, shape.v_dim) for shape in self.shapes) else "no kernel has heads of this size"
         )
 
-    def _disk(self) -> Shelf:
-        from kvcli.kv.tiers.disk import Disk
+    def _disk(self) -> PageTier:
+        from kvcli.kv.tiers.disk import DiskTier
         from kvcli.kv.tiers.extents import LARGEST
 
         most, writes = size_of(self.memory.disk), size_of(self.memory.disk_writes)
         longest = None if self.device.type == "cpu" else LARGEST
-        return Disk(self.shapes, self.dtype, most, writes, longest=longest)
+        return DiskTier(self.shapes, self.dtype, most, writes, longest=longest)

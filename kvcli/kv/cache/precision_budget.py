@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.kernels.quantize_kv import LANES, width_of
-from kvcli.kv.footprint import POSITION, STEP, away
+from kvcli.kv.footprint import POSITION, STEP, far_slot_bytes
 from kvcli.kv.slots import storing
 from kvcli.kv.tiers.dense_ragged import room_of
 from kvcli.settings.schema import size_of
 
 if TYPE_CHECKING:
-    from kvcli.kv.slots import LayerShape, Sight
-    from kvcli.kv.sparse.settings import Chosen
+    from kvcli.kv.slots import AttentionParams, LayerShape
+    from kvcli.kv.sparse.settings import SparseMethod
     from kvcli.settings.schema import Kv, Memory
 
 SCALE = 2  # bytes of a scale, and of a zero beside it
@@ -31,7 +31,7 @@ TINY = 1e-6  # of a token, which rounding may cost
 
 
 @dataclass(frozen=True)
-class Spending:
+class PrecisionBudget:
     """Rung 0 is the top, i the i-th of `bits`, then comes another place where there is one, and the last is nowhere."""
 
     asked: str  # memory.budget
@@ -110,7 +110,7 @@ class Spending:
         return [sum(n * costs[rung] for n, costs in each) for rung in range(self.last + 1)]
 
     @property
-    def told(self) -> str:
+    def describe(self) -> str:
         """The plan in a line: how many tokens there is room for, were all of them on one rung, or what may be lost."""
         loses = f"memory.lose = {self.lose}: as few bytes as leave {1 - self.lose:.1%} of what a text is worth"
         if not self.asked:
@@ -163,8 +163,8 @@ class Spending:
 def spending(
     memory: Memory,
     kv: Kv,
-    recall: Chosen,
-    sights: Sequence[Sight],
+    recall: SparseMethod,
+    sights: Sequence[AttentionParams],
     shapes: Sequence[LayerShape],
     number: int,
     *,
@@ -172,13 +172,13 @@ def spending(
     free: int,
     has_more: bool,
     holds: int | None,
-) -> Spending:
+) -> PrecisionBudget:
     """What `memory.budget` is spent on, on a device of such a kind; `has_more`: there is a place beside it, which
     `holds` so many slots a head."""
     read = recall.layers(storing(sights, shapes)) if has_more else ()
-    index, apart = away(recall, has_more, shapes, read, number, kind)
+    index, apart = far_slot_bytes(recall, has_more, shapes, read, number, kind)
     of_kv = shapes, number, memory.bits, kv.group, index, apart, not recall.reads
-    return Spending(memory.budget.replace(" %", "%"), free, *of_kv, holds, memory.lose)
+    return PrecisionBudget(memory.budget.replace(" %", "%"), free, *of_kv, holds, memory.lose)
 
 
 def keys_in(bits: int) -> int:

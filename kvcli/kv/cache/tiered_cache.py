@@ -19,22 +19,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_invariant import Own
-from kvcli.kernels.merge_attention import Part
-from kvcli.kv.cache.level import Rung, Top
-from kvcli.kv.out_of_memory import Shortage
-from kvcli.kv.slots import Masks, Sight, Slots, Span, Usage, beside, compact, empty_like
-from kvcli.kv.snapshot import Given, State
-from kvcli.kv.tiers.device_tables import Fixed
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.cache.level import TierLevel, TopTier
+from kvcli.kv.out_of_memory import CacheFull
+from kvcli.kv.slots import AttentionParams, LevelSpan, Masks, Slots, Usage, compact, concat_slots, empty_like
+from kvcli.kv.snapshot import SnapshotReader, State
+from kvcli.kv.tiers.device_tables import DeviceCache
 
 
-class Ladder:
+class TieredCache:
     """A store of tiers. New rows are stored in `top`; `below` are the rungs under it, nearest first."""
 
     def __init__(
         self,
-        top: Top,
-        below: Sequence[Rung] = (),
+        top: TopTier,
+        below: Sequence[TierLevel] = (),
         *,
         holds: int | None = None,
         group: int = 1,
@@ -45,15 +45,15 @@ class Ladder:
         """`top` keeps `holds` slots a head at a boundary and the first `sinks` tokens of the text beside them.
 
         `demotes`: what masks let go moves down. `drops`: where the last rung is full, what came to it first is
-        forgotten; else Shortage is raised.
+        forgotten; else CacheFull is raised.
         """
         assert below or not demotes, "there is nowhere to go"
         self._top, self._sinks = top, sinks
-        self._rungs = [Rung(top, holds, group), *below]
+        self._rungs = [TierLevel(top, holds, group), *below]
         self._shown = self._rungs[:1] if demotes else self._rungs
         self._demotes, self._drops = demotes, drops
         self._layers = sorted({use.layer for use in top.usage()})  # that store
-        self._waits = any(rung.later is not None for rung in below)
+        self._waits = any(rung.attend_async is not None for rung in below)
         self._twice: set[tuple[int, int, int]] = set()  # rung and layer whose slots another, lower one may hold too
         self._has_dropped = False
         self.changes = 0
@@ -69,11 +69,13 @@ class Ladder:
         return not self._demotes or self._has_dropped
 
     @property
-    def rounds_by_rows(self) -> str:
+    def batch_variant_reason(self) -> str:
         """What the first rung says that says anything."""
-        return next(filter(None, (rung.tier.rounds_by_rows for rung in self._rungs)), "")
+        return next(filter(None, (rung.tier.batch_variant_reason for rung in self._rungs)), "")
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """q [H, N, D] of rows at positions pos [N] -> the parts of every rung that holds something, the top's last."""
         asked = [rung.ask(layer, q, sight, pos) for rung in self._rungs[:0:-1]]
         if own is None or self._waits:  # the device reads its own while others are read elsewhere
@@ -82,10 +84,10 @@ class Ladder:
         below = [part for answer in asked for part in answer()]
         return self._top.attend(layer, q, sight, pos, replace(own, before=below))
 
-    def fixed(self, rows: int, more: int = 0) -> Fixed:
+    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """The top, where there is nothing below it."""
         if len(self._rungs) > 1:
-            return Fixed(why_not="slots lie in several tiers (kv.k_bits, memory.host)")
+            return DeviceCache(why_not="slots lie in several tiers (kv.k_bits, memory.host)")
         most = self._rungs[0].holds  # which the host looks at where it is due
         return self._top.fixed(rows, more if most is None else min(more, max(0, most - self._top.n_slots(0))))
 
@@ -108,7 +110,7 @@ class Ladder:
         Of the top alone where the ladder demotes.
         """
         found = [rung.tier.slots(layer) for rung in reversed(self._shown)]
-        return replace(beside(found), spans=self._spans(layer))
+        return replace(concat_slots(found), spans=self._spans(layer))
 
     def newest(self, layer: int, n: int) -> Slots:
         """The n slots that each head stored last."""
@@ -123,7 +125,7 @@ class Ladder:
         fell = [self._rungs[at].tier.keep(layer, part) for at, part in self._by_rung(layer, mask) if part.shape[1]]
         if any(s.n_slots for s in fell):
             self.changes += 1
-        return beside(fell) if fell else empty_like(self._top.slots(layer))
+        return concat_slots(fell) if fell else empty_like(self._top.slots(layer))
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later, in every rung; ends what a failure left half done."""
@@ -135,11 +137,11 @@ class Ladder:
             rung.tier.crop(n)
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
-        """Room for n slots a head, as far as they stay in the top; raises Shortage where all rungs have too little."""
+        """Room for n slots a head, as far as they stay in the top; raises CacheFull where all rungs have too little."""
         if not self._drops and all(rung.holds is not None for rung in self._rungs):
             most = self._sinks + sum(rung.holds or 0 for rung in self._rungs)
             if n > most:
-                raise Shortage(f"{n:,} tokens do not fit in memory", lines=list(map(str, self._rungs)), most=most)
+                raise CacheFull(f"{n:,} tokens do not fit in memory", lines=list(map(str, self._rungs)), most=most)
         holds = self._rungs[0].holds
         self._top.reserve(n if holds is None else min(n, self._sinks + holds), layers)
 
@@ -147,7 +149,7 @@ class Ladder:
         """Whether a row at position n finds all that it sees, once `crop(n)` has made it the next one."""
         return self._top.windows.reaches(n, lambda layer: [rung.tier.slots(layer).pos for rung in self._rungs])
 
-    def settle(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
+    def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
         """Layer by layer: evict what the masks let go, or have it go down, send down what is old, and give back what
         windows hide from rows at `end` and later."""
         lets_go = False
@@ -162,13 +164,13 @@ class Ladder:
             self._give_back(layer, end)
         return lets_go
 
-    def state(self) -> State:
+    def snapshot(self) -> State:
         """By rung."""
         assert not self._twice, "what a failure left half done is mended by `crop`"
-        rungs: State = {str(i): rung.tier.state() for i, rung in enumerate(self._rungs)}
+        rungs: State = {str(i): rung.tier.snapshot() for i, rung in enumerate(self._rungs)}
         return {"rungs": rungs, "has_dropped": self._has_dropped}
 
-    def restore(self, given: Given) -> None:
+    def restore(self, given: SnapshotReader) -> None:
         """Each rung what it had."""
         for i, rung in enumerate(self._rungs):
             rung.tier.restore(given.part("rungs").part(str(i)))
@@ -186,9 +188,9 @@ class Ladder:
         ]
         return [*top, *below]
 
-    def _spans(self, layer: int) -> list[Span]:
+    def _spans(self, layer: int) -> list[LevelSpan]:
         """How the slots lie that `slots` shows."""
-        return [Span(at, rung.tier.n_slots(layer), rung.group) for at, rung in enumerate(self._shown)][::-1]
+        return [LevelSpan(at, rung.tier.n_slots(layer), rung.group) for at, rung in enumerate(self._shown)][::-1]
 
     def _by_rung(self, layer: int, said: Tensor) -> list[tuple[int, Tensor]]:
         """What is said [K, S] of slots in the order of `slots`, by their rung."""
@@ -198,11 +200,11 @@ class Ladder:
         return [(span.rung, part) for span, part in zip(spans, parts, strict=True)]
 
     def _give_back(self, layer: int, end: int) -> None:
-        if low := self._top.give_back(layer, end):
+        if low := self._top.evict_below(layer, end):
             for rung in [rung for rung in self._rungs[1:] if rung.tier.n_slots(layer)]:
                 pos = rung.tier.slots(layer).pos
                 # by whole groups: what shares scales with a slot that stays does so too, and nothing is rounded again
-                rung.tier.keep(layer, ~oldest(pos, 0, int((pos >= low).sum(1).max()), rung.group))
+                rung.tier.keep(layer, ~slots_to_demote(pos, 0, int((pos >= low).sum(1).max()), rung.group))
             self.changes += 1
 
     def _demote(self, layer: int, stays: Tensor | None = None) -> bool:
@@ -221,7 +223,7 @@ class Ladder:
             lets_go |= mask is not None and bool(leaves.any())
             if is_full:
                 left = slots.pos.masked_fill(leaves, -1)
-                leaves |= oldest(left, 0 if at else self._sinks, rung.holds or 0, rung.group)
+                leaves |= slots_to_demote(left, 0 if at else self._sinks, rung.holds or 0, rung.group)
             if bool(leaves.any()):
                 if at + 1 == len(self._rungs):
                     raise self._outgrown()
@@ -262,7 +264,7 @@ class Ladder:
     def _room_for(self, at: int, layer: int, s: Slots) -> Slots:
         """Of these, which come down to rung `at`, those that have room there once it has let go of others, if it may.
 
-        Raises Shortage. A rung with others below hands down its own.
+        Raises CacheFull. A rung with others below hands down its own.
         """
         if at + 1 < len(self._rungs) or self._rungs[at].has_room(layer, s.n_slots):
             return s
@@ -271,8 +273,8 @@ class Ladder:
         self._has_dropped = True
         return self._rungs[at].forget(layer, s)
 
-    def _outgrown(self) -> Shortage:
-        return Shortage("keys and values have outgrown their memory", lines=list(map(str, self._rungs)))
+    def _outgrown(self) -> CacheFull:
+        return CacheFull("keys and values have outgrown their memory", lines=list(map(str, self._rungs)))
 
     def _once(self, at: int, layer: int, to: int) -> None:
         """What two rungs hold stays in the lower one."""
@@ -283,7 +285,7 @@ class Ladder:
         self._twice.discard((at, layer, to))
 
 
-def oldest(pos: Tensor, sinks: int, holds: int, group: int) -> Tensor:
+def slots_to_demote(pos: Tensor, sinks: int, holds: int, group: int) -> Tensor:
     """Which slots move down, [K, S] bool for positions pos [K, S]: of each head its oldest past `holds`, by groups."""
     may = pos >= sinks  # empty slots have position -1, and no store has a negative number of sinks
     n = (may.sum(1, keepdim=True) - holds).clamp(min=0) // group * group  # [K, 1]

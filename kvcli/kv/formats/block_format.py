@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kvcli.kv.formats.format import OfModel
+    from kvcli.kv.formats.format import FormatContext
     from kvcli.kv.slots import LayerShape
-    from kvcli.kv.sparse.page_source import Shelf
-    from kvcli.kv.tiers.block_tier import Codec
+    from kvcli.kv.sparse.page_source import PageTier
+    from kvcli.kv.tiers.block_tier import BlockCodec
     from kvcli.settings.schema import Kv
 
 Codes: TypeAlias = (
@@ -26,11 +26,12 @@ APART = {"kv.rotate": "which spreads over all channels the outliers that are kep
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockFormat:
     """What such forms share. A block is `kv.group` slots, of one head or of several that are rounded together.
 
-    `pack` and `unpack` are pure, work on each block by itself, and ask the device nothing; numbers that come back have
-    the same bits whichever blocks they are asked for with: no products of matrices, whose sums depend on that.
+    `quantize` and `dequantize` are pure, work on each block by itself, and ask the device nothing; numbers that come
+    back have the same bits whichever blocks they are asked for with: no products of matrices, whose sums depend on
+    that.
     """
 
     rope: Literal["after", "before"] = "after"  # keys are rounded as attention reads them, or as before their turning
@@ -38,18 +39,18 @@ class Blocks:
     own: ClassVar[Mapping[str, str]] = {}  # keys of [kv] -> why this form does not go with them
     rounds: ClassVar[bool] = True  # to kv.k_bits and kv.v_bits; else it keeps fewer numbers, of 16 bits
 
-    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+    def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
         """k [B, h, g, D], v [B, h, g, E] in float32 or wider -> what is stored of them."""
         raise NotImplementedError
 
-    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+    def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
         """The inverse, but for rounding: k [B, h, g, D] and v [B, h, g, E] of type `exact`, for `dims` (D, E)."""
         raise NotImplementedError
 
-    def packs(self, kv: Kv) -> bool:
+    def is_active(self, kv: Kv) -> bool:
         return True
 
-    def refuses(self, kv: Kv) -> Mapping[str, str]:
+    def unsupported_keys(self, kv: Kv) -> Mapping[str, str]:
         is_wide = {f"kv.{key}": getattr(kv, key) == 16 for key in ("k_bits", "v_bits")}
         why = "which rounds nothing: 8, 4 and 2 do" if self.rounds else "and of what this form keeps it rounds nothing"
         bits = {key: why for key, is_16 in is_wide.items() if is_16 == self.rounds}
@@ -74,10 +75,10 @@ class Blocks:
                     f"{key} = {bits} does not fit this model: {why}", code="kv_bits", try_=[f"--set {key}=8"]
                 )
 
-    def tier(self, of: OfModel, device: torch.device, kv: Kv) -> Shelf:
-        from kvcli.kv.tiers.block_tier import Coded
+    def tier(self, of: FormatContext, device: torch.device, kv: Kv) -> PageTier:
+        from kvcli.kv.tiers.block_tier import BlockTier
 
-        return Coded(self, of, device, kv)
+        return BlockTier(self, of, device, kv)
 
     def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
         from kvcli.kv.footprint import POSITION
@@ -86,8 +87,8 @@ class Blocks:
         taken = sum(t.nbytes for t in codec.layout(1))
         return -(-shape.n_kv_heads * taken // (codec.heads * kv.group)) + POSITION
 
-    def codec(self, shape: LayerShape, kv: Kv, **more: Any) -> Codec:
+    def codec(self, shape: LayerShape, kv: Kv, **more: Any) -> BlockCodec:
         """How a layer of this shape is written."""
-        from kvcli.kv.tiers.block_tier import Codec
+        from kvcli.kv.tiers.block_tier import BlockCodec
 
-        return Codec(self, kv, shape.parts, self.heads(shape.n_kv_heads), **more)
+        return BlockCodec(self, kv, shape.parts, self.heads(shape.n_kv_heads), **more)

@@ -9,37 +9,37 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvcli.kernels.rope import Rotary
-from kvcli.kv.slots import LayerShape, Sight
+from kvcli.kv.slots import AttentionParams, LayerShape
 
 if TYPE_CHECKING:
-    from kvcli.kv.sparse.page_source import Shelf
+    from kvcli.kv.sparse.page_source import PageTier
     from kvcli.settings.schema import Kv
 
 
 @dataclass(frozen=True)
-class OfModel:
+class FormatContext:
     """What a form may know of the model whose slots it holds."""
 
     shapes: Sequence[LayerShape]  # by layer; one that shares another's slots has none here
     dtype: torch.dtype  # numbers that come in, and that rows read
-    sights: Sequence[Sight]  # by layer
+    sights: Sequence[AttentionParams]  # by layer
     turns: Callable[[], Sequence[Rotary | None]]  # of keys, by layer; raises BadModel where no fixed table says it
 
 
-class Form(Protocol):
+class KVFormat(Protocol):
     """A frozen dataclass whose fields are the keys of `[form]`."""
 
-    def packs(self, kv: Kv) -> bool:
+    def is_active(self, kv: Kv) -> bool:
         """Do slots come down to it under these keys?"""
 
-    def refuses(self, kv: Kv) -> Mapping[str, str]:
+    def unsupported_keys(self, kv: Kv) -> Mapping[str, str]:
         """Key of `[kv]` -> why this form cannot keep what it says; what a model does not allow `tier` refuses."""
 
     @property
     def is_joint(self) -> bool:
         """Are slots of several heads rounded together, which therefore must hold the same ones?"""
 
-    def tier(self, of: OfModel, device: torch.device, kv: Kv) -> Shelf:
+    def tier(self, of: FormatContext, device: torch.device, kv: Kv) -> PageTier:
         """An empty one. Raises BadConfig, BadModel where this model does not suit it."""
 
     def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:

@@ -7,39 +7,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.kv.formats.block_format import Blocks
+from kvcli.kv.formats.block_format import BlockFormat
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from kvcli.kv.formats.block_format import Codes
-    from kvcli.kv.formats.format import OfModel
+    from kvcli.kv.formats.format import FormatContext
     from kvcli.kv.slots import LayerShape
-    from kvcli.kv.sparse.page_source import Shelf
+    from kvcli.kv.sparse.page_source import PageTier
     from kvcli.settings.schema import Kv
 
 
 @dataclass(frozen=True)
-class Kivi(Blocks):
+class Kivi(BlockFormat):
     """Round keys by channel in groups of slots, values by slot; `kv.k_bits` and `kv.v_bits` say to how many bits.
 
     Keys before the rotary embedding are in no form that kernels read as it lies: they are read back first.
     """
 
-    def packs(self, kv: Kv) -> bool:
+    def is_active(self, kv: Kv) -> bool:
         return min(kv.k_bits, kv.v_bits) < 16
 
-    def refuses(self, kv: Kv) -> Mapping[str, str]:
-        return super().refuses(kv) if self.rope == "before" and self.packs(kv) else {}
+    def unsupported_keys(self, kv: Kv) -> Mapping[str, str]:
+        return super().unsupported_keys(kv) if self.rope == "before" and self.is_active(kv) else {}
 
-    def tier(self, of: OfModel, device: torch.device, kv: Kv) -> Shelf:
+    def tier(self, of: FormatContext, device: torch.device, kv: Kv) -> PageTier:
         if self.rope == "before":
             return super().tier(of, device, kv)
-        from kvcli.kv.tiers.quantized import Packed
+        from kvcli.kv.tiers.quantized import QuantizedTier
 
         keys = {"k_bits": kv.k_bits, "v_bits": kv.v_bits, "group": kv.group}
-        return Packed(of.shapes, of.dtype, device, **keys, rotate=kv.rotate, halves=kv.halves)
+        return QuantizedTier(of.shapes, of.dtype, device, **keys, rotate=kv.rotate, halves=kv.halves)
 
     def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
         """With 8 bits a scale of 16 bit each, with fewer, or in halves, two per group."""
@@ -55,12 +55,12 @@ class Kivi(Blocks):
             )
         return int(shape.n_kv_heads * bits / 8) + POSITION
 
-    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
-        from kvcli.kv.formats.quantization import by_slot, rounded
+    def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+        from kvcli.kv.formats.quantization import by_slot, quantize
 
-        return *rounded(k, kv.k_bits, -2), *by_slot(v, kv.v_bits, kv.group)
+        return *quantize(k, kv.k_bits, -2), *by_slot(v, kv.v_bits, kv.group)
 
-    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
-        from kvcli.kv.formats.quantization import numbers, of_slots
+    def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+        from kvcli.kv.formats.quantization import dequantize, of_slots
 
-        return numbers(codes[:3], kv.k_bits, exact), of_slots(codes[3:], kv.v_bits, exact)
+        return dequantize(codes[:3], kv.k_bits, exact), of_slots(codes[3:], kv.v_bits, exact)

@@ -12,13 +12,13 @@ from kvcli.kv.formats.eigen import eigenvectors
 LARGEST, TINIEST = 65504.0, 2.0**-24  # of float16
 
 
-def rounded(x: Tensor, bits: int, dim: int) -> Codes:
+def quantize(x: Tensor, bits: int, dim: int) -> Codes:
     """x [.., D] by ranges along `dim` -> codes [.., D * bits / 8], scale and zero with that dimension 1."""
     codes, scale, zero = round_range(x, bits, dim)
     return squeeze(codes, bits), scale, zero
 
 
-def numbers(of: Codes, bits: int, exact: torch.dtype) -> Tensor:
+def dequantize(of: Codes, bits: int, exact: torch.dtype) -> Tensor:
     """The inverse, but for rounding, in the type `exact`."""
     codes, scale, zero = of
     return zero.to(exact) + spread(codes, bits).to(exact) * scale.to(exact)
@@ -42,7 +42,7 @@ def grouped(x: Tensor, groups: int) -> Tensor:
     return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
 
 
-def apart(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_outliers(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [.., m] -> x within the range of the others, and the n largest and n smallest that are taken out of it.
 
     These as places [.., 2 n] and numbers in 16 bits.
@@ -51,10 +51,10 @@ def apart(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     at = torch.cat([high.indices[..., :n], low.indices[..., :n]], -1)
     found = torch.cat([high.values[..., :n], low.values[..., :n]], -1)
     inner = x.minimum(high.values[..., n:]).maximum(low.values[..., n:])
-    return inner, placed(at, x.shape[-1]), halved(found)
+    return inner, placed(at, x.shape[-1]), to_16_bit(found)
 
 
-def put_back(x: Tensor, at: Tensor, found: Tensor) -> Tensor:
+def merge_outliers(x: Tensor, at: Tensor, found: Tensor) -> Tensor:
     """The inverse, but for rounding."""
     return x.scatter(-1, at.long(), found.to(x.dtype))
 
@@ -64,12 +64,12 @@ def placed(at: Tensor, n: int) -> Tensor:
     return at.to(torch.uint8 if n <= 1 << 8 else torch.int16 if n <= 1 << 15 else torch.int32)
 
 
-def halved(x: Tensor) -> Tensor:
+def to_16_bit(x: Tensor) -> Tensor:
     """In 16 bits; what these cannot hold is clipped."""
     return x.clamp(-LARGEST, LARGEST).to(torch.float16)
 
 
-def directions(x: Tensor, rank: int) -> Tensor:
+def singular_vectors(x: Tensor, rank: int) -> Tensor:
     """The main directions [.., r, n] of vectors x [.., m, n]: right singular vectors, the largest first.
 
     Raises BadModel where these are not finite.
@@ -84,12 +84,12 @@ def directions(x: Tensor, rank: int) -> Tensor:
     return found
 
 
-def factors(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def low_rank_factors(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Blocks x [B, .., m, n] -> the halves [B, .., r, m] and [B, .., r, n] of the best product of each of this rank."""
     # one by one: products, and eigenvectors, of a shape of their own for each number of blocks would round otherwise
-    ways = [directions(block, rank) for block in x]
+    ways = [singular_vectors(block, rank) for block in x]
     shares = [way @ block.mT for way, block in zip(ways, x, strict=True)]
-    return halved(torch.stack(shares)), halved(torch.stack(ways))
+    return to_16_bit(torch.stack(shares)), to_16_bit(torch.stack(ways))
 
 
 def product(a: Tensor, b: Tensor, exact: torch.dtype) -> Tensor:

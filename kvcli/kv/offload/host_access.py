@@ -14,24 +14,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvcli.kernels.merge_attention import Part, merge
-from kvcli.kv.offload.transfer import Bus, Mark
-from kvcli.kv.slots import Sight
+from kvcli.kernels.merge_attention import PartialAttention, merge_attention
+from kvcli.kv.offload.transfer import DeviceEvent, DeviceLink
+from kvcli.kv.slots import AttentionParams
 
-Answer = Callable[[], list[Part]]
+Answer = Callable[[], list[PartialAttention]]
 ALIGNED = 16  # bytes, as kernels load them
 
 
-class Reach(Protocol):
+class HostAccess(Protocol):
     """A way to the slots of a tier."""
 
-    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+    def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
         """q [H, N, D] of rows at positions pos [N], on the device -> the parts there, once they are called for.
 
         What the device is told in between it does meanwhile.
         """
 
-    def still(self) -> None:
+    def wait_idle(self) -> None:
         """Wait until nothing of the tier is being read: it is about to change."""
 
     @property
@@ -44,11 +44,11 @@ class Reach(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HostChunk:
     """Slots of a layer that are read in one go."""
 
     tensors: tuple[Tensor, ...]  # what is read, in host memory
-    read: Callable[..., Part]  # of the same tensors, wherever they or their copies lie; q, sight, pos
+    read: Callable[..., PartialAttention]  # of the same tensors, wherever they or their copies lie; q, sight, pos
     unreached: str = ""  # why kernels of the device cannot read it where it lies; "" = they can
 
     @property
@@ -57,47 +57,47 @@ class Piece:
         return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
 
 
-class Source(Protocol):
+class HostTierReader(Protocol):
     """A tier in host memory, as far as it is read."""
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> list[Part]:
+    def attend(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> list[PartialAttention]:
         """On the CPU."""
 
 
-class Pieced(Source, Protocol):
+class ChunkedReader(HostTierReader, Protocol):
     """One whose slots can be read elsewhere."""
 
-    def pieces(self, layer: int) -> list[Piece]: ...
+    def pieces(self, layer: int) -> list[HostChunk]: ...
 
 
-class ByQuery:
+class CpuAttention:
     """The query goes down, the CPU attends while the device has other rungs to read, and the part comes up."""
 
     how = "the CPU reads it"
     nbytes = 0
 
-    def __init__(self, tier: Source, bus: Bus) -> None:
+    def __init__(self, tier: HostTierReader, bus: DeviceLink) -> None:
         self._tier, self._bus = tier, bus
         self._down, self._up = Staged(bus), Staged(bus)
-        self._sent: Mark | None = None  # behind the last part that came up
+        self._sent: DeviceEvent | None = None  # behind the last part that came up
 
-    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+    def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
         bus, q = self._bus, q.contiguous()
         below = self._down.like(q)
         bus.copies.wait(bus.work.record())  # the query is made
         bus.copies.copy(below, q)
         here = bus.copies.record()
 
-        def answer() -> list[Part]:
+        def answer() -> list[PartialAttention]:
             here.synchronize()
             return [self._come_up(joined(self._tier.attend(layer, below, sight, pos)), q)]
 
         return answer
 
-    def still(self) -> None:
+    def wait_idle(self) -> None:
         """The CPU is done when it has answered."""
 
-    def _come_up(self, part: Part, q: Tensor) -> Part:
+    def _come_up(self, part: PartialAttention, q: Tensor) -> PartialAttention:
         out, lse = part.out, part.lse
         if self._sent is not None:
             self._sent.synchronize()  # what is overwritten has come up
@@ -106,22 +106,22 @@ class ByQuery:
         there = torch.empty_like(both, device=q.device)
         self._bus.work.copy(there, both)
         self._sent = self._bus.work.record()
-        return Part(there[: out.numel()].view(out.shape), there[out.numel() :].view(lse.shape))
+        return PartialAttention(there[: out.numel()].view(out.shape), there[out.numel() :].view(lse.shape))
 
 
-class ByKernel:
+class ZeroCopyKernel:
     """The device's own kernels read pinned host memory, each byte once for all rows."""
 
     how = "the GPU reads it across the bus"
     nbytes = 0
 
-    def __init__(self, tier: Pieced, bus: Bus) -> None:
+    def __init__(self, tier: ChunkedReader, bus: DeviceLink) -> None:
         self._tier, self._bus = tier, bus
 
-    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+    def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
         return lambda: [p.read(*p.tensors, q, sight, pos) for p in self._tier.pieces(layer)]
 
-    def still(self) -> None:
+    def wait_idle(self) -> None:
         self._bus.work.record().synchronize()
 
 
@@ -130,16 +130,16 @@ class Buffer:
     """Room on the device for one piece, and how far that has come."""
 
     room: Tensor  # uint8
-    free: Mark | None = None  # behind what read it last
-    landed: Mark | None = None  # behind the copy into it
+    free: DeviceEvent | None = None  # behind what read it last
+    landed: DeviceEvent | None = None  # behind the copy into it
 
 
-class ByStream:
+class StreamedCopy:
     """Pieces are copied past the rows: while one is read, the next one flies, of this layer or of that behind it."""
 
     how = "it is copied past the GPU"
 
-    def __init__(self, tier: Pieced, bus: Bus) -> None:
+    def __init__(self, tier: ChunkedReader, bus: DeviceLink) -> None:
         self._tier, self._bus = tier, bus
         self._buffers: list[Buffer] = []
         self._turn = 0  # which of two is written next
@@ -147,7 +147,7 @@ class ByStream:
         self._after: dict[int, int] = {}  # by layer: which one was read behind it last time
         self._last = -1
 
-    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+    def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
         if self._last >= 0:
             self._after[self._last] = layer
         self._last = layer
@@ -155,7 +155,7 @@ class ByStream:
         first = self._first(layer, pieces)
         return lambda: self._read(layer, pieces, first, q, sight, pos)
 
-    def still(self) -> None:
+    def wait_idle(self) -> None:
         self._ahead = None
         self._bus.copies.record().synchronize()
 
@@ -163,7 +163,7 @@ class ByStream:
     def nbytes(self) -> int:
         return sum(buffer.room.nbytes for buffer in self._buffers)
 
-    def _first(self, layer: int, pieces: Sequence[Piece]) -> tuple[Buffer, list[Tensor]] | None:
+    def _first(self, layer: int, pieces: Sequence[HostChunk]) -> tuple[Buffer, list[Tensor]] | None:
         """The first piece: on its way already where this layer was expected."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == layer:
@@ -173,12 +173,12 @@ class ByStream:
     def _read(
         self,
         layer: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[HostChunk],
         coming: tuple[Buffer, list[Tensor]] | None,
         q: Tensor,
-        sight: Sight,
+        sight: AttentionParams,
         pos: Sequence[int],
-    ) -> list[Part]:
+    ) -> list[PartialAttention]:
         parts = []
         for piece, behind in zip(pieces, [*pieces[1:], None], strict=True):
             assert coming is not None
@@ -199,7 +199,7 @@ class ByStream:
         if then > layer and (pieces := self._tier.pieces(then)):  # behind the last layer slots may change
             self._ahead = (then, *self._fly(pieces[0]))
 
-    def _fly(self, piece: Piece) -> tuple[Buffer, list[Tensor]]:
+    def _fly(self, piece: HostChunk) -> tuple[Buffer, list[Tensor]]:
         """Into the buffer whose turn it is, once what it held has been read."""
         buffer, lane = self._buffer(piece.nbytes), self._bus.copies
         if buffer.free is not None:
@@ -217,7 +217,7 @@ class ByStream:
 
     def _buffer(self, nbytes: int) -> Buffer:
         if not self._buffers or self._buffers[0].room.nbytes < nbytes:
-            self.still()
+            self.wait_idle()
             self._bus.work.record().synchronize()  # torch would give their memory to what is told to compute
             room = 1 << max(20, (nbytes - 1).bit_length())
             self._buffers = [Buffer(torch.empty(room, dtype=torch.uint8, device=self._bus.device)) for _ in "ab"]
@@ -226,27 +226,33 @@ class ByStream:
         return self._buffers[self._turn]
 
 
-class ByRule:
+class AutoAccess:
     """Prompts by stream; the rows of an answer by kernel or by query, whichever is through a layer's slots first."""
 
-    def __init__(self, tier: Pieced, bus: Bus, *, unserved: str = "", rates: Callable[[], Rates] | None = None) -> None:
+    def __init__(
+        self, tier: ChunkedReader, bus: DeviceLink, *, unserved: str = "", rates: Callable[[], Rates] | None = None
+    ) -> None:
         """`unserved`: why no kernel of the device takes these numbers. `rates`: None = kernels are always faster."""
         self._tier, self._unserved, self._rates = tier, unserved, rates
-        self._query, self._kernel, self._stream = ByQuery(tier, bus), ByKernel(tier, bus), ByStream(tier, bus)
+        self._query, self._kernel, self._stream = (
+            CpuAttention(tier, bus),
+            ZeroCopyKernel(tier, bus),
+            StreamedCopy(tier, bus),
+        )
         self.how = ""  # of the last answer
 
-    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+    def ask(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
         return self._way(layer, sight).ask(layer, q, sight, pos)
 
-    def still(self) -> None:
+    def wait_idle(self) -> None:
         for way in (self._query, self._kernel, self._stream):
-            way.still()
+            way.wait_idle()
 
     @property
     def nbytes(self) -> int:
         return self._stream.nbytes
 
-    def _way(self, layer: int, sight: Sight) -> Reach:
+    def _way(self, layer: int, sight: AttentionParams) -> HostAccess:
         if sight.is_prompt:
             return self._stream
         if sight.window is not None:
@@ -256,7 +262,7 @@ class ByRule:
             self.how = f"{self._query.how}: {why}"
             return self._query
         is_slow = self._rates is not None and self._rates().cpu_wins(sum(p.nbytes for p in pieces))
-        way: Reach = self._query if is_slow else self._kernel
+        way: HostAccess = self._query if is_slow else self._kernel
         self.how = way.how
         return way
 
@@ -277,7 +283,7 @@ class Rates:
 class Staged:
     """Host memory that copies of a device go through, one at a time."""
 
-    bus: Bus
+    bus: DeviceLink
     room: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def like(self, t: Tensor) -> Tensor:
@@ -288,10 +294,10 @@ class Staged:
         return self.room[:n].view(t.dtype).view(t.shape)
 
 
-def joined(parts: Sequence[Part]) -> Part:
+def joined(parts: Sequence[PartialAttention]) -> PartialAttention:
     """One part of several, in the type of their lse."""
     lse = torch.logsumexp(torch.stack([p.lse for p in parts]), 0) if len(parts) > 1 else parts[0].lse
-    return Part(merge(parts).to(lse.dtype), lse)
+    return PartialAttention(merge_attention(parts).to(lse.dtype), lse)
 
 
-Way = Callable[[Any, Bus], Reach]
+Way = Callable[[Any, DeviceLink], HostAccess]

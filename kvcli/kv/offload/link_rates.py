@@ -11,10 +11,10 @@ from functools import cache
 
 import torch
 
-from kvcli.kv.offload.host_access import ByQuery, Rates
-from kvcli.kv.offload.transfer import Plain, bus_of
-from kvcli.kv.slots import Sight, Slots, alike, run_of
-from kvcli.kv.tiers.pinned_host import Mapped
+from kvcli.kv.offload.host_access import CpuAttention, Rates
+from kvcli.kv.offload.transfer import PlainLink, bus_of
+from kvcli.kv.slots import AttentionParams, Slots, alike, run_of
+from kvcli.kv.tiers.pinned_host import PinnedHostTier
 
 HEADS, DIM, GROUP = 8, 128, 4
 SLOTS = 1 << 14  # 64 MiB of bf16: more than stays in most caches
@@ -32,12 +32,12 @@ def rates(device: torch.device) -> Rates:
         bus.copies.copy(there, below)
         bus.copies.record().synchronize()
 
-    tier = Mapped(alike(2, HEADS, DIM), torch.bfloat16, Plain(torch.device("cpu")))
+    tier = PinnedHostTier(alike(2, HEADS, DIM), torch.bfloat16, PlainLink(torch.device("cpu")))
     for layer, n in enumerate((SLOTS, 1)):
         kv = torch.randn(HEADS, n, DIM, dtype=torch.bfloat16)
         tier.take(layer, Slots(kv, kv, run_of(0, n, HEADS, kv.device)))
-    q, sight = torch.randn(HEADS * GROUP, 1, DIM, dtype=torch.bfloat16), Sight(DIM**-0.5)
-    query, far = ByQuery(tier, bus), q.to(device)
+    q, sight = torch.randn(HEADS * GROUP, 1, DIM, dtype=torch.bfloat16), AttentionParams(DIM**-0.5)
+    query, far = CpuAttention(tier, bus), q.to(device)
 
     def trip() -> None:
         query.ask(1, far, sight, [SLOTS])()

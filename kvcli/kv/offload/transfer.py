@@ -14,38 +14,38 @@ import torch
 from torch import Tensor
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A place in a lane."""
 
     def synchronize(self) -> None:
         """The host waits until the device is past it."""
 
 
-class Lane(Protocol):
+class CopyQueue(Protocol):
     """What a device does one after another."""
 
-    def record(self) -> Mark:
+    def record(self) -> DeviceEvent:
         """A mark behind all that it was told so far."""
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: DeviceEvent) -> None:
         """What it is told from here on comes after that mark, of any lane."""
 
     def copy(self, to: Tensor, of: Tensor) -> None:
         """Of one shape and type, both contiguous. Returns at once: neither may be touched before a mark behind it."""
 
 
-class Bus(Protocol):
+class DeviceLink(Protocol):
     """A device beside the host."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
-    def work(self) -> Lane:
+    def work(self) -> CopyQueue:
         """What computes."""
 
     @property
-    def copies(self) -> Lane:
+    def copies(self) -> CopyQueue:
         """Copies beside it."""
 
     def staging(self, nbytes: int) -> Tensor:
@@ -56,35 +56,35 @@ class Bus(Protocol):
 
     def unpin(self, address: int, mapping: object) -> None:
         """Nobody refers to these bytes any more. The mapping is held until the device is asked: for what is pinned
-        next, or by `let_go`. Called where garbage is collected, at any moment, it may not wait itself."""
+        next, or by `release`. Called where garbage is collected, at any moment, it may not wait itself."""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Of all that is no longer referred to."""
 
 
-class Idle:
+class NoQueue:
     """Lanes and marks of a device that does all at once, as a CPU for itself."""
 
     def synchronize(self) -> None: ...
 
-    def record(self) -> Mark:
+    def record(self) -> DeviceEvent:
         return self
 
-    def wait(self, mark: Mark) -> None: ...
+    def wait(self, mark: DeviceEvent) -> None: ...
 
     def copy(self, to: Tensor, of: Tensor) -> None:
         to.copy_(of)
 
 
-class Plain:
+class PlainLink:
     """A device without streams of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.work: Lane = Idle()
-        self.copies: Lane = self.work
+        self.work: CopyQueue = NoQueue()
+        self.copies: CopyQueue = self.work
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Plain:
+    def __deepcopy__(self, memo: dict[int, object]) -> PlainLink:
         return self
 
     def staging(self, nbytes: int) -> Tensor:
@@ -95,21 +95,21 @@ class Plain:
 
     def unpin(self, address: int, mapping: object) -> None: ...
 
-    def let_go(self) -> None: ...
+    def release(self) -> None: ...
 
 
-class Stream:
+class CudaQueue:
     """A lane of a CUDA device: a stream, or whichever is current."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._device, self._own = device, stream
 
-    def record(self) -> Mark:
+    def record(self) -> DeviceEvent:
         mark: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         mark.record(self._stream)
         return mark  # type: ignore[no-any-return]
 
-    def wait(self, mark: Mark) -> None:
+    def wait(self, mark: DeviceEvent) -> None:
         self._stream.wait_event(mark)  # type: ignore[arg-type]
 
     def copy(self, to: Tensor, of: Tensor) -> None:
@@ -124,13 +124,13 @@ class Stream:
         return self._own or torch.cuda.current_stream(self._device)
 
 
-class Cuda(Plain):
+class CudaLink(PlainLink):
     """A CUDA device, with a stream for copies."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.work = Stream(device)
-        self.copies = Stream(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        self.work = CudaQueue(device)
+        self.copies = CudaQueue(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         self._over: list[tuple[int, object]] = []  # addresses that nobody refers to, and their mappings
 
     def staging(self, nbytes: int) -> Tensor:
@@ -140,7 +140,7 @@ class Cuda(Plain):
             return super().staging(nbytes)
 
     def pin(self, t: Tensor) -> str:
-        self.let_go()
+        self.release()
         try:
             torch.cuda.check_error(_runtime().cudaHostRegister(t.data_ptr(), t.nbytes, 0))
         except RuntimeError as error:
@@ -153,7 +153,7 @@ class Cuda(Plain):
     def unpin(self, address: int, mapping: object) -> None:
         self._over.append((address, mapping))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         over, self._over = self._over, []
         if over:
             torch.cuda.synchronize(self.device)  # a kernel of a pass that was given up may still read there
@@ -166,6 +166,6 @@ def _runtime() -> Any:
 
 
 @cache
-def bus_of(device: torch.device) -> Bus:
+def bus_of(device: torch.device) -> DeviceLink:
     """The way to a device, with one stream for the copies of all texts."""
-    return Cuda(device) if device.type == "cuda" else Plain(device)
+    return CudaLink(device) if device.type == "cuda" else PlainLink(device)

@@ -14,12 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcli.kv.slots import Sight
+from kvcli.kv.slots import AttentionParams
 
 Numbers = tuple[Tensor, ...]
 
 
-class Index(Protocol):
+class PageIndex(Protocol):
     """How pages are summarised and scored. Pure functions: Recall holds what they make."""
 
     @property
@@ -27,7 +27,7 @@ class Index(Protocol):
         """Slots of a page."""
 
     @property
-    def grain(self) -> int:
+    def selection_unit(self) -> int:
         """Slots of it that have a score of their own, and are read together: a divisor of `page`."""
 
     @property
@@ -40,18 +40,18 @@ class Index(Protocol):
     def summarize(self, k: Tensor, shared: Numbers) -> Numbers:
         """Keys of whole pages k [K, P, page, D] -> what is kept of them, [K, P, ..] each."""
 
-    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: Sight) -> Tensor:
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
         """rows [K, R, D] -> [K, R, P * page / grain], the log of the mass that each grain may hold."""
 
 
 @dataclass(frozen=True)
-class Runs:
+class ContiguousPageIndex:
     """An index whose pages are read as a whole, and share nothing."""
 
     page: int
 
     @property
-    def grain(self) -> int:
+    def selection_unit(self) -> int:
         """All of a page."""
         return self.page
 
@@ -60,7 +60,7 @@ class Runs:
         return ()
 
 
-def bend(score: Tensor, sight: Sight) -> Tensor:
+def scale_and_softcap(score: Tensor, sight: AttentionParams) -> Tensor:
     """Products of queries and keys as the layer's softmax sees them; the order stays."""
     score = score * sight.scale
     return sight.softcap * torch.tanh(score / sight.softcap) if sight.softcap > 0 else score

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.kernels.page_scores import Coded, page_scores, why_not
+from kvcli.kernels.page_scores import QuantizedPages, page_scores, why_not
 from kvcli.kernels.quantized_key_scores import code_scores
-from kvcli.kv.slots import Sight
-from kvcli.kv.sparse.index import Numbers, Runs, bend, by_page
+from kvcli.kv.slots import AttentionParams
+from kvcli.kv.sparse.index import ContiguousPageIndex, Numbers, by_page, scale_and_softcap
 
 FLOAT = 2.0**-22  # of |q| |k| for each summed product: four roundings in float32
 
 
 @dataclass(frozen=True)
-class Certified(Runs):
+class Certified(ContiguousPageIndex):
     """Int8 keys with a scale and an error norm per token."""
 
     is_bound = True
@@ -34,16 +34,16 @@ class Certified(Runs):
         error = (k - codes * wide).norm(dim=-1) + k.shape[-1] * FLOAT * k.norm(dim=-1)
         return codes.to(torch.int8), scale, _up(error)
 
-    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: Sight) -> Tensor:
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
         """From an upper bound on the score of every token."""
         codes, scale, error = pages
         if not why_not(rows):
-            coded = Coded(codes.flatten(1, 2), scale.flatten(1), error.flatten(1))
+            coded = QuantizedPages(codes.flatten(1, 2), scale.flatten(1), error.flatten(1))
             return page_scores(rows, coded, self.page, sight.scale, sight.softcap)
         score = code_scores(rows, codes.flatten(1, 2), scale.flatten(1))
         length = rows.to(score.dtype).norm(dim=-1, keepdim=True)  # [K, R, 1]
         bound = torch.addcmul(score, length, error.flatten(1).to(score.dtype).unsqueeze(1))
-        return by_page(bend(bound, sight), self.page)
+        return by_page(scale_and_softcap(bound, sight), self.page)
 
 
 def _up(x: Tensor) -> Tensor:

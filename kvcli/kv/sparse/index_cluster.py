@@ -15,8 +15,8 @@ from torch.nn.functional import normalize
 
 from kvcli.kernels.page_bounds import page_bounds
 from kvcli.kernels.page_scores import Box, page_scores, why_not
-from kvcli.kv.slots import Sight
-from kvcli.kv.sparse.index import Numbers, bend
+from kvcli.kv.slots import AttentionParams
+from kvcli.kv.sparse.index import Numbers, scale_and_softcap
 
 ROUNDS = 8  # of k-means; few keys change sides after that
 AT_ONCE = 1 << 20  # pairs of a key and a cluster, of each head, that exist at a time
@@ -28,7 +28,7 @@ class Clusters:
 
     page: int  # slots of a window
     n: int  # clusters in it
-    grain = 1
+    selection_unit = 1
     is_bound = False
 
     def learn(self, k: Tensor) -> Numbers:
@@ -42,7 +42,7 @@ class Clusters:
         means, of = (torch.stack(each, 1) for each in zip(*found, strict=True))
         return means.to(k.dtype), of.to(torch.int16)
 
-    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: Sight) -> Tensor:
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
         """The product with the mean of its cluster, for each slot."""
         means, of = pages
         return by_member(mean_scores(rows, means.flatten(1, 2), sight), of, self.n)
@@ -71,10 +71,10 @@ def _sums(k: Tensor, of: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return each @ k, each.sum(2, keepdim=True)
 
 
-def mean_scores(rows: Tensor, means: Tensor, sight: Sight) -> Tensor:
+def mean_scores(rows: Tensor, means: Tensor, sight: AttentionParams) -> Tensor:
     """rows [K, R, D], means [K, U, D] -> [K, R, U]: each row's by itself, as the bounds of a box that is one point."""
     if why_not(rows) or means.dtype not in (torch.bfloat16, torch.float32):
-        return bend(page_bounds(rows, means, means), sight)
+        return scale_and_softcap(page_bounds(rows, means, means), sight)
     return page_scores(rows, Box(means, means), 1, sight.scale, sight.softcap)
 
 

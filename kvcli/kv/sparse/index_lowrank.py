@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from kvcli.kv.formats.eigen import eigenvectors
-from kvcli.kv.slots import Sight
-from kvcli.kv.sparse.index import Numbers, Runs, by_page
+from kvcli.kv.slots import AttentionParams
+from kvcli.kv.sparse.index import ContiguousPageIndex, Numbers, by_page
 from kvcli.kv.sparse.index_cluster import mean_scores
 
 
 @dataclass(frozen=True)
-class LowRank(Runs):
+class LowRank(ContiguousPageIndex):
     """Coordinates in the type of the keys."""
 
     rank: int
@@ -36,11 +36,11 @@ class LowRank(Runs):
         """k [K, P, page, D] -> coordinates [K, P, page, rank]."""
         (directions,) = shared
         # as scores: a product of a shape of its own for each number of pages would round otherwise
-        at = mean_scores(directions, k.flatten(1, 2), Sight(1.0)).transpose(1, 2)
+        at = mean_scores(directions, k.flatten(1, 2), AttentionParams(1.0)).transpose(1, 2)
         return (at.reshape(*k.shape[:3], -1).to(k.dtype),)
 
-    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: Sight) -> Tensor:
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
         """From the product with each key as far as it lies along these directions."""
         (at,), (directions,) = pages, shared
-        rows = mean_scores(rows, directions, Sight(1.0))  # [K, R, rank]
+        rows = mean_scores(rows, directions, AttentionParams(1.0))  # [K, R, rank]
         return by_page(mean_scores(rows, at.flatten(1, 2), sight), self.page)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from kvcli.kernels.page_bounds import page_bounds
 from kvcli.kernels.page_scores import Box, page_scores, why_not
-from kvcli.kv.slots import Sight
-from kvcli.kv.sparse.index import Numbers, Runs, bend
+from kvcli.kv.slots import AttentionParams
+from kvcli.kv.sparse.index import ContiguousPageIndex, Numbers, scale_and_softcap
 
 
 @dataclass(frozen=True)
-class MinMax(Runs):
+class MinMax(ContiguousPageIndex):
     """Minima and maxima, in the type of the keys."""
 
     is_bound = True
@@ -27,9 +27,9 @@ class MinMax(Runs):
         """k [K, P, page, D] -> low, high [K, P, D]."""
         return k.amin(2), k.amax(2)
 
-    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: Sight) -> Tensor:
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
         """All slots of a page at its bound."""
         low, high = pages
         if why_not(rows) or low.dtype != rows.dtype:
-            return bend(page_bounds(rows, low, high), sight) + math.log(self.page)
+            return scale_and_softcap(page_bounds(rows, low, high), sight) + math.log(self.page)
         return page_scores(rows, Box(low, high), 1, sight.scale, sight.softcap) + math.log(self.page)

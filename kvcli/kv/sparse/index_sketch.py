@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.kernels.page_scores import Coded, page_scores, why_not
+from kvcli.kernels.page_scores import QuantizedPages, page_scores, why_not
 from kvcli.kernels.quantized_key_scores import code_scores, pack2, unpack2
-from kvcli.kv.slots import Sight
-from kvcli.kv.sparse.index import Numbers, Runs, bend, by_page
+from kvcli.kv.slots import AttentionParams
+from kvcli.kv.sparse.index import ContiguousPageIndex, Numbers, by_page, scale_and_softcap
 
 EDGE = 0.98  # where the outer levels begin, in standard deviations: least squared error for a normal distribution
 
 
 @dataclass(frozen=True)
-class Sketch(Runs):
+class Sketch(ContiguousPageIndex):
     """Two-bit keys."""
 
     is_bound = False
@@ -44,14 +44,16 @@ class Sketch(Runs):
         scale = (x * level).sum(-1) / level.square().sum(-1)  # least squares
         return pack2(codes), scale.to(torch.bfloat16)
 
-    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: Sight) -> Tensor:
+    def score(self, rows: Tensor, pages: Numbers, shared: Numbers, sight: AttentionParams) -> Tensor:
         """From the estimated score of every token."""
         packed, scale = pages
         mean, spread = shared
         if not why_not(rows) and mean.dtype == torch.float32:
-            coded = Coded(packed.flatten(1, 2), scale.flatten(1), mean=mean.squeeze(1), spread=spread.squeeze(1))
+            coded = QuantizedPages(
+                packed.flatten(1, 2), scale.flatten(1), mean=mean.squeeze(1), spread=spread.squeeze(1)
+            )
             return page_scores(rows, coded, self.page, sight.scale, sight.softcap)
         rows = rows.to(mean.dtype)
         codes = unpack2(packed.flatten(1, 2), rows.shape[2])
         score = code_scores(rows * spread, codes, scale.flatten(1)) + rows @ mean.transpose(1, 2)
-        return by_page(bend(score, sight), self.page)
+        return by_page(scale_and_softcap(score, sight), self.page)

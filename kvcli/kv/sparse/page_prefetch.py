@@ -19,7 +19,7 @@ NONE = torch.iinfo(torch.int64).max  # an index behind all others
 Arrival = Callable[[], Slots]
 
 
-class Far(Protocol):
+class RemoteTier(Protocol):
     """A tier across the bus."""
 
     def gather(self, layer: int, index: Tensor) -> Slots:
@@ -40,10 +40,10 @@ class _Held:
         return at.masked_fill((index < 0) | (self.index.gather(1, at) != index), -1)
 
 
-class Near:
+class PageCache:
     """Slots of `far` by their index, as long as they do not change: `forget` says when they may have."""
 
-    def __init__(self, far: Far) -> None:
+    def __init__(self, far: RemoteTier) -> None:
         self._far = far
         self._held: dict[int, _Held] = {}
         self._coming: dict[int, tuple[Tensor, Arrival]] = {}

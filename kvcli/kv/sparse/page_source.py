@@ -6,12 +6,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvcli.kernels.attend_invariant import Run
-from kvcli.kv.cache.level import Floor
+from kvcli.kernels.attend_invariant import StoredKV
+from kvcli.kv.cache.level import CroppableTier
 from kvcli.kv.slots import Slots, Tier, picked
 
 
-class Source(Protocol):
+class PageSource(Protocol):
     """Slots of a tier by their index, in the order in which `slots` shows them, without all of them being shown."""
 
     @property
@@ -21,10 +21,10 @@ class Source(Protocol):
     def positions(self, layer: int) -> Tensor:
         """pos [K, S] of all slots, -1 = empty."""
 
-    def run(self, layer: int) -> Run | None:
+    def run(self, layer: int) -> StoredKV | None:
         """The slots where they lie, should rows be able to read them there."""
 
-    def final(self, layer: int, n: Tensor) -> Tensor:
+    def n_stable(self, layer: int, n: Tensor) -> Tensor:
         """[K]: of the first n [K] slots of each head, how many keep their numbers whatever happens behind them."""
 
     def gather(self, layer: int, index: Tensor) -> Slots:
@@ -34,11 +34,11 @@ class Source(Protocol):
         """The first n slots of one head: k, v [1, n, D], pos [1, n]."""
 
 
-class Shelf(Floor, Source, Protocol):
+class PageTier(CroppableTier, PageSource, Protocol):
     """A rung that serves a few of its slots cheaply."""
 
 
-class Whole:
+class AnyTierSource:
     """Any tier, by the slots that it shows: what its own way to a few of them must agree with."""
 
     is_far = False
@@ -50,11 +50,11 @@ class Whole:
         """As the tier has them."""
         return self._tier.slots(layer).pos
 
-    def run(self, layer: int) -> Run | None:
+    def run(self, layer: int) -> StoredKV | None:
         """Nothing is known of where they lie."""
         return None
 
-    def final(self, layer: int, n: Tensor) -> Tensor:
+    def n_stable(self, layer: int, n: Tensor) -> Tensor:
         """All: for tiers that round nothing, or once."""
         return n
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcli.kv.snapshot import Given, State
-from kvcli.kv.sparse.index import Index, Numbers
-from kvcli.kv.sparse.page_source import Source
+from kvcli.kv.snapshot import SnapshotReader, State
+from kvcli.kv.sparse.index import Numbers, PageIndex
+from kvcli.kv.sparse.page_source import PageSource
 
 AT_ONCE = 4096  # slots of a head summarized at a time
 ENOUGH = 1024  # slots to learn from; what was learned from fewer is learned anew when there are twice as many
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class PageBudget:
     """How much of what is stored a row reads, by KV head. The latest slots, and those since the boundary, come free."""
 
     fraction: float  # of the slots stored
@@ -37,7 +37,7 @@ class Pages:
     always read, and so is what will be rounded again: a page must stand for the numbers that are read.
     """
 
-    def __init__(self, index: Index, budget: Budget) -> None:
+    def __init__(self, index: PageIndex, budget: PageBudget) -> None:
         self.index, self.budget = index, budget
         self.clear()
 
@@ -59,7 +59,7 @@ class Pages:
         """What all pages share, which the first of them taught."""
         return {"learned": self._learned, "shared": {str(i): t for i, t in enumerate(self.shared)}}
 
-    def restore(self, given: Given, layer: int, source: Source) -> None:
+    def restore(self, given: SnapshotReader, layer: int, source: PageSource) -> None:
         """Know that and no pages."""
         self.clear()
         pos, learned = source.positions(layer), given.number("learned", given.n)
@@ -79,16 +79,16 @@ class Pages:
         """[K, X]: grains that there are."""
         return self.last.flatten(1) >= 0
 
-    def crop(self, before: Tensor, layer: int, source: Source) -> None:
+    def crop(self, before: Tensor, layer: int, source: PageSource) -> None:
         """Slots are gone, and others may have moved or been rounded again: in each head, forget all from the first
         page in which positions, `before` [K, S], differ, or in which numbers may."""
         after = source.positions(layer)
         n = min(before.shape[1], after.shape[1])
         same = (before[:, :n] == after[:, :n]).cumprod(1).sum(1)  # [K] slots
-        same = source.final(layer, same.to(self.whole))
+        same = source.n_stable(layer, same.to(self.whole))
         self._cut(torch.minimum(self.whole, same // self.index.page))
 
-    def settle(self, layer: int, source: Source) -> None:
+    def settle(self, layer: int, source: PageSource) -> None:
         """A boundary: know every page there is now, and what is always read until the next one."""
         pos = source.positions(layer)
         n_kv, s = pos.shape
@@ -99,7 +99,10 @@ class Pages:
         if self.reads_all:  # short texts need no index; should this one have had one, it stays
             return
         if not self.whole.numel():
-            whole, none = torch.zeros_like(self.ends), pos.new_empty(n_kv, 0, self.index.page // self.index.grain)
+            whole, none = (
+                torch.zeros_like(self.ends),
+                pos.new_empty(n_kv, 0, self.index.page // self.index.selection_unit),
+            )
             self.whole, self.first, self.last = whole, none, none  # together: memory may have run out between them
         if self.shared and self._learned < ENOUGH and longest >= 2 * self._learned:
             self._cut(torch.zeros_like(self.whole))
@@ -107,7 +110,7 @@ class Pages:
         newest = int(pos.max())
         ends = ((self.first < self.budget.sinks) | (self.last > newest - self.budget.recent)).flatten(1)
         self.always, self.open = self.held & ends, self.held & ~ends
-        self.most = self.budget.grains(longest, self.index.grain)
+        self.most = self.budget.grains(longest, self.index.selection_unit)
         self.reads_all = int(self.open.sum(1).max()) <= self.most
 
     def behind(self) -> Tensor:
@@ -117,30 +120,30 @@ class Pages:
 
     def slots_of(self, grains: Tensor) -> Tensor:
         """[K, U] grains, -1 = none -> [K, U * grain] indices of their slots, -1 = none."""
-        return _slots_of(grains, self.index.grain)
+        return _slots_of(grains, self.index.selection_unit)
 
     def _cut(self, whole: Tensor) -> None:
         """Keep so many pages of each head."""
         most = int(whole.max())
         gone = torch.arange(most, device=whole.device).unsqueeze(1) >= whole.view(-1, 1, 1)
         first, last = (t[:, :most].masked_fill(gone, -1) for t in (self.first, self.last))
-        n = most * (self.index.page // self.index.grain)
+        n = most * (self.index.page // self.index.selection_unit)
         always, open_ = (t[:, :n].clone() for t in (self.always, self.open))  # until the next boundary
         kept = tuple(t[:, :most].clone() for t in self.kept)
         self.first, self.last, self.always, self.open, self.kept, self.whole = first, last, always, open_, kept, whole
         if not most:
             self.kept, self.shared, self._learned = (), (), 0
 
-    def _extend(self, layer: int, source: Source, slots: int) -> None:
+    def _extend(self, layer: int, source: PageSource, slots: int) -> None:
         """Summarize the pages that became whole, and final, of so many slots a head."""
         page, at_once = self.index.page, max(1, AT_ONCE // self.index.page)
-        target = torch.minimum(self.ends, source.final(layer, torch.full_like(self.ends, slots))) // page
+        target = torch.minimum(self.ends, source.n_stable(layer, torch.full_like(self.ends, slots))) // page
         while bool((self.whole < target).any()):
             fresh = _run(self.whole, (target - self.whole).clamp(max=at_once))  # [K, M] pages
             self._write(layer, source, fresh)
             self.whole = self.whole + (fresh >= 0).sum(1)
 
-    def _write(self, layer: int, source: Source, fresh: Tensor) -> None:
+    def _write(self, layer: int, source: PageSource, fresh: Tensor) -> None:
         s = source.gather(layer, _slots_of(fresh, self.index.page))
         shape, device = (*fresh.shape, self.index.page), self.ends.device
         pos = s.pos.to(device).view(shape)
@@ -148,7 +151,7 @@ class Pages:
         if not self._learned:
             self.shared = self.index.learn(k.flatten(1, 2))
             self._learned = k.shape[1] * k.shape[2]
-        pos = pos.view(*fresh.shape, -1, self.index.grain)
+        pos = pos.view(*fresh.shape, -1, self.index.selection_unit)
         first = pos.where(pos >= 0, torch.iinfo(pos.dtype).max).amin(3)
         last = pos.amax(3)
         first = first.masked_fill(last < 0, -1)

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 from kvcli.settings.schema import Exactness, Range
 
 if TYPE_CHECKING:
-    from kvcli.kv.cache.level import Floor
-    from kvcli.kv.slots import Sight, Store
-    from kvcli.kv.sparse.index import Index
-    from kvcli.kv.sparse.page_source import Shelf, Source
+    from kvcli.kv.cache.level import CroppableTier
+    from kvcli.kv.slots import AttentionParams, KVCache
+    from kvcli.kv.sparse.index import PageIndex
+    from kvcli.kv.sparse.page_source import PageSource, PageTier
 
 # bytes of a page, or of each slot where pages are read in part: the first and the last position of it, whether rows may
 # choose it, and whether they last did
 PER_PAGE = 11
 
 
-class Chosen(Protocol):
+class SparseMethod(Protocol):
     """What a method of the table is. `sights` are those of the layers; None = it reads another's slots."""
 
     @property
@@ -30,17 +30,17 @@ class Chosen(Protocol):
     def every(self) -> int | None:
         """Tokens between two boundaries while answering; None = it needs none."""
 
-    def over(self, store: Store, source: Source, sights: Sequence[Sight | None]) -> Store:
+    def bind(self, store: KVCache, source: PageSource, sights: Sequence[AttentionParams | None]) -> KVCache:
         """A store of one tier, read through these settings; `source`: the way to a few of its slots."""
 
-    def below(self, tier: Shelf, sights: Sequence[Sight | None]) -> Floor:
+    def bind_tier(self, tier: PageTier, sights: Sequence[AttentionParams | None]) -> CroppableTier:
         """A lower rung of a ladder, read through these settings."""
 
     @property
     def reads(self) -> str:
         """How much of a long text a row reads, in words; "" = all of it."""
 
-    def layers(self, sights: Sequence[Sight | None]) -> list[int]:
+    def layers(self, sights: Sequence[AttentionParams | None]) -> list[int]:
         """Those in which rows read a part."""
 
     def per_slot(self, head_dim: int, number: int) -> float:
@@ -49,25 +49,25 @@ class Chosen(Protocol):
     def per_head(self, head_dim: int) -> float:
         """Bytes of index beside a KV head, whatever it holds."""
 
-    def near(self, head_dim: int, number: int) -> float:
+    def page_cache_bytes(self, head_dim: int, number: int) -> float:
         """Bytes kept where rows are computed, beside each slot of a KV head that lies far from there."""
 
 
 @dataclass(frozen=True)
-class Everything:
+class FullAttention:
     """Read all that is stored."""
 
     promise: ClassVar[Exactness] = "exact"
     every: ClassVar[None] = None
     reads: ClassVar[str] = ""
 
-    def over(self, store: Store, source: Source, sights: Sequence[Sight | None]) -> Store:
+    def bind(self, store: KVCache, source: PageSource, sights: Sequence[AttentionParams | None]) -> KVCache:
         return store
 
-    def below(self, tier: Shelf, sights: Sequence[Sight | None]) -> Floor:
+    def bind_tier(self, tier: PageTier, sights: Sequence[AttentionParams | None]) -> CroppableTier:
         return tier
 
-    def layers(self, sights: Sequence[Sight | None]) -> list[int]:
+    def layers(self, sights: Sequence[AttentionParams | None]) -> list[int]:
         return []
 
     def per_slot(self, head_dim: int, number: int) -> float:
@@ -76,12 +76,12 @@ class Everything:
     def per_head(self, head_dim: int) -> float:
         return 0.0
 
-    def near(self, head_dim: int, number: int) -> float:
+    def page_cache_bytes(self, head_dim: int, number: int) -> float:
         return 0.0
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PageSelection:
     """Keys of all methods that read a part: of one tier where there is one, else of all below the top.
 
     The rows of a prompt leave nothing out.
@@ -102,17 +102,17 @@ class _Part:
     def reads(self) -> str:
         return f"{self.fraction:.0%} of the text for each token, at least {self.floor:,} tokens"
 
-    def over(self, store: Store, source: Source, sights: Sequence[Sight | None]) -> Store:
-        from kvcli.kv.sparse.sparse_cache import RecallStore
+    def over(self, store: KVCache, source: PageSource, sights: Sequence[AttentionParams | None]) -> KVCache:
+        from kvcli.kv.sparse.sparse_cache import SparseCache
 
-        return RecallStore(store, **self._how(source, sights))
+        return SparseCache(store, **self._how(source, sights))
 
-    def below(self, tier: Shelf, sights: Sequence[Sight | None]) -> Floor:
-        from kvcli.kv.sparse.sparse_tier import Recall
+    def below(self, tier: PageTier, sights: Sequence[AttentionParams | None]) -> CroppableTier:
+        from kvcli.kv.sparse.sparse_tier import SparseTier
 
-        return Recall(tier, **self._how(tier, sights))
+        return SparseTier(tier, **self._how(tier, sights))
 
-    def layers(self, sights: Sequence[Sight | None]) -> list[int]:
+    def layers(self, sights: Sequence[AttentionParams | None]) -> list[int]:
         return [i for i, sight in enumerate(sights) if i >= self.dense_layers and sight and sight.window is None]
 
     def per_head(self, head_dim: int) -> float:
@@ -121,7 +121,7 @@ class _Part:
     def near(self, head_dim: int, number: int) -> float:
         return 1.25 * self.fraction * 2 * head_dim * number  # with what is fetched ahead, as recall.AHEAD says
 
-    def index(self) -> Index:
+    def index(self) -> PageIndex:
         """How pages are known."""
         raise NotImplementedError
 
@@ -129,12 +129,12 @@ class _Part:
         """Softmax mass that a row may miss; None = nobody counts."""
         return None
 
-    def _how(self, source: Source, sights: Sequence[Sight | None]) -> dict[str, Any]:
-        from kvcli.kv.sparse.pages import Budget
+    def _how(self, source: PageSource, sights: Sequence[AttentionParams | None]) -> dict[str, Any]:
+        from kvcli.kv.sparse.pages import PageBudget
 
         return {
             "index": self.index(),
-            "budget": Budget(self.fraction, self.floor, self.sinks, self.recent),
+            "budget": PageBudget(self.fraction, self.floor, self.sinks, self.recent),
             "layers": self.layers(sights),
             "epsilon": self.allowance(),
             "cutoff": self.cutoff,
@@ -144,12 +144,12 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class MinMax(_Part):
+class MinMax(_PageSelection):
     """Read the pages with the highest bounds, from each channel's minimum and maximum (Quest)."""
 
     page: Annotated[int, Range(1)] = 16  # tokens of a page
 
-    def index(self) -> Index:
+    def index(self) -> PageIndex:
         from kvcli.kv.sparse import index_minmax
 
         return index_minmax.MinMax(self.page)
@@ -159,12 +159,12 @@ class MinMax(_Part):
 
 
 @dataclass(frozen=True)
-class Sketch(_Part):
+class Sketch(_PageSelection):
     """Read the pages whose keys, remembered in two bits a number, score highest."""
 
     page: Annotated[int, Range(1)] = 4  # tokens of a page
 
-    def index(self) -> Index:
+    def index(self) -> PageIndex:
         from kvcli.kv.sparse import index_sketch
 
         return index_sketch.Sketch(self.page)
@@ -177,7 +177,7 @@ class Sketch(_Part):
 
 
 @dataclass(frozen=True)
-class Certified(_Part):
+class Certified(_PageSelection):
     """Read what int8 keys say is wanted, and everything where they cannot exclude that more was missed."""
 
     page: Annotated[int, Range(1)] = 4  # tokens of a page
@@ -185,7 +185,7 @@ class Certified(_Part):
 
     promise: ClassVar[Exactness] = "certified"
 
-    def index(self) -> Index:
+    def index(self) -> PageIndex:
         from kvcli.kv.sparse import index_certified
 
         return index_certified.Certified(self.page)
@@ -198,7 +198,7 @@ class Certified(_Part):
 
 
 @dataclass(frozen=True)
-class Cluster(_Part):
+class Cluster(_PageSelection):
     """Read whole clusters of keys that point alike, the best means first (ClusterKV)."""
 
     window: Annotated[int, Range(2, most=32768)] = 512  # tokens that are clustered together; the last of them are read
@@ -208,7 +208,7 @@ class Cluster(_Part):
         if self.window % self.size:
             raise ValueError(f"window = {self.window} is no multiple of size = {self.size}")
 
-    def index(self) -> Index:
+    def index(self) -> PageIndex:
         from kvcli.kv.sparse import index_cluster
 
         return index_cluster.Clusters(self.window, self.window // self.size)
@@ -218,13 +218,13 @@ class Cluster(_Part):
 
 
 @dataclass(frozen=True)
-class LowRank(_Part):
+class LowRank(_PageSelection):
     """Read the pages whose keys, known along a few directions, score highest (the index of ShadowKV)."""
 
     page: Annotated[int, Range(1)] = 8  # tokens of a page
     rank: Annotated[int, Range(1)] = 32  # numbers of a key that are kept; at most all of them
 
-    def index(self) -> Index:
+    def index(self) -> PageIndex:
         from kvcli.kv.sparse import index_lowrank
 
         return index_lowrank.LowRank(self.page, self.rank)

@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 
-from kvcli.kv.slots import Masks, Store
-from kvcli.kv.sparse.index import Index
-from kvcli.kv.sparse.pages import Budget
-from kvcli.kv.sparse.sparse_tier import Recall
-from kvcli.kv.tiers.device_tables import Fixed
+from kvcli.kv.slots import KVCache, Masks
+from kvcli.kv.sparse.index import PageIndex
+from kvcli.kv.sparse.pages import PageBudget
+from kvcli.kv.sparse.sparse_tier import SparseTier
+from kvcli.kv.tiers.device_tables import DeviceCache
 
 
-class RecallStore(Recall):
+class SparseCache(SparseTier):
     """A store whose rows read a part of it."""
 
-    def __init__(self, store: Store, index: Index, budget: Budget, layers: Collection[int], **more: Any) -> None:
-        """As `Recall`."""
+    def __init__(
+        self, store: KVCache, index: PageIndex, budget: PageBudget, layers: Collection[int], **more: Any
+    ) -> None:
+        """As `SparseTier`."""
         super().__init__(store, index, budget, layers, **more)
         self._store = store
 
@@ -37,9 +39,9 @@ class RecallStore(Recall):
         """The store's."""
         return self._store.forgets
 
-    def fixed(self, rows: int, more: int = 0) -> Fixed:
+    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Why it needs the host."""
-        return Fixed(why_not="rows choose which pages they read (recall.method)")
+        return DeviceCache(why_not="rows choose which pages they read (recall.method)")
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Room for n slots a head."""
@@ -49,9 +51,9 @@ class RecallStore(Recall):
         """As the store."""
         return self._store.reaches(n)
 
-    def settle(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
+    def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
         """A boundary: what is stored now is what rows choose from."""
-        has_lost = self._store.settle(masks, end, layers)
+        has_lost = self._store.compress(masks, end, layers)
         if has_lost:
             for pages in self._pages.values():
                 pages.clear()

@@ -23,18 +23,27 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_invariant import WIDEST, Chosen, Own, Run, attend_part, read, serves, serves_chosen
-from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.attend_invariant import (
+    WIDEST,
+    NewRows,
+    SelectedPages,
+    StoredKV,
+    attend_part,
+    attend_stored_and_new,
+    serves,
+    serves_chosen,
+)
+from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.page_scores import log_masses
-from kvcli.kv.slots import Loss, Sight, Slots, Usage, alone, visible
-from kvcli.kv.snapshot import Given, State
-from kvcli.kv.sparse.index import Index
-from kvcli.kv.sparse.page_prefetch import Far, Near
-from kvcli.kv.sparse.page_source import Source, Whole
-from kvcli.kv.sparse.pages import Budget, Pages, padded
+from kvcli.kv.slots import AttentionParams, Loss, Slots, Usage, attend_new_only, visible
+from kvcli.kv.snapshot import SnapshotReader, State
+from kvcli.kv.sparse.index import PageIndex
+from kvcli.kv.sparse.page_prefetch import PageCache, RemoteTier
+from kvcli.kv.sparse.page_source import AnyTierSource, PageSource
+from kvcli.kv.sparse.pages import PageBudget, Pages, padded
 
 if TYPE_CHECKING:
-    from kvcli.kv.cache.level import Floor
+    from kvcli.kv.cache.level import CroppableTier
 
 UNREAD: Loss = "unread"
 AHEAD = 0.25  # of the pages that a row may choose: so many that were nearly chosen are fetched for the next pass
@@ -43,7 +52,7 @@ SCORES = 1 << 26  # scores that exist at once: of a cluster's index each slot ha
 
 
 @dataclass(slots=True)
-class Tally:
+class PageStats:
     """What rows asked for, over all layers and KV heads."""
 
     asked: int = 0  # choices of a row in a KV head
@@ -52,7 +61,7 @@ class Tally:
     again: int = 0  # of them, how many the pass before had chosen too
 
 
-class Recall:
+class SparseTier:
     """A tier whose rows read a part of it; those of a text that is being read leave nothing out.
 
     Layers with a sliding window, and those not listed, read everything.
@@ -60,15 +69,15 @@ class Recall:
 
     def __init__(
         self,
-        tier: Floor,
-        index: Index,
-        budget: Budget,
+        tier: CroppableTier,
+        index: PageIndex,
+        budget: PageBudget,
         layers: Collection[int],
         *,
         epsilon: float | None = None,
         cutoff: float = 0.0,
         is_shared: bool = False,
-        source: Source | None = None,
+        source: PageSource | None = None,
     ) -> None:
         """`epsilon`: a row whose missed softmax mass, of what is stored, may be more reads everything instead.
 
@@ -78,37 +87,43 @@ class Recall:
         """
         assert epsilon is None or index.is_bound, "a certificate takes an index that bounds"
         self._tier, self._index, self._epsilon = tier, index, epsilon
-        self._source = source or Whole(tier)
-        self._near = Near(cast(Far, self._source)) if self._source.is_far else None
+        self._source = source or AnyTierSource(tier)
+        self._near = PageCache(cast(RemoteTier, self._source)) if self._source.is_far else None
         self._pages = {layer: Pages(index, budget) for layer in sorted(layers)}
         self._late = dict.fromkeys(self._pages, 0)  # slots a head since the boundary
         self._chosen: dict[int, Tensor] = {}  # [K, X] by the last pass
         self._least = math.log(cutoff) if cutoff else -math.inf
         self._is_shared = is_shared
         self._choice: dict[int, Tensor] = {}  # [K, 1, X] of the first row behind the boundary
-        self.tally = Tally()
+        self.tally = PageStats()
 
     @property
-    def rounds_by_rows(self) -> str:
+    def batch_variant_reason(self) -> str:
         """What the tier says: what is read, and scored, natively is a matter of its numbers alone."""
-        return self._tier.rounds_by_rows
+        return self._tier.batch_variant_reason
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """q [H, N, D] of rows at positions pos [N] -> what was stored at the boundary, what since, and their pass."""
         pages = self._pages.get(layer)
         if pages is None or pages.reads_all or sight.window is not None or sight.is_prompt:
             return self._tier.attend(layer, q, sight, pos, own)
         rows = min(ROWS, max(1, SCORES // (q.shape[0] * pages.open.shape[1])))
         old = [self._recall(layer, pages, q[:, a : a + rows], sight) for a in range(0, q.shape[1], rows)]
-        parts = old if len(old) == 1 else [Part(torch.cat([p.out for p in old], 1), torch.cat([p.lse for p in old], 1))]
+        parts = (
+            old
+            if len(old) == 1
+            else [PartialAttention(torch.cat([p.out for p in old], 1), torch.cat([p.lse for p in old], 1))]
+        )
         n = self._late[layer]
         if own is not None and serves(q, own.v):
             with_old, late = replace(own, before=[*own.before, *parts]), self._newest(layer, n) if n else None
-            return [read(q, late, with_old, pos, sight.scale, window=None, softcap=sight.softcap)]
+            return [attend_stored_and_new(q, late, with_old, pos, sight.scale, window=None, softcap=sight.softcap)]
         if n:
             s = _here(self._tier.newest(layer, n), q)
             parts = [*parts, attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, None))]
-        return [*parts, *alone(q, sight, own)]
+        return [*parts, *attend_new_only(q, sight, own)]
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Store accepted rows, which all rows read until the next boundary."""
@@ -152,11 +167,11 @@ class Recall:
             self._pages[layer].crop(pos, layer, self._source)
         self._learn(self._pages)
 
-    def state(self) -> State:
+    def snapshot(self) -> State:
         """The tier's, and what pages are summarized by: of all that is stored they are made again, as by a boundary."""
-        return {"tier": self._tier.state(), "pages": {str(i): pages.state() for i, pages in self._pages.items()}}
+        return {"tier": self._tier.snapshot(), "pages": {str(i): pages.state() for i, pages in self._pages.items()}}
 
-    def restore(self, given: Given) -> None:
+    def restore(self, given: SnapshotReader) -> None:
         """As behind `crop`, which every question begins with: at a boundary."""
         self._tier.restore(given.part("tier"))
         for layer, pages in self._pages.items():
@@ -190,7 +205,7 @@ class Recall:
                 self._chosen.pop(layer, None)
                 self._choice.pop(layer, None)
 
-    def _recall(self, layer: int, pages: Pages, q: Tensor, sight: Sight) -> Part:
+    def _recall(self, layer: int, pages: Pages, q: Tensor, sight: AttentionParams) -> PartialAttention:
         """q [H, N, D] -> attention over the chosen pages, or over everything where a certificate was refused."""
         n_kv, (h, n, d) = pages.whole.shape[0], q.shape
         rows = q.reshape(n_kv, h // n_kv, n, d)
@@ -212,10 +227,10 @@ class Recall:
             missed = log_masses(score, pages.held.unsqueeze(1) & ~chosen)  # [K, G, N]
             out, lse = (t.view(*rows.shape[:3], *t.shape[2:]) for t in (part.out, part.lse))
             refused = _refused(missed, lse, self._epsilon)
-            self._stream(layer, pages, rows, refused, Part(out, lse), sight)
+            self._stream(layer, pages, rows, refused, PartialAttention(out, lse), sight)
         return part
 
-    def _newest(self, layer: int, n: int) -> Run:
+    def _newest(self, layer: int, n: int) -> StoredKV:
         """The slots that each head stored last."""
         run = self._source.run(layer)
         if run is None:
@@ -224,19 +239,21 @@ class Recall:
         starts, at = ([a + b for a, b in zip(x, first, strict=True)] for x in (run.starts, run.pos_starts))
         return replace(run, starts=starts, pos_starts=at, lengths=[n] * len(starts))
 
-    def _read(self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, sight: Sight, score: Tensor | None) -> Part:
+    def _read(
+        self, layer: int, pages: Pages, q: Tensor, chosen: Tensor, sight: AttentionParams, score: Tensor | None
+    ) -> PartialAttention:
         """Each row over its own choice: as a sequence of its own, so that what others chose changes no bit of it.
 
         Where no such kernel is, all rows over the union of what they chose, each seeing its own part.
         """
-        grain, n_rows = self._index.grain, q.shape[1]
+        grain, n_rows = self._index.selection_unit, q.shape[1]
         first = pages.whole * self._index.page
         behind, left = first.tolist(), (pages.ends - first).tolist()
         scale, softcap = sight.scale, sight.softcap
         pos = [0] * n_rows  # where rows stand is of no interest
         run = None if self._near is not None else self._source.run(layer)
         if run is not None and serves_chosen(q, run.v):
-            return attend_part(q, run, pos, scale, softcap=softcap, chosen=Chosen(chosen, grain, behind, left))
+            return attend_part(q, run, pos, scale, softcap=softcap, chosen=SelectedPages(chosen, grain, behind, left))
         union = padded(chosen.any(1))  # [K, U]
         index = torch.cat((pages.slots_of(union), pages.behind()), 1)
         if self._near is None:
@@ -246,7 +263,7 @@ class Recall:
             s = _here(self._near.gather(layer, index, ahead), q)
         mine = _among(chosen, union)  # [K, N, U]
         if serves_chosen(q, s.v):
-            each = Chosen(mine, grain, [union.shape[1] * grain] * len(left), left)
+            each = SelectedPages(mine, grain, [union.shape[1] * grain] * len(left), left)
             return attend_part(q, _run_of(s), pos, scale, window=WIDEST, softcap=softcap, chosen=each)
         shown = torch.nn.functional.pad(mine.repeat_interleave(grain, 2), (0, max(left)), value=True)
         shown &= (s.pos >= 0).unsqueeze(1)
@@ -254,7 +271,9 @@ class Recall:
         is_bare = n_rows == 1 and self._epsilon is None and bool(shown.all())
         return attend(q, s.k, s.v, scale, softcap=softcap, mask=None if is_bare else shown)
 
-    def _stream(self, layer: int, pages: Pages, rows: Tensor, refused: Tensor, part: Part, sight: Sight) -> None:
+    def _stream(
+        self, layer: int, pages: Pages, rows: Tensor, refused: Tensor, part: PartialAttention, sight: AttentionParams
+    ) -> None:
         """Rewrite `part` [K, G, N, ..] where rows [K, G, N, D] are `refused` [K, N]: there they read everything."""
         self.tally.streamed += int(refused.sum())
         for j in refused.any(1).nonzero().flatten().tolist():
@@ -293,10 +312,10 @@ def _choose(score: Tensor, pages: Pages, least: float) -> Tensor:
     return chosen & pages.open.unsqueeze(1) | pages.always.unsqueeze(1)
 
 
-def _best(share: Tensor, most: int, index: Index) -> Tensor:
+def _best(share: Tensor, most: int, index: PageIndex) -> Tensor:
     """[K, N, X] bool: the best so many of each row. Of those that share the last score that counts, the first ones."""
     top = share.topk(most, -1)
-    if index.grain == index.page:
+    if index.selection_unit == index.page:
         return torch.zeros_like(share, dtype=torch.bool).scatter_(2, top.indices, True)
     least = top.values[..., -1:]
     above, level = share > least, share == least
@@ -317,13 +336,13 @@ def _among(chosen: Tensor, union: Tensor) -> Tensor:
     return chosen.gather(2, at) & (union >= 0).unsqueeze(1)
 
 
-def _run_of(s: Slots) -> Run:
+def _run_of(s: Slots) -> StoredKV:
     """Slots of one device, for rows that read them."""
     n_kv, n = s.pos.shape
     k, v = s.each(lambda t: t.contiguous().flatten(0, 1))
     pos = s.pos.contiguous().flatten()
     starts = range(0, n_kv * n, n) if n else [0] * n_kv
-    return Run(k, v, pos.to(torch.int32), starts, [n] * n_kv, starts)
+    return StoredKV(k, v, pos.to(torch.int32), starts, [n] * n_kv, starts)
 
 
 def _refused(missed: Tensor, lse: Tensor, epsilon: float) -> Tensor:

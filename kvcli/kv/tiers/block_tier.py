@@ -16,26 +16,26 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_invariant import WIDEST, Own, Run, attend_part, serves
-from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.attend_invariant import WIDEST, NewRows, StoredKV, attend_part, serves
+from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.rope import Rotary, rotate, unrotate
-from kvcli.kv.slots import Sight, Slots, Usage, alone, holders, visible
-from kvcli.kv.snapshot import Given, Misfit, State
-from kvcli.kv.tiers.lossy import Rounding, joined, split
+from kvcli.kv.slots import AttentionParams, Slots, Usage, attend_new_only, storing_layer_of, visible
+from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
+from kvcli.kv.tiers.lossy import LossyTier, join_latent, split_latent
 
 if TYPE_CHECKING:
-    from kvcli.kv.formats.block_format import Blocks, Codes
-    from kvcli.kv.formats.format import OfModel
+    from kvcli.kv.formats.block_format import BlockFormat, Codes
+    from kvcli.kv.formats.format import FormatContext
     from kvcli.settings.schema import Kv
 
 SPAN = 4096  # slots that are there in full numbers at once while rows read them
 
 
 @dataclass(frozen=True)
-class Codec:
+class BlockCodec:
     """How a layer is written: slots of `heads` heads together."""
 
-    form: Blocks
+    form: BlockFormat
     kv: Kv
     dims: tuple[int, int]  # numbers of a key and of a value
     heads: int
@@ -47,25 +47,25 @@ class Codec:
         wide = torch.promote_types(k.dtype, torch.float32)
         k = k.to(wide) if self.rotary is None else unrotate(k.to(wide), pos, self.rotary)
         k, v = (blocked(t.to(wide), self.kv.group).transpose(0, 1).contiguous() for t in (k, v))  # [B, h, g, ..]
-        return self.form.pack(k, v, self.kv)
+        return self.form.quantize(k, v, self.kv)
 
     def unpack(self, codes: Codes, pos: Tensor) -> tuple[Tensor, Tensor]:
         """k [h, S, D], v [h, S, E] of blocks at pos [h, S]; finite in holes too."""
         wide = torch.promote_types(self.dtype, torch.float32)
-        k, v = (t.transpose(0, 1).flatten(1, 2) for t in self.form.unpack(codes, self.kv, self.dims, wide))
+        k, v = (t.transpose(0, 1).flatten(1, 2) for t in self.form.dequantize(codes, self.kv, self.dims, wide))
         k = k if self.rotary is None else rotate(k, pos.clamp(min=0), self.rotary)
         return k.to(self.dtype), v.to(self.dtype)
 
     def layout(self, blocks: int) -> Codes:
         """The types and shapes of so many, without numbers."""
         k, v = (torch.empty(1, self.heads, self.kv.group, d, device="meta") for d in self.dims)
-        return tuple(t.new_empty(blocks, *t.shape[1:]) for t in self.form.pack(k, v, self.kv))
+        return tuple(t.new_empty(blocks, *t.shape[1:]) for t in self.form.quantize(k, v, self.kv))
 
 
-class Band:
+class HeadGroup:
     """The slots of heads that are written together: S of each, the last r of which wait for their block to be full."""
 
-    def __init__(self, codec: Codec, device: torch.device | str) -> None:
+    def __init__(self, codec: BlockCodec, device: torch.device | str) -> None:
         self._codec, self._group = codec, codec.kv.group
         self.codes: Codes = tuple(torch.empty_like(t, device=device) for t in codec.layout(0))
         self.k, self.v = (torch.empty(codec.heads, 0, d, dtype=codec.dtype, device=device) for d in codec.dims)
@@ -147,7 +147,7 @@ class Band:
         codes: State = {str(i): t for i, t in enumerate(self.codes)}
         return {"pos": self.pos.contiguous(), "k": self.k, "v": self.v, "codes": codes}
 
-    def restore(self, given: Given) -> None:
+    def restore(self, given: SnapshotReader) -> None:
         """Become what gave this."""
         codec, here = self._codec, self.pos.device
         pos = given.positions("pos", codec.heads, None, least=-1)
@@ -155,7 +155,7 @@ class Band:
         v = given.tensor("v", codec.dtype, codec.heads, k.shape[1], codec.dims[1])
         full, rest = pos.shape[1] - k.shape[1], k.shape[1]
         if full % self._group or not 0 <= rest < self._group:
-            raise Misfit("its slots make no blocks")
+            raise SnapshotMismatch("its slots make no blocks")
         layout = codec.layout(full // self._group)
         part = given.part("codes")
         self.codes = tuple(part.like(str(i), t).to(here) for i, t in enumerate(layout))
@@ -173,38 +173,40 @@ class Band:
         self.codes, self.k, self.v, self.pos = codes, k, v, pos  # together: memory may have run out
 
 
-class Coded(Rounding):
+class BlockTier(LossyTier):
     """Every head has its own length, but for those written together."""
 
-    def __init__(self, form: Blocks, of: OfModel, device: torch.device | str, kv: Kv) -> None:
+    def __init__(self, form: BlockFormat, of: FormatContext, device: torch.device | str, kv: Kv) -> None:
         turns = of.turns() if form.rope == "before" else [None] * len(of.shapes)
         self.dtype, self.changes = of.dtype, 0
-        self._shapes, self._holder = of.shapes, holders(of.shapes)
+        self._shapes, self._holder = of.shapes, storing_layer_of(of.shapes)
         self._span = max(1, SPAN // kv.group) * kv.group
         self._name = "packed" if torch.device(device).type == "cpu" else f"packed {torch.device(device).type}"
-        self._bands: dict[int, list[Band]] = {}
+        self._bands: dict[int, list[HeadGroup]] = {}
         for layer, shape in enumerate(of.shapes):
-            if shape.shares is None:
+            if shape.shared_from is None:
                 form.refuse(shape, kv)
                 turn = turns[layer]
                 here = turn and replace(turn, inv_freq=turn.inv_freq.to(device))  # a tier may lie off the model's own
                 codec = form.codec(shape, kv, rotary=here, dtype=of.dtype)
-                self._bands[layer] = [Band(codec, device) for _ in range(shape.n_kv_heads // codec.heads)]
+                self._bands[layer] = [HeadGroup(codec, device) for _ in range(shape.n_kv_heads // codec.heads)]
 
     @property
-    def rounds_by_rows(self) -> str:
+    def batch_variant_reason(self) -> str:
         """Where native kernels do not serve its numbers."""
-        likes = [joined(self._shapes[layer].rank, *bands[0].numbers(0, 0)) for layer, bands in self._bands.items()]
+        likes = [join_latent(self._shapes[layer].rank, *bands[0].numbers(0, 0)) for layer, bands in self._bands.items()]
         return "" if all(serves(k, v) for k, v in likes) else "kv.dtype"
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """q [H, N, D] of rows at positions pos [N] -> a part for each span, by the index of its slots."""
         layer = self._holder[layer]
         n = self.n_slots(layer)
         spans = (range(first, min(n, first + self._span)) for first in range(0, n, self._span))
-        return [*(self._part(layer, span, q, sight, pos) for span in spans), *alone(q, sight, own)]
+        return [*(self._part(layer, span, q, sight, pos) for span in spans), *attend_new_only(q, sight, own)]
 
-    def _part(self, layer: int, span: range, q: Tensor, sight: Sight, pos: Sequence[int]) -> Part:
+    def _part(self, layer: int, span: range, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> PartialAttention:
         s = self._numbers(layer, span)
         if not serves(q, s.v):
             return attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, sight.window))
@@ -215,7 +217,7 @@ class Coded(Rounding):
         k, v = s.each(lambda t: t.flatten(0, 1))
         return attend_part(
             q,
-            Run(k, v, s.pos.flatten(), starts, lengths, starts),
+            StoredKV(k, v, s.pos.flatten(), starts, lengths, starts),
             pos,
             sight.scale,
             window=window,
@@ -227,7 +229,7 @@ class Coded(Rounding):
         if not slots.n_slots:
             return
         assert layer in self._bands, "this layer reads another's slots"
-        k, v = split(self._shapes[layer].rank, slots)
+        k, v = split_latent(self._shapes[layer].rank, slots)
         at = 0
         for band in self._bands[layer]:
             own = slice(at, at := at + band.pos.shape[0])
@@ -251,7 +253,7 @@ class Coded(Rounding):
         """pos [K, S] of all slots; holes and what is behind shorter heads have -1."""
         return self._positions(layer, range(self.n_slots(layer)))
 
-    def final(self, layer: int, n: Tensor) -> Tensor:
+    def n_stable(self, layer: int, n: Tensor) -> Tensor:
         """[K]: of the first n [K] slots of each head, those that are not rounded again while all n stay."""
         ends = zip(self._heads(layer), n.tolist(), strict=True)
         return n.new_tensor([min(int(end), band.full) // band._group * band._group for (band, _), end in ends])
@@ -265,13 +267,13 @@ class Coded(Rounding):
             at = index[j, held]
             k[j, held], v[j, held] = band.numbers_at(head, at)
             pos[j, held] = band.pos[head, at]
-        return Slots(*joined(self._shapes[layer].rank, k, v), pos)
+        return Slots(*join_latent(self._shapes[layer].rank, k, v), pos)
 
     def head(self, layer: int, head: int, n: int) -> Slots:
         """The first n slots of one head, read back."""
         band, j = list(self._heads(layer))[head]
         k, v = (t[j : j + 1] for t in band.numbers(0, n))
-        return Slots(*joined(self._shapes[layer].rank, k, v), band.pos[j : j + 1, :n])
+        return Slots(*join_latent(self._shapes[layer].rank, k, v), band.pos[j : j + 1, :n])
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later."""
@@ -280,13 +282,13 @@ class Coded(Rounding):
             if bool((pos >= n).any()):
                 self._keep(layer, (pos >= 0) & (pos < n))
 
-    def state(self) -> State:
+    def snapshot(self) -> State:
         """By layer and band."""
         return {
             str(layer): {str(i): band.state() for i, band in enumerate(bands)} for layer, bands in self._bands.items()
         }
 
-    def restore(self, given: Given) -> None:
+    def restore(self, given: SnapshotReader) -> None:
         """The same codes: nothing is rounded again."""
         for layer, bands in self._bands.items():
             for i, band in enumerate(bands):
@@ -303,7 +305,7 @@ class Coded(Rounding):
             found.append(Usage(layer, self._name, slots, sum(held.values()), "rounded" if slots else None))
         return found
 
-    def _heads(self, layer: int) -> Iterator[tuple[Band, int]]:
+    def _heads(self, layer: int) -> Iterator[tuple[HeadGroup, int]]:
         """Of each KV head its band, and which of its heads it is."""
         return ((band, j) for band in self._bands[layer] for j in range(band.pos.shape[0]))
 
@@ -329,7 +331,7 @@ class Coded(Rounding):
             n = min(band.length, span.stop) - span.start
             if n > 0:
                 k[own, :n], v[own, :n] = band.numbers(span.start, span.start + n)
-        return Slots(*joined(self._shapes[layer].rank, k, v), pos)
+        return Slots(*join_latent(self._shapes[layer].rank, k, v), pos)
 
     def _keep(self, layer: int, mask: Tensor) -> None:
         at = 0

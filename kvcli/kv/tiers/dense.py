@@ -10,17 +10,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_invariant import Own, Run, why_not
-from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.attend_invariant import NewRows, StoredKV, why_not
+from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.sliding_windows import Window, Windows
-from kvcli.kv.slots import LayerShape, Masks, Sight, Slots, Usage, compact, empty, empty_like, holders, on_host
-from kvcli.kv.snapshot import Given, State
-from kvcli.kv.tiers.dense_ragged import Ragged
-from kvcli.kv.tiers.dense_uniform import Slab, agree
-from kvcli.kv.tiers.device_tables import Fixed, Lying
+from kvcli.kv.slots import (
+    AttentionParams,
+    LayerShape,
+    Masks,
+    Slots,
+    Usage,
+    compact,
+    empty,
+    empty_like,
+    on_host,
+    storing_layer_of,
+)
+from kvcli.kv.snapshot import SnapshotReader, State
+from kvcli.kv.tiers.dense_ragged import RaggedLayer
+from kvcli.kv.tiers.dense_uniform import UniformLayer, agree
+from kvcli.kv.tiers.device_tables import DeviceCache, DeviceLayer
 
 
-class Held(Protocol):
+class DenseLayer(Protocol):
     """How one layer lies in memory."""
 
     k: Tensor  # [.., D]
@@ -41,13 +52,15 @@ class Held(Protocol):
     def state(self) -> State:
         """What is held; one row of positions "pos" where heads hold the same."""
 
-    def attend(self, q: Tensor, sight: Sight, rows: Sequence[int], own: Own | None) -> list[Part]:
+    def attend(
+        self, q: Tensor, sight: AttentionParams, rows: Sequence[int], own: NewRows | None
+    ) -> list[PartialAttention]:
         """Rows over what is held, and over their pass."""
 
-    def run(self) -> Run:
+    def run(self) -> StoredKV:
         """The slots where they lie."""
 
-    def fixed(self, rows: int, more: int = 0) -> Lying:
+    def fixed(self, rows: int, more: int = 0) -> DeviceLayer:
         """Where a device finds the slots, and room for `rows` behind those of each head, as `ahead` makes it."""
 
     def grew(self, n: int, start: int) -> None:
@@ -81,7 +94,7 @@ class Held(Protocol):
     def crop(self, n: int) -> bool:
         """Forget positions n and later in place; False, and nothing done, if this form cannot."""
 
-    def give_back(self, low: int) -> bool:
+    def evict_below(self, low: int) -> bool:
         """Forget positions below `low` in place, by whole blocks; False, and nothing done, if this form cannot."""
 
     def reserve(self, n: int) -> None:
@@ -117,33 +130,35 @@ class Dense:
         self.changes = 0
         self._step, self._shapes = step, shapes
         self.windows = Windows(windows or {})
-        self._holder = holders(shapes)
-        self._slabs: dict[int, Held] = {
-            layer: Slab(
+        self._holder = storing_layer_of(shapes)
+        self._slabs: dict[int, DenseLayer] = {
+            layer: UniformLayer(
                 *empty(shape, dtype, shape.device or device),
                 pos=torch.empty(1, 0, dtype=torch.int32),
                 step=step,
                 slides=layer in self.windows,
             )
             for layer, shape in enumerate(shapes)
-            if shape.shares is None
+            if shape.shared_from is None
         }
         assert all(holder in self._slabs for holder in self._holder), "a shared layer has slots of its own"
 
     @property
-    def rounds_by_rows(self) -> str:
+    def batch_variant_reason(self) -> str:
         """Where native kernels do not serve its numbers."""
         sizes = {(held.k.device, held.k.shape[-1], held.v.shape[-1]) for held in self._slabs.values()}
         return "kv.dtype" if any(why_not(self.dtype, *each) for each in sizes) else ""
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """q [H, N, D] of rows at positions pos [N] -> in one part what is held and their pass, where that can be."""
         return self._read(layer).attend(q, sight, pos, own)
 
-    def fixed(self, rows: int, more: int = 0) -> Fixed:
+    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """All of it, with room for `rows` slots a head."""
         lying = {layer: held.fixed(rows, more) for layer, held in self._slabs.items()}
-        return Fixed([lying[holder] for holder in self._holder], list(lying), self._grew)
+        return DeviceCache([lying[holder] for holder in self._holder], list(lying), self._grew)
 
     def _grew(self, n: int, start: int) -> None:
         for held in self._slabs.values():
@@ -161,7 +176,7 @@ class Dense:
             return
         own, held = self._own(layer, slots), self._slabs[layer]
         if not held.take(own):
-            held = Ragged(held.slots(), self._step)
+            held = RaggedLayer(held.slots(), self._step)
             held.take(own)
             self._slabs[layer] = held
         self.windows.came(layer, 0)
@@ -183,11 +198,11 @@ class Dense:
         """pos [K, S] of all slots, -1 = empty."""
         return self._read(layer).positions()
 
-    def run(self, layer: int) -> Run | None:
+    def run(self, layer: int) -> StoredKV | None:
         """The slots where they lie."""
         return self._read(layer).run()
 
-    def final(self, layer: int, n: Tensor) -> Tensor:
+    def n_stable(self, layer: int, n: Tensor) -> Tensor:
         """All n [K] slots: nothing is rounded."""
         return n
 
@@ -228,7 +243,7 @@ class Dense:
         """Whether a row at position n finds all that it sees, once `crop(n)` has made it the next one."""
         return self.windows.reaches(n, lambda layer: [self.positions(layer)])
 
-    def settle(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
+    def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
         """Evict, layer by layer, what the masks let go and what windows hide from rows at `end` and later.
 
         The device is asked once, for all layers.
@@ -245,29 +260,31 @@ class Dense:
                     self._hold(layer, kept_ones)
                 has_lost = True
         for layer in self._owners(layers):
-            self.give_back(layer, end)
+            self.evict_below(layer, end)
         return has_lost
 
-    def give_back(self, layer: int, end: int) -> int:
+    def evict_below(self, layer: int, end: int) -> int:
         """Forget positions that a window hides from rows at `end` and later: those below the answer; 0 = none."""
-        if low := self.windows.due(layer, end):
+        if low := self.windows.evict_below(layer, end):
             held = self._slabs[layer]
-            if not held.give_back(low):
+            if not held.evict_below(low):
                 slots = held.slots()
                 self._forget(layer, slots, slots.pos >= low)
             self.changes += 1
         return low
 
-    def state(self) -> State:
+    def snapshot(self) -> State:
         """By layer."""
         return {str(layer): held.state() for layer, held in self._slabs.items()}
 
-    def restore(self, given: Given) -> None:
+    def restore(self, given: SnapshotReader) -> None:
         """Each layer in the form that it had."""
         for layer, held in self._slabs.items():
             part = given.part(str(layer))
             of = part, self._shapes[layer], held.k, self._step
-            self._slabs[layer] = Slab.made(*of, layer in self.windows) if "pos" in part else Ragged.made(*of)
+            self._slabs[layer] = (
+                UniformLayer.made(*of, layer in self.windows) if "pos" in part else RaggedLayer.made(*of)
+            )
         self.changes += 1
 
     def usage(self) -> list[Usage]:
@@ -281,7 +298,7 @@ class Dense:
         """Of these layers, those that store; None = of all."""
         return self._slabs if layers is None else filter(self._slabs.__contains__, layers)
 
-    def _read(self, layer: int) -> Held:
+    def _read(self, layer: int) -> DenseLayer:
         return self._slabs[self._holder[layer]]
 
     def _forget(self, layer: int, before: Slots, mask: Tensor) -> bool:
@@ -293,7 +310,7 @@ class Dense:
         """In the form that fits."""
         assert layer in self._slabs, "this layer reads another's slots"
         is_alike, slides = agree(slots), layer in self.windows
-        self._slabs[layer] = Slab.of(slots, self._step, slides) if is_alike else Ragged(slots, self._step)
+        self._slabs[layer] = UniformLayer.of(slots, self._step, slides) if is_alike else RaggedLayer(slots, self._step)
         self.changes += 1
 
     def _own(self, layer: int, slots: Slots) -> Slots:

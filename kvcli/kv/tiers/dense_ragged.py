@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_invariant import Own, Run, read, serves
-from kvcli.kernels.merge_attention import Part
-from kvcli.kv.slots import LayerShape, Sight, Slots, alone, last, run_of
-from kvcli.kv.snapshot import Given, State
+from kvcli.kernels.attend_invariant import NewRows, StoredKV, attend_stored_and_new, serves
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.slots import AttentionParams, LayerShape, Slots, attend_new_only, last, run_of
+from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.kv.tiers.dense_uniform import rises, seen
-from kvcli.kv.tiers.device_tables import Lying, ahead, stays
+from kvcli.kv.tiers.device_tables import DeviceLayer, grow_size, stays
 
 
 @dataclass(frozen=True, slots=True)
-class Extents:
+class HeadExtents:
     """Where each head lies."""
 
     start: list[int]  # by head, in slots
@@ -33,21 +33,21 @@ class Extents:
     total: int  # slots of all heads
 
     @staticmethod
-    def of(lengths: Sequence[int], step: int, least: int = 0) -> Extents:
+    def of(lengths: Sequence[int], step: int, least: int = 0) -> HeadExtents:
         """Room for these lengths and some more, and for at least `least` slots a head."""
         room = [max(least, room_of(n, step)) for n in lengths]
         order = sorted(range(len(room)), key=lambda head: room[head])
         start, total = [0] * len(room), 0
         for head in order:
             start[head], total = total, total + room[head]
-        return Extents(start, room, order, total)
+        return HeadExtents(start, room, order, total)
 
     def runs(self) -> list[list[int]]:
         """Heads of equal room, as they lie."""
         return [list(heads) for _, heads in groupby(self.order, key=lambda head: self.room[head])]
 
 
-class Ragged:
+class RaggedLayer:
     """Keys and values of heads of unequal length. Spare room is read along and therefore holds finite numbers."""
 
     def __init__(self, slots: Slots, step: int) -> None:
@@ -57,20 +57,20 @@ class Ragged:
         self.k, self.v = slots.each(lambda t: t.new_zeros(0, t.shape[2]))
         self.pos = torch.zeros(0, dtype=torch.int32, device=device)
         self._lengths = [0] * n_kv
-        self._extents = Extents.of(self._lengths, step)
+        self._extents = HeadExtents.of(self._lengths, step)
         self._highest, self._ordered = -1, True  # as in a slab; in order if every head is
-        self._lying: Lying | None = None  # the same
-        self._lay(Extents.of((slots.pos >= 0).sum(1).tolist(), step))
+        self._lying: DeviceLayer | None = None  # the same
+        self._lay(HeadExtents.of((slots.pos >= 0).sum(1).tolist(), step))
         self.take(slots)
 
     @staticmethod
-    def made(given: Given, shape: LayerShape, like: Tensor, step: int) -> Ragged:
+    def made(given: SnapshotReader, shape: LayerShape, like: Tensor, step: int) -> RaggedLayer:
         """From what `state` gave; `like`: numbers of the type and on the device."""
         n_kv = shape.n_kv_heads
         found = [given.part(str(head)) for head in range(n_kv)]
         k = like.new_empty(n_kv, 0, shape.k_dim)
         v = k if shape.rank else like.new_empty(n_kv, 0, shape.v_dim)
-        new = Ragged(Slots(k, v, torch.empty(n_kv, 0, dtype=torch.int32, device=like.device)), step)
+        new = RaggedLayer(Slots(k, v, torch.empty(n_kv, 0, dtype=torch.int32, device=like.device)), step)
         new._make_room([len(one.positions("pos", None)) for one in found])
         for head, one in enumerate(found):
             pos = one.positions("pos", None)
@@ -102,23 +102,29 @@ class Ragged:
         both = [self.k] if self.v is self.k else [self.k, self.v]
         return [*both, self.pos, self._ends, self._order, self._back]
 
-    def attend(self, q: Tensor, sight: Sight, rows: Sequence[int], own: Own | None) -> list[Part]:
+    def attend(
+        self, q: Tensor, sight: AttentionParams, rows: Sequence[int], own: NewRows | None
+    ) -> list[PartialAttention]:
         """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
         if serves(q, self.v):
             window, softcap, is_prompt = sight.window, sight.softcap, sight.is_prompt
-            return [read(q, self.run(), own, rows, sight.scale, window=window, softcap=softcap, is_prompt=is_prompt)]
-        return [*self._apart(q, sight, rows), *alone(q, sight, own)]
+            return [
+                attend_stored_and_new(
+                    q, self.run(), own, rows, sight.scale, window=window, softcap=softcap, is_prompt=is_prompt
+                )
+            ]
+        return [*self._apart(q, sight, rows), *attend_new_only(q, sight, own)]
 
-    def run(self) -> Run:
+    def run(self) -> StoredKV:
         """The slots where they lie."""
-        return Run(self.k, self.v, self.pos, self._extents.start, self._lengths, self._extents.start)
+        return StoredKV(self.k, self.v, self.pos, self._extents.start, self._lengths, self._extents.start)
 
-    def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int]) -> list[Part]:
+    def _apart(self, q: Tensor, sight: AttentionParams, rows: Sequence[int]) -> list[PartialAttention]:
         """Over the slots alone: at most one part."""
         if not self.length:
             return []
         as_they_lie = self._moved(q, self._order)
-        group, first, parts = q.shape[0] // len(self._lengths), 0, list[Part]()
+        group, first, parts = q.shape[0] // len(self._lengths), 0, list[PartialAttention]()
         for heads in self._runs:
             mine = as_they_lie[first * group : (first + len(heads)) * group]  # [n * G, N, D]
             first += len(heads)
@@ -130,7 +136,7 @@ class Ragged:
         if len(parts) == 1:
             return parts
         out, lse = torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts])
-        return [Part(self._moved(out, self._back), self._moved(lse, self._back))]
+        return [PartialAttention(self._moved(out, self._back), self._moved(lse, self._back))]
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
         """k, v [K, M, D] at positions from `start` on, M > 0; every head takes all of them."""
@@ -140,14 +146,14 @@ class Ragged:
         self._put(at, k.flatten(0, 1), v.flatten(0, 1), run_of(start, m, len(self._lengths), k.device).flatten())
         self.grew(m, start)
 
-    def fixed(self, rows: int, more: int = 0) -> Lying:
-        """Where a device finds the slots, and room for `rows` behind those of each head, as `ahead` makes it."""
-        wants = [ahead(n, rows, more, self._step) if self._lying is None else rows for n in self._lengths]
+    def fixed(self, rows: int, more: int = 0) -> DeviceLayer:
+        """Where a device finds the slots, and room for `rows` behind those of each head, as `grow_size` makes it."""
+        wants = [grow_size(n, rows, more, self._step) if self._lying is None else rows for n in self._lengths]
         if any(n + m > room for n, m, room in zip(self._lengths, wants, self._extents.room, strict=True)):
-            self._lay(Extents.of([n + ahead(n, rows, more, self._step) for n in self._lengths], self._step))
+            self._lay(HeadExtents.of([n + grow_size(n, rows, more, self._step) for n in self._lengths], self._step))
         if self._lying is None:
             start = self._extents.start
-            self._lying = Lying.of(self.k, self.v, self.pos, start, start, max(self._extents.room))
+            self._lying = DeviceLayer.of(self.k, self.v, self.pos, start, start, max(self._extents.room))
         self._lying.tell(self._lengths)
         return self._lying
 
@@ -178,7 +184,7 @@ class Ragged:
         self._add(slots, pos, [0] * len(count))
         for start, n, end in zip(self._extents.start, count, was, strict=True):
             self.v[start + n : start + end] = 0  # spare room is read, and NaN or infinity would outlive its slot
-        self._lying.told += 1  # what lies there is another past, though it were as long
+        self._lying.synced_length += 1  # what lies there is another past, though it were as long
         return True
 
     def _add(self, slots: Slots, pos: Tensor, lengths: list[int]) -> None:
@@ -228,23 +234,23 @@ class Ragged:
         """Never in place: heads may agree once the newest are gone."""
         return False
 
-    def give_back(self, low: int) -> bool:
+    def evict_below(self, low: int) -> bool:
         """Never in place."""
         return False
 
     def reserve(self, n: int) -> None:
         """Room for n slots a head."""
         if n > min(self._extents.room):
-            self._lay(Extents.of(self._lengths, self._step, n))
+            self._lay(HeadExtents.of(self._lengths, self._step, n))
 
-    def _whole(self, q: Tensor, heads: list[int], sight: Sight) -> Part:
+    def _whole(self, q: Tensor, heads: list[int], sight: AttentionParams) -> PartialAttention:
         """q [n * G, N, D] over heads of equal room: views of where they lie."""
         first, room = self._extents.start[heads[0]], self._extents.room[heads[0]]
         piece = slice(first, first + room * len(heads))
         k, v = (t[piece].view(len(heads), room, t.shape[1]) for t in (self.k, self.v))
         return attend(q, k, v, sight.scale, softcap=sight.softcap, length=[self._lengths[head] for head in heads])
 
-    def _near(self, q: Tensor, head: int, sight: Sight, rows: Sequence[int]) -> Part:
+    def _near(self, q: Tensor, head: int, sight: AttentionParams, rows: Sequence[int]) -> PartialAttention:
         """q [G, N, D] over what a sliding window shows of one head."""
         assert sight.window is not None
         first, end = self._extents.start[head], self._extents.start[head] + self._lengths[head]
@@ -291,9 +297,9 @@ class Ragged:
 
     def _make_room(self, lengths: list[int]) -> None:
         if any(n > room for n, room in zip(lengths, self._extents.room, strict=True)):
-            self._lay(Extents.of(lengths, self._step))
+            self._lay(HeadExtents.of(lengths, self._step))
 
-    def _lay(self, extents: Extents) -> None:
+    def _lay(self, extents: HeadExtents) -> None:
         """Move what is held to where `extents` says."""
         k, v = self._held.each(lambda t: t.new_zeros(extents.total, t.shape[1]))
         pos = self.pos.new_full((extents.total,), -1)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_invariant import BLOCK, Own, Run, read, serves
-from kvcli.kernels.merge_attention import Part
-from kvcli.kv.slots import LayerShape, Sight, Slots, alone, opens, picked
-from kvcli.kv.snapshot import Given, State
-from kvcli.kv.tiers.device_tables import Lying, ahead, stays
+from kvcli.kernels.attend_invariant import BLOCK, NewRows, StoredKV, attend_stored_and_new, serves
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.slots import AttentionParams, LayerShape, Slots, attend_new_only, picked, window_start
+from kvcli.kv.snapshot import SnapshotReader, State
+from kvcli.kv.tiers.device_tables import DeviceLayer, grow_size, stays
 
 
 @dataclass(slots=True)
-class Slab:
+class UniformLayer:
     """Keys and values of all heads, with spare room at the end, which is read along and therefore holds finite numbers.
 
     Grows in steps of `step` slots. Positions lie on the host whatever the device: nothing has to be asked of it to know
@@ -35,17 +35,17 @@ class Slab:
     gone: int = 0  # slots given back before the first: with native kernels the places of the others stay as they were
     slides: bool = False  # the first slots may not be those of the text's first tokens: a window hides what came before
     noted: int = 0  # slots whose positions are in `pos`; those behind rise one by one to `highest`
-    lies: Run | None = None  # as `run` gave it last: views of the tensors, made anew once they are others
-    lying: Lying | None = None  # the same for `fixed`
+    lies: StoredKV | None = None  # as `run` gave it last: views of the tensors, made anew once they are others
+    lying: DeviceLayer | None = None  # the same for `fixed`
     there: Tensor | None = None  # [cap] positions beside keys on a device, where a window was read
     sent: int = 0  # slots whose positions are in `there`
 
     @staticmethod
-    def of(slots: Slots, step: int, slides: bool = False) -> Slab:
+    def of(slots: Slots, step: int, slides: bool = False) -> UniformLayer:
         """Slots that are the same in all heads; their keys and values become the slab's own."""
         pos = slots.pos[:1].to("cpu", torch.int32, copy=True)
         k, v = slots.each(Tensor.contiguous)
-        return Slab(
+        return UniformLayer(
             k=k,
             v=v,
             pos=pos,
@@ -58,12 +58,12 @@ class Slab:
         )
 
     @staticmethod
-    def made(given: Given, shape: LayerShape, like: Tensor, step: int, slides: bool = False) -> Slab:
+    def made(given: SnapshotReader, shape: LayerShape, like: Tensor, step: int, slides: bool = False) -> UniformLayer:
         """From what `state` gave; `like`: numbers of the type and on the device."""
         pos, heads = given.positions("pos", None), shape.n_kv_heads
         k = given.tensor("k", like.dtype, heads, len(pos), shape.k_dim).to(like.device)
         v = k if shape.rank else given.tensor("v", like.dtype, heads, len(pos), shape.v_dim).to(like.device)
-        slab = Slab.of(Slots(k, v, pos.expand(heads, -1)), step, slides)
+        slab = UniformLayer.of(Slots(k, v, pos.expand(heads, -1)), step, slides)
         slab.gone = given.number("gone", given.n) // BLOCK * BLOCK
         return slab
 
@@ -101,10 +101,12 @@ class Slab:
             self.pos.numpy()[0, self.noted : self.length] = np.arange(end - n, end)
             self.noted = self.length
 
-    def attend(self, q: Tensor, sight: Sight, rows: Sequence[int], own: Own | None) -> list[Part]:
+    def attend(
+        self, q: Tensor, sight: AttentionParams, rows: Sequence[int], own: NewRows | None
+    ) -> list[PartialAttention]:
         """q [H, N, D] of rows at positions `rows` [N] -> parts over the slots and their pass."""
         if not serves(q, self.v):
-            return [*self._apart(q, sight, rows), *alone(q, sight, own)]
+            return [*self._apart(q, sight, rows), *attend_new_only(q, sight, own)]
         if not self.length and own is None:
             return []
         if sight.window is not None:
@@ -113,7 +115,9 @@ class Slab:
         if run is not None and sight.window is not None and q.device.type != "cpu":
             run.pos = self.beside()
         window, softcap, is_prompt = sight.window, sight.softcap, sight.is_prompt
-        return [read(q, run, own, rows, sight.scale, window=window, softcap=softcap, is_prompt=is_prompt)]
+        return [
+            attend_stored_and_new(q, run, own, rows, sight.scale, window=window, softcap=softcap, is_prompt=is_prompt)
+        ]
 
     def beside(self) -> Tensor:
         """Positions [cap] on the device of the keys, of all that is held. New ones that rise one by one, as those of an
@@ -129,16 +133,16 @@ class Slab:
             self.sent = self.length
         return self.there
 
-    def run(self) -> Run:
+    def run(self) -> StoredKV:
         """The slots where they lie, until the slab changes."""
         if self.lies is None:
             n_kv, cap, _ = self.k.shape
             starts = range(0, n_kv * cap, cap)
-            self.lies = Run(self.k.flatten(0, 1), self.v.flatten(0, 1), self.pos[0], starts, [], [0] * n_kv)
+            self.lies = StoredKV(self.k.flatten(0, 1), self.v.flatten(0, 1), self.pos[0], starts, [], [0] * n_kv)
         self.lies.lengths, self.lies.gone = [self.length] * len(self.lies.starts), self.gone
         return self.lies
 
-    def _apart(self, q: Tensor, sight: Sight, rows: Sequence[int]) -> list[Part]:
+    def _apart(self, q: Tensor, sight: AttentionParams, rows: Sequence[int]) -> list[PartialAttention]:
         """Over the slots alone."""
         if self.length == 0:
             return []
@@ -181,14 +185,16 @@ class Slab:
         if self.v is not self.k:
             self.v[:, first:end] = v
 
-    def fixed(self, rows: int, more: int = 0) -> Lying:
-        """Where a device finds the slots, and room for `rows` behind them, as `ahead` makes it."""
+    def fixed(self, rows: int, more: int = 0) -> DeviceLayer:
+        """Where a device finds the slots, and room for `rows` behind them, as `grow_size` makes it."""
         if self.lying is None or self.length + rows > self.k.shape[1]:
-            self.reserve(self.length + ahead(self.length, rows, more, self.step))
+            self.reserve(self.length + grow_size(self.length, rows, more, self.step))
         if self.lying is None:
             n_kv, cap, _ = self.k.shape
             starts = range(0, n_kv * cap, cap)
-            self.lying = Lying.of(self.k.flatten(0, 1), self.v.flatten(0, 1), self.beside(), starts, [0] * n_kv, cap)
+            self.lying = DeviceLayer.of(
+                self.k.flatten(0, 1), self.v.flatten(0, 1), self.beside(), starts, [0] * n_kv, cap
+            )
         self.lying.tell([self.length] * len(self.k), self.sent < self.length)
         self.beside()
         return self.lying
@@ -258,7 +264,7 @@ class Slab:
         self.gone *= self.length > 0
         return True
 
-    def give_back(self, low: int) -> bool:
+    def evict_below(self, low: int) -> bool:
         """Forget whole blocks of slots at positions below `low`, which no row will see, if slots lie in order; else
         nothing, and the answer is False."""
         if self.ordered and (n := int(np.searchsorted(self.at, low)) // BLOCK * BLOCK):
@@ -310,4 +316,4 @@ def seen(
     start = int(np.searchsorted(stored, first)) if ordered else 0
     if ordered and last <= max(first, int(stored[start]) if start < len(stored) else first):
         return start, None
-    return start, torch.from_numpy(stored[start:]).to(device) > opens(rows, window, device)
+    return start, torch.from_numpy(stored[start:]).to(device) > window_start(rows, window, device)

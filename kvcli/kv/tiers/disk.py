@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from kvcli.kv.slots import LayerShape, Usage
-from kvcli.kv.snapshot import Given
-from kvcli.kv.tiers.extent_tier import Shelved
+from kvcli.kv.snapshot import SnapshotReader
+from kvcli.kv.tiers.extent_tier import ExtentTier
 from kvcli.kv.tiers.extents import SlotFile
 
 
-class Disk(Shelved):
+class DiskTier(ExtentTier):
     """Keys and values in a file of at most `most` bytes, in the numbers `dtype`; read and computed on the CPU.
 
     The page cache keeps what was read, so nothing else has to.
@@ -37,10 +37,10 @@ class Disk(Shelved):
         self._how, self._longest = (shapes, dtype, most, writes), longest
         super().__init__(shapes, dtype, self._file)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Disk:
+    def __deepcopy__(self, memo: dict[int, object]) -> DiskTier:
         """A file of its own with the same slots in the same places, forgotten ones too."""
-        new = Disk(*self._how, self._file.folder, self._longest)
-        new.restore(Given(self.state(), torch.iinfo(torch.int32).max))
+        new = DiskTier(*self._how, self._file.folder, self._longest)
+        new.restore(SnapshotReader(self.snapshot(), torch.iinfo(torch.int32).max))
         return new
 
     def usage(self) -> list[Usage]:

@@ -12,46 +12,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_invariant import Own, Run, why_not
-from kvcli.kernels.merge_attention import Part
-from kvcli.kv.offload.host_access import Piece
-from kvcli.kv.slots import LayerShape, Sight, Slots, alone, beside, compact, empty, holders, last, run_of
-from kvcli.kv.snapshot import Given, State
-from kvcli.kv.tiers.extents import Extent, Place
+from kvcli.kernels.attend_invariant import NewRows, StoredKV, why_not
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.offload.host_access import HostChunk
+from kvcli.kv.slots import (
+    AttentionParams,
+    LayerShape,
+    Slots,
+    attend_new_only,
+    compact,
+    concat_slots,
+    empty,
+    last,
+    run_of,
+    storing_layer_of,
+)
+from kvcli.kv.snapshot import SnapshotReader, State
+from kvcli.kv.tiers.extents import Extent, ExtentStorage
 
 
-class Shelved:
+class ExtentTier:
     """Keys and values in the numbers `dtype`, at a place that the host reads; computed on the CPU."""
 
     is_far = False
 
-    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, place: Place) -> None:
+    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, place: ExtentStorage) -> None:
         """`shapes`: by layer; one that shares another's slots has none here."""
         self.dtype = dtype
-        self._shapes, self._place, self._holder = shapes, place, holders(shapes)
+        self._shapes, self._place, self._holder = shapes, place, storing_layer_of(shapes)
         self._layers: list[list[Extent]] = [[] for _ in shapes]
-        self._pieces: dict[int, list[Piece]] = {}  # by layer, until it changes
+        self._pieces: dict[int, list[HostChunk]] = {}  # by layer, until it changes
 
     @property
-    def rounds_by_rows(self) -> str:
+    def batch_variant_reason(self) -> str:
         """Where native kernels do not serve its numbers."""
         cpu = torch.device("cpu")
         sizes = {(shape.k_dim, shape.v_dim) for shape in self._shapes}
         return "kv.dtype" if any(why_not(self.dtype, cpu, *size) for size in sizes) else ""
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """q [H, N, D] of rows at positions pos [N] -> one part for each extent."""
         parts = [e.read(e.k, e.v, q, sight, pos) for e in self._layers[self._holder[layer]] if e.length]
-        return [*parts, *alone(q, sight, own)]
+        return [*parts, *attend_new_only(q, sight, own)]
 
-    def pieces(self, layer: int) -> list[Piece]:
+    def pieces(self, layer: int) -> list[HostChunk]:
         """What `attend` reads, to be read elsewhere: an extent each. Those of a pass, as it asks in each layer."""
         if layer not in self._pieces:
             held = [(e, e.slots) for e in self._layers[layer] if e.length]
             self._pieces[layer] = [
-                Piece((s.k,), partial(_of_keys, e.read), e.unreached)
+                HostChunk((s.k,), partial(_of_keys, e.read), e.unreached)
                 if s.v is s.k
-                else Piece((s.k, s.v), e.read, e.unreached)
+                else HostChunk((s.k, s.v), e.read, e.unreached)
                 for e, s in held
             ]
         return self._pieces[layer]
@@ -73,13 +86,13 @@ class Shelved:
         places, fresh = [(held[-1], 0, at)] if at else [], list[Extent]()
         try:
             while at < n:
-                fresh.append(self._place.claim(layer, n - at, [*held, *fresh]))
+                fresh.append(self._place.allocate(layer, n - at, [*held, *fresh]))
                 places.append((fresh[-1], at, min(n, at + fresh[-1].room)))
                 at = places[-1][2]
             for extent, a, b in places:
                 self._place.write(extent, s.k[:, a:b], s.v[:, a:b])
         except BaseException:
-            self._place.give_back(fresh)
+            self._place.free(fresh)
             raise
         for extent, a, b in places:
             extent.pos[:, extent.length : extent.length + b - a] = s.pos[:, a:b]
@@ -97,7 +110,7 @@ class Shelved:
         found = [extent.slots for extent in self._layers[self._holder[layer]]]
         if len(found) == 1:
             return found[0]
-        return beside([self._none(layer), *found])
+        return concat_slots([self._none(layer), *found])
 
     def newest(self, layer: int, n: int) -> Slots:
         """The n slots that each head stored last."""
@@ -109,11 +122,11 @@ class Shelved:
             [self._none(layer).pos, *(extent.slots.pos for extent in self._layers[self._holder[layer]])], 1
         )
 
-    def run(self, layer: int) -> Run | None:
+    def run(self, layer: int) -> StoredKV | None:
         """Slots lie in several extents."""
         return None
 
-    def final(self, layer: int, n: Tensor) -> Tensor:
+    def n_stable(self, layer: int, n: Tensor) -> Tensor:
         """All n [K] slots: nothing is rounded."""
         return n
 
@@ -133,7 +146,7 @@ class Shelved:
     def head(self, layer: int, head: int, n: int) -> Slots:
         """The first n slots of one head, as a copy in memory."""
         at, found = slice(head, head + 1), [extent.slots for extent in self._layers[self._holder[layer]]]
-        s = beside([Slots(*s.each(lambda t: t[at]), s.pos[at]) for s in found])
+        s = concat_slots([Slots(*s.each(lambda t: t[at]), s.pos[at]) for s in found])
         return Slots(*s.each(lambda t: t[:, :n]), s.pos[:, :n])
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
@@ -158,11 +171,11 @@ class Shelved:
                 self._tidy(extent)
             self._sweep(layer)
 
-    def state(self) -> State:
+    def snapshot(self) -> State:
         """By layer and extent, as mapped."""
         return {str(layer): {str(i): e.state() for i, e in enumerate(held)} for layer, held in enumerate(self._layers)}
 
-    def restore(self, given: Given) -> None:
+    def restore(self, given: SnapshotReader) -> None:
         """In extents of their own, as rows read each of them apart."""
         for layer in range(len(self._layers)):
             for one in given.part(str(layer)).parts(given.n):
@@ -170,14 +183,14 @@ class Shelved:
                 pos = one.positions("pos", none.pos.shape[0], None, least=-1)
                 k = one.tensor("k", self.dtype, *pos.shape, none.k.shape[2])
                 v = k if none.v is none.k else one.tensor("v", self.dtype, *pos.shape, none.v.shape[2])
-                self._layers[layer].append(self._place.claim(layer, max(1, pos.shape[1]), self._layers[layer]))
+                self._layers[layer].append(self._place.allocate(layer, max(1, pos.shape[1]), self._layers[layer]))
                 self._store(layer, Slots(k, v, pos))
 
     def _sweep(self, layer: int) -> None:
         """Give back extents in which nothing is left."""
         empty = [e for e in self._layers[layer] if not bool((e.pos >= 0).any())]
         self._layers[layer] = [e for e in self._layers[layer] if not any(e is gone for gone in empty)]
-        self._place.give_back(empty)
+        self._place.free(empty)
         self._pieces.pop(layer, None)
 
     def _tidy(self, extent: Extent) -> None:
@@ -189,6 +202,6 @@ class Shelved:
         return Slots(*empty(shape, self.dtype), torch.empty(shape.n_kv_heads, 0, dtype=torch.int32))
 
 
-def _of_keys(read: Callable[..., Part], k: Tensor, *asked: Any) -> Part:
+def _of_keys(read: Callable[..., PartialAttention], k: Tensor, *asked: Any) -> PartialAttention:
     """Where values are keys."""
     return read(k, k, *asked)

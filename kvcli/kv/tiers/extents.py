@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_invariant import WIDEST, Run, attend_part, serves
-from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.attend_invariant import WIDEST, StoredKV, attend_part, serves
+from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kv.footprint import FIRST
-from kvcli.kv.out_of_memory import Shortage
-from kvcli.kv.slots import LayerShape, Sight, Slots, visible
+from kvcli.kv.out_of_memory import CacheFull
+from kvcli.kv.slots import AttentionParams, LayerShape, Slots, visible
 from kvcli.kv.snapshot import State
 from kvcli.kv.tiers.temp_folder import temporary_folder
 
@@ -62,13 +62,13 @@ class Extent:
         self.has_holes = bool((held != (torch.arange(self.length) < ends.unsqueeze(1))).any())
         self.lengths = [self.length] * len(ends) if self.has_holes else ends.tolist()
 
-    def read(self, k: Tensor, v: Tensor, q: Tensor, sight: Sight, rows: Sequence[int]) -> Part:
+    def read(self, k: Tensor, v: Tensor, q: Tensor, sight: AttentionParams, rows: Sequence[int]) -> PartialAttention:
         """q [H, N, D] of rows at positions `rows` over k, v [K, n, ..]: these slots, or a copy of them."""
         window, softcap = sight.window, sight.softcap
         if q.device.type == "cpu" and serves(q, v):
             (n_kv, n), cap = k.shape[:2], self.pos.shape[1]
             starts, at = (range(0, n_kv * m, m) if m else [0] * n_kv for m in (n, cap))
-            run = Run(k.flatten(0, 1), v.flatten(0, 1), self.pos.flatten(), starts, self.lengths, at)
+            run = StoredKV(k.flatten(0, 1), v.flatten(0, 1), self.pos.flatten(), starts, self.lengths, at)
             window = WIDEST if window is None and self.has_holes else window
             return attend_part(q, run, rows, sight.scale, window=window, softcap=softcap)
         if window is None and not self.has_holes:
@@ -83,17 +83,18 @@ class Extent:
         return {"k": s.k, **({} if s.v is s.k else {"v": s.v}), "pos": s.pos}
 
 
-class Place(Protocol):
+class ExtentStorage(Protocol):
     """Where extents lie."""
 
-    def claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
-        """One more for a layer that holds these, with room for `need` slots if one may be so large. Raises Shortage."""
+    def allocate(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
+        """One more for a layer that holds these, with room for `need` slots if one may be so large. Raises
+        CacheFull."""
 
-    def give_back(self, extents: Iterable[Extent]) -> None:
+    def free(self, extents: Iterable[Extent]) -> None:
         """Nothing is in these."""
 
     def may_write(self, layer: int, n: int) -> None:
-        """Raises Shortage where n more slots of a layer are not to be written."""
+        """Raises CacheFull where n more slots of a layer are not to be written."""
 
     def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
         """k, v [K, m, ..] behind what the extent holds. OSError where there turns out to be no room."""
@@ -126,7 +127,7 @@ class SlotFile:
         self._free: list[tuple[int, int]] = []  # (offset, bytes) of extents that are empty again
         self._file: Any = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  # as long as the tier
 
-    def claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
+    def allocate(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
         """An extent with room for `need` slots of a layer that holds these, or the most there are in one; its blocks
         on the disk claimed.
 
@@ -146,7 +147,7 @@ class SlotFile:
             offset, left = self._end, (self._most - self._end) // unit * unit
             size = min(-(-max(need * per_slot, min(ahead, share)) // unit) * unit, left)
             if size < need * per_slot:
-                raise Shortage("memory.disk is full", detail={"used": self._end, "most": self._most})
+                raise CacheFull("memory.disk is full", detail={"used": self._end, "most": self._most})
             self._grow(offset + size)
         of, cap = self._shapes[layer], size // per_slot
         try:
@@ -158,14 +159,14 @@ class SlotFile:
         pos = torch.full((of.n_kv_heads, cap), -1, dtype=torch.int32)
         return Extent(offset, size, k, v, pos, "it lies on the disk")
 
-    def give_back(self, extents: Iterable[Extent]) -> None:
+    def free(self, extents: Iterable[Extent]) -> None:
         """Nothing is in these; their place is used again."""
         self._free += [(e.offset, e.nbytes) for e in extents]
 
     def may_write(self, layer: int, n: int) -> None:
-        """Raises Shortage where n more slots are not to be written."""
+        """Raises CacheFull where n more slots are not to be written."""
         if self._written + n * self._per_slot[layer] > self._writes:
-            raise Shortage("memory.disk_writes is used up", detail={"written": self._written, "most": self._writes})
+            raise CacheFull("memory.disk_writes is used up", detail={"written": self._written, "most": self._writes})
 
     def write(self, extent: Extent, k: Tensor, v: Tensor) -> None:
         """k, v [K, m, ..] behind what the extent holds; a write says when the disk is full, a map would crash."""
@@ -188,7 +189,7 @@ class SlotFile:
         try:
             yield
         except OSError as error:
-            raise Shortage("the disk is full", lines=[f"{self.folder}: {error.strerror}"]) from error
+            raise CacheFull("the disk is full", lines=[f"{self.folder}: {error.strerror}"]) from error
 
     def _grow(self, end: int) -> None:
         fd = self._file.fileno()

@@ -12,17 +12,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvcli.kernels.attend_invariant import Own, Run
-from kvcli.kernels.merge_attention import Part
-from kvcli.kv.offload.host_access import ALIGNED, Answer, ByQuery, Staged, Way
-from kvcli.kv.offload.transfer import Bus, Lane, Mark, bus_of
-from kvcli.kv.slots import Sight, Slots, Usage, alone
-from kvcli.kv.snapshot import Given, State
+from kvcli.kernels.attend_invariant import NewRows, StoredKV
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.offload.host_access import ALIGNED, Answer, CpuAttention, Staged, Way
+from kvcli.kv.offload.transfer import CopyQueue, DeviceEvent, DeviceLink, bus_of
+from kvcli.kv.slots import AttentionParams, Slots, Usage, attend_new_only
+from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.kv.sparse.page_prefetch import Arrival
-from kvcli.kv.sparse.page_source import Shelf
+from kvcli.kv.sparse.page_source import PageTier
 
 
-class Staging:
+class DownloadBuffer:
     """The way down: a pinned buffer of a power of two of bytes, made when first used; without one, a plain copy."""
 
     BYTES = 64 << 20
@@ -59,13 +59,13 @@ class Staging:
         self.is_pinned = self._buffer is not None
 
 
-class Stairs:
+class UploadBuffers:
     """The way up for a few slots: two pinned buffers by turns, so that one is filled while the other is copied."""
 
-    def __init__(self, bus: Bus) -> None:
-        self._rooms: list[tuple[Staged, Mark | None]] = [(Staged(bus), None), (Staged(bus), None)]
+    def __init__(self, bus: DeviceLink) -> None:
+        self._rooms: list[tuple[Staged, DeviceEvent | None]] = [(Staged(bus), None), (Staged(bus), None)]
 
-    def up(self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]]) -> Mark:
+    def up(self, lane: CopyQueue, pairs: Sequence[tuple[Tensor, Tensor]]) -> DeviceEvent:
         """Copies of the second into the first, and the mark behind them."""
         (room, busy), other = self._rooms
         if busy is not None:
@@ -84,45 +84,51 @@ class Stairs:
         return behind
 
 
-class Host:
+class HostTier:
     """A tier on the CPU that answers rows of `device`."""
 
     is_far = True  # across the bus
 
     def __init__(
-        self, tier: Shelf, device: torch.device | str, way: Way = ByQuery, bus: Callable[[torch.device], Bus] = bus_of
+        self,
+        tier: PageTier,
+        device: torch.device | str,
+        way: Way = CpuAttention,
+        bus: Callable[[torch.device], DeviceLink] = bus_of,
     ) -> None:
         """`way`: how rows reach the tier; `bus`: what leads to the device."""
         self._tier, self._device = tier, torch.device(device)
         self._way, self._bus = way, bus
         self._reach = way(tier, bus(self._device))
-        self.staging, self._stairs = Staging(), Stairs(bus(self._device))
+        self.staging, self._stairs = DownloadBuffer(), UploadBuffers(bus(self._device))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Host:
-        return Host(deepcopy(self._tier, memo), self._device, self._way, self._bus)
+    def __deepcopy__(self, memo: dict[int, object]) -> HostTier:
+        return HostTier(deepcopy(self._tier, memo), self._device, self._way, self._bus)
 
     @property
-    def rounds_by_rows(self) -> str:
+    def batch_variant_reason(self) -> str:
         """What the tier says: it is read on the CPU, or by kernels whose rows do not know of each other."""
-        return self._tier.rounds_by_rows
+        return self._tier.batch_variant_reason
 
-    def ask(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Answer:
+    def attend_async(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> Answer:
         """q [H, N, D] of rows at positions pos [N], on the device -> parts there, when they are called for: what the
         device is told before then it does meanwhile."""
         return self._reach.ask(layer, q, sight, pos) if self._tier.n_slots(layer) else list
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """The same at once, and their pass."""
-        return self.ask(layer, q, sight, pos)() + alone(q, sight, own)
+        return self.attend_async(layer, q, sight, pos)() + attend_new_only(q, sight, own)
 
     def append(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
-        self._reach.still()
+        self._reach.wait_idle()
         self._tier.append(layer, self.staging.down(k), self.staging.down(v), start)
 
     def take(self, layer: int, slots: Slots) -> None:
         """Slots of the device come down."""
         down = self.staging.down
-        self._reach.still()
+        self._reach.wait_idle()
         self._tier.take(layer, Slots(*slots.each(down), slots.pos.cpu()))
 
     def n_slots(self, layer: int) -> int:
@@ -138,18 +144,18 @@ class Host:
     def positions(self, layer: int) -> Tensor:
         return self._tier.positions(layer).to(self._device)
 
-    def run(self, layer: int) -> Run | None:
+    def run(self, layer: int) -> StoredKV | None:
         """The device does not reach them."""
         return None
 
-    def final(self, layer: int, n: Tensor) -> Tensor:
-        return self._tier.final(layer, n.cpu()).to(n.device)
+    def n_stable(self, layer: int, n: Tensor) -> Tensor:
+        return self._tier.n_stable(layer, n.cpu()).to(n.device)
 
     def gather(self, layer: int, index: Tensor) -> Slots:
         """Only those come up."""
         return self._up(self._tier.gather(layer, index.cpu()))
 
-    def fly(self, layer: int, index: Tensor) -> Arrival:
+    def gather_async(self, layer: int, index: Tensor) -> Arrival:
         """The same beside what the device computes."""
         bus = self._bus(self._device)
         s = self._tier.gather(layer, index.cpu())
@@ -171,18 +177,18 @@ class Host:
 
     def keep(self, layer: int, mask: Tensor) -> Slots:
         """What fell out stays in host memory: nobody reads it there."""
-        self._reach.still()
+        self._reach.wait_idle()
         return self._tier.keep(layer, mask.cpu())
 
     def crop(self, n: int) -> None:
-        self._reach.still()
+        self._reach.wait_idle()
         self._tier.crop(n)
 
-    def state(self) -> State:
-        return self._tier.state()
+    def snapshot(self) -> State:
+        return self._tier.snapshot()
 
-    def restore(self, given: Given) -> None:
-        self._reach.still()
+    def restore(self, given: SnapshotReader) -> None:
+        self._reach.wait_idle()
         self._tier.restore(given)
 
     def usage(self) -> list[Usage]:

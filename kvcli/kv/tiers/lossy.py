@@ -10,10 +10,10 @@ from torch import Tensor
 from kvcli.kv.slots import Slots, compact, empty_like, picked, run_of
 
 if TYPE_CHECKING:
-    from kvcli.kernels.attend_invariant import Run
+    from kvcli.kernels.attend_invariant import StoredKV
 
 
-class Rounding:
+class LossyTier:
     """A rung of a ladder, never the first one, as it rounds what it is given at once. Each tier says how it takes slots
     (`take`), reads them back (`slots`) and forgets some (`_keep`)."""
 
@@ -37,7 +37,7 @@ class Rounding:
         found = picked(s, s.pos.argsort(dim=1, stable=True)[:, max(0, s.n_slots - n) :])
         return compact(found, found.pos >= 0)
 
-    def run(self, layer: int) -> Run | None:
+    def run(self, layer: int) -> StoredKV | None:
         """Slots do not lie in numbers."""
         return None
 
@@ -56,12 +56,12 @@ class Rounding:
         raise NotImplementedError
 
 
-def split(rank: int, s: Slots) -> tuple[Tensor, Tensor]:
+def split_latent(rank: int, s: Slots) -> tuple[Tensor, Tensor]:
     """What lies as keys and as values: of latents (rank > 0) the turned part and the others, each rounded by itself."""
     return (s.k[..., rank:], s.k[..., :rank]) if rank else (s.k, s.v)
 
 
-def joined(rank: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def join_latent(rank: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse."""
     if not rank:
         return k, v

@@ -16,26 +16,26 @@ import torch
 from torch import Tensor
 
 from kvcli.kv.footprint import FIRST
-from kvcli.kv.offload.transfer import Bus
+from kvcli.kv.offload.transfer import DeviceLink
 from kvcli.kv.slots import LayerShape, Usage, picked
-from kvcli.kv.snapshot import Given
-from kvcli.kv.tiers.extent_tier import Shelved
+from kvcli.kv.snapshot import SnapshotReader
+from kvcli.kv.tiers.extent_tier import ExtentTier
 from kvcli.kv.tiers.extents import LARGEST, Extent, laid
 
 PIECE = 16 << 20  # bytes of an extent at most: what is copied in one go, and lies on a device twice while it is
 
 
-class Mapped(Shelved):
+class PinnedHostTier(ExtentTier):
     """Keys and values of any layers that store slots of their own."""
 
-    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, bus: Bus) -> None:
+    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, bus: DeviceLink) -> None:
         self._bus = bus
         super().__init__(shapes, dtype, Mappings(shapes, dtype, bus))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Mapped:
+    def __deepcopy__(self, memo: dict[int, object]) -> PinnedHostTier:
         """The same slots in mappings of its own."""
-        new = Mapped(self._shapes, self.dtype, self._bus)
-        new.restore(Given(self.state(), torch.iinfo(torch.int32).max))
+        new = PinnedHostTier(self._shapes, self.dtype, self._bus)
+        new.restore(SnapshotReader(self.snapshot(), torch.iinfo(torch.int32).max))
         return new
 
     def usage(self) -> list[Usage]:
@@ -49,11 +49,11 @@ class Mapped(Shelved):
 class Mappings:
     """Host memory in runs of slots of all heads of a layer."""
 
-    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, bus: Bus) -> None:
+    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, bus: DeviceLink) -> None:
         self._shapes, self._dtype, self._bus = shapes, dtype, bus
         self._unreached = ""
 
-    def claim(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
+    def allocate(self, layer: int, need: int, held: Sequence[Extent]) -> Extent:
         """A layer's extents grow with what it holds, by doubling: kernels are compiled for a distance between heads."""
         shape = self._shapes[layer]
         per_slot = shape.numbers * self._dtype.itemsize
@@ -70,7 +70,7 @@ class Mappings:
         pos = torch.full((shape.n_kv_heads, cap), -1, dtype=torch.int32)
         return Extent(0, len(mapped), k, v, pos, self._unreached)
 
-    def give_back(self, extents: Iterable[Extent]) -> None:
+    def free(self, extents: Iterable[Extent]) -> None:
         """They go with the last who refers to them."""
 
     def may_write(self, layer: int, n: int) -> None:

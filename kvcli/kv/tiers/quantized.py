@@ -19,24 +19,33 @@ from kvcli.kernels import linear, triton_support
 from kvcli.kernels.attend import attend
 from kvcli.kernels.attend_invariant import (
     WIDEST,
-    Own,
-    PackedRun,
-    Run,
+    NewRows,
+    QuantizedKV,
+    StoredKV,
     attend_packed_part,
     attend_part,
     serves,
     serves_packed,
 )
-from kvcli.kernels.attend_quantized import PackedHead, Table, attend_packed, attend_table, table_of, why_not
-from kvcli.kernels.merge_attention import Part
+from kvcli.kernels.attend_quantized import PackedHead, Table, attend_quantized, attend_table, table_of, why_not
+from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.quantize_kv import hadamard, turned
-from kvcli.kv.slots import LayerShape, Sight, Slots, Usage, alone, holders, opens, visible
-from kvcli.kv.snapshot import Given, State
-from kvcli.kv.tiers.lossy import Rounding, joined, split
-from kvcli.kv.tiers.quantized_head import Head, Precision
+from kvcli.kv.slots import (
+    AttentionParams,
+    LayerShape,
+    Slots,
+    Usage,
+    attend_new_only,
+    storing_layer_of,
+    visible,
+    window_start,
+)
+from kvcli.kv.snapshot import SnapshotReader, State
+from kvcli.kv.tiers.lossy import LossyTier, join_latent, split_latent
+from kvcli.kv.tiers.quantized_head import Precision, QuantizedHead
 
 
-class Packed(Rounding):
+class QuantizedTier(LossyTier):
     """A tier of few bits. Every head has its own length in memory, every layer its own sizes. Refuses by name what its
     layouts cannot hold.
 
@@ -61,7 +70,7 @@ class Packed(Rounding):
         which guesses read the upper half (QuantSpec, arXiv 2502.10424)."""
         assert not halves or k_bits == v_bits == 8, "halves are of 8 bits"
         k_bits, v_bits = (4, 4) if halves else (k_bits, v_bits)
-        own = {layer: of for layer, of in enumerate(shapes) if of.shares is None}
+        own = {layer: of for layer, of in enumerate(shapes) if of.shared_from is None}
         for of in own.values():
             _check(of, k_bits, v_bits, rotate)
         self.dtype = dtype
@@ -73,13 +82,14 @@ class Packed(Rounding):
             for layer, of in enumerate(shapes)
         }
         self._own = {
-            layer: [Head(self._form, *of.parts, device) for _ in range(of.n_kv_heads)] for layer, of in own.items()
+            layer: [QuantizedHead(self._form, *of.parts, device) for _ in range(of.n_kv_heads)]
+            for layer, of in own.items()
         }
-        self._holder = holders(shapes)
+        self._holder = storing_layer_of(shapes)
         self._ranks = [shapes[holder].rank for holder in self._holder]
         self._layers = {layer: self._own[holder] for layer, holder in enumerate(self._holder)}
         self._tables: dict[tuple[int, bool], Table | None] = {}  # by layer, and whether coarse
-        self._runs: dict[tuple[int, bool], PackedRun] = {}  # the same
+        self._runs: dict[tuple[int, bool], QuantizedKV] = {}  # the same
         wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device)
         sizes = {d for of in own.values() for d in of.parts} if rotate == "hadamard" else set()
         self._turns = {d: hadamard(d, wide) for d in sizes}
@@ -90,36 +100,38 @@ class Packed(Rounding):
         return {**self.__dict__, "_tables": {}, "_runs": {}}
 
     @property
-    def rounds_by_rows(self) -> str:
+    def batch_variant_reason(self) -> str:
         """Where native kernels do not serve its numbers, or the size of its heads."""
         each = self._empty.items()
         if all(serves(torch.cat((k, v), 2), v) if self._ranks[i] else serves_packed(k, v) for i, (k, v) in each):
             return ""
         return "kv.k_bits" if any(t.shape[2] % 16 for _, like in each for t in like) else "kv.dtype"
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """q [H, N, D] of rows at positions pos [N] -> at most one part."""
         layer = self._holder[layer]
         if not self.n_slots(layer):
-            return alone(q, sight, own)
+            return attend_new_only(q, sight, own)
         if self._ranks[layer]:
-            return [self._unpacked(layer, q, sight, pos), *alone(q, sight, own)]
+            return [self._unpacked(layer, q, sight, pos), *attend_new_only(q, sight, own)]
         if serves_packed(q, self._empty[layer][1]):
             run, window = self._run(layer, sight.window, coarse=sight.is_guess)
             turned = self._turned(q).to(q.dtype)
             part = attend_packed_part(turned, run, pos, sight.scale, window=window, softcap=sight.softcap)
-            return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
+            return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, sight, own)]
         if (table := self._table(layer, coarse=sight.is_guess)) is not None:
             part = attend_table(self._turned(q), table, sight.scale, pos, softcap=sight.softcap, window=sight.window)
-            return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
+            return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, sight, own)]
         seen = [_seen(head, sight.window, pos, coarse=sight.is_guess) for head in self._layers[layer]]
         masks = [mask for _, mask in seen]
-        part = attend_packed(
+        part = attend_quantized(
             self._turned(q), [head for head, _ in seen], sight.scale, self.dtype, softcap=sight.softcap, masks=masks
         )
-        return [Part(self._turned(part.out), part.lse), *alone(q, sight, own)]
+        return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, sight, own)]
 
-    def _unpacked(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int]) -> Part:
+    def _unpacked(self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int]) -> PartialAttention:
         """Over latents, which no kernel reads as they lie: all of the layer in full numbers while it is read."""
         s = self._numbers(layer, coarse=sight.is_guess)
         if serves(q, s.k):
@@ -128,7 +140,7 @@ class Packed(Rounding):
             )
             k, n = s.k.flatten(0, 1), s.n_slots
             starts = range(0, len(s.k) * n, n)
-            run = Run(k, k, s.pos.flatten(), starts, [n] * len(s.k), starts)
+            run = StoredKV(k, k, s.pos.flatten(), starts, [n] * len(s.k), starts)
             return attend_part(q, run, pos, sight.scale, window=window, softcap=sight.softcap)
         return attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, sight.window))
 
@@ -144,19 +156,19 @@ class Packed(Rounding):
             self._tables[layer, coarse] = table
         return self._tables[layer, coarse]
 
-    def _run(self, layer: int, window: int | None, *, coarse: bool) -> tuple[PackedRun, int | None]:
+    def _run(self, layer: int, window: int | None, *, coarse: bool) -> tuple[QuantizedKV, int | None]:
         """The heads where they lie, and the window: where there are holes, one that hides them alone."""
         heads = self._layers[layer]
         if window is None and any(head.has_holes for head in heads):
             window = WIDEST
         first, lengths = heads[0].pos, [head.length for head in heads]
         if (run := self._runs.get((layer, coarse))) is None:
-            run = PackedRun([head.since(0, coarse=coarse) for head in heads], first, [0] * len(heads))
+            run = QuantizedKV([head.since(0, coarse=coarse) for head in heads], first, [0] * len(heads))
             self._runs[layer, coarse] = run
         if window is None or all(head.pos is first for head in heads):
             return run, window
         starts = [sum(lengths[:j]) for j in range(len(heads))]
-        return PackedRun(run.heads, torch.cat([head.pos for head in heads]), starts), window
+        return QuantizedKV(run.heads, torch.cat([head.pos for head in heads]), starts), window
 
     def take(self, layer: int, slots: Slots) -> None:
         """Round and store these slots, after rotary embedding; each head those whose position is not -1."""
@@ -164,7 +176,7 @@ class Packed(Rounding):
             return
         assert layer in self._own, "this layer reads another's slots"
         self._forget_table(layer)
-        k, v = map(self._turned, split(self._ranks[layer], slots))
+        k, v = map(self._turned, split_latent(self._ranks[layer], slots))
         held = slots.pos >= 0
         whole = bool(held.all())
         for j, head in enumerate(self._layers[layer]):
@@ -187,7 +199,7 @@ class Packed(Rounding):
         k, v = (like.new_zeros(*pos.shape, like.shape[2]) for like in self._empty[layer])
         for j, head in enumerate(self._layers[layer]):
             k[j, : head.length], v[j, : head.length] = (self._turned(t) for t in head.numbers(coarse=coarse))
-        return Slots(*joined(self._ranks[layer], k, v), pos)
+        return Slots(*join_latent(self._ranks[layer], k, v), pos)
 
     def positions(self, layer: int) -> Tensor:
         """pos [K, S] of all slots; holes and what is behind shorter heads have -1."""
@@ -197,7 +209,7 @@ class Packed(Rounding):
             pos[j, : head.length] = head.pos
         return pos
 
-    def final(self, layer: int, n: Tensor) -> Tensor:
+    def n_stable(self, layer: int, n: Tensor) -> Tensor:
         """[K]: of the first n [K] slots of each head, those that are not rounded again while all n stay."""
         ends = zip(self._layers[layer], n.tolist(), strict=True)
         return n.new_tensor([head.final(int(end)) for head, end in ends])
@@ -211,13 +223,13 @@ class Packed(Rounding):
             at = index[j, held]
             k[j, held], v[j, held] = (self._turned(t).to(t.dtype) for t in head.numbers_at(at))
             pos[j, held] = head.pos[at]
-        return Slots(*joined(self._ranks[layer], k, v), pos)
+        return Slots(*join_latent(self._ranks[layer], k, v), pos)
 
     def head(self, layer: int, head: int, n: int) -> Slots:
         """The first n slots of one head, unpacked."""
         of = self._layers[layer][head]
         k, v = (self._turned(t).to(t.dtype)[:n].unsqueeze(0) for t in of.numbers())
-        return Slots(*joined(self._ranks[layer], k, v), of.pos[:n].unsqueeze(0))
+        return Slots(*join_latent(self._ranks[layer], k, v), of.pos[:n].unsqueeze(0))
 
     def crop(self, n: int) -> None:
         """Forget every slot at position n or later."""
@@ -229,13 +241,13 @@ class Packed(Rounding):
                     mask[j, : head.length] = (head.pos >= 0) & (head.pos < n)
                 self._keep(layer, mask)
 
-    def state(self) -> State:
+    def snapshot(self) -> State:
         """By layer and head."""
         return {
             str(layer): {str(j): head.state() for j, head in enumerate(heads)} for layer, heads in self._own.items()
         }
 
-    def restore(self, given: Given) -> None:
+    def restore(self, given: SnapshotReader) -> None:
         """The same codes: nothing is rounded again."""
         self._tables.clear()
         self._runs.clear()
@@ -289,14 +301,16 @@ class Packed(Rounding):
         return turned(t, turn) if panels is None else linear.linear(t.to(turn.dtype), panels, None, t.shape[-1])
 
 
-def _seen(head: Head, window: int | None, rows: Sequence[int], *, coarse: bool) -> tuple[PackedHead, Tensor | None]:
+def _seen(
+    head: QuantizedHead, window: int | None, rows: Sequence[int], *, coarse: bool
+) -> tuple[PackedHead, Tensor | None]:
     """What rows at positions [N] see of a head: the slots to read, and which of them [N, S] or [1, S], None = all."""
     if not head.length:
         return head.since(0, coarse=coarse), None
     held = (head.pos >= 0).unsqueeze(0) if head.has_holes else None
     if window is None:
         return head.since(0, coarse=coarse), held
-    near = head.pos > opens(rows, window, head.pos.device)  # [N, S]
+    near = head.pos > window_start(rows, window, head.pos.device)  # [N, S]
     near = near if held is None else near & held
     if bool(near.all()):
         return head.since(0, coarse=coarse), None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend_quantized import PackedHead
 from kvcli.kernels.quantize_kv import LANES, Rounded, pack_keys, pack_values, transposed, unpack_keys, unpack_values
-from kvcli.kv.snapshot import Given, Misfit, State
+from kvcli.kv.snapshot import SnapshotMismatch, SnapshotReader, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def _layouts(form: Precision, n_keys: int, n_values: int, k_dim: int, v_dim: int
     return form.keys(keys), form.values(values)
 
 
-class Head:
+class QuantizedHead:
     """Keys [S, D] and values [S, E] at positions [S], a part of them holes."""
 
     def __init__(self, form: Precision, k_dim: int, v_dim: int, device: torch.device | str) -> None:
@@ -77,14 +77,14 @@ class Head:
         """Codes and scales as they lie."""
         return {"pos": self.pos, "rest": self.rest, "keys": _state(self.keys), "values": _state(self.values)}
 
-    def restore(self, given: Given) -> None:
+    def restore(self, given: SnapshotReader) -> None:
         """Become what gave this."""
         form, dim = self._form, self.rest.shape[1]
         pos = given.positions("pos", None, least=-1)
         rest = given.tensor("rest", form.dtype, None, dim)
         full = len(pos) - len(rest)
         if full % form.group or not 0 <= len(rest) < form.group if form.is_grouped else len(rest):
-            raise Misfit("its keys make no groups")
+            raise SnapshotMismatch("its keys make no groups")
         keys_like, values_like = _layouts(form, full, len(pos), dim, self._v_dim)
         keys = _made(given.part("keys"), keys_like, self.rest)
         values = _made(given.part("values"), values_like, self.rest)
@@ -208,7 +208,7 @@ def _state(r: Rounded) -> State:
     return {str(i): t for i, t in enumerate(r.tensors)}
 
 
-def _made(given: Given, like: Rounded, here: Tensor) -> Rounded:
+def _made(given: SnapshotReader, like: Rounded, here: Tensor) -> Rounded:
     """What `_state` gave, laid out like `like`, on the device of `here`."""
     return Rounded(like.bits, *(given.like(str(i), t).to(here.device) for i, t in enumerate(like.tensors)))
 

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import psutil
 
-from kvcli.kv.out_of_memory import Shortage
+from kvcli.kv.out_of_memory import CacheFull
 
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems that are no disk
 
 
 def temporary_folder() -> Path:
-    """The system's folder for large temporary files that is on a disk; raises Shortage if there is none."""
+    """The system's folder for large temporary files that is on a disk; raises CacheFull if there is none."""
     found = [Path("/var/tmp"), Path(tempfile.gettempdir())]
     for folder in found:
         if folder.is_dir() and _file_system(folder) not in IN_MEMORY:
             return folder
     names = ", ".join(map(str, found))
-    raise Shortage("memory.disk has no disk to use", lines=[f"{names}: kept in memory, or not there"])
+    raise CacheFull("memory.disk has no disk to use", lines=[f"{names}: kept in memory, or not there"])
 
 
 def _file_system(folder: Path) -> str:

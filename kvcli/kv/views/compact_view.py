@@ -13,37 +13,39 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvcli.kernels.attend_invariant import Own
-from kvcli.kernels.merge_attention import Part
-from kvcli.kv.slots import LayerShape, Sight, Slots, Store, Usage, alone, compact
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.slots import AttentionParams, KVCache, LayerShape, Slots, Usage, attend_new_only, compact
 from kvcli.kv.tiers.dense import Dense
 from kvcli.kv.views.view import Pick
 
 
-class Front:
+class CompactView:
     """What `pick` keeps of `store`, copied; at most `every` tokens out of date in what it left out."""
 
     STEP = 64  # slots by which a layer of the copy grows
 
-    def __init__(self, store: Store, pick: Pick, every: int, shapes: Sequence[LayerShape]) -> None:
+    def __init__(self, store: KVCache, pick: Pick, every: int, shapes: Sequence[LayerShape]) -> None:
         self._store, self._pick, self._every = store, pick, every
         self._shapes, n_layers = shapes, len(shapes)
         device = store.slots(0).k.device
-        self._copy = Dense([replace(shape, shares=None) for shape in shapes], store.dtype, device, step=self.STEP)
+        self._copy = Dense([replace(shape, shared_from=None) for shape in shapes], store.dtype, device, step=self.STEP)
         self._changes = [-1] * n_layers  # of the store, when the layer was copied
         self._seen = [0] * n_layers  # slots of the longest head in the store, copied or left out
         self._chosen = [0] * n_layers  # of them, when the layer was chosen
         self._end = [0] * n_layers  # position behind the newest
 
-    def over(self, store: Store) -> Front:
+    def rebind(self, store: KVCache) -> CompactView:
         """The same choice from another store, with nothing copied yet."""
-        return Front(store, self._pick, self._every, self._shapes)
+        return CompactView(store, self._pick, self._every, self._shapes)
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """q [H, N, D] of rows at positions pos [N] -> what is kept, if anything is, and their pass."""
         n = self._store.n_slots(layer)
         if not n:
-            return alone(q, sight, own)
+            return attend_new_only(q, sight, own)
         is_stale = self._store.changes != self._changes[layer]
         if is_stale or n - self._chosen[layer] >= self._every:
             self._choose(layer, q, self._store.slots(layer))

@@ -11,32 +11,34 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_invariant import Own
-from kvcli.kernels.merge_attention import Part
-from kvcli.kv.slots import Sight, Slots, Tier, Usage, alone, compact, visible
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.slots import AttentionParams, Slots, Tier, Usage, attend_new_only, compact, visible
 
 Pick = Callable[[int, Tensor, Slots], Tensor]  # layer, q [H, N, D], slots -> keep mask [K, S]
 
 
-class View:
+class GatheredView:
     """What `pick` keeps of `store`, at each read."""
 
     def __init__(self, store: Tier, pick: Pick) -> None:
         self._store, self._pick = store, pick
 
-    def over(self, store: Tier) -> View:
+    def over(self, store: Tier) -> GatheredView:
         """The same choice from another store."""
-        return View(store, self._pick)
+        return GatheredView(store, self._pick)
 
     def usage(self) -> list[Usage]:
         """Nothing of its own."""
         return []
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         """q [H, N, D] of rows at positions pos [N] -> what is kept, if anything is, and their pass."""
         all_slots = self._store.slots(layer)
         s = compact(all_slots, self._pick(layer, q, all_slots))
         if s.n_slots == 0:
-            return alone(q, sight, own)
+            return attend_new_only(q, sight, own)
         part = attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=visible(s.pos, pos, sight.window))
-        return [part, *alone(q, sight, own)]
+        return [part, *attend_new_only(q, sight, own)]

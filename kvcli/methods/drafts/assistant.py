@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from kvcli.methods.drafts.model_draft_settings import Company
-from kvcli.settings.schema import Quant, Range, Second
+from kvcli.methods.drafts.model_draft_settings import ModelDraftSettings
+from kvcli.settings.schema import DraftModelRef, Quant, Range
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvcli.drafts.tree.tree_drafter import Mixer
-    from kvcli.engine.drafting.drafter import Pair
+    from kvcli.drafts.tree.tree_drafter import TreeDrafter
+    from kvcli.engine.drafting.drafter import ModelPair
 
 
 @dataclass(frozen=True)
-class AssistantDraft(Company):
+class AssistantDraft(ModelDraftSettings):
     """Guess with the assistant made for this Gemma 4, and copy where the text repeats itself."""
 
     model: str = ""  # the assistant: as after -m
@@ -30,7 +30,7 @@ class AssistantDraft(Company):
     states: ClassVar[int] = 0  # of layers of the model that drafts that keep one: it has none
 
     @property
-    def second(self) -> Second:
+    def second(self) -> DraftModelRef:
         """The model that drafts. Raises BadConfig where none is named."""
         from kvcli.errors import BadConfig
 
@@ -40,22 +40,22 @@ class AssistantDraft(Company):
                 code="no_draft_model",
                 try_=["--draft ASSISTANT", "--set spec.model=ASSISTANT"],
             )
-        return Second(self.model, self.quant, self, is_assistant=True)
+        return DraftModelRef(self.model, self.quant, self, is_assistant=True)
 
     @property
     def second_rows(self) -> tuple[int, int]:
         """Rows of its passes, at most: of one that reads, and of one all of whose rows have logits."""
         return 1, self.branches
 
-    def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
+    def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """A drafter that knows no text yet."""
         from kvcli.drafts.draft_models.assistant_head import AssistantHead
-        from kvcli.drafts.sources.model_draft import Chain
-        from kvcli.drafts.sources.prompt_lookup import Copies
+        from kvcli.drafts.sources.model_draft import ModelDraft
+        from kvcli.drafts.sources.prompt_lookup import PromptLookup
 
         assert pair is not None, "somebody must draft"
         lm, head = pair.target, pair.draft
         share = head.info.weight_bytes / lm.info.weight_bytes
         guesser = AssistantHead(lm, head)
-        chain = Chain(guesser, depth=self.depth, vocab=lm.vocab, share=share, ends=ends, name="assistant")
-        return self.mixer(chain, Copies(self.min_match, self.max_match))
+        chain = ModelDraft(guesser, depth=self.depth, vocab=lm.vocab, share=share, ends=ends, name="assistant")
+        return self.mixer(chain, PromptLookup(self.min_match, self.max_match))

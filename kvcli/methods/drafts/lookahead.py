@@ -10,20 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.methods.drafts.view_settings import Viewing
+from kvcli.methods.drafts.view_settings import ViewSettings
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvcli.drafts.sources.jacobi_window import Window
-    from kvcli.drafts.sources.ngram_pool import Pool
-    from kvcli.drafts.tree.tree_drafter import Mixer
-    from kvcli.engine.drafting.drafter import Pair
+    from kvcli.drafts.sources.jacobi_window import JacobiWindow
+    from kvcli.drafts.sources.ngram_pool import NgramPool
+    from kvcli.drafts.tree.tree_drafter import TreeDrafter
+    from kvcli.engine.drafting.drafter import ModelPair
 
 
 @dataclass(frozen=True)
-class Scouting(Viewing):
+class LookaheadSettings(ViewSettings):
     """Keys of every method that sends scouts."""
 
     # two levels of scouts come about in a pass or two; on the demo model longer n-grams found less (docs/fafo.md)
@@ -45,22 +45,22 @@ class Scouting(Viewing):
 
         return KEY_BYTES * min(KEYS, n * (self.window * self.key_max + self.seeded))
 
-    def scouting(self, ends: Collection[int]) -> tuple[Window, Pool]:
+    def scouting(self, ends: Collection[int]) -> tuple[JacobiWindow, NgramPool]:
         """The window and the pool it fills."""
-        from kvcli.drafts.sources.jacobi_window import Window
-        from kvcli.drafts.sources.ngram_pool import Pool
+        from kvcli.drafts.sources.jacobi_window import JacobiWindow
+        from kvcli.drafts.sources.ngram_pool import NgramPool
 
         seeds = self.ngram if self.seeded else 0
-        return Window(self.window, self.ngram, ends), Pool(self.key_max, self.per_key, self.guesses, seeds)
+        return JacobiWindow(self.window, self.ngram, ends), NgramPool(self.key_max, self.per_key, self.guesses, seeds)
 
 
 @dataclass(frozen=True)
-class Lookahead(Scouting):
+class Lookahead(LookaheadSettings):
     """Guess with scouts alone (Lookahead; with a view, FAFO)."""
 
-    def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
+    def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """A drafter that knows no text yet."""
-        from kvcli.drafts.tree.tree_drafter import Mixer
+        from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
         window, pool = self.scouting(ends)
-        return Mixer(self, [pool], scouting=(window, pool), view=self.glance())
+        return TreeDrafter(self, [pool], scouting=(window, pool), view=self.glance())

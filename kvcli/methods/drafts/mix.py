@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.drafts.draft_settings import Pacing
-from kvcli.methods.drafts.lookahead import Scouting
+from kvcli.drafts.draft_settings import DraftSettings
+from kvcli.methods.drafts.lookahead import LookaheadSettings
 from kvcli.settings.schema import Range
 from kvcli.settings.values import keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvcli.drafts.tree.tree import Source
-    from kvcli.drafts.tree.tree_drafter import Mixer
-    from kvcli.engine.drafting.drafter import Pair
+    from kvcli.drafts.tree.tree import DraftSource
+    from kvcli.drafts.tree.tree_drafter import TreeDrafter
+    from kvcli.engine.drafting.drafter import ModelPair
 
 
 Sources = tuple[Literal["suffix", "scouts", "stand", "recycle"], ...]
 
 
 @dataclass(frozen=True)
-class Mix(Scouting):
+class Mix(LookaheadSettings):
     """Guess with several sources at once, merged into one tree."""
 
     # scouts last: only what nobody else knew counts as theirs
@@ -37,21 +37,21 @@ class Mix(Scouting):
         if not self.sources:
             raise ValueError('sources = [] must name one at least; method = "off" drafts from none')
 
-    def unread(self) -> dict[str, str]:
+    def ignored_keys(self) -> dict[str, str]:
         """Keys that nothing reads as the others are: of sources that it does not have."""
-        scouting = [key for key in keys_of(Scouting) if key not in keys_of(Pacing)]
+        scouting = [key for key in keys_of(LookaheadSettings) if key not in keys_of(DraftSettings)]
         needs = {"suffix": ["min_match", "max_match"], "scouts": scouting}
         keys = [key for source, keys in needs.items() if source not in self.sources for key in keys]
-        return super().unread() | dict.fromkeys(keys, "sources")
+        return super().ignored_keys() | dict.fromkeys(keys, "sources")
 
     @property
     def rows(self) -> int:
         """Of a pass, at most; scouts only if they are among the sources."""
         return super().rows if "scouts" in self.sources else 1 + self.max
 
-    def copied(self, n: int) -> int:
+    def view_slots(self, n: int) -> int:
         """How many of n slots a head the view keeps a copy of: none, without scouts."""
-        return super().copied(n) if "scouts" in self.sources else 0
+        return super().view_slots(n) if "scouts" in self.sources else 0
 
     def tables(self, n: int) -> int:
         """Bytes of what its sources remember of n tokens, at most."""
@@ -62,17 +62,17 @@ class Mix(Scouting):
         each |= {name: learned_bytes([name], n) for name in LENGTHS}
         return sum(each[name] for name in set(self.sources))
 
-    def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
+    def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """A drafter that knows no text yet."""
         from kvcli.drafts.sources.logit_recycling import LENGTHS, learners
-        from kvcli.drafts.sources.prompt_lookup import Copies
-        from kvcli.drafts.tree.tree_drafter import Mixer
+        from kvcli.drafts.sources.prompt_lookup import PromptLookup
+        from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
         scouting = self.scouting(ends)
         successors = learners([name for name in self.sources if name in LENGTHS])
-        known: dict[str, Source] = {"suffix": Copies(self.min_match, self.max_match), "scouts": scouting[1]}
+        known: dict[str, DraftSource] = {"suffix": PromptLookup(self.min_match, self.max_match), "scouts": scouting[1]}
         known |= {source.name: source for source in successors}
-        return Mixer(
+        return TreeDrafter(
             self,
             [known[name] for name in dict.fromkeys(self.sources)],
             successors=successors,

@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvcli.drafts.tree.stop_rules import Rule, rule
-from kvcli.methods.drafts.model_draft_settings import Company
-from kvcli.settings.schema import Pattern, Quant, Range, Second
+from kvcli.methods.drafts.model_draft_settings import ModelDraftSettings
+from kvcli.settings.schema import DraftModelRef, Pattern, Quant, Range
 from kvcli.settings.values import keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvcli.drafts.draft_models.draft_model import Guesser
-    from kvcli.drafts.draft_models.separate_model import Sibling
-    from kvcli.drafts.tree.tree_drafter import Mixer
-    from kvcli.engine.drafting.drafter import Pair
+    from kvcli.drafts.draft_models.draft_model import DraftModel
+    from kvcli.drafts.draft_models.separate_model import SeparateDraftModel
+    from kvcli.drafts.tree.tree_drafter import TreeDrafter
+    from kvcli.engine.drafting.drafter import ModelPair
 
 _RETRIEVAL = Pattern(r"off|adaptive|every:[1-9]\d{0,4}", '"off", "adaptive" or "every:N" with N passes')
 _READING = Pattern(r"lazy|full|window:[1-9]\d{0,8}", '"lazy", "full" or "window:N" with N tokens')
 
 
 @dataclass(frozen=True)
-class Model(Company):
+class SeparateModelDraft(ModelDraftSettings):
     """Guess with a second, smaller model, and copy where the text repeats itself."""
 
     model: str = ""  # that drafts: as after -m; with another tokenizer the text is spelled anew for it
@@ -75,7 +75,7 @@ class Model(Company):
                 f'{self._least}: more of it, or retrieval = "off"'
             )
 
-    def unread(self) -> dict[str, str]:
+    def ignored_keys(self) -> dict[str, str]:
         """Keys that nothing reads as the others are."""
         needs = {
             "working": (self.working > 0, ("sinks", "positions")),
@@ -83,7 +83,7 @@ class Model(Company):
             "stop": (self.stop != "marginal", ("risk",)),
             "retrieval": (self.retrieval != "off", ("chunk", "recent", "looks", "shelf")),
         }
-        return super().unread() | {key: why for why, (reads, keys) in needs.items() if not reads for key in keys}
+        return super().ignored_keys() | {key: why for why, (reads, keys) in needs.items() if not reads for key in keys}
 
     @property
     def _least(self) -> int:
@@ -96,7 +96,7 @@ class Model(Company):
         return int(self.prefill.partition(":")[2] or 0)
 
     @property
-    def second(self) -> Second:
+    def second(self) -> DraftModelRef:
         """The model that drafts. Raises BadConfig where none is named."""
         from kvcli.errors import BadConfig
 
@@ -106,7 +106,7 @@ class Model(Company):
                 code="no_draft_model",
                 try_=["--draft MODEL", "--set spec.model=MODEL"],
             )
-        return Second(self.model, self.quant, self)
+        return DraftModelRef(self.model, self.quant, self)
 
     @property
     def second_rows(self) -> tuple[int, int]:
@@ -116,7 +116,7 @@ class Model(Company):
 
         return CHUNK, LOOK
 
-    def kept(self, n: int, device: str = "cpu") -> int:
+    def draft_slots(self, n: int, device: str = "cpu") -> int:
         """Of n tokens, those whose keys and values it has there at most: more than stay while it reads, or guesses."""
         from kvcli.drafts.draft_models.separate_model import CHUNK
 
@@ -130,15 +130,15 @@ class Model(Company):
 
         return 1 + CHECKPOINTS + self.depth + 1
 
-    def tables(self, n: int) -> int:
+    def index_bytes(self, n: int) -> int:
         """Bytes of what is remembered of n tokens, and of the text, which the model's side keeps as well."""
-        return 8 * n + super().tables(n)
+        return 8 * n + super().index_bytes(n)
 
-    def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
+    def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """A drafter that knows no text yet. Raises BadConfig where `working` tokens are more than the model that drafts
         was made for."""
-        from kvcli.drafts.sources.model_draft import Chain
-        from kvcli.drafts.sources.prompt_lookup import Copies
+        from kvcli.drafts.sources.model_draft import ModelDraft
+        from kvcli.drafts.sources.prompt_lookup import PromptLookup
         from kvcli.drafts.tree.growth import Growth
         from kvcli.errors import BadConfig
 
@@ -148,7 +148,10 @@ class Model(Company):
         of_keys = {
             "retrieval=off": (self.retrieval != "off", "chunks that are chosen again have none"),
             "positions=original": (closes, "keys moved to other positions are not all that it knows of a text"),
-            "wide=1": (self.wide > 1 and "wide" not in self.unread(), "guesses of a pass of its own are one chain"),
+            "wide=1": (
+                self.wide > 1 and "wide" not in self.ignored_keys(),
+                "guesses of a pass of its own are one chain",
+            ),
         }
         for key, (is_asked, why) in of_keys.items():
             if is_asked:
@@ -160,9 +163,9 @@ class Model(Company):
                 lines=[f"its limit is {draft.limit:,} tokens, {self.depth} of them for guesses"],
                 try_=[f"--set spec.working={draft.limit - self.depth}"],
             )
-        copies = Copies(self.min_match, self.max_match)
+        copies = PromptLookup(self.min_match, self.max_match)
         sees = None if self.prefill == "lazy" else self._far
-        chain = Chain(
+        chain = ModelDraft(
             self._guesser(pair, sees, closes),
             depth=self.depth,
             vocab=target.vocab,
@@ -173,9 +176,9 @@ class Model(Company):
         )
         return self.mixer(chain, copies, stop=rule(self.stop, self.risk))
 
-    def _guesser(self, pair: Pair, sees: int | None, closes: bool) -> Guesser:
-        from kvcli.drafts.draft_models.cross_vocabulary import Foreign
-        from kvcli.drafts.draft_models.separate_model import Sibling
+    def _guesser(self, pair: ModelPair, sees: int | None, closes: bool) -> DraftModel:
+        from kvcli.drafts.draft_models.cross_vocabulary import CrossVocabularyModel
+        from kvcli.drafts.draft_models.separate_model import SeparateDraftModel
         from kvcli.errors import BadConfig
 
         wants = {
@@ -192,22 +195,22 @@ class Model(Company):
                     f"{pair.draft.info.id} has tokens of its own, and guesses spelled anew come one behind the other"
                 ],
                 try_=[
-                    " ".join(f"--set spec.{key}={keys_of(Model)[key].default}" for key in asked),
+                    " ".join(f"--set spec.{key}={keys_of(SeparateModelDraft)[key].default}" for key in asked),
                     "kvcli models show MODEL lists who shares it",
                 ],
             )
         if self.retrieval != "off":
             return self._retrieval(pair, sees, closes)
-        sibling = Sibling(pair.draft, self.working, self.sinks, sees=sees, closes=closes)
-        return sibling if pair.spelling is None else Foreign(sibling, pair.spelling)
+        sibling = SeparateDraftModel(pair.draft, self.working, self.sinks, sees=sees, closes=closes)
+        return sibling if pair.spelling is None else CrossVocabularyModel(sibling, pair.spelling)
 
-    def _retrieval(self, pair: Pair, sees: int | None, closes: bool) -> Sibling:
+    def _retrieval(self, pair: ModelPair, sees: int | None, closes: bool) -> SeparateDraftModel:
         from functools import partial
 
-        from kvcli.drafts.draft_models.chunk_retrieval import Retrieval, looks
+        from kvcli.drafts.draft_models.chunk_retrieval import ChunkRetrievalModel, scored_layers
         from kvcli.drafts.draft_models.chunk_trigger import trigger
 
-        return Retrieval(
+        return ChunkRetrievalModel(
             pair.draft,
             self.working,
             self.sinks,
@@ -215,7 +218,7 @@ class Model(Company):
             closes=closes,
             size=self.chunk,
             recent=self.recent,
-            sights=looks(pair.target, self.looks),
+            sights=scored_layers(pair.target, self.looks),
             trigger=partial(trigger, self.retrieval),
             is_far=self.shelf == "host",
         )

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvcli.methods.drafts.ngram import Ngram
 
 if TYPE_CHECKING:
-    from kvcli.drafts.sources.logit_recycling import Successors
-    from kvcli.drafts.sources.model_draft import Chain
-    from kvcli.drafts.sources.prompt_lookup import Copies
-    from kvcli.drafts.tree.tree_drafter import Mixer
+    from kvcli.drafts.sources.logit_recycling import RecycledLogits
+    from kvcli.drafts.sources.model_draft import ModelDraft
+    from kvcli.drafts.sources.prompt_lookup import PromptLookup
+    from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
 
 @dataclass(frozen=True)
-class Company(Ngram):
+class ModelDraftSettings(Ngram):
     """Keys of every method in which a model is asked for guesses."""
 
     copies: bool = True  # guess from the text as well; where a copy is all but sure, the model is not asked
@@ -35,22 +35,25 @@ class Company(Ngram):
                 'sources = ["stand", "recycle"]'
             )
 
-    def unread(self) -> dict[str, str]:
+    def ignored_keys(self) -> dict[str, str]:
         """Keys that nothing reads as the others are: of copies, where none are made."""
-        return super().unread() | ({} if self.copies else dict.fromkeys(("min_match", "max_match"), "copies"))
+        return super().ignored_keys() | ({} if self.copies else dict.fromkeys(("min_match", "max_match"), "copies"))
 
-    def tables(self, n: int) -> int:
+    def index_bytes(self, n: int) -> int:
         """Bytes of what is remembered of n tokens, at most."""
         from kvcli.drafts.sources.logit_recycling import learned_bytes
 
-        return (super().tables(n) if self.copies else 0) + learned_bytes(self.sources, n)
+        return (super().index_bytes(n) if self.copies else 0) + learned_bytes(self.sources, n)
 
-    def mixer(self, chain: Chain, copies: Copies, **of: Any) -> Mixer:
-        """The drafter of a chain and its company. `of`: as `Mixer` has it."""
+    def mixer(self, chain: ModelDraft, copies: PromptLookup, **of: Any) -> TreeDrafter:
+        """The drafter of a chain and its company. `of`: as `TreeDrafter` has it."""
         from kvcli.drafts.sources.logit_recycling import learners
-        from kvcli.drafts.tree.tree_drafter import Mixer
+        from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
         successors = learners(self.sources)
-        others: list[Copies | Successors] = [*([copies] if self.copies else []), *successors]  # the cheapest first
+        others: list[PromptLookup | RecycledLogits] = [
+            *([copies] if self.copies else []),
+            *successors,
+        ]  # the cheapest first
         beyond = [(i, source.behind) for i, source in enumerate(others)]
-        return Mixer(self, [*others, chain], successors=successors, chain=chain, beyond=beyond, **of)
+        return TreeDrafter(self, [*others, chain], successors=successors, chain=chain, beyond=beyond, **of)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.drafts.draft_settings import Pacing
+from kvcli.drafts.draft_settings import DraftSettings
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvcli.drafts.tree.tree_drafter import Mixer
-    from kvcli.engine.drafting.drafter import Pair
+    from kvcli.drafts.tree.tree_drafter import TreeDrafter
+    from kvcli.engine.drafting.drafter import ModelPair
 
 
 @dataclass(frozen=True)
-class Ngram(Pacing):
+class Ngram(DraftSettings):
     """Copy from the text itself; `[spec] method = "ngram"`."""
 
     min_match: Annotated[int, Range(1, 64)] = 1  # tokens that must match before their continuation is a guess
@@ -27,17 +27,17 @@ class Ngram(Pacing):
         if self.max_match < self.min_match:
             raise ValueError(f"max_match = {self.max_match} is less than min_match = {self.min_match}")
 
-    def tables(self, n: int) -> int:
+    def index_bytes(self, n: int) -> int:
         """Bytes of the index of n tokens."""
         from kvcli.drafts.sources.prompt_lookup import TOKEN_BYTES
 
         return TOKEN_BYTES * n
 
-    def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Mixer:
+    def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """A drafter that knows no text yet."""
         from kvcli.drafts.sources.prompt_lookup import (
-            Copies,  # late: reading a profile must import neither torch nor numpy
+            PromptLookup,  # late: reading a profile must import neither torch nor numpy
         )
-        from kvcli.drafts.tree.tree_drafter import Mixer
+        from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
-        return Mixer(self, [Copies(self.min_match, self.max_match)])
+        return TreeDrafter(self, [PromptLookup(self.min_match, self.max_match)])

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafting.drafter import Costs, Pair, Past
-    from kvcli.engine.drafting.report import Report
+    from kvcli.engine.drafting.drafter import Costs, DraftContext, ModelPair
+    from kvcli.engine.drafting.report import DraftReport
     from kvcli.engine.rows import Draft
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.stats import Step
@@ -42,7 +42,7 @@ class Off:
         """Keys that nothing reads as the others are: key -> the one in whose way it is."""
         return {}
 
-    def drafter(self, ends: Collection[int] = (), pair: Pair | None = None) -> Off:
+    def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> Off:
         """The drafter of these settings, as every method's dataclass makes its own. `ends`: tokens that end a text.
         `pair`: of the model that writes and the one that drafts, where `second` names one."""
         return self
@@ -56,7 +56,7 @@ class Off:
     def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> None:
         return
 
-    def propose(self, ids: Sequence[int], room: int, past: Past | None = None) -> Draft:
+    def propose(self, ids: Sequence[int], room: int, past: DraftContext | None = None) -> Draft:
         from kvcli.engine.rows import Draft  # late: reading a profile must not import torch
 
         return Draft.none(ahead=room)
@@ -64,5 +64,5 @@ class Off:
     def observe(self, step: Step) -> None:
         return
 
-    def report(self) -> Report | None:
+    def report(self) -> DraftReport | None:
         return None

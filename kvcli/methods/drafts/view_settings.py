@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.drafts.draft_settings import Pacing
+from kvcli.drafts.draft_settings import DraftSettings
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.engine.drafting.drafter import Glance
+    from kvcli.engine.drafting.drafter import ViewSpec
 
 
 @dataclass(frozen=True)
-class Viewing(Pacing):
+class ViewSettings(DraftSettings):
     """Keys of a view."""
 
     view: Literal["all", "stream", "quest"] = "all"  # what is read: all, sinks and newest tokens, or chosen pages
@@ -23,23 +23,23 @@ class Viewing(Pacing):
     pages: Annotated[int, Range(1, 4096)] = 32  # of "quest": pages read by a KV head
     refresh: Annotated[int, Range(1, 4096)] = 32  # of a view: tokens after which it is chosen anew
 
-    def unread(self) -> dict[str, str]:
+    def ignored_keys(self) -> dict[str, str]:
         """Keys that nothing reads as the others are: of a view, where there is none of that kind."""
         of = {"all": ("sinks", "local", "refresh", "page", "pages"), "stream": ("page", "pages"), "quest": ()}
-        return super().unread() | dict.fromkeys(of[self.view], "view")
+        return super().ignored_keys() | dict.fromkeys(of[self.view], "view")
 
-    def copied(self, n: int) -> int:
+    def view_slots(self, n: int) -> int:
         """How many of n slots a head the view keeps a copy of."""
         pages = self.page * self.pages if self.view == "quest" else 0
         return 0 if self.view == "all" else min(n, self.sinks + self.local + pages + self.refresh)
 
-    def glance(self) -> Glance | None:
+    def glance(self) -> ViewSpec | None:
         """The view; None = everything."""
-        from kvcli.engine.drafting.drafter import Glance
+        from kvcli.engine.drafting.drafter import ViewSpec
 
         if self.view == "all":
             return None
         if self.view == "stream":
-            return Glance("stream", {"sinks": self.sinks, "window": self.local}, self.refresh)
+            return ViewSpec("stream", {"sinks": self.sinks, "window": self.local}, self.refresh)
         settings = {"sinks": self.sinks, "local": self.local, "page": self.page, "pages": self.pages}
-        return Glance("quest", settings, self.refresh)
+        return ViewSpec("quest", settings, self.refresh)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import BadConfig
-from kvcli.kv.formats.block_format import Blocks, Codes
-from kvcli.kv.formats.quantization import factors, grouped, halved, product
+from kvcli.kv.formats.block_format import BlockFormat, Codes
+from kvcli.kv.formats.quantization import grouped, low_rank_factors, product, to_16_bit
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cskv(Blocks):
+class Cskv(BlockFormat):
     """Keep of a block of keys and one of values their main directions over several heads, and each slot's share."""
 
     rope: Literal["after", "before"] = "before"  # turned keys have more directions
@@ -53,11 +53,11 @@ class Cskv(Blocks):
                     try_=[f"--set form.{key}={most // 2 or 1}", f"--set kv.group={4 * g}"],
                 )
 
-    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
-        values = factors(_wide(v), self.v_rank) if self.v_rank else (halved(v),)
-        return *factors(_wide(k), self.k_rank), *values
+    def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+        values = low_rank_factors(_wide(v), self.v_rank) if self.v_rank else (to_16_bit(v),)
+        return *low_rank_factors(_wide(k), self.k_rank), *values
 
-    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+    def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
         k_share, k_way, *of_values = codes  # [B, r, g] and [B, r, h D]
         k = _narrow(product(k_share, k_way, exact), dims[0])
         if not self.v_rank:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import torch
 from torch import Tensor
 
-from kvcli.kv.formats.block_format import Blocks, Codes
-from kvcli.kv.formats.quantization import halved, product
+from kvcli.kv.formats.block_format import BlockFormat, Codes
+from kvcli.kv.formats.quantization import product, to_16_bit
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FreqKV(Blocks):
+class FreqKV(BlockFormat):
     """Keep the low frequencies of each channel along the slots of a block (cosine transform), and drop the others."""
 
     rope: Literal["after", "before"] = "before"  # turned keys have the frequencies of the turning, too
@@ -31,11 +31,11 @@ class FreqKV(Blocks):
 
     rounds = False
 
-    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+    def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
         waves = self._waves(kv.group, k.device, k.dtype).mT  # [g, r]
-        return halved(product(waves, k, k.dtype)), halved(product(waves, v, v.dtype))  # [B, h, r, ..]
+        return to_16_bit(product(waves, k, k.dtype)), to_16_bit(product(waves, v, v.dtype))  # [B, h, r, ..]
 
-    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+    def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
         waves = self._waves(kv.group, codes[0].device, exact)
         return product(waves, codes[0], exact), product(waves, codes[1], exact)
 

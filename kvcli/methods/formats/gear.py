@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from torch import Tensor
 
-from kvcli.kv.formats.block_format import APART, Blocks, Codes
-from kvcli.kv.formats.quantization import apart, by_slot, factors, numbers, of_slots, product, put_back, rounded
+from kvcli.kv.formats.block_format import APART, BlockFormat, Codes
+from kvcli.kv.formats.quantization import (
+    by_slot,
+    dequantize,
+    low_rank_factors,
+    merge_outliers,
+    of_slots,
+    product,
+    quantize,
+    split_outliers,
+)
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -17,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Gear(Blocks):
+class Gear(BlockFormat):
     """Round keys by channel and values by slot, beside the outliers of each and the error's largest directions."""
 
     outliers: Annotated[float, Range(0, 0.5)] = 0.02  # of the numbers of a channel of keys, of a slot of values
@@ -25,19 +34,30 @@ class Gear(Blocks):
 
     own = APART
 
-    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
-        k_inner, *k_apart = apart(k.mT, round(self.outliers * k.shape[2] / 2))
-        v_inner, *v_apart = apart(v, round(self.outliers * v.shape[3] / 2))
-        keys, values = rounded(k_inner.mT, kv.k_bits, -2), by_slot(v_inner, kv.v_bits, kv.group)
-        k_lost = put_back((k_inner - numbers(keys, kv.k_bits, k.dtype).mT), k_apart[0], torch.zeros_like(k_apart[1]))
-        v_lost = put_back(v_inner - of_slots(values, kv.v_bits, v.dtype), v_apart[0], torch.zeros_like(v_apart[1]))
-        return *keys, *values, *k_apart, *v_apart, *factors(k_lost, self.rank), *factors(v_lost, self.rank)
+    def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+        k_inner, *k_apart = split_outliers(k.mT, round(self.outliers * k.shape[2] / 2))
+        v_inner, *v_apart = split_outliers(v, round(self.outliers * v.shape[3] / 2))
+        keys, values = quantize(k_inner.mT, kv.k_bits, -2), by_slot(v_inner, kv.v_bits, kv.group)
+        k_lost = merge_outliers(
+            (k_inner - dequantize(keys, kv.k_bits, k.dtype).mT), k_apart[0], torch.zeros_like(k_apart[1])
+        )
+        v_lost = merge_outliers(
+            v_inner - of_slots(values, kv.v_bits, v.dtype), v_apart[0], torch.zeros_like(v_apart[1])
+        )
+        return (
+            *keys,
+            *values,
+            *k_apart,
+            *v_apart,
+            *low_rank_factors(k_lost, self.rank),
+            *low_rank_factors(v_lost, self.rank),
+        )
 
-    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
-        k = numbers(codes[:3], kv.k_bits, exact).mT
+    def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+        k = dequantize(codes[:3], kv.k_bits, exact).mT
         v = of_slots(codes[3:6], kv.v_bits, exact)
         k, v = (
-            put_back(t + product(a, b, exact), at, found)
+            merge_outliers(t + product(a, b, exact), at, found)
             for t, (at, found), (a, b) in (
                 (k, codes[6:8], codes[10:12]),
                 (v, codes[8:10], codes[12:]),

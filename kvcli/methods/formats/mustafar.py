@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvcli.kernels.quantize_kv import spread, squeeze
-from kvcli.kv.formats.block_format import Blocks, Codes
-from kvcli.kv.formats.quantization import halved
+from kvcli.kv.formats.block_format import BlockFormat, Codes
+from kvcli.kv.formats.quantization import to_16_bit
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Mustafar(Blocks):
+class Mustafar(BlockFormat):
     """Keep the largest numbers of each key and value behind a map of where they stand, and read the others as 0."""
 
     k_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # of the numbers of a key, those that are given up
@@ -27,10 +27,10 @@ class Mustafar(Blocks):
     own: ClassVar = {"kv.rotate": "which spreads over all channels the large numbers that this form keeps"}
     rounds = False
 
-    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+    def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
         return *_mapped(k, self.k_sparsity), *_mapped(v, self.v_sparsity)
 
-    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+    def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
         return _spread(codes[:2], dims[0], exact), _spread(codes[2:], dims[1], exact)
 
 
@@ -39,7 +39,7 @@ def _mapped(x: Tensor, sparsity: float) -> Codes:
     n = max(1, x.shape[-1] - round(sparsity * x.shape[-1]))
     at = x.abs().topk(n, -1).indices.sort(-1).values
     stands = x.new_zeros(*x.shape[:-1], -(-x.shape[-1] // 8) * 8, dtype=torch.uint8)
-    return squeeze(stands.scatter(-1, at, 1), 1), halved(x.gather(-1, at))
+    return squeeze(stands.scatter(-1, at, 1), 1), to_16_bit(x.gather(-1, at))
 
 
 def _spread(of: Codes, dim: int, exact: torch.dtype) -> Tensor:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from torch import Tensor
 
-from kvcli.kv.formats.block_format import APART, Blocks, Codes
-from kvcli.kv.formats.quantization import apart, by_slot, numbers, of_slots, put_back, rounded
+from kvcli.kv.formats.block_format import APART, BlockFormat, Codes
+from kvcli.kv.formats.quantization import by_slot, dequantize, merge_outliers, of_slots, quantize, split_outliers
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Qaq(Blocks):
+class Qaq(BlockFormat):
     """Keep the largest and smallest numbers of a block in 16 bits, and round the others in the range that is left."""
 
     outliers: Annotated[float, Range(0, 0.5)] = 0.01  # of the numbers of a block that are kept apart
 
     own = APART
 
-    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
-        inner, *found = zip(*(apart(t.flatten(2), self._each(t)) for t in (k, v)), strict=True)
-        keys = rounded(inner[0].view_as(k), kv.k_bits, -2)
+    def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+        inner, *found = zip(*(split_outliers(t.flatten(2), self._each(t)) for t in (k, v)), strict=True)
+        keys = quantize(inner[0].view_as(k), kv.k_bits, -2)
         return *keys, *by_slot(inner[1].view_as(v), kv.v_bits, kv.group), *(t for each in found for t in each)
 
-    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
-        inner = numbers(codes[:3], kv.k_bits, exact), of_slots(codes[3:6], kv.v_bits, exact)
+    def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+        inner = dequantize(codes[:3], kv.k_bits, exact), of_slots(codes[3:6], kv.v_bits, exact)
         k, v = (
-            put_back(t.flatten(2), at, found).view_as(t)
+            merge_outliers(t.flatten(2), at, found).view_as(t)
             for t, at, found in zip(inner, codes[6:8], codes[8:], strict=True)
         )
         return k, v

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvcli.errors import BadConfig
-from kvcli.kv.formats.block_format import Blocks, Codes
-from kvcli.kv.formats.quantization import by_slot, grouped, halved, of_slots, placed
+from kvcli.kv.formats.block_format import BlockFormat, Codes
+from kvcli.kv.formats.quantization import by_slot, grouped, of_slots, placed, to_16_bit
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RotateKV(Blocks):
+class RotateKV(BlockFormat):
     """Turn keys of several heads by one Hadamard matrix, order channels by their means, and round each slot."""
 
     rope: Literal["after", "before"] = "before"
@@ -49,22 +49,22 @@ class RotateKV(Blocks):
                 try_=["--set form.method=zipcache", "--set form.method=kivi"],
             )
 
-    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+    def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
         n = min(self.massive, kv.group)
         at = k.square().sum((1, 3)).topk(n, -1).indices  # [B, n]
-        spared = (halved(t.gather(2, at[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3]))) for t in (k, v))
-        wide = turned(_wide(k))  # [B, g, h D]
+        spared = (to_16_bit(t.gather(2, at[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3]))) for t in (k, v))
+        wide = hadamard(_wide(k))  # [B, g, h D]
         order = wide.mean(1, keepdim=True).argsort(dim=-1, stable=True)  # [B, 1, h D]
         keys = by_slot(wide.gather(2, order.expand_as(wide)), kv.k_bits, kv.group)
-        values = by_slot(turned(v), kv.v_bits, kv.group)
+        values = by_slot(hadamard(v), kv.v_bits, kv.group)
         return *keys, *values, placed(order, wide.shape[2]), placed(at, kv.group), *spared
 
-    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+    def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
         order, at, *spared = codes[6:]
         ordered = of_slots(codes[:3], kv.k_bits, exact)
-        wide = turned(torch.empty_like(ordered).scatter_(2, order.long().expand_as(ordered), ordered))
+        wide = hadamard(torch.empty_like(ordered).scatter_(2, order.long().expand_as(ordered), ordered))
         k = grouped(wide, wide.shape[2] // dims[0]).transpose(1, 2)
-        v = turned(of_slots(codes[3:6], kv.v_bits, exact))
+        v = hadamard(of_slots(codes[3:6], kv.v_bits, exact))
         k, v = (
             t.scatter(2, at.long()[:, None, :, None].expand_as(found), found.to(exact))
             for t, found in zip((k, v), spared, strict=True)
@@ -77,7 +77,7 @@ def _wide(k: Tensor) -> Tensor:
     return k.transpose(1, 2).flatten(2)
 
 
-def turned(x: Tensor) -> Tensor:
+def hadamard(x: Tensor) -> Tensor:
     """x [.., n] by the Hadamard matrix, n a power of two: sums and differences of halves, and its own inverse."""
     n, step = x.shape[-1], 1
     x = x.movedim(-1, 0).contiguous()  # [n, ..]: so that every sum runs along what lies side by side

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from torch import Tensor
 
-from kvcli.kv.formats.block_format import Blocks, Codes
-from kvcli.kv.formats.quantization import TINIEST, halved, placed, product
+from kvcli.kv.formats.block_format import BlockFormat, Codes
+from kvcli.kv.formats.quantization import TINIEST, placed, product, to_16_bit
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SubGen(Blocks):
+class SubGen(BlockFormat):
     """Keep a few keys of a block, each for those near it, and a few values, each for its share of their lengths."""
 
     centers: Annotated[int, Range(1)] = 16  # keys of a block that are kept
@@ -31,13 +31,13 @@ class SubGen(Blocks):
 
     rounds = False
 
-    def pack(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
+    def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
         at, own = _centers(k, min(self.centers, kv.group))
         drawn, weight = _drawn(v, self.samples)
         keys, values = (t.gather(2, i[..., None].expand(-1, -1, -1, t.shape[3])) for t, i in ((k, at), (v, drawn)))
-        return halved(keys), placed(own, kv.group), halved(values * weight[..., None]), placed(drawn, kv.group)
+        return to_16_bit(keys), placed(own, kv.group), to_16_bit(values * weight[..., None]), placed(drawn, kv.group)
 
-    def unpack(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
+    def dequantize(self, codes: Codes, kv: Kv, dims: tuple[int, int], exact: torch.dtype) -> tuple[Tensor, Tensor]:
         keys, own, values, drawn = codes
         k = keys.to(exact).gather(2, own.long()[..., None].expand(-1, -1, -1, dims[0]))
         slots = torch.arange(kv.group, device=drawn.device)

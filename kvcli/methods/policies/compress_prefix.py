@@ -12,26 +12,26 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcli.methods.policies.kvzip import KVzip
-from kvcli.policies.scoring.running_scores import Sums
-from kvcli.policies.scoring.topk import Memory
+from kvcli.policies.scoring.running_scores import RunningScores
+from kvcli.policies.scoring.topk import ScoreState
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Asks
-    from kvcli.engine.sequence.state import Text
+    from kvcli.engine.forward_request import Steps
+    from kvcli.engine.sequence.state import SequenceState
     from kvcli.kernels.rope import Rotary
 
 
 PIECE = 64  # tokens repeated at once below which a long text would be repeated in hundreds of passes
 
 
-def has_room(limit: int, end: int) -> bool:
+def fits_repetition(limit: int, end: int) -> bool:
     """Whether so many tokens can be repeated behind themselves, by a model that takes `limit`."""
     return limit - end >= KVzip().lead + PIECE
 
 
-def condense(text: Text, end: int, most: int) -> Asks[bool]:
+def compress_prefix(text: SequenceState, end: int, most: int) -> Steps[bool]:
     """Have the first `end` stored tokens of a text take `most` slots a head; whatever follows is to be read again.
 
     `text.ids` then begins with as many of their ids, in order, those that most heads kept. False where so few cannot
@@ -41,20 +41,20 @@ def condense(text: Text, end: int, most: int) -> Asks[bool]:
     import torch
 
     from kvcli.engine.hf.rope import rotaries
-    from kvcli.engine.policy.compression_point import Boundary
-    from kvcli.engine.policy.query_recorder import Heard
+    from kvcli.engine.policy.compression_point import CompressionPoint
+    from kvcli.engine.policy.query_recorder import QueryRecorder
     from kvcli.engine.sequence.token_kinds import kinds_of
 
     lm, zipped = text.lm, KVzip(budget=most, alloc="uniform", guard=1)
-    turns, guard = rotaries(lm), zipped.wants(lm).guard
-    if not text.kv.reaches(end):
+    turns, guard = rotaries(lm), zipped.requirements(lm).guard
+    if not text.cache.reaches(end):
         return False
     text.rewind(end + 1)
     assert text.committed == end > most, "it is stored"
-    sums, ids = Sums(lm, dict(text.worth)), text.ids[: end + 1]
+    sums, ids = RunningScores(lm, dict(text.worth)), text.ids[: end + 1]
     kinds = kinds_of(ids[:end], text.kinds, text.spans)
-    past = lm, text.kv, Heard(0, lambda n: ()), guard, ids[:end], kinds
-    at = Boundary(*past, "read", end, True, Memory(done=text.condensed, own=sums))
+    past = lm, text.cache, QueryRecorder(0, lambda n: ()), guard, ids[:end], kinds
+    at = CompressionPoint(*past, "read", end, True, ScoreState(done=text.condensed, own=sums))
     masks = yield from at.ask(zipped)
     kept = {i: mask for i, mask in enumerate(masks) if mask is not None}
     if not all(bool((mask.sum(1) == most).all()) for mask in kept.values()):
@@ -63,9 +63,9 @@ def condense(text: Text, end: int, most: int) -> Asks[bool]:
     moved: list[tuple[int, Tensor, Tensor, int]] = []
     votes = torch.zeros(end)
     for i, shape in enumerate(lm.shapes):
-        if shape.shares is not None:
+        if shape.shared_from is not None:
             continue
-        s = text.kv.slots(i)
+        s = text.cache.slots(i)
         if i in kept:
             old, where = _places(s.pos, kept[i], most)
             always = replace(guard, recent=0).covers(torch.arange(end, device=lm.device), kinds)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.policy import Moment, Wants
+    from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
     from kvcli.kv.slots import Slots
 
 RECENT = 64  # newest queries; where fewer than so many samples are heard, as of a short question, these count too
@@ -38,7 +38,7 @@ class Expected(TopK):
     name: ClassVar[str] = "expected"
     by: ClassVar[str] = "what later questions should look at"
 
-    def wants(self, lm: LM) -> Wants:
+    def requirements(self, lm: LM) -> PolicyRequirements:
         """Raises BadModel for a model whose rotary frequencies are not found."""
         from kvcli.engine.hf.rope import rotaries
 
@@ -59,7 +59,7 @@ class Expected(TopK):
         count = min(self.samples, n - first)
         return [first + i * (n - first) // count for i in range(count)]
 
-    def score(self, s: Slots, at: Moment) -> Tensor:
+    def score(self, s: Slots, at: LayerContext) -> Tensor:
         """The expected attention, times the value's norm."""
         import torch
 
@@ -78,7 +78,7 @@ class Expected(TopK):
             cov = turn @ (off.transpose(1, 2) @ off / q.shape[1]) @ turn.T  # [H, D, D]
         return expected(s, mean @ turn.T, cov, at.scale, at.softcap, self.epsilon)
 
-    def _sample(self, at: Moment) -> tuple[Tensor, Tensor]:
+    def _sample(self, at: LayerContext) -> tuple[Tensor, Tensor]:
         """The heard queries that were spread evenly, if there are enough of them; else all."""
         wanted = set(self.probes(at.n_prompt)) if at.n_prompt else set()
         rows = [row for row, pos in enumerate(at.q_pos.tolist()) if pos in wanted]

@@ -10,21 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from kvcli.policies.scoring.running_scores import Sums
+from kvcli.policies.scoring.running_scores import RunningScores
 from kvcli.policies.scoring.topk import TopK
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import Boundary
-    from kvcli.engine.policy.policy import Moment, Wants
+    from kvcli.engine.policy.compression_point import CompressionPoint
+    from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
     from kvcli.kv.slots import Masks, Slots
 
 
-def hear(sums: Sums, s: Slots, at: Moment) -> None:
+def hear(sums: RunningScores, s: Slots, at: LayerContext) -> None:
     """Count the attention of the queries that came since."""
     first = int((at.q_pos <= sums.last.get(at.layer, -1)).sum())
     if first == at.q.shape[1] or not s.n_slots:
@@ -52,17 +52,17 @@ class H2O(TopK):
         if self.queries < self.every:
             raise ValueError(f"queries = {self.queries} is less than every = {self.every}: some would never be heard")
 
-    def wants(self, lm: LM) -> Wants:
+    def requirements(self, lm: LM) -> PolicyRequirements:
         """The queries since the last boundary."""
-        return self.want(lm, lambda: Sums(lm), recent=self.queries)
+        return self.want(lm, lambda: RunningScores(lm), recent=self.queries)
 
-    def choose(self, at: Boundary) -> Asks[Masks] | Masks:
+    def select(self, at: CompressionPoint) -> Steps[Masks] | Masks:
         """Whether or not anything competes, what was heard counts."""
         for i in at.open:
             hear(at.memory.own, *at.layer(i))
-        return super().choose(at)
+        return super().select(at)
 
-    def score(self, s: Slots, at: Moment) -> Tensor:
+    def score(self, s: Slots, at: LayerContext) -> Tensor:
         """The sum so far."""
         import torch
 

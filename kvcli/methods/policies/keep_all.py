@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcli.engine.policy.policy import EachLayer
+from kvcli.engine.policy.policy import PerLayerPolicy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.policy.policy import Moment
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
 
 @dataclass(frozen=True)
-class Everything(EachLayer):
+class KeepAll(PerLayerPolicy):
     """Keep every token."""
 
     every = None
     keeps = ""
 
-    def mask(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: LayerContext) -> Tensor:
         return s.pos >= 0
 
     def slots(self, n: int) -> int:

@@ -10,7 +10,7 @@ from kvcli.policies.scoring.topk import TopK
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.policy.policy import Moment
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
 
@@ -22,7 +22,7 @@ class KeyDiff(TopK):
     by: ClassVar[str] = "how unlike the others its keys are"
     is_share: ClassVar[bool] = False
 
-    def score(self, s: Slots, at: Moment) -> Tensor:
+    def score(self, s: Slots, at: LayerContext) -> Tensor:
         """By cosine with the mean direction of all."""
         from torch.nn import functional
 

@@ -10,7 +10,7 @@ from kvcli.policies.scoring.topk import Alloc, TopK
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.policy.policy import Moment
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
 
@@ -24,7 +24,7 @@ class KNorm(TopK):
     by: ClassVar[str] = "how short its keys are"
     is_share: ClassVar[bool] = False
 
-    def score(self, s: Slots, at: Moment) -> Tensor:
+    def score(self, s: Slots, at: LayerContext) -> Tensor:
         """How short."""
         from kvcli.policies.scoring.token_units import norm
 

@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from kvcli.errors import BadModel, ContextOverflow
-from kvcli.policies.scoring.running_scores import Sums
+from kvcli.policies.scoring.running_scores import RunningScores
 from kvcli.policies.scoring.topk import Alloc, TopK
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import Boundary
-    from kvcli.engine.policy.policy import Moment, Wants
+    from kvcli.engine.policy.compression_point import CompressionPoint
+    from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Masks, Slots
 
@@ -53,37 +53,37 @@ class KVzip(TopK):
         if self.keep_new:
             raise ValueError(f"keep_new = {self.keep_new} cannot be kept: what was generated is never repeated")
 
-    def again(self, n: int) -> int:
+    def extra_rows(self, n: int) -> int:
         """All of it, piece by piece, and the tokens that each piece but the first begins with."""
         return n + (-(-n // self.piece) - 1) * self.lead if n else 0
 
-    def wants(self, lm: LM) -> Wants:
+    def requirements(self, lm: LM) -> PolicyRequirements:
         """No queries: those that matter are made here. Remembered are scores by layer, 1/D of all keys and values."""
         try_ = ["--set policy.name=expected"]
         lm.mixers.refuse(lm.info.id, "a repetition behind it would be of what they know, not of slots", try_)
-        if self.plus and any(of.shares is not None for of in lm.shapes):
+        if self.plus and any(of.shared_from is not None for of in lm.shapes):
             raise BadModel(
                 f"policy.plus = true needs layers with keys of their own; some of {lm.info.id} read those of others",
                 code="policy_unsupported",
                 try_=["--set policy.plus=false"],
             )
-        return self.want(lm, lambda: Sums(lm))
+        return self.want(lm, lambda: RunningScores(lm))
 
-    def choose(self, at: Boundary) -> Asks[Masks]:
+    def select(self, at: CompressionPoint) -> Steps[Masks]:
         """As all, once the prompt was repeated. Raises ContextOverflow where none of it fits behind the text."""
         done = at.memory.compressed(at)
         if at.phase == "read":
-            yield from self.look(at, done)
+            yield from self.score_by_repetition(at, done)
         return self.best(at, done)
 
-    def look(self, at: Boundary, first: int) -> Asks[None]:
+    def score_by_repetition(self, at: CompressionPoint, first: int) -> Steps[None]:
         """Repeat the tokens from `first` on, whatever was found of them before."""
         for layer, score in at.memory.own.total.items():
             at.memory.own.total[layer] = score[:, :first]
         for start, end in self.pieces(first, len(at.ids), at.lm.limit):
             yield from self._repeat(at, start, end)
 
-    def score(self, s: Slots, at: Moment) -> Tensor:
+    def score(self, s: Slots, at: LayerContext) -> Tensor:
         """What the repetition looked at."""
         found: Tensor = at.memory.own.total[at.layer].gather(1, s.pos.clamp(min=0).long())
         return found
@@ -104,29 +104,35 @@ class KVzip(TopK):
     def weighs(self) -> str:
         return super().weighs or ("plus = true" if self.plus else "")
 
-    def _by_layer(self, at: Boundary, rows: Rows) -> Asks[list[Heard]]:
+    def _by_layer(self, at: CompressionPoint, rows: Rows) -> Steps[list[Heard]]:
         """A pass through each layer, as the stream is seen between passes; one through none shows what is embedded."""
-        from kvcli.engine.forward_request import Feed
+        from kvcli.engine.forward_request import ForwardRequest
 
         found: list[Heard] = []
-        made = yield Feed(at.lm, rows, at.kv, is_prompt=True, layers=range(0))
+        made = yield ForwardRequest(at.lm, rows, at.kv, is_prompt=True, layers=range(0))
         assert made.hidden is not None
         stream = made.hidden.clone()
         for i in at.layers:
             hidden = stream if i else None
-            made = yield Feed(
-                at.lm, rows, at.kv, hear=range(rows.n_rows), is_prompt=True, layers=range(i, i + 1), hidden=hidden
+            made = yield ForwardRequest(
+                at.lm,
+                rows,
+                at.kv,
+                record_queries=range(rows.n_rows),
+                is_prompt=True,
+                layers=range(i, i + 1),
+                hidden=hidden,
             )
             found.append((made.queries[0], made.fresh[i].k, stream))
             stream = stream if made.hidden is None else made.hidden.clone()
         return found
 
-    def _repeat(self, at: Boundary, start: int, end: int) -> Asks[None]:
+    def _repeat(self, at: CompressionPoint, start: int, end: int) -> Steps[None]:
         """One pass; nothing of it is stored."""
         import torch
 
         from kvcli.engine.rows import Rows
-        from kvcli.kernels.attention_mass import Over, column_mass
+        from kvcli.kernels.attention_mass import Over, attention_mass
         from kvcli.kv.slots import compact
 
         rows = Rows.chain(at.ids[max(0, start - self.lead) : end], len(at.ids))
@@ -138,7 +144,9 @@ class KVzip(TopK):
             k = torch.cat((near.k, fresh.to(near.k.dtype)), 1)
             pos = torch.cat((near.pos, q_pos.to(near.pos.dtype).expand(near.pos.shape[0], -1)), 1)
             over: Over = "max" if stream is None else "none"
-            mass = column_mass(q, q_pos, k, pos, moment.scale, softcap=moment.softcap, over=over)[..., : near.n_slots]
+            mass = attention_mass(q, q_pos, k, pos, moment.scale, softcap=moment.softcap, over=over)[
+                ..., : near.n_slots
+            ]
             if stream is not None:  # [K, G, w, S]
                 adds = at.memory.outward(i, near.v, 2).unsqueeze(2)
                 mass = (mass * adds / stream.to(mass.dtype).norm(dim=1).view(-1, 1)).amax((1, 2))
@@ -149,11 +157,11 @@ class KVzip(TopK):
             scores[i] = score.scatter_reduce_(1, where, mass.masked_fill(near.pos < 0, 0.0), "amax")
 
 
-def _at_once(at: Boundary, rows: Rows) -> Asks[list[Heard]]:
+def _at_once(at: CompressionPoint, rows: Rows) -> Steps[list[Heard]]:
     """One pass through all layers."""
-    from kvcli.engine.forward_request import Feed
+    from kvcli.engine.forward_request import ForwardRequest
 
-    made = yield Feed(at.lm, rows, at.kv, hear=range(rows.n_rows), is_prompt=True)
+    made = yield ForwardRequest(at.lm, rows, at.kv, record_queries=range(rows.n_rows), is_prompt=True)
     keys = [
         made.fresh[i].k if i in made.fresh else made.queries[i] for i in at.layers
     ]  # of a layer that shares: unread

@@ -11,7 +11,7 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.policy.policy import Moment
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
 
@@ -26,7 +26,7 @@ class Lag(TopK):
     name: ClassVar[str] = "lag"
     by: ClassVar[str] = "how far it stands out"
 
-    def score(self, s: Slots, at: Moment) -> Tensor:
+    def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Behind the sinks the text is cut in parts. A part is measured by the next one, and its tokens are ranked;
         `across` leaves out the ranks, so that parts compete. Sinks, and what no whole part follows, score highest.
         """

@@ -10,18 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.engine.policy.policy import EachLayer, Guard
+from kvcli.engine.policy.policy import PerLayerPolicy, ProtectedTokens
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.policy.policy import Moment
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
 
 @dataclass(frozen=True)
-class Quest(EachLayer):
+class Quest(PerLayerPolicy):
     """Keep sinks, the newest tokens, and the pages with the highest bound on a score."""
 
     page: Annotated[int, Range(1)] = 16  # tokens
@@ -29,13 +29,13 @@ class Quest(EachLayer):
     sinks: Annotated[int, Range(0)] = 16  # first tokens
     local: Annotated[int, Range(1)] = 64  # newest tokens
 
-    def mask(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: LayerContext) -> Tensor:
         """By the queries of the moment, which as a view's are those of the pass under way."""
         import torch
 
         q = at.q
         n_kv, n_slots, dim = s.k.shape
-        mask = Guard(self.sinks, self.local).covers(s.pos, at.kinds)
+        mask = ProtectedTokens(self.sinks, self.local).covers(s.pos, at.kinds)
         if not n_slots or not q.shape[1]:
             return mask
         page = (s.pos.clamp(min=0) // self.page).long()  # [K, S]

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.engine.policy.policy import EachLayer, Guard
+from kvcli.engine.policy.policy import PerLayerPolicy, ProtectedTokens
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.policy.policy import Moment
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
 
 @dataclass(frozen=True)
-class Random(EachLayer):
+class Random(PerLayerPolicy):
     """Keep tokens drawn by lot in each head, beside the first and the newest: a control, not a method."""
 
     budget: Annotated[int, Range(1)] = 1024  # tokens kept a head, with the sinks and the window
@@ -37,7 +37,7 @@ class Random(EachLayer):
     def keeps(self) -> str:
         return f"{self.budget:,} tokens a head, drawn by lot"
 
-    def mask(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: LayerContext) -> Tensor:
         """The lot of a token is fixed by its position, so what fell out early would not have stayed later either."""
         import torch
 
@@ -46,6 +46,6 @@ class Random(EachLayer):
         n_kv, n = s.pos.shape
         head = at.layer * n_kv + torch.arange(n_kv, device=s.pos.device).repeat_interleave(n)
         lot = gumbel(self.seed, s.pos.flatten().long(), head.unsqueeze(1)).view(n_kv, n)
-        lot = lot.masked_fill(Guard(self.sinks, self.window).covers(s.pos, at.kinds), torch.inf)
+        lot = lot.masked_fill(ProtectedTokens(self.sinks, self.window).covers(s.pos, at.kinds), torch.inf)
         best = lot.masked_fill(s.pos < 0, -torch.inf).topk(min(self.budget, n), dim=1).indices
         return torch.zeros_like(s.pos, dtype=torch.bool).scatter_(1, best, True) & (s.pos >= 0)

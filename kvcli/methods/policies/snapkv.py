@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from kvcli.policies.scoring.lookahead_queries import Looks
+from kvcli.policies.scoring.lookahead_queries import QueryScored
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.policy import Moment, Wants
+    from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
     from kvcli.kv.slots import Slots
 
 
 @dataclass(frozen=True)
-class Snap(Looks):
+class Snap(QueryScored):
     """Keep what the newest queries look at, with its neighbours (SnapKV, arXiv 2404.14469)."""
 
     queries: Annotated[int, Range(1)] = 32  # newest tokens whose queries vote
@@ -32,11 +32,11 @@ class Snap(Looks):
         if self.pool % 2 == 0:
             raise ValueError(f"pool = {self.pool} has no middle: use an odd number")
 
-    def wants(self, lm: LM) -> Wants:
+    def requirements(self, lm: LM) -> PolicyRequirements:
         """The queries that vote."""
         return self.looks(lm, self.queries)
 
-    def score(self, s: Slots, at: Moment) -> Tensor:
+    def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Mean attention of the newest `queries`, smoothed over `pool` positions."""
         from kvcli.policies.scoring.token_units import pooled
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.engine.policy.policy import EachLayer, Guard
+from kvcli.engine.policy.policy import PerLayerPolicy, ProtectedTokens
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.policy.policy import Moment
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
 
 @dataclass(frozen=True)
-class Window(EachLayer):
+class StreamingLLM(PerLayerPolicy):
     """Keep the first tokens and the newest ones (StreamingLLM)."""
 
     sinks: Annotated[int, Range(0)] = 4  # first tokens, which every later one leans on
@@ -32,9 +32,9 @@ class Window(EachLayer):
         return min(n, self.sinks + self.window)
 
     @property
-    def keeps(self) -> str:
+    def describe_kept(self) -> str:
         return f"the first {self.sinks} tokens and the newest {self.window:,}"
 
-    def mask(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: LayerContext) -> Tensor:
         """The same in every layer and head: positions below `sinks`, and the last `window` of them."""
-        return Guard(self.sinks, self.window).covers(s.pos, at.kinds)
+        return ProtectedTokens(self.sinks, self.window).covers(s.pos, at.kinds)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvcli.policies.scoring.lookahead_queries import Looks
+from kvcli.policies.scoring.lookahead_queries import QueryScored
 from kvcli.policies.scoring.topk import Alloc
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.policy import Moment, Wants
+    from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
     from kvcli.kv.slots import Slots
 
 
 @dataclass(frozen=True)
-class Tova(Looks):
+class Tova(QueryScored):
     """Keep what the newest query looks at, the same in all heads of a layer (TOVA, arXiv 2401.06104)."""
 
     alloc: Alloc = "uniform"
@@ -25,11 +25,11 @@ class Tova(Looks):
     name: ClassVar[str] = "tova"
     by: ClassVar[str] = "what its last token looks at"
 
-    def wants(self, lm: LM) -> Wants:
+    def requirements(self, lm: LM) -> PolicyRequirements:
         """The newest query."""
         return self.looks(lm, 1)
 
-    def score(self, s: Slots, at: Moment) -> Tensor:
+    def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Its attention, averaged over the heads of the layer."""
         from kvcli.policies.scoring.token_units import by_position
 

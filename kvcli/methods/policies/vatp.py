@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from kvcli.policies.scoring.lookahead_queries import Looks
+from kvcli.policies.scoring.lookahead_queries import QueryScored
 from kvcli.policies.scoring.topk import Alloc
 from kvcli.settings.schema import Range
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.policy import Moment, Wants
+    from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
     from kvcli.kv.slots import Slots
 
 
 @dataclass(frozen=True)
-class Vatp(Looks):
+class Vatp(QueryScored):
     """Keep what the newest queries look at, times the L1 norm of its value (VATP, arXiv 2406.12335)."""
 
     alloc: Alloc = "uniform"
@@ -32,11 +32,11 @@ class Vatp(Looks):
     name: ClassVar[str] = "vatp"
     by: ClassVar[str] = "what its end looks at and how large its values are"
 
-    def wants(self, lm: LM) -> Wants:
+    def requirements(self, lm: LM) -> PolicyRequirements:
         """The queries that count."""
         return self.looks(lm, self.queries)
 
-    def score(self, s: Slots, at: Moment) -> Tensor:
+    def score(self, s: Slots, at: LayerContext) -> Tensor:
         """Mean attention times the sum of the value's absolute entries."""
         mass = at.mass(s)
         return mass * s.v.abs().sum(2, dtype=mass.dtype)

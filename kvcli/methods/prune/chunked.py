@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvcli.methods.prune.lazy import Lazy
+from kvcli.methods.prune.lazy import LazyLLM
 from kvcli.settings.schema import Range
 
 
 @dataclass(frozen=True)
-class Chunked(Lazy):
+class Chunked(LazyLLM):
     """Leave tokens of each chunk behind, by what its own end looks at (after QuickVideo, arXiv 2505.16175)."""
 
     least: Annotated[int, Range(1)] = 256  # tokens of a chunk below which all go on
 
-    def takes(self, n: int, chunk: int) -> int:
+    def group_size(self, n: int, chunk: int) -> int:
         """A chunk."""
         return min(n, chunk)

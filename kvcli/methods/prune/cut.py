@@ -13,22 +13,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.methods.prune.layer_pruner import Narrowing, looked_at, pooled
-from kvcli.methods.prune.protected_tokens import Spared, below_all, nearest
+from kvcli.methods.prune.layer_pruner import LayerPruner, attention_mass, pooled
+from kvcli.methods.prune.protected_tokens import PruneSettings, below_all, nearest
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.prompt_pruner import Live, Pruner
+    from kvcli.engine.prefill.prompt_pruner import ActiveRows, Pruner
     from kvcli.engine.rows import Rows
-    from kvcli.kv.slots import Store
+    from kvcli.kv.slots import KVCache
 
 
 @dataclass(frozen=True)
-class Cut(Spared):
+class SingleCut(PruneSettings):
     """Let on once what the end of a prompt looks at (FastKV, arXiv 2502.01068; GemFilter, arXiv 2409.17422)."""
 
     layer: Annotated[float, Range(above=0, below=1)] = 0.5  # first layer that fewer reach, share of depth
@@ -42,7 +42,7 @@ class Cut(Spared):
             raise ValueError(f"pool = {self.pool}: as many neighbours on either side make an odd number")
 
     @property
-    def hears(self) -> int:
+    def n_scoring_rows(self) -> int:
         """The window."""
         return self.window
 
@@ -62,31 +62,31 @@ class Cut(Spared):
         """The first layer that fewer reach."""
         return nearest(below_all(lm), self.layer * lm.n_layers)
 
-    def over(self, lm: LM, past: Store, rows: Rows, must: set[int], part: int) -> Asks[Pruner | None]:
+    def over(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> Steps[Pruner | None]:
         """None for a short prompt. Raises BadModel for a model that cannot be judged."""
         n = rows.n_rows
         if n < self.least:
             return None
         cut = self.at(lm)
-        once = Narrowing({cut: self.keep}, partial(self._judge, lm, past, rows), must, n)
+        once = LayerPruner({cut: self.keep}, partial(self._judge, lm, cache, rows), must, n)
         if not self.again:
             return once
-        from kvcli.engine.prefill.layerwise import ByLayers
+        from kvcli.engine.prefill.layerwise import LayerwisePrefill
 
-        look = ByLayers(lm, past, rows, part, range(max(0, n - self.window), n), comes_back=True)
+        look = LayerwisePrefill(lm, cache, rows, part, range(max(0, n - self.window), n), comes_back=True)
         try:
             while look.layer < cut:
-                yield from look.go_on()
-            chosen = once(cut, look.live)
+                yield from look.step()
+            chosen = once(cut, look.active_rows)
         finally:
-            past.crop(rows.pos[0])
+            cache.crop(rows.pos[0])
         return partial(_at_first, chosen or range(n))
 
-    def _judge(self, lm: LM, past: Store, rows: Rows, layer: int, live: Live) -> Tensor:
-        scores = looked_at(lm, past, layer, live, rows.pos, min(self.window, rows.n_rows))[rows.pos[0] :]
+    def _judge(self, lm: LM, cache: KVCache, rows: Rows, layer: int, live: ActiveRows) -> Tensor:
+        scores = attention_mass(lm, cache, layer, live, rows.pos, min(self.window, rows.n_rows))[rows.pos[0] :]
         return pooled(scores, self.pool)
 
 
-def _at_first(rows: Sequence[int], layer: int, live: Live) -> Sequence[int] | None:
+def _at_first(rows: Sequence[int], layer: int, live: ActiveRows) -> Sequence[int] | None:
     """Lets these on into the first layer, and all of them from there on."""
     return rows if layer == 0 else None

@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.prompt_pruner import Live
-    from kvcli.kv.slots import Store
+    from kvcli.engine.prefill.prompt_pruner import ActiveRows
+    from kvcli.kv.slots import KVCache
 
 # layer below a cut, what it made -> a score of each live row. No closure: a text that is copied has a store of its own
-Judge = Callable[[int, "Live"], "Tensor"]
+Judge = Callable[[int, "ActiveRows"], "Tensor"]
 
 
-class Narrowing:
+class LayerPruner:
     """One prompt being read."""
 
     def __init__(self, cuts: Mapping[int, float], judge: Judge, always: set[int], n: int, *, mass: float = 0.0) -> None:
@@ -25,7 +25,7 @@ class Narrowing:
         those which go on have at least."""
         self._cuts, self._judge, self._always, self._n, self._mass = cuts, judge, always, n, mass
 
-    def __call__(self, layer: int, live: Live) -> Sequence[int] | None:
+    def __call__(self, layer: int, live: ActiveRows) -> Sequence[int] | None:
         """Those judged highest by the layer below."""
         if layer not in self._cuts:
             return None
@@ -50,24 +50,28 @@ def pooled(scores: Tensor, pool: int) -> Tensor:
     return max_pool1d(scores[None], pool, 1, pool // 2)[0]
 
 
-def looked_at(lm: LM, past: Store, layer: int, live: Live, pos: Sequence[int], hears: int = 1) -> Tensor:
+def attention_mass(
+    lm: LM, cache: KVCache, layer: int, live: ActiveRows, pos: Sequence[int], n_scoring_rows: int = 1
+) -> Tensor:
     """[P + 1]: attention in this layer to each position up to the last row's, P; of rows at positions `pos`.
 
     The mean over query heads, and over the newest `hears` rows. Positions of which the layer has no key get none.
     """
     import torch
 
-    from kvcli.kernels.attention_mass import column_mass
+    from kvcli.kernels.attention_mass import attention_mass
 
     assert live.queries is not None, "the newest rows are heard"
-    s = past.slots(layer)
+    s = cache.slots(layer)
     k, at = s.k, s.pos
     if live.fresh is not None:
         fresh_at = torch.tensor([pos[row] for row in live.rows], dtype=at.dtype, device=at.device)
         k, at = torch.cat((k, live.fresh.k), 1), torch.cat((at, fresh_at.expand(at.shape[0], -1)), 1)
     sight = lm.sights[layer]
-    newest = torch.tensor(pos[len(pos) - hears :], device=k.device)
-    mass = column_mass(live.queries[:, -hears:], newest, k, at, sight.scale, softcap=sight.softcap)  # [K, S]
+    newest = torch.tensor(pos[len(pos) - n_scoring_rows :], device=k.device)
+    mass = attention_mass(
+        live.queries[:, -n_scoring_rows:], newest, k, at, sight.scale, softcap=sight.softcap
+    )  # [K, S]
     found = mass.new_zeros(pos[-1] + 1)
     for heads, places in zip(mass, at, strict=True):
         found.index_add_(0, places.long().clamp_min(0), heads)  # empty slots have no mass

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.methods.prune.layer_pruner import Narrowing, looked_at, pooled
+from kvcli.methods.prune.layer_pruner import LayerPruner, attention_mass, pooled
 from kvcli.methods.prune.schedule import Schedule
 from kvcli.settings.schema import Range
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.aux_cache import Behind
-    from kvcli.engine.prefill.prompt_pruner import Choose, Live
+    from kvcli.engine.prefill.aux_cache import AuxCache
+    from kvcli.engine.prefill.prompt_pruner import ActiveRows, Choose
     from kvcli.engine.rows import Rows
-    from kvcli.kv.slots import Store
+    from kvcli.kv.slots import KVCache
 
 SPARED = 4  # layers: what a token left behind misses there takes less memory than what it would be kept as
 
 
 @dataclass(frozen=True)
-class Lazy(Schedule):
+class LazyLLM(Schedule):
     """Leave tokens of a prompt behind, layer by layer, by what its end looks at (LazyLLM, arXiv 2407.14057)."""
 
     score_queries: Annotated[int, Range(1)] = 1  # newest rows that judge
@@ -50,7 +50,7 @@ class Lazy(Schedule):
                 raise ValueError(f'{of.name} changes nothing with scope = "prefill": nobody comes back')
 
     @property
-    def hears(self) -> int:
+    def n_scoring_rows(self) -> int:
         """Those that judge."""
         return self.score_queries
 
@@ -60,7 +60,7 @@ class Lazy(Schedule):
         return self.revive_every if self.scope == "prefill+decode" else None
 
     @property
-    def completes(self) -> bool:
+    def revives_before_prompt(self) -> bool:
         """Whether the next prompt finds all of them brought back."""
         return self.every is not None and self.idle_complete
 
@@ -69,33 +69,33 @@ class Lazy(Schedule):
         """Last layers that have no cut before them."""
         return SPARED if self.every is not None else 0
 
-    def behind(self, n: int) -> int:
+    def n_deferred(self, n: int) -> int:
         """All that the schedule stops, if they may come back."""
         return 0 if self.every is None or n < self.least else n - math.ceil(self.last * n)
 
-    def about(self, lm: LM) -> str:
+    def describe(self, lm: LM) -> str:
         """The same, and where one that stays behind takes more than the keys and values that it is spared."""
-        said, layer = super().about(lm), max(self.cuts(lm))
+        said, layer = super().describe(lm), max(self.cuts(lm))
         width = lm.model.config.get_text_config().hidden_size
         spares = sum(of.numbers for of in lm.shapes[layer:])
         if self.every is None or spares >= width:
             return said
         return f"{said}; one left behind before layer {layer} is kept as {width:,} numbers, and spares {spares:,}"
 
-    def over(self, lm: LM, past: Store, rows: Rows, must: set[int], part: int) -> Narrowing | None:
+    def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> LayerPruner | None:
         """None for a short prompt. Raises BadModel for a model that cannot be judged."""
         if rows.n_rows < self.least:
             return None
         n = rows.n_rows if self.ratio_of == "prompt" else 0
-        judge = partial(self._judge, lm, past, rows)
-        return Narrowing(self.cuts(lm), judge, must, n, mass=self.mass)
+        judge = partial(self._judge, lm, cache, rows)
+        return LayerPruner(self.cuts(lm), judge, must, n, mass=self.mass)
 
-    def _judge(self, lm: LM, past: Store, rows: Rows, layer: int, live: Live) -> Tensor:
-        scores = looked_at(lm, past, layer, live, rows.pos, min(self.score_queries, rows.n_rows))
+    def _judge(self, lm: LM, cache: KVCache, rows: Rows, layer: int, live: ActiveRows) -> Tensor:
+        scores = attention_mass(lm, cache, layer, live, rows.pos, min(self.score_queries, rows.n_rows))
         return pooled(scores[[rows.pos[row] for row in live.rows]], self.pool)
 
-    def back(self, lm: LM, past: Store, behind: Behind) -> Choose:
+    def bind_revival(self, lm: LM, cache: KVCache, behind: AuxCache) -> Choose:
         """Whom the newest token looks at."""
-        from kvcli.methods.prune.revival import Returning
+        from kvcli.methods.prune.revival import Revival
 
-        return Returning(self, lm, past, behind)
+        return Revival(self, lm, cache, behind)

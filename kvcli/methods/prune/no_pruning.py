@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Everything:
+class NoPruning:
     """Read all of a prompt in every layer."""
 
     reads = ""

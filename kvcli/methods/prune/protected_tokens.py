@@ -11,11 +11,11 @@ from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.policy import Guard
+    from kvcli.engine.policy.policy import ProtectedTokens
 
 
 @dataclass(frozen=True)
-class Spared:
+class PruneSettings:
     """What all methods that leave tokens behind have in common."""
 
     recent: Annotated[int, Range(1)] = 64  # newest tokens that always go on
@@ -24,7 +24,7 @@ class Spared:
     least: Annotated[int, Range(1)] = 1024  # tokens of a prompt below which all go on
 
     @property
-    def hears(self) -> int:
+    def n_scoring_rows(self) -> int:
         """The last row's queries judge the others."""
         return 1
 
@@ -34,25 +34,27 @@ class Spared:
         return None
 
     @property
-    def completes(self) -> bool:
+    def revives_before_prompt(self) -> bool:
         """Nor is anybody brought back."""
         return False
 
-    def behind(self, n: int) -> int:
+    def n_deferred(self, n: int) -> int:
         """Nor remembered."""
         return 0
 
-    def takes(self, n: int, chunk: int) -> int:
+    def group_size(self, n: int, chunk: int) -> int:
         """How many of the n tokens that are left of a prompt are read and judged together."""
         return n
 
     @property
-    def guard(self) -> Guard:
+    def guard(self) -> ProtectedTokens:
         """The first and the newest, and what says what is to be done."""
-        from kvcli.engine.policy.policy import Guard
+        from kvcli.engine.policy.policy import ProtectedTokens
         from kvcli.engine.sequence.token_kinds import QUESTION, SPECIAL, SYSTEM, TOOLS
 
-        return Guard(self.sinks, self.recent, frozenset({SPECIAL, SYSTEM, TOOLS, QUESTION} if self.protect else ()))
+        return ProtectedTokens(
+            self.sinks, self.recent, frozenset({SPECIAL, SYSTEM, TOOLS, QUESTION} if self.protect else ())
+        )
 
     @property
     def always(self) -> str:
@@ -70,7 +72,7 @@ def below_all(lm: LM, spared: int = 0) -> list[int]:
 
     lm.mixers.refuse(lm.info.id, "rows cannot be stopped between them", ["--set prune.method=none"])
     starts = [span.start for span in spans(lm.shapes)[1:] if span.start <= lm.n_layers - spared]
-    shown = [i for i in starts if lm.windows[i - 1] is None and lm.shapes[i - 1].shares is None]
+    shown = [i for i in starts if lm.windows[i - 1] is None and lm.shapes[i - 1].shared_from is None]
     if not shown:
         raise BadModel(
             f"[prune] judges tokens in layers that see all of a text, and {lm.info.id} has none",

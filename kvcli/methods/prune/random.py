@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from kvcli.methods.prune.layer_pruner import Narrowing
+from kvcli.methods.prune.layer_pruner import LayerPruner
 from kvcli.methods.prune.schedule import Schedule
 from kvcli.settings.schema import Range
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.prompt_pruner import Live
+    from kvcli.engine.prefill.prompt_pruner import ActiveRows
     from kvcli.engine.rows import Rows
-    from kvcli.kv.slots import Store
+    from kvcli.kv.slots import KVCache
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Random(Schedule):
 
     seed: Annotated[int, Range(0, 2**31 - 1)] = 0  # of the lots
 
-    def over(self, lm: LM, past: Store, rows: Rows, must: set[int], part: int) -> Narrowing | None:
+    def over(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> LayerPruner | None:
         """None for a short prompt."""
         if rows.n_rows < self.least:
             return None
         import torch
 
-        def lots(layer: int, live: Live) -> Tensor:
+        def lots(layer: int, live: ActiveRows) -> Tensor:
             dice = torch.Generator().manual_seed(self.seed + 1_000_003 * rows.pos[0] + layer)
             return torch.rand(len(live.rows), generator=dice)
 
         n = rows.n_rows if self.ratio_of == "prompt" else 0
-        return Narrowing(self.cuts(lm), lots, must, n)
+        return LayerPruner(self.cuts(lm), lots, must, n)

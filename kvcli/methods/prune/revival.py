@@ -12,29 +12,29 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.methods.prune.layer_pruner import highest, looked_at
+from kvcli.methods.prune.layer_pruner import attention_mass, highest
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.aux_cache import Behind
-    from kvcli.engine.prefill.prompt_pruner import Live
-    from kvcli.kv.slots import Store
-    from kvcli.methods.prune.lazy import Lazy
+    from kvcli.engine.prefill.aux_cache import AuxCache
+    from kvcli.engine.prefill.prompt_pruner import ActiveRows
+    from kvcli.kv.slots import KVCache
+    from kvcli.methods.prune.lazy import LazyLLM
 
 
-class Returning:
+class Revival:
     """Chooses for one trip of the newest token."""
 
-    def __init__(self, lazy: Lazy, lm: LM, past: Store, behind: Behind) -> None:
-        self._lazy, self._lm, self._past, self._behind = lazy, lm, past, behind
+    def __init__(self, lazy: LazyLLM, lm: LM, cache: KVCache, behind: AuxCache) -> None:
+        self._lazy, self._lm, self._past, self._behind = lazy, lm, cache, behind
         self._cuts = lazy.cuts(lm)
 
-    def __call__(self, layer: int, live: Live, pos: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    def __call__(self, layer: int, live: ActiveRows, pos: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         """Of those on their way the ones still looked at, and the newest; and who comes back."""
         waiting, lazy = self._behind.at(layer), self._lazy
         if layer not in self._cuts or not (waiting or len(pos) > 1):
             return pos, ()
-        mass = looked_at(self._lm, self._past, layer - 1, live, pos)
+        mass = attention_mass(self._lm, self._past, layer - 1, live, pos)
         of = len(mass) if lazy.ratio_of == "prompt" else int((mass > 0).sum())
         order = highest(mass, math.ceil(self._cuts[layer] * of), lazy.mass)
         chosen, missing = set(order), set(waiting)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.methods.prune.protected_tokens import Spared, below_all, nearest
+from kvcli.methods.prune.protected_tokens import PruneSettings, below_all, nearest
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Schedule(Spared):
+class Schedule(PruneSettings):
     """Layers at even distances, and shares on a line between the first and the last of them."""
 
     start_prune_layer: Annotated[float, Range(above=0, below=1)] = 0.3  # first layer that fewer reach, share of depth
@@ -32,7 +32,7 @@ class Schedule(Spared):
             raise ValueError(f"end_keep_ratio = {self.end_keep_ratio} is above start_keep_ratio: nobody comes back")
 
     @property
-    def reads(self) -> str:
+    def describe_read(self) -> str:
         """How much of a long prompt goes through all layers, in words."""
         return f"{self.last:.0%} of a prompt{self._long} in the upper layers"
 
@@ -51,7 +51,7 @@ class Schedule(Spared):
         """Last layers that have no cut before them."""
         return 0
 
-    def about(self, lm: LM) -> str:
+    def describe(self, lm: LM) -> str:
         """Which layers fewer reach, and who always does. Raises BadModel for a model that cannot be judged."""
         cuts = self.cuts(lm)
         shares = ", ".join(f"{share:.0%} go on from layer {layer}" for layer, share in cuts.items())

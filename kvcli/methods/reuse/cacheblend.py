@@ -19,13 +19,13 @@ from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.span_reuse import Spare
+    from kvcli.engine.prefill.span_reuse import ReusableSpans
 
 FEWER = 0.25  # by so much of the share there are more in the second layer, and fewer in the last
 
 
 @dataclass(frozen=True)
-class Blend:
+class CacheBlend:
     """Take over what stands in other texts, and read what differs most again (CacheBlend, arXiv 2405.16444)."""
 
     least: Annotated[int, Range(8)] = 64  # tokens in a row that are worth taking over
@@ -33,25 +33,25 @@ class Blend:
     select: Literal["kv", "hidden"] = "kv"  # by what these are chosen: keys and values, or hidden states (KVShare)
 
     @property
-    def reuses(self) -> str:
+    def describe_reused(self) -> str:
         again = f"{100 * self.recompute:.3g} % of them read again"
         return f"takes over {self.least} tokens or more in a row as they were read behind another text, {again}"
 
-    def meet(self, lm: LM) -> None:
+    def check_model(self, lm: LM) -> None:
         """Raises BadModel where no fixed table says how keys turn, or rows cannot be stopped between layers."""
         from kvcli.engine.hf.rope import rotaries
-        from kvcli.engine.prefill.layerwise import meet
+        from kvcli.engine.prefill.layerwise import check_model
 
         rotaries(lm)
         if self.recompute:
-            meet(lm, None)
+            check_model(lm, None)
 
-    def over(self, lm: LM) -> Spare:
+    def bind(self, lm: LM) -> ReusableSpans:
         """Runs turned to where they stand, some of their tokens read again."""
-        from kvcli.methods.reuse.rerotated_spans import Turned
-        from kvcli.methods.reuse.selective_recompute import Again
+        from kvcli.methods.reuse.rerotated_spans import RerotatedSpans
+        from kvcli.methods.reuse.selective_recompute import SelectiveRecompute
 
-        return Turned(lm, self.least, Again(lm, self) if self.recompute else None)
+        return RerotatedSpans(lm, self.least, SelectiveRecompute(lm, self) if self.recompute else None)
 
     def shares(self, n: int) -> list[float]:
         """What goes on into each of n layers above the first (or groups that share slots), as a share of a run."""

@@ -15,7 +15,7 @@ from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.span_reuse import Spare
+    from kvcli.engine.prefill.span_reuse import ReusableSpans
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,17 @@ class Pie:
     least: Annotated[int, Range(8)] = 64  # tokens in a row that are worth taking over
 
     @property
-    def reuses(self) -> str:
+    def describe_reused(self) -> str:
         return f"takes over {self.least} tokens or more in a row as they were read behind another text"
 
-    def meet(self, lm: LM) -> None:
+    def check_model(self, lm: LM) -> None:
         """Raises BadModel where no fixed table says how keys turn."""
         from kvcli.engine.hf.rope import rotaries
 
         rotaries(lm)
 
-    def over(self, lm: LM) -> Spare:
+    def bind(self, lm: LM) -> ReusableSpans:
         """Runs as they were read, turned."""
-        from kvcli.methods.reuse.rerotated_spans import Turned
+        from kvcli.methods.reuse.rerotated_spans import RerotatedSpans
 
-        return Turned(lm, self.least)
+        return RerotatedSpans(lm, self.least)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Nothing:
+class PrefixOnly:
     """Take over the beginning that two texts share, and nothing behind it."""
 
     reuses = ""

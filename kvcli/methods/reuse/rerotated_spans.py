@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli.engine.hf.rope import rotaries
-from kvcli.engine.prefill.span_reuse import Found, Gone, Held, Past
+from kvcli.engine.prefill.span_reuse import Found, Held, Past, SpanSourceGone
 from kvcli.kernels.rope import rotate, unrotate
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.matching_spans import Run
-    from kvcli.engine.prefill.span_reuse import Source
+    from kvcli.engine.prefill.matching_spans import MatchingSpan
+    from kvcli.engine.prefill.span_reuse import SpanSource
     from kvcli.engine.rows import Rows
-    from kvcli.kv.slots import Store
+    from kvcli.kv.slots import KVCache
 
 # rows of a run, what is held of them, the store with all before them, where they come from -> what is to be stored
-Again = Callable[["Rows", Held, "Store", "Run", "Source"], "Asks[Held]"]
+Again = Callable[["Rows", Held, "KVCache", "MatchingSpan", "SpanSource"], "Steps[Held]"]
 
 
-class Turned:
+class RerotatedSpans:
     """What other texts have for one prompt."""
 
     def __init__(self, lm: LM, least: int, again: Again | None = None) -> None:
@@ -45,7 +45,7 @@ class Turned:
         """Where the next run begins or goes on, at or behind position `at`; None = there is none."""
         return min((max(run.new, at) for run, _ in self._found if run.end > at), default=None)
 
-    def take(self, at: int, most: int, kv: Store, ids: Sequence[int]) -> Asks[tuple[int, Past]]:
+    def load(self, at: int, most: int, kv: KVCache, ids: Sequence[int]) -> Steps[tuple[int, Past]]:
         """Up to `most` tokens of the run at `at`: where they end, and what belongs to them."""
         from kvcli.engine.rows import Rows
 
@@ -54,7 +54,7 @@ class Turned:
         part = run.part(at, min(run.end, at + most))
         try:
             held = source.held(part.old, part.n)
-        except Gone:
+        except SpanSourceGone:
             del self._found[0]
             return at, ()
         held = {layer: (self._turned(layer, k, part), v) for layer, (k, v) in held.items()}
@@ -62,7 +62,7 @@ class Turned:
             held = yield from self._again(Rows.chain(ids[at : part.end], at), held, kv, part, source)
         return part.end, [(layer, k, v, at) for layer, (k, v) in held.items()]
 
-    def _turned(self, layer: int, k: torch.Tensor, run: Run) -> torch.Tensor:
+    def _turned(self, layer: int, k: torch.Tensor, run: MatchingSpan) -> torch.Tensor:
         if (rotary := rotaries(self._lm)[layer]) is None or run.old == run.new:
             return k
         old = torch.arange(run.old, run.old + run.n, device=k.device)

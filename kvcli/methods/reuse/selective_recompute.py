@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import Asks, Feed, Made
-from kvcli.engine.prefill.kv_overlay import Beside
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Steps
+from kvcli.engine.prefill.kv_overlay import KVOverlay
 from kvcli.engine.rows import Rows
 from kvcli.engine.sequence.commit import commit
 from kvcli.kv.slots import spans
@@ -22,24 +22,24 @@ from kvcli.kv.tiers.dense import Dense
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.prefill.matching_spans import Run
-    from kvcli.engine.prefill.span_reuse import Held, Source
-    from kvcli.kv.slots import Reader, Store
-    from kvcli.methods.reuse.cacheblend import Blend
+    from kvcli.engine.prefill.matching_spans import MatchingSpan
+    from kvcli.engine.prefill.span_reuse import Held, SpanSource
+    from kvcli.kv.slots import CacheReader, KVCache
+    from kvcli.methods.reuse.cacheblend import CacheBlend
 
 PART = 1024  # tokens of an old text that go through its first layer together
 
 
-class Again:
+class SelectiveRecompute:
     """Of the runs of one prompt."""
 
-    def __init__(self, lm: LM, settings: Blend) -> None:
+    def __init__(self, lm: LM, settings: CacheBlend) -> None:
         self._lm, self._spans = lm, spans(lm.shapes)
         self._shares = settings.shares(len(self._spans) - 1)
         self._by_hidden, self._chooses = settings.select == "hidden", settings.recompute < 1
         self._before: list[First] = []
 
-    def __call__(self, rows: Rows, held: Held, kv: Store, run: Run, source: Source) -> Asks[Held]:
+    def __call__(self, rows: Rows, held: Held, kv: KVCache, run: MatchingSpan, source: SpanSource) -> Steps[Held]:
         """`rows`: of a run, all before which is in `kv`; `held`: what is taken over of it. -> What is to be stored."""
         held = {layer: (k.clone(), v.clone()) for layer, (k, v) in held.items()}
         live = torch.arange(run.n, device=self._lm.device)
@@ -52,7 +52,9 @@ class Again:
                 differs = _off(hidden, was, (1,))
             else:
                 layers = self._spans[1]
-                made = yield Feed(self._lm, rows, kv, is_prompt=True, layers=layers, hidden=hidden, only_kv=True)
+                made = yield ForwardRequest(
+                    self._lm, rows, kv, is_prompt=True, layers=layers, hidden=hidden, only_kv=True
+                )
                 differs = _differ(made, held, live)
         for layers, share in zip(self._spans[1:], self._shares, strict=True):
             assert hidden is not None, "there are layers above"
@@ -66,22 +68,22 @@ class Again:
         return held
 
     def _through(
-        self, layers: range, rows: Rows, hidden: Tensor | None, held: Held, kv: Store, live: Tensor
-    ) -> Asks[Made]:
+        self, layers: range, rows: Rows, hidden: Tensor | None, held: Held, kv: KVCache, live: Tensor
+    ) -> Steps[ForwardResult]:
         """A pass of these rows."""
         on: Rows = rows
-        past: Reader = kv
+        past: CacheReader = kv
         if len(live) < rows.n_rows:
             on, past = rows.only(live.tolist()), self._beside(kv, held, layers, rows, live)
-        return (yield Feed(self._lm, on, past, is_prompt=True, layers=layers, hidden=hidden))
+        return (yield ForwardRequest(self._lm, on, past, is_prompt=True, layers=layers, hidden=hidden))
 
-    def _beside(self, kv: Store, held: Held, layers: range, rows: Rows, live: Tensor) -> Beside:
+    def _beside(self, kv: KVCache, held: Held, layers: range, rows: Rows, live: Tensor) -> KVOverlay:
         """All that is stored, and those of a run that are not in the pass."""
         rest = torch.ones(rows.n_rows, dtype=torch.bool, device=live.device).index_fill(0, live, False).nonzero()[:, 0]
         left = {layer: (k[:, rest], v[:, rest]) for layer, (k, v) in held.items() if layer in layers}
-        return Beside(kv, self._lm.shapes, left, [rows.pos[i] for i in rest.tolist()])
+        return KVOverlay(kv, self._lm.shapes, left, [rows.pos[i] for i in rest.tolist()])
 
-    def _first(self, source: Source, dtype: torch.dtype) -> First:
+    def _first(self, source: SpanSource, dtype: torch.dtype) -> First:
         for one in self._before:
             if one.ids is source.ids:
                 return one
@@ -97,14 +99,14 @@ class First:
         self.ids, self._lm, self._layers, self._n = ids, lm, layers, 0
         self._kv = Dense(lm.shapes, dtype, lm.device)
 
-    def gave(self, first: int, n: int) -> Asks[Tensor]:
+    def gave(self, first: int, n: int) -> Steps[Tensor]:
         """Hidden states [n, E] behind it, of tokens from position `first` on."""
         self._n, found = min(self._n, first), list[Tensor]()
         self._kv.crop(self._n)
         while self._n < first + n:
             end = min(self._n + PART, first if self._n < first else first + n)
             rows = Rows.chain(self.ids[self._n : end], self._n)
-            made = yield Feed(self._lm, rows, self._kv, is_prompt=True, layers=self._layers)
+            made = yield ForwardRequest(self._lm, rows, self._kv, is_prompt=True, layers=self._layers)
             assert made.hidden is not None, "there are layers above"
             if self._n >= first:
                 found.append(made.hidden)
@@ -113,7 +115,7 @@ class First:
         return torch.cat(found)
 
 
-def _differ(made: Made, held: Held, live: Tensor) -> Tensor:
+def _differ(made: ForwardResult, held: Held, live: Tensor) -> Tensor:
     """By how much keys and values of each token [n] differ from what is held of it, in the layers of a pass."""
     found = torch.zeros(len(live), device=live.device)
     for layer, fresh in made.fresh.items():
@@ -122,7 +124,7 @@ def _differ(made: Made, held: Held, live: Tensor) -> Tensor:
     return found
 
 
-def _put(made: Made, held: Held, live: Tensor) -> None:
+def _put(made: ForwardResult, held: Held, live: Tensor) -> None:
     """What a pass made of these tokens, in place of what is held of them."""
     for layer, fresh in made.fresh.items():
         for t, new in zip(held[layer], (fresh.k, fresh.v), strict=True):

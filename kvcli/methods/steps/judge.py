@@ -13,13 +13,13 @@ from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcli.methods.steps.lookahead_reasoning import Lookahead
+    from kvcli.methods.steps.lookahead_reasoning import LookaheadReasoning
 
 
 class Judge:
     """Of one text. Its threshold is learned where `alpha` says so."""
 
-    def __init__(self, settings: Lookahead) -> None:
+    def __init__(self, settings: LookaheadReasoning) -> None:
         self._wants = settings
         self.threshold = settings.likely
         self._n = 0  # steps that differed

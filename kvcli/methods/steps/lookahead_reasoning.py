@@ -1,4 +1,5 @@
-"""Take steps that a smaller model writes where they are judged to say the same (Lookahead Reasoning, arXiv 2506.19830).
+"""Take steps that a smaller model writes where they are judged to say the same (LookaheadReasoning Reasoning, arXiv
+2506.19830).
 
 The smaller model writes some steps ahead. One pass of the model reads them all, and where it would have gone on in
 other words it writes its own step, for all steps side by side. The first step that is not accepted is replaced by its
@@ -10,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from kvcli.settings.schema import Quant, Range, Second
+from kvcli.settings.schema import DraftModelRef, Quant, Range
 
 Cut = Literal["line", "sentence", "paragraph"]
 CHECKPOINTS = 8  # of the smaller model's states, where some of its layers keep one
 
 
 @dataclass(frozen=True)
-class Lookahead:
+class LookaheadReasoning:
     """Take steps that a smaller model writes where they are judged to say the same (arXiv 2506.19830)."""
 
     model: str = ""  # that writes them: as after -m; it needs the tokenizer of the one that judges
@@ -40,7 +41,7 @@ class Lookahead:
             raise ValueError(f'alpha = {self.alpha} holds nothing: it is judge = "likely" that it moves')
 
     @property
-    def second(self) -> Second:
+    def second(self) -> DraftModelRef:
         """The model that writes ahead. Raises BadConfig where none is named."""
         from kvcli.errors import BadConfig
 
@@ -50,7 +51,7 @@ class Lookahead:
                 code="no_draft_model",
                 try_=["--set steps.model=MODEL", "--set steps.method=none"],
             )
-        return Second(self.model, self.quant, self)
+        return DraftModelRef(self.model, self.quant, self)
 
     @property
     def takes(self) -> str:
@@ -68,6 +69,6 @@ class Lookahead:
         """Of layers of the smaller model that keep one, at most: of its text, and of a pass."""
         return 1 + CHECKPOINTS + 1
 
-    def kept(self, n: int, device: str = "cpu") -> int:
+    def draft_slots(self, n: int, device: str = "cpu") -> int:
         """Of n tokens, those whose keys and values the smaller model has there."""
         return n

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 
 @dataclass(frozen=True)
-class Alone:
+class NoSteps:
     """The model writes its text itself."""
 
     second: ClassVar[None] = None  # no model that drafts

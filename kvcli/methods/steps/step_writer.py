@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcli.engine.drafting.draft_kv import Bough
-from kvcli.engine.forward_request import Asks
+from kvcli.engine.drafting.draft_kv import DraftTreeKV
+from kvcli.engine.forward_request import Steps
 from kvcli.engine.rows import Rows
-from kvcli.engine.sequence.sampler import Draw
+from kvcli.engine.sequence.sampler import SamplingContext
 from kvcli.engine.stats import Step
 from kvcli.errors import BadInput
 from kvcli.methods.steps.judge import Judge
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from kvcli.engine.sequence.session import Session
+    from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.slots import Usage
-    from kvcli.methods.steps.lookahead_reasoning import Cut, Lookahead
+    from kvcli.methods.steps.lookahead_reasoning import Cut, LookaheadReasoning
 
 Ends = Callable[[Sequence[int]], bool]
 
@@ -40,7 +40,7 @@ def ends(tokenizer: PreTrainedTokenizerBase, cut: Cut) -> Ends:
 
 
 @dataclass(slots=True)
-class Lane:
+class StepBranch:
     """A drafted step that the model would have said in other words, and its own as far as it is written."""
 
     n: int  # drafted tokens before it
@@ -55,19 +55,19 @@ class Lane:
 class Writer:
     """Writes a session's text by steps. One for each text: it follows that with a session of the smaller model."""
 
-    def __init__(self, settings: Lookahead, draft: Session, ends: Ends) -> None:
+    def __init__(self, settings: LookaheadReasoning, draft: GenerationSession, ends: Ends) -> None:
         self._wants, self._draft, self._ends = settings, draft, ends
         self.judge = Judge(settings)
         self.drafted = self.same = self.accepted = 0  # steps; those accepted, and among them the same word for word
 
     def usage(self) -> list[Usage]:
         """What the smaller model stores, states of its layers included."""
-        return [replace(use, tier="draft") for use in (*self._draft.kv.usage(), *self._draft.states.usage())]
+        return [replace(use, tier="draft") for use in (*self._draft.cache.usage(), *self._draft.states.usage())]
 
-    def step(self, session: Session, stop: Collection[int] = (), most: float = float("inf")) -> Asks[Step]:
+    def step(self, session: GenerationSession, stop: Collection[int] = (), most: float = float("inf")) -> Steps[Step]:
         """Some steps of the text, at most `most` tokens; or one token, where there is no room for steps.
 
-        Between steps all is as `Session.step` leaves it.
+        Between steps all is as `GenerationSession.step` leaves it.
         """
         _refuse(session)
         began, lm = time.perf_counter(), session.lm
@@ -77,11 +77,11 @@ class Writer:
         if not guessed:
             return (yield from session.step(stop, most))
         ids = [i for step in guessed for i in step]
-        how = Draw(session.sampler, session.seen, None, session.ids, session.answer_at)
+        how = SamplingContext(session.sampler, session.seen, None, session.ids, session.answer_at)
         at = len(session.ids) - 1
-        rows, tree = Rows.chain([session.ids[-1], *ids], at), Bough(lm, session.kv, at)
+        rows, tree = Rows.chain([session.ids[-1], *ids], at), DraftTreeKV(lm, session.cache, at)
         made = yield from tree.add(rows.ids, rows.parent, draw=how)
-        lanes, n, same = list[Lane](), 0, 0
+        lanes, n, same = list[StepBranch](), 0, 0
         for step in guessed:
             drawn = (made.drawn(n + i) for i in range(len(step)))
             other = next(((i, own) for i, (own, id) in enumerate(zip(drawn, step, strict=False)) if own != id), None)
@@ -90,7 +90,9 @@ class Writer:
             else:
                 i, own = other
                 if not (says := self.judge.looks(partial(_likelihood, made.logits[n : n + len(step)], step))):
-                    lane = Lane(n, step, step[:i], n + i, min(self._wants.tokens, room - n), is_refused=says is False)
+                    lane = StepBranch(
+                        n, step, step[:i], n + i, min(self._wants.tokens, room - n), is_refused=says is False
+                    )
                     lanes.append(lane)
                     self._add(lane, own, stop)
                     if lane.is_refused:
@@ -109,14 +111,16 @@ class Writer:
         right = refused.n if refused is not None else len(ids)
         return Step(rows, made.logits, list(range(right + 1)), new, time.perf_counter() - began)
 
-    def _ahead(self, text: Sequence[int], session: Session, stop: Collection[int], room: int) -> Asks[list[list[int]]]:
+    def _ahead(
+        self, text: Sequence[int], session: GenerationSession, stop: Collection[int], room: int
+    ) -> Steps[list[list[int]]]:
         """What the smaller model writes behind the text, drawn by the same noise."""
         draft, found, n = self._draft, list[list[int]](), 0
         if len(text) + room >= draft.lm.limit:
             return found
         known = [min(i, draft.lm.vocab - 1) for i in text]  # padded tokens have no row in it
-        draft.begin(known, session.sampler)
-        while room > 0 and (yield from draft.chunk(known)):
+        draft.start_answer(known, session.sampler)
+        while room > 0 and (yield from draft.prefill_chunk(known)):
             pass
         while len(found) < self._wants.ahead and n < room:
             step: list[int] = []
@@ -133,7 +137,9 @@ class Writer:
                 break
         return found
 
-    def _write(self, tree: Bough, lanes: Sequence[Lane], how: Draw, stop: Collection[int]) -> Asks[None]:
+    def _write(
+        self, tree: DraftTreeKV, lanes: Sequence[StepBranch], how: SamplingContext, stop: Collection[int]
+    ) -> Steps[None]:
         """The model's own steps, a token of each in a pass; those behind a refused one are not needed."""
         while True:
             refused = next((i for i, lane in enumerate(lanes) if lane.is_refused), len(lanes))
@@ -145,14 +151,14 @@ class Writer:
                 lane.row = n + at
                 self._add(lane, made.drawn(at), stop)
 
-    def _add(self, lane: Lane, token: int, stop: Collection[int]) -> None:
+    def _add(self, lane: StepBranch, token: int, stop: Collection[int]) -> None:
         """The next token of the model's own step; at its end the drafted one is judged."""
         lane.own.append(token)
         lane.is_over = token in stop or len(lane.own) >= lane.most or self._ends(lane.own)
         if lane.is_over and not lane.is_refused:
             lane.is_refused = not self.judge.compares(lane.step, lane.own)
 
-    def _count(self, guessed: Sequence[Sequence[int]], refused: Lane | None, same: int) -> None:
+    def _count(self, guessed: Sequence[Sequence[int]], refused: StepBranch | None, same: int) -> None:
         n, taken = 0, 0
         for step in guessed:
             if refused is not None and n >= refused.n:
@@ -169,7 +175,7 @@ def _likelihood(logits: Tensor, step: Sequence[int]) -> float:
     return float(of_rows[list(range(len(step))), list(step)].mean().exp())
 
 
-def _refuse(session: Session) -> None:
+def _refuse(session: GenerationSession) -> None:
     """What is asked of a token by all tokens before it cannot be asked of several texts at once."""
     if session.constraint is not None:
         raise BadInput(

@@ -52,7 +52,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSource:
     """Where a tensor of transformers' comes from."""
 
     stored: str  # its name in the file
@@ -65,7 +65,7 @@ class Described:
     """A model as its file describes it; `pieces` by transformers' names."""
 
     config: dict[str, Any]
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, TensorSource]
     split: str  # the rule by which its tokenizer cuts text, for a vocabulary of bytes
 
     def tensors(self, header: Header) -> dict[str, TensorHeader]:
@@ -131,7 +131,7 @@ def _gemma(said: _Said, config: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"rope_parameters": rope, **{key: said.number(key, usual) for key, usual in caps.items()}}
 
 
-def _pieces(said: _Said, config: Mapping[str, Any]) -> Iterator[tuple[str, Piece]]:
+def _pieces(said: _Said, config: Mapping[str, Any]) -> Iterator[tuple[str, TensorSource]]:
     """What transformers will look for; every tensor of the file has a place there."""
     left, layout = dict(said.header.tensors), said.layout
     left.pop(_ROPE, None)  # of which the config tells
@@ -148,7 +148,7 @@ def _pieces(said: _Said, config: Mapping[str, Any]) -> Iterator[tuple[str, Piece
         if tensor is not None and heads and tensor.shape[0] % (2 * heads):
             raise said.refused(f"the {tensor.shape[0]:,} rows of {ours} are not those of {heads:,} heads")
         if tensor is not None:
-            yield theirs, Piece(ours, heads, 1.0 if layout.is_gemma and ours.endswith("norm.weight") else 0.0)
+            yield theirs, TensorSource(ours, heads, 1.0 if layout.is_gemma and ours.endswith("norm.weight") else 0.0)
     if left:
         raise said.refused(f"nothing takes its tensor {next(iter(left))[:80]}")
 

@@ -27,12 +27,12 @@ from kvcli.kernels.linear_quantized import reference
 from kvcli.models import source
 from kvcli.models.control_words import spelled
 from kvcli.models.gguf.blocks import Bytes, numbers, packed, stays_packed, stretches
-from kvcli.models.gguf.config import DIGITS, WHOLE, Described, Piece, describe
+from kvcli.models.gguf.config import DIGITS, WHOLE, Described, TensorSource, describe
 from kvcli.models.gguf.conversion_cache import FOLDER, KEPT, fingerprint, forget, use
 from kvcli.models.gguf.header import BLOCKS, Header, read
 from kvcli.models.gguf.quantizer import GROUP, METHOD
 from kvcli.models.hashes import Hashes, Stamped
-from kvcli.models.library_errors import blamed
+from kvcli.models.library_errors import blame_files
 from kvcli.models.refusals import no_tokenizer
 from kvcli.settings.schema import NUMBERS
 
@@ -45,7 +45,9 @@ VERSION = 2  # of what is written below
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors'
 
 
-def ready(found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable[[str], None] | None = None) -> Source:
+def convert_if_needed(
+    found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable[[str], None] | None = None
+) -> Source:
     """The model as a folder, with its weights in `dtype` (auto, bf16, ...); with `packs`, 4-bit blocks stay packed.
 
     What is no GGUF file comes back as it is.
@@ -65,7 +67,7 @@ def ready(found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable
     return replace(source.find(str(folder)), id=found.id, revision=found.revision, made_of=(found.path,))
 
 
-def told(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
+def conversion_notes(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
     """Notes on what of a file stays as it is and what was unpacked."""
     if not found.is_gguf:
         return ()
@@ -143,7 +145,7 @@ def _plan(header: Header, described: Described, dtype: str, packs: bool) -> Iter
             yield _Out(name, _KINDS[dtype], stored.shape, prod(stored.shape) * number.itemsize, plain)
 
 
-def _rows(header: Header, piece: Piece) -> Iterator[Bytes]:
+def _rows(header: Header, piece: TensorSource) -> Iterator[Bytes]:
     """The blocks of a tensor [rows, bytes], a stretch at a time, in transformers' order of rows."""
     stored = header.tensors[piece.stored]
     n = prod(stored.shape[:-1])
@@ -197,7 +199,7 @@ def _write_words(folder: Path, found: Source, header: Header, described: Describ
             code="package_missing",
             try_=[pip("-U", "transformers")],
         )
-    with blamed(partial(_no_words, found)):
+    with blame_files(partial(_no_words, found)):
         # by itself, not from_pretrained: files that lie beside this one are of other models
         tokenizer = PreTrainedTokenizerFast(
             name_or_path=str(header.path.parent), gguf_file=header.path.name, local_files_only=True

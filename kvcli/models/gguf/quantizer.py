@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcli.kernels.linear_quantized import Packed, why_not
+from kvcli.kernels.linear_quantized import QuantizedWeight, why_not
 from kvcli.kernels.linear_quantized.module import PackedLinear
 
 if TYPE_CHECKING:
@@ -55,5 +55,5 @@ def _swap(model: nn.Module, name: str, dtype: torch.dtype) -> None:
     data = torch.empty(n, k // 2, dtype=torch.uint8, device="meta")
     scale = torch.empty(k // GROUP, n, 2, dtype=dtype, device="meta")
     parent, _, last = name.rpartition(".")
-    packed = PackedLinear(Packed(4, GROUP, shape, data, scale, is_native=False), layer.bias)
+    packed = PackedLinear(QuantizedWeight(4, GROUP, shape, data, scale, is_native=False), layer.bias)
     setattr(model.get_submodule(parent), last, packed)

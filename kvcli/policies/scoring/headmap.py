@@ -38,7 +38,7 @@ def head_rows(path: str, lm: LM) -> list[list[float]]:
     """The same, of this model. Raises BadInput where it has another shape, and BadModel where heads store nothing."""
     refuse_latents(lm, f"the head map {path}")
     rows = read_headmap(path)
-    if len({(of.n_kv_heads, of.shares) for of in lm.shapes}) > 1:
+    if len({(of.n_kv_heads, of.shared_from) for of in lm.shapes}) > 1:
         raise BadInput(
             f"the head map {path} is not for this model",
             code="bad_headmap",

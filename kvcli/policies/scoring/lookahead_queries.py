@@ -17,58 +17,58 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import Boundary
-    from kvcli.engine.policy.policy import Wants
+    from kvcli.engine.policy.compression_point import CompressionPoint
+    from kvcli.engine.policy.policy import PolicyRequirements
     from kvcli.kv.slots import Masks
 
 
 @dataclass(frozen=True)
-class Looks(TopK):
+class QueryScored(TopK):
     """A score by queries that were heard of the end of a prompt, or that an answer to it would have."""
 
     lookahead: Annotated[int, Range(0)] = 0  # tokens of a provisional answer whose queries vote instead; 0 = none
 
-    def looks(self, lm: LM, recent: int) -> Wants:
+    def looks(self, lm: LM, recent: int) -> PolicyRequirements:
         """The newest queries. Raises BadModel for a model with states where an answer is to be tried."""
         if self.lookahead:
             why = "an answer that is only tried would go into it"
             lm.mixers.refuse(lm.info.id, why, ["--set policy.lookahead=0"])
         return self.want(lm, recent=recent)
 
-    def again(self, n: int) -> int:
+    def extra_rows(self, n: int) -> int:
         """A row for each token of the provisional answer."""
         return self.lookahead if n else 0
 
-    def choose(self, at: Boundary) -> Asks[Masks]:
+    def select(self, at: CompressionPoint) -> Steps[Masks]:
         """As all, once the answer was tried where a prompt has been read."""
         if self.lookahead and at.phase == "read":
             at = yield from ahead(at, self.lookahead)
         return self.best(at, at.memory.compressed(at))
 
 
-def ahead(at: Boundary, most: int) -> Asks[Boundary]:
+def ahead(at: CompressionPoint, most: int) -> Steps[CompressionPoint]:
     """The same boundary, at which the queries of an answer of `most` tokens were heard; it may end before.
 
     Where the window has no room for any, only the newest token's counts.
     """
     import torch
 
-    from kvcli.engine.forward_request import Feed
-    from kvcli.engine.policy.query_recorder import Heard
-    from kvcli.engine.prefill.kv_overlay import Beside
+    from kvcli.engine.forward_request import ForwardRequest
+    from kvcli.engine.policy.query_recorder import QueryRecorder
+    from kvcli.engine.prefill.kv_overlay import KVOverlay
     from kvcli.engine.rows import Rows
-    from kvcli.policies.scoring.replay import Before
+    from kvcli.policies.scoring.replay import PrefixCacheView
 
     lm, n = at.lm, len(at.ids)
-    heard, token = Heard(most, lambda n: ()), at.ids[-1]
+    heard, token = QueryRecorder(most, lambda n: ()), at.ids[-1]
     held: dict[int, tuple[Tensor, Tensor]] = {}
     pos: Sequence[int] = ()
     for where in range(n - 1, min(n - 1 + most, lm.limit)):
         rows = Rows.chain([token], where)
-        past = Beside(at.kv, lm.shapes, held, pos) if held else at.kv if where >= n else Before(at, n - 1)
-        made = yield Feed(lm, rows, past, want=[0], hear=[0])
+        past = KVOverlay(at.kv, lm.shapes, held, pos) if held else at.kv if where >= n else PrefixCacheView(at, n - 1)
+        made = yield ForwardRequest(lm, rows, past, want=[0], record_queries=[0])
         heard.take(rows, [0], made.queries, [0])
         if (token := int(made.logits[0].argmax())) in lm.stop_ids:
             break

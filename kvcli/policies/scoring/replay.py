@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import Asks, Feed
-from kvcli.engine.policy.policy import Moment
+from kvcli.engine.forward_request import ForwardRequest, Steps
+from kvcli.engine.policy.policy import LayerContext
 from kvcli.engine.rows import Rows
 from kvcli.kernels.attend import attend
-from kvcli.kernels.attend_invariant import Own
-from kvcli.kernels.merge_attention import Part
-from kvcli.kv.slots import Sight, Slots, Usage, alone, compact, visible
-from kvcli.kv.tiers.device_tables import Fixed
+from kvcli.kernels.attend_invariant import NewRows
+from kvcli.kernels.merge_attention import PartialAttention
+from kvcli.kv.slots import AttentionParams, Slots, Usage, attend_new_only, compact, visible
+from kvcli.kv.tiers.device_tables import DeviceCache
 
 if TYPE_CHECKING:
-    from kvcli.engine.policy.compression_point import Boundary
+    from kvcli.engine.policy.compression_point import CompressionPoint
 
-Pick = Callable[[Slots, Moment], Tensor]  # one layer -> slots that stay [K, S]
+Pick = Callable[[Slots, LayerContext], Tensor]  # one layer -> slots that stay [K, S]
 
 
 class Replay:
@@ -29,12 +29,12 @@ class Replay:
     The tokens run again see each other whole and, of what stands before them, what is kept. Nothing is stored.
     """
 
-    def __init__(self, at: Boundary, n: int) -> None:
+    def __init__(self, at: CompressionPoint, n: int) -> None:
         self._at, self._start = at, len(at.ids) - n
         self._rows = Rows.chain(at.ids[self._start :], self._start)
         self._whole: Tensor | None = None  # predicted with everything kept, once anything is compared with it
 
-    def loss(self, pick: Pick) -> Asks[float]:
+    def loss(self, pick: Pick) -> Steps[float]:
         """Mean KL, in nats a token, from what the whole past predicts to what the slots picked do.
 
         Takes a pass, the first time two.
@@ -44,33 +44,35 @@ class Replay:
         some = yield from self._predict(pick)
         return float((whole.exp() * (whole - some)).sum(-1).mean())
 
-    def _predict(self, pick: Pick) -> Asks[Tensor]:
+    def _predict(self, pick: Pick) -> Steps[Tensor]:
         """[N, V] logarithms of probabilities."""
-        past = Before(self._at, self._start, pick)
-        made = yield Feed(self._at.lm, self._rows, past, want=range(self._rows.n_rows))
+        past = PrefixCacheView(self._at, self._start, pick)
+        made = yield ForwardRequest(self._at.lm, self._rows, past, want=range(self._rows.n_rows))
         return made.logits.to(torch.promote_types(made.logits.dtype, torch.float32)).log_softmax(-1)
 
 
-class Before:
+class PrefixCacheView:
     """Reads what stands before a position and is picked, by default all. For passes never committed."""
 
-    def __init__(self, at: Boundary, end: int, pick: Pick = lambda s, at: s.pos >= 0) -> None:
+    def __init__(self, at: CompressionPoint, end: int, pick: Pick = lambda s, at: s.pos >= 0) -> None:
         self.dtype = at.kv.dtype
         self._at, self._end, self._pick = at, end, pick
 
-    def fixed(self, rows: int, more: int = 0) -> Fixed:
+    def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Why it needs the host."""
-        return Fixed(why_not="a text is read again by what a policy picks")
+        return DeviceCache(why_not="a text is read again by what a policy picks")
 
-    def attend(self, layer: int, q: Tensor, sight: Sight, pos: Sequence[int], own: Own | None = None) -> list[Part]:
+    def attend(
+        self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
+    ) -> list[PartialAttention]:
         s, at = self._at.layer(layer)
         few = compact(s, (s.pos >= 0) & (s.pos < self._end) & self._pick(s, at))
         if not few.n_slots:
-            return alone(q, sight, own)
+            return attend_new_only(q, sight, own)
         shown = visible(few.pos, pos, sight.window)
         v = few.k if self._at.lm.shapes[layer].rank else few.v  # as its own rows give latents
         part = attend(q, few.k, v, sight.scale, softcap=sight.softcap, mask=shown)
-        return [part, *alone(q, sight, own)]
+        return [part, *attend_new_only(q, sight, own)]
 
     def usage(self) -> list[Usage]:
         return []

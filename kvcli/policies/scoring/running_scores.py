@@ -9,30 +9,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcli.engine.hf.lm import LM
-    from kvcli.kv.snapshot import Given, State
+    from kvcli.kv.snapshot import SnapshotReader, State
 
 
 @dataclass(slots=True)
-class Sums:
+class RunningScores:
     """Of one text over `lm`."""
 
     lm: LM
     total: dict[int, Tensor] = field(default_factory=dict)  # layer -> [K, T]
     last: dict[int, int] = field(default_factory=dict)  # layer -> position of the last query that was counted
 
-    def state(self) -> State:
+    def snapshot(self) -> State:
         """By layer."""
         return {str(i): {"total": total, "last": self.last.get(i, -1)} for i, total in self.total.items()}
 
-    def restore(self, given: Given) -> None:
+    def restore(self, given: SnapshotReader) -> None:
         """Become what gave this."""
-        from kvcli.kv.snapshot import Misfit
+        from kvcli.kv.snapshot import SnapshotMismatch
 
         for i, shape in enumerate(self.lm.shapes):
             if str(i) in given:
                 one = given.part(str(i))
                 total = one.floats("total", shape.n_kv_heads, None)
                 if total.shape[1] > given.n:
-                    raise Misfit("there are numbers for more tokens than the text has")
+                    raise SnapshotMismatch("there are numbers for more tokens than the text has")
                 self.total[i] = total.to(self.lm.device)
                 self.last[i] = one.number("last", given.n - 1, least=-1)

@@ -16,10 +16,10 @@ from torch import Tensor
 from kvcli.policies.scoring import selection, token_units
 
 if TYPE_CHECKING:
-    from kvcli.engine.policy.policy import Moment
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
-Post = Callable[[Tensor, "Slots", "Moment", Tensor], Tensor]
+Post = Callable[[Tensor, "Slots", "LayerContext", Tensor], Tensor]
 
 FIRST = 0.5  # of critical: share of the budget chosen by the score alone, as published
 EPSILON = 1e-4  # of critical, added to a score before it is weighed, as in the authors' code
@@ -29,7 +29,7 @@ BLOCK = 256  # of graph: tokens compared with all others at a time
 PROXIES = 0.25  # of crush: share of the budget for representatives of what goes
 
 
-def critical(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
+def critical(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tensor:
     """Half by the score, the rest by the score times the L1 norm of what the value adds to the stream.
 
     CriticalKV (Feng et al., arXiv 2502.03805); as in kvpress, the norm is the mean over the query heads that share it.
@@ -40,7 +40,7 @@ def critical(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
     return found
 
 
-def graph(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
+def graph(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tensor:
     """The best damp the tokens whose keys are nearest to their own (GraphKV, Li et al., arXiv 2509.00388).
 
     Of each head the sources are what scores best, `SOURCES` of what it keeps. A token's score is multiplied by one
@@ -69,7 +69,7 @@ def _open(score: Tensor, counts: Tensor) -> Tensor:
     return (counts - torch.isposinf(score).sum(1)).clamp(min=0)
 
 
-def crush(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
+def crush(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tensor:
     """A part of the budget goes to tokens that stand for the others (KVCrush, Jha et al., arXiv 2503.00022).
 
     A token is the list of the layer's heads that have it in the better half of those that compete, as in OpenVINO's
@@ -98,7 +98,7 @@ def crush(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
     return found
 
 
-def fair(score: Tensor, s: Slots, at: Moment, counts: Tensor) -> Tensor:
+def fair(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tensor:
     """Each paragraph or message keeps its share of what the head keeps (fair eviction, Chen et al., arXiv 2510.00231).
 
     So no instruction is forgotten for the sake of others. Which of its tokens, the score says; ours: that is the

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from kvcli.engine.policy.policy import Guard, Usual, Wants
+from kvcli.engine.policy.policy import PolicyDefaults, PolicyRequirements, ProtectedTokens
 from kvcli.errors import BadModel
 from kvcli.policies.scoring.headmap import head_rows
 from kvcli.settings.schema import Range
@@ -25,13 +25,13 @@ from kvcli.settings.schema import Range
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import Boundary
-    from kvcli.engine.policy.policy import Moment
-    from kvcli.engine.policy.projected_values import Outward
+    from kvcli.engine.policy.compression_point import CompressionPoint
+    from kvcli.engine.policy.policy import LayerContext
+    from kvcli.engine.policy.projected_values import ProjectedValueNorms
     from kvcli.kv.slots import Masks, Slots
-    from kvcli.kv.snapshot import Given, State, Stateful
+    from kvcli.kv.snapshot import SnapshotReader, Snapshottable, State
     from kvcli.policies.scoring.budget_split import Share
 
 Alloc = Literal["uniform", "ada", "pyramid", "headmap", "global", "prefix"]
@@ -42,7 +42,7 @@ SCORE = 6  # bytes of one while tokens are judged by attention: itself, whether 
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class Selection:
     """Who competes at a boundary, and for how much."""
 
     first: int  # slots from this position on
@@ -52,27 +52,27 @@ class Round:
 
 
 @dataclass(slots=True)
-class Memory:
+class ScoreState:
     """Of one text."""
 
     heads: list[list[float]] = field(default_factory=list)  # [L][K] what the head map says, if there is one
     done: int = 0  # tokens of the prompts that were compressed
     asked: int = 0  # the same, should the last boundary have forgotten anything
-    own: Stateful | None = None  # what the score remembers
+    own: Snapshottable | None = None  # what the score remembers
     known: Any = None  # what it knows of the model
-    outward: Outward | None = None  # norms of what values add, where they count
+    outward: ProjectedValueNorms | None = None  # norms of what values add, where they count
 
-    def state(self) -> State:
+    def snapshot(self) -> State:
         """What was compressed, and what the score remembers."""
-        return {"done": self.done, "asked": self.asked, "own": self.own.state() if self.own is not None else {}}
+        return {"done": self.done, "asked": self.asked, "own": self.own.snapshot() if self.own is not None else {}}
 
-    def restore(self, given: Given) -> None:
+    def restore(self, given: SnapshotReader) -> None:
         """Become what gave this."""
         self.done, self.asked = given.number("done", given.n), given.number("asked", given.n)
         if self.own is not None:
             self.own.restore(given.part("own"))
 
-    def compressed(self, at: Boundary) -> int:
+    def compressed(self, at: CompressionPoint) -> int:
         """Tokens that compete no more; to be asked at each boundary, and again where that one failed.
 
         While nothing was forgotten, a text may be taken back and go on in another way: then all of it competes again.
@@ -85,7 +85,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class TopK(Usual):
+class TopK(PolicyDefaults):
     """What all of them have in common; each defines `score`."""
 
     keep: Annotated[float, Range(above=0, most=1)] = 0.5  # share of a prompt's tokens kept, averaged over heads
@@ -129,27 +129,29 @@ class TopK(Usual):
         if self.reuse_layers > 1 and self.alloc == "headmap":
             raise ValueError(f'reuse_layers = {self.reuse_layers} keeps a choice that alloc = "headmap" makes by layer')
 
-    def score(self, s: Slots, at: Moment) -> Tensor:
+    def score(self, s: Slots, at: LayerContext) -> Tensor:
         """How much the slots of one layer are worth: [K, S], higher = more; whatever for empty ones."""
         raise NotImplementedError
 
-    def wants(self, lm: LM) -> Wants:
+    def requirements(self, lm: LM) -> PolicyRequirements:
         """Raises BadInput for a head map that cannot be read, or is of another model."""
         return self.want(lm)
 
-    def want(self, lm: LM, own: Callable[[], Stateful | None] = lambda: None, known: Any = None, **more: Any) -> Wants:
+    def want(
+        self, lm: LM, own: Callable[[], Snapshottable | None] = lambda: None, known: Any = None, **more: Any
+    ) -> PolicyRequirements:
         """What all of them want, and what this score wants: `own` is what it remembers of a text, `known` what it knows
-        of the model, `more` of Wants.
+        of the model, `more` of PolicyRequirements.
         """
-        from kvcli.engine.policy.projected_values import Outward
+        from kvcli.engine.policy.projected_values import ProjectedValueNorms
         from kvcli.engine.sequence.token_kinds import QUESTION, SHOT, SYSTEM, TOOLS
 
         heads = head_rows(self.headmap, lm) if self.headmap else []
         asked = {QUESTION} if self.protect_question else set()
-        guard = Guard(self.sinks, self.guard, frozenset(asked | ({SYSTEM, TOOLS} if self.protect else set())))
+        guard = ProtectedTokens(self.sinks, self.guard, frozenset(asked | ({SYSTEM, TOOLS} if self.protect else set())))
         spans = self.unit == "shot" or self.post == "fair"
         marks = frozenset(asked | ({SHOT} if spans else set()))
-        outward = Outward(lm, f"policy.{self.weighs}") if self.weighs else None
+        outward = ProjectedValueNorms(lm, f"policy.{self.weighs}") if self.weighs else None
         if self.reuse_layers > 1 and len({of.n_kv_heads for of in lm.shapes}) > 1:
             raise BadModel(
                 f"policy.reuse_layers = {self.reuse_layers} needs layers alike, and {lm.info.id} has uneven ones",
@@ -157,21 +159,21 @@ class TopK(Usual):
                 try_=["--set policy.reuse_layers=1"],
             )
         given = {"kinds": spans or self.unit == "sentence", "marks": marks, "guard": guard, **more}
-        return Wants(memory=lambda: Memory(heads, own=own(), known=known, outward=outward), **given)
+        return PolicyRequirements(memory=lambda: ScoreState(heads, own=own(), known=known, outward=outward), **given)
 
     @property
     def weighs(self) -> str:
         """The setting by which values count behind the output projection; "" = none."""
         return 'post = "critical"' if self.post == "critical" else ""
 
-    def look(self, at: Boundary, first: int) -> Asks[None] | None:
+    def score_by_repetition(self, at: CompressionPoint, first: int) -> Steps[None] | None:
         """What a score has to see of the tokens from `first` on, before it scores them."""
 
-    def choose(self, at: Boundary) -> Asks[Masks] | Masks:
+    def select(self, at: CompressionPoint) -> Steps[Masks] | Masks:
         """What competes now and wins, and all that does not compete."""
         return self.best(at, at.memory.compressed(at))
 
-    def best(self, at: Boundary, done: int) -> Masks:
+    def best(self, at: CompressionPoint, done: int) -> Masks:
         """The same, where so many tokens of the text compete no more. A sliding layer keeps itself."""
         import torch
 
@@ -201,7 +203,7 @@ class TopK(Usual):
             masks[i] = (mask | (pos < now.first)) & (pos >= 0)
         return self._reused(at, masks, firsts) if self.reuse_layers > 1 else masks
 
-    def _reused(self, at: Boundary, masks: list[Tensor | None], firsts: Sequence[int]) -> list[Tensor | None]:
+    def _reused(self, at: CompressionPoint, masks: list[Tensor | None], firsts: Sequence[int]) -> list[Tensor | None]:
         """What each first layer keeps, kept by those that go with it: the same positions of the same heads."""
         from kvcli.policies.scoring.token_units import by_position
 
@@ -233,11 +235,11 @@ class TopK(Usual):
         """Of a prompt of n tokens, once it has been read."""
         return min(n, self.budget or max(self.share(n), self.sinks + self.guard))
 
-    def reading(self, n: int) -> int:
+    def max_slots_in_prefill(self, n: int) -> int:
         """All of a prompt, unless it is compressed chunk by chunk."""
         return self.slots(n) if self.per_chunk else n
 
-    def judging(self, n: int, heads: int, kind: str, number: int) -> int:
+    def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
         """One block of attention in float32; scores that look at keys alone take less at most lengths."""
         from kvcli.kernels.attention_mass.reference import ROWS, SCORES
 
@@ -248,24 +250,24 @@ class TopK(Usual):
         return self.alloc != "uniform"
 
     @property
-    def keeps(self) -> str:
+    def describe_kept(self) -> str:
         share = f"{self.budget:,} tokens a head of a prompt" if self.budget else f"{self.keep:.0%} of a prompt"
         return f"{share}, by {self.by}"
 
-    def _round(self, at: Boundary, done: int) -> Round | None:
+    def _round(self, at: CompressionPoint, done: int) -> Selection | None:
         """None: nobody competes now."""
         if at.phase == "answering":
             new = self.room_new(len(at.ids) - at.n_prompt)
-            now = Round(at.n_prompt, new, new, is_prompt=False)
+            now = Selection(at.n_prompt, new, new, is_prompt=False)
         elif at.phase == "reading" and not self.per_chunk:
             return None
         elif self.budget:  # of all prompts together
-            now = Round(0, self.budget, at.n_prompt, is_prompt=True)
+            now = Selection(0, self.budget, at.n_prompt, is_prompt=True)
         else:
-            now = Round(done, self.share(at.n_prompt - done), at.n_prompt - done, is_prompt=True)
+            now = Selection(done, self.share(at.n_prompt - done), at.n_prompt - done, is_prompt=True)
         return now if now.each >= 1 and now.most >= 1 else None
 
-    def _score(self, s: Slots, at: Moment, now: Round) -> tuple[Tensor, Tensor]:
+    def _score(self, s: Slots, at: LayerContext, now: Selection) -> tuple[Tensor, Tensor]:
         """[K, S]: -inf for those who do not compete, +inf for those who need not; [n] units by position, or none."""
         from kvcli.policies.scoring import token_units
 
@@ -277,7 +279,7 @@ class TopK(Usual):
         score = score.masked_fill(at.protected, float("inf"))
         return score.masked_fill(~competes, float("-inf")), unit
 
-    def _share(self, at: Boundary, now: Round) -> Share:
+    def _share(self, at: CompressionPoint, now: Selection) -> Share:
         from kvcli.policies.scoring import budget_split
 
         if not now.is_prompt:

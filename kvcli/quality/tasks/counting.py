@@ -8,7 +8,7 @@ from random import Random
 
 from kvcli.demo.words import shuffled
 from kvcli.quality.prose import distinct, name
-from kvcli.quality.sample import Context, Draw, Question, Task
+from kvcli.quality.sample import Context, Question, SampleSeed, Task
 from kvcli.quality.score import share_of_references
 
 COMMON = 10  # words that are repeated most
@@ -32,7 +32,7 @@ def _common_prefix(n: int) -> str:
     return f"The {n} words that stand in the list most often are:"
 
 
-def common(draw: Draw, size: int) -> Context:
+def common(draw: SampleSeed, size: int) -> Context:
     """A solved example of few words, then the list."""
     rng = draw.rng()
     often, seldom = next(repeats for least, repeats in REPEATS.items() if draw.length >= least)
@@ -46,7 +46,7 @@ def common(draw: Draw, size: int) -> Context:
     return Context(f"Example:\n{solved}\n\nNow the list.\n{text}", (asked,))
 
 
-def frequent(draw: Draw, size: int) -> Context:
+def frequent(draw: SampleSeed, size: int) -> Context:
     """Coded words by Zipf's law; the first rank is noise, the next three are asked for."""
     rng = draw.rng()
     words = distinct(rng, max(8, draw.length // 50), _word)

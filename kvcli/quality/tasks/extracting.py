@@ -7,14 +7,14 @@ import json
 from kvcli.demo.report import filler
 from kvcli.demo.words import COLOURS, person, pick
 from kvcli.quality.prose import hide, name, number
-from kvcli.quality.sample import Context, Draw, Question, Task
+from kvcli.quality.sample import Context, Question, SampleSeed, Task
 from kvcli.quality.score import likeness, share_of_fields
 from kvcli.quality.tasks.needles import fact
 
 NOTES = 3
 
 
-def copy_span(draw: Draw, size: int) -> Context:
+def copy_span(draw: SampleSeed, size: int) -> Context:
     """Numbered notes of three sentences, one of them to be repeated."""
     rng = draw.rng()
     notes = [" ".join(filler(rng) for _ in range(3)) for _ in range(NOTES)]
@@ -28,7 +28,7 @@ def copy_span(draw: Draw, size: int) -> Context:
     return Context(text, (question,))
 
 
-def json_extract(draw: Draw, size: int) -> Context:
+def json_extract(draw: SampleSeed, size: int) -> Context:
     """Three facts about one depot, other depots beside it."""
     rng = draw.rng()
     depots = [name(rng) for _ in range(3)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcli.demo.words import person, shuffled
 from kvcli.quality.prose import distinct, hide, listed, name, number, uuid
-from kvcli.quality.sample import Context, Draw, Make, Question, Rounds, Task, as_many
+from kvcli.quality.sample import Context, Make, Question, Rounds, SampleSeed, Task, as_many
 from kvcli.quality.score import share_of_references
 
 KEYS = 4  # needles of one kind where there are several
@@ -22,21 +22,21 @@ def ask(key: str, value: str, what: str = "access code", **meta: object) -> Ques
     return Question(f"What is the {what} of depot {key}?", prefix, (value,), f" {value}.", meta)
 
 
-def single(draw: Draw, size: int) -> Context:
+def single(draw: SampleSeed, size: int) -> Context:
     rng = draw.rng()
     key, value = name(rng), number(rng)
     text = hide(draw.prose.sentences(rng, size), [(draw.depth, fact(key, value))])
     return Context(text, (ask(key, value, depth=round(draw.depth, 3)),))
 
 
-def single_uuid(draw: Draw, size: int) -> Context:
+def single_uuid(draw: SampleSeed, size: int) -> Context:
     rng = draw.rng()
     key, value = name(rng), uuid(rng)
     text = hide(draw.prose.sentences(rng, size), [(draw.depth, fact(key, value, "serial number"))])
     return Context(text, (ask(key, value, "serial number", depth=round(draw.depth, 3)),))
 
 
-def multikey(draw: Draw, size: int) -> Context:
+def multikey(draw: SampleSeed, size: int) -> Context:
     rng = draw.rng()
     keys, values = distinct(rng, KEYS, name), distinct(rng, KEYS, number)
     depths = [draw.depth] + [rng.random() for _ in keys[1:]]
@@ -45,7 +45,7 @@ def multikey(draw: Draw, size: int) -> Context:
     return Context(text, (ask(keys[0], values[0], depth=round(draw.depth, 3)),))
 
 
-def multikey_all(draw: Draw, size: int) -> Context:
+def multikey_all(draw: SampleSeed, size: int) -> Context:
     """Nothing but needles: the key alone tells them apart."""
     rng = draw.rng()
     pairs: dict[str, str] = {}
@@ -57,7 +57,7 @@ def multikey_all(draw: Draw, size: int) -> Context:
     return Context(text, (ask(key, value, depth=round(draw.depth, 3)),))
 
 
-def multivalue(draw: Draw, size: int) -> Context:
+def multivalue(draw: SampleSeed, size: int) -> Context:
     rng = draw.rng()
     key, values = name(rng), distinct(rng, KEYS, number)
     facts = [(rng.random(), f"One access code of depot {key} is {value}.") for value in values]
@@ -67,7 +67,7 @@ def multivalue(draw: Draw, size: int) -> Context:
     return Context(hide(draw.prose.sentences(rng, size), facts), (asked,))
 
 
-def multiquery(draw: Draw, size: int) -> Context:
+def multiquery(draw: SampleSeed, size: int) -> Context:
     rng = draw.rng()
     keys, values = distinct(rng, KEYS, name), distinct(rng, KEYS, number)
     facts = [(rng.random(), fact(k, v)) for k, v in zip(keys, values, strict=True)]
@@ -78,7 +78,7 @@ def multiquery(draw: Draw, size: int) -> Context:
     return Context(hide(draw.prose.sentences(rng, size), facts), (asked,))
 
 
-def passkey(draw: Draw, size: int) -> Context:
+def passkey(draw: SampleSeed, size: int) -> Context:
     """Five short sentences over and over, one needle at a depth of the grid."""
     rng = draw.rng()
     key, value, depth = name(rng), number(rng), DEPTHS[draw.index % len(DEPTHS)]
@@ -86,7 +86,7 @@ def passkey(draw: Draw, size: int) -> Context:
     return Context(hide(noise, [(depth, fact(key, value))]), (ask(key, value, depth=depth),))
 
 
-def mqar(draw: Draw, size: int) -> Context:
+def mqar(draw: SampleSeed, size: int) -> Context:
     """Many pairs, several of them asked for: multi-query associative recall (Zoology, arXiv 2312.04927)."""
     rng = draw.rng()
     keys, values = distinct(rng, 16, name), distinct(rng, 16, person)
@@ -97,7 +97,7 @@ def mqar(draw: Draw, size: int) -> Context:
     return Context(hide(draw.prose.sentences(rng, size), facts), tuple(asked))
 
 
-def late_questions(draw: Draw, size: int) -> Context:
+def late_questions(draw: SampleSeed, size: int) -> Context:
     """A conversation that goes back: the first question is about the latest fact, the last one about the earliest."""
     rng = draw.rng()
     turns = 6

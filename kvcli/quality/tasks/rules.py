@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcli.quality.prose import distinct, hide, name
-from kvcli.quality.sample import Context, Draw, Question, Task
+from kvcli.quality.sample import Context, Question, SampleSeed, Task
 from kvcli.quality.score import has
 from kvcli.quality.tasks.needles import fact
 
@@ -33,7 +33,7 @@ def score(answer: str, question: Question) -> float:
     return sum(held.values()) / len(held)
 
 
-def instructions(draw: Draw, size: int) -> Context:
+def instructions(draw: SampleSeed, size: int) -> Context:
     rng = draw.rng()
     words = tuple(distinct(rng, 5, name))
     key = words[4]

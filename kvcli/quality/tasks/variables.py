@@ -8,7 +8,7 @@ from string import ascii_uppercase
 
 from kvcli.demo.words import pick
 from kvcli.quality.prose import distinct, hide, number
-from kvcli.quality.sample import Context, Draw, Question, Task
+from kvcli.quality.sample import Context, Question, SampleSeed, Task
 from kvcli.quality.score import share_of_references
 
 HOPS = 4
@@ -32,7 +32,7 @@ def _prefix(value: str) -> str:
     return f"By the chain of assignments in the text above, {HOPS + 1} variables are assigned the value {value}:"
 
 
-def vt(draw: Draw, size: int) -> Context:
+def vt(draw: SampleSeed, size: int) -> Context:
     """One solved example, then the chain to follow."""
     rng = draw.rng()
     names, values = distinct(rng, 2 * (HOPS + 1), _letters), distinct(rng, 2, number)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvcli.render.terminal.live_region import Region
+from kvcli.render.terminal.live_region import LiveRegion
 from kvcli.render.terminal.screen import Screen
 from kvcli.render.terminal.tables import clip
-from kvcli.render.terminal.terminal import Span, cells
+from kvcli.render.terminal.terminal import Span, text_width
 from kvcli.render.turn.status_row import NARROWEST
 
 BAR = 24  # columns
@@ -19,7 +19,7 @@ class Bar:
 
     def __init__(self, screen: Screen) -> None:
         self.screen = screen
-        self.region = Region(screen.err) if screen.err.live and not screen.quiet else None
+        self.region = LiveRegion(screen.err) if screen.err.live and not screen.quiet else None
 
     def show(self, done: int, total: int, words: str) -> None:
         """Where the work is; a total of 0 when its length is not known."""
@@ -39,7 +39,7 @@ def row(done: int, total: int, words: str, width: int) -> list[Span]:
     size = min(BAR, width // 3)
     full = size * done // total
     end = f"  {100 * done // total:>3} %  "
-    rest = clip(words, width - 2 - size - cells(end))
+    rest = clip(words, width - 2 - size - text_width(end))
     return [("━" * full, "cyan"), ("━" * (size - full), "dim"), (end, ""), (rest, "dim")]
 
 

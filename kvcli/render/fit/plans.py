@@ -10,7 +10,7 @@ from kvcli.fit.calibration import age_days
 from kvcli.render.fit.explain import explained
 from kvcli.render.terminal import numbers as f
 from kvcli.render.terminal.tables import columns, turned, widest
-from kvcli.render.terminal.terminal import Span, cells
+from kvcli.render.terminal.terminal import Span, text_width
 from kvcli.render.terminal.wrap import folded, styled
 from kvcli.render.turn.turn_summary import joined
 
@@ -100,13 +100,13 @@ def _table(names: list[str], rows: list[list[str]], fits: list[bool], width: int
 def _blocks(
     names: list[str], rows: list[list[str]], shown: list[int], fits: list[bool], width: int
 ) -> Iterator[list[Span]]:
-    left = max(map(cells, names))
+    left = max(map(text_width, names))
     for row, does in zip(rows, fits, strict=True):
         title = f"{row[0]} at {row[1]}" if 1 in shown else row[0]
         yield [(title, "bold" if does else "yellow")]
         facts = [i for i in shown if i > 1]
         if len(rows) == 1:  # there is room below each other
-            yield from ([(f"  {names[i]}{' ' * (left - cells(names[i]))}  {row[i]}", "")] for i in facts)
+            yield from ([(f"  {names[i]}{' ' * (left - text_width(names[i]))}  {row[i]}", "")] for i in facts)
         else:
             yield from ([(f"  {line}", "")] for line in joined([f"{names[i]} {row[i]}" for i in facts], width - 2))
 
@@ -132,7 +132,7 @@ def _refused(plan: FitPlan, document: FitDocument, width: int) -> Iterator[list[
         tokens = f" at {f.count(change.ctx)}" if change.ctx != plan.ctx and "--ctx" not in change.type else ""
         takes = f"{f.long_size(change.total)}{tokens}"
         words = folded(change.type, width, len(TRY))
-        is_wide = len(TRY) + cells(words[-1]) + 3 + cells(takes) >= width
+        is_wide = len(TRY) + text_width(words[-1]) + 3 + text_width(takes) >= width
         for i, line in enumerate(words):
             last = "" if is_wide or i < len(words) - 1 else f"   {takes}"
             yield [(" " * len(TRY) if i else TRY, "green"), (line, ""), (last, "dim")]

@@ -9,7 +9,7 @@ from kvcli.render.heads import cells as c
 from kvcli.render.heads.text import facts, top_table
 from kvcli.render.terminal import numbers as f
 from kvcli.render.terminal.tables import columns, fitting
-from kvcli.render.terminal.terminal import Span, cells
+from kvcli.render.terminal.terminal import Span, text_width
 from kvcli.render.terminal.wrap import folded, styled
 from kvcli.render.turn.turn_summary import joined
 
@@ -40,7 +40,7 @@ def heads_lines(
     for note in document.notes:
         yield from styled(f"note: {note}", width, "dim")
     word, command = next_step(document, folder)
-    if cells(word + command) + 4 < width:
+    if text_width(word + command) + 4 < width:
         yield [(f"{word}:  ", ""), (command, "green")]
         return
     yield [(f"{word}:", "")]
@@ -77,7 +77,7 @@ def _grid(document: HeadsDocument, show: str, width: int, look: Look) -> Iterato
     """One block of heads below the other where they do not fit side by side."""
     label = len(str(document.layers - 1)) + 3
     margins = {layer: c.margin(document, show, layer) for layer in document.probed}
-    room = width - 1 - label - max(map(cells, margins.values())) - 2
+    room = width - 1 - label - max(map(text_width, margins.values())) - 2
     block = max(LEAST, min(document.kv_heads, room // CELL))
     for first in range(0, document.kv_heads, block):
         heads = range(first, min(first + block, document.kv_heads))

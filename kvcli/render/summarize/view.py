@@ -11,10 +11,20 @@ from kvcli.render.summarize.notes import hung, merge_done, part_done, stretch
 from kvcli.render.terminal import numbers as f
 from kvcli.render.terminal.tables import clip
 from kvcli.render.terminal.terminal import Span
-from kvcli.render.turn.status_row import NARROWEST, Look
+from kvcli.render.turn.status_row import NARROWEST, RowOptions
 from kvcli.render.turn.turn_summary import DOT
 from kvcli.render.turn.turn_view import TurnView
-from kvcli.summarize.events import Done, MergeBegan, MergeEnded, PartBegan, PartEnded, Planned, Said, Stopped, Unkept
+from kvcli.summarize.events import (
+    CacheWriteFailed,
+    Done,
+    MergeBegan,
+    MergeEnded,
+    PartBegan,
+    PartEnded,
+    Planned,
+    PointReady,
+    Stopped,
+)
 
 if TYPE_CHECKING:
     from kvcli.render.terminal.screen import Screen
@@ -28,7 +38,9 @@ Writer = Callable[[Sequence["Point"]], str]
 class SummaryView(TurnView):
     """`writer` makes the text that goes to stdout as points come; None where nothing goes there before the end."""
 
-    def __init__(self, screen: Screen, look: Look, plan: Plan, writer: Writer | None, *, tells: bool = True) -> None:
+    def __init__(
+        self, screen: Screen, look: RowOptions, plan: Plan, writer: Writer | None, *, tells: bool = True
+    ) -> None:
         super().__init__(screen, look)
         self.plan, self.writer, self.tells = plan, writer, tells and not screen.quiet
         self.summary: Summary | None = None
@@ -49,10 +61,10 @@ class SummaryView(TurnView):
                 self.started = self.screen.clock()
             case PartEnded() | MergeEnded():
                 self._ended(event)
-            case Said(point):
+            case PointReady(point):
                 self.points.append(point)
                 self._write()
-            case Unkept(why):
+            case CacheWriteFailed(why):
                 self.told.add(why)
                 if self.tells:
                     self.screen.note(why)

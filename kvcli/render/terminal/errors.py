@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcli.errors import KvcliError
-from kvcli.render.terminal.terminal import Span, Terminal, cells
+from kvcli.render.terminal.terminal import Span, Terminal, text_width
 from kvcli.render.terminal.wrap import folded
 
 COLUMN = 80  # the code stands at the right edge, but not further out than this
@@ -47,7 +47,7 @@ def _headline(word: str, style: str, message: str, code: str, width: int) -> lis
     if not code:
         return rows
     tag = f"[{code}]"
-    used = cells("".join(text for text, _ in rows[-1]))
+    used = text_width("".join(text for text, _ in rows[-1]))
     free = min(width - 1, COLUMN) - used - len(tag)
     if free >= 2:
         rows[-1].append((" " * free + tag, "dim"))
@@ -63,6 +63,6 @@ def _attempts(err: Terminal, items: Sequence[str]) -> None:
     if not items:
         return
     together = GAP.join(items)
-    rows = [together] if cells(TRY + together) < err.width else items
+    rows = [together] if text_width(TRY + together) < err.width else items
     for i, row in enumerate(rows):
         err.line((TRY if i == 0 else " " * len(TRY), "green" if i == 0 else ""), (row, ""))

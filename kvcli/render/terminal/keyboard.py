@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TextIO
 
-from kvcli.render.terminal.live_region import Region
+from kvcli.render.terminal.live_region import LiveRegion
 
 try:
     import termios
@@ -44,7 +44,7 @@ def forget_typed(stdin: TextIO) -> None:
 
 
 @contextmanager
-def suspendable(region: Region | None, stdin: TextIO | None) -> Iterator[None]:
+def suspendable(region: LiveRegion | None, stdin: TextIO | None) -> Iterator[None]:
     """Ctrl-Z inside the block takes the region away and stops the process; once continued, it is drawn again."""
     kind = getattr(signal, "SIGTSTP", None)
     if region is None or kind is None or threading.current_thread() is not threading.main_thread():

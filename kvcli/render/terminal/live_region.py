@@ -21,7 +21,7 @@ TO_LINE_END, TO_SCREEN_END = "\x1b[K", "\x1b[J"
 EMPTY = "\x1b[2K\x1b7\x1b[B" + TO_SCREEN_END + "\x1b8"
 
 
-class Region:
+class LiveRegion:
     """Rows that stay below everything written through `draw`. Each row must be narrower than the terminal."""
 
     def __init__(self, terminal: Terminal, *also: Terminal) -> None:

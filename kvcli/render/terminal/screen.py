@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
-from kvcli.environment import World
+from kvcli.environment import Environment
 from kvcli.render.terminal.errors import print_note
 from kvcli.render.terminal.terminal import Terminal
 
@@ -31,7 +31,7 @@ class Screen:
     verbose: bool = False  # all figures after a turn, not one line
 
     @classmethod
-    def of(cls, world: World, stats: StatsMode = "live") -> Screen:
+    def of(cls, world: Environment, stats: StatsMode = "live") -> Screen:
         """The world's streams, as --quiet, --no-color, NO_COLOR and TERM want them."""
         out, err = Terminal.of(world, "stdout"), Terminal.of(world, "stderr")
         shared = out.live and err.live and same_device(world.stdout, world.stderr)

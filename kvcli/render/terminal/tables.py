@@ -10,7 +10,7 @@ from typing import Any
 from kvcli.documents import listed
 from kvcli.engine.stats import Stats
 from kvcli.render.terminal import numbers as f
-from kvcli.render.terminal.terminal import cells
+from kvcli.render.terminal.terminal import text_width
 from kvcli.render.terminal.wrap import folded
 from kvcli.render.turn.turn_summary import joined
 
@@ -30,11 +30,13 @@ def spec_table(stats: Stats, width: int) -> list[str]:
     said = f"accept {stats.mean_acceptance_length:.2f} in {f.percent(stats.drafted_share)} of passes"
     gained = f"→ {stats.tokens_per_pass:.2f} tokens per pass"
     passes = f"({f.count(stats.passes)} passes, {f.count(bare)} without a draft)"
-    first = joined([f"{said} {gained}" if cells(said + gained) + 1 < width else said, passes], width, between="     ")
+    first = joined(
+        [f"{said} {gained}" if text_width(said + gained) + 1 < width else said, passes], width, between="     "
+    )
     if gained not in first[0]:
         first.insert(1, gained)
     histogram = _histogram(stats.histogram)
-    column = max(map(cells, histogram)) + 4 if width >= SIDE_BY_SIDE else 0
+    column = max(map(text_width, histogram)) + 4 if width >= SIDE_BY_SIDE else 0
     beside = [*_positions(stats.per_position, min(width, 120) - column), ""]
     for line in _drafts(stats):
         parts = folded(line[12:], width, column + 12)
@@ -42,7 +44,7 @@ def spec_table(stats: Stats, width: int) -> list[str]:
     if not column:
         return [*first, *histogram, "", *beside]
     pairs = zip_longest(histogram, beside, fillvalue="")
-    return [*first, *((left + " " * (column - cells(left)) + right).rstrip() for left, right in pairs)]
+    return [*first, *((left + " " * (column - text_width(left)) + right).rstrip() for left, right in pairs)]
 
 
 def _histogram(counts: Sequence[int]) -> list[str]:
@@ -134,7 +136,7 @@ def _is_bytes(key: str) -> bool:
 def token_table(rows: Sequence[tuple[str, int]], limit: int, width: int) -> list[str]:
     """The context by message: tokens, share of the window, and what is left."""
     total = sum(n for _, n in rows)
-    name_width = max(12, min(width - 24, max((cells(name) for name, _ in rows), default=0)))
+    name_width = max(12, min(width - 24, max((text_width(name) for name, _ in rows), default=0)))
     lines = [_token_row(name, n, limit, name_width) for name, n in rows]
     lines.append(_token_row("total", total, limit, name_width))
     if limit:
@@ -145,14 +147,14 @@ def token_table(rows: Sequence[tuple[str, int]], limit: int, width: int) -> list
 def _token_row(name: str, n: int, limit: int, width: int) -> str:
     name = clip(name, width)
     share = f"{100 * n / limit:>4.0f} %" if limit else ""
-    return f"{name}{' ' * (width - cells(name))}  {f.count(n):>9}  {share}".rstrip()
+    return f"{name}{' ' * (width - text_width(name))}  {f.count(n):>9}  {share}".rstrip()
 
 
 def clip(text: str, width: int) -> str:
     """The text in at most `width` columns, the cut marked."""
-    if cells(text) <= width:
+    if text_width(text) <= width:
         return text
-    while text and cells(text) > width - 1:
+    while text and text_width(text) > width - 1:
         text = text[:-1]
     return text + "…"
 
@@ -200,4 +202,4 @@ def turned(table: Sequence[Sequence[str]], width: int) -> list[str]:
 
 
 def widest(lines: Iterable[str]) -> int:
-    return max(map(cells, lines), default=0)
+    return max(map(text_width, lines), default=0)

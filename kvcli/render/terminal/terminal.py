@@ -9,7 +9,7 @@ from typing import TextIO
 
 from rich.cells import cell_len
 
-from kvcli.environment import Stream, World
+from kvcli.environment import Environment, Stream
 from kvcli.safe_output import Styled, neutralise
 
 Span = tuple[str, str]  # text and style; a style is one of STYLES, or colours such as "#000000 on #ffcc00"
@@ -31,7 +31,7 @@ def cells_of(char: str) -> int:
     return 1 if char == "\N{VARIATION SELECTOR-16}" else cell_len(neutralise(char, one_line=True))
 
 
-def cells(text: str) -> int:
+def text_width(text: str) -> int:
     """Columns of a text, never less than a terminal uses: too few would tear a line, too many only break it early."""
     return len(text) if text.isascii() else sum(map(cells_of, text))
 
@@ -67,7 +67,7 @@ class Terminal:
     above: Callable[[Styled], None] | None = None  # set while rows are redrawn in place: lines go above them
 
     @classmethod
-    def of(cls, world: World, name: Stream) -> Terminal:
+    def of(cls, world: Environment, name: Stream) -> Terminal:
         """Ask the world what the stream can do."""
         is_tty, colour = world.is_tty(name), world.has_color(name)
         can_move = is_tty and colour and world.environ.get("TERM") != "dumb"

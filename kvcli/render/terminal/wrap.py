@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvcli.render.terminal.terminal import Span, cells, cells_of
+from kvcli.render.terminal.terminal import Span, cells_of, text_width
 
 TAB = 8  # columns
 
@@ -17,7 +17,7 @@ def expand(line: str) -> str:
     done = ""
     for i, piece in enumerate(line.split("\t")):
         if i:
-            done += " " * (TAB - cells(done) % TAB)
+            done += " " * (TAB - text_width(done) % TAB)
         done += piece
     return done
 
@@ -27,7 +27,7 @@ def fold(text: str, width: int) -> list[str]:
 
     Spaces hang over the edge, a word longer than a line is cut, and wide characters break anywhere, as in a terminal.
     """
-    if "\t" not in text and cells(text) <= width:
+    if "\t" not in text and text_width(text) <= width:
         return [text]
     lines: list[str] = []
     start = gap = column = 0  # where the line began, where it may be cut, columns so far
@@ -42,7 +42,7 @@ def fold(text: str, width: int) -> list[str]:
             cut = gap if text[start:gap].strip() else i
             lines.append(text[start:cut].rstrip())
             start = gap = cut
-            column = cells(expand(text[start:i]))
+            column = text_width(expand(text[start:i]))
         column += size
         if size == 2:
             gap = i + 1
@@ -75,7 +75,7 @@ class Wrapper:
     def shown(self, width: int) -> str:
         """The tail as it stands on the screen: spaces that hang over the edge are left out."""
         line = expand(self.tail)
-        return line if cells(line) <= width else line.rstrip()
+        return line if text_width(line) <= width else line.rstrip()
 
     def rest(self) -> str:
         """The tail, given up: the text is over."""

@@ -11,7 +11,7 @@ import psutil
 from kvcli.api import Read
 from kvcli.engine.stats import FEW, Stats
 from kvcli.render.terminal import numbers as f
-from kvcli.render.terminal.terminal import Span, cells
+from kvcli.render.terminal.terminal import Span, text_width
 
 HERTZ = 8  # redraws a second
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -21,7 +21,7 @@ BAR = 28  # columns of the reading bar on a terminal of 80
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ProcessMemory:
     """What the process holds."""
 
     kind: str  # ram | gpu
@@ -30,11 +30,11 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class RowOptions:
     """What a row says beside the figures of the turn."""
 
     profile: str = ""
-    memory: Callable[[], Memory | None] | None = None  # asked from the timer thread; None: the process's RSS
+    memory: Callable[[], ProcessMemory | None] | None = None  # asked from the timer thread; None: the process's RSS
     stopping: Callable[[], bool] | None = None  # True once Ctrl-C was pressed
 
 
@@ -43,13 +43,13 @@ def _process() -> tuple[psutil.Process, int]:
     return psutil.Process(), psutil.virtual_memory().total
 
 
-def process_memory() -> Memory:
+def process_memory() -> ProcessMemory:
     """RSS of this process."""
     process, total = _process()
-    return Memory("ram", process.memory_info().rss, total)
+    return ProcessMemory("ram", process.memory_info().rss, total)
 
 
-def live_row(stats: Stats, look: Look, memory: Memory | None, width: int) -> list[Span]:
+def status_row(stats: Stats, look: RowOptions, memory: ProcessMemory | None, width: int) -> list[Span]:
     """The row at `width` columns, or nothing below NARROWEST. Fields go in the order written in `dropped`."""
     if width < NARROWEST:
         return []
@@ -58,12 +58,12 @@ def live_row(stats: Stats, look: Look, memory: Memory | None, width: int) -> lis
         fields.pop(dropped, None)
         spans = _joined(fields)
         # two columns stay free: one so that no row ends in the last column, one for the eye
-        if cells("".join(text for text, _ in spans)) <= width - 2:
+        if text_width("".join(text for text, _ in spans)) <= width - 2:
             return spans
     return spans
 
 
-def _fields(stats: Stats, look: Look, memory: Memory | None) -> dict[str, list[Span]]:
+def _fields(stats: Stats, look: RowOptions, memory: ProcessMemory | None) -> dict[str, list[Span]]:
     """The fields from left to right, each as spans."""
     fields: dict[str, list[Span]] = {}
     if look.stopping is not None and look.stopping():
@@ -138,7 +138,7 @@ def reading_bar(read: Read, width: int, since: float = 0.0) -> list[Span]:
     if speed > 0 and read.done - read.cached >= FEW:
         pace = [(f"  {speed:,.0f}/s  {f.clock((read.total - read.done) / speed)}", "dim")]
     for spans in (word + tokens + cached + end + pace, word + cached + end + pace, word + end + pace, word + end):
-        room = width - 3 - cells("".join(text for text, _ in spans))
+        room = width - 3 - text_width("".join(text for text, _ in spans))
         if room >= 8:
             at = spans.index(end[0])
             return [*spans[:at], (" ", ""), *_bar(share, min(room, max(BAR, width // 3))), *spans[at:]]
@@ -163,7 +163,7 @@ def fetching_bar(word: str, done: int, total: int, since: float, width: int) -> 
     sizes: list[Span] = [(f" {f.short_size(done)} of {f.short_size(total)} ", "")]
     end: list[Span] = [(f"  {100 * share:.0f} %", "")]
     for spans in (start + sizes, start, start[:1]):
-        room = width - 2 - cells("".join(text for text, _ in spans + end))
+        room = width - 2 - text_width("".join(text for text, _ in spans + end))
         if room >= 8:
             return [*spans, *_bar(share, min(room, max(BAR, width // 3))), *end]
     return end
@@ -173,7 +173,7 @@ def busy(word: str, since: float, width: int) -> list[Span]:
     """`⠹ loading demo  1.2 s`: something is going on and its length is unknown."""
     time = f"  {since:.1f} s" if since >= 1 else ""
     spans: list[Span] = [(spinner(since), "cyan"), (f" {word}", ""), (time, "dim")]
-    return spans if cells("".join(text for text, _ in spans)) < width else []
+    return spans if text_width("".join(text for text, _ in spans)) < width else []
 
 
 def spinner(since: float) -> str:

@@ -9,14 +9,14 @@ from kvcli.api import Turn
 from kvcli.engine.info import ModelInfo
 from kvcli.engine.stats import FEW, Stats
 from kvcli.render.terminal import numbers as f
-from kvcli.render.terminal.terminal import cells
+from kvcli.render.terminal.terminal import text_width
 from kvcli.render.terminal.wrap import folded
 
 DOT = " · "
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class HeaderFacts:
     """What the header says beside the model's own facts. Empty fields are left out."""
 
     version: str
@@ -28,7 +28,7 @@ class Opening:
     draft: str = ""  # the model that drafts
 
 
-def header(info: ModelInfo, opening: Opening, width: int) -> list[str]:
+def header(info: ModelInfo, opening: HeaderFacts, width: int) -> list[str]:
     """Two lines: what runs, and how much fits."""
     model = f"{info.id} (bundled, toy answers)" if info.id == "demo" else info.id
     promise = f", {opening.exactness}" if opening.exactness else ""
@@ -46,7 +46,7 @@ def header(info: ModelInfo, opening: Opening, width: int) -> list[str]:
     return [*joined(first, width), *joined(second, width)]
 
 
-def brief(turn: Turn, width: int) -> list[str]:
+def one_line_summary(turn: Turn, width: int) -> list[str]:
     """One line, as many figures as fit, the most asked for first; a second one where the answer was cut."""
     stats = turn.stats
     parts = [
@@ -121,8 +121,8 @@ def _memory(stats: Stats) -> list[str]:
     before = f" ({f.long_size(fp16)} at fp16)" if fp16 > 1.05 * stats.kv_bytes else ""
     return [
         f"kv {f.long_size(stats.kv_bytes)}{before}" if stats.kv_bytes else "",
-        f"host memory: {stats.reach}" if stats.reach else "",
-        f"{f.percent(stats.near)} of it found near" if stats.near is not None else "",
+        f"host memory: {stats.host_access}" if stats.host_access else "",
+        f"{f.percent(stats.page_hit_rate)} of it found near" if stats.page_hit_rate is not None else "",
         f"peak {f.long_size(stats.peak)}{guess}" if stats.peak else "",
         f"{f.long_size(stats.used)} of the card's {f.long_size(stats.total)} in use" if stats.used else "",
         f"context {f.count(stats.context)} of {f.count(stats.limit)}" if stats.limit else "",
@@ -134,7 +134,7 @@ def joined(parts: Iterable[str], width: int, indent: str = "", between: str = DO
     lines: list[str] = []
     for part in filter(None, parts):
         longer = f"{lines[-1]}{between}{part}" if lines else ""
-        if lines and cells(longer) < width:
+        if lines and text_width(longer) < width:
             lines[-1] = longer
         else:
             lines += [indent + line for line in folded(part, width, len(indent))]

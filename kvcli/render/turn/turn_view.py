@@ -11,12 +11,12 @@ from functools import partial
 from kvcli.api import End, Event, Live, Read, Text, Thought, Turn
 from kvcli.engine.stats import Stats
 from kvcli.render.terminal.keyboard import echo, suspendable
-from kvcli.render.terminal.live_region import Region
+from kvcli.render.terminal.live_region import LiveRegion
 from kvcli.render.terminal.screen import Screen
-from kvcli.render.terminal.terminal import Span, cells, quoted
+from kvcli.render.terminal.terminal import Span, quoted, text_width
 from kvcli.render.terminal.wrap import Wrapper
-from kvcli.render.turn.status_row import HERTZ, Look, busy, live_row, process_memory, reading_bar
-from kvcli.render.turn.turn_summary import brief, summary
+from kvcli.render.turn.status_row import HERTZ, RowOptions, busy, process_memory, reading_bar, status_row
+from kvcli.render.turn.turn_summary import one_line_summary, summary
 from kvcli.safe_output import Styled
 
 PATIENCE = 0.3  # seconds of reading before a bar is worth its flicker
@@ -24,12 +24,12 @@ CURSOR = "█"
 STOPPED = " [stopped]"
 
 
-def show_turn(events: Iterable[Event], screen: Screen, look: Look | None = None) -> Turn:
+def show_turn(events: Iterable[Event], screen: Screen, look: RowOptions | None = None) -> Turn:
     """Show the events as they come and return the finished turn, its summary printed.
 
     If the stream raises, what was said so far stays on the screen and the error goes on to the caller.
     """
-    view = TurnView(screen, look or Look())
+    view = TurnView(screen, look or RowOptions())
     with view.running():
         try:
             for event in events:
@@ -61,14 +61,14 @@ def show_summary(turn: Turn, screen: Screen, *, always: bool = False) -> None:
     """A dim line on stderr, with -v all figures, unless --quiet or --stats off or the turn said nothing."""
     if not always and (screen.quiet or screen.stats == "off" or not turn.stats.new):
         return
-    for line in (summary if always or screen.verbose else brief)(turn, screen.err.width):
+    for line in (summary if always or screen.verbose else one_line_summary)(turn, screen.err.width):
         screen.err.line((line, "dim"))
 
 
 class TurnView:
     """One turn on the screen. `on` is called by the decoding thread and only stores; `tick` draws, from a timer."""
 
-    def __init__(self, screen: Screen, look: Look) -> None:
+    def __init__(self, screen: Screen, look: RowOptions) -> None:
         self.screen = screen
         self.look = look
         self.turn: Turn | None = None
@@ -143,7 +143,7 @@ class TurnView:
         rows = list[str]()
         if self.screen.shared and self.has_said:
             tail = self.wrapper.shown(width - 1)
-            cursor = self.screen.out.paint([(CURSOR, "")]) if cells(tail) < width - 1 else ""
+            cursor = self.screen.out.paint([(CURSOR, "")]) if text_width(tail) < width - 1 else ""
             rows.append(Styled(quoted(tail) + cursor))
         rows += [self.region.terminal.paint(row) for row in self._rows(width)]
         self.region.draw(lines, rows)
@@ -173,7 +173,7 @@ class TurnView:
             return reading_bar(read, width, waited) if read.done < read.total else busy("reading", waited, width)
         if self.stats is None or self.screen.stats != "live":
             return []
-        return live_row(self.stats, self.look, (self.look.memory or process_memory)(), width)
+        return status_row(self.stats, self.look, (self.look.memory or process_memory)(), width)
 
     def _announced(self) -> Read:
         """What is to be read, as long as no chunk has been."""
@@ -190,7 +190,7 @@ class TurnView:
             width = self.region.terminal.width
             lines = self._take(width - 1)
             rest = self.wrapper.rest()
-            if mark and cells(rest) + len(STOPPED) >= width:
+            if mark and text_width(rest) + len(STOPPED) >= width:
                 lines, rest = [*lines, rest], ""
             self.region.close([*lines, Styled(quoted(rest) + mark)] if rest or mark else lines)
             return
@@ -200,12 +200,12 @@ class TurnView:
             out.write(Styled(mark + "\n"))
 
 
-def _region(screen: Screen) -> Region | None:
+def _region(screen: Screen) -> LiveRegion | None:
     """Answer and row together on one terminal; the row alone on stderr where the answer goes elsewhere."""
     if screen.shared:
-        return Region(screen.out, screen.err)
+        return LiveRegion(screen.out, screen.err)
     if screen.err.live and not screen.quiet and not screen.out.is_tty:
-        return Region(screen.err)
+        return LiveRegion(screen.err)
     return None
 
 
@@ -239,7 +239,7 @@ class Busy:
     def __init__(self, screen: Screen, look: Callable[[float, int], list[Span]]) -> None:
         """`look`: the row, from the seconds so far and the columns there are."""
         self.screen, self.look = screen, look
-        self.region = Region(screen.err, screen.out) if screen.shared else Region(screen.err)
+        self.region = LiveRegion(screen.err, screen.out) if screen.shared else LiveRegion(screen.err)
         self.started = screen.clock()
 
     def draw(self) -> None:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.policy.policy import Moment
+from kvcli.engine.policy.policy import LayerContext
 from kvcli.kv.slots import Slots
-from kvcli.kv.snapshot import Given, State
-from kvcli.methods.policies.fastgen.recovery import Sets
-from kvcli.methods.policies.fastgen.recovery_attention import Look
+from kvcli.kv.snapshot import SnapshotReader, State
+from kvcli.methods.policies.fastgen.recovery import CandidateSets
+from kvcli.methods.policies.fastgen.recovery_attention import RowAttention
 
 if TYPE_CHECKING:
     from kvcli.methods.policies.fastgen.policy import FastGen
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Scores:
     """Of one layer. Rows count for tokens beyond the guard only: the newest are kept without being asked for."""
 
-    def __init__(self, far: Tensor, rows: Tensor, upto: int, sets: Sets, settings: FastGen) -> None:
+    def __init__(self, far: Tensor, rows: Tensor, upto: int, sets: CandidateSets, settings: FastGen) -> None:
         """Begins with what rows at positions `rows` [m] of the first `upto` tokens looked at: far [K, S].
 
         Counted is attention per row that could look; as published the sum, which favours old tokens.
@@ -43,7 +43,7 @@ class Scores:
         return {"upto": self._upto, "rows": self._rows, "weight": self._weight, "held": held}
 
     @staticmethod
-    def made(given: Given, sets: Sets, settings: FastGen, heads: int, device: torch.device) -> Scores:
+    def made(given: SnapshotReader, sets: CandidateSets, settings: FastGen, heads: int, device: torch.device) -> Scores:
         """From what `state` gave, of a layer with so many KV heads. Raises Misfit."""
         rows = given.tensor("rows", torch.int64, None).to(device)
         weight = given.floats("weight", len(rows)).to(device)
@@ -61,7 +61,7 @@ class Scores:
         """Memory that the scores take, but for the rows that all heads share."""
         return sum(t.untyped_storage().nbytes() for pair in self._held.values() for t in pair)
 
-    def add(self, s: Slots, at: Moment, wanted: Tensor) -> Tensor:
+    def add(self, s: Slots, at: LayerContext, wanted: Tensor) -> Tensor:
         """[K, S]: the score of each slot after the rows that came since, for heads in `wanted` [K]."""
         fresh = (at.q_pos >= self._upto).nonzero()[:, 0]
         q, pos = at.q[:, fresh], at.q_pos[fresh]
@@ -72,7 +72,7 @@ class Scores:
         for j in wanted.nonzero()[:, 0].tolist():
             rows = q[j * group : (j + 1) * group].transpose(0, 1).unsqueeze(0)  # [1, r, G, D]
             head = Slots(s.k[j : j + 1], s.v[j : j + 1], s.pos[j : j + 1])
-            look = Look.of(rows, pos, head, at.scale, at.softcap, at.window)
+            look = RowAttention.of(rows, pos, head, at.scale, at.softcap, at.window)
             looked = torch.zeros_like(score[j : j + 1])
             for some in look.blocks(self._most):
                 p = look.attention(some, self._guard)[0]  # [r, G, E]

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from kvcli.engine.sequence.token_kinds import END
-from kvcli.kv.snapshot import Given, State
+from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.methods.policies.fastgen.frequency_scores import Scores
-from kvcli.methods.policies.fastgen.recovery import Sets, classes
+from kvcli.methods.policies.fastgen.recovery import CandidateSets, classes
 
 if TYPE_CHECKING:
-    from kvcli.engine.policy.policy import Moment
+    from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
     from kvcli.methods.policies.fastgen.policy import FastGen
 
 
 @dataclass(slots=True)
-class Layer:
+class LayerChoice:
     """One layer of the text."""
 
-    sets: Sets
+    sets: CandidateSets
     value: Tensor  # [C, K] what each candidate is worth to a head
     cost: Tensor  # [C, K] tokens
     measured: int  # tokens of the text when that was so
@@ -39,11 +39,11 @@ class Layer:
         return {**numbers, **tensors, **({"scores": self.scores.state()} if self.scores is not None else {})}
 
     @staticmethod
-    def made(given: Given, settings: FastGen, heads: int, device: torch.device) -> Layer:
+    def made(given: SnapshotReader, settings: FastGen, heads: int, device: torch.device) -> LayerChoice:
         """From what `state` gave, of a layer with so many KV heads. Raises Misfit."""
         c = len(settings.candidates)
         sets = replace(
-            Sets.of(settings, torch.zeros(0, dtype=torch.int8)),
+            CandidateSets.of(settings, torch.zeros(0, dtype=torch.int8)),
             local=given.number("local", given.n + settings.guarded),
             frequent=given.number("most", given.n),
             punct=tuple(given.indices("punct", 1 + END, None).tolist()),
@@ -51,14 +51,14 @@ class Layer:
         value, cost = given.floats("value", c, heads).to(device), given.tensor("cost", torch.int64, c, heads).to(device)
         chosen = given.indices("chosen", c, heads).tolist()
         scores = Scores.made(given.part("scores"), sets, settings, heads, device) if "scores" in given else None
-        return Layer(sets, value, cost, given.number("measured", given.n), chosen, scores=scores)
+        return LayerChoice(sets, value, cost, given.number("measured", given.n), chosen, scores=scores)
 
     def having(self, word: str, like: Tensor) -> Tensor:
         """[K, 1] bool: which heads chose a candidate with this word."""
         words = self.sets.having(word)
         return torch.tensor([words[c] for c in self.chosen], device=like.device).unsqueeze(1)
 
-    def loose(self, s: Slots, at: Moment) -> Tensor:
+    def loose(self, s: Slots, at: LayerContext) -> Tensor:
         """[K, S] bool: what heads keep, frequent tokens aside."""
         always, punct = classes(s, at.kinds, self.sets)
         age = at.kinds.shape[0] - 1 - s.pos
@@ -66,7 +66,7 @@ class Layer:
         mask = always | at.protected | (punct & self.having("punct", age))
         return (mask | (age < reach) | self.having("full", age)) & (s.pos >= 0)
 
-    def fresh(self, s: Slots, at: Moment) -> Tensor:
+    def fresh(self, s: Slots, at: LayerContext) -> Tensor:
         """[K, S] bool: what heads keep at the boundary where they were measured."""
         mask = self.loose(s, at)
         return mask if self.frequent is None else mask | (self.frequent & self.having("frequent", s.pos))

@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from kvcli.engine.policy.policy import Guard, Usual, Wants
+from kvcli.engine.policy.policy import PolicyDefaults, PolicyRequirements, ProtectedTokens
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import Boundary
+    from kvcli.engine.policy.compression_point import CompressionPoint
     from kvcli.kv.slots import Masks
-    from kvcli.methods.policies.fastgen.text_state import Heads
+    from kvcli.methods.policies.fastgen.text_state import FastGenState
 
 Candidate = Literal[
     "special", "punct", "local", "frequent", "punct+local", "punct+frequent", "local+frequent", "punct+frequent+local"
@@ -40,7 +40,7 @@ PAPER_ROWS = 1024  # of a longer prompt, so many rows at equal distances stand f
 
 
 @dataclass(frozen=True)
-class FastGen(Usual):
+class FastGen(PolicyDefaults):
     """Keep in each head what it looks at: special tokens, punctuation, newest, most looked at, or all (FastGen)."""
 
     criterion: Literal["mean", "cvar10", "p05"] = "cvar10"  # over rows: mean, mean of the worst tenth, 5th percentile
@@ -136,11 +136,11 @@ class FastGen(Usual):
         is_auto = self.probe_rows == "auto" and not self.paper and kind == "cpu"
         return replace(self, probe_rows=ROWS_ON_CPU) if is_auto else self
 
-    def wants(self, lm: LM) -> Wants:
+    def requirements(self, lm: LM) -> PolicyRequirements:
         """Raises BadInput for a head map that cannot be read, or is of another model, and BadModel where heads store
         nothing of their own."""
         from kvcli.engine.sequence.token_kinds import SYSTEM, TOOLS
-        from kvcli.methods.policies.fastgen.text_state import Heads
+        from kvcli.methods.policies.fastgen.text_state import FastGenState
         from kvcli.policies.scoring.headmap import head_rows, refuse_latents
 
         refuse_latents(lm, 'policy.name = "fastgen"')
@@ -153,15 +153,15 @@ class FastGen(Usual):
         since = own.every if any("frequent" in name for name in own.candidates) else 0
         again = own.rows if own.reprofile_every else 0  # of what is to be measured again
         kinds = frozenset({SYSTEM, TOOLS}) if self.protect and not self.paper else frozenset()
-        return Wants(
+        return PolicyRequirements(
             recent=max(since, again),
             probes=own.probes,
             kinds=True,
-            guard=Guard(self.sinks, self.guarded, kinds),
-            memory=lambda: Heads(own, lm, full),
+            guard=ProtectedTokens(self.sinks, self.guarded, kinds),
+            memory=lambda: FastGenState(own, lm, full),
         )
 
-    def choose(self, at: Boundary) -> Asks[Masks]:
+    def select(self, at: CompressionPoint) -> Steps[Masks]:
         """What each head of this text chose, once a prompt has been read."""
         found: Masks = yield from at.memory.choose(at)
         return found
@@ -170,23 +170,23 @@ class FastGen(Usual):
         """Of a prompt of n tokens, once it has been read; by recovery only the text itself can say, so all of them."""
         return min(n, max(round(self.keep * n), self.sinks + self.guarded)) if self.keep else n
 
-    def reading(self, n: int) -> int:
+    def max_slots_in_prefill(self, n: int) -> int:
         """All of a prompt: heads are judged when it has been read."""
         return n
 
-    def judging(self, n: int, heads: int, kind: str, number: int) -> int:
+    def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
         """What each of the probed rows sees, as long as it may be held."""
         seen = sum(row + 1 for row in self.on(kind).probes(n))
         return min(int(self.max_profile_mb * 2**20), number * heads * seen)
 
-    def found(self, memory: Heads) -> str:
+    def describe_result(self, memory: FastGenState) -> str:
         """The recovery that was looked for."""
         return f"by T = {memory.recovery:.2f}" if self.recovery == "auto" else ""
 
     is_uneven = True
 
     @property
-    def keeps(self) -> str:
+    def describe_kept(self) -> str:
         share = f"{self.keep:.0%} of the tokens" if self.keep else f"what holds {self.recovery:.0%} of its attention"
         if not self.keep and self.recovery == "auto":
             share = "what the newest tokens are predicted by"

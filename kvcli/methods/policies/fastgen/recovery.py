@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, SPECIAL, SYSTEM, TOOLS
 from kvcli.kv.slots import Slots
-from kvcli.methods.policies.fastgen.recovery_attention import NEVER, Block, Look, times
+from kvcli.methods.policies.fastgen.recovery_attention import NEVER, Block, RowAttention, times
 
 if TYPE_CHECKING:
     from kvcli.methods.policies.fastgen.policy import FastGen
@@ -26,7 +26,7 @@ Criterion = Literal["mean", "cvar10", "p05"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sets:
+class CandidateSets:
     """What the words of a candidate mean for one text."""
 
     candidates: tuple[frozenset[str], ...]  # each a union of "punct", "local", "frequent"; or {"full"}
@@ -39,11 +39,11 @@ class Sets:
     most: int  # bytes of attention that may be held
 
     @staticmethod
-    def of(settings: FastGen, kinds: Tensor, n_prompt: int | None = None) -> Sets:
+    def of(settings: FastGen, kinds: Tensor, n_prompt: int | None = None) -> CandidateSets:
         """For a text of these kinds [T]; the reach of local heads is a share of its prompt (None: the whole text)."""
         n = kinds.shape[0]
         local = round(settings.reach * (n if n_prompt is None else n_prompt))
-        return Sets(
+        return CandidateSets(
             candidates=tuple(frozenset(name.split("+")) - {"special"} for name in settings.candidates),
             sinks=settings.sinks,
             guard=settings.guarded,
@@ -99,7 +99,7 @@ def recover(
     `sink` [H]: learned logits that take mass and are never forgotten. `protected` [K, S]: slots that stay under every
     candidate. `n_prompt`: local reach and punctuation go by this many tokens; None = all of T.
     """
-    sets = Sets.of(settings, kinds, n_prompt)
+    sets = CandidateSets.of(settings, kinds, n_prompt)
     always, punct = classes(s, kinds, sets)
     always = always if protected is None else always | protected
     n_kv, m = s.pos.shape[0], q.shape[1]
@@ -111,13 +111,13 @@ def recover(
     for a in range(0, n_kv, step):
         at = slice(a, a + step)
         some = Slots(s.k[at], s.v[at], s.pos[at])
-        look = Look.of(rows[at], q_pos, some, scale, softcap, window, None if sinks is None else sinks[at])
+        look = RowAttention.of(rows[at], q_pos, some, scale, softcap, window, None if sinks is None else sinks[at])
         parts.append(_heads(look, look.sorted(always[at]), look.sorted(punct[at]), sets))
     mass, cost, frequent, far = zip(*parts, strict=True)
     return Recovery(torch.cat(mass, 1), torch.cat(cost, 1), torch.cat(frequent), torch.cat(far))
 
 
-def classes(s: Slots, kinds: Tensor, sets: Sets) -> tuple[Tensor, Tensor]:
+def classes(s: Slots, kinds: Tensor, sets: CandidateSets) -> tuple[Tensor, Tensor]:
     """[K, S] bool each: slots kept under every candidate, and slots that are punctuation."""
     kind = kinds.to(s.pos.device)[s.pos.clamp(min=0).long()]
     stored = s.pos >= 0
@@ -142,7 +142,9 @@ def top(score: Tensor, allowed: Tensor, n: int) -> Tensor:
     return torch.zeros_like(allowed).scatter_(-1, best, True) & allowed
 
 
-def _heads(look: Look, always: Tensor, punct: Tensor, sets: Sets) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _heads(
+    look: RowAttention, always: Tensor, punct: Tensor, sets: CandidateSets
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """mass [C, B, G, m], cost [C, B], frequent [B, S], far [B, S]: first what far rows look at, then what is lost."""
     b, m, g, _ = look.q.shape
     wide = torch.promote_types(look.q.dtype, torch.float32)
@@ -180,7 +182,7 @@ def _heads(look: Look, always: Tensor, punct: Tensor, sets: Sets) -> tuple[Tenso
     return 1 - gone.permute(3, 0, 2, 1), cost.T, look.unsorted(frequent), look.unsorted(far)
 
 
-def _lost(loose: Tensor, punct: Tensor, frequent: Tensor, sets: Sets) -> Tensor:
+def _lost(loose: Tensor, punct: Tensor, frequent: Tensor, sets: CandidateSets) -> Tensor:
     """[B, C, S] bool: those of the loose slots that a candidate does not keep for what they are."""
     lost = loose.unsqueeze(1).repeat(1, len(sets.candidates), 1)
     for i, words in enumerate(sets.candidates):
@@ -193,7 +195,9 @@ def _lost(loose: Tensor, punct: Tensor, frequent: Tensor, sets: Sets) -> Tensor:
     return lost
 
 
-def _gone(look: Look, at: Block, p: Tensor | None, parts: list[tuple[list[int], Tensor]], sets: Sets) -> Tensor:
+def _gone(
+    look: RowAttention, at: Block, p: Tensor | None, parts: list[tuple[list[int], Tensor]], sets: CandidateSets
+) -> Tensor:
     """[b, r, G, C]: what each row would lose, near tokens being safe; parts: candidates without and with "local"."""
     if p is None:
         p = look.attention(at, sets.guard)

@@ -29,7 +29,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class RowAttention:
     """Rows over the slots of B heads, in the order of their positions: what a row sees, and what is near, is a run."""
 
     q: Tensor  # [B, m, G, D], scaled
@@ -44,7 +44,7 @@ class Look:
     @staticmethod
     def of(
         q: Tensor, q_pos: Tensor, s: Slots, scale: float, softcap: float, window: int | None, sink: Tensor | None = None
-    ) -> Look:
+    ) -> RowAttention:
         """q [B, m, G, D] at positions q_pos [m] over the slots of B heads, sink [B, G]."""
         wide = torch.promote_types(q.dtype, torch.float32)
         own = q.dtype if q.dtype == s.k.dtype == torch.bfloat16 else wide
@@ -55,7 +55,9 @@ class Look:
             pos, k = pos.gather(1, order), k.gather(1, order.unsqueeze(-1).expand_as(k))
         pos = pos[:1] if bool((pos == pos[:1]).all()) else pos
         sink = None if sink is None else sink.to(wide)[:, None, :, None]
-        return Look((q.to(wide) * scale).to(own), q_pos.int(), k, pos.contiguous(), order, softcap, window, sink)
+        return RowAttention(
+            (q.to(wide) * scale).to(own), q_pos.int(), k, pos.contiguous(), order, softcap, window, sink
+        )
 
     @property
     def each(self) -> int:

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.policy.policy import Moment
+from kvcli.engine.policy.policy import LayerContext
 from kvcli.kv.slots import Slots
-from kvcli.kv.snapshot import Given, State
+from kvcli.kv.snapshot import SnapshotReader, State
 from kvcli.methods.policies.fastgen.frequency_scores import Scores
 from kvcli.methods.policies.fastgen.head_knapsack import solve
-from kvcli.methods.policies.fastgen.layer_state import Layer
-from kvcli.methods.policies.fastgen.recovery import Recovery, Sets, classes, recover, top
+from kvcli.methods.policies.fastgen.layer_state import LayerChoice
+from kvcli.methods.policies.fastgen.recovery import CandidateSets, Recovery, classes, recover, top
 from kvcli.policies.scoring.replay import Replay
 
 if TYPE_CHECKING:
-    from kvcli.engine.forward_request import Asks
+    from kvcli.engine.forward_request import Steps
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import Boundary
+    from kvcli.engine.policy.compression_point import CompressionPoint
     from kvcli.kv.slots import Masks
     from kvcli.methods.policies.fastgen.policy import FastGen
 
@@ -28,7 +28,7 @@ TRIALS = 6  # of T; each is a short pass
 LEAST = 16  # rows below which a later prompt is not measured: heads stay with what they chose
 
 
-class Heads:
+class FastGenState:
     """What is known of one text. Everything stays while a prompt is read, then each head chooses."""
 
     def __init__(self, settings: FastGen, lm: LM, full: Sequence[Sequence[bool]] = ()) -> None:
@@ -36,9 +36,9 @@ class Heads:
         self.settings, self._lm = settings, lm
         self.recovery = settings.least  # T in force
         self._full = full
-        self._layers: dict[int, Layer] = {}
+        self._layers: dict[int, LayerChoice] = {}
 
-    def choose(self, at: Boundary) -> Asks[Masks]:
+    def choose(self, at: CompressionPoint) -> Steps[Masks]:
         """What each head's choice keeps; a sliding layer everything."""
         masks: list[Tensor | None] = [None] * len(at.layers)
         if at.phase == "reading":
@@ -55,18 +55,18 @@ class Heads:
             masks[i] = self.mask(*at.layer(i))
         return masks
 
-    def state(self) -> State:
+    def snapshot(self) -> State:
         """What each head chose and is judged by."""
         layers: State = {str(i): layer.state() for i, layer in self._layers.items()}
         return {"recovery": self.recovery, "layers": layers}
 
-    def restore(self, given: Given) -> None:
+    def restore(self, given: SnapshotReader) -> None:
         """Become what gave this."""
         self.recovery = given.share("recovery")
         for i, shape in enumerate(self._lm.shapes):
             if str(i) in given.part("layers"):
                 one = given.part("layers").part(str(i))
-                self._layers[i] = Layer.made(one, self.settings, shape.n_kv_heads, self._lm.device)
+                self._layers[i] = LayerChoice.made(one, self.settings, shape.n_kv_heads, self._lm.device)
 
     def chosen(self) -> dict[int, list[str]]:
         """By layer, the candidate of each KV head; sliding layers and texts not yet read have none."""
@@ -79,13 +79,13 @@ class Heads:
         kept = sum(int(layer.cost[c, j]) for layer, chosen in some for j, c in enumerate(chosen))
         return kept / sum(int(layer.cost[-1].sum()) for layer, _ in some) if some else 1.0
 
-    def measure(self, s: Slots, at: Moment) -> bool:
+    def measure(self, s: Slots, at: LayerContext) -> bool:
         """One layer, where there is anything to judge by."""
         if is_due := self._is_due(s, at):
             self._layers[at.layer] = self._measured(s, at)
         return is_due
 
-    def _settle_on(self, replay: Replay) -> Asks[None]:
+    def _settle_on(self, replay: Replay) -> Steps[None]:
         """The lowest T that loses no more than it may, by halves: what was tried last and was enough, or everything."""
         low, high = 0.0, 1.0
         for _ in range(TRIALS):
@@ -96,7 +96,7 @@ class Heads:
         self.recovery = high
         self._choose()
 
-    def _tried(self, s: Slots, at: Moment) -> Tensor:
+    def _tried(self, s: Slots, at: LayerContext) -> Tensor:
         """What one layer would keep by the choice under trial; remembers nothing of it."""
         layer = self._layers.get(at.layer)
         return s.pos >= 0 if layer is None else layer.fresh(s, at)
@@ -108,12 +108,12 @@ class Heads:
         for i, layer in self._layers.items():
             layer.chosen = self._cheapest(layer, i, self.recovery)
 
-    def mask(self, s: Slots, at: Moment) -> Tensor:
+    def mask(self, s: Slots, at: LayerContext) -> Tensor:
         """What the choices of one layer keep [K, S]; nothing is forgotten of one that was never measured."""
         layer = self._layers.get(at.layer)
         return s.pos >= 0 if layer is None else self._mask(layer, s, at)
 
-    def _is_due(self, s: Slots, at: Moment) -> bool:
+    def _is_due(self, s: Slots, at: LayerContext) -> bool:
         """Are there rows to measure, and slots to judge by?"""
         layer, pos = self._layers.get(at.layer), at.q_pos[self._rows(at)]
         if at.phase == "read":
@@ -123,36 +123,36 @@ class Heads:
             is_time = bool(every) and layer is not None and at.kinds.shape[0] - layer.measured >= every
         return is_time and pos.shape[0] > 0 and self._is_evidence(s, at, int(pos.max()))
 
-    def _is_evidence(self, s: Slots, at: Moment, row: int) -> bool:
+    def _is_evidence(self, s: Slots, at: LayerContext, row: int) -> bool:
         """Has a row at this position a slot beyond the guard that a head may forget? Near ones are kept unasked, so
         without any the cheapest candidate would seem good enough for every head."""
-        always, _ = classes(s, at.kinds, Sets.of(self.settings, at.kinds, at.n_prompt))
+        always, _ = classes(s, at.kinds, CandidateSets.of(self.settings, at.kinds, at.n_prompt))
         far = (s.pos >= 0) & (s.pos <= row - self.settings.guarded)
         return bool((far & ~always & ~at.protected).any())
 
-    def _rows(self, at: Moment) -> Tensor:
+    def _rows(self, at: LayerContext) -> Tensor:
         """[m] which of the queries at hand to measure."""
         if at.phase == "read":
             wanted = torch.tensor(self.settings.probes(at.kinds.shape[0]), device=at.q_pos.device)
             return torch.isin(at.q_pos, wanted).nonzero()[:, 0]
         return torch.arange(at.q_pos.shape[0], device=at.q_pos.device)[-self.settings.rows :]
 
-    def _measured(self, s: Slots, at: Moment) -> Layer:
+    def _measured(self, s: Slots, at: LayerContext) -> LayerChoice:
         settings, rows, n = self.settings, self._rows(at), at.kinds.shape[0]
         own, q_pos = (settings, at.scale, at.softcap), at.q_pos[rows]
         q, guard = at.q[:, rows], at.protected
         found = recover(q, q_pos, s, at.kinds, *own, sink=at.sink, protected=guard, n_prompt=at.n_prompt)
-        sets = Sets.of(settings, at.kinds, at.n_prompt)
+        sets = CandidateSets.of(settings, at.kinds, at.n_prompt)
         value, scores = found.value(settings.measure, settings.gqa), self._scores(found, q_pos, at, sets)
-        return Layer(sets, value, found.cost, n, frequent=found.frequent, scores=scores)
+        return LayerChoice(sets, value, found.cost, n, frequent=found.frequent, scores=scores)
 
-    def _scores(self, found: Recovery, q_pos: Tensor, at: Moment, sets: Sets) -> Scores:
+    def _scores(self, found: Recovery, q_pos: Tensor, at: LayerContext, sets: CandidateSets) -> Scores:
         """What the measured rows looked at, as the beginning of what all later rows will."""
         # the paper adds up over all rows, of which a long prompt is measured on some
         weight = at.kinds.shape[0] / q_pos.shape[0] if self.settings.paper else 1.0
         return Scores(found.far * weight, q_pos, at.kinds.shape[0], sets, self.settings)
 
-    def _cheapest(self, layer: Layer, i: int, recovery: float) -> list[int]:
+    def _cheapest(self, layer: LayerChoice, i: int, recovery: float) -> list[int]:
         """The cheapest candidate of each head that recovers enough; everything always does."""
         last, n_kv = layer.value.shape[0] - 1, layer.value.shape[1]
         if recovery >= 1:  # a token without attention on the measured rows may get some later
@@ -180,7 +180,7 @@ class Heads:
     def _is_full(self, layer: int, head: int) -> bool:
         return bool(self._full) and self._full[layer][head]
 
-    def _mask(self, layer: Layer, s: Slots, at: Moment) -> Tensor:
+    def _mask(self, layer: LayerChoice, s: Slots, at: LayerContext) -> Tensor:
         """[K, S] bool, and the scores brought up to date."""
         mask, frequent = layer.fresh(s, at), layer.having("frequent", s.pos)
         if not bool(frequent.any()):
@@ -190,7 +190,7 @@ class Heads:
         allowed = (s.pos >= 0) & ~always & ~at.protected & ~punct
         return mask | (frequent & self._frequent(layer, s, at, allowed, wanted=frequent[:, 0]))
 
-    def _frequent(self, layer: Layer, s: Slots, at: Moment, allowed: Tensor, wanted: Tensor) -> Tensor:
+    def _frequent(self, layer: LayerChoice, s: Slots, at: LayerContext, allowed: Tensor, wanted: Tensor) -> Tensor:
         """[K, S] bool: the most looked at among those allowed, of heads that are wanted."""
         assert layer.scores is not None
         settings, n = self.settings, at.kinds.shape[0]

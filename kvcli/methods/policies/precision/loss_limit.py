@@ -16,20 +16,20 @@ from kvcli.methods.policies.precision.plan import quality, ways_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.kv.cache.precision_budget import Spending
+    from kvcli.kv.cache.precision_budget import PrecisionBudget
     from kvcli.methods.policies.precision.plan import Layer
 
 LESS = 1 - 1e-6  # of a price, so that what is worth just as much stays, however either was rounded
 
 
-def lost(layers: Sequence[Layer], spending: Spending, rungs: Sequence[Tensor]) -> float:
+def lost_share(layers: Sequence[Layer], spending: PrecisionBudget, rungs: Sequence[Tensor]) -> float:
     """Share of the worth of all that competes that is lost where `rungs` [K, S] say that its slots lie."""
     whole = sum(layer.whole for layer in layers)
     kept = sum(_kept(layer, spending, rung) for layer, rung in zip(layers, rungs, strict=True))
     return max(0.0, 1 - kept / whole) if whole else 0.0
 
 
-def limit(layers: Sequence[Layer], spending: Spending, share: float) -> float:
+def price_for_loss(layers: Sequence[Layer], spending: PrecisionBudget, share: float) -> float:
     """The highest price at which at most that share is lost; what was lost before counts. inf: all that may go does."""
     left = sum(layer.whole * (share - 1) + _kept(layer, spending, layer.rung) for layer in layers)
     prices, losses = zip(*(_steps(layer, spending) for layer in layers), strict=True)
@@ -46,7 +46,7 @@ def counted(layer: Layer, rung: Tensor, last: int) -> list[list[int]]:
     return [list(each) for each in zip(*heads, strict=True)]
 
 
-def _steps(layer: Layer, spending: Spending) -> tuple[Tensor, Tensor]:
+def _steps(layer: Layer, spending: PrecisionBudget) -> tuple[Tensor, Tensor]:
     """float64 [n]: of each step down that a slot may take, above which price it does, and what it loses by it."""
     competes = layer.worth.isfinite()
     prices, losses = [layer.worth.new_zeros(0).double()], [layer.worth.new_zeros(0).double()]
@@ -59,7 +59,7 @@ def _steps(layer: Layer, spending: Spending) -> tuple[Tensor, Tensor]:
     return torch.cat(prices), torch.cat(losses)
 
 
-def _kept(layer: Layer, spending: Spending, rung: Tensor) -> float:
+def _kept(layer: Layer, spending: PrecisionBudget, rung: Tensor) -> float:
     """Worth that is left of what competes."""
     left = [quality(spending, start) for start in range(spending.last + 1)]
     of_rungs = torch.tensor(left, dtype=torch.float64, device=rung.device)

@@ -17,8 +17,8 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcli.kv.cache.precision_budget import Spending
-    from kvcli.kv.slots import Span
+    from kvcli.kv.cache.precision_budget import PrecisionBudget
+    from kvcli.kv.slots import LevelSpan
 
 # share of a slot's worth that is left in so many bits: one less the error that rounding it adds to its head's output,
 # over the error of leaving it out: means of the demo and of SmolLM2-135M (tests/bench/rounding.py)
@@ -41,14 +41,14 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class LevelPath:
     """How slots of one rung go down as the price rises: to rung `to[0]` below `at[0]` times the price, and so on."""
 
     to: tuple[int, ...]
     at: tuple[float, ...]  # falling
 
 
-def ways(costs: Sequence[float], quality: Sequence[float]) -> list[Way]:
+def level_paths(costs: Sequence[float], quality: Sequence[float]) -> list[LevelPath]:
     """By rung, the best one first: along the upper hull of quality over cost, from there on."""
     found = []
     for start in range(len(costs)):
@@ -61,11 +61,11 @@ def ways(costs: Sequence[float], quality: Sequence[float]) -> list[Way]:
             best = min(saved, key=lambda r: ((quality[here] - quality[r]) / saved[r], -r))
             lost = max(quality[here] - quality[best], 1e-12)
             to, at, here = [*to, best], [*at, saved[best] / lost], best
-        found.append(Way(tuple(to), tuple(at)))
+        found.append(LevelPath(tuple(to), tuple(at)))
     return found
 
 
-def price(layers: Sequence[Layer], spending: Spending, most: float) -> float:
+def price(layers: Sequence[Layer], spending: PrecisionBudget, most: float) -> float:
     """The lowest at which they take at most `most` bytes; inf: all that may go does, and it may still be more."""
     sorted_, low, high = [_sorted(layer, spending) for layer in layers], np.inf, 0.0
     for of in sorted_:
@@ -89,7 +89,7 @@ def price(layers: Sequence[Layer], spending: Spending, most: float) -> float:
     return float(np.exp(high))
 
 
-def levels(layer: Layer, spending: Spending, at: float) -> Tensor:
+def levels(layer: Layer, spending: PrecisionBudget, at: float) -> Tensor:
     """int8 [K, S]: the rung of each slot at this price; empty ones stay on 0."""
     found = layer.rung.clamp(min=0).clone()
     for rung, way in enumerate(ways_of(layer.number, spending)):
@@ -99,7 +99,7 @@ def levels(layer: Layer, spending: Spending, at: float) -> Tensor:
     return found
 
 
-def in_place(layer: Layer, spending: Spending, found: Tensor) -> Tensor:
+def in_place(layer: Layer, spending: PrecisionBudget, found: Tensor) -> Tensor:
     """`found`, and itself if the other place has room for all that it sends there: else what of that is worth least is
     gone, or stays where it is if no bytes are asked for."""
     there = len(spending.bits) + 1
@@ -119,11 +119,11 @@ def in_place(layer: Layer, spending: Spending, found: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class _Sorted:
     number: int
-    ways: list[Way]
+    ways: list[LevelPath]
     worths: list[list[np.ndarray]]  # by rung and head, rising
     columns: Sequence[int]
 
-    def nbytes(self, price: float, spending: Spending) -> float:
+    def nbytes(self, price: float, spending: PrecisionBudget) -> float:
         counts = [[0] * len(heads) for heads in self.worths]
         for rung, (way, heads) in enumerate(zip(self.ways, self.worths, strict=True)):
             for head, worths in enumerate(heads):
@@ -142,24 +142,24 @@ def _threshold(price: float, factor: float) -> np.float32:
     return np.float32(price * factor)
 
 
-def _sorted(layer: Layer, spending: Spending) -> _Sorted:
+def _sorted(layer: Layer, spending: PrecisionBudget) -> _Sorted:
     worth, rung = layer.worth.cpu().numpy(), layer.rung.cpu().numpy()
     each = [[np.sort(w[r == at]) for w, r in zip(worth, rung, strict=True)] for at in range(spending.last + 1)]
     return _Sorted(layer.number, ways_of(layer.number, spending), each, layer.columns)
 
 
-def ways_of(number: int, spending: Spending) -> list[Way]:
+def ways_of(number: int, spending: PrecisionBudget) -> list[LevelPath]:
     """How slots of each rung go down; what goes from another place leaves holes, which take as much."""
     costs = spending.each(number)
     if spending.has_place and spending.holds == 0:
         costs[len(spending.bits) + 1] = np.inf
-    found = [ways(costs, quality(spending, rung))[rung] for rung in range(spending.last + 1)]
+    found = [level_paths(costs, quality(spending, rung))[rung] for rung in range(spending.last + 1)]
     if spending.has_place:
-        found[-2] = Way((), ())
+        found[-2] = LevelPath((), ())
     return found
 
 
-def quality(spending: Spending, rung: int = 0) -> list[float]:
+def quality(spending: PrecisionBudget, rung: int = 0) -> list[float]:
     """Share of its worth that is left, by rung, of a slot from this one: numbers lie elsewhere as they went away."""
     left = [QUALITY[bits] for bits in (16, *spending.bits)]
     came = left[rung] if rung < len(left) else 1.0
@@ -167,7 +167,7 @@ def quality(spending: Spending, rung: int = 0) -> list[float]:
     return [*left, *([there] if spending.has_place else []), 0.0]
 
 
-def together(worth: Tensor, rung: Tensor, spans: Sequence[Span]) -> Tensor:
+def together(worth: Tensor, rung: Tensor, spans: Sequence[LevelSpan]) -> Tensor:
     """worth [K, S] with the mean of its unit for each slot that has one: its slots go down together or not at all."""
     found, first = worth.clone(), 0
     for span in spans:

@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import Asks, asked
-from kvcli.engine.policy.policy import Wants
+from kvcli.engine.forward_request import Steps, await_passes
+from kvcli.engine.policy.policy import PolicyRequirements
 from kvcli.errors import ContextOverflow
 from kvcli.kv.footprint import STEP
-from kvcli.kv.out_of_memory import Shortage
-from kvcli.methods.policies.precision.loss_limit import counted, limit, lost
+from kvcli.kv.out_of_memory import CacheFull
+from kvcli.methods.policies.precision.loss_limit import counted, lost_share, price_for_loss
 from kvcli.methods.policies.precision.plan import Layer, in_place, levels, price, quality, together
-from kvcli.methods.policies.precision.settings import Budget
+from kvcli.methods.policies.precision.settings import PrecisionBudgetSettings
 from kvcli.policies.scoring.headmap import head_rows
-from kvcli.policies.scoring.running_scores import Sums
+from kvcli.policies.scoring.running_scores import RunningScores
 
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
-    from kvcli.engine.policy.compression_point import Boundary
-    from kvcli.kv.cache.precision_budget import Spending
+    from kvcli.engine.policy.compression_point import CompressionPoint
+    from kvcli.kv.cache.precision_budget import PrecisionBudget
     from kvcli.kv.slots import Masks
-    from kvcli.kv.snapshot import Given, State
-    from kvcli.policies.scoring.topk import Memory
+    from kvcli.kv.snapshot import SnapshotReader, State
+    from kvcli.policies.scoring.topk import ScoreState
 
 FLOOR = 0.2  # of the average weight, that a head map leaves every head
 TINY = 1e-30
@@ -34,21 +34,26 @@ MIB = 1 << 20
 
 
 @dataclass(slots=True)
-class Known:
+class PrecisionState:
     """Of one text."""
 
-    scorer: Memory  # what the method that scores remembers
-    worth: Sums  # by layer and position, of tokens that were scored
-    faded: Sums  # by layer, [K, 1]: and that rounding had taken of those that went elsewhere
+    scorer: ScoreState  # what the method that scores remembers
+    worth: RunningScores  # by layer and position, of tokens that were scored
+    faded: RunningScores  # by layer, [K, 1]: and that rounding had taken of those that went elsewhere
     heads: list[list[float]] = field(default_factory=list)  # [L][K] what heads weigh; [] = alike
     n: int = 0  # tokens that were scored
     said: str = ""  # what came of the last prompt
 
-    def state(self) -> State:
+    def snapshot(self) -> State:
         """Worths, and what the score remembers."""
-        return {"n": self.n, "scorer": self.scorer.state(), "worth": self.worth.state(), "faded": self.faded.state()}
+        return {
+            "n": self.n,
+            "scorer": self.scorer.snapshot(),
+            "worth": self.worth.snapshot(),
+            "faded": self.faded.snapshot(),
+        }
 
-    def restore(self, given: Given) -> None:
+    def restore(self, given: SnapshotReader) -> None:
         """Become what gave this."""
         self.n = given.number("n", given.n)
         self.scorer.restore(given.part("scorer"))
@@ -57,31 +62,31 @@ class Known:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Within(Budget):
+class PrecisionBudgetPolicy(PrecisionBudgetSettings):
     """The policy of texts whose stores have the rungs that are spent on."""
 
-    spending: Spending
+    spending: PrecisionBudget
 
-    def wants(self, lm: LM) -> Wants:
+    def requirements(self, lm: LM) -> PolicyRequirements:
         """What the score wants, whenever newcomers are scored. Raises as it does, and as a head map does."""
-        wants, rows = self.scorer.wants(lm), []
+        wants, rows = self.scorer.requirements(lm), []
         if self.headmap:
             table = head_rows(self.headmap, lm)
             mean = sum(map(sum, table)) / sum(map(len, table)) or 1.0
             rows = [[FLOOR + (1 - FLOOR) * value / mean for value in row] for row in table]
 
-        def memory() -> Known:
-            of_score: Memory = wants.memory()  # type: ignore[assignment]
-            return Known(of_score, Sums(lm), Sums(lm), rows)
+        def memory() -> PrecisionState:
+            of_score: ScoreState = wants.memory()  # type: ignore[assignment]
+            return PrecisionState(of_score, RunningScores(lm), RunningScores(lm), rows)
 
         return replace(wants, lasting=True, memory=memory)
 
-    def found(self, memory: Known) -> str:
+    def describe_result(self, memory: PrecisionState) -> str:
         """What came of the budget when the last prompt had been read."""
         return memory.said
 
-    def choose(self, at: Boundary) -> Asks[Masks]:
-        """By layer the rung of each slot. Raises Shortage where what always stays is more than the budget."""
+    def select(self, at: CompressionPoint) -> Steps[Masks]:
+        """By layer the rung of each slot. Raises CacheFull where what always stays is more than the budget."""
         masks: list[Tensor | None] = [None] * len(at.layers)
         most, loses = self.spending.most(len(at.ids)), bool(self.spending.lose) and at.phase != "reading"
         is_early = at.phase == "reading" and self.spending.is_late  # which is of a text, once it has been read
@@ -100,15 +105,15 @@ class Within(Budget):
         self._fade(at, layers, masks)
         return masks
 
-    def _price(self, layers: Sequence[Layer], spending: Spending, left: float) -> float:
+    def _price(self, layers: Sequence[Layer], spending: PrecisionBudget, left: float) -> float:
         return price(layers, spending, left) if spending.asked else 0.0
 
     def _rungs(self, layers: Sequence[Layer], found: float, left: float, loses: bool) -> list[Tensor]:
         """By layer, at this price. Where another place has no room for all that goes there: with what it has, or as
         though it had none, whichever loses less."""
 
-        def at(spending: Spending, found: float) -> list[Tensor]:
-            found = max(found, limit(layers, spending, spending.lose)) if loses else found
+        def at(spending: PrecisionBudget, found: float) -> list[Tensor]:
+            found = max(found, price_for_loss(layers, spending, spending.lose)) if loses else found
             return [levels(layer, spending, found) for layer in layers]
 
         chosen = at(self.spending, found)
@@ -118,9 +123,9 @@ class Within(Budget):
         full = replace(self.spending, holds=0)
         if (found := self._price(layers, full, left)) == float("inf"):
             return held
-        return min(held, at(full, found), key=lambda rungs: lost(layers, self.spending, rungs))
+        return min(held, at(full, found), key=lambda rungs: lost_share(layers, self.spending, rungs))
 
-    def _fade(self, at: Boundary, layers: Sequence[Layer], masks: Masks) -> None:
+    def _fade(self, at: CompressionPoint, layers: Sequence[Layer], masks: Masks) -> None:
         """What goes elsewhere no longer says in how many bits it came, so that it is worth what was left of it."""
         for layer in layers if self.spending.has_place else ():
             rung, there = masks[layer.number], self.spending.last - 1
@@ -137,7 +142,7 @@ class Within(Budget):
             before = at.memory.faded.total.get(layer.number, 0.0)
             at.memory.faded.total[layer.number] = before + less.sum(1, keepdim=True)
 
-    def _told(self, at: Boundary, layers: Sequence[Layer], masks: Masks, most: int) -> str:
+    def _told(self, at: CompressionPoint, layers: Sequence[Layer], masks: Masks, most: int) -> str:
         """What came of it, in words."""
         rungs = [chosen for layer in layers if (chosen := masks[layer.number]) is not None]
         whole = len(at.ids) * self.spending.of_token
@@ -148,22 +153,22 @@ class Within(Budget):
         if held > most and self.spending.is_share and len(at.ids) > self.sinks + self.guard:
             always = f"what always stays has it take {held / MIB:,.1f} MiB"
             return f"beyond memory.budget = {self.spending.asked}, {most / MIB:,.1f} MiB: {always}"
-        if not (share := lost(layers, self.spending, rungs)):
+        if not (share := lost_share(layers, self.spending, rungs)):
             return ""
         return f"with {1 - share:.1%} of what it is worth in {held / whole:.0%} of its bytes"
 
-    def _full(self, at: Boundary, layers: Container[int]) -> int:
+    def _full(self, at: CompressionPoint, layers: Container[int]) -> int:
         """Bytes of these layers, of which nothing went down: by their slots, as spare room hangs on how many
         rows each pass brought, which must not decide what stays."""
         held = [(use.layer, -(-use.slots // STEP) * STEP) for use in at.kv.usage() if use.layer in layers]
         return sum(room * self.spending.whole(layer) for layer, room in held)
 
-    def _score(self, at: Boundary) -> Asks[None]:
+    def _score(self, at: CompressionPoint) -> Steps[None]:
         """What tokens are worth that were not scored yet; of a past that may have been taken back, all."""
         known, n, scorer = at.memory, len(at.ids), self.scorer
         first, own, is_seen = 0 if at.is_whole else known.n, replace(at, memory=known.scorer), True
         try:
-            yield from asked(scorer.look(own, first))
+            yield from await_passes(scorer.score_by_repetition(own, first))
         except ContextOverflow as error:
             if at.phase != "answering":
                 raise self._no_room(error) from None
@@ -195,11 +200,11 @@ class Within(Budget):
         said = f'policy.score = "{self.score}" finds no room to repeat the text behind itself'
         return ContextOverflow(said, lines=error.lines, try_=["--set policy.score=expected", "a shorter text"])
 
-    def _shortage(self, layers: Sequence[Layer], left: int, elsewhere: int) -> Shortage:
+    def _shortage(self, layers: Sequence[Layer], left: int, elsewhere: int) -> CacheFull:
         """What always stays takes more than there is; `elsewhere`: bytes of layers with windows."""
         always = sum(int(layer.worth.isinf().sum()) * self.spending.each(layer.number)[0] for layer in layers)
         size = f"{-(-(2 * int(always) + elsewhere) // MIB)}MiB"
-        return Shortage(
+        return CacheFull(
             f"memory.budget = {self.spending.asked} has no room for a text",
             lines=[
                 f"what always stays ({self.sinks} first and {self.guard} newest tokens, the system "
@@ -208,7 +213,7 @@ class Within(Budget):
             try_=[f"--budget {size}", f"--set memory.budget={size} without --budget", "--set policy.protect=false"],
         )
 
-    def _layer(self, at: Boundary, i: int) -> Layer:
+    def _layer(self, at: CompressionPoint, i: int) -> Layer:
         """What competes in a layer."""
         s, moment = at.layer(i)
         rung = torch.cat([torch.full((span.n,), span.rung) for span in s.spans]).to(s.pos.device)
@@ -220,7 +225,7 @@ class Within(Budget):
         worth = worth.masked_fill(moment.protected, float("inf"))
         return Layer(i, together(worth, rung, s.spans), rung, [span.n for span in reversed(s.spans)], whole)
 
-    def _whole(self, at: Boundary, i: int) -> float:
+    def _whole(self, at: CompressionPoint, i: int) -> float:
         """Worth of all tokens of a layer, wherever they are."""
         of_heads = at.memory.worth.total[i].double().sum(1)
         if i in at.memory.faded.total:

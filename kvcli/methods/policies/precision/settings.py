@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from kvcli.engine.policy.policy import Usual
+from kvcli.engine.policy.policy import PolicyDefaults
 from kvcli.settings.schema import Range
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Budget(Usual):
+class PrecisionBudgetSettings(PolicyDefaults):
     """Keep what matters within memory.budget: more tokens in fewer bits, each as it is worth (More Tokens)."""
 
     score: Literal["kvzip", "expected", "snap", "keydiff"] = "kvzip"  # what says how much a token is worth
@@ -48,18 +48,18 @@ class Budget(Usual):
         """All of them, perhaps in few bits: only the text itself can say which are gone."""
         return n
 
-    def reading(self, n: int) -> int:
+    def max_slots_in_prefill(self, n: int) -> int:
         """The same."""
         return n
 
-    def again(self, n: int) -> int:
+    def extra_rows(self, n: int) -> int:
         """As the method that scores."""
-        return self.scorer.again(n)
+        return self.scorer.extra_rows(n)
 
-    def judging(self, n: int, heads: int, kind: str, number: int) -> int:
+    def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
         """As the method that scores."""
-        return self.scorer.judging(n, heads, kind, number)
+        return self.scorer.scoring_bytes(n, heads, kind, number)
 
     @property
-    def keeps(self) -> str:
+    def describe_kept(self) -> str:
         return f"what a budget of bytes has room for, by {self.scorer.by}"
