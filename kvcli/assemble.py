@@ -62,8 +62,8 @@ def may_split(profile: Profile) -> bool:
     """Whether layers of a past under it may lie on two devices: one tier, of which nothing is chosen or turned."""
     from kvcli.kv.footprint import is_ladder
 
-    reads = profile.prune.reads or profile.recall.reads or profile.reuse.reuses
-    views = profile.spec.copied(1) or profile.spec.checks  # of the model's own past
+    reads = profile.prune.describe_read or profile.recall.describe_read or profile.reuse.describe_reused
+    views = profile.spec.view_slots(1) or profile.spec.checks  # of the model's own past
     is_whole = profile.policy.every is None and profile.context.on_overflow != "compress"
     return is_whole and not reads and not views and not is_ladder(profile.kv, profile.form.settings, profile.memory)
 
@@ -121,9 +121,11 @@ def is_lossless(profile: Profile) -> bool:
     """Whether a text under it holds every key and value as it was made, so that others may go on from them."""
     from kvcli.kv.footprint import is_ladder
 
-    nothing_goes = profile.policy.every is None and profile.recall.every is None and not profile.prune.reads
+    nothing_goes = profile.policy.every is None and profile.recall.every is None and not profile.prune.describe_read
     return (
-        nothing_goes and not profile.reuse.reuses and not is_ladder(profile.kv, profile.form.settings, profile.memory)
+        nothing_goes
+        and not profile.reuse.describe_reused
+        and not is_ladder(profile.kv, profile.form.settings, profile.memory)
     )
 
 
@@ -145,7 +147,7 @@ def cache_conditions(profile: Profile) -> CacheConditions:
 
 def shapings(profile: Profile) -> list[CacheConditions]:
     """The same; and where what is taken over alone shapes it, that of the whole pasts of which that may come."""
-    alone = profile.replace(reuse={"method": "none"}) if profile.reuse.reuses else profile
+    alone = profile.replace(reuse={"method": "none"}) if profile.reuse.describe_reused else profile
     return [
         cache_conditions(profile),
         *([cache_conditions(alone)] if alone is not profile and is_lossless(alone) else []),
@@ -225,9 +227,9 @@ def session(
         chunk=chunk(lm, profile),
         every=compression_interval(profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
-        pruning=profile.prune.settings if profile.prune.reads else None,
+        pruning=profile.prune.settings if profile.prune.describe_read else None,
         by_layers=profile.prefill.order == "layers",
-        reusing=profile.reuse.settings if profile.reuse.reuses else None,
+        reusing=profile.reuse.settings if profile.reuse.describe_reused else None,
         checkpoints=profile.memory.checkpoints,
     )
 

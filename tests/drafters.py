@@ -15,7 +15,7 @@ from kvcli.engine.drafting.drafter import Costs, ModelPair
 from kvcli.engine.drafting.gemma4_assistant import Assistant
 from kvcli.engine.drafting.mtp import Mtp, wrap_layers
 from kvcli.engine.drafting.report import DraftReport
-from kvcli.engine.forward_request import Glean, Steps, await_passes
+from kvcli.engine.forward_request import LogitsHook, Steps, await_passes
 from kvcli.engine.hf.lm import LM
 from kvcli.engine.policy.policy import Policy
 from kvcli.engine.rows import Draft
@@ -33,7 +33,7 @@ class Scripted:
     """A drafter that knows the text plain decoding gives (prompt included)."""
 
     view: Policy | None = None
-    glean = None
+    logits_hook = None
 
     def __init__(self, truth: Sequence[int], vocab: int, stop: int) -> None:
         self.truth, self.vocab, self.stop = list(truth), vocab, stop
@@ -123,8 +123,8 @@ class Itself:
         self._text: tuple[Sequence[int], Sampler | None] = ((), None)
 
     @property
-    def glean(self) -> Glean | None:
-        return self._mixer.glean if self._mixer is not None else None
+    def logits_hook(self) -> LogitsHook | None:
+        return self._mixer.logits_hook if self._mixer is not None else None
 
     def expect(self, costs: Costs) -> None:
         return

@@ -158,7 +158,10 @@ def test_its_weights_and_its_store_are_planned_for() -> None:
     assert needed(whole, 8000) == weights + 8000 * per_token
     chosen = profile.replace(spec={"retrieval": "every:8", "recent": 64})  # and what could be chosen
     assert needed(chosen, 8000) == weights + (8000 + 768) * per_token
-    assert (chosen.spec.kept(8000, "cuda"), chosen.replace(spec={"shelf": "host"}).spec.kept(8000, "cuda")) == (
+    assert (
+        chosen.spec.draft_slots(8000, "cuda"),
+        chosen.replace(spec={"shelf": "host"}).spec.draft_slots(8000, "cuda"),
+    ) == (
         8768,
         768,
     )
@@ -201,4 +204,4 @@ def test_it_stores_no_more_than_was_planned_for(retrieval: str) -> None:
         for _ in iterate_events(session.stream(100)):
             most = max(most, sum(nbytes(session.drafter).values()))
         token = 2 * model.lm.n_layers * model.lm.n_kv_heads * model.lm.head_dim * 2
-        assert 128 * token < most <= model.profile.spec.kept(3000) * (token + 4 * model.lm.n_layers)
+        assert 128 * token < most <= model.profile.spec.draft_slots(3000) * (token + 4 * model.lm.n_layers)

@@ -299,7 +299,7 @@ def test_a_past_of_latents_is_made_again_from_what_it_gave(kind: str) -> None:
 @pytest.mark.parametrize("policy", [FastGen(), Snap(alloc="headmap", headmap="map.tsv"), Expected()])
 def test_what_tells_heads_apart_or_turns_keys_is_refused_by_name(policy: Any) -> None:
     with pytest.raises(BadModel, match=r"share what is stored|rotary") as caught:
-        policy.wants(lm("youtu"))
+        policy.requirements(lm("youtu"))
     assert caught.value.try_
 
 

@@ -378,7 +378,7 @@ def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, polic
         dense = Dense(alike(*shape), model.dtype)
         kv = recall.over(dense, dense, model.sights)
         if rungs:
-            kv = TieredCache(dense, [TierLevel(recall.below(low, model.sights))], holds=5, group=4, sinks=1)
+            kv = TieredCache(dense, [TierLevel(recall.bind_tier(low, model.sights))], holds=5, group=4, sinks=1)
         session = GenerationSession(model, kv, Off(), exactness.SAMPLERS["greedy"], policy=policy, chunk=13, every=8)
         run_to_end(session.read(families.prompt(90)))
         stores.append(kv.slots(2))

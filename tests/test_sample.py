@@ -162,7 +162,7 @@ def test_the_walk_takes_the_path_that_the_sampler_draws(
     constraint = Half(V, seed) if is_held else None
     made = back(SamplingContext(sampler, seen, constraint), rows, scores, at_once)
     path, new = accepted_path(rows, made.drawn)
-    assert [made.gleaned(row) for row in path] == [pytest.approx(scores[row, :2].tolist()) for row in path]
+    assert [made.hook_output(row) for row in path] == [pytest.approx(scores[row, :2].tolist()) for row in path]
 
     want_path, want_new, node = [0], [], 0
     while True:
@@ -246,7 +246,7 @@ def test_what_has_no_float64_has_its_tokens_drawn_on_the_host():
     """As Apple's GPUs, of which there is none here: logits come down once, and nothing of the draw is asked there."""
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     rows, sampler = Rows.chain([1, 2, 3], 4), Sampler(temperature=0.9, top_k=7, seed=5)
-    feed = SimpleNamespace(rows=rows, draw=SamplingContext(sampler, SeenTokens(50)), glean=None, want=range(3))
+    feed = SimpleNamespace(rows=rows, draw=SamplingContext(sampler, SeenTokens(50)), logits_hook=None, want=range(3))
     there = SimpleNamespace(device=SimpleNamespace(type="mps"), cpu=lambda: logits)
     ours, theirs = (Readback(feed, given) for given in (logits, there))
     assert [ours.drawn(row) for row in range(3)] == [theirs.drawn(row) for row in range(3)]

@@ -233,7 +233,7 @@ def test_the_order_of_slots_decides_nothing(name: str) -> None:
     masks = []
     for s in (Slots(k, v, pos), Slots(k[:, order], v[:, order], pos[:, order])):
         policy = _settings(name, keep=0.4)
-        wants = policy.wants(TINY)
+        wants = policy.requirements(TINY)
         guarded = wants.guard.covers(s.pos, torch.zeros(0, dtype=torch.int8))
         at = moment(s, q, phase="read", n_prompt=60, protected=guarded, memory=wants.memory())
         mask = kept(policy, s, at)

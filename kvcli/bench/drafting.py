@@ -117,7 +117,7 @@ def laid_over(profile: Profile, rival: TunedSettings) -> dict[str, Any]:
     alone = profile.replace(spec={"method": "off"}).replace(spec=own).spec
     if profile.spec.method != alone.method:
         return own
-    unread = {key: getattr(alone, key) for key in alone.unread()}
+    unread = {key: getattr(alone, key) for key in alone.ignored_keys()}
     return {key: value for key, value in unread.items() if getattr(profile.spec, key) != value} | own
 
 

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 def describe_losses(profile: Profile) -> dict[Loss, str]:
     """How the profile loses what it loses, by kind; nothing where it keeps, rounds or reads all as it is."""
     words: dict[Loss, str] = {}
-    kv, held = profile.kv, profile.policy.keeps
+    kv, held = profile.kv, profile.policy.describe_kept
     demotes = bool(held) and profile.memory.demotes and not profile.memory.spends
     kept = "forgets what its tiers have no room for" if demotes else held and f"keeps {held}"
     outlives = profile.context.on_overflow == "compress" and "holds what is older than the window in fewer slots"
-    if forgotten := [*filter(None, (kept, profile.prune.reads and f"reads {profile.prune.reads}", outlives))]:
+    if forgotten := [
+        *filter(None, (kept, profile.prune.describe_read and f"reads {profile.prune.describe_read}", outlives))
+    ]:
         words["forgotten"] = " and ".join(forgotten)
     if profile.memory.spends:
         words["rounded"] = f"holds the rest in {' and '.join(map(str, profile.memory.bits))} bits"
@@ -27,14 +29,14 @@ def describe_losses(profile: Profile) -> dict[Loss, str]:
         words["rounded"] = "holds " + (
             alike if kv.k_bits == kv.v_bits else f"keys in {kv.k_bits} and values in {kv.v_bits} bits"
         )
-    elif profile.form.packs(kv):
+    elif profile.form.is_active(kv):
         words["rounded"] = f"holds older keys and values in the form {profile.form.method}"
     elif kv.dtype not in ("auto", profile.load.dtype):
         words["rounded"] = f"holds keys and values in {kv.dtype}"
-    if read := profile.recall.reads:
+    if read := profile.recall.describe_read:
         words["unread"] = f"reads {read}"
-    if profile.reuse.reuses:
-        words["reused"] = profile.reuse.reuses
+    if profile.reuse.describe_reused:
+        words["reused"] = profile.reuse.describe_reused
     if demotes and (last := "unread" if read else "rounded") in words:
         words[last] += f", beside {held}"
     return words

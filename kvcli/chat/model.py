@@ -182,7 +182,7 @@ class Model:
                 code="only_answers",
                 try_=["--set steps.method=none"],
             )
-        tells = self.profile.policy.every is not None or bool(self.profile.prune.reads)
+        tells = self.profile.policy.every is not None or bool(self.profile.prune.describe_read)
         kinds = self._kinds() if tells else None
         return assemble.session(self.lm, self.mapped(), self.costs, kinds, self._draft())
 
@@ -254,7 +254,7 @@ class Model:
     def cautions(self) -> list[str]:
         """What the user should know of the profile on this device, one line each."""
         spends = assemble.plan(self.lm, self.profile).spending.describe if self.profile.memory.spends else ""
-        said = self._unkept, self.profile.prune.about(self.lm), spends
+        said = self._unkept, self.profile.prune.describe(self.lm), spends
         return [*filter(None, said), *cautions(self.profile, self.lm.device.type)]
 
     @property

@@ -71,7 +71,9 @@ def _run(lm: LM, feeds: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
     if lm.is_apart:
         fetch(backs)
     for i, (p, rows, back, left) in enumerate(zip(passes, each, backs, gave, strict=True)):
-        yield ForwardResult(rows, back.drawn, back.gleaned, p.fresh, p.queries, left, fold=way.trial.advance_state(i))
+        yield ForwardResult(
+            rows, back.drawn, back.hook_output, p.fresh, p.queries, left, fold=way.trial.advance_state(i)
+        )
 
 
 def _forward(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvcli.kv.recurrent_state import RecurrentStates
     from kvcli.kv.slots import Attendable, CacheReader
 
-Glean = Callable[["Tensor"], "Tensor"]  # logits [n, V] -> a few numbers [n, m] each
+LogitsHook = Callable[["Tensor"], "Tensor"]  # logits [n, V] -> a few numbers [n, m] each
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class ForwardRequest:
     view: Attendable | None = None  # what scout rows read; None = past
     want: Sequence[int] = ()  # rows whose logits are computed, those of the tree first where anything is drawn
     draw: SamplingContext | None = None  # how the tokens behind the tree's rows are drawn; None = none is
-    logits_hook: Glean | None = None  # what else the host is to learn of each wanted row's logits
+    logits_hook: LogitsHook | None = None  # what else the host is to learn of each wanted row's logits
     record_queries: Sequence[int] = ()  # rows whose queries are handed back
     grows: int = 0  # tokens that may be stored before a policy lets some go, or the answer ends
     states: RecurrentStates | None = (
@@ -67,7 +67,7 @@ class ForwardResult:
 
     logits: Tensor  # [len(want), V]; none where the next pass is under way already
     drawn: Callable[[int], int]  # tree row -> the token behind it; raises BadModel where the logits are no numbers
-    hook_output: Callable[[int], list[float]]  # index into want -> what was gleaned
+    hook_output: Callable[[int], list[float]]  # index into want -> what was hook_output
     fresh: Mapping[int, NewKV]  # by layer; none of a layer that shares the slots of another, nor with `keep`
     queries: Sequence[Tensor]  # per layer [H, len(hear), D]; nothing where nothing is heard
     hidden: Tensor | None = None  # [N, E]: what its layers gave, where they end below the last; [len(want), E]: shown

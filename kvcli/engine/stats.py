@@ -31,7 +31,7 @@ class Step:
     path: list[int]  # accepted rows, row 0 first
     new: list[int]  # tokens added to the text
     seconds: float  # wall time from proposing to committing; of a step that is over, to its end
-    hook_output: Callable[[int], list[float]] = _nothing  # what the drafter gleans, by row of logits
+    hook_output: Callable[[int], list[float]] = _nothing  # what the drafter takes by its hook from, by row of logits
     queries: Sequence[Tensor] = ()  # per layer [H, tree, D], where the draft asked to hear them
     hidden: Tensor | None = None  # by row of logits [N, E], behind the last norm, where the draft asked
 

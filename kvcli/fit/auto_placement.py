@@ -50,7 +50,7 @@ def chosen(found: Plan) -> dict[str, int | str]:
             made[key] = value
     if run.chunk != profile.prefill.chunk:
         made["prefill.chunk"] = run.chunk
-    if run.order == "layers" and profile.prefill.order == "auto" and not profile.prune.reads:
+    if run.order == "layers" and profile.prefill.order == "auto" and not profile.prune.describe_read:
         made["prefill.order"] = run.order
     return made
 
@@ -94,7 +94,9 @@ def _split(
     def tried(on_card: int, context: int | None) -> Plan:
         return plan(subject, profile.changed({"load": {"layers_on_gpu": on_card}}, BY), room, context, facts)
 
-    if profile.prune.reads or profile.prefill.order == "layers":  # rows of a split model are not stopped on the way
+    if (
+        profile.prune.describe_read or profile.prefill.order == "layers"
+    ):  # rows of a split model are not stopped on the way
         return None
     if subject.shape.folds.layers:  # states are on one device
         return None

@@ -51,7 +51,7 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
         is_mapped=has_map if policy.headmap == "auto" else bool(policy.headmap),
         passes=TEXTS * (3 + spent.heads) if policy.headmap == "auto" else 0,
         map_seconds=_to_map(spent.heads, calibration) if policy.headmap == "auto" else None,
-        recall=plan.profile.recall.reads if elsewhere else "",
+        recall=plan.profile.recall.describe_read if elsewhere else "",
         elsewhere=" and ".join(elsewhere),
     )
 

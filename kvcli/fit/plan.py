@@ -175,9 +175,11 @@ def plan(
         chunk=profile.prefill.chunk,
         rows=max(profile.spec.rows, profile.steps.rows),
         slots=whole.policy.slots,
-        reading=whole.policy.reading,
-        again=profile.policy.again,
-        judging=partial(profile.policy.judging, heads=shape.heads, kind=room.kind, number=2 if number == 2 else WIDE),
+        reading=whole.policy.max_slots_in_prefill,
+        again=profile.policy.extra_rows,
+        judging=partial(
+            profile.policy.scoring_bytes, heads=shape.heads, kind=room.kind, number=2 if number == 2 else WIDE
+        ),
         lower=lower if profile.memory.demotes else None,
         spends=_spending(profile, shape, kv_number, room.kind, caps),
         always=profile.policy.sinks + profile.policy.guard if profile.memory.spends else 0,
@@ -185,8 +187,8 @@ def plan(
         drops=profile.memory.drops,
         between=whole.policy.every,
         answer=profile.sample.max_new_tokens,
-        tables=profile.spec.tables,
-        copied=profile.spec.copied,
+        tables=profile.spec.index_bytes,
+        copied=profile.spec.view_slots,
         second=_second(subject, profile, room, facts)
         or _kept(profile, shape, kv_number)
         or _own(profile, shape, number, room.kind),
@@ -201,8 +203,8 @@ def plan(
         on_card=None if load.layers_on_gpu == "auto" else min(load.layers_on_gpu, shape.layers),
         checkpoints=profile.memory.checkpoints,
         check=load.verify,
-        prunes=bool(profile.prune.reads),
-        behind=profile.prune.behind,
+        prunes=bool(profile.prune.describe_read),
+        behind=profile.prune.n_deferred,
     )
     limit = profile.context.limit
     asked = context or (shape.limit if limit == "auto" else limit)
@@ -249,7 +251,7 @@ def _base(room: AvailableMemory, facts: MeasuredFacts) -> int:
 def _is_recorded(profile: Profile) -> bool:
     """Whether passes are recorded where kernels serve them: a device finds all of the past by itself."""
     load, is_one = profile.load, is_one_tier(profile.kv, profile.form.settings, profile.memory)
-    is_whole = is_one and not profile.recall.reads and not profile.is_checked
+    is_whole = is_one and not profile.recall.describe_read and not profile.is_checked
     return is_whole and load.graphs == "auto" and load.layers_on_gpu == "auto"
 
 
@@ -333,7 +335,7 @@ def _kept(profile: Profile, shape: Shape, number: int) -> memory.DraftModelNeed 
     fresh = max(profile.prefill.chunk, policy.every or EVERY)
 
     def stored(n: int) -> int:
-        held = min(n, max(policy.slots(n) + fresh, policy.reading(n) + profile.prefill.chunk))
+        held = min(n, max(policy.slots(n) + fresh, policy.max_slots_in_prefill(n) + profile.prefill.chunk))
         of_slots = sum(
             layer_bytes(profile.kv, form, Memory(), number, of, held, fresh) for of, _ in memory.stored(shape)
         )
@@ -346,11 +348,11 @@ def _own(profile: Profile, shape: Shape, number: int, kind: str) -> memory.Draft
     """What a layer of the drafter's own stores, which is like the last of the model; None = it has none."""
     from kvcli.kv.tiers.dense import Dense
 
-    if profile.spec.second is not None or not profile.spec.kept(1, kind):
+    if profile.spec.second is not None or not profile.spec.draft_slots(1, kind):
         return None
     a_slot = [of.numbers for of in shape.stores if of.numbers][-1] * number + POSITION
     return memory.DraftModelNeed(
-        lambda n: -(-profile.spec.kept(n, kind) // Dense.STEP) * Dense.STEP * a_slot, lambda n: 0
+        lambda n: -(-profile.spec.draft_slots(n, kind) // Dense.STEP) * Dense.STEP * a_slot, lambda n: 0
     )
 
 

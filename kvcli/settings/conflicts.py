@@ -42,17 +42,17 @@ def promise_clashes(profile: Profile) -> list[Conflict]:
     could = could if promised == "exact" and not profile.spec.checks else ""
     packed = [key for key in ("kv.k_bits", "kv.v_bits") if getattr(kv, key.removeprefix("kv.")) < 16]
     shrinks = {
-        **dict.fromkeys(packed or ["form.method"] * bool(profile.form.packs(kv)), rounds + could),
+        **dict.fromkeys(packed or ["form.method"] * bool(profile.form.is_active(kv)), rounds + could),
         "memory.ladder": any(map(_packs_more, profile.memory.ladder)) and rounds,
         "policy.name": profile.policy.every is not None and "which forgets part of the text" + could,
-        "recall.method": PROMISES.index(promised) < PROMISES.index(recall.promise)
+        "recall.method": PROMISES.index(promised) < PROMISES.index(recall.exactness_label)
         and "which reads a part of what is stored" + could,
     }
     breaks = {
         "kv.dtype": kv.dtype not in ("auto", profile.load.dtype) and "which may round keys and values",
         **({} if profile.is_checked else shrinks),
-        "prune.method": bool(profile.prune.reads) and "which leaves tokens of a prompt behind",
-        "reuse.method": bool(profile.reuse.reuses) and "which takes over what was read behind another text",
+        "prune.method": bool(profile.prune.describe_read) and "which leaves tokens of a prompt behind",
+        "reuse.method": bool(profile.reuse.describe_reused) and "which takes over what was read behind another text",
         "context.on_overflow": profile.context.on_overflow == "compress"
         and "which forgets part of a chat that outlives its window",
         "steps.method": bool(profile.steps.takes) and "which takes steps that another model wrote",
@@ -81,7 +81,7 @@ def step_clashes(profile: Profile) -> list[Conflict]:
     others = {
         "spec.method": profile.spec.method != "off" and "which drafts token by token what is written by steps",
         "policy.name": profile.policy.every is not None and "which judges by the rows of each pass",
-        "prune.method": bool(profile.prune.reads) and "which has tokens of the prompt come back between passes",
+        "prune.method": bool(profile.prune.describe_read) and "which has tokens of the prompt come back between passes",
     }
     cannot = f'"{profile.steps.method}" cannot be kept'
     return [Conflict("steps.method", other, cannot, because) for other, because in others.items() if because]
@@ -92,7 +92,11 @@ def overflow_clashes(profile: Profile) -> list[Conflict]:
     if profile.context.on_overflow != "compress":
         return []
     key, cannot = "context.on_overflow", '"compress" cannot be kept'
-    others = {**_shapes(profile), "prune.method": bool(profile.prune.reads), "reuse.method": bool(profile.reuse.reuses)}
+    others = {
+        **_shapes(profile),
+        "prune.method": bool(profile.prune.describe_read),
+        "reuse.method": bool(profile.reuse.describe_reused),
+    }
     because = "and what is made smaller is a whole past, as it was stored"
     return [Conflict(key, other, cannot, because) for other, is_set in others.items() if is_set]
 
@@ -102,9 +106,9 @@ def _shapes(profile: Profile) -> dict[str, bool]:
     kv, memory = profile.kv, profile.memory
     return {
         "policy.name": profile.policy.every is not None,
-        "recall.method": bool(profile.recall.reads),
+        "recall.method": bool(profile.recall.describe_read),
         **{f"kv.{key}": getattr(kv, key) < 16 for key in ("k_bits", "v_bits")},
-        "form.method": bool(profile.form.packs(kv)) and min(kv.k_bits, kv.v_bits) == 16,
+        "form.method": bool(profile.form.is_active(kv)) and min(kv.k_bits, kv.v_bits) == 16,
         "memory.device": memory.device != "auto",
         **{f"memory.{key}": _is_there(getattr(memory, key)) for key in ("host", "disk")},
         "memory.ladder": any(not step.startswith(("prefill", "context")) for step in memory.ladder),
@@ -125,7 +129,7 @@ def return_clashes(profile: Profile) -> list[Conflict]:
 
 def order_clashes(profile: Profile) -> list[Conflict]:
     """Of `prefill.order`: who judges at the end of each chunk needs chunks, who judges between layers needs all."""
-    key, order, prunes = "prefill.order", profile.prefill.order, bool(profile.prune.reads)
+    key, order, prunes = "prefill.order", profile.prefill.order, bool(profile.prune.describe_read)
     if order == "chunks" and prunes:
         return [Conflict(key, "prune.method", '"chunks" cannot be kept', "which judges a whole prompt between layers")]
     if order == "layers" and profile.policy.every is not None and not prunes:
@@ -135,13 +139,13 @@ def order_clashes(profile: Profile) -> list[Conflict]:
 
 def reuse_clashes(profile: Profile) -> list[Conflict]:
     """Of `[reuse]`: it rests on a past of which nothing was let go, and that was read in full."""
-    if not profile.reuse.reuses:
+    if not profile.reuse.describe_reused:
         return []
     cannot, others = (
         "nothing can be taken over",
         {
             "policy.name": profile.policy.every is not None and "which lets tokens go",
-            "prune.method": profile.prune.reads and "which leaves tokens behind",
+            "prune.method": profile.prune.describe_read and "which leaves tokens behind",
             "recall.method": profile.recall.every is not None and "whose index is made of what is read",
         },
     )
@@ -160,7 +164,7 @@ def memory_clashes(profile: Profile) -> list[Conflict]:
     for step in memory.ladder:
         key, _, value = step.partition("=")
         frees_nothing = f'"{step}" frees nothing'
-        if key == "kv.residual" and min(bits.values()) == 16 and not profile.form.packs(profile.kv):
+        if key == "kv.residual" and min(bits.values()) == 16 and not profile.form.is_active(profile.kv):
             found.append(Conflict("memory.ladder", "kv.k_bits", frees_nothing, "so nothing is packed when it is taken"))
         if key in bits and int(value) >= bits[key]:
             there, n = ("memory.ladder" if set_by[key] else key), bits[key]
@@ -183,13 +187,13 @@ def form_clashes(profile: Profile) -> list[Conflict]:
     values = profile.values
     found = [
         Conflict(key, other, f"{cannot} with {other} = {json.dumps(values[other])}", because)
-        for other, because in form.refuses(profile.kv).items()
+        for other, because in form.unsupported_keys(profile.kv).items()
     ]
     for step in profile.memory.ladder:
         bits, _, value = step.partition("=")
         if _packs_more(step) and not found:
             packed: dict[str, Any] = {bits.removeprefix("kv."): int(value)}
-            refused = form.refuses(replace(profile.kv, **packed))
+            refused = form.unsupported_keys(replace(profile.kv, **packed))
             if bits in refused:
                 found.append(Conflict("memory.ladder", key, f'"{step}" frees nothing', f'which is "{form.method}"'))
             else:
@@ -207,14 +211,14 @@ def form_clashes(profile: Profile) -> list[Conflict]:
 
 def demotion_clashes(profile: Profile) -> list[Conflict]:
     """Of `memory.disposition`: somebody must let go, somewhere else must be to go to, and the room must be known."""
-    memory, packs, key = profile.memory, profile.form.packs(profile.kv), "memory.disposition"
+    memory, packs, key = profile.memory, profile.form.is_active(profile.kv), "memory.disposition"
     if not memory.demotes:
         return []
     away = [f"memory.{name}" for name in ("host", "disk") if _is_there(getattr(memory, name))]
     found = []
     if profile.policy.every is None:
         found.append(Conflict(key, "policy.name", '"demote" moves nothing', "which lets nothing go"))
-    if not (packs or away or profile.recall.reads):
+    if not (packs or away or profile.recall.describe_read):
         because = 'so nothing is read otherwise: set recall.method = "sketch", kv.v_bits = 8 or memory.disk = "8GiB"'
         found.append(Conflict(key, "recall.method", '"demote" has no tier to move to', because))
     budgets = (["memory.device"] if memory.device != "auto" else []) + (away if packs else [])
@@ -258,7 +262,7 @@ def budget_clashes(profile: Profile) -> list[Conflict]:
         "form.method": "whose bytes a budget does not count: leave [form] out" if is_other else "",
         "memory.device": "which is a second size of one place: leave it out" if memory.device != "auto" else "",
         "recall.method": 'which finds nothing further away: set memory.disk = "8GiB"'
-        if profile.recall.reads and not is_away
+        if profile.recall.describe_read and not is_away
         else "",
         "exactness": 'which is "exact": a whole past takes more than a budget' if profile.is_checked else "",
         "memory.ladder": f'whose step "{steps[0]}" moves what the budget placed: leave it out' if steps else "",
@@ -315,7 +319,7 @@ def unread_keys(profile: Profile) -> list[Conflict]:
     of a shipped profile go with what is laid over it."""
     spec = profile.spec
     found = []
-    for key, other in spec.unread().items():
+    for key, other in spec.ignored_keys().items():
         setting, value = profile.settings.get(("spec", key)), getattr(spec, key)
         if setting is not None and not setting.is_shipped and value != getattr(type(spec.settings), key):
             why = f"{json.dumps(value)} changes nothing while spec.{other} is {json.dumps(getattr(spec, other))}"
@@ -330,7 +334,7 @@ def _is_there(size: str) -> bool:
 
 def _packs(profile: Profile) -> bool:
     """Is anything packed, now or when memory runs out?"""
-    return bool(profile.form.packs(profile.kv)) or any(map(_packs_more, profile.memory.ladder))
+    return bool(profile.form.is_active(profile.kv)) or any(map(_packs_more, profile.memory.ladder))
 
 
 def _packs_more(step: str) -> bool:

@@ -121,7 +121,7 @@ class Profile:
     @property
     def is_checked(self) -> bool:
         """Is the text that of a whole past, while a smaller one, as `[kv]`, `[policy]` and `[recall]` say, guesses?"""
-        is_smaller = self.policy.every is not None or self.recall.reads or self.form.packs(self.kv)
+        is_smaller = self.policy.every is not None or self.recall.describe_read or self.form.is_active(self.kv)
         return bool(self.exactness == "exact" and self.spec.checks and is_smaller)
 
     @cached_property

@@ -56,9 +56,13 @@ def replay(drafter: Any, text: list[int], context: int, passes: int, temperature
         for row, token in zip(path, new, strict=True):
             logits[row, token] = 12.0
         rows_seen += rows.n_rows
-        glean = drafter.glean
-        gleaned = (lambda row, glean=glean, of=logits: glean(of[row : row + 1])[0].tolist()) if glean else None
-        step = Step(rows, logits, path, new, 0.02, *([gleaned] if gleaned else []))
+        logits_hook = drafter.logits_hook
+        hook_output = (
+            (lambda row, logits_hook=logits_hook, of=logits: logits_hook(of[row : row + 1])[0].tolist())
+            if logits_hook
+            else None
+        )
+        step = Step(rows, logits, path, new, 0.02, *([hook_output] if hook_output else []))
         began = time.perf_counter()
         drafter.observe(step)
         observing.append(1000 * (time.perf_counter() - began))

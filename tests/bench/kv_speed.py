@@ -78,7 +78,7 @@ def settings(recall: str) -> Any:
 
 
 def read(lm: Any, tier: Any, recall: str) -> Any:
-    return settings(recall).below(tier, lm.sights)
+    return settings(recall).bind_tier(tier, lm.sights)
 
 
 SIDES: dict[str, Callable[[Any], Any]] = {

@@ -49,7 +49,7 @@ class Timed:
     def select(self, at: Any) -> Any:
         wait(self._device)
         began = time.perf_counter()
-        masks = yield from await_passes(self._policy.choose(at))
+        masks = yield from await_passes(self._policy.select(at))
         wait(self._device)
         self.seconds += time.perf_counter() - began
         return masks

@@ -26,7 +26,7 @@ class Engine:
     cost: Callable[[int], float] = lambda rows: 1 + 0.02 * (rows - 1)  # plain passes
     slow: Callable[[int], float] = lambda number: 1.0  # factor on pass `number`, first passes or noise
     look_up: float = 0.005  # plain passes
-    gleaned: Callable[[int], list[float]] = lambda row: []  # row of logits -> its likeliest tokens and their logits
+    hook_output: Callable[[int], list[float]] = lambda row: []  # row of logits -> its likeliest tokens and their logits
     steps: list[Step] = field(default_factory=list)
     true_seconds: float = 0.0  # without `slow`
 
@@ -50,7 +50,7 @@ class Engine:
         path = self._accepted(draft)
         new = list(self.text[self.at : self.at + len(path)])
         seconds = PLAIN * (self.cost(rows.tree) + self.look_up * (self.looked - looked))
-        step = Step(rows, torch.empty(0), path, new, seconds * self.slow(len(self.steps)), self.gleaned)
+        step = Step(rows, torch.empty(0), path, new, seconds * self.slow(len(self.steps)), self.hook_output)
         self.drafter.observe(step)
         self.steps.append(step)
         self.at += len(new)

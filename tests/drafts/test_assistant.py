@@ -67,18 +67,18 @@ def theirs(lm: LM, assistant: Any, text: Sequence[int], start: int) -> list[list
 
 def guessed(head: AssistantHead) -> Steps[list[int]]:
     """A chain of its first choices."""
-    (gleaned,) = yield from head.catch_up()
-    found = [int(gleaned[0])]
+    (hook_output,) = yield from head.catch_up()
+    found = [int(hook_output[0])]
     for at in range(DEPTH - 1):
-        (gleaned,) = yield from head.continue_from(found[-1:], [at - 1])
-        found.append(int(gleaned[0]))
+        (hook_output,) = yield from head.continue_from(found[-1:], [at - 1])
+        found.append(int(hook_output[0]))
     return found
 
 
 class Follower:
     """Guesses what is right, two tokens a pass, and has the head say what it would."""
 
-    view = glean = None
+    view = logits_hook = None
 
     def __init__(self, text: Sequence[int], head: AssistantHead) -> None:
         self.text, self.head, self.said = text, head, list[list[int]]()

@@ -50,8 +50,10 @@ def test_logits_rest_where_listening_takes_longer_than_it_brings(
     for module in (tree_drafter, logit_recycling):
         monkeypatch.setattr(module, "perf_counter", clock)
     config = Mix(sources=("suffix", "stand", "recycle"))
-    run = engine(config.drafter(), copied_ids(3000, 1), 400, gleaned=lambda row: [7000.0, 7001.0, 1.0, 0.0]).run(100)
-    assert (run.drafter.glean is None) == rests
+    run = engine(config.drafter(), copied_ids(3000, 1), 400, hook_output=lambda row: [7000.0, 7001.0, 1.0, 0.0]).run(
+        100
+    )
+    assert (run.drafter.logits_hook is None) == rests
     assert run.drafter._successors[0].rests == rests
     assert run.gain > 2
 

@@ -106,10 +106,10 @@ def test_a_head_gives_what_transformers_makes_of_the_same_text() -> None:
     assert head.usage()[0].slots == 31, "guesses are not stored"
 
 
-def _alike(gleaned: Sequence[float], logits: Tensor) -> None:
-    wide = len(gleaned) // 2
-    assert [int(i) for i in gleaned[:5]] == logits.topk(5).indices.tolist()
-    torch.testing.assert_close(torch.tensor(gleaned[wide : wide + 5]), logits.topk(5).values, rtol=1e-3, atol=1e-3)
+def _alike(hook_output: Sequence[float], logits: Tensor) -> None:
+    wide = len(hook_output) // 2
+    assert [int(i) for i in hook_output[:5]] == logits.topk(5).indices.tolist()
+    torch.testing.assert_close(torch.tensor(hook_output[wide : wide + 5]), logits.topk(5).values, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -542,7 +542,7 @@ def test_what_loading_takes_at_its_highest_must_be_free_too(demo):
 
 def test_what_a_drafter_remembers_is_in_host_memory(demo):
     drafts, plain = planned(demo, "ngram", 8000), planned(demo, "exact", 8000)
-    assert drafts.need.draft - plain.need.draft == PROFILES["ngram"].spec.tables(8000) > 0
+    assert drafts.need.draft - plain.need.draft == PROFILES["ngram"].spec.index_bytes(8000) > 0
     card = plan(demo, PROFILES["ngram"], AvailableMemory("cuda:0", 8 * GIB), 8000, MeasuredFacts())
     assert card.need.draft == 0
 

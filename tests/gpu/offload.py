@@ -81,10 +81,18 @@ def _stores(lm: LM) -> dict[str, tuple[Callable[[], KVCache], str]]:
         "disk": (lambda: ladder(TierLevel(disk())), "device"),
         "packed": (lambda: ladder(TierLevel(packed())), "packed"),
         "packed, host": (lambda: ladder(TierLevel(far(packed(cpu)))), "packed"),
-        "recall of all, host": (lambda: ladder(TierLevel(MinMax(**PART).below(far(dense(cpu)), lm.sights))), "device"),
-        "sketch of all, host": (lambda: ladder(TierLevel(Sketch(**PART).below(far(dense(cpu)), lm.sights))), "device"),
+        "recall of all, host": (
+            lambda: ladder(TierLevel(MinMax(**PART).bind_tier(far(dense(cpu)), lm.sights))),
+            "device",
+        ),
+        "sketch of all, host": (
+            lambda: ladder(TierLevel(Sketch(**PART).bind_tier(far(dense(cpu)), lm.sights))),
+            "device",
+        ),
         "certified, device": (
-            lambda: ladder(TierLevel(Certified(**{**PART, "fraction": 0.2}, epsilon=0.0).below(dense(), lm.sights))),
+            lambda: ladder(
+                TierLevel(Certified(**{**PART, "fraction": 0.2}, epsilon=0.0).bind_tier(dense(), lm.sights))
+            ),
             "device",
         ),
     }

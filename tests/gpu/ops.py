@@ -264,8 +264,8 @@ def _scored(size: Size, g: Generator, *, by_codes: bool) -> Op:
 OURS: dict[str, Make] = {f"linear_skinny, {kind}": partial(_product, kind) for kind in ("plain", "int8", "int4", "nf4")}
 OURS |= {"attend_invariant": _attention, "attend, limits": _limited, "append_kv": _stored, "argmax, drawn": _drawn}
 OURS |= {"rms_norm, in float32": partial(_norm, in_full=True), "rms_norm": partial(_norm, in_full=False)}
-OURS |= {f"attend_packed, {bits} bits": partial(_packed_attention, bits) for bits in (8, 4, 2)}
-OURS |= {"merge_attention": _merged, "pack, turned": _turned, "rope": _rotated, "attention_mass": _masses}
+OURS |= {f"attend_quantized, {bits} bits": partial(_packed_attention, bits) for bits in (8, 4, 2)}
+OURS |= {"merge_attention": _merged, "quantize_kv, turned": _turned, "rope": _rotated, "attention_mass": _masses}
 OURS |= {"page_bounds": partial(_scored, by_codes=False), "quantized_key_scores": partial(_scored, by_codes=True)}
 
 

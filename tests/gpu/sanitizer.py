@@ -20,7 +20,7 @@ TOOLS = ("memcheck", "racecheck")
 OPS = (  # those that reach what they read by tables and limits
     "attend_invariant",
     "attend, limits",
-    "attend_packed, 4 bits",
+    "attend_quantized, 4 bits",
     "append_kv",
     "linear_skinny, int4",
     "attention_mass",

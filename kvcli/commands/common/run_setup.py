@@ -296,7 +296,7 @@ class Setup:
     def narrowed(self, profile: Profile) -> Profile:
         """The profile with what fits (window, order of reading, chunks, weights) where it leaves the choice."""
         changes: dict[str, object] = {}
-        judges = profile.policy.every is not None or profile.prune.reads
+        judges = profile.policy.every is not None or profile.prune.describe_read
         for key, value in self.settled.items():
             is_open = profile.values[key] == "auto" or profile.origins[key] == DEFAULT.name
             packs_anew = key == "load.quant" and profile.origins[key].startswith("built-in ")

@@ -99,7 +99,7 @@ class AssistantHead(HiddenStateHead):
         yield from ()
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
-        """What is gleaned of the pending token's row; nothing where no token comes before it."""
+        """The hook output for the pending token's row; nothing where no token comes before it."""
         assert want == 1, "nothing else is passed over"
         end = self.length - 1
         if not end:
@@ -113,13 +113,13 @@ class AssistantHead(HiddenStateHead):
         return made[0]
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
-        """What is gleaned of the rows of guesses behind it, each with its parent's state."""
+        """The hook output for the rows of guesses behind it, each with its parent's state."""
         found, states = yield from self._pass(ids, self._grown[[parent + 1 for parent in parents]])
         self._grown = torch.cat([self._grown, states])
         return found
 
     def _pass(self, ids: Sequence[int], states: Tensor) -> Steps[tuple[list[list[float]], Tensor]]:
-        """What is gleaned of tokens with these states [N, E] before them, and the states that follow."""
+        """The hook output for tokens with these states [N, E] before them, and the states that follow."""
         assert self._past is not None, "there is no past to read"
         n = len(ids)
         rows = Rows(ids, [self.length - 1] * n, sees=None, tree=n, parent=())

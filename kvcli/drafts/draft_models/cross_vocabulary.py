@@ -137,7 +137,7 @@ class CrossVocabularyModel:
         if not alive:
             return [[]]
         if len(alive[0].ids) > len(self._path):
-            return [self._gleaned()]
+            return [self._hook_output()]
         taken, word = alive[0], [*self._stem, alive[0].its]
         if (row := (yield from self._go_on(taken.its))) is None:
             return [[]]
@@ -161,12 +161,12 @@ class CrossVocabularyModel:
         found: list[list[float]] = []
         for end in range(len(self._text.ids) - want + 1, len(self._text.ids) + 1):
             self._row = self._candidates(rows[at[end]]) if end in at else []
-            found.append(self._gleaned())
+            found.append(self._hook_output())
         self._row = []
         return found
 
     def _go_on(self, its: int) -> Steps[list[float] | None]:
-        """What is gleaned behind one more of its tokens; None where it has no room for it."""
+        """The hook output behind one more of its tokens; None where it has no room for it."""
         if self._n_read >= self._it.max_depth:
             return None
         (row,) = yield from self._it.continue_from([its], [self._n_read - 1])
@@ -182,7 +182,7 @@ class CrossVocabularyModel:
                 break
             self._stem.append(part)
             self._row = self._candidates(more)
-        return self._gleaned()
+        return self._hook_output()
 
     # ---- words ----
 
@@ -213,7 +213,7 @@ class CrossVocabularyModel:
         path = tuple(self._path)
         return [c for c in self._row if c.ids[: len(path)] == path and c.ids]
 
-    def _gleaned(self) -> list[float]:
+    def _hook_output(self) -> list[float]:
         """The next token of each candidate that agrees with the path, with the score of the best that has it."""
         n, best = len(self._path), dict[int, float]()
         for c in self._alive():

@@ -70,9 +70,9 @@ class DraftModel(Protocol):
         """Read a prompt but for its last token."""
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
-        """Cover the text to its end, by reading `most` of its newest tokens -> what is gleaned of the last `want`;
+        """Cover the text to its end, by reading `most` of its newest tokens -> the hook output for the last `want`;
         nothing where the next step has to be heard first."""
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
-        """What is gleaned of the rows of further guesses. `parents`: which guess each follows, counted from the first
+        """The hook output for the rows of further guesses. `parents`: which guess each follows, counted from the first
         since `catch_up`; -1 = the text."""

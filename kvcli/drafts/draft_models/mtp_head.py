@@ -99,7 +99,7 @@ class MtpHead(HiddenStateHead):
         yield from ()
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
-        """What is gleaned of the pending token's row; nothing where what led to it is not known."""
+        """The hook output for the pending token's row; nothing where what led to it is not known."""
         assert want == 1, "nothing else is passed over"
         self._drop()
         if self._end == self.length:  # it may be asked again, where the pass that was to check its guesses broke
@@ -134,10 +134,10 @@ class MtpHead(HiddenStateHead):
         self._wait(new, states[-len(new) :].clone())
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
-        """What is gleaned of the rows of guesses behind it, each with its parent's state."""
+        """The hook output for the rows of guesses behind it, each with its parent's state."""
         assert self._ahead is not None, "read first"
         states = self._grown[[parent + 1 for parent in parents]]
-        made = yield from self._ahead.add(ids, parents, glean=top, hidden=states, shows=True)
+        made = yield from self._ahead.add(ids, parents, logits_hook=top, hidden=states, shows=True)
         assert made.hidden is not None
         self._grown = torch.cat([self._grown, made.hidden])
         return [made.hook_output(i) for i in range(len(ids))]

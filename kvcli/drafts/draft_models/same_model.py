@@ -96,7 +96,7 @@ class SelfDraftModel:
         yield from ()
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
-        """What is gleaned of the pending token's row."""
+        """The hook output for the pending token's row."""
         assert want == 1, "nothing else is passed over"
         assert self._past is not None, "there is no past to read"
         view, kv = self._past.view, self._past.cache
@@ -106,7 +106,7 @@ class SelfDraftModel:
         return (yield from self._ahead.grow(self._newest[-1:], [-1], top, self._skipping.runs))
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
-        """What is gleaned of the rows of guesses behind it, in the tree of which it is the root."""
+        """The hook output for the rows of guesses behind it, in the tree of which it is the root."""
         assert self._ahead is not None, "read first"
         return (yield from self._ahead.grow(ids, [parent + 1 for parent in parents], top, self._skipping.runs))
 

@@ -152,7 +152,7 @@ class SeparateDraftModel:
         self._settle(self._newest)
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
-        """Cover the text to its end, by reading `most` of its newest tokens -> what is gleaned of the last `want`."""
+        """Cover the text to its end, by reading `most` of its newest tokens -> the hook output for the last `want`."""
         self._cut(len(self._text) - 1)  # it may be asked again, where the pass that was to check its guesses broke
         yield from self._pass_over(min(most, self._newest))
         while self.n_uncovered > max(CHUNK, want):
@@ -163,7 +163,7 @@ class SeparateDraftModel:
         return (yield from self._feed(self._text[self._n :], want))
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
-        """What is gleaned of the rows of guesses behind the text, which has been read."""
+        """The hook output for the rows of guesses behind the text, which has been read."""
         if self._guessed is None:
             states = self._states if self.lm.mixers else None
             self._guessed = DraftTreeKV(self.lm, self._kv, self._n - self._gap, states)
@@ -177,9 +177,9 @@ class SeparateDraftModel:
         n = rows.n_rows
         assert want <= n, "what is asked for was not passed over"
         wanted = range(n - want, n)
-        glean = top if want else None
+        logits_hook = top if want else None
         made = yield ForwardRequest(
-            self.lm, rows, self._kv, want=wanted, logits_hook=glean, states=self._states, is_prompt=not want
+            self.lm, rows, self._kv, want=wanted, logits_hook=logits_hook, states=self._states, is_prompt=not want
         )
         commit(self._kv, rows, made, range(n))
         self._n += n

@@ -201,11 +201,11 @@ def _top(row: NDArray[np.float32]) -> NDArray[np.float64]:
     return np.concatenate((best, row[best]), dtype=np.float64)
 
 
-def likeliest(gleaned: Sequence[float]) -> tuple[list[int], list[float]]:
+def likeliest(hook_output: Sequence[float]) -> tuple[list[int], list[float]]:
     """A row of `top` -> its TOP likeliest tokens and their log-probabilities among the WIDE likeliest: a sum over the
     whole vocabulary would take longer than the rest. On the host, where 32 numbers take a tenth of a tensor's time.
     """
-    wide = len(gleaned) // 2
-    scores = gleaned[wide:]
+    wide = len(hook_output) // 2
+    scores = hook_output[wide:]
     whole = scores[0] + log(sum([exp(score - scores[0]) for score in scores]))
-    return [int(i) for i in gleaned[:wide][:TOP]], [score - whole for score in scores[:TOP]]
+    return [int(i) for i in hook_output[:wide][:TOP]], [score - whole for score in scores[:TOP]]

@@ -177,14 +177,14 @@ class ModelDraft:
         found = yield from self.guesser.continue_from([*ids, *copied], [*parents, *behind])
         self._n_rows += len(found)
         self._time(len(found), began)
-        for row, (tip, gleaned) in enumerate(zip(tips, found[:n], strict=True), start=first):
-            self._go_below(tip.place, tip.rank, row, gleaned)
+        for row, (tip, hook_output) in enumerate(zip(tips, found[:n], strict=True), start=first):
+            self._go_below(tip.place, tip.rank, row, hook_output)
         at = self._places[tips[0].place].below[ids[0]]
-        for row, (token, gleaned) in enumerate(zip(copied, found[n:], strict=True), start=first + n):
+        for row, (token, hook_output) in enumerate(zip(copied, found[n:], strict=True), start=first + n):
             place = self._places[at]
             if token not in (offered := place.ids[: len(place.chances)]):
                 break  # it would have gone on otherwise
-            at = self._go_below(at, offered.index(token), row, gleaned)
+            at = self._go_below(at, offered.index(token), row, hook_output)
 
     def _token(self, tip: Leaf) -> int:
         return self._places[tip.place].ids[tip.rank]
@@ -204,17 +204,17 @@ class ModelDraft:
             state = offers[0].state
         return found
 
-    def _go_below(self, place: int, rank: int, row: int, gleaned: Sequence[float]) -> int:
+    def _go_below(self, place: int, rank: int, row: int, hook_output: Sequence[float]) -> int:
         """The place behind a choice."""
         of = self._places[place]
         of.below[of.ids[rank]] = len(self._places)
         shape = of.shape.below[rank] if of.shape is not None else None
-        return self._add(gleaned, row, (*of.path, of.ids[rank]), of.chance * of.chances[rank], shape)
+        return self._add(hook_output, row, (*of.path, of.ids[rank]), of.chance * of.chances[rank], shape)
 
     def _add(
-        self, gleaned: Sequence[float], row: int, path: tuple[int, ...], chance: float, shape: TreeShape | None
+        self, hook_output: Sequence[float], row: int, path: tuple[int, ...], chance: float, shape: TreeShape | None
     ) -> int:
-        ids, scores = self._choices(gleaned, path)
+        ids, scores = self._choices(hook_output, path)
         first = self._odds.chance(*cell(scores, 0)) if ids else 0.0
         ranks = range(min(len(ids), self._growth.offered(first, shape)))
         chances = [self._odds.chance(*cell(scores, rank)) for rank in ranks]
@@ -237,8 +237,8 @@ class ModelDraft:
     def _take_a_look(self, began: float) -> Steps[None]:
         newest = self.guesser.newest(_FIRST if self.is_untried else LOOK)
         found = yield from self.guesser.catch_up(len(newest), most=len(newest))
-        for i, gleaned in enumerate(found[:-1]):
-            ids, scores = self._choices(gleaned, (), i + 1 - len(newest))
+        for i, hook_output in enumerate(found[:-1]):
+            ids, scores = self._choices(hook_output, (), i + 1 - len(newest))
             for rank, token in enumerate(ids[: self._growth.branches]):
                 self._learn(rank, cell(scores, rank), token == newest[i + 1])
         self._look = perf_counter() - began
@@ -251,11 +251,13 @@ class ModelDraft:
         units = self._look / plain if self._look and plain else 4 * self._share
         return plain > 0 and self.guesser.n_uncovered >= LOOK and self._waited >= units / _SHARE
 
-    def _choices(self, gleaned: Sequence[float], path: Sequence[int], off: int = 0) -> tuple[list[int], list[float]]:
+    def _choices(
+        self, hook_output: Sequence[float], path: Sequence[int], off: int = 0
+    ) -> tuple[list[int], list[float]]:
         """What may come behind these guesses, in the sampler's order, and the scores. `off`: how much longer the
         text was then."""
-        wide, at = len(gleaned) // 2, self.guesser.length - 1 + len(path) + off
-        known = [(lp, int(i)) for i, lp in zip(gleaned[:wide], gleaned[wide:], strict=True) if i < self._vocab]
+        wide, at = len(hook_output) // 2, self.guesser.length - 1 + len(path) + off
+        known = [(lp, int(i)) for i, lp in zip(hook_output[:wide], hook_output[wide:], strict=True) if i < self._vocab]
         if self._seen is not None and self.sampler is not None:
             text, by = self._seen.union(path), self.sampler.repetition_penalty
             known = [((lp / by if lp > 0 else lp * by) if i in text else lp, i) for lp, i in known]

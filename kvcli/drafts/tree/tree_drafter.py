@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvcli.drafts.tree.stop_rules import StopRule
     from kvcli.drafts.tree.tree import Beyond
     from kvcli.engine.drafting.drafter import Costs, DraftContext, ViewSpec
-    from kvcli.engine.forward_request import Glean, Steps
+    from kvcli.engine.forward_request import LogitsHook, Steps
     from kvcli.engine.rows import Draft, LookaheadRows
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.engine.stats import Step
@@ -78,7 +78,7 @@ class TreeDrafter:
         return self._view
 
     @property
-    def glean(self) -> Glean | None:
+    def logits_hook(self) -> LogitsHook | None:
         """The likeliest tokens of each row, where a source learns from them."""
         if self._scouts is None and not (self._listens and any(not source.rests for source in self._successors)):
             return None

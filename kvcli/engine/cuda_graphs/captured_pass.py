@@ -318,7 +318,7 @@ class CapturedBatch:
             shown = (
                 self._shown[i][: feed.rows.n_rows] if feed.record_hidden_states and self._shown is not None else None
             )
-            made.append(ForwardResult(logits, back.drawn, back.gleaned, {}, queries, shown, keep))
+            made.append(ForwardResult(logits, back.drawn, back.hook_output, {}, queries, shown, keep))
         return made
 
     def _kept(self, i: int, feed: ForwardRequest, past: DeviceCache, is_stored: bool, path: Sequence[int]) -> None:

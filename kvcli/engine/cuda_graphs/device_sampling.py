@@ -16,7 +16,7 @@ from kvcli.engine.cuda_graphs.readback import Readback
 if TYPE_CHECKING:
     from kvcli.engine.cuda_graphs.capture import Graphs
     from kvcli.engine.cuda_graphs.captured_pass import PassInputs
-    from kvcli.engine.forward_request import ForwardRequest, Glean
+    from kvcli.engine.forward_request import ForwardRequest, LogitsHook
     from kvcli.engine.sequence.sampler import Sampler
     from kvcli.kernels.attend_captured import Storing
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class DeviceSampling:
     """What the host reads of a pass, and how the device goes on by itself."""
 
-    numbers: Tensor  # float64, which holds ids exactly: of each text the drawn ids, then what is gleaned
+    numbers: Tensor  # float64, which holds ids exactly: of each text the drawn ids, then what is hook_output
     start: Callable[[], None]
     here: list[Tensor]  # on the host, in turn: one is read while the other is written
-    wide: Sequence[int]  # by text: numbers that are gleaned of a row
+    wide: Sequence[int]  # by text: numbers of hook output for a row
     go_on: Callable[[], None] | None = None  # stores the row that was run, and makes what was drawn the next one
 
     def read(self, graphs: Graphs) -> tuple[Tensor, Callable[[], None]]:
@@ -79,14 +79,14 @@ class DeviceSamplers:
             self._one.fill_(1)
         return drawing
 
-    def _draw(self, how: Sequence[tuple[Sampler, Glean | None]]) -> tuple[Tensor, list[int]]:
-        """The numbers of a drawing, and how many are gleaned of each row of a text."""
+    def _draw(self, how: Sequence[tuple[Sampler, LogitsHook | None]]) -> tuple[Tensor, list[int]]:
+        """The numbers of a drawing, and how many of hook output each row of a text."""
         parts, wide = [], []
-        for rows, logits, (sampler, glean) in zip(self._rows, self._logits, how, strict=True):
+        for rows, logits, (sampler, logits_hook) in zip(self._rows, self._logits, how, strict=True):
             parts.append(sampler.on_device(logits, rows.pos.long(), seed=rows.seed).double())
             wide.append(0)
-            if glean is not None:
-                parts.append(glean(logits).double().flatten())
+            if logits_hook is not None:
+                parts.append(logits_hook(logits).double().flatten())
                 wide[-1] = len(parts[-1]) // len(logits)
         return torch.cat(parts), wide
 

@@ -31,7 +31,7 @@ class Readback:
         self._feed, self._logits = feed, logits.cpu() if logits.device.type == "mps" else logits
         self._has_pool = has_pool
         self.ids: list[int] = []  # of all tree rows as they were drawn, or none yet
-        self._gleaned: dict[int, list[float]] = {}  # of wanted rows, so far
+        self._hook_output: dict[int, list[float]] = {}  # of wanted rows, so far
 
     def drawn(self, row: int) -> int:
         """The token behind a tree row.
@@ -55,13 +55,13 @@ class Readback:
             )
         return token
 
-    def gleaned(self, index: int) -> list[float]:
-        """What the feed gleans of the logits of want[index]."""
-        if index not in self._gleaned:
+    def hook_output(self, index: int) -> list[float]:
+        """The hook output for the logits of want[index]."""
+        if index not in self._hook_output:
             tree = self._feed.rows.tree  # behind which who asks for one asks for all
             which = slice(index, index + 1) if index < tree else slice(tree, None)
-            self._gleaned.update(enumerate(self._glean(which).tolist(), start=which.start))
-        return self._gleaned[index]
+            self._hook_output.update(enumerate(self._run_hook(which).tolist(), start=which.start))
+        return self._hook_output[index]
 
     def numbers(self) -> Tensor:
         """All of it in one row of float64, which holds ids exactly."""
@@ -69,7 +69,7 @@ class Readback:
         if self._feed.draw is not None:
             parts.append(self._draw(range(self._feed.rows.tree)).double())
         if self._feed.logits_hook is not None:
-            parts.append(self._glean(slice(None)).double().flatten())
+            parts.append(self._run_hook(slice(None)).double().flatten())
         return torch.cat(parts)
 
     def fill(self, numbers: list[float]) -> None:
@@ -77,15 +77,15 @@ class Readback:
         n = self._feed.rows.tree if self._feed.draw is not None else 0
         self.ids, rest = [int(i) for i in numbers[:n]], numbers[n:]
         wide = len(rest) // max(1, len(self._feed.want))
-        self._gleaned = {i: rest[i * wide : (i + 1) * wide] for i in range(len(self._feed.want) if wide else 0)}
+        self._hook_output = {i: rest[i * wide : (i + 1) * wide] for i in range(len(self._feed.want) if wide else 0)}
 
     def _draw(self, which: range) -> Tensor:
         assert self._feed.draw is not None, "nothing was to be drawn"
         with one_pool(self._has_pool):  # the next step waits for it
             return self._feed.draw.behind(self._feed.rows, which, self._logits)
 
-    def _glean(self, which: slice) -> Tensor:
-        assert self._feed.logits_hook is not None, "nothing was to be gleaned"
+    def _run_hook(self, which: slice) -> Tensor:
+        assert self._feed.logits_hook is not None, "the request has no logits hook"
         with one_pool(self._has_pool):
             return self._feed.logits_hook(self._logits[which])
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcli.engine.forward_request import ForwardRequest, ForwardResult, Glean, Steps
+from kvcli.engine.forward_request import ForwardRequest, ForwardResult, LogitsHook, Steps
 from kvcli.engine.rows import Rows
 from kvcli.kernels.attend_invariant import NewRows
 from kvcli.kernels.merge_attention import PartialAttention
@@ -52,11 +52,11 @@ class DraftTreeKV:
         return len(self.ids)
 
     def grow(
-        self, ids: Sequence[int], parents: Sequence[int], glean: Glean, layers: Sequence[range] = ()
+        self, ids: Sequence[int], parents: Sequence[int], logits_hook: LogitsHook, layers: Sequence[range] = ()
     ) -> Steps[list[list[float]]]:
-        """What is gleaned of a pass of further rows; a parent comes before its children. `layers`: runs of those that
+        """The hook output for a pass of further rows; a parent comes before its children. `layers`: runs of those that
         they go through, to the last one; () = all."""
-        made = yield from self.add(ids, parents, glean=glean, layers=layers)
+        made = yield from self.add(ids, parents, logits_hook=logits_hook, layers=layers)
         return [made.hook_output(i) for i in range(len(ids))]
 
     def add(
@@ -64,7 +64,7 @@ class DraftTreeKV:
         ids: Sequence[int],
         parents: Sequence[int],
         *,
-        glean: Glean | None = None,
+        logits_hook: LogitsHook | None = None,
         draw: SamplingContext | None = None,
         layers: Sequence[range] = (),
         hidden: Tensor | None = None,
@@ -91,7 +91,7 @@ class DraftTreeKV:
             *of,
             want=range(n),
             draw=draw,
-            logits_hook=glean,
+            logits_hook=logits_hook,
             layers=last,
             hidden=hidden,
             record_hidden_states=shows,

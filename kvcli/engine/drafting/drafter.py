@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kvcli.engine.drafting.report import DraftReport
-    from kvcli.engine.forward_request import Glean, Steps
+    from kvcli.engine.forward_request import LogitsHook, Steps
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.rows import Draft
     from kvcli.engine.sequence.sampler import Sampler
@@ -63,7 +63,7 @@ class Drafter(Protocol):
         """How scouts read the past; None = they read all of it."""
 
     @property
-    def glean(self) -> Glean | None:
+    def logits_hook(self) -> LogitsHook | None:
         """What it wants to know of each row's logits, by `Step.hook_output`; None = nothing."""
 
     def expect(self, costs: Costs) -> None:

@@ -65,7 +65,7 @@ class GenerationSession(SequenceState):
         how = SamplingContext(self.sampler, self.seen, self.constraint, self.ids, self.answer_at)
         hear = range(rows.tree) if draft.needs == "queries" else self.heard.rows_to_record_in_tree(rows.tree)
         made = yield ForwardRequest(
-            self.lm, rows, self.cache, self.view, rows.want, how, self.drafter.glean, hear,
+            self.lm, rows, self.cache, self.view, rows.want, how, self.drafter.logits_hook, hear,
             grows=self._grows(most), states=self.states, record_hidden_states=draft.needs == "hidden",
         )  # fmt: skip
         path, new = accepted_path(rows, made.drawn, stop)

@@ -118,7 +118,7 @@ class CachePlan:
             )
 
     def _refuse_all_alike(self) -> None:
-        if not self.recall.reads:
+        if not self.recall.describe_read:
             raise BadConfig(
                 'memory.disposition = "demote" has no tier to move to, nor an index that finds what was moved',
                 code="no_lower_tier",

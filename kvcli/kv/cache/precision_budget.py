@@ -177,7 +177,7 @@ def spending(
     `holds` so many slots a head."""
     read = recall.layers(storing(sights, shapes)) if has_more else ()
     index, apart = far_slot_bytes(recall, has_more, shapes, read, number, kind)
-    of_kv = shapes, number, memory.bits, kv.group, index, apart, not recall.reads
+    of_kv = shapes, number, memory.bits, kv.group, index, apart, not recall.describe_read
     return PrecisionBudget(memory.budget.replace(" %", "%"), free, *of_kv, holds, memory.lose)
 
 

@@ -23,7 +23,7 @@ class SparseMethod(Protocol):
     """What a method of the table is. `sights` are those of the layers; None = it reads another's slots."""
 
     @property
-    def promise(self) -> Exactness:
+    def exactness_label(self) -> Exactness:
         """The most that `exactness` may say with it."""
 
     @property
@@ -37,7 +37,7 @@ class SparseMethod(Protocol):
         """A lower rung of a ladder, read through these settings."""
 
     @property
-    def reads(self) -> str:
+    def describe_read(self) -> str:
         """How much of a long text a row reads, in words; "" = all of it."""
 
     def layers(self, sights: Sequence[AttentionParams | None]) -> list[int]:
@@ -57,9 +57,9 @@ class SparseMethod(Protocol):
 class FullAttention:
     """Read all that is stored."""
 
-    promise: ClassVar[Exactness] = "exact"
+    exactness_label: ClassVar[Exactness] = "exact"
     every: ClassVar[None] = None
-    reads: ClassVar[str] = ""
+    describe_read: ClassVar[str] = ""
 
     def bind(self, store: KVCache, source: PageSource, sights: Sequence[AttentionParams | None]) -> KVCache:
         return store
@@ -96,13 +96,13 @@ class _PageSelection:
     choice: Literal["row", "boundary"] = "row"  # each row has one of its own, or reads as the first behind the boundary
     cutoff: Annotated[float, Range(0, below=1)] = 0.0  # share of a row's mass; what seems to hold less is not read
 
-    promise: ClassVar[Exactness] = "approx"
+    exactness_label: ClassVar[Exactness] = "approx"
 
     @property
-    def reads(self) -> str:
+    def describe_read(self) -> str:
         return f"{self.fraction:.0%} of the text for each token, at least {self.floor:,} tokens"
 
-    def over(self, store: KVCache, source: PageSource, sights: Sequence[AttentionParams | None]) -> KVCache:
+    def bind(self, store: KVCache, source: PageSource, sights: Sequence[AttentionParams | None]) -> KVCache:
         from kvcli.kv.sparse.sparse_cache import SparseCache
 
         return SparseCache(store, **self._how(source, sights))
@@ -183,7 +183,7 @@ class Certified(_PageSelection):
     page: Annotated[int, Range(1)] = 4  # tokens of a page
     epsilon: Annotated[float, Range(0, below=1)] = 0.01  # softmax mass that a row may miss in a head, of what is stored
 
-    promise: ClassVar[Exactness] = "certified"
+    exactness_label: ClassVar[Exactness] = "certified"
 
     def index(self) -> PageIndex:
         from kvcli.kv.sparse import index_certified

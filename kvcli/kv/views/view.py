@@ -24,7 +24,7 @@ class GatheredView:
     def __init__(self, store: Tier, pick: Pick) -> None:
         self._store, self._pick = store, pick
 
-    def over(self, store: Tier) -> GatheredView:
+    def rebind(self, store: Tier) -> GatheredView:
         """The same choice from another store."""
         return GatheredView(store, self._pick)
 

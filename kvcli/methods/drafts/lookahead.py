@@ -39,7 +39,7 @@ class LookaheadSettings(ViewSettings):
         """Of a pass, at most: the pending token, guesses and scouts."""
         return self.max + self.window * (self.ngram - 1)
 
-    def tables(self, n: int) -> int:
+    def index_bytes(self, n: int) -> int:
         """Bytes of the pool, at most, after n tokens."""
         from kvcli.drafts.sources.ngram_pool import KEY_BYTES, KEYS
 

@@ -53,12 +53,12 @@ class Mix(LookaheadSettings):
         """How many of n slots a head the view keeps a copy of: none, without scouts."""
         return super().view_slots(n) if "scouts" in self.sources else 0
 
-    def tables(self, n: int) -> int:
+    def index_bytes(self, n: int) -> int:
         """Bytes of what its sources remember of n tokens, at most."""
         from kvcli.drafts.sources.logit_recycling import LENGTHS, learned_bytes
         from kvcli.drafts.sources.prompt_lookup import TOKEN_BYTES
 
-        each = {"suffix": TOKEN_BYTES * n, "scouts": super().tables(n)}
+        each = {"suffix": TOKEN_BYTES * n, "scouts": super().index_bytes(n)}
         each |= {name: learned_bytes([name], n) for name in LENGTHS}
         return sum(each[name] for name in set(self.sources))
 

@@ -24,21 +24,21 @@ class Off:
     checks: ClassVar[bool] = False  # nor anything to check
     rows: ClassVar[int] = 1  # of a pass, at most: what memory is planned with
     view: ClassVar[None] = None
-    glean: ClassVar[None] = None
+    logits_hook: ClassVar[None] = None
 
-    def kept(self, n: int, device: str = "cpu") -> int:
+    def draft_slots(self, n: int, device: str = "cpu") -> int:
         """Of n tokens, those whose keys and values layers of its own have there: what memory is planned with."""
         return 0
 
-    def copied(self, n: int) -> int:
+    def view_slots(self, n: int) -> int:
         """How many of n slots a head a view keeps a copy of: what memory is planned with."""
         return 0
 
-    def tables(self, n: int) -> int:
+    def index_bytes(self, n: int) -> int:
         """Bytes of host memory, at most, of what a drafter remembers of n tokens: what memory is planned with."""
         return 0
 
-    def unread(self) -> dict[str, str]:
+    def ignored_keys(self) -> dict[str, str]:
         """Keys that nothing reads as the others are: key -> the one in whose way it is."""
         return {}
 

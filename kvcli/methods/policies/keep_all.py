@@ -19,7 +19,7 @@ class KeepAll(PerLayerPolicy):
     """Keep every token."""
 
     every = None
-    keeps = ""
+    describe_kept = ""
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
         return s.pos >= 0

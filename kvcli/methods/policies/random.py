@@ -34,7 +34,7 @@ class Random(PerLayerPolicy):
         return min(n, self.budget)
 
     @property
-    def keeps(self) -> str:
+    def describe_kept(self) -> str:
         return f"{self.budget:,} tokens a head, drawn by lot"
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:

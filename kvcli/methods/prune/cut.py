@@ -47,12 +47,12 @@ class SingleCut(PruneSettings):
         return self.window
 
     @property
-    def reads(self) -> str:
+    def describe_read(self) -> str:
         """How much of a long prompt goes through all layers, in words."""
         layers = "all" if self.again else "the upper"
         return f"{self.keep:.0%} of a prompt of {self.least:,} tokens or more in {layers} layers"
 
-    def about(self, lm: LM) -> str:
+    def describe(self, lm: LM) -> str:
         """Which layers fewer reach. Raises BadModel for a model that cannot be judged."""
         cut = self.at(lm)
         how = f"through all layers, after a look through {cut}" if self.again else f"from layer {cut}"
@@ -62,7 +62,7 @@ class SingleCut(PruneSettings):
         """The first layer that fewer reach."""
         return nearest(below_all(lm), self.layer * lm.n_layers)
 
-    def over(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> Steps[Pruner | None]:
+    def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> Steps[Pruner | None]:
         """None for a short prompt. Raises BadModel for a model that cannot be judged."""
         n = rows.n_rows
         if n < self.least:

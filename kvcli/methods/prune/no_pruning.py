@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 class NoPruning:
     """Read all of a prompt in every layer."""
 
-    reads = ""
+    describe_read = ""
     every = None
 
-    def behind(self, n: int) -> int:
+    def n_deferred(self, n: int) -> int:
         """Nobody."""
         return 0
 
-    def about(self, lm: LM) -> str:
+    def describe(self, lm: LM) -> str:
         """Nothing."""
         return ""

@@ -24,7 +24,7 @@ class Random(Schedule):
 
     seed: Annotated[int, Range(0, 2**31 - 1)] = 0  # of the lots
 
-    def over(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> LayerPruner | None:
+    def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> LayerPruner | None:
         """None for a short prompt."""
         if rows.n_rows < self.least:
             return None

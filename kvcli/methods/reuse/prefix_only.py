@@ -9,4 +9,4 @@ from dataclasses import dataclass
 class PrefixOnly:
     """Take over the beginning that two texts share, and nothing behind it."""
 
-    reuses = ""
+    describe_reused = ""
