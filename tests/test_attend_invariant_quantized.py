@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcli.kernels import native
-from kvcli.kernels.attend_invariant import QuantizedKV, StoredKV, attend_packed_part, attend_part
+from kvcli.kernels.attend_invariant import QuantizedKV, StoredKV, attend_part, attend_quantized_part
 from kvcli.kernels.attend_quantized import PackedHead
 from kvcli.kernels.quantize_kv import pack_keys, pack_values, unpack_keys, unpack_values
 
@@ -41,7 +41,7 @@ def test_slots_in_few_bits_give_the_bits_that_they_give_unpacked(
         q = torch.randn(n, 3 * g, d).to(dtype).transpose(0, 1)
         for window in (None, 300):
             asks: dict[str, Any] = {"window": window, "softcap": 20.0, "level": level}
-            got = attend_packed_part(q, QuantizedKV(heads, pos, starts), [700] * n, d**-0.5, **asks)
+            got = attend_quantized_part(q, QuantizedKV(heads, pos, starts), [700] * n, d**-0.5, **asks)
             want = attend_part(q, run, [700] * n, d**-0.5, **asks)
             assert torch.equal(got.out, want.out)
             assert torch.equal(got.lse, want.lse)
@@ -54,7 +54,7 @@ def test_a_hole_is_hidden_where_there_is_a_window() -> None:
     pos = torch.arange(70, dtype=torch.int32)
     pos[30:40] = -1
     head = PackedHead(pack_keys(k, 16, 0), k[:0], pack_values(v, 16, 0), 70)
-    got = attend_packed_part(q, QuantizedKV([head], pos, [0]), [70], 0.2, window=1 << 30)
+    got = attend_quantized_part(q, QuantizedKV([head], pos, [0]), [70], 0.2, window=1 << 30)
     want = attend_part(q, StoredKV(k[at], v[at], pos[at], [0], [60], [0]), [70], 0.2)
     torch.testing.assert_close(got.out, want.out)
     torch.testing.assert_close(got.lse, want.lse)

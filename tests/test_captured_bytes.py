@@ -64,7 +64,7 @@ class Weighed(FakeGraphs):
 
 
 def attend(q: Tensor, table: Any, k: Tensor, v: Tensor, tree: Any, scale: float, *, capacity: int, **_: Any) -> Tensor:
-    """Allocates what the fused kernel does (attend_rows/fused.py)."""
+    """Allocates what the fused kernel does (attend_invariant/fused.py)."""
     h, n, _ = q.shape
     scratch = q.new_zeros(fused.scratch_size(h, n, v.shape[2], capacity, tree.path.shape[1]), dtype=torch.float32)
     out, lse = q.new_zeros(n, h, v.shape[2]), q.new_zeros(n, h, dtype=torch.float32)

@@ -491,7 +491,7 @@ def test_a_past_that_moved_under_a_frame_would_show(monkeypatch: pytest.MonkeyPa
 def test_keys_and_values_are_copied_only_where_they_lie_otherwise(
     d: int, e: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As kernels/append asks for: one table has the strides of both, in rows."""
+    """As kernels/append_kv asks for: one table has the strides of both, in rows."""
     its, n_kv, n = lm("llama"), 2, 3
     shared = SimpleNamespace(shares=None, rank=0)
     feed: Any = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Rows over stored slots in Triton: the kernel of attend_rows without a pass behind the slots."""
+"""Rows over stored slots in Triton: the kernel of attend_invariant without a pass behind the slots."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 For passes that are recorded once (engine/cuda_graphs/captured_pass.py): nothing is asked of the host, shapes depend on
 sizes of buffers alone, and where a head ends, or which rows are a row's ancestors, is read where it lies. What
-kernels/attend_rows and kernels/append do on a GPU; elsewhere reference.py, for tests.
+kernels/attend_invariant and kernels/append_kv do on a GPU; elsewhere reference.py, for tests.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvcli.kernels.append_kv import Fresh, addresses
 from kvcli.kernels.attend_captured import reference
 from kvcli.kernels.attend_invariant.tables import Table, Tree
 
-Storing = Callable[[Tensor, Tensor, Tensor], None]  # path [F], count [1], pos [N]: as kernels/append says
+Storing = Callable[[Tensor, Tensor, Tensor], None]  # path [F], count [1], pos [N]: as kernels/append_kv says
 
 
-def attend_fixed(
+def attend_captured(
     q: Tensor,
     table: Table,
     k: Tensor,
@@ -40,7 +40,7 @@ def attend_fixed(
     take mass and give nothing.
     """
     if triton_support.why_not(q.device, q.dtype):
-        return reference.attend_fixed(
+        return reference.attend_captured(
             q, table, k, v, tree, scale, capacity=capacity, softcap=softcap, window=window, sink=sink
         )
     from kvcli.kernels.attend_invariant import fused  # Triton is imported where it serves

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvcli.kernels.attend_invariant.tables import Table, Tree
 
 
-def attend_fixed(
+def attend_captured(
     q: Tensor,
     table: Table,
     k: Tensor,
@@ -68,8 +68,8 @@ def _line(tree: Tree, n: int) -> Tensor:
 
 
 def store(tables: Sequence[Table], fresh: Fresh, path: Tensor, count: Tensor, pos: Tensor) -> None:
-    """As kernels/append, without a look at `count` on the host: places behind the last row are written with what they
-    hold, so there has to be room for as many rows as `path` is long."""
+    """As kernels/append_kv, without a look at `count` on the host: places behind the last row are written with what
+    they hold, so there has to be room for as many rows as `path` is long."""
     behind = torch.arange(path.shape[0], device=path.device)
     is_row, rows = behind < count, path.clamp(min=0)
     for table, (k, v) in zip(tables, fresh, strict=True):

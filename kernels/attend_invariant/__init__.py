@@ -8,7 +8,7 @@ a draft and in a prompt. A slot that a window hides is a masked slot in its plac
 
 Stores call `attend_stored_and_new`: `attend_invariant` gives what a layer wants, `attend_part` a part of it for one
 tier; reference.py says what both compute.
-`attend_packed_part` is `attend_part` over slots in few bits, and gives the bits that they would give unpacked.
+`attend_quantized_part` is `attend_part` over slots in few bits, and gives the bits that they would give unpacked.
 bf16 and float32 on a CPU, all of one type; weights are rounded to bf16 for bf16 values. `why_not` says what is not
 served. Native alone: without it torch's kernels remain, whose rows do know of each other. What a row does not see must
 still be finite, but for the spare room behind a head's slots.
@@ -174,7 +174,7 @@ def attend_invariant(
     lse: Tensor | None = None,
     level: str | None = None,
 ) -> Tensor:
-    """What `reference.attend_rows` gives as `out`, but as [N, H, E], contiguous and in q's type.
+    """What `reference.attend_invariant` gives as `out`, but as [N, H, E], contiguous and in q's type.
 
     `lse` [N, H] float32 is filled where it is given. `level`: another kind of CPU than the best there is.
     """
@@ -205,7 +205,7 @@ def attend_part(
     return PartialAttention(out.transpose(0, 1), lse.T)
 
 
-def attend_packed_part(
+def attend_quantized_part(
     q: Tensor,
     run: QuantizedKV,
     pos: Sequence[int],

@@ -35,7 +35,7 @@ def read(
     softcap: float,
     is_prompt: bool = False,
 ) -> PartialAttention:
-    """As attend_rows.read; float32 where it is a part of something."""
+    """As attend_invariant.read; float32 where it is a part of something."""
     sent, device, n = {} if own is None else own.sent, q.device, q.shape[1]
 
     def once(key: Any, make: Callable[[], Any]) -> Any:

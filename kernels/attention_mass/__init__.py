@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from kvcli.kernels import triton_support
-from kvcli.kernels.attention_mass.reference import column_mass as _reference
+from kvcli.kernels.attention_mass.reference import attention_mass as _reference
 
 # over rows and the query heads of a KV head: their mean, the mean over the heads of the sum over rows, their maximum;
 # or nothing folded
@@ -41,5 +41,5 @@ def attention_mass(
     if q.dtype == k.dtype and q.shape[2] in SIZES and not triton_support.why_not(k.device, k.dtype):
         from kvcli.kernels.attention_mass import fused  # brings Triton, which is not everywhere
 
-        return fused.column_mass(*given)
+        return fused.attention_mass(*given)
     return _reference(*given)

@@ -19,7 +19,7 @@ NUMBERS = ["window", "w", "s", "pos_head", "pos_slot"]  # that change as a text 
 OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
 
-def column_mass(
+def attention_mass(
     q: Tensor, q_pos: Tensor, k: Tensor, pos: Tensor, scale: float, softcap: float, window: int | None, over: str
 ) -> Tensor:
     """As the reference; q [H, w, D] and k [K, S, D] of one 16-bit type, D a power of two from 64 to 256."""

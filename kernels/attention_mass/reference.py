@@ -1,4 +1,4 @@
-"""Softmax mass per slot in plain PyTorch: the specification of `column_mass`.
+"""Softmax mass per slot in plain PyTorch: the specification of `attention_mass`.
 
 Two passes over blocks of slots: the first finds each row's log-sum-exp, the second the masses, which are folded over
 rows at once. One block of scores exists at a time, in memory that all of them share: blocks of their own leave malloc
@@ -14,7 +14,7 @@ ROWS = 256  # queries at a time
 SCORES = 1 << 20  # scores at a time: 4 MiB in float32
 
 
-def column_mass(
+def attention_mass(
     q: Tensor,
     q_pos: Tensor,
     k: Tensor,

@@ -112,7 +112,7 @@ def logits_bytes(shape: Shape, rows: int, device: str) -> int:
 
 def _parts(shape: Shape, rows: int, slots: int) -> int:
     """What fused kernels merge: of each span an output and a sum, of each stretch of a linear layer an output."""
-    units = -(-slots // SPAN)  # as kernels/attend_rows cuts them
+    units = -(-slots // SPAN)  # as kernels/attend_invariant cuts them
     spans = min(units, 8 + units // 2, 56 + units // 8) + 1
     return WIDE * rows * (shape.heads * spans * (shape.head_dim + 1) + STRETCHES * max(2 * shape.inner, shape.hidden))
 

@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvcli.kernels.attend_invariant import QuantizedKV, StoredKV, attend_packed_part, attend_part
+from kvcli.kernels.attend_invariant import QuantizedKV, StoredKV, attend_part, attend_quantized_part
 from kvcli.kernels.attend_quantized import PackedHead
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.quantize_kv import pack_keys, pack_values
@@ -63,7 +63,7 @@ def main() -> None:
 
             def few(name: str, q: torch.Tensor = q, pos: range = pos) -> Callable[[int], PartialAttention]:
                 mine = runs[name]  # noqa: B023
-                return lambda turn: attend_packed_part(q, mine[turn % len(mine)], pos, q.shape[2] ** -0.5, **asks)  # noqa: B023
+                return lambda turn: attend_quantized_part(q, mine[turn % len(mine)], pos, q.shape[2] ** -0.5, **asks)  # noqa: B023
 
             took = interleaved({"bf16": dense} | {name: few(name) for name in names}, args.seconds)
             ratios = {name: median(a / b for a, b in zip(took["bf16"], took[name], strict=True)) for name in names}

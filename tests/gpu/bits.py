@@ -117,7 +117,7 @@ def _stored(on: On, g: torch.Generator, ours: int, bad: int, faults: int) -> Ite
                     yield {"says": f"{bad} of {ours} rows differ, {faults} faults; out of time at {slots} slots"}
                     return
                 row = _counted(
-                    f"attend_rows, {shape}, {mode}", "stored", partial(apart, parents, slots, small, g, **more)
+                    f"attend_invariant, {shape}, {mode}", "stored", partial(apart, parents, slots, small, g, **more)
                 )
                 yield {**row, "slots": slots}
                 ours, bad, faults = ours + row.get("tried", 0), bad + row.get("differ", 0), faults + ("fault" in row)

@@ -238,7 +238,7 @@ def _masses(size: Size, g: Generator) -> Op:
 
     def of(rows: Rows) -> Callable[[], Tensor]:
         given = q[:, list(rows)], at[list(rows)], k, pos, size.d**-0.5, 0.0, None, "none"
-        return lambda: fused.column_mass(*given).permute(2, 0, 1, 3)
+        return lambda: fused.attention_mass(*given).permute(2, 0, 1, 3)
 
     return Op(of, k.nbytes)
 

@@ -26,7 +26,7 @@ pytest.importorskip("tests.kernels.interpreted")  # before what is fused
 fused = pytest.importorskip("kvcli.kernels.attend_invariant.fused")
 append, attend, merge, passes = (
     pytest.importorskip(f"kvcli.kernels.{name}")
-    for name in ("append.fused", "attend.fused", "merge.fused", "attend_rows.passes")
+    for name in ("append.fused", "attend.fused", "merge.fused", "attend_invariant.passes")
 )
 
 CPU = torch.device("cpu")

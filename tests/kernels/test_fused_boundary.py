@@ -187,7 +187,7 @@ def _boxes(op: str) -> Callable[[slice], Tensor]:
         "quantized_key_scores": lambda some: FUSED["quantized_key_scores"].code_scores(x[:, some], codes, scale),
         "quantize_kv": lambda some: FUSED["quantize_kv"].turned(x[:, some]),
         "rope": lambda some: FUSED["rope"].turned(x[:, some], at[some], x[0, 0, :64], 1.0, False, back=False),
-        "attention_mass": lambda some: FUSED["attention_mass"].column_mass(
+        "attention_mass": lambda some: FUSED["attention_mass"].attention_mass(
             *(x[:, some].half(), at[some], low.half(), pos, 0.1, 2.0, 20, "none")
         )[:, 0],
     }

@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from kvcli.kernels import triton_support
-from kvcli.kernels.attend_captured import attend_fixed
+from kvcli.kernels.attend_captured import attend_captured
 from kvcli.kernels.attend_invariant.tables import Tree
 from tests.kernels.compiled import ROOT
 from tests.kernels.row_dependent import CHANGES, looking_at_rows
@@ -33,7 +33,7 @@ def _in_frames(size: Size, g: Generator) -> Op:
         tree.path_of[n:] = -1
         x, fresh_k, fresh_v = (t[:, mine].contiguous() for t in (q, k, v))
         given = x, table, fresh_k, fresh_v, tree, size.d**-0.5
-        return lambda: attend_fixed(*given, capacity=size.slots)[:, :n].transpose(0, 1)
+        return lambda: attend_captured(*given, capacity=size.slots)[:, :n].transpose(0, 1)
 
     return Op(of, 0)
 

@@ -29,7 +29,7 @@ from kvcli.engine.forward_memory import FRAMES
 from kvcli.engine.forward_request import ForwardRequest, ForwardResult, NewKV
 from kvcli.engine.hf.cache_shim import CacheShim
 from kvcli.engine.hf.model_settings import fixed_ropes
-from kvcli.kernels.attend_captured import attend_fixed, storing
+from kvcli.kernels.attend_captured import attend_captured, storing
 from kvcli.kernels.attend_invariant.tables import Tree
 from kvcli.kernels.gumbel_noise.reference import signed
 from kvcli.kv.tiers.device_tables import DeviceCache
@@ -206,7 +206,7 @@ class CapturedForward:
             self.queries.append(q)
         lying, bent, window = self._past.layers[layer], sight.softcap, sight.window
         of = q, lying.table, k, v, self._tree, sight.scale
-        return attend_fixed(*of, capacity=lying.room, softcap=bent, window=window, sink=sink)
+        return attend_captured(*of, capacity=lying.room, softcap=bent, window=window, sink=sink)
 
 
 class CapturedBatch:

@@ -22,8 +22,8 @@ from kvcli.kernels.attend_invariant import (
     NewRows,
     QuantizedKV,
     StoredKV,
-    attend_packed_part,
     attend_part,
+    attend_quantized_part,
     serves,
     serves_packed,
 )
@@ -119,7 +119,7 @@ class QuantizedTier(LossyTier):
         if serves_packed(q, self._empty[layer][1]):
             run, window = self._run(layer, sight.window, coarse=sight.is_guess)
             turned = self._turned(q).to(q.dtype)
-            part = attend_packed_part(turned, run, pos, sight.scale, window=window, softcap=sight.softcap)
+            part = attend_quantized_part(turned, run, pos, sight.scale, window=window, softcap=sight.softcap)
             return [PartialAttention(self._turned(part.out), part.lse), *attend_new_only(q, sight, own)]
         if (table := self._table(layer, coarse=sight.is_guess)) is not None:
             part = attend_table(self._turned(q), table, sight.scale, pos, softcap=sight.softcap, window=sight.window)

@@ -1,4 +1,4 @@
-"""Forms of the attention of rows over slots alone: the kernel of attend_rows without a path."""
+"""Forms of the attention of rows over slots alone: the kernel of attend_invariant without a path."""
 
 from __future__ import annotations
 

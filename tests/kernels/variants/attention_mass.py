@@ -1,4 +1,4 @@
-"""Forms of column_mass: its two passes, sizes of heads, soft caps and windows."""
+"""Forms of attention_mass: its two passes, sizes of heads, soft caps and windows."""
 
 from __future__ import annotations
 
