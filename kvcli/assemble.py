@@ -75,7 +75,7 @@ def adapted_profile(lm: LM, profile: Profile) -> tuple[Profile, str]:
     a row rounds otherwise among others, and so do the keys and values that an accepted guess leaves behind.
     """
     profile, chained = _chained(profile) if lm.mixers else (profile, "")
-    if not profile.spec.strict or not (by := _rounds_by_rows(lm, profile)):
+    if not profile.spec.strict or not (by := _batch_variant_reason(lm, profile)):
         return profile, chained
     why = f"no drafting: {by} a guessed token rounds otherwise than one written alone"
     return profile.replace(spec={"method": "off"}), why
@@ -94,14 +94,14 @@ def _chained(profile: Profile) -> tuple[Profile, str]:
     return profile.replace(spec={"branches": 1, **mixed}), f"{why}: guesses are one chain, without scouts"
 
 
-def _rounds_by_rows(lm: LM, profile: Profile) -> str:
+def _batch_variant_reason(lm: LM, profile: Profile) -> str:
     """What makes a row's numbers depend, by more than fp32 shows, on how many share its pass; "" = nothing does."""
     if lm.batch_variant_reason:
         return f"in {lm.info.dtype}"
     if lm.max_invariant_rows is not None and profile.spec.rows > lm.max_invariant_rows:
         return f"in passes of more than {lm.max_invariant_rows} rows ({profile.spec.method} has {profile.spec.rows})"
     wanted = plan(lm, profile.whole)
-    by = wanted.rounds_by_rows if min(lm.dtype.itemsize, wanted.dtype.itemsize) < 4 else ""
+    by = wanted.batch_variant_reason if min(lm.dtype.itemsize, wanted.dtype.itemsize) < 4 else ""
     return by and f"under this {by}"
 
 

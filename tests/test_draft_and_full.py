@@ -197,5 +197,5 @@ def test_boundaries_reach_both_pasts_and_masks_the_one_they_are_of() -> None:
     both: Any = DraftAndFullCache(Noted("whole", calls), NotedKept("kept", calls))  # type: ignore[arg-type]
     assert both.settle(["mask"], 9, iter([0, 2])) == "kept"
     assert calls == [("whole", "settle", (), 9, [0, 2]), ("kept", "settle", ["mask"], 9, [0, 2])]
-    assert (both.dtype, both.rounds_by_rows, both.changes) == (torch.float64, "whole", 7)
+    assert (both.dtype, both.batch_variant_reason, both.changes) == (torch.float64, "whole", 7)
     assert both.fixed(1)

@@ -130,7 +130,7 @@ def test_rows_read_the_slots_that_are_shown(name: str, sight: AttentionParams, s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_alone_has_the_bits_of_one_in_company(name: str, dtype: torch.dtype) -> None:
     kv = filled(name, dtype)
-    assert not kv.rounds_by_rows
+    assert not kv.batch_variant_reason
     q, pos = rows(7, dtype)
     together = kv.attend(1, q, AttentionParams(0.3), pos)
     for i in range(7):

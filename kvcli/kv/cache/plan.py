@@ -132,7 +132,7 @@ class CachePlan:
             replace(self, kv=kv)._packed(self.device)
 
     @property
-    def rounds_by_rows(self) -> str:
+    def batch_variant_reason(self) -> str:
         """What the first tier says that says anything, of those that it may have: a step of `memory.ladder` may pack.
 
         Which setting has rows read it by kernels whose bits depend on who shares the pass; "" = none has.

@@ -107,7 +107,7 @@ class _PageSelection:
 
         return SparseCache(store, **self._how(source, sights))
 
-    def below(self, tier: PageTier, sights: Sequence[AttentionParams | None]) -> CroppableTier:
+    def bind_tier(self, tier: PageTier, sights: Sequence[AttentionParams | None]) -> CroppableTier:
         from kvcli.kv.sparse.sparse_tier import SparseTier
 
         return SparseTier(tier, **self._how(tier, sights))
@@ -118,7 +118,7 @@ class _PageSelection:
     def per_head(self, head_dim: int) -> float:
         return 16.0  # how many pages it has, and slots
 
-    def near(self, head_dim: int, number: int) -> float:
+    def page_cache_bytes(self, head_dim: int, number: int) -> float:
         return 1.25 * self.fraction * 2 * head_dim * number  # with what is fetched ahead, as recall.AHEAD says
 
     def index(self) -> PageIndex:
