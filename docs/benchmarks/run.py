@@ -67,7 +67,7 @@ RESULTS = {
     "row-cost": "python tests/bench/row_cost.py",
     "kv-memory": "python tests/bench/kv_memory.py",
     "kv-speed": "python tests/bench/kv_speed.py",
-    "attend-packed": "python tests/bench/attend_packed.py --seconds 0.6",
+    "attend-packed": "python tests/bench/attend_quantized.py --seconds 0.6",
     "recall-tiers": "python tests/bench/recall_tiers.py",
     "kept": f"python tests/bench/kept.py --model {LISTED}",
     "resume": "python tests/bench/resume.py --reps 1",

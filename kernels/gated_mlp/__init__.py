@@ -1,6 +1,6 @@
 """The gated MLP of a decoder layer, down(act(gate(x)) * up(x)), in one call on a CPU (arXiv 2002.05202).
 
-x [..., E] -> [..., E] in bf16 or float32, with weights as `kernels.linear` or `kernels.linear_packed` lays them out.
+x [..., E] -> [..., E] in bf16 or float32, with weights as `kernels.linear` or `kernels.linear_quantized` lays them out.
 Products and roundings are those of the modules one by one; e^x and tanh are ours, so that an activation is a rounding
 off at most.
 """

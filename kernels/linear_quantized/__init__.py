@@ -93,7 +93,7 @@ def arrange(q: Tensor, bits: Bits, dtype: torch.dtype) -> Tensor:
     return q if bits == 8 else cpu.pack4(q)
 
 
-def linear_packed(x: Tensor, w: QuantizedWeight) -> Tensor:
+def linear_quantized(x: Tensor, w: QuantizedWeight) -> Tensor:
     """x [..., K] times the packed weight, [..., N]."""
     if x.shape[-1] != w.shape[1]:
         raise ValueError(f"{x.shape[-1]} inputs for a weight of {w.shape[1]}")

@@ -2,7 +2,7 @@
 
 The packed product reads 4 to 2 times fewer bytes, which is all that counts for a few rows; it does not use the matrix
 units, so from some row count on it is cheaper to unpack a stretch of the weight and multiply that. Where that is:
-tests/bench/linear_packed.py.
+tests/bench/linear_quantized.py.
 """
 
 from __future__ import annotations

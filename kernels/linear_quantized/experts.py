@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcli.kernels.linear.weight_arena import WeightArena
-from kvcli.kernels.linear_quantized import Bits, QuantizedWeight, linear_packed, pack, why_not
+from kvcli.kernels.linear_quantized import Bits, QuantizedWeight, linear_quantized, pack, why_not
 from kvcli.kernels.linear_quantized.module import Swap
 from kvcli.kernels.moe_linear import Stack, weights_of
 from kvcli.kernels.moe_linear.tensor import Experts
@@ -53,7 +53,7 @@ class Codes:
         return self.stack.memory
 
     def product(self, expert: int, x: Tensor) -> Tensor:
-        return linear_packed(x, self[expert])
+        return linear_quantized(x, self[expert])
 
     def plain(self) -> Tensor:
         return torch.stack([self[e].plain() for e in range(len(self))])

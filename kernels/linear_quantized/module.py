@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvcli.kernels.linear_quantized import Bits, QuantizedWeight, linear_packed, pack, why_not
+from kvcli.kernels.linear_quantized import Bits, QuantizedWeight, linear_quantized, pack, why_not
 
 
 class PackedLinear(nn.Module):
@@ -39,7 +39,7 @@ class PackedLinear(nn.Module):
         return QuantizedWeight(self.bits, self.group, shape, self.data, self.scale, self.is_native)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear_packed(x, self.weights)
+        y = linear_quantized(x, self.weights)
         return y if self.bias is None else y.add_(self.bias)
 
     def extra_repr(self) -> str:

@@ -2,7 +2,7 @@
 
 Each output is one chain over its row's inputs, as in `kvcli.kernels.linear`: a row's bits do not depend on its
 neighbours. With bf16 on a CPU that multiplies bytes a row becomes two digits of integers for each group; everything
-else is multiplied in float32 (kernels/native/c/linear_packed.c).
+else is multiplied in float32 (kernels/native/c/linear_quantized.c).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def linear(
     assert functions is not None
     x = x.contiguous()
     y = x.new_empty(x.shape[0], n)
-    functions.linear_packed(
+    functions.linear_quantized(
         x.data_ptr(),
         data.data_ptr(),
         scale.data_ptr(),

@@ -2,7 +2,7 @@
 
 Layouts: x [..., K], weight [N, K], bias [N], result [..., N], in bfloat16 or float16 throughout.
   plain: the weight as it came
-  int8, int4: the numbers of kernels/linear_packed, int4's bytes in another order (`reference.arrange`)
+  int8, int4: the numbers of kernels/linear_quantized, int4's bytes in another order (`reference.arrange`)
   nf4: the numbers of bitsandbytes; scales lie side by side for the two halves of a step
 A row has the same bits whoever shares its pass, as long as the pass has MOST rows or fewer: that is for rows that are
 written. More of them, as in reading, are multiplied by whatever is fastest; packed weights are then widened to the type
@@ -58,7 +58,7 @@ def why_not(weight: Tensor) -> str:
 
 
 def pack4(q: Tensor, scale: Tensor, group: int) -> Weight:
-    """From codes [N, K] in 0..15, scale and zero [K // g, N, 2] as kernels/linear_packed rounds to them."""
+    """From codes [N, K] in 0..15, scale and zero [K // g, N, 2] as kernels/linear_quantized rounds to them."""
     n, k = q.shape
     blank = Weight("int4", (n, k), q, scale, group)
     return Weight("int4", (n, k), reference.arrange(q, blank.step), scale, group)

@@ -2,7 +2,7 @@
 
 x [M, K] in groups, one an expert, in their order; `ends` [E]: the row behind each group; weights [E, N, K]; result
 [M, N], zeros behind the last group. A group is a product of its own, by the op whose form the weights have (linear,
-linear_packed, linear_skinny): what a row gives depends on its own numbers and its expert's, as far as it does in a
+linear_quantized, linear_skinny): what a row gives depends on its own numbers and its expert's, as far as it does in a
 linear layer of that op. Which rows go where, and how many, does not enter.
 """
 

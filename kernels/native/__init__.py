@@ -39,7 +39,7 @@ class Native:
     page_scores: Callable[..., None]
     log_masses: Callable[..., None]
     unfused: Callable[..., None]
-    linear_packed: Callable[..., None]
+    linear_quantized: Callable[..., None]
     rms_norm: Callable[..., None]
     mlp: Callable[..., None]
     layer_before: Callable[..., None]

@@ -20,7 +20,7 @@ from kvcli.kernels.attend_new_tokens.reference import attend_new_tokens as fresh
 from kvcli.kernels.attend_quantized import PackedHead, attend_quantized
 from kvcli.kernels.attention_mass import attention_mass
 from kvcli.kernels.gumbel_noise import gumbel
-from kvcli.kernels.linear_quantized import QuantizedWeight, linear_packed, pack
+from kvcli.kernels.linear_quantized import QuantizedWeight, linear_quantized, pack
 from kvcli.kernels.linear_skinny import Weight
 from kvcli.kernels.merge_attention import PartialAttention, merge_attention
 from kvcli.kernels.page_bounds import page_bounds
@@ -115,7 +115,7 @@ def _packed(x: Inputs, bits: tuple[int, int]) -> Inputs:
     return {"q": x["q"], "heads": heads}
 
 
-def _attend_packed(x: Inputs) -> Sequence[Tensor]:
+def _attend_quantized(x: Inputs) -> Sequence[Tensor]:
     part = attend_quantized(x["q"], x["heads"], SCALE, x["q"].dtype)
     return part.out, part.lse
 
@@ -173,7 +173,7 @@ def _packed_weight(x: Inputs, bits: Any) -> Inputs:
 
 
 def _product(x: Inputs) -> Sequence[Tensor]:
-    return [linear_packed(x["x"], QuantizedWeight(x["bits"], x["group"], x["shape"], x["data"], x["scale"], False))]
+    return [linear_quantized(x["x"], QuantizedWeight(x["bits"], x["group"], x["shape"], x["data"], x["scale"], False))]
 
 
 def _merged(x: Inputs) -> Sequence[Tensor]:
@@ -210,7 +210,7 @@ def _cases() -> dict[str, list[Case]]:
         ],
         "attend_new_tokens": [both("chunk", _tree, _fresh, tree=False), both("tree", _tree, _fresh, tree=True)],
         "attend_quantized": [
-            Case(f"{k}-{v} bits", _attention, _attend_packed, _unpacked, before=partial(_packed, bits=(k, v)))
+            Case(f"{k}-{v} bits", _attention, _attend_quantized, _unpacked, before=partial(_packed, bits=(k, v)))
             for k, v in ((8, 8), (4, 4), (4, 2), (2, 2))
         ],
         "quantized_key_scores": [

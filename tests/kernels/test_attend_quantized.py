@@ -1,4 +1,4 @@
-"""attend_packed: attention over what the codes say, by the reference and by the CPU's integer products."""
+"""attend_quantized: attention over what the codes say, by the reference and by the CPU's integer products."""
 
 from __future__ import annotations
 

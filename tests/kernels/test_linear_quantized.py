@@ -12,7 +12,7 @@ from kvcli.kernels.linear_quantized import (
     QuantizedWeight,
     cpu,
     group_of,
-    linear_packed,
+    linear_quantized,
     pack,
     panels,
     reference,
@@ -56,9 +56,9 @@ def test_cpu_equals_reference(bits: Bits, shape: tuple[int, int], dtype: torch.d
         assert native.nbytes == plain.nbytes
     for rows in ROWS:
         x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows)).to(dtype)
-        want = linear_packed(x, plain)
+        want = linear_quantized(x, plain)
         torch.testing.assert_close(
-            linear_packed(x, native), want, rtol=0, atol=WITHIN[dtype] * float(want.abs().max()), msg=f"{rows} rows"
+            linear_quantized(x, native), want, rtol=0, atol=WITHIN[dtype] * float(want.abs().max()), msg=f"{rows} rows"
         )
 
 
@@ -66,10 +66,10 @@ def test_cpu_equals_reference(bits: Bits, shape: tuple[int, int], dtype: torch.d
 def test_a_cpu_that_does_not_multiply_bf16_takes_float32(bits: Bits, monkeypatch: pytest.MonkeyPatch):
     w, rows = weight(112, 160, torch.bfloat16), cpu.MANY[bits] + 3
     x = torch.randn(rows, 160, generator=torch.Generator().manual_seed(1)).bfloat16()
-    want = linear_packed(x, pack(w, bits, native=False))
+    want = linear_quantized(x, pack(w, bits, native=False))
     monkeypatch.setattr(cpu, "multiplies", lambda dtype: False)
     monkeypatch.setattr(panels, "serves", lambda dtype: False)
-    got = linear_packed(x, pack(w, bits))
+    got = linear_quantized(x, pack(w, bits))
     torch.testing.assert_close(got, want, rtol=0, atol=WITHIN[torch.bfloat16] * float(want.abs().max()))
 
 
@@ -80,7 +80,7 @@ def test_results_do_not_lean_on_what_memory_held(way: str):
         for rows in (1, 200):
             del (poison := [torch.full((rows, 112), torch.nan) for _ in range(8)])[:]
             del poison
-            assert linear_packed(torch.ones(rows, 160), w).isfinite().all()
+            assert linear_quantized(torch.ones(rows, 160), w).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", WITHIN, ids=str)
@@ -92,9 +92,9 @@ def test_a_row_that_is_no_number_gives_none_and_no_other_row_knows(
     w = pack(weight(112, 160, dtype), bits)
     for rows in (2, cpu.MANY[bits] + 5):
         x = torch.randn(rows, 160, generator=torch.Generator().manual_seed(rows)).to(dtype)
-        want = linear_packed(x, w)
+        want = linear_quantized(x, w)
         x[1, 37] = bad
-        got = linear_packed(x, w)
+        got = linear_quantized(x, w)
         assert not got[1].isfinite().any(), f"{rows} rows"
         others = [row for row in range(rows) if row != 1]
         assert torch.equal(got[others], want[others]), f"{rows} rows"
@@ -118,7 +118,7 @@ def test_int4_rounds_by_half_a_step_at_most():
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_weight_of_zeros_stays_zero(bits: Bits):
-    assert linear_packed(torch.ones(3, 64), pack(torch.zeros(16, 64), bits)).abs().max() == 0
+    assert linear_quantized(torch.ones(3, 64), pack(torch.zeros(16, 64), bits)).abs().max() == 0
 
 
 @pytest.mark.parametrize("size", [16, 32, 48, 64, 112, 176])
@@ -152,15 +152,15 @@ def test_groups_are_as_wide_as_the_inputs_allow(inputs: int, group: int):
 def test_wrong_inputs_are_refused():
     w = pack(torch.zeros(16, 64), 8)
     with pytest.raises(ValueError, match="32 inputs for a weight of 64"):
-        linear_packed(torch.zeros(1, 32), w)
+        linear_quantized(torch.zeros(1, 32), w)
     with pytest.raises(ValueError, match=r"inputs are torch\.float64"):
-        linear_packed(torch.zeros(1, 64, dtype=torch.float64), w)
+        linear_quantized(torch.zeros(1, 64, dtype=torch.float64), w)
 
 
 def test_batches_keep_their_shape_and_may_be_empty(way: str):
     w = pack(weight(16, 64, torch.float32), 4)
-    assert linear_packed(torch.ones(2, 3, 64), w).shape == (2, 3, 16)
-    assert linear_packed(torch.ones(1, 0, 64), w).shape == (1, 0, 16)
+    assert linear_quantized(torch.ones(2, 3, 64), w).shape == (2, 3, 16)
+    assert linear_quantized(torch.ones(1, 0, 64), w).shape == (1, 0, 16)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

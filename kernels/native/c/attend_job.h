@@ -1,6 +1,6 @@
 // What a job of attention works on: its memory, its rows, and the blocks of the sequence that they read.
 #pragma once
-#include "attend_packed.h"
+#include "attend_quantized.h"
 #include <stdlib.h>
 #define SPAN (B * 64)
 // rows with their group: enough to make little of turning a block, few enough for the second cache

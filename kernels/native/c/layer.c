@@ -9,7 +9,7 @@
 #define LOG2E 1.44269504088896341f
 #define LN2 0.693147180559945309f
 
-typedef struct {  // as `linear` takes it, or, with bits, `linear_packed`
+typedef struct {  // as `linear` takes it, or, with bits, `linear_quantized`
   const void *w, *scale, *bias;
   int64_t N, K, bits, group;
 } Product;

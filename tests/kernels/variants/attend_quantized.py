@@ -1,4 +1,4 @@
-"""Forms of attend_packed: the bits of keys and values, one row and many, sizes of heads, windows and soft caps."""
+"""Forms of attend_quantized: the bits of keys and values, one row and many, sizes of heads, windows and soft caps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From how many rows on is it cheaper to unpack a layer that torch multiplies packed? Ratios; last line JSON.
 
-python tests/bench/linear_packed.py [--size 4096] [--threads 2] [--cpu-time]
+python tests/bench/linear_quantized.py [--size 4096] [--threads 2] [--cpu-time]
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ INLINE void digits_tile(int bits, int rows, int vecs, const Packed *p, int c, in
     for (int n = 0; n < vecs; n++) store(part + (m0 + m) * PANEL + n0 + n * 16, total[m][n]);
 }
 #if HAS_TILES
-#include "linear_packed_tiles.h"
+#include "linear_quantized_tiles.h"
 #else
 #define FEW_DIGITS INT64_MAX
 #define digits_by_tiles(bits, p, c, part)
@@ -279,6 +279,6 @@ static int packed_all(const void *x, const Output *outputs, int n, int64_t M, in
   return 1;
 }
 // x [M, K], packed w, scales -> y [M, N]
-EXPORT(linear_packed)(const void *x, const void *w, const void *scale, void *y, int64_t M, int64_t N, int64_t K, int bits, int64_t group, int is_wide) {
+EXPORT(linear_quantized)(const void *x, const void *w, const void *scale, void *y, int64_t M, int64_t N, int64_t K, int bits, int64_t group, int is_wide) {
   return packed_all(x, &(Output){w, scale, 0, y, N}, 1, M, K, bits, group, is_wide);
 }

@@ -1,6 +1,6 @@
 """Attention of one layer over slots in few bits against bf16: CPU times of the kernel, sides by turns; last line JSON.
 
-python tests/bench/attend_packed.py [--slots 8192,32768] [--rows 1,8] [--groups 1,3,4] [--sizes 64,128]
+python tests/bench/attend_quantized.py [--slots 8192,32768] [--rows 1,8] [--groups 1,3,4] [--sizes 64,128]
     [--sides k8v8,k4v4] [--group 64] [--level avx2] [--seconds 1] [--out FILE]
 
 Random numbers, one thread, over copies that do not fit the caches. Below each name: how many times as fast as bf16.
@@ -19,11 +19,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.bench.attend_invariant import interleaved
+
 from kvcli.kernels.attend_invariant import QuantizedKV, StoredKV, attend_part, attend_quantized_part
 from kvcli.kernels.attend_quantized import PackedHead
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.quantize_kv import pack_keys, pack_values
-from tests.bench.attend_rows import interleaved
 from tests.bench.decode import machine
 
 BYTES = 96 << 20  # of the bf16 slots in all copies

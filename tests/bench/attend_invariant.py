@@ -1,6 +1,6 @@
 """Attention in one call against torch's kernels and their merge: ratios, measured side by side; last line JSON.
 
-python tests/bench/attend_rows.py [--heads 8] [--group 4] [--size 128] [--slots 512,4096] [--level avx2] [--prompt]
+python tests/bench/attend_invariant.py [--heads 8] [--group 4] [--size 128] [--slots 512,4096] [--level avx2] [--prompt]
 
 One layer, bf16, one thread, its CPU seconds: best of each, taken in turns, over copies that do not fit the caches.
 Rows are a tree's as drafts make them, or one; --prompt: 512 of a chunk, behind as many slots as are given.
