@@ -155,7 +155,7 @@ class FakeModel:
     def with_profile(self, profile: FakeProfile) -> FakeModel:
         return FakeModel(**(vars(self) | {"profile": profile}))
 
-    def take_past(self, other: FakeModel) -> bool:
+    def take_cache(self, other: FakeModel) -> bool:
         return False
 
     def keep(self, cancel: Cancel) -> SaveResult:

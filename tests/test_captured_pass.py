@@ -493,12 +493,12 @@ def test_keys_and_values_are_copied_only_where_they_lie_otherwise(
 ) -> None:
     """As kernels/append_kv asks for: one table has the strides of both, in rows."""
     its, n_kv, n = lm("llama"), 2, 3
-    shared = SimpleNamespace(shares=None, rank=0)
+    shared = SimpleNamespace(shared_from=None, rank=0)
     feed: Any = SimpleNamespace(
         lm=SimpleNamespace(n_layers=1, shapes=[shared], latents={}),
-        past=SimpleNamespace(dtype=its.dtype),
-        hear=(),
-        shows=False,
+        cache=SimpleNamespace(dtype=its.dtype),
+        record_queries=(),
+        record_hidden_states=False,
     )
     numbers: Any = SimpleNamespace(ids=range(n), tree=None)
     lying = SimpleNamespace(table=Table(*(torch.zeros(4, size) for size in (d, e)), *(torch.zeros(4),) * 3), room=4)

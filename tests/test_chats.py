@@ -469,12 +469,12 @@ OTHER = """
 import sys
 from pathlib import Path
 from kvcli.chat.conversation import Chat
-from kvcli.chat.saved_chats import Sessions
+from kvcli.chat.saved_chats import SavedChats
 from kvcli.errors import BadInput
 from tests.fake_model import FakeModel
 folder, name, n = sys.argv[1:]
 try:
-    chat = Chat(FakeModel(answer="an answer"), sessions=Sessions(Path(folder)), holds=name == "held").load("1")
+    chat = Chat(FakeModel(answer="an answer"), sessions=SavedChats(Path(folder)), holds=name == "held").load("1")
 except BadInput as error:
     sys.exit(f"{error.code}: {error.message}")
 print(flush=True)

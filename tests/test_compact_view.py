@@ -131,7 +131,7 @@ def test_over_another_store_it_shows_that_one():
     same(front, view, 40)
     other = Dense(alike(LAYERS, HEADS, DIM), torch.float32)
     grown(other, 40)
-    moved, reference = front.rebind(other), view.over(other)
+    moved, reference = front.rebind(other), view.rebind(other)
     same(moved, reference, 40)
     grown(other, 2, 40)
     same(moved, reference, 42)

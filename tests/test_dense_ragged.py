@@ -99,7 +99,7 @@ class Listed:
     def reaches(self, n: int) -> bool:
         return True
 
-    def settle(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
+    def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
         before = sum(len(held) for heads in self.held for held in heads)
         for layer, mask in enumerate(masks):
             if mask is not None:
@@ -163,7 +163,7 @@ def test_whatever_happens_a_store_is_a_list_per_head(data: st.DataObject) -> Non
         elif verb == "settle":
             window = data.draw(st.integers(1, 50))
             for store in (kv, plain):
-                store.settle(masks(store, lambda each, s, first=at - window: (s.pos < 2) | (s.pos > first), 1))
+                store.compress(masks(store, lambda each, s, first=at - window: (s.pos < 2) | (s.pos > first), 1))
         elif verb == "take":  # what another tier let go: any number a head, in any order, empty slots anywhere
             pos = torch.full((n_kv, 9), -1)
             for head in range(n_kv):

@@ -78,7 +78,9 @@ def test_every_tensor_of_a_pass_is_where_it_is_wanted(on_card):
             held = part._parameters if last in part._parameters else part._buffers
             held[last] = torch.nn.Parameter(fake, requires_grad=False) if held is part._parameters else fake
         shape = SimpleNamespace(heads=lm.heads, sights=lm.sights, mixers=lm.mixers, latents={})
-        vars(shape).update(stored=lm.shapes, sinks=lm.sinks, attentions=[layer.self_attn for layer in lm._layers])
+        vars(shape).update(
+            stored=lm.shapes, attention_sink_logits=lm.sinks, attentions=[layer.self_attn for layer in lm._layers]
+        )
         split = LM(lm.model, shape, lm.info, places)
         kv = Dense(split.shapes, torch.float64, split.device, windows=windows_of(split.shapes, split.sights))
         assert (split.entry, split.device) == (CPU, CARD)

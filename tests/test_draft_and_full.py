@@ -195,7 +195,7 @@ def test_the_whole_past_says_what_rows_find_and_the_other_what_policies_judge(
 def test_boundaries_reach_both_pasts_and_masks_the_one_they_are_of() -> None:
     calls: list[Any] = []
     both: Any = DraftAndFullCache(Noted("whole", calls), NotedKept("kept", calls))  # type: ignore[arg-type]
-    assert both.settle(["mask"], 9, iter([0, 2])) == "kept"
-    assert calls == [("whole", "settle", (), 9, [0, 2]), ("kept", "settle", ["mask"], 9, [0, 2])]
+    assert both.compress(["mask"], 9, iter([0, 2])) == "kept"
+    assert calls == [("whole", "compress", (), 9, [0, 2]), ("kept", "compress", ["mask"], 9, [0, 2])]
     assert (both.dtype, both.batch_variant_reason, both.changes) == (torch.float64, "whole", 7)
     assert both.fixed(1)

@@ -100,7 +100,7 @@ def test_exact_runs_write_one_text_whatever_passes_take() -> None:
 
 def test_readme_says_of_the_storm_what_it_gave() -> None:
     kept = json.loads((ROOT / "docs" / "benchmarks" / "reliability.json").read_text())
-    (row,) = [row for row in kept["rows"] if row["storm"] == "storm_exact"]
+    (row,) = [row for row in kept["rows"] if row["storm"] == "stress_exact"]
     (tokens,) = re.findall(r"([\d,]+) tokens in bf16$", row["what"])
     assert "of 100,000 tokens" in (ROOT / "README.md").read_text()
     assert (row["bad"], int(tokens.replace(",", "")) >= 100_000) == (0, True)

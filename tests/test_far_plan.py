@@ -65,13 +65,13 @@ def way(memory: Memory = HOST, **more: Any) -> tuple[str, dict[str, Any]]:
 @pytest.mark.usefixtures("_served")
 def test_the_way_is_what_the_setting_asks_for() -> None:
     name, how = way()
-    assert name == "ByRule"
+    assert name == "AutoAccess"
     assert how["unserved"] == ""
     assert how["rates"] is not None
-    assert way(replace(HOST, reach="kernel")) == ("ByRule", {"unserved": "", "rates": None})
-    assert way(replace(HOST, reach="cpu"))[0] == "ByQuery"
-    assert way(replace(HOST, reach="stream"))[0] == "ByStream"
-    assert way(kv=Kv(k_bits=4, v_bits=4))[0] == "ByQuery"
+    assert way(replace(HOST, reach="kernel")) == ("AutoAccess", {"unserved": "", "rates": None})
+    assert way(replace(HOST, reach="cpu"))[0] == "CpuAttention"
+    assert way(replace(HOST, reach="stream"))[0] == "StreamedCopy"
+    assert way(kv=Kv(k_bits=4, v_bits=4))[0] == "CpuAttention"
     for reach in ("kernel", "stream"):
         with pytest.raises(BadConfig, match="few bits"):
             way(replace(HOST, reach=reach), kv=Kv(k_bits=4))  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def test_where_no_kernel_serves_answers_go_by_query_and_asking_for_one_is_refuse
 ) -> None:
     monkeypatch.setattr(triton_support, "why_not", lambda device, dtype: "triton is not installed")
     name, how = way()
-    assert name == "ByRule"
+    assert name == "AutoAccess"
     assert how["unserved"] == "triton is not installed"
     with pytest.raises(BadConfig, match=r"memory\.reach"):
         way(replace(HOST, reach="kernel"))

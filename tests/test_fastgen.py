@@ -175,7 +175,7 @@ class Masked:
     def reaches(self, n: int) -> bool:
         return True
 
-    def settle(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
+    def compress(self, masks: Masks = (), end: int = 0, layers: Iterable[int] | None = None) -> bool:
         for layer, (s, mask) in enumerate(zip(self.all, masks, strict=bool(masks))):
             shown = self.slots(layer)
             if mask is None:

@@ -153,7 +153,7 @@ def test_a_block_says_the_same_whichever_come_with_it(name: str) -> None:
         assert torch.equal(found.pos[held], s.pos.gather(1, index.clamp(min=0))[held])
     for head in range(K):
         assert torch.equal(kv.head(0, head, 21).k[0], s.k[head, :21])
-    assert kv.final(0, torch.tensor([N, 30] * (K // 2))).tolist() == [N // 8 * 8, 24] * (K // 2)
+    assert kv.n_stable(0, torch.tensor([N, 30] * (K // 2))).tolist() == [N // 8 * 8, 24] * (K // 2)
 
 
 @ALL
@@ -221,7 +221,7 @@ def test_heads_that_are_written_alone_may_differ(name: str) -> None:
 def test_a_past_goes_on_from_its_state(name: str) -> None:
     kv, again = filled(name), tier(name)
     kv.keep(0, scattered(kv.slots(0), 0.7))
-    again.restore(SnapshotReader(copy.deepcopy(kv.state()), N))
+    again.restore(SnapshotReader(copy.deepcopy(kv.snapshot()), N))
     for layer in range(L):
         assert same(kv.slots(layer), again.slots(layer))
     assert nbytes(kv) == nbytes(again)

@@ -205,10 +205,15 @@ def test_prompts_are_streamed_and_answers_go_the_faster_way() -> None:
         return type(far._reach._way(0, AttentionParams(0.3, 0.0, window))).__name__  # type: ignore[attr-defined]
 
     slow_cpu, fast_cpu, far_cpu = Rates(2e9, 1e9, 0.0), Rates(1e9, 2e9, 0.0), Rates(1e9, 2e9, 1.0)
-    assert [way(r) for r in (None, slow_cpu, fast_cpu, far_cpu)] == ["ByKernel", "ByKernel", "ByQuery", "ByKernel"]
-    assert way(None, window=3) == way(None, unserved="fp64") == way(None, refuses="no") == "ByQuery"
+    assert [way(r) for r in (None, slow_cpu, fast_cpu, far_cpu)] == [
+        "ZeroCopyKernel",
+        "ByKernel",
+        "CpuAttention",
+        "ByKernel",
+    ]
+    assert way(None, window=3) == way(None, unserved="fp64") == way(None, refuses="no") == "CpuAttention"
     far, _ = filled(bus, AutoAccess)
-    assert type(far._reach._way(0, AttentionParams(0.3, is_prompt=True))).__name__ == "ByStream"  # type: ignore[attr-defined]
+    assert type(far._reach._way(0, AttentionParams(0.3, is_prompt=True))).__name__ == "StreamedCopy"  # type: ignore[attr-defined]
 
 
 def test_what_cannot_be_pinned_is_said_and_read_by_the_cpu() -> None:

@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_nothing(model: Model, tmp_path: Path, monkeypatch: p
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kvcli.chat.document_pack.past.write", full)
+    monkeypatch.setattr("kvcli.chat.document_pack.snapshot_file.write", full)
     with pytest.raises(BadInput, match="No space left"):
         make(talk(model, "exact"), tmp_path / "one.kvs")
     assert not list(tmp_path.iterdir())

@@ -376,7 +376,7 @@ def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, polic
         recall = profile.recall.settings
         low = DiskTier(alike(*shape), model.dtype, BIG, BIG)
         dense = Dense(alike(*shape), model.dtype)
-        kv = recall.over(dense, dense, model.sights)
+        kv = recall.bind(dense, dense, model.sights)
         if rungs:
             kv = TieredCache(dense, [TierLevel(recall.bind_tier(low, model.sights))], holds=5, group=4, sinks=1)
         session = GenerationSession(model, kv, Off(), exactness.SAMPLERS["greedy"], policy=policy, chunk=13, every=8)

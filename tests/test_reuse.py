@@ -75,21 +75,21 @@ def test_keys_and_values_are_those_that_were_read_turned_to_where_they_stand_now
     a, b, new = ids_of(model, 1, 300), ids_of(model, 2, 40), ids_of(model, 3, 17)
     with model.open() as text, model.open() as plain:
         text.generate([*a, *b, 11])
-        before = [text.session.kv.slots(layer) for layer in range(model.lm.n_layers)]
+        before = [text.session.cache.slots(layer) for layer in range(model.lm.n_layers)]
         kept = [(s.k[:, 100:300].clone(), s.v[:, 100:300].clone()) for s in before]
         turn = text.generate([*a[:90], *new, *a[100:], 12], max_new_tokens=1)
         assert turn.stats.approx.startswith("approx: ngram takes over 16 tokens or more in a row")
         plain.with_profile(plain.profile.replace(reuse={"method": "none"}))
         shift = len(new) - 10
         for layer, (k, v) in enumerate(kept):
-            s = text.session.kv.slots(layer)
+            s = text.session.cache.slots(layer)
             at = slice(100 + shift, 300 + shift)
             assert torch.equal(s.v[:, at], v)
             assert s.pos[0, at].tolist() == list(range(100 + shift, 300 + shift))
             assert not torch.allclose(s.k[:, at], k)
         # in the first layer nothing depends on what stands before: it is what reading would have given
         plain.generate([*a[:90], *new, *a[100:], 12], max_new_tokens=1)
-        mine, read = text.session.kv.slots(0), plain.session.kv.slots(0)
+        mine, read = text.session.cache.slots(0), plain.session.cache.slots(0)
         assert rotaries(model.lm)[0] is not None
         n = 90 + len(new) + 200
         assert torch.allclose(mine.k[:, :n], read.k[:, :n], atol=2e-5)
@@ -173,7 +173,10 @@ def test_tiers_that_lie_in_another_order_give_the_tokens_that_were_meant(model, 
         edited = [*a[:90], *new, *a[100:], 12]
         assert text.generate(edited, max_new_tokens=1).stats.approx
         plain.generate(edited, max_new_tokens=1)
-        mine, read = text.session.kv.slots(0), plain.session.kv.slots(0)  # the first layer knows of no other token
+        mine, read = (
+            text.session.cache.slots(0),
+            plain.session.cache.slots(0),
+        )  # the first layer knows of no other token
         for s, other in ((mine, read), (read, mine)):
             assert sorted(s.pos[0].tolist()) == sorted(other.pos[0].tolist()) == list(range(len(edited)))
         a_v, b_v = (s.v[:, s.pos[0].argsort()] for s in (mine, read))

@@ -105,8 +105,8 @@ document_of(forms(10, 12), "a.pdf")
 """
 WAITS = """
 import signal
-from kvcli.worker_process import Limits, Outside
-process = Outside("tests.test_sandbox", Limits(cpu=1000, wall=1000.0))
+from kvcli.worker_process import Limits, WorkerProcess
+process = WorkerProcess("tests.test_sandbox", Limits(cpu=1000, wall=1000.0))
 signal.pause()
 """
 
@@ -209,7 +209,7 @@ def test_each_means_holds_by_itself(tmp_path, without, denied):
 import json, os
 from kvcli import sandbox
 sandbox.{without}
-means, tries = sandbox.shut(), dict(open=lambda: open({str(victim)!r}), remove=lambda: os.unlink({str(victim)!r}))
+means, tries = sandbox.enter_sandbox(), dict(open=lambda: open({str(victim)!r}), remove=lambda: os.unlink({str(victim)!r}))
 done = []
 for name, attempt in tries.items():
     try:

@@ -706,9 +706,9 @@ def test_the_plan_of_memory_counts_the_index(method: str) -> None:
     sizes = {"window": 40, "size": 4} if method == "cluster" else {"page": 4}
     chosen = profile(method=method, floor=64, dense_layers=0, **sizes).recall.settings
     store = Dense(alike(1, K, D), torch.float32)
-    kv = chosen.over(store, store, [AttentionParams(0.25)])
+    kv = chosen.bind(store, store, [AttentionParams(0.25)])
     store.append(0, randn(K, 4000, D, dtype=torch.float32), randn(K, 4000, D, dtype=torch.float32), 0)
-    kv.settle()
+    kv.compress()
     kv.attend(0, rows(1, dtype=torch.float32), AttentionParams(0.25), [4000])
     assert nbytes(kv)["index"] == pytest.approx(K * 4000 * chosen.per_slot(D, 4), rel=0.01)
 

@@ -18,7 +18,7 @@ import sys
 from io import StringIO
 from pathlib import Path
 from kvcli import cli
-from kvcli.environment import Paths, World
+from kvcli.environment import Paths, Environment
 
 class Terminal(StringIO):
     def isatty(self):
@@ -31,7 +31,7 @@ class Terminal(StringIO):
         return super().write(text)
 
 err, environ = Terminal(), {{"KVCLI_HOME": "{home}", "TERM": "{term}"}}
-world = World(StringIO(), StringIO(), err, environ, Path("{home}"), Paths.of(environ))
+world = Environment(StringIO(), StringIO(), err, environ, Path("{home}"), Paths.of(environ))
 print(cli.run({args}, world))
 print(err.getvalue().splitlines()[-1])
 """

@@ -37,7 +37,7 @@ class ExpertWeights(Protocol):
         ...
 
 
-def experts(x: Tensor, form: ExpertWeights, n: int, ends: Sequence[int]) -> Tensor:
+def moe_linear(x: Tensor, form: ExpertWeights, n: int, ends: Sequence[int]) -> Tensor:
     """x [M, K] -> [M, N] by weights of `n` outputs."""
     y, start = x.new_zeros(x.shape[0], n), 0
     for expert, end in enumerate(ends):

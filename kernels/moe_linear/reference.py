@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def experts(x: Tensor, weights: Tensor, ends: Sequence[int]) -> Tensor:
+def moe_linear(x: Tensor, weights: Tensor, ends: Sequence[int]) -> Tensor:
     """x [M, K] in groups, weights [E, N, K] -> [M, N]."""
     groups = x.tensor_split(list(ends))[: len(ends)]
     found = [functional.linear(rows, weight) for rows, weight in zip(groups, weights, strict=True)]

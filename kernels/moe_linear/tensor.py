@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcli.kernels.moe_linear import ExpertWeights, experts
+from kvcli.kernels.moe_linear import ExpertWeights, moe_linear
 
 GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")  # the latter where torch has no such product
 
@@ -45,7 +45,7 @@ class Experts(Tensor):
         if func._schema.name in GROUPED and isinstance(args[1], cls) and not args[1].is_turned:
             rows, weight, ends = (*args, kwargs.get("offs"))[:3]
             if not any(args[3:]) and ends is not None:
-                return experts(rows, weight.form, weight.shape[2], ends.tolist())
+                return moe_linear(rows, weight.form, weight.shape[2], ends.tolist())
         assert not func._schema.is_mutable, f"{func} would write to a copy"
         return func(*(a.plain() if isinstance(a, cls) else a for a in args), **kwargs)
 

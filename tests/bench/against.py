@@ -29,9 +29,9 @@ import torch
 torch.set_num_threads(1)
 from tests.bench import decode
 try:
-    from kvcli.engine.engine import events
+    from kvcli.engine.engine import iterate_events
 except ImportError:  # before sessions yielded feeds
-    events = iter
+    iterate_events = iter
 lm = decode.ours_of(decode.build())
 for line in sys.stdin:
     what, n = json.loads(line)
@@ -39,7 +39,7 @@ for line in sys.stdin:
         ids = torch.randint(8, 16384, (n,), generator=torch.Generator().manual_seed(1)).tolist()
         found, _, session = decode.ours(lm, ids, 2)
     elif what == "decode":
-        found = [step.seconds for step in events(session.stream(n))]
+        found = [step.seconds for step in iterate_events(session.stream(n))]
     else:
         found = decode.rows_against_row(session, n, 3)[1]
     print(json.dumps(found if isinstance(found, list) else [found]), flush=True)

@@ -84,7 +84,7 @@ class Window:
         """What comes of such a session, and the session."""
         session = self.read(changes)
         far = PredictionDistance.of(predicted(session, self.cut.scored), self.truth, self.cut.scored)
-        found: Outcome = {"kept": kept(session), "bytes": sum(nbytes(session.kv).values())}
+        found: Outcome = {"kept": kept(session), "bytes": sum(nbytes(session.cache).values())}
         for key in ("same", "kl", "nll", "delta"):
             found[key] = [round(x, 6) for x in getattr(far, key).float().tolist()]
         return found, session

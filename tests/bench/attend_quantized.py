@@ -19,12 +19,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.bench.attend_invariant import interleaved
-
 from kvcli.kernels.attend_invariant import QuantizedKV, StoredKV, attend_part, attend_quantized_part
 from kvcli.kernels.attend_quantized import PackedHead
 from kvcli.kernels.merge_attention import PartialAttention
 from kvcli.kernels.quantize_kv import pack_keys, pack_values
+from tests.bench.attend_invariant import interleaved
 from tests.bench.decode import machine
 
 BYTES = 96 << 20  # of the bf16 slots in all copies

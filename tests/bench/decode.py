@@ -105,7 +105,7 @@ def rows_against_row(session: Any, rows: int, reps: int) -> tuple[list[float], l
     def seconds(guesses: int) -> float:
         built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain(list(range(9, 9 + guesses))))
         began = time.perf_counter()
-        run([ForwardRequest(session.lm, built, session.kv, want=range(built.n_rows))])
+        run([ForwardRequest(session.lm, built, session.cache, want=range(built.n_rows))])
         return time.perf_counter() - began
 
     pairs = [(seconds(0), seconds(rows - 1)) for _ in range(reps + 2)][2:]

@@ -83,7 +83,7 @@ def one_pass(session: Any) -> Callable[[], object]:
     from kvcli.engine.rows import Draft, Rows
 
     rows = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain([]))
-    return lambda: run([ForwardRequest(session.lm, rows, session.kv, want=[0])])
+    return lambda: run([ForwardRequest(session.lm, rows, session.cache, want=[0])])
 
 
 def one_step(session: Any) -> Callable[[], object]:

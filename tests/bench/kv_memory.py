@@ -101,12 +101,12 @@ def measure(side: str, n: int, chunk: int, pipe: Any) -> None:
     one = session(lm, side, chunk)
     run_to_end(one.read(ids))
     after = live(), resident()
-    held = [int((one.kv.slots(layer).pos >= 0).sum()) for layer in range(lm.n_layers)]
+    held = [int((one.cache.slots(layer).pos >= 0).sum()) for layer in range(lm.n_layers)]
     pipe.send(
         {
             "side": side,
             "slots": sum(held) / (lm.n_layers * lm.n_kv_heads * one.committed),
-            "counted": sum(nbytes(one.kv).values()),
+            "counted": sum(nbytes(one.cache).values()),
             "tensors": after[0] - before[0],
             "process": after[1] - before[1],
             "number": 2 * lm.n_kv_heads * lm.head_dim * lm.dtype.itemsize * lm.n_layers * one.committed,

@@ -128,7 +128,9 @@ class Text:
     def __init__(self, model: Any, ids: list[int]) -> None:
         self.ids, self.n = ids, len(ids) - 1
         self.rows = Rows.chain(self.ids[:-1], 0)
-        (self._made,) = run([ForwardRequest(model.lm, self.rows, model.new_session().kv, record_queries=range(self.n))])
+        (self._made,) = run(
+            [ForwardRequest(model.lm, self.rows, model.new_session().cache, record_queries=range(self.n))]
+        )
 
     def read_by(self, session: Any) -> None:
         """What `session.read` does with a text of one chunk."""
@@ -139,7 +141,7 @@ class Text:
         made = replace(made, queries=[q[:, hear] for q in made.queries] if hear else [])
         session.boundary = self.n
         session._commit(self.rows, hear, made, range(self.n))
-        run_to_end(session.settle("read"))
+        run_to_end(session.compress_cache("read"))
 
 
 def answered(model: Any, sample: ProbeSample, changes: dict[str, Any], text: Text | None = None) -> tuple[Outcome, Any]:
@@ -156,13 +158,13 @@ def answered(model: Any, sample: ProbeSample, changes: dict[str, Any], text: Tex
 def asked(model: Any, sample: ProbeSample, session: Any) -> Outcome:
     """All questions about the text that a session has read, in one pass of which nothing is stored."""
     rows, scored = sample.rows(), sample.scored()
-    (made,) = run([ForwardRequest(model.lm, rows, session.kv, want=[row for row, _ in scored])])
+    (made,) = run([ForwardRequest(model.lm, rows, session.cache, want=[row for row, _ in scored])])
     hits = (made.logits.argmax(-1) == torch.tensor([token for _, token in scored])).tolist()
     right = []
     for one in sample.asked:
         right.append(all(hits[: len(one.value)]))
         hits = hits[len(one.value) :]
-    held = nbytes(session.kv)
+    held = nbytes(session.cache)
     here = sum(n for tier, n in held.items() if tier not in ("disk", "host"))
     return {"right": right, "kept": kept(session), "bytes": sum(held.values()), "device": here}
 

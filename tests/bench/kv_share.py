@@ -34,7 +34,7 @@ def pass_seconds(session: Any) -> tuple[float, float]:
     from kvcli.engine.forward_request import ForwardRequest
     from kvcli.engine.rows import Draft, Rows
 
-    kv, spent = session.kv, 0.0
+    kv, spent = session.cache, 0.0
 
     class Timed:
         dtype = kv.dtype
@@ -77,7 +77,7 @@ def main() -> None:
                 found[side].append(seconds)
     rows: list[dict[str, Any]] = []
     for side, each in found.items():
-        kv = sum(nbytes(sessions[side].kv).values())
+        kv = sum(nbytes(sessions[side].cache).values())
         row: dict[str, Any] = {"side": side, "mib": round(kv / 2**20, 1)}
         row["attention_ms"], row["rest_ms"] = low([a for _, a in each]), low([t - a for t, a in each])
         row["pass_ms"] = low([t for t, _ in each])

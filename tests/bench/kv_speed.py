@@ -137,7 +137,7 @@ def pass_seconds(session: Any, rows: int) -> float:
 
     built = Rows.build(session.ids[-1], len(session.ids) - 1, Draft.chain(list(range(9, 8 + rows))))
     began = time.perf_counter()
-    run([ForwardRequest(session.lm, built, session.kv, want=range(built.n_rows))])
+    run([ForwardRequest(session.lm, built, session.cache, want=range(built.n_rows))])
     return time.perf_counter() - began
 
 
@@ -161,7 +161,7 @@ def measure(lm: Any, sides: list[str], n: int, steps: int, reps: int, rows: int)
     first = times[sides[0]]
     found_rows = []
     for side, seconds in times.items():
-        row: dict[str, Any] = {"side": side, "mib": round(sum(nbytes(sessions[side].kv).values()) / 2**20, 1)}
+        row: dict[str, Any] = {"side": side, "mib": round(sum(nbytes(sessions[side].cache).values()) / 2**20, 1)}
         for name, values in seconds.items():
             row[f"{name}_ms"] = [round(1000 * x, 3) for x in spread(values)]
             row[f"{name}_speedup"] = spread([a / b for a, b in zip(first[name], values, strict=True)])

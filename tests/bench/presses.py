@@ -255,7 +255,7 @@ def ours(session: Any, n: int) -> Masks:
     """What a session holds of n tokens."""
     found = []
     for layer in session.lm.storing:
-        pos = session.kv.slots(layer).pos
+        pos = session.cache.slots(layer).pos
         kept = torch.zeros(pos.shape[0], n + 1, dtype=torch.bool)
         found.append(kept.scatter_(1, pos.where(pos >= 0, n).long(), True)[:, :n])
     return found
@@ -265,8 +265,8 @@ def settled(model: Any, text: Text, masks: Masks) -> Any:
     """A session whose store was settled by these masks."""
     session = model.new_session()
     text.read_by(session)
-    at = [session.kv.slots(layer).pos for layer in session.lm.storing]
-    session.kv.settle(
+    at = [session.cache.slots(layer).pos for layer in session.lm.storing]
+    session.cache.compress(
         [(pos >= 0) & mask.gather(1, pos.clamp(min=0).long()) for pos, mask in zip(at, masks, strict=True)]
     )
     return session

@@ -94,7 +94,7 @@ def answered(model: Any, asked: Asked) -> Took:
     """Seconds to the end of reading, to the first token and to the end, rows that layers were given, and the score."""
     session = model.new_session()
     session.begin(asked.ids, Sampler())
-    given, append, take = [0] * model.lm.n_layers, session.kv.append, session.kv.take
+    given, append, take = [0] * model.lm.n_layers, session.cache.append, session.cache.take
 
     def appended(layer: int, k: Any, *rest: Any) -> None:
         given[layer] += k.shape[1]
@@ -104,7 +104,7 @@ def answered(model: Any, asked: Asked) -> Took:
         given[layer] += slots.n_slots
         take(layer, slots)
 
-    session.kv.append, session.kv.take = appended, taken
+    session.cache.append, session.cache.take = appended, taken
     began = time.perf_counter()
     while run_to_end(session.chunk(asked.ids)):
         pass

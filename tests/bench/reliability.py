@@ -1,6 +1,6 @@
 """What was tried to break kvcli, how often, and how often it broke: all storms, one after the other.
 
-    python tests/bench/reliability.py [--only storm_faults,storm_kills] [--out FILE]
+    python tests/bench/reliability.py [--only stress_faults,stress_kills] [--out FILE]
 
 Each storm ends with a line of JSON, which becomes a row. A storm that is not run keeps the row of the last result under
 docs/benchmarks; one that comes to no end is no row.
@@ -22,13 +22,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "docs" / "benchmarks" / "reliability.json"
 STORMS = {
-    "storm_faults": "",
-    "storm_kills": "",
-    "storm_chats": "",
-    "storm_models": "--count 50000",
-    "storm_documents": "",
-    "storm_exact": "--runs 530 --dtypes bf16",  # 100,000 tokens
-    "storm_summaries": "",
+    "stress_faults": "",
+    "stress_kills": "",
+    "stress_chats": "",
+    "stress_models": "--count 50000",
+    "stress_documents": "",
+    "stress_exact": "--runs 530 --dtypes bf16",  # 100,000 tokens
+    "stress_summaries": "",
 }
 
 

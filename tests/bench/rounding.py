@@ -108,7 +108,7 @@ def main() -> None:
     (made,) = run(
         [
             ForwardRequest(
-                model.lm, rows, model.new_session().kv, record_queries=range(rows.n_rows - QUERIES, rows.n_rows)
+                model.lm, rows, model.new_session().cache, record_queries=range(rows.n_rows - QUERIES, rows.n_rows)
             )
         ]
     )

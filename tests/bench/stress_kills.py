@@ -71,7 +71,7 @@ def disk(rng: random.Random, bad: list[str]) -> None:
 
 def calibration(rng: random.Random, bad: list[str]) -> None:
     """Kept in one step: what is there is whole, and the next run sweeps what was being written."""
-    from storm_faults import _calibrate, furnish
+    from stress_faults import _calibrate, furnish
 
     from kvcli.fit.calibration import load_calibration
 

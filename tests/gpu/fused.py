@@ -100,12 +100,12 @@ def product_reference(x: Inputs) -> Sequence[Tensor]:
 def sent(x: Inputs) -> Sequence[Tensor]:
     """A third of the rows to an expert that has the first half of the outputs, the rest to one with the others."""
     from kvcli.kernels.linear_skinny.experts import SkinnyCodes
-    from kvcli.kernels.moe_linear import Stack, experts
+    from kvcli.kernels.moe_linear import Stack, moe_linear
 
     w, n, m = x["weight"], x["weight"].shape[0] // 2, len(x["x"])
     scales = w.scale.split(n, dim=0 if w.kind == "int8" else 1)
     stack = Stack.of(zip(w.data.split(n), scales, strict=True), 2)
-    return [experts(x["x"], SkinnyCodes(stack, replace(w, shape=(n, w.shape[1]))), n, [m // 3, m])]
+    return [moe_linear(x["x"], SkinnyCodes(stack, replace(w, shape=(n, w.shape[1]))), n, [m // 3, m])]
 
 
 def sent_reference(x: Inputs) -> Sequence[Tensor]:

@@ -191,7 +191,7 @@ def test_dispatch_says_what_it_chose_and_why() -> None:
 
 
 def test_a_card_that_kernels_serve_is_told_what_they_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch.gpu, "why_not", lambda device, dtype: "")
+    monkeypatch.setattr(dispatch.triton_support, "why_not", lambda device, dtype: "")
     told = {op: (what, why) for op, what, why in dispatch.explain("cuda", torch.bfloat16)}
     assert all(told[op][0] == "fused" for op in dispatch.ON_GPUS)
     assert "mask" in told["attend"][1]

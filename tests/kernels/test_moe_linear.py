@@ -55,11 +55,11 @@ def test_packed_experts_are_the_weights_that_their_codes_stand_for(
     plain = Codes.of(weights(dtype), bits, native=False)
     codes = plain if way == "plain" else plain.native()
     x = rows(13, dtype)  # two more than are sent anywhere
-    want = reference.experts(x.float(), plain.plain(), ENDS)
-    found = grouped.experts(x, codes, N, ENDS)
+    want = reference.moe_linear(x.float(), plain.plain(), ENDS)
+    found = grouped.moe_linear(x, codes, N, ENDS)
     torch.testing.assert_close(found.float(), want, rtol=0, atol=WITHIN[dtype] * float(want.abs().max()))
     if way != "plain":
-        assert torch.equal(grouped.experts(x, Codes.of(weights(dtype), bits), N, ENDS), found)
+        assert torch.equal(grouped.moe_linear(x, Codes.of(weights(dtype), bits), N, ENDS), found)
         with pytest.raises(TypeError, match="cannot be looked at"):
             codes.plain()
 
@@ -72,9 +72,9 @@ def test_what_a_row_gives_does_not_depend_on_who_is_sent_where(bits: Bits, dtype
     x = rows(70, dtype)
     drawn = torch.randint(E, (70,), generator=torch.Generator().manual_seed(2)).sort().values
     for sent in (drawn, torch.full((70,), 2)):
-        together = grouped.experts(x, form, N, [int((sent <= e).sum()) for e in range(E)])
+        together = grouped.moe_linear(x, form, N, [int((sent <= e).sum()) for e in range(E)])
         for some in (slice(1), slice(2), slice(40, 47), slice(33), slice(69, 70)):
-            few = grouped.experts(x[some], form, N, [int((sent[some] <= e).sum()) for e in range(E)])
+            few = grouped.moe_linear(x[some], form, N, [int((sent[some] <= e).sum()) for e in range(E)])
             assert torch.equal(few, together[some])
 
 
@@ -201,8 +201,8 @@ def test_a_sum_in_an_order_that_goes_by_the_number_of_rows_is_found(quant: str, 
         low = x.clone()
         low[:, x.shape[1] // 2 :] = 0
         several = torch.tensor([b - a > 1 for a, b in pairwise([0, *ends]) for _ in range(a, b)]).unsqueeze(1)
-        parts = [grouped.experts(part, form, n, ends) for part in (low, x - low)]
-        return torch.where(several, parts[0] + parts[1], grouped.experts(x, form, n, ends))
+        parts = [grouped.moe_linear(part, form, n, ends) for part in (low, x - low)]
+        return torch.where(several, parts[0] + parts[1], grouped.moe_linear(x, form, n, ends))
 
     lm = LM.of(build("qwen3_moe", **WIDE), quant=quant)
     lm.install_kernels()

@@ -25,7 +25,7 @@ class RemoteTier(Protocol):
     def gather(self, layer: int, index: Tensor) -> Slots:
         """Slots index [K, M] of each head, -1 = none."""
 
-    def fly(self, layer: int, index: Tensor) -> Arrival:
+    def gather_async(self, layer: int, index: Tensor) -> Arrival:
         """The same, on its way: the answer gives it, in order with what the device is told from then on."""
 
 
@@ -105,7 +105,7 @@ class PageCache:
             ahead = ahead.masked_fill(place >= 0, -1)
         self._held[layer] = _sorted(index, got)
         if ahead is not None and (packed := _packed(ahead)) is not None:
-            self._coming[layer] = packed.masked_fill(packed < 0, NONE), self._far.fly(layer, packed)
+            self._coming[layer] = packed.masked_fill(packed < 0, NONE), self._far.gather_async(layer, packed)
             self.flown += int((packed >= 0).sum())
 
 
