@@ -209,7 +209,8 @@ def test_each_means_holds_by_itself(tmp_path, without, denied):
 import json, os
 from kvcli import sandbox
 sandbox.{without}
-means, tries = sandbox.enter_sandbox(), dict(open=lambda: open({str(victim)!r}), remove=lambda: os.unlink({str(victim)!r}))
+means = sandbox.enter_sandbox()
+tries = dict(open=lambda: open({str(victim)!r}), remove=lambda: os.unlink({str(victim)!r}))
 done = []
 for name, attempt in tries.items():
     try:
