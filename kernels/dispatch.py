@@ -22,8 +22,7 @@ ON_GPUS = {  # cases that Triton kernels serve, and cases left to the reference
 
 @cache
 def choose(op: str, device: str, dtype: torch.dtype, bent: bool = False) -> Callable[..., Any]:
-    """Return the function of `op` for tensors of this device and dtype. `bent`: scores have a softcap or per-row
-    limits."""
+    """Return the function of `op` for tensors of this device and dtype. `bent`: scores have a softcap or row limits."""
     module, _ = _decide(op, device, dtype, bent)
     return getattr(import_module(f"kvcli.kernels.{op}.{module}"), op)
 

@@ -23,8 +23,7 @@ MIXED = (3, 7)  # shape of the probe tensor
 
 
 class WholeVectors:
-    """Forward of one activation, applied in pieces. It keeps only a weak reference, because a strong one would keep the
-    model alive."""
+    """Forward of one activation, in pieces. Its reference is weak, because a strong one would keep the model alive."""
 
     def __init__(self, own: Callable[[Tensor], Tensor]) -> None:
         self._own = WeakMethod(own)
@@ -40,8 +39,8 @@ class WholeVectors:
 
 
 class WholeRows:
-    """Gate function inside experts (gpt-oss), x [M, W] -> [M, W / 2]: rows of whole vectors run in pieces, others one
-    by one."""
+    """Gate function inside experts (gpt-oss), x [M, W] -> [M, W / 2]: rows of whole vectors run in pieces, others
+    singly."""
 
     def __init__(self, own: Callable[[Tensor], Tensor]) -> None:
         self._own = WeakMethod(own)
@@ -58,8 +57,7 @@ class WholeRows:
 
 @torch.no_grad()
 def make_activations_invariant_(root: nn.Module) -> int:
-    """Make all elementwise modules below `root` batch invariant, and gate functions of experts without such a module.
-    Return how many."""
+    """Make elementwise modules below `root`, and gates of experts without one, batch invariant. Return how many."""
     done = 0
     for module in root.modules():
         gate: Any = getattr(module, "_apply_gate", None)

@@ -1,5 +1,4 @@
-"""Attention of rows over slots on CPU: two products and a softmax for few rows over many slots, else torch's flash
-kernel.
+"""Attention of rows over slots on CPU: two products and a softmax for few rows over many slots, else a flash kernel.
 
 Measured on one thread, 4 KV heads of 64 with 4 query heads each (docs/lab-log.md): at 16k slots the products take half
 the time of the flash kernel for 1 row and two thirds for 8, because that kernel multiplies in small pieces. At 512

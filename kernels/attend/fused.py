@@ -23,8 +23,7 @@ def attend(
     length: int | Sequence[int],
     upto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute as the reference, which serves masks and sizes that the kernel does not; `upto` [N] int32 on the
-    device."""
+    """Compute as the reference, which serves masks and sizes that the kernel does not; `upto` [N] int32 on device."""
     if mask is not None or not fits(q.shape[2], v.shape[2]) or not k.shape[1]:
         return reference.attend(q, k, v, scale, softcap, mask, length, upto)
     kv, device = k.shape[0], q.device

@@ -45,8 +45,7 @@ WIDEST = 1 << 30  # a window that hides only holes (evicted slots)
 # not frozen, because one is created in each layer of a pass, and freezing takes four times as long
 @dataclass(slots=True)
 class StoredKV:
-    """Stored slots of one layer, in the order in which rows read them; heads may start anywhere and differ in
-    length."""
+    """Stored slots of one layer, in the order in which rows read them; heads may start anywhere, at any length."""
 
     k: Tensor  # [T, D], contiguous: all heads' slots
     v: Tensor  # [T, E]
@@ -112,8 +111,8 @@ class NewRows:
     sent: dict[Any, Any] = field(default_factory=dict)
 
     def parts(self, q: Tensor, scale: float, softcap: float) -> list[PartialAttention]:
-        """Compute attention of q [H, n, D] over the new KV alone: used if stored slots cannot be read in one sequence
-        with it."""
+        """Compute attention of q [H, n, D] over the new KV alone, for stored slots that cannot be in one sequence with
+        it."""
         fresh = attend_new_tokens(q, self.k, self.v, scale, self.sees, softcap=softcap)
         if self.sink is None:
             return [*self.before, fresh]
@@ -147,8 +146,7 @@ def attend_stored_and_new(
     softcap: float,
     is_prompt: bool = False,
 ) -> PartialAttention:
-    """Compute attention of rows over stored slots and new KV, as one partial attention; of one dtype, as in
-    `serves`."""
+    """Compute attention of rows over stored slots and new KV, as one partial attention; of one dtype as in `serves`."""
     if q.device.type == "cuda":
         from kvcli.kernels.attend_invariant import passes  # Triton is imported where it serves
 
@@ -200,7 +198,7 @@ def attend_part(
     chosen: SelectedPages | None = None,
     level: str | None = None,
 ) -> PartialAttention:
-    """Compute partial attention over stored slots alone, for `before`; both tensors are float32, and views of [N, H,
+    """Compute partial attention over stored slots alone, for `before`; both tensors are float32, views of [N, H,
     ..]."""
     if q.device.type == "cuda":
         assert chosen is None, "not served there"

@@ -216,8 +216,7 @@ def spans_kernel(
 
 
 def scratch_size(n_heads: int, rows: int, e: int, capacity: int, depth: int) -> int:
-    """Return the float32 numbers between the kernels for a pass of so many rows and paths of this depth, in any
-    layer."""
+    """Return the float32 numbers between the kernels for a pass of so many rows and paths so deep, in any layer."""
     return n_heads * rows * n_spans(capacity + depth) * (e + 1)
 
 
@@ -287,8 +286,7 @@ def attend_invariant(
 
 
 def _strides(t: Tensor) -> tuple[int, int]:
-    """Return the strides of heads and rows; a stride of size 1 is arbitrary and becomes 0, a multiple of 16 as the
-    others."""
+    """Return the strides of heads and rows; a stride of size 1 is arbitrary and becomes 0, a multiple of 16."""
     assert t.stride(2) == 1, "numbers of a row lie side by side"
     return t.stride(0) * (t.shape[0] > 1), t.stride(1) * (t.shape[1] > 1)
 

@@ -1,5 +1,4 @@
-"""Convert the arguments of KV caches and passes for fused.py. Indices are copied to the device once a pass, not per
-layer.
+"""Convert the arguments of KV caches and passes for fused.py. Indices are copied to the device once per pass.
 
 The pass itself stores the copies (`NewRows.sent`), by the values they were made of; layers of one shape and length
 share them.

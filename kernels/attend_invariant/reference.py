@@ -25,7 +25,7 @@ def attend_invariant(
     sink: Tensor | None = None,
     chosen: SelectedPages | None = None,
 ) -> PartialAttention:
-    """Compute attention of q [H, N, D] over `run`, or the pages each row selected, then over new k [K, M, D], v [K, M,
+    """Compute attention of q [H, N, D] over `run`, or each row's selected pages, then over new k [K, M, D], v [K, M,
     E].
 
     The query rows are the last N of the M; `pos` [M] are the positions of all. `sees` [N, M] bool: the new rows that a

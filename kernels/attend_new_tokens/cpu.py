@@ -1,5 +1,4 @@
-"""Attention of rows over rows on CPU: one row sees itself, a chunk uses torch's flash kernel, a tree uses plain
-products.
+"""Attention of rows over rows on CPU: a single row sees itself, a chunk uses torch's flash kernel, a tree products.
 
 A chunk of a sliding layer has a mask. Products would store the scores of all its rows at once, 4 N^2 bytes per head.
 For 2048 rows x 8 heads that is 128 MiB, and 2 to 3 times the time of the flash kernel (one thread, bf16 and fp32; at 64

@@ -50,8 +50,7 @@ def attend_quantized(
     softcap: float = 0.0,
     masks: Sequence[Tensor | None] | None = None,
 ) -> PartialAttention:
-    """Compute the partial attention of rows over quantized slots. `softcap` > 0 caps scores as in Gemma 2; heads may be
-    empty."""
+    """Compute partial attention over quantized slots. `softcap` > 0 caps scores as in Gemma 2; heads may be empty."""
     masks = masks or [None] * len(heads)
     return PartialAttention(*_chosen(q, heads, dtype, masks)(q, heads, scale, dtype, softcap, masks))
 
@@ -59,8 +58,8 @@ def attend_quantized(
 def attend_table(
     q: Tensor, table: Table, scale: float, pos: Sequence[int], *, softcap: float = 0.0, window: int | None = None
 ) -> PartialAttention:
-    """Compute attention of q [H, N, D] of any float dtype, at positions pos [N], over a layer's heads; holes are
-    masked."""
+    """Compute attention of q [H, N, D] of any float dtype, at positions pos [N], over a layer's heads, without
+    holes."""
     from kvcli.kernels.attend_quantized import fused  # brings Triton, which is not everywhere
 
     at = None

@@ -89,8 +89,7 @@ def _few(rows: _Rows, head: PackedHead, mask: Tensor | None, n: int, softcap: fl
 def _many(
     rows: Tensor, head: PackedHead, mask: Tensor | None, n: int, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Attend with many rows: dequantize keys and values once, then use torch's flash kernel, which never stores all
-    scores."""
+    """Attend with many rows: dequantize keys and values once, then use torch's flash kernel, which stores no scores."""
     if not head.length:
         return rows.new_zeros(rows.shape[0], head.v_dim).float(), rows.new_full((rows.shape[0], 1), -torch.inf).float()
     like = rows.new_empty(0, dtype=dtype)

@@ -86,7 +86,7 @@ def attend_quantized(
 def attend(
     q: Tensor, table: Table, scale: float, softcap: float, at: Tensor | None = None, window: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Compute q [H, N, D] -> out [H, N, D], lse [H, N], float32. `window`: visible positions of rows at positions at
+    """Compute q [H, N, D] -> out [H, N, D], lse [H, N], float32. `window`: positions seen by rows at positions at
     [N]."""
     (h, n, d), kv = q.shape, len(table.heads)
     span, g = table.span if n <= MANY else table.whole, h // kv
@@ -224,8 +224,7 @@ def _full(p, b, m_slot, B: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def _update(score, v, m_seen, base, mass, acc, by, cap, HAS_CAP: tl.constexpr, ALL: tl.constexpr):
-    """Add a tile to the state of M rows: score [M, B] before scaling, v [B, D], m_seen [.., B]; mass [M, B] by
-    column."""
+    """Add a tile to the state of M rows: score [M, B] before scaling, v [B, D], m_seen [.., B], mass [M, B]."""
     score = score * by
     if HAS_CAP:  # tanh by exp2; `by` makes the score its argument
         e = tl.exp2(-tl.abs(score))

@@ -1,4 +1,4 @@
-"""Addresses of the quantized heads of a layer, for a kernel that reads all heads in one launch. Rebuilt when heads
+"""Addresses of a layer's quantized heads, for a kernel that reads all heads in one launch; rebuilt when heads
 change."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def why_not(heads: Sequence[PackedHead], masks: Sequence[Tensor | None] = ()) ->
 
 
 def table_of(heads: Sequence[PackedHead], pos: Sequence[Tensor | None], *, has_holes: bool) -> Table:
-    """Build the table of heads that `why_not` accepts. pos [S] int32 per head, -1 = hole; read only for holes and
+    """Build the table of heads that `why_not` accepts. pos [S] int32 per head, -1 = hole; read for holes and
     windows."""
     rows = [_row(head, at) for head, at in zip(heads, pos, strict=True)]
     at = torch.tensor(rows, dtype=torch.int64)
@@ -99,7 +99,7 @@ def table_of(heads: Sequence[PackedHead], pos: Sequence[Tensor | None], *, has_h
 
 
 def _row(head: PackedHead, pos: Tensor | None) -> list[int]:
-    """Return addresses of codes, scales and zeros, unquantized keys, positions; then quantized keys, slots, value
+    """Return addresses of codes, scales, zeros, unquantized keys, positions; then quantized keys, slots, value
     capacity."""
     packed = 0 if head.keys.bits == 16 else head.keys.codes.shape[0]
     room = head.values.codes.shape[1] if head.values.bits == 8 else head.length

@@ -45,8 +45,7 @@ def _scores(
     q, p_k, p_pos, at, i_slot, by, cap, window, s, k_slot, pos_slot,
     D: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Score rows q [M, D] at positions [M] over slots [B] -> [M, B], to base 2, -inf for slots that a row does not
-    see."""
+    """Score rows q [M, D] at positions [M] over slots [B] -> [M, B], to base 2, -inf for slots outside a row's view."""
     there = i_slot < s
     pos = tl.load(p_pos + i_slot.to(tl.int64) * pos_slot, mask=there, other=-1)[None, :]
     i_key = i_slot.to(tl.int64)[:, None] * k_slot + tl.arange(0, D)[None, :]
@@ -94,8 +93,7 @@ def mass_kernel(
     G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, B: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """Compute masses; grid (blocks of B slots, K). FOLD 0: every row's masses; 1: their sum times `share`; 2: their
-    maximum."""
+    """Compute masses; grid (blocks of B slots, K). FOLD 0: every row's masses; 1: sum times `share`; 2: maximum."""
     head = tl.program_id(1).to(tl.int64)
     i_slot = tl.program_id(0) * B + tl.arange(0, B)
     there = i_slot < s

@@ -32,7 +32,7 @@ class Layer(ctypes.Structure):
 
     @cached_property
     def known(self) -> tuple[int, int, list[int]]:
-        """The address, D, and the heads of q, k and v. Cached, because each access to a nested structure creates an
+        """The address, D, and the heads of q, k and v. Cached, because each access to a nested structure makes an
         object."""
         return ctypes.addressof(self), self.D, [product.N // self.D for product in (self.q, self.k, self.v)]
 
@@ -40,8 +40,7 @@ class Layer(ctypes.Structure):
 def before(
     layer: Layer, x: Tensor, cos: Tensor | None, sin: Tensor | None, *, level: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute x [N, E] -> q [H, N, D], k, v [K, N, D], views of [N, .., D]; cos, sin [N, R], or None for no
-    rotation."""
+    """Compute x [N, E] -> q [H, N, D], k, v [K, N, D], views of [N, .., D]; cos, sin [N, R]; None = no rotation."""
     functions = built.native(level)
     assert functions is not None
     (at, d, heads), n, x = layer.known, x.shape[0], x.contiguous()

@@ -67,8 +67,7 @@ def gated_delta(
 def causal_conv(
     x: Tensor, w: Tensor, bias: Tensor | None, n: int, has_silu: bool, *, level: str | None = None
 ) -> Tensor:
-    """Convolve x [C, L], w [C, W], bias [C] or None -> [n, C]: the last n positions, each from the W inputs up to
-    it."""
+    """Convolve x [C, L], w [C, W], bias [C] or None -> [n, C]: the last n positions, each from its last W inputs."""
     x = _served(x).contiguous()
     w, bias = w.to(x.dtype).contiguous(), None if bias is None else bias.to(x.dtype).contiguous()
     y = x.new_empty(n, len(x))

@@ -30,7 +30,6 @@ def gated_delta(
 
 
 def causal_conv(x: Tensor, w: Tensor, bias: Tensor | None, n: int, has_silu: bool) -> Tensor:
-    """Convolve x [C, L], w [C, W], bias [C] or None -> [n, C]: the last n positions, each from the W inputs up to
-    it."""
+    """Convolve x [C, L], w [C, W], bias [C] or None -> [n, C]: the last n positions, each from its last W inputs."""
     found = functional.conv1d(x[None], w[:, None], bias, padding=w.shape[1] - 1, groups=len(w))[0, :, : x.shape[1]]
     return (functional.silu(found) if has_silu else found)[:, -n:].T

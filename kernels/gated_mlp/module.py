@@ -20,8 +20,7 @@ class NativeMlp:
     """Forward of one MLP. It references its weights but no module, because a reference would keep the model alive."""
 
     def __init__(self, linears: Sequence[nn.Module], act: str, own: Callable[[Tensor], Tensor]) -> None:
-        """Set up the MLP. `linears`: gate, up, down; `own`: the module's forward, for rows of another dtype than its
-        weights'."""
+        """Set up the MLP. `linears`: gate, up, down; `own`: the module's forward, for rows of another dtype."""
         products, self._keeps = zip(*map(product_of, linears), strict=True)
         self.dtype = type_of(linears[0])
         self.mlp = Mlp(*products, ACTIVATIONS.index(act), self.dtype == torch.float32)

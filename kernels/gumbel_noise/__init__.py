@@ -13,6 +13,5 @@ from kvcli.kernels.gumbel_noise.reference import gumbel as _reference
 
 
 def gumbel(seed: int | Tensor, pos: Tensor, ids: Tensor) -> Tensor:
-    """Return the noise [N, C] float64 of pos [N] int64 and ids [N, C] or [C] int64. A seed on the device is []
-    int64."""
+    """Return noise [N, C] float64 for pos [N] int64 and ids [N, C] or [C] int64. A seed on the device is [] int64."""
     return _reference(seed, pos, ids)

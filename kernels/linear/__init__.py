@@ -48,8 +48,7 @@ def unpack(packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 
 def rows_of(packed: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows `index` [...] of the packed weight, [..., K]: the lookup of an embedding that shares the
-    weight."""
+    """Return the rows `index` [...] of the packed weight, [..., K]: the lookup of an embedding with the same weight."""
     return packed[index // PANEL, :, index % PANEL].view(dtype)
 
 

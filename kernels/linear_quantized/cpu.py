@@ -33,8 +33,7 @@ def linear(x: Tensor, bits: int, group: int, data: Tensor, scale: Tensor) -> Ten
 
 
 def pack4(q: Tensor) -> Tensor:
-    """Arrange [N, K] in 0..15 -> [N, K // 2] in the order of torch's CPU kernel, which depends on the instruction
-    set."""
+    """Arrange [N, K] in 0..15 -> [N, K // 2] in the order of torch's CPU kernel, which varies by instruction set."""
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.to(torch.int32), 2)
     return packed
 

@@ -25,8 +25,7 @@ class Codes:
 
     @classmethod
     def of(cls, weights: Tensor, bits: Bits, *, native: bool = True, device: torch.device | None = None) -> Codes:
-        """Quantize the weights [E, N, K], one expert after the other; on `device`, where they remain, if one is
-        given."""
+        """Quantize the weights [E, N, K], one expert after the other; on `device`, where they remain, if given."""
         each = (pack(one.to(device).contiguous(), bits, native=native) for one in weights)
         return cls._of(each, len(weights))
 

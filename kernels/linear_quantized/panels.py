@@ -33,8 +33,7 @@ def arrange(q: Tensor, bits: int) -> Tensor:
 def linear(
     x: Tensor, n: int, bits: int, group: int, data: Tensor, scale: Tensor, *, level: str | None = None
 ) -> Tensor:
-    """Compute x [M, K] times a weight of `n` outputs -> [M, N]. `level`: a lesser kind of CPU than the best
-    available."""
+    """Compute x [M, K] times a weight of `n` outputs -> [M, N]. `level`: a lesser kind of CPU than the best here."""
     functions = built.native(level)
     assert functions is not None
     x = x.contiguous()

@@ -214,8 +214,7 @@ def _zeros(p_sums, group, i_m, m_m, M, b_z, b_y):
 
 @triton.jit(do_not_specialize=["M"])
 def sums_kernel(p_x, p_sums, M, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Sum some groups of one row; grid (M, K / GROUP / GROUPS). With several rows per program the order would depend on
-    M."""
+    """Sum some groups of one row; grid (M, K / GROUP / GROUPS). With several rows the order would depend on M."""
     row = tl.program_id(0)
     i_g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     i_k = i_g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

@@ -89,8 +89,7 @@ def packed_of(layer: nn.Module) -> Weight | None:
 
 
 def of_bitsandbytes(data: Tensor, state: Any) -> tuple[Tensor, Tensor]:
-    """Return the codes [N, K] and the largest number per block, [N, K // 64], which bitsandbytes quantizes once
-    more."""
+    """Return the codes [N, K] and the largest number per block, [N, K // 64], which bitsandbytes quantizes too."""
     n, k = state.shape
     q = torch.stack([data.flatten() >> 4, data.flatten() & 15], dim=1).view(n, k)  # the first code is in the high half
     largest = state.absmax

@@ -39,8 +39,7 @@ def nf4(dtype: torch.dtype) -> str:
 
 
 def int4(dtype: torch.dtype) -> str:
-    """Return PTX from codes 0..15 to -8..7: each code is put into the last bits of 128 (bf16) or 1024 (fp16), then that
-    number plus 8 is subtracted."""
+    """Return PTX from codes 0..15 to -8..7: a code in the last bits of 128 (bf16) or 1024 (fp16), minus that plus 8."""
     exponent, one, less, kind = {
         torch.bfloat16: ("0x43434343", "0x3F803F80", "0xC308C308", "bf16x2"),  # 1, -136
         torch.float16: ("0x64646464", "0x3C003C00", "0xE408E408", "f16x2"),  # 1, -1032

@@ -60,8 +60,7 @@ def compiler(folder: Path | None = None) -> list[str]:
 
 
 def sources() -> str:
-    """Return a hash name of the sources in c/, which the compiled library exports; "" if kvcli was installed without
-    c/."""
+    """Return a name with the hash of the sources in c/, which the compiled library exports; "" without c/."""
     found = sorted((HERE / "c").glob("*.[ch]"))
     return "sources_" + hashlib.sha256(b"".join(p.read_bytes() for p in found)).hexdigest()[:16] if found else ""
 

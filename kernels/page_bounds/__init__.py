@@ -14,8 +14,7 @@ from kvcli.kernels import triton_support
 
 
 def page_bounds(rows: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Compute two products: positive parts of a query with the maxima, negative parts with the minima. It needs no [R,
-    P, D]."""
+    """Compute two products, without an [R, P, D]: positive parts of a query with maxima, negative parts with minima."""
     if triton_support.serves(rows, low, high):
         from kvcli.kernels.page_bounds import fused  # brings Triton, which is not everywhere
 

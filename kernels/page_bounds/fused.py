@@ -1,5 +1,4 @@
-"""Bounds of pages in Triton, summed channel by channel as in the reference; a program loads its pages once for all
-rows."""
+"""Bounds of pages in Triton, channel by channel as in the reference; a program loads its pages once for all rows."""
 
 from __future__ import annotations
 

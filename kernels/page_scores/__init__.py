@@ -71,8 +71,7 @@ def page_scores(
 
 
 def log_masses(x: Tensor, mask: Tensor, *, level: str | None = None) -> Tensor:
-    """Return the log of the sum of e^x where the mask is set: x [K, G, N, P] float32, mask [K, N, P] or [K, P] bool ->
-    [K, G, N].
+    """Sum e^x where the mask is set: x [K, G, N, P] float32, mask [K, N, P] or [K, P] bool -> logarithms [K, G, N].
 
     Other dtypes and devices than float32 on a CPU use torch.
     """

@@ -78,8 +78,7 @@ def pack_keys(k: Tensor, bits: int, group: int, *, halves: bool = False) -> Roun
 
 
 def pack_values(v: Tensor, bits: int, group: int, *, halves: bool = False) -> Rounded:
-    """Quantize values [S, D], by groups of at most `group` channels. `halves`: split 8-bit codes into 4 bits and 4
-    finer ones."""
+    """Quantize values [S, D], by groups of at most `group` channels. `halves`: split codes, 4 bits and 4 finer bits."""
     if halves:
         upper, lower, scale, zero = round_halves(v.unflatten(1, (-1, width_of(v.shape[1], group))), 2)
         codes, fine = (squeeze(half.flatten(1), 4) for half in (upper, lower))

@@ -42,8 +42,7 @@ def round_range(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def round_scaled(x: Tensor, room: int | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize x [S, D] -> codes int8 [S, D], scale [S]; with `room` codes [D, room] and scale [room], zeros after
-    S."""
+    """Quantize x [S, D] -> codes int8 [S, D], scale [S]; with `room` codes [D, room], scale [room], zeros after S."""
     s, d = x.shape
     n, channels = s if room is None else room, triton.next_power_of_2(d)
     codes = x.new_empty((s, d) if room is None else (d, n), dtype=torch.int8)
@@ -107,8 +106,7 @@ def turn_kernel(
 def range_kernel(
     p_x, p_code, p_scale, p_zero, m, d, BITS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, DIM: tl.constexpr
 ):
-    """Quantize groups. DIM 0: grid (groups of m slots, blocks of Y channels). DIM 1: grid (blocks of X groups of d
-    channels, 1)."""
+    """Quantize groups; grid (groups of m slots, blocks of Y channels) for DIM 0, (blocks of X groups, 1) for DIM 1."""
     i_x, i_y = tl.arange(0, X), tl.program_id(1) * Y + tl.arange(0, Y)
     if DIM == 0:
         row, held = tl.program_id(0).to(tl.int64) * m + i_x, i_x < m

@@ -33,8 +33,7 @@ def round_range(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def round_halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantize groups along `dim` of x -> upper and lower codes uint8 like x, 0 .. 15, scale and zero with that
-    dimension 1.
+    """Quantize groups along `dim` of x -> upper and lower codes 0 .. 15 like x, scale and zero with that dimension 1.
 
     A number is zero + (upper + (lower - 7.5) / 16) * scale: the upper code alone gives the middle of its range.
     """

@@ -1,5 +1,4 @@
-"""Rotate and un-rotate keys in Triton, in one pass over them. Only the last bit of cosine and sine may differ from the
-reference."""
+"""Rotate and un-rotate keys in Triton, in one pass, equal to the reference up to the last bit of cosine and sine."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ def rotate_kernel(
     p_k, p_pos, p_freq, p_out, scaling, s, R: tl.constexpr, D: tl.constexpr, X: tl.constexpr, P: tl.constexpr,
     Y: tl.constexpr, NEAR: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate X slots of one head; grid (blocks of X slots, heads). NEAR: channels 2 c and 2 c + 1 are a pair, else c, c
-    + R."""
+    """Rotate slots of a head; grid (blocks of X slots, heads). NEAR: channels 2 c, 2 c + 1 are a pair, else c, c +
+    R."""
     i_slot = tl.program_id(0) * X + tl.arange(0, X)
     there = i_slot < s
     row = tl.program_id(1).to(tl.int64) * s + i_slot

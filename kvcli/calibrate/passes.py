@@ -28,8 +28,7 @@ REPS = 3
 
 
 def contexts(limit: int) -> list[int]:
-    """Return 512, 2k, 8k and 32k as far as the model's limit allows with the longest pass on top; add the limit if
-    close."""
+    """Return 512, 2k, 8k and 32k, as far as they and the longest pass fit the model's limit; add the limit if close."""
     end = max(1, limit - ROWS[-1])
     found = [FIRST * 4**i for i in range(4) if FIRST * 4**i <= min(end, LAST)]
     if not found or 2 * found[-1] <= end <= LAST:
@@ -38,7 +37,7 @@ def contexts(limit: int) -> list[int]:
 
 
 def pass_times(lm: LM, tell: Callable[[str], None]) -> list[PassTime]:
-    """Time the whole grid. At each context the row counts alternate, so that a machine that slows down affects all
+    """Time the whole grid. At each context row counts alternate, so that a machine that slows down affects all
     alike."""
     found: list[PassTime] = []
     for context in contexts(lm.limit):

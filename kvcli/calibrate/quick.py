@@ -52,8 +52,7 @@ def kept_times(cache: Path, machine: str, model: str) -> list[PassTime]:
 
 
 def _kept(file: Path) -> list[PassTime] | None:
-    """Return saved pass times; None if the file is missing or damaged, or is empty and old: then it is measured
-    again."""
+    """Return saved pass times, or None to measure again: the file is missing, damaged, or empty and old."""
     try:
         passes = QuickTimes.model_validate_json(file.read_bytes()).passes
         return passes if passes or time.time() - file.stat().st_mtime < RETRY else None

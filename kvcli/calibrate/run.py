@@ -57,8 +57,7 @@ def calibrate(model: Model, cache: Path, tell: Tell = lambda _: None) -> Calibra
 def run_calibration(
     world: Environment, load: Callable[[Profile], Model], profile: Profile, tell: Tell = lambda _: None
 ) -> CalibrationDocument:
-    """Run `kvcli bench --calibrate`: load the model with `load` (a setup's method), measure, save in the cache
-    folder."""
+    """Run `kvcli bench --calibrate`: load the model with `load` (of a setup), measure, save in the cache folder."""
     with load(profile) as model:
         return calibrate(model, world.paths.cache, tell=tell)
 
@@ -69,8 +68,7 @@ def model_fingerprint(dtype: str, quant: str, layers: int, hidden: int, vocab: i
 
 
 def fingerprint_in(plan: Plan, subject: PlannedModel, name: str, cache: Path) -> str:
-    """Return the fingerprint of a model as it would be loaded. A file that was never hashed has no pass times
-    either."""
+    """Return the fingerprint of a model as it would be loaded. A file that was never hashed was never timed either."""
     from kvcli.fit.plan import torch_dtype
 
     shape, dtype = subject.shape, torch_dtype(subject, plan.profile)

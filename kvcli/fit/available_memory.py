@@ -125,8 +125,7 @@ def container_room(
 
 
 def _groups(own: Path) -> list[str]:
-    """Return this process's cgroup and its parents, outermost first: a cluster job or a service has its limit in a
-    child."""
+    """Return this process's cgroup and its parents, outermost first: a job or a service has its limit in a child."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

@@ -31,8 +31,7 @@ def here() -> int:
 
 
 def elsewhere(cache: Path) -> int:
-    """Measure the bytes in a separate process, once for each build of torch; the figure is saved in the cache
-    folder."""
+    """Measure the bytes in a separate process, once for each build of torch; the cache folder stores the figure."""
     file = cache / FOLDER / f"program-{build()}"
     try:
         return int(file.read_text(encoding="utf-8"))

@@ -59,8 +59,7 @@ def load_calibration(
 
 
 def folder_of(cache: Path) -> Path:
-    """Create the calibration folder. Called before measuring, so that an unwritable folder fails before minutes of
-    work."""
+    """Create the calibration folder before measuring, so that an unwritable folder fails before minutes of work."""
     folder = cache / FOLDER
     try:
         return try_folder(folder)

@@ -28,8 +28,7 @@ def libraries(capability: tuple[int, int] | None, total: int) -> int:
 
 
 def captured(layers: int, passes: int) -> int:
-    """Return the driver's bytes for `passes` captured passes of `layers` layers, without the memory they compute
-    with."""
+    """Return the driver's bytes for `passes` captured passes of `layers` layers, without the passes' work memory."""
     return passes * LAUNCHES * layers * NODE
 
 

@@ -1,5 +1,4 @@
-"""Explain a plan's memory: how a precision budget is divided, or the size of each component and settings that reduce
-it."""
+"""Explain a plan's memory: how a precision budget is divided, or the component sizes and settings that reduce them."""
 
 from __future__ import annotations
 

@@ -124,8 +124,7 @@ class Need:
 
 
 def kv_bytes(shape: Shape, slots: int, number: float, *, windows: bool = False) -> int:
-    """Return the KV bytes of so many slots per head. `windows`: sliding layers keep only their window, as model tables
-    say."""
+    """Return the KV bytes of so many slots per head. `windows`: sliding layers keep only their window."""
     stored = shape.visible(slots) if windows else [slots] * shape.layers
     return int(sum(of.numbers * n for of, n in zip(shape.stores, stored, strict=True)) * number)
 

@@ -148,7 +148,7 @@ def subject_of(source: Source) -> PlannedModel:
 def plan(
     subject: PlannedModel, profile: Profile, room: AvailableMemory, context: int | None, facts: MeasuredFacts
 ) -> Plan:
-    """Plan a model. `context` None: the profile's context window; if that is auto, the model's limit or the most that
+    """Plan a model. `context` None: the profile's context window; if it is auto, the model's limit or the most that
     fits."""
     load, whole = profile.load, profile.whole
     form = whole.form.settings
@@ -251,8 +251,7 @@ def _base(room: AvailableMemory, facts: MeasuredFacts) -> int:
 
 
 def _is_recorded(profile: Profile) -> bool:
-    """True if passes are captured where kernels support it: the device must be able to find the whole KV cache by
-    itself."""
+    """True if passes are captured where kernels support it: the device must find the whole KV cache by itself."""
     load, is_one = profile.load, is_one_tier(profile.kv, profile.form.settings, profile.memory)
     is_whole = is_one and not profile.recall.describe_read and not profile.is_checked
     return is_whole and load.graphs == "auto" and load.layers_on_gpu == "auto"

@@ -1,5 +1,4 @@
-"""Check a run before and after: refuse a plan that does not fit, choose the context window, log estimated and used
-memory."""
+"""Check a run before and after: refuse a plan that does not fit, choose the context window, log the memory used."""
 
 from __future__ import annotations
 
@@ -120,8 +119,7 @@ class Preflight:
     # during and after the run
 
     def estimate_peak(self, profile: Profile, tokens: int) -> tuple[int, int]:
-        """Return the estimated peak of this process with `tokens` in the KV cache, and the memory available at its
-        start."""
+        """Return this process's estimated peak with `tokens` in the KV cache, and the memory available at its start."""
         found = self.plan(profile, max(1, tokens), as_is=True)
         self.highest = max(self.highest, found.total)
         self.foretold = max(self.foretold, found.total - found.facts.beyond.middle)

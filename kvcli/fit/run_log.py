@@ -67,8 +67,7 @@ def read(folder: Path) -> list[RunEntry]:
 
 
 def measured_excess(entries: Sequence[RunEntry], like: Like) -> Beyond | None:
-    """Return the excess of the last runs with the same facts, or None. Of a process with several turns the last
-    counts."""
+    """Return the excess of the last runs with the same facts, or None. The last turn of a process counts."""
     same = {e.run: e for e in entries if like == _like(e)}
     found = [e.measured - e.predicted for e in same.values()][-LAST:]
     if not found:

@@ -69,8 +69,7 @@ def split(plan: Plan, host: CalibrationDocument | None) -> FitSplit | None:
 
 
 def reading_flop(shape: Shape, n: int) -> float:
-    """Count the FLOP of n prompt tokens: two per weight, plus scores and sums over all earlier tokens that a layer
-    sees."""
+    """Count the FLOP of n prompt tokens: two per weight, plus scores and sums over earlier tokens that a layer sees."""
     layers = zip(shape.stores, shape.visible(n), strict=True)
     # a layer with a window sees a full window per token, not a triangle
     pairs = sum((of.key + of.value) * seen * (1 if seen == n else 2) for of, seen in layers)

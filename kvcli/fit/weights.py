@@ -96,8 +96,7 @@ class Weights:
         return replace(self, memory=self.memory + sum(more), loaded=loaded, layers=layers)
 
     def split(self, on_card: int, is_tied: bool) -> tuple[int, int]:
-        """Return the bytes on a GPU with the last layers and the head, and those on the CPU: embeddings and other
-        layers.
+        """Return the bytes on a GPU with the last layers and the head, and those on the CPU: embeddings, other layers.
 
         A head that is tied to the embeddings exists twice.
         """
@@ -139,8 +138,7 @@ def _packs(name: str, shape: tuple[int, ...], n_experts: int) -> tuple[bool, boo
 
 
 def _by_outputs(name: str, shape: tuple[int, ...], hidden: int) -> tuple[int, ...]:
-    """Return the shape [E, N, K] of experts' weights: some families store [E, K, N] (gpt-oss, Llama 4), found by the
-    sizes."""
+    """Return experts' weight shape [E, N, K]: some families store [E, K, N] (gpt-oss, Llama 4), found by the sizes."""
     at = 1 if _OUT_OF_EXPERT.search(name) else 2  # axis of the model's hidden size
     return (shape[0], shape[2], shape[1]) if shape[at] != hidden == shape[3 - at] else shape
 
@@ -152,8 +150,7 @@ def expands_packed(source: Source) -> bool:
 
 
 def panels(shape: Shape, number: int) -> tuple[int, ...]:
-    """Return by layer the bytes of both parts of the MLA latent expansion: kernels keep them per head, beside the
-    weight."""
+    """Return by layer the bytes of both parts of the MLA latent expansion, which kernels keep per head as a copy."""
 
     def each(of: LayerKVShape) -> int:
         (key, value), turned = of.head, of.key - of.rank
@@ -167,8 +164,7 @@ def _outputs(n: int) -> int:
 
 
 def packed_bytes(quantized: Mapping[str, Any]) -> float | None:
-    """Return the bytes per quantized weight with its scales, by quantization_config; None if the config does not
-    say."""
+    """Return the bytes per quantized weight with its scales, by quantization_config; None if it does not say."""
     method, bits, group = (quantized.get(key) for key in ("quant_method", "bits", "group_size"))
     if quantized.get("load_in_4bit"):
         return _NF4
@@ -181,8 +177,7 @@ def packed_bytes(quantized: Mapping[str, Any]) -> float | None:
 
 
 def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tuple[CheckpointTensor, ...]:
-    """Return the tensors such a model has, if no file exists; `number`: bytes per number, `packed`: those in linear
-    layers."""
+    """Return the tensors of such a model if no file exists; `number`: bytes per number, `packed`: in linear layers."""
 
     def held(rows: int, cols: int, packs: bool, of_experts: bool = False) -> CheckpointTensor:
         each = packed if packed is not None and packs else number
@@ -209,8 +204,7 @@ def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tupl
 def weigh(
     held: tuple[CheckpointTensor, ...], shape: Shape, *, number: int, quant: str, device: str, given: bool
 ) -> Weights:
-    """Add up the bytes of all weights. `number`: bytes per number in memory. `given`: the checkpoint is quantized, so
-    it loads unchanged."""
+    """Add up the weights' bytes. `number`: bytes per number in memory. `given`: quantized in the checkpoint already."""
     keeps = quant == "none" and device == "cpu" and number < BYTES["fp64"]
     held = tuple(h.loaded(number, keeps) for h in held)
     sizes = [h.nbytes if given or not h.is_float else _size(h, number, quant, device) for h in held]
