@@ -1,4 +1,4 @@
-"""Commit the accepted rows of a pass: store keys, values and positions in all layers at once, and increase lengths.
+"""Commit the accepted rows of a pass: store their KV and positions in all layers at once, and increase lengths.
 
 On a GPU (fused.py) one launch serves all layers of one shape, by a table of addresses from `addresses`; the named
 tensors must not be moved. `path` and `count` are on the device, where a pass that samples its own tokens computes them.

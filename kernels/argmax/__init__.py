@@ -33,7 +33,7 @@ def why_not(logits: Tensor) -> str:
 
 def argmax(logits: Tensor, noise: Noise | None = None) -> Tensor:
     """Return ids [N] int32. Call it only if `why_not` returns ""."""
-    from kvcli.kernels.argmax import fused  # imported late: there is no Triton where nothing is served
+    from kvcli.kernels.argmax import fused  # imported late: Triton may not be installed
 
     return fused.argmax(logits, noise)
 

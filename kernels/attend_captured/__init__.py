@@ -42,7 +42,7 @@ def attend_captured(
         return reference.attend_captured(
             q, table, k, v, tree, scale, capacity=capacity, softcap=softcap, window=window, sink=sink
         )
-    from kvcli.kernels.attend_invariant import fused  # Triton is imported where it serves
+    from kvcli.kernels.attend_invariant import fused  # imports Triton, so only where it is supported
 
     sink = None if sink is None else sink.float()
     out, _ = fused.attend_invariant(

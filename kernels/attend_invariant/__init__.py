@@ -148,7 +148,7 @@ def attend_stored_and_new(
 ) -> PartialAttention:
     """Compute attention of rows over stored slots and new KV, as one partial attention; of one dtype as in `serves`."""
     if q.device.type == "cuda":
-        from kvcli.kernels.attend_invariant import passes  # Triton is imported where it serves
+        from kvcli.kernels.attend_invariant import passes  # imports Triton, so only where it is supported
 
         return passes.read(q, run, own, pos, scale, window=window, softcap=softcap, is_prompt=is_prompt)
     if own is None:

@@ -60,7 +60,7 @@ def attend_table(
 ) -> PartialAttention:
     """Compute attention of q [H, N, D] of any float dtype, at positions pos [N], over a layer's heads, without
     holes."""
-    from kvcli.kernels.attend_quantized import fused  # brings Triton, which is not everywhere
+    from kvcli.kernels.attend_quantized import fused  # imports Triton, which is not installed everywhere
 
     at = None
     if window is not None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(1 / LOG2E)
-LARGEST = tl.constexpr(65504.0)  # of float16
+LARGEST = tl.constexpr(65504.0)  # the largest float16
 ABOVE = tl.constexpr(15.0)  # log2 of the largest weight
 MEETING = tl.constexpr(16)  # spans that are merged at once
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvcli.kernels.quantize_kv import Rounded
 
 SIZES = (64, 128, 256)  # head sizes; must be powers of two
-LEAST = 16  # slots of a tile
+LEAST = 16  # fewest slots of a tile
 ALIGNED = 16  # bytes
 NARROWEST = 256  # fewest slots per span
 SPANS = 64  # most spans of the longest head; `kvcli fit` plans with their partial results

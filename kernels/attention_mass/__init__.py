@@ -39,7 +39,7 @@ def attention_mass(
     assert q.shape[1] == q_pos.shape[0], "each query has a position"
     given = q, q_pos, k, pos, scale, softcap, window, over
     if q.dtype == k.dtype and q.shape[2] in SIZES and not triton_support.why_not(k.device, k.dtype):
-        from kvcli.kernels.attention_mass import fused  # brings Triton, which is not everywhere
+        from kvcli.kernels.attention_mass import fused  # imports Triton, which is not installed everywhere
 
         return fused.attention_mass(*given)
     return _reference(*given)

@@ -1,4 +1,4 @@
-"""The same noise for a few tokens at one position, on the host, cheap enough for a drafter.
+"""Gumbel noise for a few tokens at one position, on the host, cheap enough for a drafter.
 
 Equal to the reference up to the last bit of a logarithm. It uses plain integers, because one call of torch or numpy
 costs more than the whole computation for eight tokens.

@@ -20,7 +20,7 @@ from kvcli.kernels.linear_skinny import ptx
 if TYPE_CHECKING:
     from kvcli.kernels.linear_skinny import Weight
 
-BN = 64  # outputs of a program
+BN = 64  # outputs per program of `linear_kernel`
 LEAST = 4  # fewest steps of a range, so that loads overlap
 BLOCK = 256  # outputs per program of `add_kernel`
 GROUPS = 8  # groups per program of `sums_kernel`
@@ -102,7 +102,7 @@ def _sums(x: Tensor, group: int) -> Tensor:
     return sums
 
 
-# ---- on the device ----
+# ---- on the GPU ----
 
 
 @triton.jit(do_not_specialize=["M"])  # or Triton would compile another kernel for one row

@@ -40,7 +40,9 @@ def merge_attention(parts: Sequence[PartialAttention]) -> Tensor:
     ):
         # two parts in the same way, because a tier that is added later must not change the formula, and with it the
         # bits
-        from kvcli.kernels.merge_attention.fused import merge_attention as fused  # Triton is imported where it serves
+        from kvcli.kernels.merge_attention.fused import (
+            merge_attention as fused,
+        )  # only where Triton is supported  # imports Triton, so only where it is supported
 
         return fused([p.out for p in parts], [p.lse for p in parts])[0]
     if len(parts) == 2:  # plain decoding; the same sum in four calls instead of ten

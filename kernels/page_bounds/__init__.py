@@ -16,7 +16,7 @@ from kvcli.kernels import triton_support
 def page_bounds(rows: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Compute two products, without an [R, P, D]: positive parts of a query with maxima, negative parts with minima."""
     if triton_support.serves(rows, low, high):
-        from kvcli.kernels.page_bounds import fused  # brings Triton, which is not everywhere
+        from kvcli.kernels.page_bounds import fused  # imports Triton, which is not installed everywhere
 
         return fused.page_bounds(rows, low, high)
     wide = torch.promote_types(rows.dtype, torch.float32)

@@ -66,7 +66,7 @@ def pack_keys(k: Tensor, bits: int, group: int, *, halves: bool = False) -> Roun
     if bits == 16:
         return Rounded(16, k)
     if triton_support.serves(k):
-        from kvcli.kernels.quantize_kv import fused  # brings Triton, which is not everywhere
+        from kvcli.kernels.quantize_kv import fused  # imports Triton, which is not installed everywhere
 
         return Rounded(
             bits, *(fused.round_scaled(k) if bits == 8 else fused.round_range(k.unflatten(0, (-1, group)), bits, 1))

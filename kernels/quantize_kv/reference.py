@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LARGEST = 65504.0  # of float16
+LARGEST = 65504.0  # the largest float16
 TINIEST = 2.0**-24  # of float16; a group of equal numbers still has a scale
 
 

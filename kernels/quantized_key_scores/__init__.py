@@ -18,7 +18,7 @@ BLOCK = 2048  # slots converted at a time, which stay in cache: torch's int8 pro
 def code_scores(rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """Score every row with every slot of its KV head."""
     if triton_support.serves(rows, scale):
-        from kvcli.kernels.quantized_key_scores import fused  # brings Triton, which is not everywhere
+        from kvcli.kernels.quantized_key_scores import fused  # imports Triton, which is not installed everywhere
 
         return fused.code_scores(rows, codes, scale)
     wide = torch.promote_types(rows.dtype, torch.float32)

@@ -39,7 +39,7 @@ def unrotate(k: Tensor, pos: Tensor, rotary: Rotary) -> Tensor:
 def _turned(k: Tensor, pos: Tensor, rotary: Rotary, *, back: bool) -> Tensor:
     given = k, pos, rotary.inv_freq, rotary.scaling, rotary.interleaved
     if triton_support.serves(k):
-        from kvcli.kernels.rope import fused  # brings Triton, which is not everywhere
+        from kvcli.kernels.rope import fused  # imports Triton, which is not installed everywhere
 
         return fused.turned(*given, back=back)
     return reference.unrotate(*given) if back else reference.rotate(*given)

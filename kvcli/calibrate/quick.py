@@ -1,4 +1,4 @@
-"""Short calibration at first use, about one second, so that drafting starts with measured pass times.
+"""Calibrate at first use, in about one second, so that drafting starts with measured pass times.
 
 `kvcli bench --calibrate` measures more and for longer, and its result has priority. Passes that take too long are left
 out, because the drafter times its own passes anyway.

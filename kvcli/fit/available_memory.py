@@ -33,7 +33,7 @@ class AvailableMemory:
     is_described: bool = False  # given by --vram or --ram, not measured on this machine
     host: int = 0  # for a GPU: bytes of host memory that the KV cache may use
     total: int = 0  # bytes of the device, used ones included; 0 = the available bytes are all
-    capability: tuple[int, int] | None = None  # of a GPU; None = unknown
+    capability: tuple[int, int] | None = None  # of a GPU: its compute capability; None = unknown
     unserved: str = ""  # why a GPU's fused kernels do not run there; "" = they run, as assumed for a described GPU
 
     @property

@@ -5,7 +5,8 @@ This project measured none of these figures. Each names its source, and library 
 
 from __future__ import annotations
 
-CONTEXT = 400 << 20  # of a GPU before a program allocates anything: 300 to 600 MiB, less if kernels load lazily
+# allocated on a GPU before a program allocates anything: 300 to 600 MiB, less if kernels load lazily
+CONTEXT = 400 << 20
 WORKING = 512 << 20  # bytes that the prefill of a chunk may compute with before chunks get smaller, or
 SHARE = 24  # this fraction of a larger GPU
 CHUNKS = (1024, 512, 256)  # chunk sizes in tokens, tried in order until one needs no more than that

@@ -64,7 +64,7 @@ class TierLimits:
         over = max(0, stored - most) * room.narrow
         here = (room.on_device or 0) * (SLACK + 1) // SLACK + room.between  # before the oldest slots are demoted
         device = min(whole, cap, held.nbytes(room.always + here + STEP))
-        left = max(0, whole + (stored - held.settled) * room.narrow - device - over)  # as it lies below the top
+        left = max(0, whole + (stored - held.settled) * room.narrow - device - over)  # in the size of lower tiers
         left = max(left, min(held.moved, stored) * room.narrow)
         host = min(left, room.in_host * room.narrow)
         away = left // room.narrow * (room.far - room.index)

@@ -50,7 +50,7 @@ class PlannedModel:
     held: tuple[weights.CheckpointTensor, ...]
     dtype: str  # dtype that it computes in, unless load.dtype is given
     packing: CheckpointFormat  # format of its weight files
-    is_assumed: bool  # tensor sizes come from the config, as there are no files
+    is_assumed: bool  # tensor sizes are computed from the config, because there are no files
     is_guess: bool  # and the quantization of its weights is unknown
     files: int  # bytes
     path: str = ""  # folder of the files

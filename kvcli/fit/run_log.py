@@ -1,4 +1,4 @@
-"""Log of used and estimated memory, one line per run. It contains no text of a chat.
+"""Log of used and estimated memory, one line per run, without any text of a chat.
 
 The median excess of the last runs over their estimates is added to the program's memory. Weights and KV are known to
 the byte, so their share of an estimate is never scaled. The excess is the same for all profiles, because otherwise a

@@ -129,7 +129,7 @@ def of_files(source: Source) -> tuple[CheckpointTensor, ...]:
 
 
 def _packs(name: str, shape: tuple[int, ...], n_experts: int) -> tuple[bool, bool]:
-    """Return if load.quant quantizes a tensor of a layer, and if it does so as weights of experts."""
+    """Return two flags: `load.quant` quantizes this tensor of a layer; it does so as weights of experts."""
     if name.endswith("bias"):
         return False, False
     of_experts = shape[:1] == (n_experts,) if len(shape) == 3 else len(shape) == 2 and bool(_EXPERT.search(name))

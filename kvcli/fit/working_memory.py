@@ -1,4 +1,4 @@
-"""Which attention kernels serve a model, and the memory of libraries and of the check after loading."""
+"""Find the attention kernels that serve a model, and the memory of libraries and of the check after loading."""
 
 from __future__ import annotations
 
