@@ -39,8 +39,7 @@ class WholeVectors:
 
 
 class WholeRows:
-    """Gate function inside experts (gpt-oss), x [M, W] -> [M, W / 2]: rows of whole vectors run in pieces, others
-    singly."""
+    """Gate function inside experts (gpt-oss), x [M, W] -> [M, W / 2]: whole vectors run in pieces, others singly."""
 
     def __init__(self, own: Callable[[Tensor], Tensor]) -> None:
         self._own = WeakMethod(own)

@@ -3,8 +3,8 @@
 On a GPU (fused.py) one launch serves all layers of one shape, by a table of addresses from `addresses`; the named
 tensors must not be moved. `path` and `count` are on the device, where a pass that samples its own tokens computes them.
 In a layer, row path[i] of the pass becomes slot length[j] + i of head j; the caller ensures the capacity. Heads that
-share one row of positions (equal `pos_start`) write the same numbers there. reference.py specifies the same for tables
-of tensors, on any device.
+share one row of positions (equal `pos_start`) write the same numbers there.
+reference.py specifies the same for tables of tensors, on any device.
 """
 
 from __future__ import annotations

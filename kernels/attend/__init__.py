@@ -2,9 +2,9 @@
 
 Layouts: q [H, N, D], k [K, S, D], v [K, S, E], where E may be D; query head h reads KV head h // (H // K). K/V are not
 copied per query head. `mask` allows: [N, S] for all heads or [K, N, S]; None = every row sees every slot. None is the
-usual case, because stored slots are older than every row. Masked slots must still be finite numbers. Results: out [H,
-N, E] and lse [H, N]; a row that sees no slot has lse = -inf and out = 0. Strides of k and v are free, but D and E are
-contiguous.
+usual case, because stored slots are older than every row. Masked slots must still be finite numbers. Results: out
+[H, N, E] and lse [H, N]; a row that sees no slot has lse = -inf and out = 0. Strides of k and v are free, but D and E
+are contiguous.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ def attend_captured(
     window: int | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Compute as `attend_captured`. Read the whole capacity, and mask slots beyond a head's length. Unused rows are
-    0."""
+    """Compute as `attend_captured`. Read the whole capacity, and mask slots after a head's length. Unused rows: 0."""
     h, n, _ = q.shape
     n_kv, wide = k.shape[0], torch.promote_types(q.dtype, torch.float32)
     opens = None if window is None else (tree.pos - window).view(1, n, 1)

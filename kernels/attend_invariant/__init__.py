@@ -7,10 +7,11 @@ order at the end. The bits of a row therefore depend on its sequence alone, not 
 the same bits alone, in a draft and in a prompt. A slot outside a window is masked, and keeps its index.
 
 KV caches call `attend_stored_and_new`. `attend_invariant` returns a layer's attention output, `attend_part` the partial
-attention over one tier; reference.py specifies both. `attend_quantized_part` is `attend_part` over quantized slots,
-with the bits that the dequantized slots would give. Supported are bf16 and float32 on a CPU, all of one dtype; weights
-are rounded to bf16 for bf16 values. `why_not` returns why other cases are not. The CPU needs native kernels, because
-torch's are batch variant. Hidden slots must still be finite, apart from the spare capacity after a head's slots.
+attention over one tier; reference.py specifies both.
+`attend_quantized_part` is `attend_part` over quantized slots, with the bits that the dequantized slots would give.
+Supported are bf16 and float32 on a CPU, all of one dtype; weights are rounded to bf16 for bf16 values. `why_not`
+returns why other cases are not. The CPU needs native kernels, because torch's are batch variant. Hidden slots must
+still be finite, apart from the spare capacity after a head's slots.
 
 On a GPU bf16 and fp16 are supported by Triton (fused.py), in tiles of 64 and another partition. Heads there begin with
 their first stored slot, even if slots before were evicted, and `SelectedPages` are not supported. Prefill rows are not
@@ -111,8 +112,7 @@ class NewRows:
     sent: dict[Any, Any] = field(default_factory=dict)
 
     def parts(self, q: Tensor, scale: float, softcap: float) -> list[PartialAttention]:
-        """Compute attention of q [H, n, D] over the new KV alone, for stored slots that cannot be in one sequence with
-        it."""
+        """Compute attention of q [H, n, D] over the new KV alone, if stored slots cannot be in one sequence with it."""
         fresh = attend_new_tokens(q, self.k, self.v, scale, self.sees, softcap=softcap)
         if self.sink is None:
             return [*self.before, fresh]
@@ -198,8 +198,7 @@ def attend_part(
     chosen: SelectedPages | None = None,
     level: str | None = None,
 ) -> PartialAttention:
-    """Compute partial attention over stored slots alone, for `before`; both tensors are float32, views of [N, H,
-    ..]."""
+    """Compute partial attention over stored slots alone, for `before`; both tensors float32, as views of [N, H, ..]."""
     if q.device.type == "cuda":
         assert chosen is None, "not served there"
         return attend_stored_and_new(q, run, None, pos, scale, window=window, softcap=softcap)

@@ -241,9 +241,9 @@ def attend_invariant(
     unit: int = UNIT,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of q [H, N, D] over the slots of a layer and, down a tree, fresh_k [K, M, D], fresh_v [K, M,
-    E]. With `tree` None over the slots alone, with positions `row_pos` [N] for a window, and `upto` [N] to limit the
-    slots.
+    """Compute attention of q [H, N, D] over the slots of a layer and, down a tree, fresh_k [K, M, D], fresh_v
+    [K, M, E]. With `tree` None over the slots alone, with positions `row_pos` [N] for a window, and `upto` [N] to limit
+    the slots.
 
     -> out [N, H, E] in q's dtype and lse [N, H] float32, written to `out` and `lse` if given. `capacity`: a bound on
     the slots of a head that the host knows; bits do not depend on it. `sink` [H] float32. `scratch`: float32 of

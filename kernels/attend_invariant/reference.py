@@ -25,14 +25,13 @@ def attend_invariant(
     sink: Tensor | None = None,
     chosen: SelectedPages | None = None,
 ) -> PartialAttention:
-    """Compute attention of q [H, N, D] over `run`, or each row's selected pages, then over new k [K, M, D], v [K, M,
-    E].
+    """Compute attention of q [H, N, D] over `run`, or each row's pages of it, then over new k [K, M, D], v [K, M, E].
 
     The query rows are the last N of the M; `pos` [M] are the positions of all. `sees` [N, M] bool: the new rows that a
     row sees, including itself; None = itself and all before it. `window`: a row sees positions from 0 on above its own
-    minus the window, also of new rows. `softcap`: c tanh(s / c) of scaled scores. `before`: partial attention of the
-    same rows over older slots. `sink` [H]: attention sink logits, which add mass and no value. A row that sees no slot
-    gets zeros.
+    minus the window, also of new rows. `softcap`: c tanh(s / c) of scaled scores.
+    `before`: partial attention of the same rows over older slots. `sink` [H]: attention sink logits, which add mass and
+    no value. A row that sees no slot gets zeros.
     """
     h, n, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -17,8 +17,7 @@ LARGEST = 256  # size of a key or value
 
 
 def fits(d: int, e: int) -> bool:
-    """True if keys of size `d` and values of size `e` are supported: 16 bytes are loaded, 16 numbers multiplied at
-    once."""
+    """True if keys of size `d` and values of size `e` are supported: 16 bytes are loaded, 16 numbers multiplied."""
     return not d % 16 and not e % 16 and max(d, e) <= LARGEST
 
 

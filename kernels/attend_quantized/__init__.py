@@ -5,8 +5,9 @@ q [H, N, D]; one `PackedHead` per KV head, each of its own length, with values o
 the KV cache's computation. float32 and float64 run in full precision (dequantized keys and values, products and sums in
 that dtype). For 16-bit dtypes the softmax and the sums are float32, and probabilities are rounded to 16 bits for the
 product with the values, as in `attend`. Results: out [H, N, E] and lse [H, N]; a row that sees no slot has lse = -inf
-and out = 0. `attend_table` computes the same in one launch, batch invariant, for heads that are unchanged from pass to
-pass: on GPUs that kernels/triton_support.py supports, for heads that `table.why_not` accepts.
+and out = 0.
+`attend_table` computes the same in one launch, batch invariant, for heads that are unchanged from pass to pass: on GPUs
+that kernels/triton_support.py supports, for heads that `table.why_not` accepts.
 """
 
 from __future__ import annotations
@@ -58,8 +59,7 @@ def attend_quantized(
 def attend_table(
     q: Tensor, table: Table, scale: float, pos: Sequence[int], *, softcap: float = 0.0, window: int | None = None
 ) -> PartialAttention:
-    """Compute attention of q [H, N, D] of any float dtype, at positions pos [N], over a layer's heads, without
-    holes."""
+    """Compute attention of q [H, N, D] of any float dtype, at positions pos [N], over a layer's heads except holes."""
     from kvcli.kernels.attend_quantized import fused  # imports Triton, which is not installed everywhere
 
     at = None

@@ -3,12 +3,12 @@
 Keys. A row becomes two signed bytes per number, 128 * high + low, which is 14 bits against the 8 of bfloat16.
 `torch._int_mm` multiplies them by the codes directly: 0.39 ms for a layer of 16k slots (4 KV heads of 64, groups of 4,
 one thread, AVX512-VNNI). A bfloat16 product takes 0.6 ms, and so does `_weight_int8pack_mm`, which adds up across each
-short row of 64. Sums are of integers, so they do not depend on the number of rows. Values. `_weight_int8pack_mm` over
-codes stored transposed, their scales multiplied into the probabilities: 0.3 ms where bfloat16 takes 0.7. It is fast in
-bfloat16 only, and reads 16 slots at a time without handling a remainder. Both are slower than bfloat16 products for
-many rows, which use matrix units. There are no products for fewer bits than 8; their codes are unpacked, converted and
-multiplied. A head's slots are processed all at once: in parts of 2048 to 8192 slots the products take half as long
-again, and no other step gets faster.
+short row of 64. Sums are of integers, so they do not depend on the number of rows.
+Values. `_weight_int8pack_mm` over codes stored transposed, their scales multiplied into the probabilities: 0.3 ms where
+bfloat16 takes 0.7. It is fast in bfloat16 only, and reads 16 slots at a time without handling a remainder.
+Both are slower than bfloat16 products for many rows, which use matrix units. There are no products for fewer bits than
+8; their codes are unpacked, converted and multiplied. A head's slots are processed all at once: in parts of 2048 to
+8192 slots the products take half as long again, and no other step gets faster.
 """
 
 from __future__ import annotations

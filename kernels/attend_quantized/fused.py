@@ -86,8 +86,7 @@ def attend_quantized(
 def attend(
     q: Tensor, table: Table, scale: float, softcap: float, at: Tensor | None = None, window: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Compute q [H, N, D] -> out [H, N, D], lse [H, N], float32. `window`: positions seen by rows at positions at
-    [N]."""
+    """Compute q [H, N, D] -> out [H, N, D], lse [H, N], float32. `window`: positions seen by rows at positions `at`."""
     (h, n, d), kv = q.shape, len(table.heads)
     span, g = table.span if n <= MANY else table.whole, h // kv
     n_spans = max(1, triton.cdiv(table.longest, span))

@@ -1,5 +1,4 @@
-"""Addresses of a layer's quantized heads, for a kernel that reads all heads in one launch; rebuilt when heads
-change."""
+"""Addresses of a layer's quantized heads, for a kernel that reads all heads in one launch; remade when heads change."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ def why_not(heads: Sequence[PackedHead], masks: Sequence[Tensor | None] = ()) ->
 
 
 def table_of(heads: Sequence[PackedHead], pos: Sequence[Tensor | None], *, has_holes: bool) -> Table:
-    """Build the table of heads that `why_not` accepts. pos [S] int32 per head, -1 = hole; read for holes and
-    windows."""
+    """Build the table of heads that `why_not` accepts. pos [S] int32 per head, -1 = hole; read for holes or windows."""
     rows = [_row(head, at) for head, at in zip(heads, pos, strict=True)]
     at = torch.tensor(rows, dtype=torch.int64)
     device, first = heads[0].rest.device, heads[0]
@@ -99,8 +97,7 @@ def table_of(heads: Sequence[PackedHead], pos: Sequence[Tensor | None], *, has_h
 
 
 def _row(head: PackedHead, pos: Tensor | None) -> list[int]:
-    """Return addresses of codes, scales, zeros, unquantized keys, positions; then quantized keys, slots, value
-    capacity."""
+    """Return addresses of codes, scales, zeros, unquantized keys, positions; then quantized keys, slots, value room."""
     packed = 0 if head.keys.bits == 16 else head.keys.codes.shape[0]
     room = head.values.codes.shape[1] if head.values.bits == 8 else head.length
     return [*_addresses(head), 0 if pos is None else pos.data_ptr(), packed, head.length, room]

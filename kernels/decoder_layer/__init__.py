@@ -32,8 +32,7 @@ class Layer(ctypes.Structure):
 
     @cached_property
     def known(self) -> tuple[int, int, list[int]]:
-        """The address, D, and the heads of q, k and v. Cached, because each access to a nested structure makes an
-        object."""
+        """The address, D, and the heads of q, k and v. Cached, because each access to a nested struct creates one."""
         return ctypes.addressof(self), self.D, [product.N // self.D for product in (self.q, self.k, self.v)]
 
 

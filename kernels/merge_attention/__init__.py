@@ -28,8 +28,8 @@ class PartialAttention:
 
 
 def merge_attention(parts: Sequence[PartialAttention]) -> Tensor:
-    """Merge partial results of the same rows -> [H, N, D]; a single one unchanged, several in the dtype of `lse`. A row
-    without visible slots gives 0."""
+    """Merge partial results of the same rows -> [H, N, D]; a single result is returned unchanged, several in the dtype
+    of `lse`. A row without visible slots gives 0."""
     if len(parts) == 1:
         return parts[0].out
     lse = parts[0].lse
@@ -40,9 +40,7 @@ def merge_attention(parts: Sequence[PartialAttention]) -> Tensor:
     ):
         # two parts in the same way, because a tier that is added later must not change the formula, and with it the
         # bits
-        from kvcli.kernels.merge_attention.fused import (
-            merge_attention as fused,
-        )  # only where Triton is supported  # imports Triton, so only where it is supported
+        from kvcli.kernels.merge_attention.fused import merge_attention as fused  # only where Triton is supported
 
         return fused([p.out for p in parts], [p.lse for p in parts])[0]
     if len(parts) == 2:  # plain decoding; the same sum in four calls instead of ten

@@ -49,8 +49,7 @@ def experts(x: Tensor, form: ExpertWeights, n: int, ends: Sequence[int]) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Equal tensors for each of E experts, one expert after the other, so that a row's product reads contiguous
-    data."""
+    """Equal tensors for each of E experts, one expert after the other, so that a product reads contiguous data."""
 
     memory: Tensor  # [E, bytes] uint8
     tensors: tuple[Tensor, ...]  # [E, ...], views of it

@@ -31,8 +31,7 @@ def rotate_kernel(
     p_k, p_pos, p_freq, p_out, scaling, s, R: tl.constexpr, D: tl.constexpr, X: tl.constexpr, P: tl.constexpr,
     Y: tl.constexpr, NEAR: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate slots of a head; grid (blocks of X slots, heads). NEAR: channels 2 c, 2 c + 1 are a pair, else c, c +
-    R."""
+    """Rotate slots of a head; grid (blocks of X slots, heads). NEAR: channels 2 c, 2 c + 1 pair, else c, c + R."""
     i_slot = tl.program_id(0) * X + tl.arange(0, X)
     there = i_slot < s
     row = tl.program_id(1).to(tl.int64) * s + i_slot

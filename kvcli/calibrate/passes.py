@@ -37,8 +37,7 @@ def contexts(limit: int) -> list[int]:
 
 
 def pass_times(lm: LM, tell: Callable[[str], None]) -> list[PassTime]:
-    """Time the whole grid. At each context row counts alternate, so that a machine that slows down affects all
-    alike."""
+    """Time the whole grid. Row counts alternate at each context, so that a machine that slows down affects all."""
     found: list[PassTime] = []
     for context in contexts(lm.limit):
         tell(f"timing passes over {context:,} tokens")

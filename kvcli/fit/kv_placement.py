@@ -43,8 +43,7 @@ class HeldSlots:
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
-    """Capacity limits of the tiers, equal to those of a KV cache, so that a plan refuses what the cache would
-    refuse."""
+    """Capacity limits of the tiers, equal to those of a KV cache, so that a plan refuses what the cache refuses."""
 
     room: Callable[[int, int], CacheCapacity]  # tokens of a pass, free bytes if no size is given -> capacity
     free: int  # bytes of the device for the whole plan

@@ -148,8 +148,7 @@ def subject_of(source: Source) -> PlannedModel:
 def plan(
     subject: PlannedModel, profile: Profile, room: AvailableMemory, context: int | None, facts: MeasuredFacts
 ) -> Plan:
-    """Plan a model. `context` None: the profile's context window; if it is auto, the model's limit or the most that
-    fits."""
+    """Plan a model. `context` None: the profile's context window; if auto, the model's limit or the most that fits."""
     load, whole = profile.load, profile.whole
     form = whole.form.settings
     number = subject.number if load.dtype == "auto" else weights.BYTES[load.dtype]
