@@ -1,4 +1,4 @@
-"""Which implementation serves an op, chosen once per (op, device, dtype) and able to say why."""
+"""Choose the implementation of each op once per (op, device, dtype), and explain the choice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from kvcli.kernels import native, triton_support
 
-ON_GPUS = {  # what Triton kernels serve, and of it what is left to the reference
+ON_GPUS = {  # cases that Triton kernels serve, and cases left to the reference
     "attend_invariant": "rows over slots and their pass, one sequence each; slots that rows choose are not served",
     "attend": "as attend_invariant; slots behind a mask in plain PyTorch",
     "attend_quantized": "codes as they lie, all heads at once",
@@ -22,13 +22,13 @@ ON_GPUS = {  # what Triton kernels serve, and of it what is left to the referenc
 
 @cache
 def choose(op: str, device: str, dtype: torch.dtype, bent: bool = False) -> Callable[..., Any]:
-    """The function behind `op` for tensors of this device and type. `bent`: soft-capped scores, or a limit a row."""
+    """Return the function of `op` for tensors of this device and dtype. `bent`: scores have a softcap or row limits."""
     module, _ = _decide(op, device, dtype, bent)
     return getattr(import_module(f"kvcli.kernels.{op}.{module}"), op)
 
 
 def explain(device: str, dtype: torch.dtype) -> list[tuple[str, str, str]]:
-    """(op, implementation, reason) for each op that dispatches; `kvcli doctor` prints it."""
+    """Return (op, implementation, reason) for each op with several implementations; `kvcli doctor` prints them."""
     names = ["attend", "attend_new_tokens", "attend_quantized"] + (
         ["attend_invariant", "merge_attention", "append_kv"] if device == "cuda" else []
     )

@@ -1,9 +1,8 @@
-"""Activations of a model in whole vectors, so that a number's bits do not depend on where in a tensor it lies.
+"""Batch-invariant activations: applied in whole vectors, so that bits do not depend on an element's place in a tensor.
 
-torch's loops over elements take some numbers at a time and those that are left one by one, with another e^x and tanh;
-a tensor that is shared out among threads has such rests in its middle. So a row in company may round otherwise than
-alone.
-In pieces that are multiples of 64 numbers, and too short to be shared out, there are no rests.
+torch's elementwise loops compute full vectors first and the remaining elements one by one, with other versions of e^x
+and tanh. A tensor that is divided among threads has such remainders in its middle, so a row may be rounded differently
+in a batch than alone. Pieces of a multiple of 64 elements, too short to be divided among threads, have no remainders.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from torch.nn.functional import pad
 
 from kvcli.kernels.module_probe import probe_output
 
-STEP = 64  # numbers: two vectors of the widest CPU in 16 bits
-PIECE = 32768  # numbers; more of them are shared out among threads
-MIXED = (3, 7)  # of the trial's tensor
+STEP = 64  # elements: two vectors of the widest CPU in 16 bits
+PIECE = 32768  # elements; larger tensors are divided among threads
+MIXED = (3, 7)  # shape of the probe tensor
 
 
 class WholeVectors:
-    """The forward of one activation, in pieces. Holds no module: one that held itself would outlive its model."""
+    """Forward of one activation, in pieces. Its reference is weak, because a strong one would keep the model alive."""
 
     def __init__(self, own: Callable[[Tensor], Tensor]) -> None:
         self._own = WeakMethod(own)
@@ -40,8 +39,7 @@ class WholeVectors:
 
 
 class WholeRows:
-    """A gate that experts compute themselves (gpt-oss), x [M, W] -> [M, W / 2]: rows that are whole vectors in pieces,
-    others one by one."""
+    """Gate function inside experts (gpt-oss), x [M, W] -> [M, W / 2]: whole vectors run in pieces, others singly."""
 
     def __init__(self, own: Callable[[Tensor], Tensor]) -> None:
         self._own = WeakMethod(own)
@@ -58,8 +56,7 @@ class WholeRows:
 
 @torch.no_grad()
 def make_activations_invariant_(root: nn.Module) -> int:
-    """Have all modules below `root` that are found to be a function of single numbers computed so, and gates of experts
-    without such a module. Returns how many."""
+    """Make elementwise modules below `root`, and gates of experts without one, batch invariant. Return how many."""
     done = 0
     for module in root.modules():
         gate: Any = getattr(module, "_apply_gate", None)
@@ -76,7 +73,7 @@ def make_activations_invariant_(root: nn.Module) -> int:
 
 
 def _is_elementwise(module: nn.Module) -> bool:
-    """Whether it gives each number by itself, and another one than came in."""
+    """True if the module maps each element by itself and changes its input."""
     x = torch.linspace(-4, 4, MIXED[0] * MIXED[1]).view(MIXED)
     found = probe_output(module, x)
     if found is None or found.shape != x.shape or torch.equal(found, x):

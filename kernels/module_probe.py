@@ -1,4 +1,4 @@
-"""What a module of a model gives for trial rows, so that it is known by what it does; and which modules do the same."""
+"""Identify a model's modules by their outputs for probe rows, and group the modules that compute the same."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-# How a module, which may be anybody's, says that rows are not what it takes
+# Errors by which a module of any origin rejects rows of the wrong shape or type
 REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 T = TypeVar("T")
 
 
 def probe_output(module: nn.Module, x: Tensor) -> Tensor | None:
-    """None where it takes, or gives, something else than one tensor of one type."""
+    """Return the module's output, or None if it does not map one tensor to one tensor of the same dtype."""
     try:
         found = module(x)
     except REFUSALS:
@@ -24,10 +24,10 @@ def probe_output(module: nn.Module, x: Tensor) -> Tensor | None:
 
 
 def kind(module: nn.Module) -> Hashable:
-    """All that says what a module computes, but for its weights: modules of a kind need no trial each.
+    """Return a key of all that determines a module's function, apart from its weights; one probe serves all equal keys.
 
-    Classes, settings, shapes and types, and those of what is inside; what cannot be compared is alike where it is the
-    same object. The index of a layer is left out: no two have the same.
+    The key holds classes, settings, shapes and dtypes, also of submodules; other objects are compared by identity. The
+    layer index is left out, because it differs in all layers.
     """
     own = {k: v for k, v in vars(module).items() if k not in _NO_SETTINGS}
     tensors = {**module._parameters, **module._buffers}
@@ -40,7 +40,7 @@ def kind(module: nn.Module) -> Hashable:
 
 
 def group_by_kind(these: Iterable[T], kind_of: Callable[[T], Hashable]) -> list[list[T]]:
-    """Grouped by kind, in their order."""
+    """Group the items by kind, in their order."""
     found: dict[Hashable, list[T]] = {}
     for one in these:
         found.setdefault(kind_of(one), []).append(one)
@@ -48,7 +48,7 @@ def group_by_kind(these: Iterable[T], kind_of: Callable[[T], Hashable]) -> list[
 
 
 def first_and_last(group: Sequence[T]) -> Sequence[T]:
-    """Those of a kind that are tried in place of all: the first and the last, as models differ at their ends."""
+    """Return the modules of a group to probe in place of all: the first and the last, as a model's ends may differ."""
     return group if len(group) < 3 else (group[0], group[-1])
 
 
@@ -60,11 +60,11 @@ def _setting(value: object) -> Hashable:
         return value
     if isinstance(value, list | tuple):
         return tuple(map(_setting, value))
-    if isinstance(value, set | dict):  # what there are most of: empty ones, of hooks
+    if isinstance(value, set | dict):  # mostly empty dicts of hooks
         return frozenset(map(_setting, value.items() if isinstance(value, dict) else value))
     if isinstance(value, partial):
         return _setting((value.func, value.args, value.keywords))
     if isinstance(value, MethodType):
         return id(value.__func__)
-    found: Hashable = getattr(value, "kind", id(value))  # what took the place of a forward says of which kind it is
+    found: Hashable = getattr(value, "kind", id(value))  # a replaced forward states its kind
     return found

@@ -1,7 +1,7 @@
-"""Which devices the Triton kernels serve, and for what reason they leave others to the references.
+"""Devices that the Triton kernels support, and the reason why the others run the references.
 
-They need a card whose matrix units take bfloat16 (compute capability 8.0), and are written for NVIDIA's. Their source
-compiles for AMD's cards too, where nobody has run it. Triton's interpreter serves tensors on a CPU, for tests alone.
+The kernels need an NVIDIA GPU with bfloat16 matrix units (compute capability 8.0). Their source also compiles for AMD
+GPUs, where it was never run. Triton's interpreter runs tensors on a CPU, for tests only.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 LEAST = (8, 0)  # compute capability
-TYPES = (torch.bfloat16, torch.float16)  # float32 and float64 are held to in full, which matrix units are not
+TYPES = (torch.bfloat16, torch.float16)  # float32 and float64 need full precision, which matrix units do not have
 
 
-@cache  # asked in each layer of a pass
+@cache  # called in each layer of a pass
 def why_not(device: torch.device, dtype: torch.dtype) -> str:
-    """Why tensors of this type there are not served; "" if they are."""
+    """Return why tensors of this device and dtype are not supported; "" if they are."""
     if device.type != "cuda":
         return f"no fused kernels for {device.type}"
     if dtype not in TYPES:
@@ -41,11 +41,11 @@ def _why_no_card(device: torch.device) -> str:
 
 
 def tiles_under_way(device: torch.device) -> int:
-    """Of what a kernel of attention reads, so that loads hide behind each other: three where a processor shares more
-    than 100 KB and has room for two programs of it all the same. No bit depends on it."""
+    """Return the pipeline stages of attention kernels, so that loads overlap: three if a multiprocessor has over 100 KB
+    of shared memory and two programs still fit. The result's bits do not depend on the number."""
     return 3 if device.type == "cuda" and torch.cuda.get_device_capability(device) in ((8, 0), (9, 0)) else 2
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether kernels without matrix products take all these: they compute in float32."""
+    """True if kernels without matrix products support all these tensors: such kernels compute in float32."""
     return all(t.dtype in (*TYPES, torch.float32) and not why_not(t.device, TYPES[0]) for t in tensors)

@@ -1,11 +1,10 @@
-"""Accepted rows of a pass become slots: keys, values and positions of all layers at once, and lengths grow by their
-number.
+"""Commit the accepted rows of a pass: store their KV and positions in all layers at once, and increase lengths.
 
-On a GPU (fused.py) one launch serves all layers of one shape, by a table of addresses: `addresses` makes it, and what
-it names must stay where it is. `path` and `count` lie on the device, where a pass that draws its own tokens makes
-them. In a layer, row path[i] of the pass goes to the slot length[j] + i of head j, for which there is room. Heads whose
-positions are one row (`pos_start` the same for all) write the same numbers there.
-reference.py says the same of tables as they are, on any device.
+On a GPU (fused.py) one launch serves all layers of one shape, by a table of addresses from `addresses`; the named
+tensors must not be moved. `path` and `count` are on the device, where a pass that samples its own tokens computes them.
+In a layer, row path[i] of the pass becomes slot length[j] + i of head j; the caller ensures the capacity. Heads that
+share one row of positions (equal `pos_start`) write the same numbers there.
+reference.py specifies the same for tables of tensors, on any device.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ from torch import Tensor
 
 from kvcli.kernels.attend_invariant.tables import Table
 
-COLUMNS = 10  # of a layer: k, v, pos, start, length, pos_start, fresh k and v, the strides of heads and of rows
-Fresh = Sequence[tuple[Tensor, Tensor]]  # by layer: k [K, M, D], v [K, M, E], both with the same strides but for size
+COLUMNS = 10  # of a layer: k, v, pos, start, length, pos_start, new k and v, the strides of heads and of rows
+# by layer: new k [K, M, D], v [K, M, E], both with the same strides but for size
+Fresh = Sequence[tuple[Tensor, Tensor]]
 
 
 def addresses(tables: Sequence[Table], fresh: Fresh, device: torch.device) -> Tensor:
-    """[L, COLUMNS] int64 on the device: where layers of one shape lie, and what a pass made of them."""
+    """Return [L, COLUMNS] int64 on the device: addresses of the slots and of the new KV of layers of one shape."""
     rows = []
     for table, (k, v) in zip(tables, fresh, strict=True):
         assert table.pos is not None, "positions are stored"

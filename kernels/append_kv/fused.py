@@ -1,4 +1,4 @@
-"""Accepted rows become slots, in Triton: a program for each layer and head, which alone reads and moves its length."""
+"""Commit accepted rows in Triton: one program per layer and head, which alone reads and updates the head's length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvcli.kernels.append_kv import COLUMNS
 
-ROWS = 16  # that a program copies at a time
+ROWS = 16  # copied by a program at a time
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def append_kernel(
     p_path,  # [F] int32
     p_count,  # [1] int32
     p_row_pos,  # [M] int32
-    p_like,  # of the type of keys and values; not read
+    p_like,  # has the dtype of keys and values; not read
     COLUMNS: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -25,7 +25,7 @@ def append_kernel(
     EP: tl.constexpr,
     R: tl.constexpr,
 ):
-    """grid (L, K). Strides of fresh rows are in units of a row."""
+    """Commit the rows of one layer and head; grid (L, K). Strides of new KV are in units of a row."""
     p_layer, head = p_layers + tl.program_id(0) * COLUMNS, tl.program_id(1)
     p_k, p_v = (
         tl.multiple_of(tl.load(p_layer).to(p_like.dtype), 16),
@@ -58,8 +58,8 @@ def append_kernel(
 def append_kv(
     layers: Tensor, path: Tensor, count: Tensor, row_pos: Tensor, *, heads: int, d: int, e: int, like: Tensor
 ) -> None:
-    """layers [L, COLUMNS] as `addresses` made them, of so many KV heads, keys of `d` and values of `e` numbers of the
-    type of `like`; the rest as the reference says."""
+    """Commit rows. layers [L, COLUMNS] from `addresses`, with `heads` KV heads, keys of size `d` and values of size `e`
+    in the dtype of `like`; other arguments as in the reference."""
     sizes = {"D": d, "E": e, "DP": triton.next_power_of_2(d), "EP": triton.next_power_of_2(e)}
     grid = layers.shape[0], heads
     append_kernel[grid](

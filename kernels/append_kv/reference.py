@@ -1,4 +1,4 @@
-"""Accepted rows become slots, in plain PyTorch: the specification of `append_kv`."""
+"""Commit accepted rows in plain PyTorch: the specification of `append_kv`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcli.kernels.attend_invariant.tables import Table
 
 
 def append_kv(tables: Sequence[Table], fresh: Fresh, path: Tensor, count: Tensor, row_pos: Tensor) -> None:
-    """path [F] int32: rows of the pass, of which the first count [1] are stored; row_pos [M] int32."""
+    """Store the first count [1] rows of path [F] int32, which are rows of the pass; row_pos [M] int32."""
     rows = path[: int(count)].long()
     for table, (k, v) in zip(tables, fresh, strict=True):
         pos_start = table.start if table.pos_start is None else table.pos_start

@@ -1,8 +1,8 @@
-"""The likeliest token of each row, or one drawn by coupled noise, without waiting for the device.
+"""Highest logit of each row, or a sample by coupled noise, without waiting for the device.
 
-logits [N, V] in bfloat16, float16 or float32 -> ids [N] int32, -1 where the highest is no finite number: a device says
-so with its answer. Of equals the lowest id wins. With `noise`, argmax(logits / heat + gumbel) in float64, by the noise
-of kernels/gumbel, which draws from softmax(logits / heat).
+logits [N, V] in bfloat16, float16 or float32 -> ids [N] int32, -1 if the highest is not finite: the device reports the
+error with its result. Of equal logits the lowest id wins. With `noise`, argmax(logits / heat + gumbel) in float64, by
+the noise of kernels/gumbel_noise, which samples from softmax(logits / heat).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcli.kernels import triton_support
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """By row, on the device of the logits: so a captured frame serves any sampler."""
+    """Sampling parameters by row, on the device of the logits, so that a captured pass serves any sampler."""
 
     seed: Tensor  # [N] int64
     pos: Tensor  # [N] int64
@@ -25,14 +25,15 @@ class Noise:
 
 
 def why_not(logits: Tensor) -> str:
-    """Why logits are left to PyTorch; "" if they are not."""
-    dtype = torch.bfloat16 if logits.dtype == torch.float32 else logits.dtype  # compared, and not multiplied
+    """Return why PyTorch computes these logits; "" if the kernel does."""
+    # float32 logits are compared, not multiplied
+    dtype = torch.bfloat16 if logits.dtype == torch.float32 else logits.dtype
     return triton_support.why_not(logits.device, dtype)
 
 
 def argmax(logits: Tensor, noise: Noise | None = None) -> Tensor:
-    """Ids [N] int32. Only for what `why_not` has no reason against."""
-    from kvcli.kernels.argmax import fused  # imported late: there is no Triton where nothing is served
+    """Return ids [N] int32. Call it only if `why_not` returns ""."""
+    from kvcli.kernels.argmax import fused  # imported late: Triton may not be installed
 
     return fused.argmax(logits, noise)
 

@@ -1,4 +1,4 @@
-"""The highest score of each row: of pieces of the vocabulary first, and of what was found in them then."""
+"""Highest score of each row in Triton: first in pieces of the vocabulary, then among the results of the pieces."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvcli.kernels.gumbel_noise.reference import GOLDEN, MIX1, MIX2
 if TYPE_CHECKING:
     from kvcli.kernels.argmax import Noise
 
-PIECE = 1024  # tokens of a program
+PIECE = 1024  # tokens per program
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _GOLDEN, _MIX1, _MIX2 = tl.constexpr(GOLDEN), tl.constexpr(MIX1), tl.constexpr(MIX2)
-NOTHING = tl.constexpr(1 << 30)  # an id above all others
+NOTHING = tl.constexpr(1 << 30)  # larger than any id
 
 
 def argmax(logits: Tensor, noise: Noise | None = None) -> Tensor:
-    """logits [N, V] -> ids [N] int32, -1 = not finite."""
+    """Compute logits [N, V] -> ids [N] int32, -1 = not finite."""
     logits = logits.contiguous()
     n, vocab = logits.shape
     pieces = triton.cdiv(vocab, PIECE)
@@ -40,7 +40,7 @@ def pieces_kernel(
     p_logits, p_seed, p_pos, p_heat, p_scores, p_found, V,
     PIECES: tl.constexpr, PIECE: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
-    """The highest score of one piece of a row and where it is, [N, PIECES] each; grid (PIECES, N)."""
+    """Find the highest score of one piece of a row and its id, [N, PIECES] each; grid (PIECES, N)."""
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_v = piece * PIECE + tl.arange(0, PIECE)
     b_s = tl.load(p_logits + row * V + i_v, mask=i_v < V, other=float("-inf")).to(tl.float32)  # [PIECE]
@@ -49,7 +49,7 @@ def pieces_kernel(
         b_bits = _splitmix(key ^ _splitmix(i_v.to(tl.int64)))
         b_u = (_shift(b_bits, 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2 ** -52
         b_s = tl.div_rn(b_s, tl.load(p_heat + row)).to(tl.float64) - tl.log(-tl.log(b_u))
-    b_s = tl.where(b_s != b_s, float("inf"), b_s)  # no number: the highest there is, and then not finite
+    b_s = tl.where(b_s != b_s, float("inf"), b_s)  # NaN becomes the highest score, which is then not finite
     best, at = _highest(b_s, tl.where(i_v < V, i_v, NOTHING))
     tl.store(p_scores + row * PIECES + piece, best)
     tl.store(p_found + row * PIECES + piece, at)
@@ -57,7 +57,7 @@ def pieces_kernel(
 
 @triton.jit
 def row_kernel(p_scores, p_found, p_ids, PIECES: tl.constexpr, BLOCK: tl.constexpr):
-    """The highest of a row's pieces; grid (N,)."""
+    """Find the highest score of a row's pieces; grid (N,)."""
     row = tl.program_id(0).to(tl.int64)
     i_p = tl.arange(0, BLOCK)
     b_s = tl.load(p_scores + row * PIECES + i_p, mask=i_p < PIECES, other=float("-inf"))  # [BLOCK]
@@ -68,14 +68,14 @@ def row_kernel(p_scores, p_found, p_ids, PIECES: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _highest(b_s, b_at):
-    """The highest of scores, and the lowest place that has it: both the same in whatever order they are compared."""
+    """Return the highest score and the lowest id that has it, the same for any order of comparison."""
     best = tl.max(b_s, 0)
     return best, tl.min(tl.where(b_s == best, b_at, NOTHING), 0)
 
 
 @triton.jit
 def _splitmix(x):
-    """As kernels/gumbel_noise/reference.py, in int64."""
+    """The function of kernels/gumbel_noise/reference.py, in int64."""
     x = x + _GOLDEN
     x = (x ^ _shift(x, 30)) * _MIX1
     x = (x ^ _shift(x, 27)) * _MIX2
@@ -84,5 +84,5 @@ def _splitmix(x):
 
 @triton.jit
 def _shift(x, BITS: tl.constexpr):
-    """Without the sign."""
+    """Shift right without the sign."""
     return (x >> BITS) & ((1 << (64 - BITS)) - 1)

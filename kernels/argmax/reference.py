@@ -1,4 +1,4 @@
-"""The highest score of each row in plain PyTorch: the specification of `argmax`."""
+"""Highest score of each row in plain PyTorch: the specification of `argmax`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def argmax(logits: Tensor, noise: Noise | None = None) -> Tensor:
-    """logits [N, V] -> ids [N] int32, -1 = not finite."""
+    """Compute logits [N, V] -> ids [N] int32, -1 = not finite."""
     scores = logits.float().double()
     if noise is not None:
         every = torch.arange(logits.shape[1], device=logits.device)

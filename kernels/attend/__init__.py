@@ -1,9 +1,9 @@
-"""Attention of rows over stored slots, with the log-sum-exp that lets parts merge.
+"""Attention of rows over stored slots, with the log-sum-exp by which partial attention results merge.
 
-Layouts: q [H, N, D], k [K, S, D], v [K, S, E], where E may be D; query head h reads KV head h // (H // K). No copy of
-K/V per query head is made. `mask` allows: [N, S] for all heads or [K, N, S]; None = every row sees every slot, which is
-the usual case, as stored slots are older than every row. What a mask hides must still be finite numbers. Results: out
-[H, N, E] and lse [H, N]; a row that sees nothing has lse = -inf and out = 0. Strides of k and v are free, but D and E
+Layouts: q [H, N, D], k [K, S, D], v [K, S, E], where E may be D; query head h reads KV head h // (H // K). K/V are not
+copied per query head. `mask` allows: [N, S] for all heads or [K, N, S]; None = every row sees every slot. None is the
+usual case, because stored slots are older than every row. Masked slots must still be finite numbers. Results: out
+[H, N, E] and lse [H, N]; a row that sees no slot has lse = -inf and out = 0. Strides of k and v are free, but D and E
 are contiguous.
 """
 
@@ -28,12 +28,11 @@ def attend(
     length: int | Sequence[int] | None = None,
     upto: Tensor | None = None,
 ) -> PartialAttention:
-    """Rows over slots -> one part. `softcap` > 0 bends scores as Gemma 2 does; S may be 0.
+    """Compute the partial attention of rows over slots. `softcap` > 0 caps scores as in Gemma 2; S may be 0.
 
-    `length` says that only the first so many slots count, in all KV heads or in each: the rest is spare room, which
-    must hold finite numbers. Handing over a whole slab this way spares kernels that want their input in one piece a
-    copy, and a mask where heads differ. `upto` [N] int32, beside q: a row sees slots before that one only. Neither goes
-    with a mask.
+    `length`: only the first so many slots are read, in all KV heads or in each. The rest is spare capacity, which must
+    hold finite numbers. Passing a whole buffer this way saves a copy for kernels that need contiguous input, and a mask
+    if heads differ. `upto` [N] int32, beside q: a row sees only slots before this index. Both are invalid with a mask.
     """
     assert mask is None or (length is None and upto is None), "a mask says itself which slots count"
     if length is None:

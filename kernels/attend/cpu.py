@@ -1,11 +1,12 @@
-"""Rows over slots on CPU: two products and a softmax for few rows over many slots, else torch's flash kernel.
+"""Attention of rows over slots on CPU: two products and a softmax for few rows over many slots, else a flash kernel.
 
 Measured on one thread, 4 KV heads of 64 with 4 query heads each (docs/lab-log.md): at 16k slots the products take half
-the time of the flash kernel for 1 row and two thirds for 8, because that kernel multiplies in small pieces; at 512 it
-wins by its single call. The products want the slab in one piece (a batched product copies anything else), and in 16-bit
-they round scores as transformers' eager attention does. A CPU that does not multiply bf16 takes 3 to 30 times as long
-for them as for the flash kernel, at any length. KV heads of different lengths share the products, which ignore
-each head's spare room; many rows read each head by itself, as a mask of rows and slots would be larger than the slots.
+the time of the flash kernel for 1 row and two thirds for 8, because that kernel multiplies in small pieces. At 512
+slots the flash kernel is faster, because it is a single call. The products need a contiguous buffer (a batched product
+copies anything else), and in 16 bits they round scores as transformers' eager attention does. On a CPU that does not
+multiply bf16 they take 3 to 30 times as long as the flash kernel, at any length. KV heads of different lengths share
+the products, and each head's spare capacity is masked. For many rows each head is computed by itself, because a mask of
+rows and slots would be larger than the slots.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch.nn.functional import pad
 from kvcli.kernels.attend.reference import fold, within
 from kvcli.kernels.cpu_matmul import multiplies
 
-FEW = 64  # rows with their group; beyond, the flash kernel's blocks pay
-MANY = 1024  # slots; fewer are over before the products' ten calls are made
+FEW = 64  # rows times query heads per KV head; with more, the flash kernel is faster
+MANY = 1024  # slots; with fewer, the products' ten calls take longer than the flash kernel
 LOG2E = 1.4426950408889634
 
 
@@ -61,12 +62,12 @@ def _products(q: Tensor, k: Tensor, v: Tensor, scale: float, ends: Sequence[int]
     kv = k.shape[0]
     wide = torch.promote_types(q.dtype, torch.float32)
     rows = q.reshape(kv, (h // kv) * n, d)
-    # base 2 from here on: exp2 is three times as fast as exp
-    if q.dtype == torch.float16:  # a product beyond 65,504 would be infinite, so it is scaled on its way
+    # base 2 from here on, because exp2 is three times as fast as exp
+    if q.dtype == torch.float16:  # scaled before the product, because a score beyond 65,504 would be infinite
         score = torch.bmm(rows * scale, k.transpose(1, 2)).to(wide).mul_(LOG2E)
     else:
         score = torch.bmm(rows, k.transpose(1, 2)).to(wide).mul_(scale * LOG2E)  # [K, G*N, cap]
-    for j, end in enumerate(ends):  # one for all, or one per KV head
+    for j, end in enumerate(ends):  # one length for all, or one per KV head
         (score if len(ends) == 1 else score[j])[..., end:] = -torch.inf
     top = score.amax(-1, keepdim=True)
     score = score.sub_(top).exp2_()
@@ -79,7 +80,7 @@ def _products(q: Tensor, k: Tensor, v: Tensor, scale: float, ends: Sequence[int]
 def square(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """torch's kernel, which wants keys and values of one size: the smaller ones are filled up with zeros."""
+    """Call torch's kernel, which needs keys and values of one size: the smaller ones are padded with zeros."""
     d, d_v = k.shape[3], v.shape[3]
     if d != d_v:
         q, k = (pad(t, (0, max(d, d_v) - d)) for t in (q, k))
@@ -91,7 +92,7 @@ def square(
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """torch's flash kernel with the group folded into the rows; no scores of all rows and slots exist at once."""
+    """Call torch's flash kernel with the query heads of a group as rows; it never stores all scores at once."""
     h, n, d = q.shape
     kv = k.shape[0]
     rows = q.reshape(1, kv, (h // kv) * n, d)

@@ -1,4 +1,4 @@
-"""Rows over stored slots in Triton: the kernel of attend_invariant without a pass behind the slots."""
+"""Attention of rows over stored slots in Triton: the kernel of attend_invariant without new KV."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attend(
     length: int | Sequence[int],
     upto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, which serves masks and sizes that the kernel does not; `upto` [N] int32 on the device."""
+    """Compute as the reference, which serves masks and sizes that the kernel does not; `upto` [N] int32 on device."""
     if mask is not None or not fits(q.shape[2], v.shape[2]) or not k.shape[1]:
         return reference.attend(q, k, v, scale, softcap, mask, length, upto)
     kv, device = k.shape[0], q.device
@@ -44,7 +44,7 @@ def attend(
 
 
 def _flat(t: Tensor) -> tuple[Tensor, int]:
-    """[K, S, D] -> [T, D] over the same memory, and slots from one head to the next; a copy where rows lie apart."""
+    """View [K, S, D] as [T, D], and return the slots from one head to the next; copies if rows are not contiguous."""
     kv, s, d = t.shape
     if t.stride(2) != 1 or t.stride(1) != d or t.stride(0) % d:
         t = t.contiguous()

@@ -1,7 +1,7 @@
-"""Rows over slots in plain PyTorch: the specification of `attend`.
+"""Attention of rows over slots in plain PyTorch: the specification of `attend`.
 
-The group of query heads that share a KV head is folded into the rows, so K/V are read once and never repeated; slots
-go in blocks, so that scores stay in cache; blocks meet again by their log-sum-exp.
+The query heads that share a KV head become rows, so K/V are read once and never repeated. Slots are processed in
+blocks, so that scores fit in cache; blocks are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def attend(
 
 
 def within(lengths: Sequence[int], n: int, device: torch.device, upto: Tensor | None = None) -> Tensor:
-    """The mask [K, N, S] of n rows where KV head j holds the first lengths[j] of S slots, or [N, S] of one length;
-    row i sees those before upto[i]."""
+    """Return the mask [K, N, S] of n rows if KV head j has the first lengths[j] of S slots, or [N, S] for one length;
+    row i sees slots before upto[i]."""
     ends = torch.tensor(lengths, device=device).view(-1, 1, 1)
     ends = ends if upto is None else torch.minimum(ends, upto.view(1, -1, 1))
     mask = (torch.arange(max(lengths), device=device) < ends).expand(-1, n, -1)
@@ -64,7 +64,7 @@ def within(lengths: Sequence[int], n: int, device: torch.device, upto: Tensor | 
 
 
 def fold(mask: Tensor, kv: int, group: int) -> Tensor:
-    """[N, S] or [K, N, S] -> [K or 1, G*N, S]: the mask of rows that carry the group."""
+    """Fold [N, S] or [K, N, S] -> [K or 1, G*N, S]: the mask of rows that include the query heads of a group."""
     if mask.dim() == 2:
         return mask.repeat(group, 1).unsqueeze(0)
     return mask.unsqueeze(1).expand(-1, group, -1, -1).reshape(kv, -1, mask.shape[-1])

@@ -1,8 +1,8 @@
-"""Rows over stored slots and each other, and slots made of rows, as a device does both without its host.
+"""Attention over stored slots and new rows, and their commit, for captured passes.
 
-For passes that are recorded once (engine/cuda_graphs/captured_pass.py): nothing is asked of the host, shapes depend on
-sizes of buffers alone, and where a head ends, or which rows are a row's ancestors, is read where it lies. What
-kernels/attend_invariant and kernels/append_kv do on a GPU; elsewhere reference.py, for tests.
+Captured passes (engine/cuda_graphs/captured_pass.py) run without the host. Shapes depend on buffer sizes alone, and the
+length of a head and the ancestors of a row are read from device tables. On a GPU kernels/attend_invariant and
+kernels/append_kv do the work; elsewhere reference.py, for tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcli.kernels.append_kv import Fresh, addresses
 from kvcli.kernels.attend_captured import reference
 from kvcli.kernels.attend_invariant.tables import Table, Tree
 
-Storing = Callable[[Tensor, Tensor, Tensor], None]  # path [F], count [1], pos [N]: as kernels/append_kv says
+Storing = Callable[[Tensor, Tensor, Tensor], None]  # path [F], count [1], pos [N]: as in kernels/append_kv
 
 
 def attend_captured(
@@ -35,15 +35,14 @@ def attend_captured(
     window: int | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """q [H, N, D] over what is stored, then over their ancestors and themselves in k [K, N, D], v [K, N, E]
-    -> [H, N, E] in q's type; of unused rows anything. No head holds more slots than `capacity`. `sink` [H]: logits that
-    take mass and give nothing.
-    """
+    """Compute attention of q [H, N, D] over stored slots, then over ancestors and itself in k [K, N, D], v [K, N, E] ->
+    [H, N, E] in q's dtype; the result of unused rows is undefined. No head has more slots than `capacity`. `sink` [H]:
+    attention sink logits, which add mass and no value."""
     if triton_support.why_not(q.device, q.dtype):
         return reference.attend_captured(
             q, table, k, v, tree, scale, capacity=capacity, softcap=softcap, window=window, sink=sink
         )
-    from kvcli.kernels.attend_invariant import fused  # Triton is imported where it serves
+    from kvcli.kernels.attend_invariant import fused  # imports Triton, so only where it is supported
 
     sink = None if sink is None else sink.float()
     out, _ = fused.attend_invariant(
@@ -53,8 +52,8 @@ def attend_captured(
 
 
 def storing(tables: Sequence[Table], fresh: Fresh) -> tuple[Storing, list[Tensor]]:
-    """What has rows of these layers stored there, and what has to stay alive for it once it is recorded: `fresh`, too,
-    of which a device knows addresses alone, or what is recorded later lies there."""
+    """Return a function that commits rows of these layers, and the tensors that must stay alive once it is captured.
+    The new KV is among them, because the device knows only addresses, and later captures would reuse its memory."""
     k, alive = fresh[0][0], [t for pair in fresh for t in pair]
     if triton_support.why_not(k.device, k.dtype):
         return partial(reference.store, tables, fresh), alive
@@ -76,6 +75,6 @@ def storing(tables: Sequence[Table], fresh: Fresh) -> tuple[Storing, list[Tensor
 
 
 def _sizes(layer: tuple[Table, tuple[Tensor, Tensor]]) -> tuple[int, int, int]:
-    """KV heads, and numbers of a key and of a value."""
+    """Return the number of KV heads, key size and value size."""
     _, (k, v) = layer
     return k.shape[0], k.shape[2], v.shape[2]

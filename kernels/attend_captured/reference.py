@@ -1,4 +1,4 @@
-"""Rows over slots and each other by numbers that lie on the device, in plain PyTorch: the specification."""
+"""Attention over slots and new rows by tables on the device, in plain PyTorch: the specification of attend_captured."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def attend_captured(
     window: int | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """As the contract says. Reads all the room that there is: what lies behind a head's end is hidden. Unused rows get
-    zeros."""
+    """Compute as `attend_captured`. Read the whole capacity, and mask slots after a head's length. Unused rows: 0."""
     h, n, _ = q.shape
     n_kv, wide = k.shape[0], torch.promote_types(q.dtype, torch.float32)
     opens = None if window is None else (tree.pos - window).view(1, n, 1)
@@ -54,12 +53,12 @@ def attend_captured(
 
 
 def _within(start: Tensor, slots: Tensor, stored: Tensor) -> Tensor:
-    """[K, S]: where each slot of a head lies; its first one in place of what is not stored."""
+    """Return [K, S]: the index of each slot of a head; for slots that are not stored, the index of its first slot."""
     return start.unsqueeze(1) + slots * stored
 
 
 def _line(tree: Tree, n: int) -> Tensor:
-    """[1, N, N]: which rows are a row's ancestors or itself."""
+    """Return [1, N, N]: true where a row is another row's ancestor or itself."""
     rows = torch.arange(n, device=tree.depth.device)
     mine = tree.path[tree.path_of.clamp(min=0)]  # [N, depth]
     deep = torch.arange(tree.path.shape[1], device=rows.device) <= tree.depth.unsqueeze(1)
@@ -68,8 +67,8 @@ def _line(tree: Tree, n: int) -> Tensor:
 
 
 def store(tables: Sequence[Table], fresh: Fresh, path: Tensor, count: Tensor, pos: Tensor) -> None:
-    """As kernels/append_kv, without a look at `count` on the host: places behind the last row are written with what
-    they hold, so there has to be room for as many rows as `path` is long."""
+    """Commit as kernels/append_kv does, without reading `count` on the host. Slots after the last accepted row are
+    rewritten unchanged, so the capacity must cover the whole length of `path`."""
     behind = torch.arange(path.shape[0], device=path.device)
     is_row, rows = behind < count, path.clamp(min=0)
     for table, (k, v) in zip(tables, fresh, strict=True):
@@ -82,5 +81,5 @@ def store(tables: Sequence[Table], fresh: Fresh, path: Tensor, count: Tensor, po
         assert table.pos_start is not None
         at = (table.pos_start.unsqueeze(1) + ends).flatten()
         given = torch.where(is_row, pos[rows], table.pos[at].view(len(k), -1)).flatten().to(table.pos.dtype)
-        table.pos.index_put_((at,), given)  # heads with positions in common write the same ones
+        table.pos.index_put_((at,), given)  # heads that share positions write the same ones
         table.length.add_(count)

@@ -1,21 +1,21 @@
-"""Attention of a pass's rows over stored slots and each other, as one sequence a row.
+"""Batch-invariant attention of a pass's rows over stored slots and each other.
 
-What a row reads is a sequence: the stored slots in the order they lie, then its ancestors in this pass from the root
-down, then itself. Which of them are stored already makes no difference: the sequence is cut into blocks of 64 and spans
-of 4,096 by index, each block updates the state of its span in order (arXiv 2205.14135), spans meet in order at the end.
-So the bits of a row depend on its sequence alone, not on who else is in the pass, and a token gives the same alone, in
-a draft and in a prompt. A slot that a window hides is a masked slot in its place.
+Each row attends to one sequence: the stored slots in their order, then its ancestors in this pass from the root down,
+then itself. The result does not depend on how many of them are stored already. The sequence is cut by index into blocks
+of 64 and spans of 4,096. Each block updates the state of its span in order (arXiv 2205.14135); spans are merged in
+order at the end. The bits of a row therefore depend on its sequence alone, not on other rows in the pass: a token gives
+the same bits alone, in a draft and in a prompt. A slot outside a window is masked, and keeps its index.
 
-Stores call `attend_stored_and_new`: `attend_invariant` gives what a layer wants, `attend_part` a part of it for one
-tier; reference.py says what both compute.
-`attend_quantized_part` is `attend_part` over slots in few bits, and gives the bits that they would give unpacked.
-bf16 and float32 on a CPU, all of one type; weights are rounded to bf16 for bf16 values. `why_not` says what is not
-served. Native alone: without it torch's kernels remain, whose rows do know of each other. What a row does not see must
-still be finite, but for the spare room behind a head's slots.
+KV caches call `attend_stored_and_new`. `attend_invariant` returns a layer's attention output, `attend_part` the partial
+attention over one tier; reference.py specifies both.
+`attend_quantized_part` is `attend_part` over quantized slots, with the bits that the dequantized slots would give.
+Supported are bf16 and float32 on a CPU, all of one dtype; weights are rounded to bf16 for bf16 values. `why_not`
+returns why other cases are not. The CPU needs native kernels, because torch's are batch variant. Hidden slots must
+still be finite, apart from the spare capacity after a head's slots.
 
-bf16 and fp16 on a GPU, by Triton (fused.py), in tiles of 64 and a partition of its own: heads begin with their first
-slot there, whatever was given back, and slots that rows choose (`SelectedPages`) are not served. Rows of a prompt are
-not held to the bits of one row there.
+On a GPU bf16 and fp16 are supported by Triton (fused.py), in tiles of 64 and another partition. Heads there begin with
+their first stored slot, even if slots before were evicted, and `SelectedPages` are not supported. Prefill rows are not
+batch invariant there.
 """
 
 from __future__ import annotations
@@ -39,31 +39,33 @@ from kvcli.kernels.attend_quantized import PackedHead
 from kvcli.kernels.merge_attention import PartialAttention
 
 BLOCK = 64  # slots
-LARGEST = 576  # numbers of a key or a value: those of a latent, which is both (DeepSeek, GLM-4.7-Flash)
-WIDEST = 1 << 30  # a window that hides holes and nothing else
+LARGEST = 576  # most numbers of a key or value: those of an MLA latent, which is both (DeepSeek, GLM-4.7-Flash)
+WIDEST = 1 << 30  # a window that hides only holes (evicted slots)
 
 
-@dataclass(slots=True)  # not frozen: one is made in each layer of a pass, and freezing takes four times as long
+# not frozen, because one is created in each layer of a pass, and freezing takes four times as long
+@dataclass(slots=True)
 class StoredKV:
-    """Stored slots of one layer, in the order in which rows read them; heads may lie anywhere and differ in length."""
+    """Stored slots of one layer, in the order in which rows read them; heads may start anywhere, at any length."""
 
     k: Tensor  # [T, D], contiguous: all heads' slots
     v: Tensor  # [T, E]
-    pos: Tensor  # [T] or [P] int32 beside k: positions, read where a window hides some
-    starts: Sequence[int]  # by KV head: its first slot in k and v
-    lengths: Sequence[int]  # by KV head: slots from there on
-    pos_starts: Sequence[int]  # by KV head: its first position
-    gone: int = 0  # slots before the first, whole blocks that a window hides from all rows: they keep their places
+    pos: Tensor  # [T] or [P] int32 beside k: positions, read if there is a window
+    starts: Sequence[int]  # by KV head: index of its first slot in k and v
+    lengths: Sequence[int]  # by KV head: its number of slots
+    pos_starts: Sequence[int]  # by KV head: index of its first position
+    # evicted slots before the first: whole blocks hidden from all rows by the window, still counted in indices
+    gone: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedKV:
-    """Stored slots of one layer in few bits; heads may differ in length. Worth keeping until they change."""
+    """Quantized slots of one layer; heads may differ in length. Keep the object until its slots change."""
 
     heads: Sequence[PackedHead]
-    pos: Tensor  # as in StoredKV; a hole has position -1 and is hidden where there is a window
+    pos: Tensor  # as in StoredKV; a hole (evicted slot) has position -1 and is hidden if there is a window
     pos_starts: Sequence[int]
-    at: array[int] = field(init=False, repr=False, compare=False)  # where the kernel finds them all
+    at: array[int] = field(init=False, repr=False, compare=False)  # table of the addresses for the kernel
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at", table_of(self.heads))
@@ -71,17 +73,17 @@ class QuantizedKV:
 
 @dataclass(frozen=True, slots=True)
 class SelectedPages:
-    """What each row reads of a run: pages of its own choice, in their order, then all that lies behind the pages."""
+    """Stored slots that each row reads: pages selected by the row, in order, then all slots after the pages."""
 
-    pages: Tensor  # [K, N, P] bool on the CPU, contiguous; page p of a head is its slots from p * page on
-    page: int  # slots
-    behind: Sequence[int]  # by KV head: the first slot behind its pages
-    left: Sequence[int]  # by KV head: slots from there on
+    pages: Tensor  # [K, N, P] bool on the CPU, contiguous; page p of a head begins at its slot p * page
+    page: int  # slots per page
+    behind: Sequence[int]  # by KV head: the first slot after its pages
+    left: Sequence[int]  # by KV head: number of slots from there on
 
 
-@cache  # asked in each layer of a pass
+@cache  # called in each layer of a pass
 def why_not(dtype: torch.dtype, device: torch.device, d: int, e: int) -> str:
-    """Why rows of this type, with keys of `d` numbers and values of `e`, are not served; "" if they are."""
+    """Return why rows of this dtype with keys of size `d` and values of size `e` are not supported; "" if they are."""
     if device.type == "cuda":
         if why := triton_support.why_not(device, dtype):
             return why
@@ -95,21 +97,22 @@ def why_not(dtype: torch.dtype, device: torch.device, d: int, e: int) -> str:
     return ""
 
 
-@dataclass(slots=True)  # as StoredKV
+@dataclass(slots=True)  # not frozen, as StoredKV
 class NewRows:
-    """What a pass itself brings to a layer: rows read it behind what is stored."""
+    """New KV of a pass in a layer: rows read it after the stored slots."""
 
-    k: Tensor  # [K, N, D]; the rows that ask are the last n of the N
+    k: Tensor  # [K, N, D]; the query rows are the last n of the N
     v: Tensor  # [K, N, E]
     pos: Sequence[int]  # N
-    line: Tensor | None  # [n, N] bool on the CPU: a row's ancestors and itself; None = all up to itself, and n = N
-    sees: Tensor | None  # the same on the device, less what a window hides
-    sink: Tensor | None = None  # [H] learned logits that take mass and give nothing (gpt-oss)
-    before: Sequence[PartialAttention] = ()  # what the rows saw of older slots
-    sent: dict[Any, Any] = field(default_factory=dict)  # of a pass: what its layers have on the device (passes.py)
+    line: Tensor | None  # [n, N] bool on the CPU: a row's ancestors and itself; None = all rows up to itself, and n = N
+    sees: Tensor | None  # the same on the device, without rows outside a window
+    sink: Tensor | None = None  # [H] learned attention sink logits, which add mass and no value (gpt-oss)
+    before: Sequence[PartialAttention] = ()  # partial attention over older slots
+    # tables of the pass on the device, shared by its layers (passes.py)
+    sent: dict[Any, Any] = field(default_factory=dict)
 
     def parts(self, q: Tensor, scale: float, softcap: float) -> list[PartialAttention]:
-        """q [H, n, D] over these alone: where what is stored cannot be read in one sequence with them."""
+        """Compute attention of q [H, n, D] over the new KV alone, if stored slots cannot be in one sequence with it."""
         fresh = attend_new_tokens(q, self.k, self.v, scale, self.sees, softcap=softcap)
         if self.sink is None:
             return [*self.before, fresh]
@@ -118,17 +121,17 @@ class NewRows:
 
 
 def serves(q: Tensor, v: Tensor) -> bool:
-    """Whether rows q [H, n, D] over values v [.., E] can be read in one sequence with what their pass brings."""
+    """True if rows q [H, n, D] over values v [.., E] can read stored slots and new KV as one sequence."""
     return v.dtype == q.dtype and not why_not(q.dtype, q.device, q.shape[2], v.shape[-1])
 
 
 def serves_chosen(q: Tensor, v: Tensor) -> bool:
-    """Whether each of them can read slots of its own choice."""
+    """True if each row can read its own selected pages."""
     return q.device.type == "cpu" and serves(q, v)
 
 
 def serves_packed(q: Tensor, like: Tensor) -> bool:
-    """Whether rows q [H, n, D] can be read over slots in few bits that unpack to values `like` these [.., E]."""
+    """True if rows q [H, n, D] can read quantized slots that dequantize to values `like` these [.., E]."""
     return serves_chosen(q, like) and q.shape[2] % 16 == like.shape[-1] % 16 == 0
 
 
@@ -143,9 +146,9 @@ def attend_stored_and_new(
     softcap: float,
     is_prompt: bool = False,
 ) -> PartialAttention:
-    """Rows over a run and what their pass brings, in one part; of one type, as `serves` says."""
+    """Compute attention of rows over stored slots and new KV, as one partial attention; of one dtype as in `serves`."""
     if q.device.type == "cuda":
-        from kvcli.kernels.attend_invariant import passes  # Triton is imported where it serves
+        from kvcli.kernels.attend_invariant import passes  # imports Triton, so only where it is supported
 
         return passes.read(q, run, own, pos, scale, window=window, softcap=softcap, is_prompt=is_prompt)
     if own is None:
@@ -174,9 +177,9 @@ def attend_invariant(
     lse: Tensor | None = None,
     level: str | None = None,
 ) -> Tensor:
-    """What `reference.attend_invariant` gives as `out`, but as [N, H, E], contiguous and in q's type.
+    """Compute the `out` of `reference.attend_invariant`, but as [N, H, E], contiguous and in q's dtype.
 
-    `lse` [N, H] float32 is filled where it is given. `level`: another kind of CPU than the best there is.
+    `lse` [N, H] float32 is filled if given. `level`: a lesser kind of CPU than the best available.
     """
     e = (run.v if run is not None else fresh[1]).shape[-1]  # type: ignore[index]
     out = torch.empty(q.shape[1], q.shape[0], e, dtype=q.dtype)
@@ -195,7 +198,7 @@ def attend_part(
     chosen: SelectedPages | None = None,
     level: str | None = None,
 ) -> PartialAttention:
-    """Rows over stored slots alone, to be given as `before`; both tensors float32, and views of [N, H, ..]."""
+    """Compute partial attention over stored slots alone, for `before`; both tensors float32, as views of [N, H, ..]."""
     if q.device.type == "cuda":
         assert chosen is None, "not served there"
         return attend_stored_and_new(q, run, None, pos, scale, window=window, softcap=softcap)
@@ -215,7 +218,7 @@ def attend_quantized_part(
     softcap: float = 0.0,
     level: str | None = None,
 ) -> PartialAttention:
-    """The same over slots in few bits: D and E multiples of 16, and q of their type unpacked."""
+    """Compute partial attention over quantized slots: D and E multiples of 16, q in the dtype of dequantized slots."""
     e = run.heads[0].v_dim
     assert q.shape[2] % 16 == e % 16 == 0, "codes are read sixteen at a time"
     out = torch.empty(q.shape[1], q.shape[0], e)

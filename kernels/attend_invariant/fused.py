@@ -1,10 +1,10 @@
-"""Rows over stored slots and their own pass in Triton: one sequence a row, in a fixed partition.
+"""Batch-invariant attention over stored slots and new KV in Triton: one sequence per row, in a fixed partition.
 
-The sequence is cut into spans by index alone, the same for every length and number of rows; in a span, tiles of slots
-update a running softmax (arXiv 2205.14135) from its beginning on, and spans meet in order at the end. A tile whose
-slots are all stored is the same for all rows; from the first that is not, a program works on one path of the tree. Rows
-are padded to 16 or 32, which is the same instruction once or twice; so a row alone has the bits of a row among many.
-A prompt is not held to that: its many rows go through one span that never ends, in larger tiles.
+The sequence is cut into spans by index alone, the same for every length and number of rows. In a span, tiles of slots
+update a running softmax (arXiv 2205.14135) from its beginning on; spans are merged in order at the end. A tile of
+stored slots is the same for all rows; from the first other tile on, a program computes one path of the tree. Rows are
+padded to 16 or 32, which is the same instruction once or twice, so a row alone has the bits of a row among many.
+Prefill is not batch invariant: its many rows use a single span without end, in larger tiles.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from kvcli.kernels import triton_support
 from kvcli.kernels.attend_invariant.tables import Table, Tree
 from kvcli.kernels.merge_attention.fused import LN2, LOG2E, fold
 
-UNIT = 256  # slots of the first spans; see `first_of`
+UNIT = 256  # slots per span of the first spans; see `first_of`
 WHOLE = 1 << 26  # a unit beyond any length
-TOGETHER = 32  # spans that meet at once
+TOGETHER = 32  # spans that are merged at once
 SCANNED = tl.constexpr(512)  # positions
 
 
 @triton.jit
 def first_of(span, UNIT: tl.constexpr):
-    """The slot that a span begins with. 16 spans of a unit, 56 of two and then of eight: short texts are read by many
-    programs, long ones write few parts."""
+    """Return the first slot of a span. 16 spans have one unit, 56 have two, the others eight: short sequences are read
+    by many programs, and long ones write few partial results."""
     fine, coarse = tl.minimum(span, 16), tl.maximum(span - 72, 0)
     return (fine + 2 * (span - fine - coarse) + 8 * coarse) * UNIT
 
 
 @triton.jit
 def span_of(slot, UNIT: tl.constexpr):
-    """The span that a slot lies in."""
+    """Return the span of a slot."""
     unit = slot // UNIT
     return tl.where(unit < 16, unit, tl.where(unit < 128, 8 + unit // 2, 56 + unit // 8))
 
 
 def n_spans(slots: int, unit: int = UNIT) -> int:
-    """Spans of so many slots."""
+    """Return the number of spans of so many slots."""
     last = max(slots - 1, 0) // unit
     return 1 + (last if last < 16 else 8 + last // 2 if last < 128 else 56 + last // 8)
 
 
 @triton.jit
 def _weigh(q, k, m_seen, top, mass, scale, softcap):
-    """A tile of B slots into the state of M rows: q [M, DP], k [DP, B], m_seen [M, B] or None = all; their weights
-    [M, B], and by how much what was added up before shrinks."""
+    """Add a tile of B slots to the softmax state of M rows: q [M, DP], k [DP, B], m_seen [M, B] or None = all. Return
+    the new state with the weights [M, B], and the factor for earlier sums."""
     score = tl.dot(q, k) * scale  # [M, B] float32
-    if softcap is not None:  # tanh by exp2; the scale is its argument's
+    if softcap is not None:  # tanh by exp2; `scale` is the scale of its argument
         e = tl.exp2(-tl.abs(score))
         bent = (1.0 - e) / (1.0 + e) * softcap
         score = tl.where(score < 0, -bent, bent)
@@ -75,16 +75,16 @@ def spans_kernel(
     p_k,  # [T, D]
     p_v,  # [T, E]
     p_pos,  # int32, or None: no window
-    p_start,  # [K] int32, as all that follow
+    p_start,  # [K] int32, as are all tables below
     p_length,  # [K]
     p_pos_start,  # [K]
-    p_fk,  # fresh rows; not read without a path
+    p_fk,  # new KV; not read without a path
     p_fv,
-    p_path,  # [P, n_deep], or None: nothing fresh
+    p_path,  # [P, n_deep], or None: no new KV
     p_path_of,  # [N]
     p_depth,  # [N]
     p_row_pos,  # [n_before + N]
-    p_upto,  # [N]: a row sees slots before this one; or None
+    p_upto,  # [N]: a row sees slots before this index; or None
     p_out,  # [H, N, n_spans, E] float32
     p_lse,  # [H, N, n_spans] float32
     scale,
@@ -100,7 +100,7 @@ def spans_kernel(
     n_before,
     n_paths,
     n_deep,
-    n_late,  # spans that hold fresh slots, at most
+    n_late,  # spans that contain new KV, at most
     n_spans,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -111,16 +111,17 @@ def spans_kernel(
     B: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """grid (blocks of rows, KV heads, late spans x paths + spans); row r of a head is query head r % G of row r // G.
+    """Compute spans of rows; grid (blocks of rows, KV heads, late spans x paths + spans). Row r of a head is query head
+    r % G of row r // G.
 
-    Of each row, lse is written in every span, -inf where it sees nothing, and out where it sees something.
+    For each row, lse is written in every span, -inf if no slot is visible; out is written only if a slot is visible.
     """
     head, i = tl.program_id(1), tl.program_id(2)
     start, length = tl.load(p_start + head), tl.load(p_length + head)
     r = tl.program_id(0) * M + tl.arange(0, M)
     n, h = r // G, head * G + r % G
     mine = n < n_rows  # [M]
-    # long spans first: what ends last should be short
+    # long spans first, so that the last programs are short
     span, path = n_spans - 1 - (i - n_late * n_paths), 0
     if p_path is None:
         last = tl.where(mine, length - 1, -1)  # [M] the last slot that a row sees
@@ -138,9 +139,9 @@ def spans_kernel(
         last = tl.minimum(last, tl.load(p_upto + n, mask=mine, other=0) - 1)
 
     begin, end = first_of(span, UNIT), tl.minimum(first_of(span + 1, UNIT), tl.max(last, 0) + 1)
-    full = tl.maximum(begin, tl.minimum(end, length) // B * B)  # tiles before it are stored whole
+    full = tl.maximum(begin, tl.minimum(end, length) // B * B)  # all slots of the tiles before are stored
     low = begin
-    edge = last  # where a row's window opens
+    edge = last  # positions up to this one are outside the row's window
     if p_pos is not None:
         edge = tl.load(p_row_pos + n_before + n, mask=mine, other=2147483647) - window
         nearest, first, pos_start = tl.min(edge, 0), full, tl.load(p_pos_start + head)
@@ -178,7 +179,7 @@ def spans_kernel(
         top, mass, p, shrink = _weigh(q, k, m_seen, top, mass, scale, softcap)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
 
-    # the few tiles that fresh slots or the end of the stored ones lie in: not worth room for loads ahead
+    # these few tiles contain new KV or the end of stored slots; not worth memory for loads ahead
     for b in tl.range(full, end, B, num_stages=1):
         s = b + tl.arange(0, B)
         stored, at = s < length, (start + s).to(tl.int64)
@@ -189,7 +190,7 @@ def spans_kernel(
             f = tl.load(p_path + path * n_deep + deep, mask=(deep >= 0) & (deep < n_deep), other=-1)  # [B] rows
             fresh = f >= 0
             p_key = p_fk + (head * fk_head + f * fk_row)[None, :] + d[:, None]
-            # values are chosen, not addresses: a choice of addresses would make loads two bytes wide
+            # selects values, not addresses: selected addresses would make loads two bytes wide
             k = tl.where(fresh[None, :], tl.load(p_key, mask=fresh[None, :] & (d < D)[:, None], other=0.0), k)
             shown = stored | fresh
         m_seen = shown[None, :] & (s[None, :] <= last[:, None])
@@ -199,7 +200,7 @@ def spans_kernel(
                 pos = tl.where(fresh, tl.load(p_row_pos + f, mask=fresh, other=-1), pos)
             m_seen = m_seen & (pos >= 0)[None, :] & (pos[None, :] > edge[:, None])
         top, mass, p, shrink = _weigh(q, k, m_seen, top, mass, scale, softcap)
-        # values only now: registers do not hold four tiles
+        # values are loaded only now, because registers do not hold four tiles
         v = tl.load(p_v + (at * E)[:, None] + e[None, :], mask=stored[:, None] & (e < E)[None, :], other=0.0)
         if p_path is not None:
             p_value = p_fv + (head * fv_head + f * fv_row)[:, None] + e[None, :]
@@ -215,7 +216,7 @@ def spans_kernel(
 
 
 def scratch_size(n_heads: int, rows: int, e: int, capacity: int, depth: int) -> int:
-    """Numbers of float32 that a pass of so many rows and paths so deep wants between its kernels, in any layer."""
+    """Return the float32 numbers between the kernels for a pass of so many rows and paths so deep, in any layer."""
     return n_heads * rows * n_spans(capacity + depth) * (e + 1)
 
 
@@ -240,17 +241,18 @@ def attend_invariant(
     unit: int = UNIT,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q [H, N, D] over the slots of a layer and, down a tree, fresh_k [K, M, D], fresh_v [K, M, E]; `tree` None = over
-    the slots alone, then with positions `row_pos` [N] where there is a window, and `upto` [N] where rows stop short.
+    """Compute attention of q [H, N, D] over the slots of a layer and, down a tree, fresh_k [K, M, D], fresh_v
+    [K, M, E]. With `tree` None over the slots alone, with positions `row_pos` [N] for a window, and `upto` [N] to limit
+    the slots.
 
-    -> out [N, H, E] in q's type and lse [N, H] float32, where they are given in those. `capacity`: no head holds more
-    slots, as far as the host knows; no bit depends on it. `sink` [H] float32. `scratch`: float32, `scratch_size` of
-    it. With these three given nothing is allocated; nothing ever waits, so that it can be captured. `is_prompt`: many
-    rows, not held to the bits of one. `unit`, `tile`: of the partition, for tests.
+    -> out [N, H, E] in q's dtype and lse [N, H] float32, written to `out` and `lse` if given. `capacity`: a bound on
+    the slots of a head that the host knows; bits do not depend on it. `sink` [H] float32. `scratch`: float32 of
+    `scratch_size`. With these three given nothing is allocated, and nothing waits, so the call can be captured.
+    `is_prompt`: many rows, not batch invariant. `unit`, `tile`: of the partition, for tests.
     """
     h, n, d = q.shape
     kv, e = layer.start.shape[0], layer.v.shape[1]
-    # what is left of registers: heads of 256 take as many for 16 rows as those of 128 for 32
+    # limited by registers: heads of 256 use as many for 16 rows as heads of 128 for 32
     block, rows = (64, 16 if n * (h // kv) <= 16 else 32) if max(d, e) <= 128 else (32, 16)
     if is_prompt:
         unit, rows = WHOLE, 64 if window is None and not softcap else 32
@@ -261,7 +263,7 @@ def attend_invariant(
     outs, lses = scratch[: h * n * spans * e].view(h, n, spans, e), scratch[h * n * spans * e :][: h * n * spans]
     out = q.new_empty(n, h, e) if out is None else out
     lse = q.new_empty(n, h, dtype=torch.float32) if lse is None else lse
-    fresh = (q, q) if fresh_k is None or fresh_v is None else (fresh_k, fresh_v)  # not read where there are none
+    fresh = (q, q) if fresh_k is None or fresh_v is None else (fresh_k, fresh_v)  # not read without new KV
     slots = layer.k, layer.v, None if window is None else layer.pos, layer.start, layer.length
     slots_at = layer.start if layer.pos_start is None else layer.pos_start
     seen = (None, None, None, row_pos) if tree is None else (tree.path, tree.path_of, tree.depth, tree.pos)
@@ -284,7 +286,7 @@ def attend_invariant(
 
 
 def _strides(t: Tensor) -> tuple[int, int]:
-    """Of heads and of rows; where there is one it may be anything, and becomes 0: a multiple of 16, as the others."""
+    """Return the strides of heads and rows; a stride of size 1 is arbitrary and becomes 0, a multiple of 16."""
     assert t.stride(2) == 1, "numbers of a row lie side by side"
     return t.stride(0) * (t.shape[0] > 1), t.stride(1) * (t.shape[1] > 1)
 

@@ -1,4 +1,4 @@
-"""The call into native/c/attend.c: what rows read, packed as that takes it."""
+"""Call native/c/attend.c with its arguments packed as C structures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvcli.kernels.attend_quantized import PackedHead
     from kvcli.kernels.merge_attention import PartialAttention
 
-# The structures of native/c/attend.c. A call is Python's for some microseconds, so all of it is packed at once.
+# The structures of native/c/attend.c. Python takes microseconds per call, so each structure is packed at once.
 ATTEND, PART, PACKED = struct.Struct("15P17q2f2i"), struct.Struct("2P5q"), struct.Struct("4P3q4P3qPq")
 CHOSEN = struct.Struct("2P2q")
 
@@ -114,7 +114,7 @@ def call(
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:
-    """[.., N, D] with D in one piece, and the other strides."""
+    """Return [.., N, D] with D contiguous, and the other strides."""
     a, b, c = x.stride()
     if c == 1:
         return x, a, b
@@ -127,7 +127,7 @@ def _part(out: Tensor, h: int, n: int, lse: Tensor) -> bytes:
 
 
 def table_of(heads: Sequence[PackedHead]) -> array[int]:
-    """Addresses and sizes of packed heads, which have to outlive it."""
+    """Return addresses and sizes of packed heads, which must outlive the table."""
     return array("q", b"".join(map(_packed, heads)))
 
 

@@ -1,7 +1,7 @@
-"""What stores and passes hand over, as fused.py takes it: indices go to the device once a pass, not once a layer.
+"""Convert the arguments of KV caches and passes for fused.py. Indices are copied to the device once per pass.
 
-What was sent already is noted in the pass itself (`NewRows.sent`), under what it was made of; layers of one shape and
-length share it.
+The pass itself stores the copies (`NewRows.sent`), by the values they were made of; layers of one shape and length
+share them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from kvcli.kernels.merge_attention.fused import merge_attention
 if TYPE_CHECKING:
     from kvcli.kernels.attend_invariant import NewRows, StoredKV
 
-MANY = 64  # rows of a prompt; beyond, there are programs enough without cutting the slots, and parts would be gigabytes
+# rows of a prefill pass; beyond, there are enough programs without spans, and partial results would be gigabytes
+MANY = 64
 
 
 def read(
@@ -35,7 +36,7 @@ def read(
     softcap: float,
     is_prompt: bool = False,
 ) -> PartialAttention:
-    """As attend_invariant.read; float32 where it is a part of something."""
+    """Compute attend_stored_and_new on a GPU; the result is float32 if it is a part of a merge."""
     sent, device, n = {} if own is None else own.sent, q.device, q.shape[1]
 
     def once(key: Any, make: Callable[[], Any]) -> Any:
@@ -52,7 +53,7 @@ def read(
         table = Table(run.k, run.v, run.pos, start, length, pos_start)
     else:
         assert own is not None, "nothing to read"
-        table = Table(own.k[0], own.v[0], start, start, length)  # where nothing is read
+        table = Table(own.k[0], own.v[0], start, start, length)  # a placeholder; nothing is read from it
     fresh: tuple[Tensor | None, Tensor | None, Tree | None] = None, None, None
     row_pos = None
     if own is not None:

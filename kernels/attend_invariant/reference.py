@@ -1,4 +1,4 @@
-"""Rows over a run and each other, in plain PyTorch: the specification of `attend_invariant`."""
+"""Attention over stored slots and new rows in plain PyTorch: the specification of `attend_invariant`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def attend_invariant(
     sink: Tensor | None = None,
     chosen: SelectedPages | None = None,
 ) -> PartialAttention:
-    """q [H, N, D] of rows over `run`, or what each chose of it, then over the fresh rows' (k [K, M, D], v [K, M, E]).
+    """Compute attention of q [H, N, D] over `run`, or each row's pages of it, then over new k [K, M, D], v [K, M, E].
 
-    The rows that ask are the last N of the M; `pos` [M] are the positions of all. `sees` [N, M] bool: which fresh rows
-    a row sees, itself among them; None = itself and all before it. `window`: a row sees positions from 0 on above its
-    own less the window, of fresh rows too. `softcap`: c tanh(s / c) of scaled scores.
-    `before`: what the same rows saw elsewhere, older. `sink` [H]: logits that take mass and give nothing. A row that
-    sees nothing gets zeros.
+    The query rows are the last N of the M; `pos` [M] are the positions of all. `sees` [N, M] bool: the new rows that a
+    row sees, including itself; None = itself and all before it. `window`: a row sees positions from 0 on above its own
+    minus the window, also of new rows. `softcap`: c tanh(s / c) of scaled scores.
+    `before`: partial attention of the same rows over older slots. `sink` [H]: attention sink logits, which add mass and
+    no value. A row that sees no slot gets zeros.
     """
     h, n, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -71,7 +71,7 @@ def attend_invariant(
     lses = [p.lse.to(wide) for p in parts] + ([] if sink is None else [sink.to(wide).unsqueeze(1).expand(h, n)])
     total = torch.logsumexp(torch.stack(lses), 0)
     weights = [torch.exp(e - total).nan_to_num(0.0).unsqueeze(-1) for e in lses]
-    # a sink's weight is behind those of the parts
+    # a sink's weight follows those of the parts
     return PartialAttention(
         torch.stack([p.out.to(wide) * w for p, w in zip(parts, weights, strict=False)]).sum(0), total
     )

@@ -1,8 +1,8 @@
-"""Attention of a pass's rows over each other: a causal chunk while reading, a tree of guesses while decoding.
+"""Attention of a pass's rows over each other: causal in a prefill chunk, by ancestors in a draft tree.
 
-q [H, n, D], k [K, N, D], v [K, N, E], the n rows being the last of the N; `sees` [n, N] bool allows (row i sees row j),
-None = causal, n = N and row i sees rows 0..i. Every row sees itself, so no row comes out empty. Returns one part, like
-`attend`.
+q [H, n, D], k [K, N, D], v [K, N, E], the n rows being the last of the N. `sees` [n, N] bool allows (row i sees row j);
+None = causal, n = N and row i sees rows 0..i. Every row sees itself, so no row is empty. Returns partial attention, as
+`attend` does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcli.kernels.merge_attention import PartialAttention
 def attend_new_tokens(
     q: Tensor, k: Tensor, v: Tensor, scale: float, sees: Tensor | None = None, *, softcap: float = 0.0
 ) -> PartialAttention:
-    """Rows over rows -> one part."""
+    """Compute the partial attention of rows over rows."""
     return PartialAttention(
         *dispatch.choose("attend_new_tokens", q.device.type, q.dtype, softcap > 0)(q, k, v, scale, sees, softcap)
     )

@@ -1,8 +1,8 @@
-"""Rows over rows on CPU: one row is itself, a chunk takes torch's flash kernel, a tree takes plain products.
+"""Attention of rows over rows on CPU: a single row sees itself, a chunk uses torch's flash kernel, a tree products.
 
-A chunk of a sliding layer comes with a mask. Products would hold scores of all its rows at once, 4 N^2 bytes a head:
-for 2048 rows x 8 heads 128 MiB and 2 to 3 times the time of the flash kernel (one thread, bf16 and fp32; at 64 rows
-both are level).
+A chunk of a sliding layer has a mask. Products would store the scores of all its rows at once, 4 N^2 bytes per head.
+For 2048 rows x 8 heads that is 128 MiB, and 2 to 3 times the time of the flash kernel (one thread, bf16 and fp32; at 64
+rows both are level).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcli.kernels.attend.cpu import flash, square
 
-MANY = 64  # rows with a mask; beyond, the flash kernel
+MANY = 64  # rows with a mask; with more, the flash kernel
 
 
 def attend_new_tokens(
@@ -22,7 +22,7 @@ def attend_new_tokens(
     h, n, d = q.shape
     kv = k.shape[0]
     wide = torch.promote_types(q.dtype, torch.float32)
-    if k.shape[1] == 1:  # plain decoding: a row alone with itself
+    if k.shape[1] == 1:  # plain decoding: the row sees only itself
         lse = (q.view(kv, h // kv, d).to(wide) * k).sum(-1) * scale  # [K, G]
         return v.expand(kv, h // kv, v.shape[2]).reshape(h, 1, -1), lse.view(h, 1)
     if sees is None:

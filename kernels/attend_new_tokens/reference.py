@@ -1,4 +1,4 @@
-"""Rows over rows in plain PyTorch: `attend` with the causal or ancestor mask written out."""
+"""Attention of rows over rows in plain PyTorch: `attend` with an explicit causal or ancestor mask."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Attention of rows over slots that are stored in few bits, with the log-sum-exp that lets parts merge.
+"""Attention of rows over quantized slots, with the log-sum-exp by which partial attention results merge.
 
-q [H, N, D]; one `PackedHead` for each KV head, of its own length, with values of E numbers; query head h reads head
-h // (H // K). `masks` allow, one per head: [N, S] or [1, S] bool, None = every row sees every slot. `dtype` is what the
-store computes in: float32 and float64 are held to in full (keys and values as their codes say, products and sums in
-that type); for 16-bit types the softmax and the sums are float32, and probabilities are rounded to 16 bits for the
-product with the values, as `attend` does. Results: out [H, N, E] and lse [H, N]; a row that sees nothing has lse = -inf
+q [H, N, D]; one `PackedHead` per KV head, each of its own length, with values of size E; query head h reads head h //
+(H // K). `masks` allow, one per head: [N, S] or [1, S] bool, None = every row sees every slot. `dtype` is the dtype of
+the KV cache's computation. float32 and float64 run in full precision (dequantized keys and values, products and sums in
+that dtype). For 16-bit dtypes the softmax and the sums are float32, and probabilities are rounded to 16 bits for the
+product with the values, as in `attend`. Results: out [H, N, E] and lse [H, N]; a row that sees no slot has lse = -inf
 and out = 0.
-`attend_table` is the same for heads that do not change from pass to pass, in one launch and the same bits for a row
-whoever comes along: on GPUs that kernels/triton_support.py names, of heads that `table.why_not` does not refuse.
+`attend_table` computes the same in one launch, batch invariant, for heads that are unchanged from pass to pass: on GPUs
+that kernels/triton_support.py supports, for heads that `table.why_not` accepts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from kvcli.kernels.quantize_kv import Rounded
 
 @dataclass(frozen=True, slots=True)
 class PackedHead:
-    """The slots of one KV head."""
+    """Slots of one KV head."""
 
-    keys: Rounded  # of the first slots
-    rest: Tensor  # [r, D] keys of the last slots, in full
-    values: Rounded  # of all slots, and more where the layout has spare room
+    keys: Rounded  # keys of the first slots
+    rest: Tensor  # [r, D] keys of the last slots, in full precision
+    values: Rounded  # values of all slots, and of spare capacity in some layouts
     length: int  # slots
 
     @property
     def v_dim(self) -> int:
-        """Numbers of a value."""
+        """Size of a value."""
         codes, bits = self.values.codes, self.values.bits
         return codes.shape[0] if bits == 8 else codes.shape[1] if bits == 16 else codes.shape[1] * 8 // bits
 
@@ -51,7 +51,7 @@ def attend_quantized(
     softcap: float = 0.0,
     masks: Sequence[Tensor | None] | None = None,
 ) -> PartialAttention:
-    """Rows over packed slots -> one part. `softcap` > 0 bends scores as Gemma 2 does; heads may be empty."""
+    """Compute partial attention over quantized slots. `softcap` > 0 caps scores as in Gemma 2; heads may be empty."""
     masks = masks or [None] * len(heads)
     return PartialAttention(*_chosen(q, heads, dtype, masks)(q, heads, scale, dtype, softcap, masks))
 
@@ -59,8 +59,8 @@ def attend_quantized(
 def attend_table(
     q: Tensor, table: Table, scale: float, pos: Sequence[int], *, softcap: float = 0.0, window: int | None = None
 ) -> PartialAttention:
-    """Rows q [H, N, D] of any float type, at positions pos [N], over a layer's heads; holes are not seen."""
-    from kvcli.kernels.attend_quantized import fused  # brings Triton, which is not everywhere
+    """Compute attention of q [H, N, D] of any float dtype, at positions pos [N], over a layer's heads except holes."""
+    from kvcli.kernels.attend_quantized import fused  # imports Triton, which is not installed everywhere
 
     at = None
     if window is not None:
@@ -72,7 +72,7 @@ def attend_table(
 def _chosen(
     q: Tensor, heads: Sequence[PackedHead], dtype: torch.dtype, masks: Sequence[Tensor | None]
 ) -> Callable[..., Any]:
-    if any(head.keys.fine is not None for head in heads):  # halves, which the plain one alone reads
+    if any(head.keys.fine is not None for head in heads):  # split codes, which only the reference supports
         return reference.attend_quantized
     if not triton_support.why_not(q.device, dtype) and why_not(heads, masks):
         return reference.attend_quantized

@@ -1,14 +1,14 @@
-"""Rows over packed slots on a CPU: products of 8-bit numbers for few rows, codes widened in stretches for more.
+"""Attention of rows over quantized slots on a CPU: 8-bit products for few rows, dequantized codes for more.
 
-Keys. A row becomes two signed bytes per number, 128 * high + low, that is 14 bits against the 8 of bfloat16, and
-`torch._int_mm` multiplies them by the codes without widening these: 0.39 ms a layer of 16k slots (4 KV heads of 64,
-groups of 4, one thread, AVX512-VNNI) where a bfloat16 product takes 0.6 and `_weight_int8pack_mm`, which adds up across
-each short row of 64, also 0.6. Sums are of integers, so they do not depend on how many rows come along.
-Values. `_weight_int8pack_mm` over codes stored transposed, their scales folded into the probabilities: 0.3 ms where
-bfloat16 takes 0.7. It is fast in bfloat16 only, reads 16 slots at a time and knows no tail.
-Both lose to bfloat16 products from some rows on: those use units that these do not. Fewer bits than 8 have no product
-of their own; their codes are spread, widened and multiplied. A head's slots are taken all at once: in stretches of 2048
-to 8192 the products take half as long again, and nothing else gets faster.
+Keys. A row becomes two signed bytes per number, 128 * high + low, which is 14 bits against the 8 of bfloat16.
+`torch._int_mm` multiplies them by the codes directly: 0.39 ms for a layer of 16k slots (4 KV heads of 64, groups of 4,
+one thread, AVX512-VNNI). A bfloat16 product takes 0.6 ms, and so does `_weight_int8pack_mm`, which adds up across each
+short row of 64. Sums are of integers, so they do not depend on the number of rows.
+Values. `_weight_int8pack_mm` over codes stored transposed, their scales multiplied into the probabilities: 0.3 ms where
+bfloat16 takes 0.7. It is fast in bfloat16 only, and reads 16 slots at a time without handling a remainder.
+Both are slower than bfloat16 products for many rows, which use matrix units. There are no products for fewer bits than
+8; their codes are unpacked, converted and multiplied. A head's slots are processed all at once: in parts of 2048 to
+8192 slots the products take half as long again, and no other step gets faster.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from kvcli.kernels.quantize_kv import LANES, Rounded, unpack_keys, unpack_values
 if TYPE_CHECKING:
     from kvcli.kernels.attend_quantized import PackedHead
 
-BYTES = 16  # rows with their group; for more, codes are widened
+BYTES = 16  # rows times query heads per KV head; with more, codes are dequantized
 DIGIT = 128
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of one KV head, scaled, in the forms that products want."""
+    """Rows of one KV head, scaled, in the formats that the products need."""
 
     wide: Tensor  # [M, D] float32
-    narrow: Tensor  # [M, D] in the store's type
+    narrow: Tensor  # [M, D] in the dtype of the KV cache
     digits: Tensor  # [2 M, D] int8, high ones first; wide = step * (128 * high + low)
     step: Tensor  # [M, 1]
 
@@ -69,7 +69,7 @@ def attend_quantized(
 
 
 def _few(rows: _Rows, head: PackedHead, mask: Tensor | None, n: int, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of one head -> weighted sum of values [M, E], sum of weights [M, 1] and the score they are relative to."""
+    """Return the weighted sum of values [M, E], the sum of weights [M, 1], and the score that they are relative to."""
     m = rows.wide.shape[0]
     if not head.length:
         return rows.wide.new_zeros(m, head.v_dim), rows.wide.new_zeros(m, 1), rows.wide.new_zeros(m, 1)
@@ -80,7 +80,7 @@ def _few(rows: _Rows, head: PackedHead, mask: Tensor | None, n: int, softcap: fl
         score.masked_fill_(~(mask if mask.shape[0] == 1 else mask.repeat(m // n, 1)), -torch.inf)
     top = score.amax(-1, keepdim=True)
     if mask is not None:
-        top.masked_fill_(top == -torch.inf, 0.0)  # a row that sees nothing: exp2(-inf - -inf) would be NaN
+        top.masked_fill_(top == -torch.inf, 0.0)  # a row that sees no slot: exp2(-inf - -inf) would be NaN
     weights = score.sub_(top).exp2_()
     mass = weights.sum(-1, keepdim=True)
     return _weigh(weights, head.values, rows.narrow.dtype), mass, top
@@ -89,7 +89,7 @@ def _few(rows: _Rows, head: PackedHead, mask: Tensor | None, n: int, softcap: fl
 def _many(
     rows: Tensor, head: PackedHead, mask: Tensor | None, n: int, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """More rows: keys and values once in full, then torch's flash kernel, which never holds all scores."""
+    """Attend with many rows: dequantize keys and values once, then use torch's flash kernel, which stores no scores."""
     if not head.length:
         return rows.new_zeros(rows.shape[0], head.v_dim).float(), rows.new_full((rows.shape[0], 1), -torch.inf).float()
     like = rows.new_empty(0, dtype=dtype)
@@ -101,7 +101,7 @@ def _many(
 
 
 def in_digits(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """[.., M, D] float32 -> digits [.., 2 M, D] int8 and steps [.., M, 1]: 14 bits of each number."""
+    """Split [.., M, D] float32 -> digits [.., 2 M, D] int8 and steps [.., M, 1]: 14 bits of each number."""
     step = wide.abs().amax(-1, keepdim=True).div_(127 * DIGIT).clamp_min_(torch.finfo(torch.float32).tiny)
     whole = (wide / step).round_()
     high = (whole / DIGIT).round_()
@@ -109,7 +109,7 @@ def in_digits(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scores(rows: _Rows, head: PackedHead) -> Tensor:
-    """Rows times all keys -> [M, S] float32, the caller's own."""
+    """Multiply rows and all keys -> [M, S] float32, which the caller may overwrite."""
     keys, (m, d) = head.keys, rows.wide.shape
     if keys.zero is not None:
         score = _ranged_scores(rows, keys)
@@ -123,7 +123,7 @@ def _scores(rows: _Rows, head: PackedHead) -> Tensor:
 
 
 def scores_in_bytes(digits: Tensor, step: Tensor, keys: Rounded) -> Tensor:
-    """Rows as `in_digits` gives them times keys of 8 bits, as they lie -> [M, S] float32."""
+    """Multiply rows from `in_digits` and keys of 8 bits, without conversion -> [M, S] float32."""
     assert keys.scale is not None
     m = step.shape[0]
     found = torch._int_mm(digits, keys.codes.T)  # [2 M, S] int32
@@ -133,17 +133,17 @@ def scores_in_bytes(digits: Tensor, step: Tensor, keys: Rounded) -> Tensor:
 
 
 def widened_scores(narrow: Tensor, keys: Rounded) -> Tensor:
-    """Rows [M, D] in the store's type times keys of 16 or 8 bits -> [M, S] float32."""
+    """Multiply rows [M, D] in the dtype of the KV cache and keys of 16 or 8 bits -> [M, S] float32."""
     if keys.scale is None:
         return (narrow @ keys.codes.T).float()
-    # codes are exact in every float type, so the scale goes on the score and no key is rounded twice
+    # codes are exact in every float type; scaling the score avoids rounding keys twice
     return (narrow @ keys.codes.to(narrow.dtype).T).float().mul_(keys.scale.float())
 
 
 def _ranged_scores(rows: _Rows, keys: Rounded) -> Tensor:
-    """Rows times keys of 4 or 2 bits -> [M, S] float32.
+    """Multiply rows and keys of 4 or 2 bits -> [M, S] float32.
 
-    q (middle + scale * code) = (q * scale) code + q middle: each group has rows of its own, and no key is written out.
+    q (middle + scale * code) = (q * scale) code + q middle: rows are scaled for each group, and no key is dequantized.
     """
     scale, middle = _middle(keys)  # [groups, D]
     groups, d = scale.shape
@@ -157,7 +157,7 @@ def _ranged_scores(rows: _Rows, keys: Rounded) -> Tensor:
 
 
 def _weigh(weights: Tensor, values: Rounded, dtype: torch.dtype) -> Tensor:
-    """weights [M, S] float32, overwritten, times all values -> [M, E] float32."""
+    """Multiply weights [M, S] float32, overwritten, and all values -> [M, E] float32."""
     if values.scale is None:
         return (weights.to(dtype) @ values.codes).float()
     if values.zero is not None:
@@ -169,7 +169,7 @@ def _weigh(weights: Tensor, values: Rounded, dtype: torch.dtype) -> Tensor:
 
 
 def _weigh_range(weights: Tensor, values: Rounded, dtype: torch.dtype) -> Tensor:
-    """The same for values of 4 or 2 bits: scales go into the weights, middles are added up."""
+    """Multiply weights and values of 4 or 2 bits: scales are multiplied into the weights, middles are added."""
     scale, middle = _middle(values)  # [S, D / c]
     codes = _spread(values.codes, values.bits).to(dtype).chunk(scale.shape[1], 1)
     parts = [(weights * s).to(dtype) @ c for s, c in zip(scale.T, codes, strict=True)]
@@ -177,7 +177,7 @@ def _weigh_range(weights: Tensor, values: Rounded, dtype: torch.dtype) -> Tensor
 
 
 def weigh_in_bytes(weights: Tensor, values: Rounded) -> Tensor:
-    """The same for values of 8 bits, as they lie."""
+    """Multiply weights and values of 8 bits, without conversion."""
     assert values.scale is not None
     n, room = weights.shape[1], values.codes.shape[1]
     narrow = weights.new_zeros if room > n else weights.new_empty
@@ -188,10 +188,10 @@ def weigh_in_bytes(weights: Tensor, values: Rounded) -> Tensor:
 
 
 def _middle(r: Rounded) -> tuple[Tensor, Tensor]:
-    """The scales, and what the code in the middle of their range stands for; float32.
+    """Return the scales, and the value of the middle code of each range; float32.
 
-    From the middle, sums of codes are about as large as what they stand for. From the zero they are larger, and their
-    rounding to 16 bits would outlive the difference.
+    Relative to the middle, sums of codes are about as large as the sums of values. Relative to the zero they are
+    larger, and their rounding to 16 bits would exceed the difference.
     """
     assert r.scale is not None
     assert r.zero is not None
@@ -200,7 +200,7 @@ def _middle(r: Rounded) -> tuple[Tensor, Tensor]:
 
 
 def _spread(codes: Tensor, bits: int) -> Tensor:
-    """[S, m] uint8 -> [S, m * 8 / bits] int8, from the middle: the codes of a byte become bytes of a wider number."""
+    """Unpack [S, m] uint8 -> [S, m * 8 / bits] int8, relative to the middle, by shifts within wider integers."""
     if bits == 4:
         wide = codes.to(torch.int16)
         wide = (wide | wide << 4).bitwise_and_(0x0F0F)

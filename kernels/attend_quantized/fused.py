@@ -1,17 +1,17 @@
-"""Rows over packed slots in Triton: codes are read as they lie, all heads of a layer in one launch.
+"""Attention of rows over quantized slots in Triton: reads codes directly, all heads of a layer in one launch.
 
-A head's slots are cut into spans and these into tiles, by index alone: a tile is of one group of keys, and updates the
-running softmax of its span (arXiv 2205.14135); spans meet in order at the end. Rows are padded to 16 or 32, which is
-the same instruction once or twice. So a row has the same bits alone and among others. The many rows of a prompt, which
-are not held to that, go through one span: their parts would take gigabytes.
+A head's slots are cut into spans and these into tiles, by index alone. A tile has one group of keys, and updates the
+running softmax of its span (arXiv 2205.14135); spans are merged in order at the end. Rows are padded to 16 or 32, which
+is the same instruction once or twice, so decoding rows are batch invariant. The many rows of a prefill pass are not:
+they use one span, because their partial results would take gigabytes.
 
-Products are of float16, whatever the store's type. Codes, scales and zeros are numbers of that type as they are stored,
-so a key comes out at 11 bits, where bfloat16 has 8; what float16 does not hold, beyond 65,504, these layouts clip as
-well. Weights are relative to 2^-15 of the largest, so that small ones stay above what float16 can tell from 0.
+Products are of float16, whatever the dtype of the KV cache. Codes, scales and zeros are stored as float16, so a key has
+11 bits, where bfloat16 has 8. Numbers beyond 65,504, which float16 cannot hold, are clipped by these layouts as well.
+Weights are scaled so that the largest is 2^15, because small weights would otherwise become 0 in float16.
 
 A byte becomes two numbers in three instructions: it is copied to both halves of a register, masked into the mantissas
-of two float16, which thereby are 1024 + q and 1024 + 16 q, and set right by one fused product for both. Written so
-in PTX it takes half the instructions of what Triton makes of the plain form, which the interpreter runs.
+of two float16, which are then 1024 + q and 1024 + 16 q, and corrected by one fused product for both. In PTX this takes
+half the instructions of Triton's code for the plain form, which the interpreter runs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 LOG2E = 1.4426950408889634
 LN2 = tl.constexpr(1 / LOG2E)
-LARGEST = tl.constexpr(65504.0)  # of float16
+LARGEST = tl.constexpr(65504.0)  # the largest float16
 ABOVE = tl.constexpr(15.0)  # log2 of the largest weight
-MEETING = tl.constexpr(16)  # spans that are added up at once
+MEETING = tl.constexpr(16)  # spans that are merged at once
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def _two_of(bits: int, first: int) -> str:
-    """PTX: of four bytes the numbers `first` and `first` + 1, times a scale, plus a zero; pairs of float16 each."""
+    """Return PTX: codes `first` and `first` + 1 of four bytes, times a scale, plus a zero; pairs of float16 each."""
     low, high = ((1 << bits) - 1 << bits * j for j in (first, first + 1))
     steps = [2.0 ** (-bits * j) for j in (first, first + 1)]
     one, less = (_pair([step * by for step in steps]) for by in (1.0, -1024.0))
@@ -53,13 +53,13 @@ def _two_of(bits: int, first: int) -> str:
 
 
 def _pair(numbers: Sequence[float]) -> str:
-    """Two float16 in 32 bits, the first in the lower ones."""
+    """Return two float16 in 32 bits, the first in the lower ones."""
     low, high = torch.tensor(numbers, dtype=torch.float16).view(torch.int16).tolist()
     return f"{(high & 0xFFFF) << 16 | low & 0xFFFF:#x}"
 
 
 PTX_4, PTX_2, PTX_2_BEHIND = (tl.constexpr(_two_of(*of)) for of in ((4, 0), (2, 0), (2, 2)))
-# signed bytes: moved to 0 .. 255, set behind the exponent of 1024, moved back
+# signed bytes: moved to 0 .. 255, put into the mantissa of 1024, moved back
 PTX_8 = tl.constexpr(
     "{ .reg .b32 a, m, b; xor.b32 a, $2, 0x80808080; mov.b32 m, 0x64006400; mov.b32 b, 0xE480E480;"
     " prmt.b32 $0, a, 0, 0x4140; or.b32 $0, $0, m; add.rn.f16x2 $0, $0, b;"
@@ -75,7 +75,7 @@ def attend_quantized(
     softcap: float,
     masks: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, of heads and masks that `table.why_not` does not refuse."""
+    """Compute as the reference, for heads and masks that `table.why_not` accepts."""
     if all(mask is None for mask in masks):
         return attend(q, table_of(heads, masks, has_holes=False), scale, softcap)
     pos = [q.new_zeros(head.length, dtype=torch.int32) for head in heads]
@@ -86,7 +86,7 @@ def attend_quantized(
 def attend(
     q: Tensor, table: Table, scale: float, softcap: float, at: Tensor | None = None, window: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """q [H, N, D] -> out [H, N, D] and lse [H, N], float32. `window`: rows at positions at [N] see so many."""
+    """Compute q [H, N, D] -> out [H, N, D], lse [H, N], float32. `window`: positions seen by rows at positions `at`."""
     (h, n, d), kv = q.shape, len(table.heads)
     span, g = table.span if n <= MANY else table.whole, h // kv
     n_spans = max(1, triton.cdiv(table.longest, span))
@@ -107,20 +107,20 @@ def attend(
 
 @triton.jit
 def _narrow(x):
-    """Of any float type -> float16, clipped as stored scales are."""
+    """Convert any float dtype to float16, clipped as stored scales are."""
     return tl.minimum(tl.maximum(x.to(tl.float32), -LARGEST), LARGEST).to(tl.float16)
 
 
 @triton.jit
 def _halves(x):
-    """The two float16 in 32 bits."""
+    """Return the two float16 in 32 bits."""
     low = (x & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
     return low, (x >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _two(code, scale, zero, BITS: tl.constexpr, FIRST: tl.constexpr, PTX: tl.constexpr):
-    """The numbers FIRST and FIRST + 1 of each byte: code [B, X], scale and zero as pairs -> two [B, X] float16."""
+    """Dequantize codes FIRST, FIRST + 1 of each byte: code [B, X], scale, zero as pairs -> two [B, X] float16."""
     code, scale = tl.broadcast(code, scale)
     code, zero = tl.broadcast(code, zero)
     if PTX:
@@ -139,7 +139,7 @@ def _two(code, scale, zero, BITS: tl.constexpr, FIRST: tl.constexpr, PTX: tl.con
 
 @triton.jit
 def _spread(code, scale, zero, scale_2, zero_2, BITS: tl.constexpr, PTX: tl.constexpr):
-    """code [B, X] -> numbers [B, X * 8 / BITS], neighbours beside each other; `_2`: of the third and the fourth."""
+    """Dequantize code [B, X] -> numbers [B, X * 8 / BITS] in channel order; `_2`: for the third and fourth number."""
     x0, x1 = _two(code, scale, zero, BITS, 0, PTX)
     if BITS == 4:
         x = tl.join(x0, x1)
@@ -151,7 +151,7 @@ def _spread(code, scale, zero, scale_2, zero_2, BITS: tl.constexpr, PTX: tl.cons
 
 @triton.jit
 def _bytes(code, PTX: tl.constexpr):
-    """int8 -> float16."""
+    """Convert int8 -> float16."""
     if PTX:
         x = tl.inline_asm_elementwise(PTX_8, "=r,=r,r", [code], tl.float16, is_pure=True, pack=4)
     else:
@@ -161,14 +161,14 @@ def _bytes(code, PTX: tl.constexpr):
 
 @triton.jit
 def _load(p, m, EDGE: tl.constexpr):
-    """Whole tiles are read without a mask, which would cost an instruction a load."""
+    """Load a tile. Whole tiles are loaded without a mask, which would cost an instruction per load."""
     return tl.load(p, mask=m, other=0) if EDGE else tl.load(p)
 
 
 @triton.jit
 def _scores(q, p_code, p_scale, p_zero, b, m_slot, BITS: tl.constexpr, GROUP: tl.constexpr, B: tl.constexpr,
             D: tl.constexpr, EDGE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """q [M, D] times the packed keys of slots b .. b + B - 1 -> [M, B]."""
+    """Multiply q [M, D] and the quantized keys of slots b .. b + B - 1 -> [M, B]."""
     i_slot, row = tl.arange(0, B), b.to(tl.int64)
     x: tl.constexpr = D * BITS // 8
     code = _load(p_code + row * x + i_slot[:, None] * x + tl.arange(0, x)[None, :], m_slot[:, None], EDGE)  # [B, X]
@@ -180,7 +180,7 @@ def _scores(q, p_code, p_scale, p_zero, b, m_slot, BITS: tl.constexpr, GROUP: tl
         at_scale = p_scale.to(tl.pointer_type(tl.uint32)) + i_pair
         at_zero = p_zero.to(tl.pointer_type(tl.uint32)) + i_pair
         scale, zero = tl.load(at_scale)[None, :], tl.load(at_zero)[None, :]  # [1, X], of two channels each
-        more: tl.constexpr = 2 // BITS  # a byte of 2 bits has two more
+        more: tl.constexpr = 2 // BITS  # a byte of 2-bit codes has two more channels
         k = _spread(code, scale, zero, tl.load(at_scale + more)[None, :], tl.load(at_zero + more)[None, :], BITS, PTX)
         score = tl.dot(q, tl.trans(k))
     return score
@@ -188,7 +188,7 @@ def _scores(q, p_code, p_scale, p_zero, b, m_slot, BITS: tl.constexpr, GROUP: tl
 
 @triton.jit
 def _twice(x, B: tl.constexpr, N: tl.constexpr, X: tl.constexpr):
-    """x [B, N] float16, of the groups of a slot -> pairs [B, X], of its bytes."""
+    """Expand x [B, N] float16, one per group of a slot -> pairs [B, X], one per byte."""
     x = x.to(tl.uint16, bitcast=True).to(tl.uint32)
     return tl.reshape(tl.broadcast_to((x | x << 16)[:, :, None], [B, N, X // N]), [B, X])
 
@@ -196,12 +196,12 @@ def _twice(x, B: tl.constexpr, N: tl.constexpr, X: tl.constexpr):
 @triton.jit
 def _values(p_code, p_scale, p_zero, b, room, m_slot, BITS: tl.constexpr, C: tl.constexpr, B: tl.constexpr,
             D: tl.constexpr, EDGE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """Packed values [B, D] of slots b .. b + B - 1."""
+    """Dequantize the values [B, D] of slots b .. b + B - 1."""
     i_slot, row = tl.arange(0, B), b.to(tl.int64)
     x: tl.constexpr = D * BITS // 8
     n: tl.constexpr = D // C
     if BITS == 8:
-        i_code = tl.arange(0, D).to(tl.int64)[None, :] * room + row + i_slot[:, None]  # they lie transposed
+        i_code = tl.arange(0, D).to(tl.int64)[None, :] * room + row + i_slot[:, None]  # stored transposed
         m_room = row + i_slot < room  # zeros up to a multiple of 16, so that sixteen are read at once
         scale = _load(p_scale + row + i_slot, m_room, EDGE)  # [B]
         v = _bytes(_load(p_code + i_code, m_room[:, None], EDGE), PTX) * scale[:, None]
@@ -216,14 +216,14 @@ def _values(p_code, p_scale, p_zero, b, room, m_slot, BITS: tl.constexpr, C: tl.
 
 @triton.jit
 def _full(p, b, m_slot, B: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr):
-    """Numbers [B, D] that are stored in full."""
+    """Load numbers [B, D] stored in full precision."""
     i = b.to(tl.int64) * D + tl.arange(0, B)[:, None] * D + tl.arange(0, D)[None, :]
     return _narrow(_load(p + i, m_slot[:, None], EDGE))
 
 
 @triton.jit
 def _update(score, v, m_seen, base, mass, acc, by, cap, HAS_CAP: tl.constexpr, ALL: tl.constexpr):
-    """A tile into the state of M rows: score [M, B] before scaling, v [B, D], m_seen [.., B]; mass [M, B] by place."""
+    """Add a tile to the state of M rows: score [M, B] before scaling, v [B, D], m_seen [.., B], mass [M, B]."""
     score = score * by
     if HAS_CAP:  # tanh by exp2; `by` makes the score its argument
         e = tl.exp2(-tl.abs(score))
@@ -235,7 +235,7 @@ def _update(score, v, m_seen, base, mass, acc, by, cap, HAS_CAP: tl.constexpr, A
     one = new if ALL else tl.where(new == float("-inf"), 0.0, new)
     p = tl.exp2(score - one[:, None])
     shrink = tl.exp2(base - one)[:, None]
-    # each place sums up for itself: sums over a tile would cross threads, and wait for each other
+    # each column has its own sum, because sums over a tile would cross threads and make them wait
     return new, mass * shrink + p, tl.dot(p.to(tl.float16), v, acc * shrink)
 
 
@@ -246,8 +246,8 @@ def packed_kernel(
     GROUP: tl.constexpr, C: tl.constexpr, HAS_CAP: tl.constexpr, SIGHT: tl.constexpr, BF16: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Grid (K, spans, blocks of M rows). SIGHT: rows see all slots, or all but holes (1), or those in a window (2).
-    BF16: numbers in full are of that type."""
+    """Compute spans of rows; grid (K, spans, blocks of M rows). SIGHT: rows see all slots (0), all but holes (1), or
+    those in a window (2). BF16: dtype of unquantized numbers."""
     head, part = tl.program_id(0), tl.program_id(1)
     row = p_table + head * 11
     k_type: tl.constexpr = tl.pointer_type(tl.uint8)
@@ -273,7 +273,7 @@ def packed_kernel(
     since = tl.zeros([M], tl.int32)
     if SIGHT == 2:
         since = tl.load(p_at + n, mask=live, other=0) - window  # [M]
-    base = tl.full([M], float("-inf"), tl.float32)  # what weights are relative to
+    base = tl.full([M], float("-inf"), tl.float32)  # score that weights are relative to
     mass = tl.zeros([M, B], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
     i_slot = tl.arange(0, B)
@@ -298,7 +298,7 @@ def packed_kernel(
         else:
             v = _values(v_code, v_scale, v_zero, b, room, m_slot, V_BITS, C, B, D, False, PTX)
         base, mass, acc = _update(score, v, m_seen, base, mass, acc, by, cap, HAS_CAP, SIGHT == 0)
-    for b in range(tl.maximum(first, whole), last, B):  # less than a tile, or keys that wait
+    for b in range(tl.maximum(first, whole), last, B):  # less than a tile, or keys that are not quantized yet
         b = tl.multiple_of(b, 16)
         m_slot = b + i_slot < length
         m_seen = m_slot[None, :]
@@ -324,7 +324,7 @@ def packed_kernel(
 
 @triton.jit(do_not_specialize=["n_spans"])
 def meet_kernel(p_part, p_lses, p_out, p_lse, n_spans, D: tl.constexpr):
-    """Grid (H, N): the spans of a row, in order, sixteen at a time; their lse is to base 2."""
+    """Merge the spans of a row in order, sixteen at a time; grid (H, N). Their lse is to base 2."""
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     i_span, i_dim = tl.arange(0, MEETING), tl.arange(0, D)
     top = tl.full([MEETING], float("-inf"), tl.float32)

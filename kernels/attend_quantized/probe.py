@@ -1,4 +1,4 @@
-"""Whether a CPU's 8-bit products are right and quick enough to read packed slots with: both are tried on first use."""
+"""Probe on first use if a CPU's 8-bit products are right, and fast enough for attention over quantized slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcli.kernels.quantize_kv import Rounded, pack_keys, pack_values, unpack_ke
 
 @cache
 def why_not() -> str:
-    """Why this CPU or this torch is not served here; "" if it is. Tries both products, at odd sizes, on first use."""
+    """Return why this CPU or torch is not supported; "" if it is. Tries both products, at odd sizes, on first use."""
     if not _has_product():
         return "this torch has no 8-bit products"
     noise = torch.Generator().manual_seed(0)
@@ -32,7 +32,7 @@ def _has_product() -> bool:
 
 
 def _differs(rows: Tensor, k: Tensor, v: Tensor) -> str:
-    """Whether a product gives something else than its codes say."""
+    """Return a reason if a product differs from that of dequantized numbers."""
     keys, values = pack_keys(k, 8, 1), pack_values(v, 8, 1)
     score = scores_in_bytes(*in_digits(rows), keys)
     want = rows @ unpack_keys(keys, rows).T
@@ -46,10 +46,10 @@ def _differs(rows: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _drags(rows: Tensor, keys: Rounded) -> str:
-    """Whether the integer product is slower by far than widening: so it is where torch has no kernel for it.
+    """Return a reason if the integer product is much slower than dequantization, as when torch has no kernel for it.
 
-    A factor of 4, so that the answer does not depend on what else the machine does: with a kernel it is 3 times as
-    fast, without one 20 times as slow.
+    The limit is a factor of 4, so that other load on the machine does not change the answer: with a kernel the product
+    is 3 times as fast, without one 20 times as slow.
     """
     narrow = rows.to(torch.bfloat16)
     ours = _least(lambda: scores_in_bytes(*in_digits(rows), keys))
@@ -58,7 +58,7 @@ def _drags(rows: Tensor, keys: Rounded) -> str:
 
 
 def _least(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of some calls."""
+    """Return the seconds of the fastest of several calls."""
     found = []
     for _ in range(5):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Rows over packed slots in plain PyTorch: what the codes say, then attention, one KV head at a time."""
+"""Attention of rows over quantized slots in plain PyTorch: dequantize, then attend, one KV head at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def attend_quantized(
 
 
 def _head(q: Tensor, head: PackedHead, mask: Tensor | None, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
-    """q [G, N, D] -> out [G, N, E], lse [G, N]."""
+    """Compute q [G, N, D] -> out [G, N, E], lse [G, N]."""
     k = torch.cat([unpack_keys(head.keys, q), head.rest.to(q.dtype)]).unsqueeze(0)
     v = unpack_values(head.values, q, head.length).unsqueeze(0)
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Where the packed heads of a layer lie, for a kernel that takes them all in one launch: made when heads change."""
+"""Addresses of a layer's quantized heads, for a kernel that reads all heads in one launch; remade when heads change."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ if TYPE_CHECKING:
     from kvcli.kernels.attend_quantized import PackedHead
     from kvcli.kernels.quantize_kv import Rounded
 
-SIZES = (64, 128, 256)  # of heads; what threads share has to be a power of two
-LEAST = 16  # slots of a tile
+SIZES = (64, 128, 256)  # head sizes; must be powers of two
+LEAST = 16  # fewest slots of a tile
 ALIGNED = 16  # bytes
-NARROWEST = 256  # slots of a span; the fewest that are worth a part of their own
-SPANS = 64  # of the longest head at most: the parts that fit plans with
-PROGRAMS = 256  # of all heads at most: with more than two for each processor of a large card, spans wait for their turn
+NARROWEST = 256  # fewest slots per span
+SPANS = 64  # most spans of the longest head; `kvcli fit` plans with their partial results
+# most spans of all heads: with more than two per processor of a large GPU, spans would run one after another
+PROGRAMS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The heads of a layer, all of one form."""
+    """Heads of a layer, all of one layout."""
 
     at: Tensor  # [K, 11] int64: addresses of keys, values and positions, then numbers of slots; see `table_of`
-    heads: tuple[PackedHead, ...]  # these and `pos` keep what is at the addresses
+    heads: tuple[PackedHead, ...]  # `heads` and `pos` keep the addressed memory alive
     pos: tuple[Tensor | None, ...]
     k_bits: int
     v_bits: int
@@ -43,18 +44,18 @@ class Table:
 
     @property
     def span(self) -> int:
-        """Slots of one program, a power of two. It depends on what is stored and on nothing of a pass."""
+        """Slots of one program, a power of two. It depends on the stored slots and on nothing of a pass."""
         spans = 1 << max(1, PROGRAMS // len(self.heads)).bit_length() - 1
         return max(NARROWEST, self.whole // min(SPANS, spans))
 
     @property
     def whole(self) -> int:
-        """Slots of a span that takes all; a power of two."""
+        """Slots of a span that covers all slots; a power of two."""
         return max(NARROWEST, 1 << max(0, self.longest - 1).bit_length())
 
 
 def why_not(heads: Sequence[PackedHead], masks: Sequence[Tensor | None] = ()) -> str:
-    """Why the kernel does not read these heads; "" if it does."""
+    """Return why the kernel does not support these heads; "" if it does."""
     size, group = heads[0].rest.shape[1], _group(heads)
     if size not in SIZES or heads[0].v_dim != size:
         return f"keys of {size} and values of {heads[0].v_dim} numbers: {', '.join(map(str, SIZES))} of both are served"
@@ -76,7 +77,7 @@ def why_not(heads: Sequence[PackedHead], masks: Sequence[Tensor | None] = ()) ->
 
 
 def table_of(heads: Sequence[PackedHead], pos: Sequence[Tensor | None], *, has_holes: bool) -> Table:
-    """Of heads that `why_not` does not refuse. pos [S] int32 of each, -1 = hole: read for holes and windows alone."""
+    """Build the table of heads that `why_not` accepts. pos [S] int32 per head, -1 = hole; read for holes or windows."""
     rows = [_row(head, at) for head, at in zip(heads, pos, strict=True)]
     at = torch.tensor(rows, dtype=torch.int64)
     device, first = heads[0].rest.device, heads[0]
@@ -96,7 +97,7 @@ def table_of(heads: Sequence[PackedHead], pos: Sequence[Tensor | None], *, has_h
 
 
 def _row(head: PackedHead, pos: Tensor | None) -> list[int]:
-    """Addresses of codes, scales and zeros, waiting keys, positions; then packed keys, slots, room for values."""
+    """Return addresses of codes, scales, zeros, unquantized keys, positions; then quantized keys, slots, value room."""
     packed = 0 if head.keys.bits == 16 else head.keys.codes.shape[0]
     room = head.values.codes.shape[1] if head.values.bits == 8 else head.length
     return [*_addresses(head), 0 if pos is None else pos.data_ptr(), packed, head.length, room]
@@ -104,17 +105,17 @@ def _row(head: PackedHead, pos: Tensor | None) -> list[int]:
 
 def _addresses(head: PackedHead) -> list[int]:
     keys = head.keys
-    rest = keys.codes if keys.bits == 16 else head.rest  # keys in full all wait, so to speak
+    rest = keys.codes if keys.bits == 16 else head.rest  # keys in 16 bits are all unquantized
     tensors = [t for r in (keys, head.values) for t in (r.codes, r.scale, r.zero)]
     return [0 if t is None else t.data_ptr() for t in (*tensors, rest)]
 
 
 def _group(heads: Sequence[PackedHead]) -> int:
-    """Slots that share scales, as the first head that has some shows; 64 where none do."""
+    """Return the slots that share scales, from the first head with groups; 64 if no head has any."""
     shared = [head.keys for head in heads if head.keys.zero is not None and head.keys.zero.shape[0]]
     return shared[0].codes.shape[0] // len(shared[0].zero) if shared and shared[0].zero is not None else 64
 
 
 def _width(values: Rounded) -> int:
-    """Channels that share a scale; all of them where a slot has one or none."""
+    """Return the channels that share a scale; 1 if values have no zero."""
     return values.codes.shape[1] * 8 // values.bits // values.zero.shape[1] if values.zero is not None else 1

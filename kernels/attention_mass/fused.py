@@ -1,7 +1,6 @@
-"""Softmax mass per slot in Triton: one pass over the keys for each row's log-sum-exp, another for the masses.
+"""Attention mass per slot in Triton: one pass over the keys for each row's log-sum-exp, another for the masses.
 
-The second adds up a tile of slots over all rows, in their order; nothing of the size of rows x slots is written unless
-it is asked for.
+The second pass sums a tile of slots over all rows in order. No tensor of rows x slots is written unless requested.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, SLOTS = 32, 64  # of a product
-SPAN = 4096  # slots of a program that looks for a log-sum-exp
+ROWS, SLOTS = 32, 64  # per product
+SPAN = 4096  # slots per program of `lse_kernel`
 LOG2E = 1.4426950408889634
 FOLDS = {"none": 0, "sum": 1, "mean": 1, "max": 2}
-NUMBERS = ["window", "w", "s", "pos_head", "pos_slot"]  # that change as a text goes on
+NUMBERS = ["window", "w", "s", "pos_head", "pos_slot"]  # these change as a sequence grows
 OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 
 
 def attention_mass(
     q: Tensor, q_pos: Tensor, k: Tensor, pos: Tensor, scale: float, softcap: float, window: int | None, over: str
 ) -> Tensor:
-    """As the reference; q [H, w, D] and k [K, S, D] of one 16-bit type, D a power of two from 64 to 256."""
+    """Compute as the reference; q [H, w, D] and k [K, S, D] of one 16-bit dtype, D a power of two from 64 to 256."""
     (h, w, d), (kv, s) = q.shape, pos.shape
     g = h // kv
     out = torch.empty((kv, g, w, s) if over == "none" else (kv, s), dtype=torch.float32, device=k.device)
@@ -35,7 +34,7 @@ def attention_mass(
     given = q, q_pos, k, pos, by, cap, window or 0, w, s, *k.stride()[:2], *pos.stride()
     consts = {"G": g, "D": d, "M": ROWS, "B": SLOTS, "HAS_CAP": softcap > 0, "HAS_WINDOW": window is not None}
     lse_kernel[(h, triton.cdiv(w, ROWS), spans)](*given, lse, SPAN=SPAN, **consts, **OPTIONS)
-    total = torch.logsumexp(lse / LOG2E, -1).mul_(LOG2E)  # -inf where a row sees nothing
+    total = torch.logsumexp(lse / LOG2E, -1).mul_(LOG2E)  # -inf for a row that sees no slot
     share = 1.0 / (g * w) if over == "mean" else 1.0 / g
     mass_kernel[(triton.cdiv(s, SLOTS), kv)](*given, total, out, share, FOLD=FOLDS[over], **consts, **OPTIONS)
     return out
@@ -46,7 +45,7 @@ def _scores(
     q, p_k, p_pos, at, i_slot, by, cap, window, s, k_slot, pos_slot,
     D: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Rows q [M, D] at positions [M] over slots [B] -> [M, B], to base 2, -inf where a row does not see."""
+    """Score rows q [M, D] at positions [M] over slots [B] -> [M, B], to base 2, -inf for slots outside a row's view."""
     there = i_slot < s
     pos = tl.load(p_pos + i_slot.to(tl.int64) * pos_slot, mask=there, other=-1)[None, :]
     i_key = i_slot.to(tl.int64)[:, None] * k_slot + tl.arange(0, D)[None, :]
@@ -68,7 +67,7 @@ def lse_kernel(
     D: tl.constexpr, M: tl.constexpr, B: tl.constexpr, SPAN: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, blocks of M rows, spans): to base 2."""
+    """Compute each row's log-sum-exp per span, to base 2; grid (H, blocks of M rows, spans)."""
     h, span = tl.program_id(0).to(tl.int64), tl.program_id(2)
     n = tl.program_id(1) * M + tl.arange(0, M)
     live = n < w
@@ -94,7 +93,7 @@ def mass_kernel(
     G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, B: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of B slots, K). FOLD 0: every row's masses; 1: their sum times `share`; 2: their maximum."""
+    """Compute masses; grid (blocks of B slots, K). FOLD 0: every row's masses; 1: sum times `share`; 2: maximum."""
     head = tl.program_id(1).to(tl.int64)
     i_slot = tl.program_id(0) * B + tl.arange(0, B)
     there = i_slot < s
@@ -109,9 +108,9 @@ def mass_kernel(
             at = tl.load(p_at + n, mask=live, other=-1)
             q = tl.load(p_q + row[:, None] * D + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)  # [M, D]
             lse = tl.load(p_lse + row, mask=live, other=0.0)
-            lse = tl.where(lse == float("-inf"), 0.0, lse)  # sees nothing: its scores are -inf as well
+            lse = tl.where(lse == float("-inf"), 0.0, lse)  # the row sees no slot: its scores are -inf as well
             score = _scores(q, p_k, p_pos, at, i_slot, by, cap, window, s, k_slot, pos_slot, D, HAS_CAP, HAS_WINDOW)
-            mass = tl.exp2(score - lse[:, None])  # [M, B]; 0 in rows that are not there, which see nothing
+            mass = tl.exp2(score - lse[:, None])  # [M, B]; 0 in rows out of bounds, which see no slot
             if FOLD == 0:
                 tl.store(p_out + row[:, None] * s + i_slot[None, :], mass, mask=live[:, None] & there[None, :])
             elif FOLD == 1:

@@ -1,8 +1,8 @@
-"""Softmax mass per slot in plain PyTorch: the specification of `attention_mass`.
+"""Attention mass per slot in plain PyTorch: the specification of `attention_mass`.
 
-Two passes over blocks of slots: the first finds each row's log-sum-exp, the second the masses, which are folded over
-rows at once. One block of scores exists at a time, in memory that all of them share: blocks of their own leave malloc
-holding several.
+Two passes over blocks of slots: the first computes each row's log-sum-exp, the second the masses, which are reduced
+over rows at once. One block of scores exists at a time, in a buffer that all blocks share, because malloc would hold
+several separate blocks.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def attention_mass(
         for span in spans:
             one = scores(span)
             higher = torch.maximum(top, one.amax(-1, keepdim=True))
-            base = higher.masked_fill(higher == -torch.inf, 0.0)  # a row that sees nothing has no mass
+            base = higher.masked_fill(higher == -torch.inf, 0.0)  # a row that sees no slot has no mass
             total = total * torch.exp(top - base) + one.sub_(base).exp_().sum(-1, keepdim=True)
             top = higher
-        if len(spans) == 1:  # nothing has taken its place
+        if len(spans) == 1:  # the only block is still in the buffer
             _fold(out, one.div_(total.masked_fill_(total == 0, 1.0)), first, over)
             continue
         lse = (top + total.log()).masked_fill_(top == -torch.inf, 0.0)
@@ -58,7 +58,7 @@ def attention_mass(
 def _scores(
     rows: Tensor, at: Tensor, k: Tensor, pos: Tensor, softcap: float, window: int | None, room: Tensor
 ) -> Tensor:
-    """[K, G, R, B] in `room`: scaled scores, -inf where a row does not see."""
+    """Return [K, G, R, B] in `room`: scaled scores, -inf for slots that a row does not see."""
     kv, n = pos.shape
     score = room[: kv * rows.shape[1] * n].view(kv, rows.shape[1], n)
     torch.bmm(rows, k.transpose(1, 2), out=score)
@@ -73,7 +73,7 @@ def _scores(
 
 
 def _fold(into: Tensor, mass: Tensor, first: int, over: str) -> None:
-    """Add a block's masses [K, G, R, B] to what is asked for of its slots."""
+    """Reduce a block's masses [K, G, R, B] as `over` requests, and add the result to its slots."""
     if over == "none":
         into[:, :, first : first + mass.shape[2]] = mass
     elif over == "max":

@@ -1,8 +1,8 @@
-"""A decoder layer of the common form on a CPU in two calls, one before its attention and one after it.
+"""Standard decoder layer on a CPU in two calls, one before its attention and one after it.
 
-x -> norm -> q, k, v -> rotary embedding -> attention -> o, + x -> norm -> gated MLP, +: bit for bit what its modules
-give one by one, once norms, products and MLP are native. There may be norms of the heads, before they turn (Qwen 3),
-and of what attention and MLP give (Gemma 2). reference.py has it in PyTorch.
+x -> norm -> q, k, v -> rotary embedding -> attention -> o, + x -> norm -> gated MLP, +: bit for bit equal to its
+separate modules, if norms, products and MLP are native. Optional norms apply to the heads before rotation (Qwen 3), and
+to the outputs of attention and MLP (Gemma 2). reference.py has the layer in PyTorch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvcli.kernels.rms_norm import Norm
 
 
 class Layer(ctypes.Structure):
-    """As in native/c/layer.c; holds addresses, so it lives no longer than the weights."""
+    """The struct of native/c/layer.c. It stores addresses, so it must not outlive the weights."""
 
     _fields_ = [
         *((name, Norm) for name in ("first", "second")),
-        *((name, Norm) for name in ("of_q", "of_k", "of_attention", "of_mlp")),  # the first two of D numbers; or empty
+        *((name, Norm) for name in ("of_q", "of_k", "of_attention", "of_mlp")),  # the first two of size D; or empty
         *((name, Product) for name in ("q", "k", "v", "o")),
         ("mlp", Mlp),
         ("D", ctypes.c_int64),
@@ -32,14 +32,14 @@ class Layer(ctypes.Structure):
 
     @cached_property
     def known(self) -> tuple[int, int, list[int]]:
-        """Its address, D, and the heads of q, k and v: each question to a structure makes another one."""
+        """The address, D, and the heads of q, k and v. Cached, because each access to a nested struct creates one."""
         return ctypes.addressof(self), self.D, [product.N // self.D for product in (self.q, self.k, self.v)]
 
 
 def before(
     layer: Layer, x: Tensor, cos: Tensor | None, sin: Tensor | None, *, level: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [N, E] -> q [H, N, D], k, v [K, N, D], views of [N, .., D]; cos, sin [N, R], or None where nothing turns."""
+    """Compute x [N, E] -> q [H, N, D], k, v [K, N, D], views of [N, .., D]; cos, sin [N, R]; None = no rotation."""
     functions = built.native(level)
     assert functions is not None
     (at, d, heads), n, x = layer.known, x.shape[0], x.contiguous()
@@ -54,7 +54,7 @@ def before(
 
 
 def after(layer: Layer, x: Tensor, attended: Tensor, *, level: str | None = None) -> Tensor:
-    """x [N, E], what attention gave [N, H, D] -> [N, E]."""
+    """Compute x [N, E], attention output [N, H, D] -> [N, E]."""
     functions = built.native(level)
     assert functions is not None
     x, attended = x.contiguous(), attended.contiguous()

@@ -1,4 +1,4 @@
-"""A decoder layer around its attention, in plain PyTorch: the specification of `before` and `after`."""
+"""Decoder layer without its attention, in plain PyTorch: the specification of `before` and `after`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Op = Callable[[Tensor], Tensor]
 def before(
     x: Tensor, norm: Op, q: Op, k: Op, v: Op, of_q: Op, of_k: Op, cos: Tensor, sin: Tensor, d: int
 ) -> list[Tensor]:
-    """x [N, E] -> q [H, N, D], k and v [K, N, D], turned over the first R channels; cos, sin [N, R]."""
+    """Compute x [N, E] -> q [H, N, D], k and v [K, N, D], rotated over the first R channels; cos, sin [N, R]."""
     normed = norm(x)
     heads = [make(normed).view(x.shape[0], -1, d).transpose(0, 1) for make in (q, k, v)]
     return [_turned(of_q(heads[0]), cos, sin), _turned(of_k(heads[1]), cos, sin), heads[2]]
 
 
 def after(x: Tensor, attended: Tensor, o: Op, of_attention: Op, norm: Op, mlp: Op, of_mlp: Op) -> Tensor:
-    """x [N, E], what attention gave [N, H, D] -> [N, E]."""
+    """Compute x [N, E], attention output [N, H, D] -> [N, E]."""
     middle = x + of_attention(o(attended.flatten(1)))
     return middle + of_mlp(mlp(norm(middle)))
 

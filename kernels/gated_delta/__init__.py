@@ -1,7 +1,7 @@
-"""The gated delta rule over rows in order on a CPU, and the convolution before it (arXiv 2412.06464).
+"""Gated delta rule over rows in order on a CPU, and the convolution before it (arXiv 2412.06464).
 
-Numbers are bf16 or float32, a state is float32. A row has the same bits however many are in a call. It differs from the
-reference in the order in which sums are added up, and in the last bit of e^x.
+Numbers are bf16 or float32, a state is float32. A row has the same bits for any number of rows in a call. It differs
+from the reference in the order of summation, and in the last bit of e^x.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
 
 class _Rule(ctypes.Structure):
-    """As in native/c/gated_delta.c."""
+    """The struct of native/c/gated_delta.c."""
 
     _fields_ = [
         *((name, _P) for name in ("q", "k", "v", "g", "beta", "before", "state", "out")),
@@ -48,8 +48,8 @@ def gated_delta(
     is_normed: bool = True,
     level: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q, k [N, K, Dk], v [N, H, Dv], g (the logarithm of the decay), beta [N, H], state [H, Dk, Dv] or None = zeros ->
-    [N, H, Dv], and the state behind the last row, in float32. `level`: another kind of CPU than the best there is."""
+    """Compute the rule: q, k [N, K, Dk], v [N, H, Dv], g (log decay), beta [N, H], state [H, Dk, Dv] or None = zeros ->
+    [N, H, Dv], and the state after the last row, in float32. `level`: a lesser kind of CPU than the best available."""
     q, k, v = (_rows(_served(t).to(v.dtype)) for t in (q, k, v))
     g, beta = (t.float().contiguous() for t in (g, beta))
     before = None if state is None else state.float().contiguous()
@@ -67,7 +67,7 @@ def gated_delta(
 def causal_conv(
     x: Tensor, w: Tensor, bias: Tensor | None, n: int, has_silu: bool, *, level: str | None = None
 ) -> Tensor:
-    """x [C, L], w [C, W], bias [C] or None -> [n, C]: a channel's last n places, each from the W up to it."""
+    """Convolve x [C, L], w [C, W], bias [C] or None -> [n, C]: the last n positions, each from its last W inputs."""
     x = _served(x).contiguous()
     w, bias = w.to(x.dtype).contiguous(), None if bias is None else bias.to(x.dtype).contiguous()
     y = x.new_empty(n, len(x))
@@ -78,7 +78,7 @@ def causal_conv(
 
 
 def numbers(x: Tensor, function: str, *, level: str | None = None) -> Tensor:
-    """A function of single numbers, by its name in FUNCTIONS, of x [..]."""
+    """Apply the elementwise function FUNCTIONS[function] to x [..]."""
     x = _served(x).contiguous()
     y = torch.empty_like(x)
     which = [*FUNCTIONS].index(function)
@@ -99,7 +99,7 @@ def _served(t: Tensor) -> Tensor:
 
 
 def _rows(t: Tensor) -> Tensor:
-    """[N, heads, D] whose rows are each in one piece."""
+    """Return [N, heads, D] with each row contiguous."""
     return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
 
 

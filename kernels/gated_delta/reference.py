@@ -1,4 +1,4 @@
-"""The gated delta rule row by row in plain PyTorch, and what stands before it: the specification of gated_delta."""
+"""Gated delta rule row by row in plain PyTorch, and the convolution before it: the specification of gated_delta."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ FUNCTIONS = {"silu": functional.silu, "sigmoid": torch.sigmoid, "softplus": func
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, *, is_normed: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """q, k [N, K, Dk], v [N, H, Dv], g (the logarithm of the decay), beta [N, H], state [H, Dk, Dv] or None = zeros ->
-    [N, H, Dv], and the state behind the last row, in float32."""
+    """Compute the rule: q, k [N, K, Dk], v [N, H, Dv], g (log decay), beta [N, H], state [H, Dk, Dv] or None = zeros ->
+    [N, H, Dv], and the state after the last row, in float32."""
     group, dtype = v.shape[1] // k.shape[1], v.dtype
     q, k, v, g, beta = (t.float() for t in (q, k, v, g, beta))
     if is_normed:
@@ -30,6 +30,6 @@ def gated_delta(
 
 
 def causal_conv(x: Tensor, w: Tensor, bias: Tensor | None, n: int, has_silu: bool) -> Tensor:
-    """x [C, L], w [C, W], bias [C] or None -> [n, C]: a channel's last n places, each from the W up to it."""
+    """Convolve x [C, L], w [C, W], bias [C] or None -> [n, C]: the last n positions, each from its last W inputs."""
     found = functional.conv1d(x[None], w[:, None], bias, padding=w.shape[1] - 1, groups=len(w))[0, :, : x.shape[1]]
     return (functional.silu(found) if has_silu else found)[:, -n:].T

@@ -1,8 +1,8 @@
-"""The gated MLP of a decoder layer, down(act(gate(x)) * up(x)), in one call on a CPU (arXiv 2002.05202).
+"""Gated MLP of a decoder layer, down(act(gate(x)) * up(x)), in one call on a CPU (arXiv 2002.05202).
 
-x [..., E] -> [..., E] in bf16 or float32, with weights as `kernels.linear` or `kernels.linear_quantized` lays them out.
-Products and roundings are those of the modules one by one; e^x and tanh are ours, so that an activation is a rounding
-off at most.
+x [..., E] -> [..., E] in bf16 or float32, with weights in the layout of `kernels.linear` or `kernels.linear_quantized`.
+Products and roundings equal those of the separate modules. e^x and tanh are implemented here, so an activation differs
+by at most one rounding.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from kvcli.kernels import native as built
 from kvcli.kernels.gated_mlp.product import Product
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")  # as native/c/layer.c counts them
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")  # in the order of native/c/layer.c
 
 
 class Mlp(ctypes.Structure):
-    """As in native/c/layer.c; holds addresses, so it lives no longer than the weights."""
+    """The struct of native/c/layer.c. It stores addresses, so it must not outlive the weights."""
 
     _fields_ = [
         ("gate", Product),
@@ -31,7 +31,7 @@ class Mlp(ctypes.Structure):
 
 
 def gated_mlp(x: Tensor, mlp: Mlp, *, level: str | None = None) -> Tensor:
-    """x [..., E] in the weights' type -> [..., E]. `level`: another kind of CPU than the best there is."""
+    """Compute x [..., E] in the weights' dtype -> [..., E]. `level`: a lesser kind of CPU than the best available."""
     functions = built.native(level)
     assert functions is not None
     if x.shape[-1] != mlp.down.N or x.dtype != (torch.float32 if mlp.is_wide else torch.bfloat16):

@@ -1,4 +1,4 @@
-"""The native gated MLP in the place of a model's own, wherever both are found to compute the same."""
+"""Replace a model's gated MLPs by the native one, if both compute the same for probe rows."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvcli.kernels.module_probe import first_and_last, group_by_kind, kind, prob
 
 
 class NativeMlp:
-    """The forward of one MLP. Holds its weights and no module: a module that held itself would outlive its model."""
+    """Forward of one MLP. It references its weights but no module, because a reference would keep the model alive."""
 
     def __init__(self, linears: Sequence[nn.Module], act: str, own: Callable[[Tensor], Tensor]) -> None:
-        """`linears`: gate, up and down; `own`: the module's forward, for rows of another type than its weights'."""
+        """Set up the MLP. `linears`: gate, up, down; `own`: the module's forward, for rows of another dtype."""
         products, self._keeps = zip(*map(product_of, linears), strict=True)
         self.dtype = type_of(linears[0])
         self.mlp = Mlp(*products, ACTIVATIONS.index(act), self.dtype == torch.float32)
@@ -37,7 +37,7 @@ class NativeMlp:
 
 @torch.no_grad()
 def mlp_(root: nn.Module) -> int:
-    """Have all MLPs below `root` computed natively that are found to be gated ones. Returns how many."""
+    """Replace the forward of all MLPs below `root` that are found to be gated. Return how many."""
     done = 0
     for group in group_by_kind(filter(_may_be_gated, root.modules()), kind):
         if len(found := {_way(module) for module in first_and_last(group)}) > 1 or (way := found.pop()) is None:
@@ -50,7 +50,7 @@ def mlp_(root: nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How an MLP is computed: which of its linear layers are gate, up and down, and the activation."""
+    """Structure of an MLP: which of its linear layers are gate, up and down, and the activation."""
 
     order: tuple[int, ...]
     act: str
@@ -72,7 +72,7 @@ def _may_be_gated(module: nn.Module) -> bool:
 
 
 def _way(module: nn.Module) -> Way | None:
-    """None where it is not gated, or where weights that are all alike would give others of its kind a wrong order."""
+    """Return the structure; None if the MLP is not gated, or if several orders agree, as with constant weights."""
     (other,) = (child for child in module.children() if type_of(child) is None)
     if (act := _activation(other)) is None:
         return None
@@ -81,14 +81,14 @@ def _way(module: nn.Module) -> Way | None:
 
 
 def _activation(module: nn.Module) -> str | None:
-    """Which of ours it is."""
+    """Return the name of the activation, if it is a known one."""
     x = torch.linspace(-30, 30, 4001)
     found = probe_output(module, x)
     return next((name for name, act in KNOWN.items() if found is not None and torch.equal(found, act(x))), None)
 
 
 def _is_same(module: nn.Module, mlp: NativeMlp) -> bool:
-    """On random rows, but for the few numbers whose activation is rounded to the other side."""
+    """True if both agree on random rows, up to the few numbers whose activation is rounded differently."""
     gate, up, down = (mlp.mlp.gate, mlp.mlp.up, mlp.mlp.down)
     if (gate.N, gate.K) != (up.N, up.K) or (gate.N, gate.K) != (down.K, down.N):
         return False

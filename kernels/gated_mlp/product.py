@@ -1,4 +1,4 @@
-"""One product of a native call that makes several: what it is told of a linear layer."""
+"""One linear layer as an argument of native calls that compute several products."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcli.kernels.linear_quantized.module import PackedLinear
 
 
 class Product(ctypes.Structure):
-    """As in native/c/layer.c; holds addresses, so it lives no longer than the layer's tensors."""
+    """The struct of native/c/layer.c. It stores addresses, so it must not outlive the layer's tensors."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("w", "scale", "bias")),
@@ -21,7 +21,7 @@ class Product(ctypes.Structure):
 
 
 def type_of(layer: nn.Module) -> dtype | None:
-    """Of the numbers that go into a linear layer; None = it is none, or not made natively."""
+    """Return the dtype of a linear layer's inputs; None if the module is no linear layer, or has no native product."""
     found = None
     if isinstance(layer, NativeLinear):
         found = layer.dtype
@@ -31,7 +31,7 @@ def type_of(layer: nn.Module) -> dtype | None:
 
 
 def product_of(layer: nn.Module) -> tuple[Product, list[Tensor | None]]:
-    """What a call is told of a layer that has a `type_of`, and what holds its numbers."""
+    """Return the struct for a layer that has a `type_of`, and the tensors that own its memory."""
     keeps: list[Tensor | None]
     packing: tuple[int, int]
     if isinstance(layer, PackedLinear):

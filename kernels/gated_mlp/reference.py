@@ -1,4 +1,4 @@
-"""A gated MLP in plain PyTorch: the specification of `gated_mlp`."""
+"""Gated MLP in plain PyTorch: the specification of `gated_mlp`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ ACTIVATIONS = {
 
 
 def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
-    """x [..., E], gate and up [I, E], down [E, I] -> [..., E]."""
+    """Compute x [..., E], gate and up [I, E], down [E, I] -> [..., E]."""
     act = ACTIVATIONS[activation](functional.linear(x, gate))
     return functional.linear(act * functional.linear(x, up), down)

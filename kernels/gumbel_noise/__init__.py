@@ -1,8 +1,8 @@
-"""Gumbel noise as a pure function of (seed, position, token): sampling that any drafter leaves untouched.
+"""Gumbel noise as a pure function of (seed, position, token), so that no drafter changes the sampled text.
 
-argmax(logp + gumbel) draws from softmax(logp) (the Gumbel-max trick). Because the noise of a token at a position does
-not depend on how the engine got there, one seed gives one text with any drafter, any batch of rows and any order of
-evaluation (coupled noise: arXiv 2408.07978).
+argmax(logp + gumbel) samples from softmax(logp) (the Gumbel-max trick). The noise of a token at a position does not
+depend on the computation before it. One seed therefore gives one text with any drafter, any batch of rows and any order
+of evaluation (coupled noise: arXiv 2408.07978).
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ from kvcli.kernels.gumbel_noise.reference import gumbel as _reference
 
 
 def gumbel(seed: int | Tensor, pos: Tensor, ids: Tensor) -> Tensor:
-    """pos [N] int64 and ids [N, C] or [C] int64 -> noise [N, C] float64. A seed on the device [] is int64."""
+    """Return noise [N, C] float64 for pos [N] int64 and ids [N, C] or [C] int64. A seed on the device is [] int64."""
     return _reference(seed, pos, ids)

@@ -1,7 +1,7 @@
-"""The same noise for a handful of tokens at one position, on the host: what a drafter can afford to look at.
+"""Gumbel noise for a few tokens at one position, on the host, cheap enough for a drafter.
 
-Equal to the reference but for the last bit of a logarithm. Plain integers, because one call of torch or numpy costs
-more than all of this for eight tokens.
+Equal to the reference up to the last bit of a logarithm. It uses plain integers, because one call of torch or numpy
+costs more than the whole computation for eight tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ def _hashed(token: int) -> int:
 
 
 def gumbel_host(seed: int, pos: int, ids: Sequence[int]) -> list[float]:
-    """Noise of each of these tokens at one position."""
+    """Return the noise of each of these tokens at one position."""
     key = _key(seed, pos)
     return [-log(-log(((_splitmix(key ^ _hashed(token)) >> 12) + 0.5) * 2.0**-52)) for token in ids]

@@ -11,12 +11,12 @@ MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch's shifts the sign in."""
+    """Shift right logically; torch's shift copies the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _splitmix(x: Tensor) -> Tensor:
-    """One step of splitmix64 (Steele, Lea, Flood 2014); int64 arithmetic wraps as uint64 does."""
+    """Apply one step of splitmix64 (Steele, Lea, Flood 2014); int64 arithmetic wraps as uint64 does."""
     x = x + GOLDEN
     x = (x ^ _shift(x, 30)) * MIX1
     x = (x ^ _shift(x, 27)) * MIX2
@@ -24,12 +24,12 @@ def _splitmix(x: Tensor) -> Tensor:
 
 
 def signed(seed: int) -> int:
-    """The same 64 bits as int64 has them."""
+    """Return the same 64 bits as int64."""
     return (seed & 0xFFFFFFFFFFFFFFFF) - (1 << 64 if seed & (1 << 63) else 0)
 
 
 def gumbel(seed: int | Tensor, pos: Tensor, ids: Tensor) -> Tensor:
-    """-log(-log(u)), u uniform on (0, 1) with 52 bits, never 0 or 1."""
+    """Return -log(-log(u)), u uniform on (0, 1) with 52 bits, never 0 or 1."""
     start = seed if isinstance(seed, Tensor) else torch.tensor(signed(seed), dtype=torch.int64).to(pos.device)
     key = _splitmix(_splitmix(start) ^ pos)  # [N]
     bits = _splitmix(key.unsqueeze(-1) ^ _splitmix(ids))  # [N, C]

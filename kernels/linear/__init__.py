@@ -1,9 +1,9 @@
-"""Linear layers in bf16 and fp32 on a CPU whose rows do not know of each other.
+"""Batch-invariant linear layers in bf16 and fp32 on a CPU.
 
 x [..., K] -> x W^T + b [..., N], accumulated in float32 and rounded once. An output is one chain of fused products over
-k, whichever rows and outputs come along: one row, the same row in a draft and in a prompt of thousands give the same
-bits. The weight lies in panels of 64 outputs, [ceil(N / 64), S, 64] words of 32 bits: one fp32, or two bf16. `why_not`
-says what is not served.
+k, independent of other rows and outputs: a row alone, in a draft, or in a prompt of thousands gives the same bits. The
+weight is stored in panels of 64 outputs, [ceil(N / 64), S, 64] words of 32 bits: one fp32, or two bf16. `why_not`
+returns the reason why a weight is not supported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SERVED = (torch.bfloat16, torch.float32)
 
 
 def why_not(weight: Tensor) -> str:
-    """Why a weight [N, K] cannot be served; "" if it can."""
+    """Return why a weight [N, K] is not supported; "" if it is."""
     if built.native() is None:
         return built.why_not()
     if weight.device.type != "cpu" or weight.dtype not in SERVED:
@@ -30,31 +30,32 @@ def why_not(weight: Tensor) -> str:
 
 
 def pack(weight: Tensor, room: WeightArena | None = None) -> Tensor:
-    """A weight [N, K] as `linear` wants it: [ceil(N / 64), S, 64] words of 32 bits, as int32; in `room` if given."""
+    """Arrange a weight [N, K] for `linear`: [ceil(N / 64), S, 64] words of 32 bits, as int32; in `room` if given."""
     words = weight.detach().contiguous().view(torch.int32)  # [N, S]
     n, s = words.shape
     shape = -(-n // PANEL), s, PANEL
     packed = words.new_empty(shape) if room is None else room.empty(shape)
     packed[-1].zero_()
-    for panel, rows in zip(packed, words.split(PANEL), strict=True):  # one by one: torch turns a whole matrix in blocks
+    # one by one, because torch transposes a whole matrix in blocks
+    for panel, rows in zip(packed, words.split(PANEL), strict=True):
         panel[:, : len(rows)].copy_(rows.T)
     return packed
 
 
 def unpack(packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] that was packed."""
+    """Return the weight [N, K] of a packed weight."""
     return packed.transpose(1, 2).reshape(-1, packed.shape[1])[:n].contiguous().view(dtype)
 
 
 def rows_of(packed: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows `index` [...] of the weight that was packed, [..., K]: what an embedding that shares it looks up."""
+    """Return the rows `index` [...] of the packed weight, [..., K]: the lookup of an embedding with the same weight."""
     return packed[index // PANEL, :, index % PANEL].view(dtype)
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n: int, *, level: str | None = None) -> Tensor:
-    """x [..., K], a weight from `pack` with `n` outputs, bias [N] -> [..., N]; all of one type.
+    """Compute x [..., K] times a weight from `pack` with `n` outputs, plus bias [N] -> [..., N]; all of one dtype.
 
-    `level`: another kind of CPU than the best there is.
+    `level`: a lesser kind of CPU than the best available.
     """
     functions = built.native(level)
     assert functions is not None

@@ -1,4 +1,4 @@
-"""Weights of experts, and of what routes rows to them, in the native panels of linear layers."""
+"""Weights of experts and their routers in the panel layout of native linear layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcli.kernels.moe_linear.tensor import Experts
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """Each expert's as `pack` lays it out."""
+    """Weights of all experts, each in the layout of `pack`."""
 
     memory: Tensor  # [E, panels, S, 64]
     n: int
@@ -26,7 +26,7 @@ class Panels:
 
     @classmethod
     def of(cls, weights: Tensor) -> Panels:
-        """Of weights [E, N, K]."""
+        """Arrange the weights [E, N, K] of all experts."""
         first = pack(weights[0])
         memory = first.new_empty(weights.shape[0], *first.shape)
         for into, one in zip(memory, weights, strict=True):
@@ -41,7 +41,7 @@ class Panels:
 
 
 class _Strict(NativeWeight):
-    """Serves products alone."""
+    """Probe weight that supports products only."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -52,9 +52,9 @@ class _Strict(NativeWeight):
 
 @torch.no_grad()
 def lay_out_experts_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> int:
-    """Lay out the plain weights of experts that transformers multiplies in groups, and of what routes rows to them.
+    """Arrange the plain weights of experts that transformers multiplies in groups, and the weights of routers.
 
-    A router is known by doing nothing with its weight but multiply, which is tried. Returns how many weights were
+    A module is a router if it only multiplies with its weight; a probe weight tests this. Returns the number of weights
     replaced.
     """
     done = 0
@@ -68,7 +68,7 @@ def lay_out_experts_(root: nn.Module, done_with: Callable[[Tensor], object] = la
 
 
 def _laid_out(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """Its weights that are served, one by one: name, old, new."""
+    """Yield the supported weights of a module one by one: name, old, new."""
     for name, old, turned in weights_of(module):
         if isinstance(turned, bool):
             plain = old if turned else old.transpose(1, 2)
@@ -86,7 +86,7 @@ def _only_multiplies(module: nn.Module, weight: nn.Parameter) -> bool:
         module.weight = nn.Parameter(_Strict.of(weight), requires_grad=False)
         module(torch.ones(2, weight.shape[1], dtype=weight.dtype))
     except REFUSALS:
-        return False  # wants more than rows, or more of its weight
+        return False  # needs more than rows, or uses its weight otherwise
     finally:
         module.weight = weight
     return True

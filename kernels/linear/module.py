@@ -1,4 +1,4 @@
-"""`nn.Linear` on native products, a weight that other modules may share with it, and the swap inside a model."""
+"""`nn.Linear` on native products, a weight that other modules may share with it, and the replacement in a model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvcli.kernels.linear.weight_arena import WeightArena
 
 
 class NativeWeight(Tensor):
-    """A packed weight [N, K] in the place of a plain one: what an embedding holds that shares it with a head.
+    """Packed weight [N, K] in place of a plain one, for an embedding that shares the weight with a head.
 
-    Products and rows are taken from the packed form, which alone has memory. Whatever else is asked unpacks it first:
-    right for every use, and slow.
+    Products and row lookups use the packed form, the only one in memory. Any other operation unpacks the weight first:
+    the result is right, but slow.
     """
 
     packed: Tensor
@@ -37,7 +37,7 @@ class NativeWeight(Tensor):
         if func is functional.linear and isinstance(args[1], cls):
             x, weight, bias = (*args, None)[:3]
             return linear(x, weight.packed, bias, weight.shape[0])
-        if func is Tensor.untyped_storage:  # so that memory is counted where it is, and once
+        if func is Tensor.untyped_storage:  # so that the memory is found, and counted once
             return args[0].packed.untyped_storage()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -54,12 +54,12 @@ class NativeWeight(Tensor):
 
 
 def plain(a: Any) -> Any:
-    """A NativeWeight unpacked; anything else as it is."""
+    """Unpack a NativeWeight; return anything else unchanged."""
     return unpack(a.packed, a.shape[0], a.dtype) if isinstance(a, NativeWeight) else a
 
 
 class NativeLinear(nn.Module):
-    """Stands in for one `nn.Linear`."""
+    """Replacement of one `nn.Linear`."""
 
     packed: Tensor
 
@@ -75,11 +75,11 @@ class NativeLinear(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = plain(self.weight)  # as it came: a checkpoint is for all that read one
+        destination[prefix + "weight"] = plain(self.weight)  # unpacked, so that other programs can read the checkpoint
 
     @property
     def weight(self) -> NativeWeight:
-        """As other code may want it; see `NativeWeight` for what that costs."""
+        """The weight for other code; `NativeWeight` describes the cost."""
         return NativeWeight(self.packed, (self.out_features, self.in_features), self.dtype)
 
     def extra_repr(self) -> str:
@@ -88,10 +88,10 @@ class NativeLinear(nn.Module):
 
 @torch.no_grad()
 def use_native_linear_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> int:
-    """Replace each `nn.Linear` below `root` that is served, one at a time, so that one weight exists twice and no more.
+    """Replace each supported `nn.Linear` below `root`, one at a time, so that at most one weight exists twice.
 
-    Embeddings that share a weight (tied heads) go on sharing it, packed. A weight that yet another module holds stays
-    as it is. `done_with` is shown each old weight, which nothing here reads again. Returns how many were replaced.
+    Embeddings that share a weight (tied heads) share the packed weight. A weight that another kind of module shares is
+    not replaced. `done_with` gets each old weight, which is not read here again. Returns the number replaced.
     """
     others: dict[int, list[nn.Module]] = {}
     for module in root.modules():
@@ -119,5 +119,5 @@ def use_native_linear_(root: nn.Module, done_with: Callable[[Tensor], object] = 
 
 
 def _looks_up(module: nn.Module) -> bool:
-    """Whether it only ever takes rows of its weight."""
+    """True if the module only reads rows of its weight."""
     return isinstance(module, nn.Embedding) and module.max_norm is None

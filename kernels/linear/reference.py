@@ -7,5 +7,5 @@ from torch.nn import functional
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K], weight [N, K], bias [N] -> [..., N]."""
+    """Compute x [..., K], weight [N, K], bias [N] -> [..., N]."""
     return functional.linear(x, weight, bias)

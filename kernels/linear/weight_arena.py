@@ -1,4 +1,4 @@
-"""Memory for the packed weights of a model, side by side, in large pages where the system has them."""
+"""Contiguous memory for the packed weights of a model, in large pages if the system has them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import mmap
 import torch
 from torch import Tensor
 
-PAGE = 2 << 20  # of a large page, bytes
-PIECE = 64 << 20  # asked of the system at once; what is never written takes no memory
-LINE = 64  # where a weight may begin
+PAGE = 2 << 20  # bytes of a large page
+PIECE = 64 << 20  # bytes requested from the system at once; pages never written use no memory
+LINE = 64  # alignment of a weight, in bytes
 
 
 class WeightArena:
-    """Hands out memory that is given back with the last tensor of its piece.
+    """Allocator of weight memory. A piece is freed with the last tensor in it.
 
-    A pass reads every weight once. With pages of 4 KiB a guest of another system looks up two tables for each, and what
-    the CPU prefetches ends with each: large ones gave a sixth more bandwidth. Only Linux has to be asked for them.
+    A pass reads every weight once. With pages of 4 KiB a virtual machine walks two page tables for each page, and
+    hardware prefetching ends at each page: large pages gave a sixth more bandwidth. Only Linux needs a request for
+    them.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,7 @@ class WeightArena:
         self._at = self._end = 0
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
-        """int32 of that shape, not filled."""
+        """Allocate an int32 tensor of that shape, not initialized."""
         count = math.prod(shape)
         if not hasattr(mmap, "MADV_HUGEPAGE") or not count:
             return torch.empty(shape, dtype=torch.int32)

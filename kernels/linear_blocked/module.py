@@ -1,4 +1,4 @@
-"""`nn.Linear` with a weight laid out for this CPU, and the swap of one for the other inside a model."""
+"""`nn.Linear` with a weight arranged for this CPU, and the replacement in a model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvcli.kernels.linear_blocked import block, linear_blocked, why_not
 
 
 class BlockedLinear(nn.Module):
-    """Stands in for one `nn.Linear`."""
+    """Replacement of one `nn.Linear`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.nbytes = weight.nbytes
-        self.blocked = block(weight)  # not a buffer: no other code could read it
+        self.blocked = block(weight)  # not a buffer, because no other code could read this layout
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,10 +30,10 @@ class BlockedLinear(nn.Module):
 
 @torch.no_grad()
 def block_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> int:
-    """Replace each `nn.Linear` below `root` that gains, one at a time, so that one weight exists twice and no more.
+    """Replace each `nn.Linear` below `root` that gets faster, one at a time, so that at most one weight exists twice.
 
-    A weight that another module shares (a tied head) stays where a layout of its own would keep both copies.
-    `done_with` is shown each old weight, which nothing here reads again. Returns how many were replaced.
+    A weight that another module shares (a tied head) is not replaced if its new layout would need a second copy.
+    `done_with` gets each old weight, which is not read here again. Returns the number replaced.
     """
     owners: dict[int, int] = {}
     for module in root.modules():

@@ -7,5 +7,5 @@ from torch.nn.functional import linear
 
 
 def linear_blocked(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., I], weight [O, I], bias [O] -> [..., O]."""
+    """Compute x [..., I], weight [O, I], bias [O] -> [..., O]."""
     return linear(x, weight, bias)

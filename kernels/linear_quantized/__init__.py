@@ -1,10 +1,10 @@
-"""A linear layer whose weights are packed to 8 or 4 bits and stay packed while it runs on a CPU.
+"""Linear layers with weights quantized to 8 or 4 bits, which remain quantized while they run on a CPU.
 
 Layouts: x [..., K], weight [N, K], result [..., N] in x's dtype (bfloat16, float16 or float32).
   8 bits: w[n, k] = scale[n] * q[n, k],                          q in -127..127, one scale per output
   4 bits: w[n, k] = scale[n, k // g] * (q[n, k] - 8) + zero[n, k // g],  q in 0..15, one pair per g inputs
-On a CPU the native kernel serves them, or torch's where there is none (and for float16). Refused by `why_not`: shapes
-that torch's kernels would read or write outside of (they do not check), and a group that does not divide K.
+On a CPU the native kernel computes them; torch does if there is none, and for float16. `why_not` rejects shapes for
+which torch's kernels would read or write out of bounds (they do not check), and a group that does not divide K.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from kvcli.kernels.linear_quantized import cpu, panels, reference
 
 Bits = Literal[8, 4]
-GROUPS = (128, 64, 32)  # the int4 kernel takes these; wider is smaller and faster, narrower is closer to the weights
+GROUPS = (128, 64, 32)  # groups of the int4 kernel; wider is smaller and faster, narrower is closer to the weights
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Weights of one layer. `is_native` says that `data` is in the order that the CPU kernel for its scales wants."""
+    """Quantized weight of one layer. `is_native`: `data` is in the order of the CPU kernel for its scales."""
 
     bits: Bits
     group: int  # 0 = a scale per output
@@ -38,27 +38,27 @@ class QuantizedWeight:
 
     @property
     def codes(self) -> Tensor:
-        """[N, K], int8 or 0..15; TypeError where they lie in an order that only a kernel reads."""
+        """The codes [N, K], int8 or 0..15. Raises TypeError if only a kernel reads their order."""
         if self.is_native:
             raise TypeError("weights packed for the CPU's kernel are multiplied, and cannot be looked at")
         return self.data if self.bits == 8 else reference.unpack4(self.data)
 
     def plain(self) -> Tensor:
-        """The weight [N, K] that they stand for, in float32."""
+        """Return the dequantized weight [N, K], in float32."""
         return reference.weight(self.bits, self.group, self.codes, self.scale)
 
     def native(self) -> QuantizedWeight:
-        """As the CPU kernel for its scales wants it."""
+        """Return the weight in the order of the CPU kernel for its scales."""
         if self.is_native:
             return self
         return replace(self, data=arrange(self.codes, self.bits, self.scale.dtype), is_native=True)
 
 
 def why_not(shape: tuple[int, int], bits: Bits) -> str:
-    """Why a weight of this shape cannot be packed; "" if it can."""
+    """Return why a weight of this shape cannot be quantized; "" if it can."""
     n, k = shape
     if bits == 8:
-        # torch reads 16 inputs at a time without a tail: 13 inputs gave numbers from beyond the tensor, 97 a crash
+        # torch reads 16 inputs at a time without a check: 13 inputs read numbers beyond the tensor, 97 crashed
         return f"{k} inputs are not a multiple of 16" if k % 16 else ""
     if group_of(k) == 0:
         return f"{k} inputs are not a multiple of {GROUPS[-1]}"
@@ -66,17 +66,17 @@ def why_not(shape: tuple[int, int], bits: Bits) -> str:
 
 
 def group_of(k: int) -> int:
-    """Inputs per 4-bit group for a layer of `k` inputs; 0 if none fits."""
+    """Return the inputs per 4-bit group for a layer of `k` inputs; 0 if no group divides `k`."""
     return next((g for g in GROUPS if k % g == 0), 0)
 
 
 def padded_outputs(n: int) -> int:
-    """Outputs whose codes lie in memory for a layer of `n`, where the CPU's kernel runs it."""
+    """Return the outputs stored in memory for a layer of `n` outputs, with the CPU kernel's padding."""
     return -(-n // panels.PANEL) * panels.PANEL if panels.serves(torch.bfloat16) else n
 
 
 def pack(weight: Tensor, bits: Bits, *, native: bool = True) -> QuantizedWeight:
-    """Round a weight [N, K] to packed form; scales keep its dtype. Raises ValueError where `why_not` has a reason."""
+    """Quantize a weight [N, K]; scales keep its dtype. Raises ValueError if `why_not` has a reason."""
     n, k = weight.shape
     if native and (why := why_not((n, k), bits)):
         raise ValueError(f"a weight of {n} x {k} cannot be packed to {bits} bits: {why}")
@@ -87,14 +87,14 @@ def pack(weight: Tensor, bits: Bits, *, native: bool = True) -> QuantizedWeight:
 
 
 def arrange(q: Tensor, bits: Bits, dtype: torch.dtype) -> Tensor:
-    """Codes [N, K] in the order that the CPU kernel wants which serves inputs of `dtype`."""
+    """Arrange codes [N, K] in the order of the CPU kernel for inputs of `dtype`."""
     if panels.serves(dtype):
         return panels.arrange(q, bits)
     return q if bits == 8 else cpu.pack4(q)
 
 
 def linear_quantized(x: Tensor, w: QuantizedWeight) -> Tensor:
-    """x [..., K] times the packed weight, [..., N]."""
+    """Compute x [..., K] times the quantized weight, [..., N]."""
     if x.shape[-1] != w.shape[1]:
         raise ValueError(f"{x.shape[-1]} inputs for a weight of {w.shape[1]}")
     if x.dtype != w.scale.dtype:
@@ -112,7 +112,7 @@ def linear_quantized(x: Tensor, w: QuantizedWeight) -> Tensor:
 
 
 def explain() -> str:
-    """What serves packed layers here; for `kvcli doctor`."""
+    """Describe the implementation of quantized layers here; for `kvcli doctor`."""
     return "native kernel, float16 on torch" if panels.serves(torch.bfloat16) else cpu.explain()
 
 

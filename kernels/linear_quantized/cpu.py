@@ -1,8 +1,8 @@
-"""Packed linear layers on the CPU: torch's packed product for few rows, unpacking once for many.
+"""Quantized linear layers on the CPU by torch: its quantized product for few rows, dequantization for many.
 
-The packed product reads 4 to 2 times fewer bytes, which is all that counts for a few rows; it does not use the matrix
-units, so from some row count on it is cheaper to unpack a stretch of the weight and multiply that. Where that is:
-tests/bench/linear_quantized.py.
+The quantized product reads 4 to 2 times fewer bytes, which determines the time for few rows. It does not use the matrix
+units, so for many rows it is faster to dequantize a part of the weight and multiply with that. The crossover was
+measured by tests/bench/linear_quantized.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvcli.kernels.cpu_matmul import multiplies
 
-MANY = {8: 16, 4: 64}  # rows from which unpacking wins
-_STRETCH = 1 << 21  # weights unpacked at a time: 4 MiB in bfloat16, small enough to stay in cache
+MANY = {8: 16, 4: 64}  # rows from which dequantization is faster
+_STRETCH = 1 << 21  # weights dequantized at a time: 4 MiB in bfloat16, small enough to stay in cache
 
 
 def linear(x: Tensor, bits: int, group: int, data: Tensor, scale: Tensor) -> Tensor:
@@ -33,13 +33,13 @@ def linear(x: Tensor, bits: int, group: int, data: Tensor, scale: Tensor) -> Ten
 
 
 def pack4(q: Tensor) -> Tensor:
-    """[N, K] in 0..15 -> [N, K // 2] in the order the CPU kernel wants, which differs with the instruction set."""
+    """Arrange [N, K] in 0..15 -> [N, K // 2] in the order of torch's CPU kernel, which varies by instruction set."""
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.to(torch.int32), 2)
     return packed
 
 
 def unpack4(data: Tensor, block: int, dtype: torch.dtype = torch.int8) -> Tensor:
-    """The inverse of `pack4`, less 8 and transposed: [N, K // 2] -> [K, N]."""
+    """Invert `pack4`, minus 8 and transposed: [N, K // 2] -> [K, N]."""
     n, k = data.shape[0], data.shape[1] * 2
     out = torch.empty(k, n, dtype=dtype)
     whole = n - n % block
@@ -66,7 +66,7 @@ def _many8(x: Tensor, data: Tensor, scale: Tensor) -> Tensor:
     y, wide = x.new_empty(x.shape[0], n), _wide(x)
     stretch = max(1, _STRETCH // k)
     for a in range(0, n, stretch):
-        # -127..127 is exact in every float type, so the scale goes on the result and no weight is rounded twice
+        # -127..127 is exact in every float type; scaling the result avoids rounding weights twice
         y[:, a : a + stretch] = torch.nn.functional.linear(wide, data[a : a + stretch].to(wide.dtype))
     return y.mul_(scale)
 
@@ -87,13 +87,13 @@ def _many4(x: Tensor, group: int, data: Tensor, scale: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """x in numbers that this CPU multiplies."""
+    """Return x in a dtype that this CPU multiplies."""
     return x if multiplies(x.dtype) else x.float()
 
 
 @cache
 def _block() -> int:
-    """Outputs that the packing of this CPU interleaves; 0 if `unpack4` does not reproduce it."""
+    """Return the outputs that this CPU's packing interleaves; 0 if `unpack4` does not reproduce it."""
     q = torch.randint(0, 16, (176, 6), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     for block in (64, 32):
         if torch.equal(unpack4(pack4(q), block).T + 8, q.to(torch.int8)):
@@ -103,7 +103,7 @@ def _block() -> int:
 
 @cache
 def _order(size: int) -> Tensor | None:
-    """Which output each nibble of a block belongs to, low ones first, asked of the packer itself; None = in order."""
+    """Return the output of each nibble of a block, low ones first, found by packing; None = in order."""
     outputs = torch.arange(size).unsqueeze(1).expand(size, 2)
     seen = torch.zeros(size, dtype=torch.int64)
     for shift in (0, 4):

@@ -1,4 +1,4 @@
-"""Weights of experts packed as linear layers are, and the swap of one for the other inside a model."""
+"""Quantized weights of experts, and the replacement in a model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvcli.kernels.moe_linear.tensor import Experts
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Each expert's as `pack` rounds it."""
+    """Weights of all experts, each quantized by `pack`."""
 
     stack: Stack  # data and scale
-    like: QuantizedWeight  # one of them
+    like: QuantizedWeight  # the first expert's
 
     @classmethod
     def of(cls, weights: Tensor, bits: Bits, *, native: bool = True, device: torch.device | None = None) -> Codes:
-        """Of weights [E, N, K], one expert after the other; rounded, and left, on `device` if one is named."""
+        """Quantize the weights [E, N, K], one expert after the other; on `device`, where they remain, if given."""
         each = (pack(one.to(device).contiguous(), bits, native=native) for one in weights)
         return cls._of(each, len(weights))
 
@@ -38,7 +38,7 @@ class Codes:
     @classmethod
     def _in(cls, stack: Stack, like: QuantizedWeight) -> Codes:
         data, scale = stack.tensors
-        return cls(stack, replace(like, data=data[0], scale=scale[0]))  # of which nothing else is kept alive
+        return cls(stack, replace(like, data=data[0], scale=scale[0]))  # views, so that nothing else is kept alive
 
     def __len__(self) -> int:
         return self.stack.memory.shape[0]
@@ -62,14 +62,14 @@ class Codes:
         return self._in(self.stack.to(device), self.like)
 
     def native(self) -> Codes:
-        """As this CPU's kernel wants them."""
+        """Return the weights in the order of this CPU's kernel."""
         return self if self.like.is_native else self._of((self[e].native() for e in range(len(self))), len(self))
 
 
 def packed(
     weight: Tensor, turned: bool, bits: Bits, *, native: bool, device: torch.device | None = None
 ) -> Experts | str:
-    """A parameter of experts, [E, K, N] or turned, in codes; or why it stays as it is."""
+    """Quantize a parameter of experts, [E, K, N] or transposed; or return why it is not quantized."""
     plain = weight.detach() if turned else weight.detach().transpose(1, 2)
     if why := why_not((plain.shape[1], plain.shape[2]), bits):
         return why
@@ -83,9 +83,9 @@ def quantize_experts_(
     done_with: Callable[[Tensor], object] = lambda _: None,
     device: torch.device | None = None,
 ) -> Swap:
-    """Pack the weights of experts below `root` as `quantize_` packs layers, one parameter at a time.
+    """Quantize the weights of experts below `root` as `quantize_` quantizes layers, one parameter at a time.
 
-    Those that were packed while they were loaded are laid out for where they run. Each expert counts as a layer.
+    Weights that were quantized while loading are arranged for their device. Each expert counts as a layer.
     """
     found = Swap(0, {}, 0, 0)
     for module in root.modules():
@@ -102,7 +102,7 @@ def quantize_experts_(
 
 
 def stay(root: nn.Module, why: str) -> Swap:
-    """Nothing packed: all experts below stay as they are, for this reason."""
+    """Return the result for experts of which none is quantized, for this reason."""
     return Swap(0, {why: n} if (n := sum(len(w) for m in root.modules() for _, w, _ in weights_of(m))) else {}, 0, 0)
 
 
@@ -120,7 +120,7 @@ def _packed_in(
 
 
 def codes_of(module: nn.Module) -> Iterator[tuple[str, Experts, Codes]]:
-    """Parameters of a module that are in codes."""
+    """Yield the quantized parameters of a module."""
     for name in list(module._parameters):
         weight: Tensor | None = module._parameters[name]
         if isinstance(weight, Experts) and isinstance(weight.form, Codes):

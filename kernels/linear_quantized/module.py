@@ -1,4 +1,4 @@
-"""`nn.Linear` with packed weights, and the swap of one for the other inside a model."""
+"""`nn.Linear` with quantized weights, and the replacement in a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcli.kernels.linear_quantized import Bits, QuantizedWeight, linear_quantiz
 
 
 class PackedLinear(nn.Module):
-    """Stands in for one `nn.Linear`."""
+    """Replacement of one `nn.Linear`."""
 
     data: Tensor
     scale: Tensor
@@ -28,7 +28,7 @@ class PackedLinear(nn.Module):
 
     @staticmethod
     def of(layer: nn.Linear, bits: Bits, device: torch.device | None = None) -> PackedLinear:
-        """For the CPU's kernels; on `device` if one is named, in the order that files have."""
+        """Quantize a layer for the CPU's kernels; on `device`, in the portable order, if one is given."""
         weight = layer.weight.detach()
         packed = pack(weight, bits) if device is None else pack(weight.to(device), bits, native=False)
         return PackedLinear(packed, layer.bias)
@@ -48,12 +48,12 @@ class PackedLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """What `quantize_` did."""
+    """Result of `quantize_`."""
 
     packed: int  # layers replaced
-    kept: dict[str, int]  # reason -> layers that stayed as they were
-    weights: int  # numbers now packed
-    nbytes: int  # bytes of the packed layers
+    kept: dict[str, int]  # reason -> number of layers not replaced
+    weights: int  # quantized numbers
+    nbytes: int  # bytes of the quantized layers
 
     def __add__(self, other: Swap) -> Swap:
         kept = dict(Counter(self.kept) + Counter(other.kept))
@@ -66,7 +66,7 @@ def quantize_(
     done_with: Callable[[Tensor], object] = lambda _: None,
     device: torch.device | None = None,
 ) -> Swap:
-    """Pack every plain `nn.Linear` below `root`; as `swap_` does it, and `PackedLinear.of`."""
+    """Quantize every plain `nn.Linear` below `root` by `swap_` and `PackedLinear.of`."""
 
     def packed(layer: nn.Linear) -> nn.Module | str:
         why = why_not((layer.out_features, layer.in_features), bits)
@@ -79,9 +79,9 @@ def quantize_(
 def swap_(
     root: nn.Module, other: Callable[[nn.Linear], nn.Module | str], done_with: Callable[[Tensor], object]
 ) -> Swap:
-    """Replace every plain `nn.Linear` below `root`, one at a time, so that one layer exists twice and no more.
+    """Replace every plain `nn.Linear` below `root`, one at a time, so that at most one layer exists twice.
 
-    `other`: what takes its place, or why it stays. `done_with` is shown each old weight, which nothing reads again.
+    `other` returns the replacement, or why there is none. `done_with` gets each old weight, which is not read again.
     """
     packed, weights, nbytes = 0, 0, 0
     kept: Counter[str] = Counter()
@@ -105,7 +105,7 @@ def swap_(
 
 @torch.no_grad()
 def make_native_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> None:
-    """Lay 4-bit layers that came packed out as this CPU's kernel wants them, one at a time."""
+    """Arrange quantized 4-bit layers in portable order for this CPU's kernel, one at a time."""
     for layer in root.modules():
         if isinstance(layer, PackedLinear) and layer.bits == 4 and not layer.is_native:
             portable = layer.data
@@ -114,5 +114,5 @@ def make_native_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda
 
 
 def packed_weights(root: nn.Module) -> int:
-    """Numbers that packed layers below `root` stand for; none of them is a parameter."""
+    """Return the number of quantized weights below `root`; none of them is a parameter."""
     return sum(p.in_features * p.out_features for p in root.modules() if isinstance(p, PackedLinear))

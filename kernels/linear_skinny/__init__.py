@@ -1,13 +1,12 @@
-"""A linear layer for few rows on a GPU: of weights in 16 bits, int8, int4 in kvcli's groups, and nf4.
+"""Linear layers for few rows on a GPU, with weights in 16 bits, int8, int4 in kvcli's groups, or nf4.
 
 Layouts: x [..., K], weight [N, K], bias [N], result [..., N], in bfloat16 or float16 throughout.
-  plain: the weight as it came
-  int8, int4: the numbers of kernels/linear_quantized, int4's bytes in another order (`reference.arrange`)
-  nf4: the numbers of bitsandbytes; scales lie side by side for the two halves of a step
-A row has the same bits whoever shares its pass, as long as the pass has MOST rows or fewer: that is for rows that are
-written. More of them, as in reading, are multiplied by whatever is fastest; packed weights are then widened to the type
-of the inputs, a stretch at a time. Refused by `why_not`: inputs that are no multiple of 16, which rows of a weight need
-so as to begin where 16 bytes can be loaded at once.
+  plain: the unchanged weight
+  int8, int4: the codes of kernels/linear_quantized, int4's bytes in another order (`reference.arrange`)
+  nf4: the codes of bitsandbytes; the scales of the two halves of a step are side by side
+A row is batch invariant in passes of at most MOST rows, which are decoding passes. Larger passes, as in prefill, use
+the fastest product; quantized weights are then dequantized to the dtype of the inputs, a part at a time. `why_not`
+rejects inputs that are no multiple of 16, because each weight row must begin at a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from kvcli.kernels.linear_quantized import QuantizedWeight
 from kvcli.kernels.linear_skinny import reference
 
 Kind = Literal["plain", "int8", "int4", "nf4"]
-MOST = 64  # rows of a pass that are served one by one; each 32 read the weight again
-STRETCH = 64 << 20  # bytes of a packed weight that are widened at a time
+MOST = 64  # most rows of a batch-invariant pass; each 32 rows read the weight again
+STRETCH = 64 << 20  # bytes of a quantized weight that are dequantized at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Of one layer."""
+    """Weight of one layer."""
 
     kind: Kind
     shape: tuple[int, int]  # N, K
@@ -44,12 +43,12 @@ class Weight:
 
     @property
     def step(self) -> int:
-        """Inputs of one step of the kernel: two halves, each with one scale."""
+        """Inputs per step of the kernel: two halves, each with one scale."""
         return 64 if self.group == 32 else 128
 
 
 def why_not(weight: Tensor) -> str:
-    """Why a weight [N, K] in 16 bits is not served where it is; "" if it is."""
+    """Return why a weight [N, K] in 16 bits is not supported on its device; "" if it is."""
     if why := triton_support.why_not(weight.device, weight.dtype):
         return why
     if not weight.is_contiguous():
@@ -58,21 +57,21 @@ def why_not(weight: Tensor) -> str:
 
 
 def pack4(q: Tensor, scale: Tensor, group: int) -> Weight:
-    """From codes [N, K] in 0..15, scale and zero [K // g, N, 2] as kernels/linear_quantized rounds to them."""
+    """Build a weight from codes [N, K] in 0..15, scale and zero [K // g, N, 2] of kernels/linear_quantized."""
     n, k = q.shape
     blank = Weight("int4", (n, k), q, scale, group)
     return Weight("int4", (n, k), reference.arrange(q, blank.step), scale, group)
 
 
 def of_packed(w: QuantizedWeight) -> Weight:
-    """From kvcli's own, in the order of files."""
+    """Build a weight from kvcli's quantized weight in portable order."""
     return pack4(w.codes, w.scale, w.group) if w.bits == 4 else Weight("int8", w.shape, w.data, w.scale)
 
 
 def pack_nf4(q: Tensor, largest: Tensor) -> Weight:
-    """From codes [N, K] of NF4 and the largest number of each 64 of a row, [N, K // 64].
+    """Build a weight from NF4 codes [N, K] and the largest number per 64 of a row, [N, K // 64].
 
-    float16 holds those finer by far than the eight bits that bitsandbytes rounds them to.
+    float16 stores the largest numbers far more precisely than the eight bits that bitsandbytes rounds them to.
     """
     (n, k), blank = q.shape, Weight("nf4", (q.shape[0], q.shape[1]), q, largest, 64)
     scale = functional.pad(largest, (0, largest.shape[1] % 2)).view(n, -1, 2).transpose(0, 1)
@@ -80,7 +79,7 @@ def pack_nf4(q: Tensor, largest: Tensor) -> Weight:
 
 
 def linear_skinny(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] -> [..., N]."""
+    """Compute x [..., K] -> [..., N]."""
     n, k = w.shape
     dtype = x.dtype if w.kind == "nf4" else (w.data if w.scale is None else w.scale).dtype
     if x.shape[-1] != k or x.dtype != dtype or dtype not in triton_support.TYPES:
@@ -88,7 +87,7 @@ def linear_skinny(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
     rows = x.reshape(-1, k).contiguous()  # [M, K]
     if rows.shape[0] == 0:
         return x.new_empty(*x.shape[:-1], n)
-    # imported late: there is no Triton where nothing is served
+    # imported late, because there may be no Triton where nothing is supported
     from kvcli.kernels.linear_skinny import fused
 
     y = fused.linear(rows, w, bias) if rows.shape[0] <= MOST else _many(rows, w, bias)
@@ -96,7 +95,7 @@ def linear_skinny(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def _many(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
-    """x [M, K] -> [M, N] by torch's product."""
+    """Compute x [M, K] -> [M, N] by torch's product."""
     from kvcli.kernels.linear_skinny import fused
 
     n, k = w.shape
@@ -108,7 +107,7 @@ def _many(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
         b = min(a + rows, n)
         y[:, a:b] = functional.linear(x, fused.widen(w, a, b, x.dtype))
     if w.kind == "int8" and w.scale is not None:
-        y *= w.scale  # so that no weight is rounded twice
+        y *= w.scale  # on the result, so that no weight is rounded twice
     return y if bias is None else y.add_(bias)
 
 

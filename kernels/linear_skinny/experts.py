@@ -1,4 +1,4 @@
-"""Packed weights of experts on the kernels for few rows."""
+"""Quantized weights of experts for the kernels for few rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvcli.kernels.moe_linear import Stack
 
 @dataclass(frozen=True, slots=True)
 class SkinnyCodes:
-    """Each expert's as the kernels want them."""
+    """Weights of all experts, each in the order of the kernels."""
 
     stack: Stack  # data and scale
-    like: Weight  # one of them
+    like: Weight  # the first expert's
 
     @classmethod
     def of(cls, codes: Codes) -> SkinnyCodes:
-        """From the order of files."""
+        """Convert from the portable order."""
         n = len(codes)
         like = of_packed(codes[0])
         stack = Stack.of((of_packed(codes[e]).tensors for e in range(n)), n)

@@ -1,8 +1,8 @@
-"""Linear layers for few rows, where a row's bits do not depend on which others come along.
+"""Batch-invariant linear layers for few rows, in Triton.
 
-An output is the sum over steps of 128 inputs (64 for groups of 32), one after another in SK fixed stretches, and of
-the stretches in order. How many there are follows from the weight's shape and the card, never from the number of rows:
-these are padded to a tile of 16 or 32, which the same instructions serve. A tile of 64 would get others on Hopper.
+The inputs of an output are summed in steps of 128 (64 for groups of 32), one after another within each of SK fixed
+ranges; the SK sums are added in order. SK depends on the weight's shape and the GPU, never on the number of rows. Rows
+are padded to a tile of 16 or 32, both of which use the same instructions. A tile of 64 would use others on Hopper.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvcli.kernels.linear_skinny import ptx
 if TYPE_CHECKING:
     from kvcli.kernels.linear_skinny import Weight
 
-BN = 64  # outputs of a program
-LEAST = 4  # steps of a stretch, for the loads of one to hide behind those of the others
-BLOCK = 256  # outputs that a program adds up
-GROUPS = 8  # whose inputs a program adds up
-# What the two roundings of a product and a sum give, Triton releases differ in: said here, and tl.fma where it is meant
+BN = 64  # outputs per program of `linear_kernel`
+LEAST = 4  # fewest steps of a range, so that loads overlap
+BLOCK = 256  # outputs per program of `add_kernel`
+GROUPS = 8  # groups per program of `sums_kernel`
+# Triton releases differ in fusing a product and a sum. It is off here, and tl.fma is used where it is meant.
 OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
 
 INT4_BF16, INT4_FP16 = tl.constexpr(ptx.int4(torch.bfloat16)), tl.constexpr(ptx.int4(torch.float16))
@@ -33,7 +33,7 @@ CONSTRAINTS = tl.constexpr(ptx.CONSTRAINTS)
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None, sk: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """x [M, K] -> [M, N]. `sk`: stretches, 0 = as many as suit the card; `dtype`: of the result, None = that of x."""
+    """Compute x [M, K] -> [M, N]. `sk`: ranges, 0 = chosen for the GPU; `dtype`: of the result, None = that of x."""
     m, (n, k) = x.shape[0], w.shape
     sk = sk or stretches(n, k, w.step, _processors(x.device))
     y = x.new_empty(m, n, dtype=dtype)
@@ -53,7 +53,7 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None, sk: int = 0, dtype: torch.
 
 
 def widen(w: Weight, first: int, last: int, dtype: torch.dtype) -> Tensor:
-    """Outputs `first` to `last` of a packed weight, [last - first, K]; of int8 the codes alone."""
+    """Dequantize outputs `first` to `last` of a weight, [last - first, K]; for int8 return the codes alone."""
     n, k = w.shape
     if w.kind == "int8":
         return w.data[first:last].to(dtype)
@@ -67,7 +67,7 @@ def widen(w: Weight, first: int, last: int, dtype: torch.dtype) -> Tensor:
 
 
 def stretches(n: int, k: int, step: int, processors: int) -> int:
-    """Into how many the inputs of a weight are cut: two programs for each multiprocessor, where there are steps."""
+    """Return the number of ranges for a weight's inputs: two programs per multiprocessor, if there are enough steps."""
     programs, steps, sk = triton.cdiv(n, BN), triton.cdiv(k, step), 1
     while sk * programs < 2 * processors and steps >= 2 * sk * LEAST:
         sk *= 2
@@ -85,33 +85,33 @@ def _book(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A pointer that is not read needs to be one all the same."""
+    """Return a valid pointer where a kernel's argument is not read."""
     return other if tensor is None else tensor
 
 
 def _scales(w: Weight, other: Tensor) -> Tensor:
-    """Those that come in pairs as one word each."""
+    """Return the scales; pairs are viewed as one word each."""
     return other if w.scale is None else w.scale if w.kind == "int8" else w.scale.view(torch.int32)
 
 
 def _sums(x: Tensor, group: int) -> Tensor:
-    """Of the inputs of each group, [K // group, M] float32: what a group's zero is multiplied with."""
+    """Sum the inputs of each group, [K // group, M] float32. A group's zero is multiplied with this sum."""
     m, k = x.shape
     sums = x.new_empty(k // group, m, dtype=torch.float32)
     sums_kernel[(m, triton.cdiv(k // group, GROUPS))](x, sums, m, K=k, GROUP=group, GROUPS=GROUPS, **OPTIONS)
     return sums
 
 
-# ---- on the device ----
+# ---- on the GPU ----
 
 
-@triton.jit(do_not_specialize=["M"])  # one row would get code of its own
+@triton.jit(do_not_specialize=["M"])  # or Triton would compile another kernel for one row
 def linear_kernel(
     p_x, p_w, p_scale, p_sums, p_book, p_bias, p_y, M, N,
     K: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SK: tl.constexpr,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """BM rows and BN outputs of the result, or of one stretch of it, [SK, M, N]; grid (N / BN, SK, M / BM)."""
+    """Compute BM rows and BN outputs of the result, or of one range, [SK, M, N]; grid (N / BN, SK, M / BM)."""
     i_n = tl.program_id(0) * BN + tl.arange(0, BN)
     part = tl.program_id(1)
     i_m = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -146,7 +146,7 @@ def linear_kernel(
                 b_s, b_z = _pairs(p_scale, 2 * step, i_n, m_n, N, PAIR)
                 b_y = _scaled(tl.dot(b_low, b_v), b_s, b_y)
                 b_y = _zeros(p_sums, 2 * step, i_m, m_m, M, b_z, b_y)
-                # where the last step ends with its first half, all that the other is multiplied with is 0
+                # if the last step has only a first half, the second half is multiplied with 0
                 group = tl.minimum(2 * step + 1, K // GROUP - 1)
                 b_s, b_z = _pairs(p_scale, group, i_n, m_n, N, PAIR)
                 b_y = _scaled(tl.dot(b_high, b_w), b_s, b_y)
@@ -161,7 +161,7 @@ def linear_kernel(
 
 @triton.jit
 def _inputs(p_x, i_m, i_k, m_m, K: tl.constexpr, IS_RAGGED: tl.constexpr):
-    """Of some rows, [BM, len(i_k)]; 0 beyond them."""
+    """Load rows of the input, [BM, len(i_k)]; 0 out of bounds."""
     m_x = m_m[:, None] & (i_k < K)[None, :] if IS_RAGGED else m_m[:, None]
     return tl.load(p_x + i_m[:, None] * K + i_k[None, :], mask=m_x, other=0.0)
 
@@ -171,7 +171,7 @@ def _halves(
     p_w, p_book, i_n, m_n, step, STEPS: tl.constexpr, dtype: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """The numbers that a step's codes stand for, [BK / 2, BN] each, without their scales."""
+    """Return the numbers of a step's codes, [BK / 2, BN] each, without their scales."""
     i_b = step * (BK // 2) + tl.arange(0, BK // 2)
     p_byte = p_w + i_n[None, :].to(tl.int64) * (STEPS * BK // 2) + i_b[:, None]
     b_w = tl.load(p_byte, mask=m_n[None, :], other=0)  # [BK / 2, BN] uint8
@@ -193,7 +193,7 @@ def _halves(
 
 @triton.jit
 def _pairs(p_scale, row, i_n, m_n, N, dtype: tl.constexpr):
-    """Two numbers an output, [BN] float32 each, that lie in one word: loads of two bytes take as long as wide ones."""
+    """Load two numbers per output, [BN] float32 each, from one word: loads of two bytes take as long as wide ones."""
     b_pair = tl.load(p_scale + row * N + i_n, mask=m_n, other=0)  # [BN] int32
     b_first = b_pair.to(tl.int16).to(dtype, bitcast=True)
     return b_first.to(tl.float32), (b_pair >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
@@ -214,7 +214,7 @@ def _zeros(p_sums, group, i_m, m_m, M, b_z, b_y):
 
 @triton.jit(do_not_specialize=["M"])
 def sums_kernel(p_x, p_sums, M, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Some groups of one row; grid (M, K / GROUP / GROUPS). A program of several rows would add in an order by them."""
+    """Sum some groups of one row; grid (M, K / GROUP / GROUPS). With several rows the order would depend on M."""
     row = tl.program_id(0)
     i_g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     i_k = i_g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -224,7 +224,7 @@ def sums_kernel(p_x, p_sums, M, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl
 
 @triton.jit(do_not_specialize=["M"])
 def add_kernel(p_parts, p_bias, p_y, M, N, SK: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Stretches [SK, M, N] in their order, and the bias; grid (N / BLOCK, M)."""
+    """Add the ranges [SK, M, N] in order, and the bias; grid (N / BLOCK, M)."""
     i_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, m_n = tl.program_id(1).to(tl.int64), i_n < N
     b_y = tl.load(p_parts + row * N + i_n, mask=m_n, other=0.0)  # [BLOCK]
@@ -240,7 +240,7 @@ def widen_kernel(
     p_w, p_scale, p_book, p_y, first, last, N,
     K: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A step of BN outputs from `first` on, to [last - first, K]; grid (outputs / BN, K / BK)."""
+    """Dequantize a step of BN outputs from `first` on, to [last - first, K]; grid (outputs / BN, K / BK)."""
     i_n, step = first + tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1)
     m_n = i_n < last
     STEPS: tl.constexpr = (K + BK - 1) // BK

@@ -1,4 +1,4 @@
-"""Linear layers on the kernels for few rows, in the place of plain and packed ones on a GPU that they serve."""
+"""Linear layers on the kernels for few rows, and the replacement of plain and quantized layers on a supported GPU."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvcli.kernels.linear_skinny import Weight, linear_skinny, of_packed, pack_n
 from kvcli.kernels.linear_skinny.experts import SkinnyCodes
 from kvcli.kernels.moe_linear.tensor import Experts
 
-BLOCK = 64  # inputs to a scale of nf4
+BLOCK = 64  # inputs per nf4 scale
 
 
 class SkinnyLinear(nn.Linear):
-    """A plain layer, whose weight stays where it is and may be shared with an embedding."""
+    """Plain layer on the kernels. Its weight is unchanged and may be shared with an embedding."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_skinny(x, Weight("plain", (self.out_features, self.in_features), self.weight), self.bias)
 
 
 class SkinnyPacked(nn.Module):
-    """A packed layer."""
+    """Quantized layer on the kernels."""
 
     data: Tensor
     scale: Tensor
@@ -49,11 +49,10 @@ class SkinnyPacked(nn.Module):
 
 @torch.no_grad()
 def lay_out_skinny_(root: nn.Module, done_with: Callable[[Tensor], object] = lambda _: None) -> int:
-    """Have each linear layer below `root` that is served run on the kernels: plain ones, kvcli's packed ones that lie
-    in the order of files, and nf4 as bitsandbytes has it; and experts that are packed so. One at a time. Returns how
-    many.
+    """Replace the supported linear layers below `root`, one at a time: plain layers, kvcli's quantized layers and
+    experts in portable order, and bitsandbytes' nf4. Return how many.
 
-    `done_with` is shown each old weight, which nothing here reads again.
+    `done_with` gets each old weight, which is not read here again.
     """
     done = 0
     for parent in list(root.modules()):
@@ -75,13 +74,13 @@ def lay_out_skinny_(root: nn.Module, done_with: Callable[[Tensor], object] = lam
 
 
 def packed_of(layer: nn.Module) -> Weight | None:
-    """Its numbers as the kernels want them; None where it is not packed, or not served."""
+    """Return the layer's weight in the order of the kernels; None if it is not quantized, or not supported."""
     if isinstance(layer, PackedLinear):
         if layer.is_native or triton_support.why_not(layer.data.device, layer.scale.dtype):
             return None
         return of_packed(layer.weights)
     weight = layer._parameters.get("weight")
-    state: Any = getattr(weight, "quant_state", None)  # of bitsandbytes, once the weight is where it stays
+    state: Any = getattr(weight, "quant_state", None)  # set by bitsandbytes once the weight is on its device
     if weight is None or (getattr(state, "quant_type", ""), getattr(state, "blocksize", 0)) != ("nf4", BLOCK):
         return None
     if triton_support.why_not(weight.device, state.dtype) or len(state.shape) != 2 or state.shape[1] % BLOCK:
@@ -90,9 +89,9 @@ def packed_of(layer: nn.Module) -> Weight | None:
 
 
 def of_bitsandbytes(data: Tensor, state: Any) -> tuple[Tensor, Tensor]:
-    """Codes [N, K] and the largest number of each block of a row [N, K // 64], which it rounds in blocks once more."""
+    """Return the codes [N, K] and the largest number per block, [N, K // 64], which bitsandbytes quantizes too."""
     n, k = state.shape
-    q = torch.stack([data.flatten() >> 4, data.flatten() & 15], dim=1).view(n, k)  # the first in the high half
+    q = torch.stack([data.flatten() >> 4, data.flatten() & 15], dim=1).view(n, k)  # the first code is in the high half
     largest = state.absmax
     if state.nested:
         of_block = state.state2.absmax.repeat_interleave(state.state2.blocksize)[: largest.numel()]

@@ -1,8 +1,8 @@
-"""PTX that widens 4-bit codes to bf16 or fp16: of four bytes the low halves, then the high ones.
+"""PTX that widens 4-bit codes to bf16 or fp16: first the low halves of four bytes, then the high halves.
 
-Triton's own conversion takes an instruction or more for each code, a choice between 16 numbers 15 of them: more than a
-card can issue in the time that the bytes take to come. `prmt` looks four bytes up at once, `lop3` (a ? b : c) joins two
-tables of eight. `$0` and `$1` are the numbers of the low halves, `$2` and `$3` those of the high ones, `$4` the bytes.
+Triton's conversion takes at least an instruction per code, and 15 to select one of 16 numbers. A GPU cannot issue that
+many while the bytes load. `prmt` looks up four bytes at once; `lop3` (a ? b : c) joins two tables of eight. `$0` and
+`$1` are the numbers of the low halves, `$2` and `$3` those of the high halves, `$4` the bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-# of normally distributed weights, as bitsandbytes has them (QLoRA, arXiv 2305.14314, appendix E)
+# for normally distributed weights, as in bitsandbytes (QLoRA, arXiv 2305.14314, appendix E)
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
@@ -21,12 +21,12 @@ CONSTRAINTS = "=r,=r,=r,=r,r"
 
 
 def nf4(dtype: torch.dtype) -> str:
-    """Codes to the numbers of NF4, rounded to this type."""
+    """Return PTX from codes to the numbers of NF4, rounded to this dtype."""
     numbers = torch.tensor(NF4).to(dtype).view(torch.int16).tolist()
     tables = [[_word(n >> shift for n in numbers[i : i + 4]) for i in (0, 4, 8, 12)] for shift in (0, 8)]
 
     def pairs(source: str, low: str, high: str) -> str:
-        """Of the two lowest bytes of `source`."""
+        """Return PTX for the two lowest bytes of `source`."""
         (a, b, c, d), (e, f, g, h) = tables
         return f"""and.b32 s, {source}, 0x7777; shr.u32 m, {source}, 3; and.b32 m, m, 0x1111;
             prmt.b32 m, 0x0000FF00, 0, m;
@@ -39,7 +39,7 @@ def nf4(dtype: torch.dtype) -> str:
 
 
 def int4(dtype: torch.dtype) -> str:
-    """Codes 0..15 to -8..7: put into the last bits of 128 (bf16) or 1024 (fp16), which is taken off again with 8."""
+    """Return PTX from codes 0..15 to -8..7: a code in the last bits of 128 (bf16) or 1024 (fp16), minus that plus 8."""
     exponent, one, less, kind = {
         torch.bfloat16: ("0x43434343", "0x3F803F80", "0xC308C308", "bf16x2"),  # 1, -136
         torch.float16: ("0x64646464", "0x3C003C00", "0xE408E408", "f16x2"),  # 1, -1032
@@ -58,5 +58,5 @@ def int4(dtype: torch.dtype) -> str:
 
 
 def _word(four: Iterable[int]) -> str:
-    """The lowest bytes of four numbers in one, the first lowest."""
+    """Join the lowest bytes of four numbers, the first lowest."""
     return f"0x{int.from_bytes(bytes(n & 255 for n in four), 'little'):08x}"

@@ -1,4 +1,4 @@
-"""Linear layers for GPUs in plain PyTorch: the order that codes lie in, and the specification of the product."""
+"""Linear layers for GPUs in plain PyTorch: the order of codes, and the specification of the product."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def arrange(q: Tensor, step: int) -> Tensor:
-    """Codes [N, K] in 0..15 -> bytes [N, ceil(K / step) * step // 2].
+    """Arrange codes [N, K] in 0..15 -> bytes [N, ceil(K / step) * step // 2].
 
-    A byte has a code of the first half of a step in its low half, and the one half a step further on in its high one,
-    so that both halves of the bytes are products with neighbouring inputs. What is missing in the last step is 0.
+    A byte has a code of the first half of a step in its low bits, and the code half a step later in its high bits, so
+    that each half of the bytes is multiplied with neighbouring inputs. Missing codes of the last step are 0.
     """
     n, k = q.shape
     low, high = functional.pad(q, (0, -k % step)).view(n, -1, 2, step // 2).unbind(2)
@@ -27,13 +27,13 @@ def arrange(q: Tensor, step: int) -> Tensor:
 
 
 def codes(data: Tensor, k: int, step: int) -> Tensor:
-    """The inverse of `arrange`."""
+    """Invert `arrange`."""
     n, half = data.shape[0], data.view(data.shape[0], -1, step // 2)
     return torch.stack([half & 15, half >> 4], dim=2).view(n, -1)[:, :k]
 
 
 def weight(w: Weight) -> Tensor:
-    """The weight [N, K] that is stood for, float32 (float64 where scales are)."""
+    """Dequantize to a weight [N, K], float32 (float64 if scales are)."""
     if w.scale is None:
         return w.data.float()
     if w.kind == "int8":
@@ -41,11 +41,11 @@ def weight(w: Weight) -> Tensor:
     q = codes(w.data, w.shape[1], w.step)
     if w.kind == "int4":
         return packed.weight(4, w.group, q, w.scale)
-    scale = w.scale.float().transpose(0, 1).flatten(1)  # [N, K // group] and what is missing in the last step
+    scale = w.scale.float().transpose(0, 1).flatten(1)  # [N, K // group], and padding of the last step
     return torch.tensor(NF4, device=q.device)[q.long()] * scale.repeat_interleave(w.group, 1)[:, : w.shape[1]]
 
 
 def linear_skinny(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
-    """x [M, K] -> [M, N], summed in float32 and rounded once."""
+    """Compute x [M, K] -> [M, N], summed in float32 and rounded once."""
     wide = weight(w)
     return functional.linear(x.to(wide.dtype), wide, None if bias is None else bias.to(wide.dtype)).to(x.dtype)

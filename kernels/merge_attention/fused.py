@@ -1,4 +1,4 @@
-"""Parts of rows into one, in Triton: a program for each row and query head, always from the first part to the last."""
+"""Merge partial results in Triton: one program per row and query head, always from the first part to the last."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit(do_not_specialize=["p_rows", "n_rows", "n_parts", "lse_head", "lse_row"])
 def merge_kernel(
-    p_outs,  # [H, N, P, E] float32; what a part of lse -inf holds is not read
+    p_outs,  # [H, N, P, E] float32; not read where lse is -inf
     p_lses,  # [H, N, P] float32
-    p_rows,  # [N] int32: < 0 = nothing is written of this row; or None
+    p_rows,  # [N] int32: < 0 = this row is not written; or None
     p_sink,  # [H] float32, or None
     p_out,
     p_lse,
@@ -31,9 +31,9 @@ def merge_kernel(
     EP: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """grid (N, H). Sums go from chunk to chunk of AT_ONCE parts: a part of lse -inf changes no bit of what follows."""
+    """Merge parts; grid (N, H). AT_ONCE parts are added at a time, in order: a part of lse -inf changes no bit."""
     n, h = tl.program_id(0), tl.program_id(1)
-    if p_rows is not None:  # noqa: SIM102  # what is None is left out when this is compiled
+    if p_rows is not None:  # noqa: SIM102  # None removes the condition when the kernel is compiled
         if tl.load(p_rows + n) < 0:
             return
     row = (h * n_rows + n).to(tl.int64) * n_parts
@@ -73,9 +73,10 @@ def fold(
     rows: Tensor | None = None,
     at_once: int = 1,
 ) -> None:
-    """outs [H, N, P, E] and lses [H, N, P], contiguous -> `out` [N, H, E] and `lse` [N, H], in place.
+    """Merge outs [H, N, P, E] and lses [H, N, P], contiguous -> `out` [N, H, E] and `lse` [N, H], in place.
 
-    `sink` [H] float32: logits that take mass and give nothing. `rows` [N] int32: those below 0 are left as they are.
+    `sink` [H] float32: attention sink logits, which add mass and no value. `rows` [N] int32: rows below 0 are not
+    written.
     """
     h, n, parts, e = outs.shape
     strides = out.stride(1), out.stride(0), lse.stride(1), lse.stride(0)
@@ -87,9 +88,9 @@ def fold(
 def merge_attention(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, sink: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """[H, N, E] and [H, N] each -> out [H, N, E] of this type and lse [H, N], both views of [N, H, ..].
+    """Merge [H, N, E] and [H, N] each -> out [H, N, E] of this dtype and lse [H, N], both views of [N, H, ..].
 
-    One after another from the first to the last, whatever their number: a part that saw nothing changes no bit.
+    Parts are added from the first to the last, for any number: a part without visible slots changes no bit.
     """
     h, n, e = outs[0].shape
     out, lse = outs[0].new_empty(n, h, e, dtype=dtype), lses[0].new_empty(n, h, dtype=torch.float32)

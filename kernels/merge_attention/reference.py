@@ -1,4 +1,4 @@
-"""Merge parts, in plain PyTorch: out = sum_i exp(lse_i - lse) out_i with lse = logsumexp_i lse_i."""
+"""Merge partial results in plain PyTorch: out = sum_i exp(lse_i - lse) out_i with lse = logsumexp_i lse_i."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
-    """[H, N, D] each and [H, N] each -> [H, N, D]."""
+    """Merge [H, N, D] each and [H, N] each -> [H, N, D]."""
     lse = torch.stack(list(lses))  # [P, H, N]
     weight = torch.softmax(lse, dim=0)  # all -inf gives NaN ...
-    # ... which only a row that sees nothing can have; and 0 * out must be 0 whatever lies in a part nobody saw
+    # ... only for a row that sees no slot; and 0 * out must be 0 for any numbers in a part without visible slots
     weight = weight.nan_to_num_(0.0)
     total = outs[0] * weight[0].unsqueeze(-1)
     for out, w in zip(outs[1:], weight[1:], strict=True):

@@ -1,9 +1,9 @@
-"""Rows by the weight of the expert that each was sent to, whatever form the weights have.
+"""Multiply rows by the weights of their experts, for any storage of the weights.
 
-x [M, K] in groups, one an expert, in their order; `ends` [E]: the row behind each group; weights [E, N, K]; result
-[M, N], zeros behind the last group. A group is a product of its own, by the op whose form the weights have (linear,
-linear_quantized, linear_skinny): what a row gives depends on its own numbers and its expert's, as far as it does in a
-linear layer of that op. Which rows go where, and how many, does not enter.
+x [M, K] in groups, one per expert, in order; `ends` [E]: end of each group; weights [E, N, K]; result [M, N], zeros
+after the last group. Each group is a separate product by the op for the storage of the weights (linear,
+linear_quantized, linear_skinny). A row is batch invariant if it is in that op, because its result does not depend on
+which other rows use its expert, or how many.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from torch import Tensor, nn
 
 from kvcli.kernels.linear.weight_arena import WeightArena
 
-LINE = 64  # bytes; where a tensor of a stack may begin
+LINE = 64  # bytes; alignment of a tensor in a stack
 
 
 class ExpertWeights(Protocol):
-    """How the weights [N, K] of E experts lie."""
+    """Storage of the weights [N, K] of E experts."""
 
     @property
     def memory(self) -> Tensor:
-        """All of it."""
+        """The memory of all experts' weights."""
         ...
 
     def product(self, expert: int, x: Tensor) -> Tensor:
-        """x [M, K] -> [M, N]."""
+        """Compute x [M, K] -> [M, N]."""
         ...
 
     def plain(self) -> Tensor:
-        """[E, N, K]; TypeError where nobody can tell any more."""
+        """Return the weights [E, N, K]; raises TypeError if they cannot be restored."""
         ...
 
 
 def moe_linear(x: Tensor, form: ExpertWeights, n: int, ends: Sequence[int]) -> Tensor:
-    """x [M, K] -> [M, N] by weights of `n` outputs."""
+    """Compute x [M, K] -> [M, N] with weights of `n` outputs."""
     y, start = x.new_zeros(x.shape[0], n), 0
     for expert, end in enumerate(ends):
         if start < end:
@@ -49,14 +49,14 @@ def moe_linear(x: Tensor, form: ExpertWeights, n: int, ends: Sequence[int]) -> T
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The same tensors for each of E experts, those of one side by side: what a row's product reads lies together."""
+    """Equal tensors for each of E experts, one expert after the other, so that a product reads contiguous data."""
 
     memory: Tensor  # [E, bytes] uint8
     tensors: tuple[Tensor, ...]  # [E, ...], views of it
 
     @classmethod
     def of(cls, each: Iterable[Sequence[Tensor]], n: int, room: WeightArena | None = None) -> Stack:
-        """Of `n` experts, asked for one by one."""
+        """Stack the tensors of `n` experts, which are requested one by one."""
         made: Stack | None = None
         for i, those in enumerate(each):
             if made is None:
@@ -70,7 +70,7 @@ class Stack:
 
     @classmethod
     def over(cls, memory: Tensor, like: Sequence[Tensor]) -> Stack:
-        """Views of tensors like those of one expert."""
+        """Return views of a memory as tensors like those of one expert."""
         found, at = [], 0
         for t in like:
             step, first = memory.shape[1] // t.itemsize, at // t.itemsize
@@ -84,15 +84,15 @@ class Stack:
 
 
 def weights_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool | str]]:
-    """Plain weights of experts that a module holds itself: name, parameter, and whether it is [E, N, K].
+    """Yield the plain expert weights in a module itself: name, parameter, and true if the layout is [E, N, K].
 
-    Known by their shape, and by what transformers' interface for experts says of their module. In place of the last
-    the reason why their products cannot be made here.
+    They are recognized by their shape, and by what transformers' expert interface states about their module. The third
+    value is a reason instead if the products cannot be computed here.
     """
     if type(module).__module__.startswith("torch."):  # convolutions have three dimensions, too
         return
     how = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    for name in list(module._parameters):  # by name: a list of weights would keep each alive until the last is done
+    for name in list(module._parameters):  # by name: a list of weights would keep each alive until the end
         weight = module._parameters[name]
         if type(weight) is not nn.Parameter or weight.dim() != 3 or min(weight.shape) < 2:
             continue

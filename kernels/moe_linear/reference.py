@@ -1,4 +1,4 @@
-"""Weights of experts in plain PyTorch: the specification of `experts`."""
+"""Expert weights in plain PyTorch: the specification of `experts`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 def moe_linear(x: Tensor, weights: Tensor, ends: Sequence[int]) -> Tensor:
-    """x [M, K] in groups, weights [E, N, K] -> [M, N]."""
+    """Compute x [M, K] in groups, weights [E, N, K] -> [M, N]."""
     groups = x.tensor_split(list(ends))[: len(ends)]
     found = [functional.linear(rows, weight) for rows, weight in zip(groups, weights, strict=True)]
     return functional.pad(torch.cat(found), (0, 0, 0, x.shape[0] - ends[-1]))

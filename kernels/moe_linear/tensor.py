@@ -1,4 +1,4 @@
-"""What stands in for a plain parameter of experts, so that transformers' grouped product finds `experts`."""
+"""Replacement of a plain parameter of experts, which directs transformers' grouped product to `experts`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from torch import Tensor
 
 from kvcli.kernels.moe_linear import ExpertWeights, moe_linear
 
-GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")  # the latter where torch has no such product
+GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")  # the latter if torch has no such product
 
 
 class Experts(Tensor):
-    """The weights of E experts in some form, [E, K, N] as a grouped product takes them, or turned, [E, N, K].
+    """Weights of E experts in any storage, [E, K, N] for a grouped product, or transposed, [E, N, K].
 
-    Whatever else is asked unpacks all: right for every use, and slow; refused where the form cannot be unpacked.
+    Any other operation restores all weights first: the result is right, but slow. It fails if the storage cannot
+    restore them.
     """
 
     form: ExpertWeights
@@ -29,7 +30,7 @@ class Experts(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.untyped_storage:  # so that memory is counted where it is, and once
+        if func is Tensor.untyped_storage:  # so that the memory is found, and counted once
             return args[0].form.memory.untyped_storage()
         if func is Tensor.transpose and sorted(d % 3 for d in args[1:]) == [1, 2]:
             e, a, b = args[0].shape

@@ -1,8 +1,8 @@
-"""The native kernels: a library of C, loaded once, and the table of functions for the kind of CPU that this is.
+"""Native kernels: a C library, loaded once, with a table of functions for this kind of CPU.
 
-Each output of theirs is one fixed chain of instructions over its row's own inputs, so a row's bits do not depend on how
-many rows come along, nor on threads. Bits differ between kinds of CPU. Where no library was built, `native` is None and
-`why_not` says why: every op then runs on torch, which promises no such thing.
+Each output is one fixed chain of instructions over its own row's inputs. A row is therefore batch invariant, and does
+not depend on threads. Bits differ between kinds of CPU. If no library was built, `native` is None and `why_not` gives
+the reason: every op then runs on torch, which is not batch invariant.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-# What each function takes, in the order of its C declaration
+# Argument types of each function, in the order of its C declaration
 _TAKES = {
     "linear": (_P, _P, _P, _P, _L, _L, _L, _I),
     "attend": (_P,),
@@ -32,7 +32,7 @@ _TAKES = {
 
 
 class Native:
-    """The functions for one kind of CPU, as attributes; addresses are given as numbers, `None` = null."""
+    """Functions for one kind of CPU, as attributes; addresses are passed as integers, `None` = null."""
 
     linear: Callable[..., None]
     attend: Callable[..., None]
@@ -60,29 +60,29 @@ class Native:
         self._release.argtypes, self._release.restype = (), None
 
     def use_threads(self, n: int) -> None:
-        """How many threads share the work of each call from now on, in all levels."""
+        """Set the number of threads per call, for the functions of all kinds of CPU."""
         self._threads(n)
 
     def release(self) -> None:
-        """Give back what layers keep between calls to work in, which is as large as the longest pass yet."""
+        """Free the work memory that layers keep between calls. It is as large as the longest pass so far needed."""
         self._release()
 
 
 def _made(is_done: int) -> None:
-    """What a function returned: 0 where it found no memory for what it works in."""
+    """Check a function's return value: 0 = its work memory could not be allocated."""
     if not is_done:
         raise MemoryError("no memory for what a native kernel works in")
 
 
 def levels() -> tuple[str, ...]:
-    """The kinds of CPU among ours whose instructions this one has, the best last; none without a library."""
+    """Return the supported kinds of CPU whose instructions this CPU has, the best last; empty without a library."""
     library = _library()
     return () if library is None else _place()[1][: library["cpu_level"]()]
 
 
 @cache
 def native(level: str | None = None) -> Native | None:
-    """The functions for this CPU, or for a lesser `level` of `levels()`; None where `why_not` has a reason."""
+    """Return the functions for this CPU, or for a lesser `level` of `levels()`; None if `why_not` has a reason."""
     found = levels()
     if not found:
         return None
@@ -93,12 +93,12 @@ def native(level: str | None = None) -> Native | None:
 
 
 def why_not() -> str:
-    """Why there are no native kernels here; "" if there are."""
+    """Return why there are no native kernels here; "" if there are."""
     path, written = _place()
     if not written:
         return "none are written for this kind of machine"
     if not path.exists():
-        note = path.with_name("why_not.txt")  # by the hook that built the wheel
+        note = path.with_name("why_not.txt")  # written by the hook that built the wheel
         reason = note.read_text(encoding="utf-8").strip() if note.exists() else ""
         return "none were built when kvcli was installed" + (reason and f": {reason}")
     if _loaded() is None:
@@ -109,13 +109,13 @@ def why_not() -> str:
 
 
 def is_unbuilt() -> bool:
-    """Whether this is a checkout, in which the library of this machine has yet to be built, or built again."""
+    """True if this is a checkout whose library for this machine is missing or out of date."""
     path, written = _place()
     return bool(written) and _library() is None and path.with_name("c").is_dir()
 
 
 def remedy() -> str:
-    """What to type where `why_not` has a reason; "" where nothing would help."""
+    """Return the command to type if `why_not` has a reason; "" if nothing would help."""
     if not _place()[1] or _library() is not None:
         return ""
     if is_unbuilt():
@@ -125,8 +125,8 @@ def remedy() -> str:
 
 @cache
 def _place() -> tuple[Path, tuple[str, ...]]:
-    """Where the library for this machine belongs, and the levels that are written for it, if any."""
-    from kvcli.kernels.native.build import HERE, LEVELS, NAMES, here  # late, as that file is a program too
+    """Return the path of this machine's library, and the kinds of CPU that kernels exist for, if any."""
+    from kvcli.kernels.native.build import HERE, LEVELS, NAMES, here  # imported late, as that file is also a program
 
     machine, system = here()
     return HERE / NAMES.get(system, "libkvcli.so"), tuple(LEVELS.get(machine, ()) if system else ())
@@ -134,7 +134,7 @@ def _place() -> tuple[Path, tuple[str, ...]]:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The library, if it was made of what lies beside it in c/; an installed one has nothing beside it."""
+    """Return the library if it was compiled from the present sources in c/; an installation has no sources."""
     from kvcli.kernels.native.build import sources
 
     now = sources()
@@ -146,5 +146,5 @@ def _loaded() -> ctypes.CDLL | None:
     path, written = _place()
     try:
         return ctypes.CDLL(str(path)) if written and path.exists() else None
-    except OSError:  # built for another system or damaged; `why_not` says so
+    except OSError:  # built for another system, or damaged; `why_not` reports it
         return None

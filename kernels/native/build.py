@@ -1,8 +1,8 @@
-"""Compile the native kernels: `python -m kvcli.kernels.native.build`, or `--all FOLDER` for all platforms there are.
+"""Compile the native kernels: `python -m kvcli.kernels.native.build`, or `--all FOLDER` for all platforms.
 
-The compiler is zig's clang, which comes as the Python package `ziglang`: one compiler for all systems, and none that a
-user must have. One library holds every kind of CPU; which one runs is decided where it is loaded. The hook that builds
-wheels (hatch_build.py) runs this file on its own, so it imports nothing of ours.
+The compiler is zig's clang from the Python package `ziglang`. It compiles for all systems, and a user does not need it.
+One library holds the code for every kind of CPU; the kind is chosen when the library is loaded. The hook that builds
+wheels (hatch_build.py) runs this file alone, so it imports no other module of kvcli.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# By architecture: levels in rising order, as `cpu_level` in c/cpu.c counts them, and what the compiler may use.
+# By architecture: kinds of CPU, the best last, as `cpu_level` in c/cpu.c counts them, and the compiler's CPU names.
 LEVELS = {
     "x86_64": {
         "avx2": "x86_64_v3",
@@ -33,7 +33,7 @@ FLAGS = ["-O3", "-std=gnu2x", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC
 NAMES = {"linux": "libkvcli.so", "macos": "libkvcli.dylib", "windows": "kvcli.dll"}
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
-# What wheels are made for, in pip's words, and (architecture, system) in the compiler's
+# Platforms of wheels: pip's name -> (architecture, system) as the compiler names them
 PLATFORMS = {
     "manylinux_2_17_x86_64": ("x86_64", "linux"),
     "manylinux_2_17_aarch64": ("aarch64", "linux"),
@@ -44,29 +44,29 @@ PLATFORMS = {
 
 
 def here() -> tuple[str, str]:
-    """(architecture, system) of this machine, in the compiler's words; "" = not one of ours."""
+    """Return (architecture, system) of this machine, as the compiler names them; "" = not supported."""
     return MACHINES.get(platform.machine().lower(), ""), SYSTEMS.get(sys.platform, "")
 
 
 def target(machine: str, system: str) -> str:
-    """What the compiler calls it: on Linux the oldest C library that Python's wheels run with."""
+    """Return the compiler's name of the target: on Linux with the oldest C library that Python's wheels support."""
     return f"{machine}-{system}" + {"linux": "-gnu.2.17", "windows": "-gnu", "macos": ".11.0"}[system]
 
 
 def compiler(folder: Path | None = None) -> list[str]:
-    """The command of the compiler in the package `ziglang` of that folder, else of the installed one; [] without it."""
+    """Return the compiler command of the package `ziglang` in that folder, else of the installed one; [] without it."""
     found = PathFinder.find_spec("ziglang", None if folder is None else [str(folder)])
     return [str(Path(found.origin).with_name("zig")), "cc"] if found and found.origin else []
 
 
 def sources() -> str:
-    """A name for what is in c/ now, exported by what was built from it; "" where kvcli was installed without c/."""
+    """Return a name with the hash of the sources in c/, which the compiled library exports; "" without c/."""
     found = sorted((HERE / "c").glob("*.[ch]"))
     return "sources_" + hashlib.sha256(b"".join(p.read_bytes() for p in found)).hexdigest()[:16] if found else ""
 
 
 def build(to: Path, machine: str, system: str, cc: Sequence[str], extra: Sequence[str] = ()) -> Path:
-    """Compile and link into the folder `to` -> the library. `cc`: the compiler's command; raises CalledProcessError."""
+    """Compile and link into the folder `to`; return the library. `cc`: compiler command. Raises CalledProcessError."""
     common = [*cc, "-target", target(machine, system), *FLAGS, *extra]
     with tempfile.TemporaryDirectory() as scratch:
         jobs = [
@@ -85,17 +85,17 @@ def build(to: Path, machine: str, system: str, cc: Sequence[str], extra: Sequenc
         with ThreadPoolExecutor() as pool:
             objects = list(pool.map(compile_one, jobs))
         linked, library = Path(scratch, NAMES[system]), to / NAMES[system]
-        # macOS writes where a library was linked into it, unless it is told another name
+        # macOS records the link path in the library, unless another name is given
         name = [f"-Wl,-install_name,@rpath/{linked.name}"] if system == "macos" else []
         subprocess.run([*common, "-shared", "-s", *name, *objects, "-lpthread", "-o", str(linked)], check=True)
         to.mkdir(parents=True, exist_ok=True)
-        library.unlink(missing_ok=True)  # never written over: a process that runs it would read the new one's bytes
+        library.unlink(missing_ok=True)  # never overwritten: a process that runs it would read bytes of the new one
         shutil.copy(linked, library)
     return library
 
 
 def main(args: Sequence[str]) -> None:
-    """What the command line asks for."""
+    """Run the command line."""
     if not (cc := compiler()):
         sys.exit("the compiler comes as a package: python -m pip install ziglang")
     match args:

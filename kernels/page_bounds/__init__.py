@@ -1,8 +1,8 @@
-"""Upper bounds on the scores of pages of keys, from the smallest and largest number of each channel (arXiv 2406.10774).
+"""Upper bounds on the scores of pages of keys, from the minimum and maximum of each channel (arXiv 2406.10774).
 
-rows [K, R, D]; low, high [K, P, D], channel-wise bounds of a page's keys -> [K, R, P], the sum over channels of
-max(q low, q high): no key of the page scores more. In float32, or float64 for float64. low <= high is the caller's
-business; scale and softcap come later, as both keep the order.
+rows [K, R, D]; low, high [K, P, D], channel-wise bounds of a page's keys -> [K, R, P], the sum over channels of max(q
+low, q high): no key of the page has a higher score. In float32, or float64 for float64. The caller ensures low <= high,
+and applies scale and softcap later, because both keep the order.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from kvcli.kernels import triton_support
 
 
 def page_bounds(rows: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Two products: positive parts of a query meet the maxima, negative ones the minima. No [R, P, D] exists."""
+    """Compute two products, without an [R, P, D]: positive parts of a query with maxima, negative parts with minima."""
     if triton_support.serves(rows, low, high):
-        from kvcli.kernels.page_bounds import fused  # brings Triton, which is not everywhere
+        from kvcli.kernels.page_bounds import fused  # imports Triton, which is not installed everywhere
 
         return fused.page_bounds(rows, low, high)
     wide = torch.promote_types(rows.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Bounds of pages in Triton, channel by channel as the reference has them: a program reads pages for all rows."""
+"""Bounds of pages in Triton, channel by channel as in the reference; a program loads its pages once for all rows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PAGES = 16  # of a program
+PAGES = 16  # per program
 OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 
 def page_bounds(rows: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """rows [K, R, D], low, high [K, P, D] -> [K, R, P] float32."""
+    """Bound rows [K, R, D], low, high [K, P, D] -> [K, R, P] float32."""
     (kv, r, d), p = rows.shape, low.shape[1]
     out = torch.empty(kv, r, p, dtype=torch.float32, device=rows.device)
     if out.numel():
@@ -23,9 +23,9 @@ def page_bounds(rows: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_pages"])  # one row would get code of its own
+@triton.jit(do_not_specialize=["n_rows", "n_pages"])  # or Triton would compile another kernel for one row
 def bounds_kernel(p_row, p_low, p_high, p_out, n_rows, n_pages, D: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
-    """Grid (blocks of X pages, K)."""
+    """Bound pages for all rows; grid (blocks of X pages, K)."""
     head = tl.program_id(1).to(tl.int64)
     page, i_dim = tl.program_id(0) * X + tl.arange(0, X), tl.arange(0, Y)
     there, in_key = page < n_pages, i_dim < D

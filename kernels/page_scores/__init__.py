@@ -1,9 +1,9 @@
-"""Scores of stored pages for rows that choose what they read: the log of the softmax mass that each page may hold.
+"""Scores of stored pages for sparse attention: the log of the softmax mass that each page may have for a row.
 
-A page is a run of `page` slots of which something small is kept: `QuantizedPages` keys, or the `Box` that they lie in.
-Natively, and for float32 and bf16 alone: a row's scores are chains over its own numbers, so what it chooses does not
-depend on who else is in the pass. `why_not` says what is not served; torch's products serve that (code_scores,
-page_bounds), and round by the number of rows.
+A page is `page` consecutive slots with a small summary: quantized keys (`QuantizedPages`), or the `Box` that contains
+them. Native kernels only, for float32 and bf16: a row's scores are chains over its own numbers, so its page selection
+is batch invariant. `why_not` returns why other cases are not supported. Torch's products serve these
+(quantized_key_scores, page_bounds), and their rounding depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ BITS = {torch.int8: 8, torch.uint8: 2, torch.bfloat16: 16, torch.float32: 32}
 
 @dataclass(frozen=True, slots=True)
 class QuantizedPages:
-    """Keys as small whole numbers: a key is about mean + spread * scale * code, at most a length of `error` off it."""
+    """Quantized keys of pages: a key is about mean + spread * scale * code, with an error of norm `error` at most."""
 
-    codes: Tensor  # [K, S, D] int8, or [K, S, D / 4] uint8 as `code_scores.pack2` packs -3, -1, 1, 3
+    codes: Tensor  # [K, S, D] int8, or [K, S, D / 4] uint8 as `quantized_key_scores.pack2` packs -3, -1, 1, 3
     scale: Tensor  # [K, S] bf16
-    error: Tensor | None = None  # [K, S] bf16: scores are upper bounds then
+    error: Tensor | None = None  # [K, S] bf16: if given, scores are upper bounds
     mean: Tensor | None = None  # [K, D] float32
     spread: Tensor | None = None  # [K, D] float32
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The least and the largest number of each channel of a page's keys; a score is that of the best corner."""
+    """Minimum and maximum of each channel of a page's keys; the score of a box is that of its best corner."""
 
     low: Tensor  # [K, P, D] bf16 or float32
     high: Tensor
 
 
 def why_not(rows: Tensor) -> str:
-    """Why rows [K, R, D] are not served; "" if they are."""
+    """Return why rows [K, R, D] are not supported; "" if they are."""
     if built.native() is None:
         return built.why_not()
     if rows.device.type != "cpu" or rows.dtype not in (torch.bfloat16, torch.float32):
@@ -52,7 +52,7 @@ def why_not(rows: Tensor) -> str:
 def page_scores(
     rows: Tensor, of: QuantizedPages | Box, page: int, scale: float, softcap: float, *, level: str | None = None
 ) -> Tensor:
-    """rows [K, R, D] -> [K, R, P] float32. `page`: slots of a page of coded keys; a box is a page."""
+    """Score rows [K, R, D] -> [K, R, P] float32. `page`: slots per page of quantized keys; a box is one page."""
     functions = built.native(level)
     assert functions is not None
     rows = rows.to(torch.float32).contiguous()
@@ -71,9 +71,9 @@ def page_scores(
 
 
 def log_masses(x: Tensor, mask: Tensor, *, level: str | None = None) -> Tensor:
-    """x [K, G, N, P] float32, mask [K, N, P] or [K, P] bool -> [K, G, N], the log of the sum of e^x where it is set.
+    """Sum e^x where the mask is set: x [K, G, N, P] float32, mask [K, N, P] or [K, P] bool -> logarithms [K, G, N].
 
-    Other numbers than float32 on a CPU are summed up by torch.
+    Other dtypes and devices than float32 on a CPU use torch.
     """
     functions = built.native(level)
     if functions is None or x.dtype != torch.float32 or x.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Scores of pages in plain PyTorch, from the keys that codes stand for: the specification of `page_scores`."""
+"""Scores of pages in plain PyTorch, from dequantized keys: the specification of `page_scores`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def of_box(rows: Tensor, box: Box, scale: float, softcap: float) -> Tensor:
-    """rows [K, R, D] -> [K, R, P]."""
+    """Score rows [K, R, D] -> [K, R, P]."""
     q = rows.unsqueeze(2)  # [K, R, 1, D]
     corner = torch.maximum(q * box.low.to(q).unsqueeze(1), q * box.high.to(q).unsqueeze(1))
     return bend(corner.sum(-1), scale, softcap)
 
 
 def of_codes(rows: Tensor, coded: QuantizedPages, page: int, scale: float, softcap: float) -> Tensor:
-    """rows [K, R, D] -> [K, R, P]."""
+    """Score rows [K, R, D] -> [K, R, P]."""
     codes = coded.codes if coded.codes.dtype == torch.int8 else unpack2(coded.codes, rows.shape[2])
     key = codes.to(rows) * coded.scale.to(rows).unsqueeze(2)
     if coded.spread is not None:
@@ -35,12 +35,12 @@ def of_codes(rows: Tensor, coded: QuantizedPages, page: int, scale: float, softc
 
 
 def bend(score: Tensor, scale: float, softcap: float) -> Tensor:
-    """As the layer's softmax sees products of queries and keys."""
+    """Apply the layer's scale and softcap to products of queries and keys."""
     score = score * scale
     return softcap * torch.tanh(score / softcap) if softcap > 0 else score
 
 
 def log_masses(x: Tensor, mask: Tensor) -> Tensor:
-    """x [K, G, N, P], mask [K, N, P] or [K, P] -> [K, G, N]."""
+    """Sum x [K, G, N, P], mask [K, N, P] or [K, P] -> [K, G, N]."""
     mask = mask.unsqueeze(1) if mask.dim() == 3 else mask[:, None, None]
     return x.masked_fill(~mask, -torch.inf).logsumexp(-1)

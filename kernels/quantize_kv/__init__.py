@@ -1,15 +1,16 @@
-"""Keys and values of one KV head in few bits, and back (KIVI, arXiv 2402.02750; 8 bits as KVQuant's baselines do).
+"""Quantize and dequantize keys and values of one KV head (KIVI, arXiv 2402.02750; 8 bits as in KVQuant's baselines).
 
 Layouts, for S slots of head size D; a code is an unsigned step above `zero`, at 8 bits a signed multiple of `scale`:
   keys, 8 bits        codes [S, D] int8, scale [S], one per slot
   keys, 4 or 2 bits   codes [S, D * bits / 8] uint8, scale and zero [S / g, D]: g slots share them, by channel
   values, 8 bits      codes [D, S] int8, transposed, scale [S]; S is rounded up to a multiple of 16 with zeros
   values, 4 or 2      codes [S, D * bits / 8] uint8, scale and zero [S, D / c]: c channels share them, by slot
-  8 bits in halves    as 4 bits, and `fine` like codes: the lower half of each code (QuantSpec, arXiv 2502.10424)
-  16 bits             codes [S, D] in the numbers they came in, no scale
-A byte holds neighbours, the first in its lowest bits. Scales and zeros are float16: its 11 bits place a narrow range
-that lies far from zero eight times as well as the 8 of bfloat16. What it cannot hold, beyond 65,504, is clipped. Codes
-are rounded against the scales as stored. On GPUs that kernels/triton_support.py names one kernel gives the same codes.
+  8 bits, split       as 4 bits, and `fine` like codes: the lower half of each code (QuantSpec, arXiv 2502.10424)
+  16 bits             codes [S, D] in the dtype of the input, no scale
+A byte holds neighbouring channels, the first in its lowest bits. Scales and zeros are float16. Its 11 bits represent a
+narrow range far from zero eight times as well as the 8 of bfloat16. Numbers beyond 65,504, which float16 cannot hold,
+are clipped. Codes are rounded against the scales as stored. On GPUs that kernels/triton_support.py supports a kernel
+gives the same codes.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from kvcli.kernels.quantize_kv.reference import (
     width_of,
 )
 
-LANES = 16  # slots; torch's packed product reads so many at a time and knows no tail
+LANES = 16  # slots; torch's quantized product reads so many at a time, without handling a remainder
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Keys or values of one head, in one of the layouts above."""
+    """Quantized keys or values of one head, in one of the layouts above."""
 
     bits: int
     codes: Tensor
@@ -46,18 +47,18 @@ class Rounded:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that takes memory."""
+        """All tensors that take memory."""
         return [t for t in (self.codes, self.scale, self.zero, self.fine) if t is not None]
 
     @property
     def coarse(self) -> Rounded:
-        """What its codes of 4 bits say without their lower halves."""
+        """The 4-bit codes without their lower halves."""
         return Rounded(self.bits, self.codes, self.scale, self.zero)
 
 
 def pack_keys(k: Tensor, bits: int, group: int, *, halves: bool = False) -> Rounded:
-    """Round keys [S, D]. With 4 or 2 bits S is a multiple of `group`, and D * bits one of 8. `halves`: 4 bits and 4
-    finer ones."""
+    """Quantize keys [S, D]. With 4 or 2 bits S is a multiple of `group`, and D * bits one of 8. `halves`: split 8-bit
+    codes into 4 bits and 4 finer ones."""
     if halves:
         upper, lower, scale, zero = round_halves(k.unflatten(0, (-1, group)), 1)
         codes, fine = (squeeze(half.flatten(0, 1), 4) for half in (upper, lower))
@@ -65,7 +66,7 @@ def pack_keys(k: Tensor, bits: int, group: int, *, halves: bool = False) -> Roun
     if bits == 16:
         return Rounded(16, k)
     if triton_support.serves(k):
-        from kvcli.kernels.quantize_kv import fused  # brings Triton, which is not everywhere
+        from kvcli.kernels.quantize_kv import fused  # imports Triton, which is not installed everywhere
 
         return Rounded(
             bits, *(fused.round_scaled(k) if bits == 8 else fused.round_range(k.unflatten(0, (-1, group)), bits, 1))
@@ -77,7 +78,7 @@ def pack_keys(k: Tensor, bits: int, group: int, *, halves: bool = False) -> Roun
 
 
 def pack_values(v: Tensor, bits: int, group: int, *, halves: bool = False) -> Rounded:
-    """Round values [S, D], by groups of at most `group` channels. `halves`: 4 bits and 4 finer ones."""
+    """Quantize values [S, D], by groups of at most `group` channels. `halves`: split codes, 4 bits and 4 finer bits."""
     if halves:
         upper, lower, scale, zero = round_halves(v.unflatten(1, (-1, width_of(v.shape[1], group))), 2)
         codes, fine = (squeeze(half.flatten(1), 4) for half in (upper, lower))
@@ -100,7 +101,7 @@ def pack_values(v: Tensor, bits: int, group: int, *, halves: bool = False) -> Ro
 
 
 def turned(x: Tensor, matrix: Tensor) -> Tensor:
-    """x [.., D] by a Hadamard `matrix` [D, D], in the type of that."""
+    """Multiply x [.., D] by a Hadamard `matrix` [D, D], in the dtype of the matrix."""
     if triton_support.serves(x, matrix) and 16 <= x.shape[-1] <= 256:
         from kvcli.kernels.quantize_kv import fused
 
@@ -109,7 +110,7 @@ def turned(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def transposed(codes: Tensor, scale: Tensor) -> Rounded:
-    """Values of 8 bits from codes [S, D] and scale [S]."""
+    """Build values of 8 bits from codes [S, D] and scale [S]."""
     n = scale.shape[0]
     room = -(-n // LANES) * LANES
     turned, wider = codes.new_zeros(codes.shape[1], room), scale.new_zeros(room)
@@ -118,12 +119,12 @@ def transposed(codes: Tensor, scale: Tensor) -> Rounded:
 
 
 def unpack_keys(r: Rounded, like: Tensor) -> Tensor:
-    """The keys [S, D] that codes stand for, in the type of `like`."""
+    """Dequantize to keys [S, D], in the dtype of `like`."""
     return keys_of(r.bits, r.codes, r.scale, r.zero, like.dtype, r.fine)
 
 
 def unpack_values(r: Rounded, like: Tensor, n: int) -> Tensor:
-    """The first n values [n, D] that codes stand for, in the type of `like`."""
+    """Dequantize to the first n values [n, D], in the dtype of `like`."""
     return values_of(r.bits, r.codes, r.scale, r.zero, like.dtype, r.fine)[:n]
 
 

@@ -1,8 +1,8 @@
-"""Rounding of keys and values in Triton: the codes and scales of the reference, bit for bit, in one pass.
+"""Quantization of keys and values in Triton: codes and scales bit for bit equal to the reference, in one pass.
 
-Divisions are those of IEEE; numbers are rounded to even by adding 1.5 * 2^23 and taking it off again.
-And the turn by a Hadamard matrix that may come before: its signs are made in place, and are exact in bfloat16, of which
-three hold a number of float32. A row is turned the same way whoever comes along.
+Divisions are IEEE divisions; numbers are rounded to even by adding and subtracting 1.5 * 2^23. The Hadamard transform
+before quantization is here too. Its signs are computed in place, and are exact in bfloat16; a float32 is split into
+three bfloat16. The transform is batch invariant.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from kvcli.kernels.quantize_kv import reference
 
 LARGEST, TINIEST = tl.constexpr(reference.LARGEST), tl.constexpr(reference.TINIEST)
 ROUNDER = tl.constexpr(12582912.0)
-NUMBERS = 4096  # of a program
-ROWS, CHANNELS = 16, 32  # of a program that turns
+NUMBERS = 4096  # per program
+ROWS, CHANNELS = 16, 32  # per program of `turn_kernel`
 OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 
 def round_range(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [A, m, D] in groups along dim 1, or [A, m, c] along dim 2 -> squeezed codes [A * m, ..], scale and zero as x
-    without that dimension."""
+    """Quantize x [A, m, D] in groups along dim 1, or [A, m, c] along dim 2 -> packed codes [A * m, ..], scale and zero
+    as x without that dimension."""
     a, m, d = x.shape
     codes = x.new_empty(a * m, d * bits // 8, dtype=torch.uint8)
     scale, zero = (x.new_empty((a, d) if dim == 1 else (a, m), dtype=torch.float16) for _ in "sz")
     if not x.numel():
         return codes, scale, zero
     slots, channels = triton.next_power_of_2(m), triton.next_power_of_2(d)
-    if dim == 1:  # a program takes a group, and some of its channels
+    if dim == 1:  # a program quantizes some channels of a group
         channels = max(8, min(channels, NUMBERS // slots))
         grid = (a, triton.cdiv(d, channels))
-    else:  # groups lie behind each other: a program takes some of them whole
+    else:  # groups are contiguous: a program quantizes several whole groups
         a, m = 1, a * m
         slots = max(1, NUMBERS // channels)
         grid = (triton.cdiv(m, slots), 1)
@@ -42,7 +42,7 @@ def round_range(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def round_scaled(x: Tensor, room: int | None = None) -> tuple[Tensor, Tensor]:
-    """x [S, D] -> codes int8 [S, D] and scale [S]; with `room` codes [D, room] and scale [room], zeros behind S."""
+    """Quantize x [S, D] -> codes int8 [S, D], scale [S]; with `room` codes [D, room], scale [room], zeros after S."""
     s, d = x.shape
     n, channels = s if room is None else room, triton.next_power_of_2(d)
     codes = x.new_empty((s, d) if room is None else (d, n), dtype=torch.int8)
@@ -56,7 +56,7 @@ def round_scaled(x: Tensor, room: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def turned(x: Tensor) -> Tensor:
-    """x [.., D] by `reference.hadamard(D)`, in float32; D a power of two, at least 16."""
+    """Multiply x [.., D] by `reference.hadamard(D)`, in float32; D a power of two, at least 16."""
     d = x.shape[-1]
     out = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
     n = out.numel() // d
@@ -80,14 +80,15 @@ def turned(x: Tensor) -> Tensor:
 def turn_kernel(
     p_x, p_out, by, n_rows, D: tl.constexpr, M: tl.constexpr, X: tl.constexpr, B: tl.constexpr, THREE: tl.constexpr
 ):
-    """Grid (blocks of M rows, blocks of B channels). THREE: numbers have more than 8 bits."""
+    """Transform rows; grid (blocks of M rows, blocks of B channels). THREE: numbers have more than 8 bits."""
     row, i_in = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M), tl.arange(0, X)
     i_out = tl.program_id(1) * B + tl.arange(0, B)
     live = (row < n_rows)[:, None]
     y = tl.zeros([M, B], tl.float32)
     for first in range(0, D, X):
         x = tl.load(p_x + row[:, None] * D + (first + i_in)[None, :], mask=live, other=0.0)  # [M, X]
-        both = (first + i_in)[:, None] & i_out[None, :]  # [X, B]; the sign is the parity of what is set in both numbers
+        # [X, B]; the sign is the parity of the bits set in both indices
+        both = (first + i_in)[:, None] & i_out[None, :]
         both = both ^ both >> 4
         both = both ^ both >> 2
         sign = (1 - 2 * ((both ^ both >> 1) & 1)).to(tl.float32).to(tl.bfloat16)
@@ -105,7 +106,7 @@ def turn_kernel(
 def range_kernel(
     p_x, p_code, p_scale, p_zero, m, d, BITS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, DIM: tl.constexpr
 ):
-    """DIM 0: grid (groups of m slots, blocks of Y channels). DIM 1: grid (blocks of X groups of d channels, 1)."""
+    """Quantize groups; grid (groups of m slots, blocks of Y channels) for DIM 0, (blocks of X groups, 1) for DIM 1."""
     i_x, i_y = tl.arange(0, X), tl.program_id(1) * Y + tl.arange(0, Y)
     if DIM == 0:
         row, held = tl.program_id(0).to(tl.int64) * m + i_x, i_x < m
@@ -146,7 +147,7 @@ def range_kernel(
 def scaled_kernel(
     p_x, p_code, p_scale, s, room, D: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, TURNED: tl.constexpr
 ):
-    """Grid (blocks of X slots): a scale a slot; codes [S, D], or [D, room] if TURNED."""
+    """Quantize slots with one scale per slot; grid (blocks of X slots,). Codes [S, D], or [D, room] if TURNED."""
     row, i_y = tl.program_id(0).to(tl.int64) * X + tl.arange(0, X), tl.arange(0, Y)
     held = row < s
     x = tl.load(p_x + row[:, None] * D + i_y[None, :], mask=held[:, None] & (i_y < D)[None, :], other=0.0)

@@ -1,8 +1,8 @@
-"""Rounding of keys and values in plain PyTorch: the specification.
+"""Quantization of keys and values in plain PyTorch: the specification of quantize_kv.
 
 A group of numbers between `low` and `high` becomes codes 0 .. 2^bits - 1 with zero = low and scale = (high - low) /
-(2^bits - 1); at 8 bits one scale per slot maps -127..127 to its largest magnitude, and there is no zero. Codes
-of 8 bits in halves have groups, scales and zeros as those of 4 bits have.
+(2^bits - 1). At 8 bits one scale per slot maps its largest magnitude to 127, and there is no zero. Split 8-bit codes
+have groups, scales and zeros as 4-bit codes do.
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LARGEST = 65504.0  # of float16
-TINIEST = 2.0**-24  # of float16; a group whose numbers are all the same still has a scale
+LARGEST = 65504.0  # the largest float16
+TINIEST = 2.0**-24  # of float16; a group of equal numbers still has a scale
 
 
 def round_scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [S, D] -> codes int8 [S, D] and scale [S]."""
+    """Quantize x [S, D] -> codes int8 [S, D] and scale [S]."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = (x.abs().amax(1) / 127).clamp(TINIEST, LARGEST).to(torch.float16)
     return (x / scale.to(x.dtype).unsqueeze(1)).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 def round_range(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups along `dim` of x -> codes uint8 like x, scale and zero with that dimension 1."""
+    """Quantize groups along `dim` of x -> codes uint8 like x, scale and zero with that dimension 1."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     levels = (1 << bits) - 1
     zero = x.amin(dim, keepdim=True).clamp(-LARGEST, LARGEST).to(torch.float16)
-    # against the zero as stored, so that the top of the range is met whatever its rounding did
+    # against the zero as stored, so that the range ends at `high` in spite of its rounding
     scale = ((x.amax(dim, keepdim=True) - zero.to(x.dtype)) / levels).clamp(TINIEST, LARGEST).to(torch.float16)
     codes = ((x - zero.to(x.dtype)) / scale.to(x.dtype)).round_().clamp_(0, levels)
     return codes.to(torch.uint8), scale, zero
 
 
 def round_halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Groups along `dim` of x -> upper and lower codes uint8 like x, 0 .. 15, scale and zero with that dimension 1.
+    """Quantize groups along `dim` of x -> upper and lower codes 0 .. 15 like x, scale and zero with that dimension 1.
 
-    A number is zero + (upper + (lower - 7.5) / 16) * scale: the upper one alone is in the middle of what both may say.
+    A number is zero + (upper + (lower - 7.5) / 16) * scale: the upper code alone gives the middle of its range.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     zero = (low + (high - low) * (7.5 / 255)).clamp(-LARGEST, LARGEST).to(torch.float16)
-    # so wide that both ends are met, whatever the rounding of zero did
+    # wide enough to cover both ends, in spite of the rounding of zero
     wide = torch.maximum((high - zero.to(x.dtype)) / 247.5, (zero.to(x.dtype) - low) / 7.5) * 16
     scale = wide.clamp(16 * TINIEST, LARGEST).to(torch.float16)
     codes = ((x - zero.to(x.dtype)) / scale.to(x.dtype) * 16 + 7.5).round_().clamp_(0, 255).to(torch.uint8)
@@ -48,19 +48,19 @@ def round_halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def refined(codes: Tensor, fine: Tensor | None, bits: int, exact: torch.dtype) -> Tensor:
-    """Codes one by one, as numbers; with their lower halves between two steps."""
+    """Return one code per number; with the lower halves, a value between two steps."""
     q = spread(codes, bits).to(exact)
     return q if fine is None else q + (spread(fine, 4).to(exact) - 7.5) / 16
 
 
 def squeeze(codes: Tensor, bits: int) -> Tensor:
-    """codes [.., m] uint8 -> [.., m * bits / 8]: neighbours in one byte, the first in the lowest bits."""
+    """Pack codes [.., m] uint8 -> [.., m * bits / 8]: neighbours in one byte, the first in the lowest bits."""
     shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     return (codes.unflatten(-1, (-1, 8 // bits)) << shift).sum(-1, dtype=torch.uint8)
 
 
 def spread(codes: Tensor, bits: int) -> Tensor:
-    """The inverse of `squeeze`."""
+    """Invert `squeeze`."""
     shift = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     return ((codes.unsqueeze(-1) >> shift) & (1 << bits) - 1).flatten(-2)
 
@@ -73,7 +73,7 @@ def keys_of(
     dtype: torch.dtype,
     fine: Tensor | None = None,
 ) -> Tensor:
-    """The keys [S, D] that codes stand for."""
+    """Dequantize to keys [S, D]."""
     if scale is None:
         return codes.to(dtype)
     exact = torch.promote_types(dtype, torch.float32)
@@ -92,7 +92,7 @@ def values_of(
     dtype: torch.dtype,
     fine: Tensor | None = None,
 ) -> Tensor:
-    """The values [S, D] that codes stand for."""
+    """Dequantize to values [S, D]."""
     if scale is None:
         return codes.to(dtype)
     exact = torch.promote_types(dtype, torch.float32)
@@ -104,12 +104,12 @@ def values_of(
 
 
 def width_of(channels: int, group: int) -> int:
-    """Channels of a value that share a scale: as many as divide them, at most `group`."""
+    """Return the channels of a value that share a scale: the most that divide all channels, at most `group`."""
     return next(c for c in range(min(channels, group), 0, -1) if channels % c == 0)
 
 
 def hadamard(n: int, like: Tensor) -> Tensor:
-    """[n, n], symmetric and orthogonal, its own inverse; n a power of two."""
+    """Return the Hadamard matrix [n, n], symmetric and orthogonal, its own inverse; n a power of two."""
     assert n & (n - 1) == 0, "Sylvester's matrices have a power of two rows"
     h = like.new_ones(1, 1, dtype=torch.promote_types(like.dtype, torch.float32))
     while h.shape[0] < n:

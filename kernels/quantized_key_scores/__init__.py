@@ -1,7 +1,7 @@
-"""Scores of keys that are stored as small whole numbers: an index reads them to decide which keys to read in full.
+"""Scores of quantized keys: a sparse attention index reads them to select the keys to read in full precision.
 
 rows [K, R, D]; codes [K, S, D] int8; scale [K, S]: the key of a slot is about scale * code -> q . key [K, R, S], in
-float32, or float64 for float64 rows. Two-bit codes stand for -3, -1, 1, 3 and are packed four to a byte.
+float32, or float64 for float64 rows. Two-bit codes represent -3, -1, 1, 3 and are packed four to a byte.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 from kvcli.kernels import triton_support
 from kvcli.kernels.quantized_key_scores.reference import pack2, unpack2
 
-BLOCK = 2048  # slots widened at a time, which stay in cache: torch's int8 product takes ten times as long in float32
+BLOCK = 2048  # slots converted at a time, which stay in cache: torch's int8 product takes ten times as long in float32
 
 
 def code_scores(rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """Every row with every slot of its KV head."""
+    """Score every row with every slot of its KV head."""
     if triton_support.serves(rows, scale):
-        from kvcli.kernels.quantized_key_scores import fused  # brings Triton, which is not everywhere
+        from kvcli.kernels.quantized_key_scores import fused  # imports Triton, which is not installed everywhere
 
         return fused.code_scores(rows, codes, scale)
     wide = torch.promote_types(rows.dtype, torch.float32)

@@ -1,7 +1,7 @@
-"""Scores of coded keys in Triton: codes are read once and widened on the way to the matrix units.
+"""Scores of quantized keys in Triton: codes are read once and converted before the matrix product.
 
-A row in float32 goes in as three numbers of bfloat16, 24 bits together; codes are exact in it. So a score is that of
-float32.
+A float32 row is split into three bfloat16 numbers, 24 bits together, and codes are exact in bfloat16. A score therefore
+has float32 precision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 
 def code_scores(rows: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """rows [K, R, D], codes [K, S, D], scale [K, S] -> [K, R, S] float32."""
+    """Score rows [K, R, D], codes [K, S, D], scale [K, S] -> [K, R, S] float32."""
     (kv, r, d), s = rows.shape, codes.shape[1]
     out = torch.empty(kv, r, s, dtype=torch.float32, device=rows.device)
     if out.numel():
@@ -32,7 +32,7 @@ def scores_kernel(
     p_row, p_code, p_scale, p_out, n_rows, s, D: tl.constexpr, M: tl.constexpr, B: tl.constexpr, Y: tl.constexpr,
     THREE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of B slots, blocks of M rows, K). THREE: rows are of more than 8 bits."""
+    """Score rows; grid (blocks of B slots, blocks of M rows, K). THREE: rows have more than 8 bits."""
     head = tl.program_id(2).to(tl.int64)
     n, i_slot, i_dim = tl.program_id(1) * M + tl.arange(0, M), tl.program_id(0) * B + tl.arange(0, B), tl.arange(0, Y)
     live, there, in_key = n < n_rows, i_slot < s, i_dim < D

@@ -1,7 +1,7 @@
-"""RMSNorm in bf16 and float32 on a CPU, row by row and bit for bit as PyTorch gives it (arXiv 1910.07467).
+"""RMSNorm in bf16 and float32 on a CPU, row by row, bit for bit equal to PyTorch (arXiv 1910.07467).
 
-x [..., H], weight [H] of one type -> [..., H]. Families round in different places (FORMS): reference.py says what each
-form computes, trial rows which of them a model's module is (module.py).
+x [..., H], weight [H] of one dtype -> [..., H]. Model families round in different places (FORMS). reference.py defines
+each form; module.py finds the form of a model's module by probe rows.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from kvcli.kernels import native as built
 from kvcli.kernels.rms_norm import reference
 
-FORMS = ("round first", "one more", "round last")  # Llama, Gemma, OLMo 2: as native/c/layer.c counts them
+FORMS = ("round first", "one more", "round last")  # Llama, Gemma, OLMo 2: in the order of native/c/layer.c
 SERVED = (torch.bfloat16, torch.float32)
 
 
 class Norm(ctypes.Structure):
-    """As in native/c/layer.c; holds the weight's address, so it lives no longer than the weight."""
+    """The struct of native/c/layer.c. It stores the weight's address, so it must not outlive the weight."""
 
     _fields_ = [
         ("w", ctypes.c_void_p),
@@ -31,7 +31,7 @@ class Norm(ctypes.Structure):
 
 
 def why_not(weight: Tensor) -> str:
-    """Why a norm with this weight [H] is not served; "" if it is."""
+    """Return why a norm with this weight [H] is not supported; "" if it is."""
     if built.native() is None:
         return built.why_not()
     if weight.device.type != "cpu" or weight.dtype not in SERVED or not weight.is_contiguous():
@@ -42,7 +42,7 @@ def why_not(weight: Tensor) -> str:
 
 
 def norm_of(weight: Tensor, eps: float, form: str) -> Norm:
-    """What `rms_norm` is told of a module."""
+    """Return the struct that `rms_norm` needs for a module."""
     return _norm(weight, eps, form, lanes())
 
 
@@ -53,7 +53,7 @@ def _norm(weight: Tensor, eps: float, form: str, lanes: int) -> Norm:
 
 @cache
 def lanes() -> int:
-    """Of the vectors in which this PyTorch adds up a row; 0 where it adds in another order than those we know."""
+    """Return the vector lanes in which this PyTorch sums a row; 0 if its order of summation is not known."""
     x, weight = torch.randn(64, 4099, generator=torch.Generator().manual_seed(0)), torch.ones(4099)
     wanted = reference.rms_norm(x, weight, 1e-6, FORMS[0])
     ours = (n for n in (8, 4, 16) if torch.equal(rms_norm(x, _norm(weight, 1e-6, FORMS[0], n)), wanted))
@@ -61,7 +61,7 @@ def lanes() -> int:
 
 
 def rms_norm(x: Tensor, norm: Norm, *, level: str | None = None) -> Tensor:
-    """x [..., H] in the weight's type -> [..., H]. `level`: another kind of CPU than the best there is."""
+    """Compute x [..., H] in the weight's dtype -> [..., H]. `level`: a lesser kind of CPU than the best available."""
     functions = built.native(level)
     assert functions is not None
     if x.shape[-1] != norm.H:

@@ -1,6 +1,6 @@
-"""RMSNorm on a GPU, a program a row, so that a row has the same bits whoever shares its pass.
+"""RMSNorm on a GPU, one program per row, so that it is batch invariant.
 
-PyTorch adds rows up in blocks whose shape follows from how many rows there are.
+PyTorch sums a row in blocks whose shape depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, form: str) -> Tensor:
-    """x [..., H], weight [H] of one type -> [..., H]; what forms are, reference.py says."""
+    """Compute x [..., H], weight [H] of one dtype -> [..., H]; reference.py defines the forms."""
     h = weight.shape[0]
     rows = x.reshape(-1, h).contiguous()  # [N, H]
     y = torch.empty_like(rows)
     block = triton.next_power_of_2(h)
-    warps = max(1, min(16, block // 512))  # by the width alone
+    warps = max(1, min(16, block // 512))  # depends on the width alone
     if rows.shape[0]:
         rms_norm_kernel[(rows.shape[0],)](
             rows, weight, y, eps, H=h, BLOCK=block, FORM=form, num_warps=warps, enable_fp_fusion=False
@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: str) -> Tensor:
 
 @triton.jit
 def rms_norm_kernel(p_x, p_w, p_y, eps, H: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr):
-    """One row; grid (N,)."""
+    """Normalize one row; grid (N,)."""
     row = tl.program_id(0).to(tl.int64)
     i_h = tl.arange(0, BLOCK)
     m_h = i_h < H

@@ -1,7 +1,7 @@
-"""A native or fused RMSNorm in the place of a model's own, wherever both give the same on trial rows.
+"""Replace a model's RMSNorm by a native or fused one, if both agree on probe rows.
 
-The native one gives the bits of PyTorch, and has to. PyTorch adds a row up on a GPU in an order that follows from how
-many rows there are, so there a few numbers may be rounded to the other side; in another form a tenth of them would be.
+The native norm must give the bits of PyTorch. On a GPU PyTorch's order of summation depends on the number of rows, so
+there a few numbers may be rounded differently; with another form a tenth of them would be.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvcli.kernels.rms_norm import FORMS, Norm, norm_of, rms_norm, why_not
 
 
 class NativeNorm:
-    """The forward of one norm. Holds its weight and no module: a module that held itself would outlive its model."""
+    """Forward of one norm. It references its weight but no module, because a reference would keep the model alive."""
 
     def __init__(self, weight: Tensor, norm: Norm, own: Callable[[Tensor], Tensor]) -> None:
-        """`own`: the module's forward, for rows of another type than its weight's."""
+        """Set up the norm. `own`: the module's forward, for rows of another dtype than its weight's."""
         self.weight, self.norm, self._own = weight, norm, WeakMethod(own)
         self.kind = (norm.form, norm.eps, weight.shape, weight.dtype)
 
@@ -35,7 +35,7 @@ class NativeNorm:
 
 
 class FusedNorm:
-    """The same on a GPU."""
+    """Forward of one norm on a GPU."""
 
     def __init__(self, weight: Tensor, eps: float, form: str, own: Callable[[Tensor], Tensor]) -> None:
         self.weight, self._eps, self._form, self._own = weight, eps, form, WeakMethod(own)
@@ -43,7 +43,7 @@ class FusedNorm:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.dtype == self.weight.dtype:
-            # imported late: there is no Triton where nothing is served
+            # imported late, because there may be no Triton where nothing is supported
             from kvcli.kernels.rms_norm.fused import rms_norm as fused
 
             return fused(hidden, self.weight, self._eps, self._form)
@@ -54,7 +54,7 @@ class FusedNorm:
 
 @torch.no_grad()
 def norm_(root: nn.Module) -> int:
-    """Have all norms below `root` computed natively, or fused, that are found to be RMSNorm. Returns how many."""
+    """Replace the forward of all norms below `root` that are found to be RMSNorm. Return how many."""
     done = 0
     for module in root.modules():
         weight = module._parameters.get("weight")
@@ -63,7 +63,7 @@ def norm_(root: nn.Module) -> int:
             continue
         if len(list(module.parameters())) > 1 or list(module.children()) or "forward" in vars(module):
             continue
-        if len(signature(module.forward).parameters) > 1:  # a gate, as norms of mixers take one
+        if len(signature(module.forward).parameters) > 1:  # a gate, which norms of recurrent layers take
             continue
         if (forward := _same(module, weight.detach(), epsilons[0])) is not None:
             module.forward = forward
@@ -72,7 +72,7 @@ def norm_(root: nn.Module) -> int:
 
 
 def _same(module: nn.Module, weight: Tensor, eps: float) -> NativeNorm | FusedNorm | None:
-    """What computes the same; None where nothing does."""
+    """Return a forward that computes the same; None if there is none."""
     is_fused = not triton_support.why_not(weight.device, weight.dtype)
     if not is_fused and why_not(weight):
         return None
@@ -90,16 +90,16 @@ def _same(module: nn.Module, weight: Tensor, eps: float) -> NativeNorm | FusedNo
 
 
 def _nearly_equal(ours: Tensor, theirs: Tensor) -> bool:
-    """But for one number in a hundred, and for those by a step of their type or two."""
+    """True if at most one number in a hundred differs, by at most about two steps of the dtype."""
     near = torch.allclose(ours.float(), theirs.float(), rtol=2 * torch.finfo(ours.dtype).eps, atol=0)
     return near and bool((ours == theirs).float().mean() > 0.99)
 
 
 def trial_rows(weight: Tensor) -> Tensor:
-    """[35, H] of all sizes that the type holds, with channels that stand out."""
+    """Return probe rows [35, H] of all magnitudes of the dtype, with outlier channels."""
     noise = torch.Generator().manual_seed(weight.shape[0])
     x = torch.randn(5, 7, weight.shape[0], generator=noise)
     x[:, 3:, ::37] *= 60
     x = (x * torch.tensor([1e-6, 1e-3, 0.3, 20.0, 1e4]).view(5, 1, 1)).flatten(0, 1)
-    most = torch.finfo(weight.dtype).max  # float16 would have infinities, which no norm is known by
+    most = torch.finfo(weight.dtype).max  # float16 would overflow to infinity, by which no norm can be recognized
     return x.clamp(-most, most).to(weight.device, weight.dtype)

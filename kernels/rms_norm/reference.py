@@ -1,4 +1,4 @@
-"""RMSNorm in plain PyTorch, as model families write it: the specification of `rms_norm`."""
+"""RMSNorm in plain PyTorch, as model families define it: the specification of `rms_norm`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, form: str) -> Tensor:
-    """x [..., H], weight [H] -> [..., H]. Forms differ in where they round."""
+    """Compute x [..., H], weight [H] -> [..., H]. Forms differ in where they round."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if form == "round first":

@@ -1,4 +1,4 @@
-"""Rotate and un-rotate keys in Triton, in one pass over them: as the reference, to the last bit of cosine and sine."""
+"""Rotate and un-rotate keys in Triton, in one pass, equal to the reference up to the last bit of cosine and sine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SLOTS = 8  # of a program; twice as many run out of registers on Hopper
+SLOTS = 8  # per program; twice as many run out of registers on Hopper
 OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 
 
 def turned(k: Tensor, pos: Tensor, inv_freq: Tensor, scaling: float, interleaved: bool, *, back: bool) -> Tensor:
-    """k [..., S, D], pos [S] or [..., S] or what spreads to it."""
+    """Rotate, or with `back` un-rotate, k [..., S, D] by pos [S] or [..., S], or a shape that broadcasts to it."""
     out = torch.empty_like(k, memory_format=torch.contiguous_format)
     if not out.numel():
         return out
@@ -31,7 +31,7 @@ def rotate_kernel(
     p_k, p_pos, p_freq, p_out, scaling, s, R: tl.constexpr, D: tl.constexpr, X: tl.constexpr, P: tl.constexpr,
     Y: tl.constexpr, NEAR: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of X slots, heads). NEAR: channels 2 c and 2 c + 1 are a pair, else c and c + R."""
+    """Rotate slots of a head; grid (blocks of X slots, heads). NEAR: channels 2 c, 2 c + 1 pair, else c, c + R."""
     i_slot = tl.program_id(0) * X + tl.arange(0, X)
     there = i_slot < s
     row = tl.program_id(1).to(tl.int64) * s + i_slot
@@ -49,7 +49,7 @@ def rotate_kernel(
     x, y = a.to(tl.float32), b.to(tl.float32)
     tl.store(p_out + first, (x * cos - y * sin).to(a.dtype), mask=mask)
     tl.store(p_out + second, (y * cos + x * sin).to(a.dtype), mask=mask)
-    if 2 * R < D:  # channels that do not turn
+    if 2 * R < D:  # channels without rotation
         i = row[:, None] * D + i_dim[None, :]
         pass_by = there[:, None] & ((i_dim >= 2 * R) & (i_dim < D))[None, :]
         tl.store(p_out + i, tl.load(p_k + i, mask=pass_by, other=0.0), mask=pass_by)

@@ -1,6 +1,6 @@
-"""Rotate and un-rotate keys, in plain PyTorch: (a, b) -> (a cos - b sin, b cos + a sin), and back.
+"""Rotate and un-rotate keys in plain PyTorch: (a, b) -> (a cos - b sin, b cos + a sin), and the inverse.
 
-Slots go in blocks, so that what is in between stays small.
+Slots are processed in blocks, so that intermediate tensors are small.
 """
 
 from __future__ import annotations
@@ -37,6 +37,6 @@ def _turned(k: Tensor, pos: Tensor, inv_freq: Tensor, scaling: float, interleave
 
 
 def _pairs(k: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The two channels of each pair, [..., R/2] each, as views."""
+    """Return the two channels of each pair, [..., R/2] each, as views."""
     half = k.shape[-1] // 2
     return (k[..., ::2], k[..., 1::2]) if interleaved else (k[..., :half], k[..., half:])

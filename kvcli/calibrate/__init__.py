@@ -1,1 +1,1 @@
-"""Measure once what a machine can do: pass times by rows and context, bandwidths, launch cost."""
+"""Measure a machine once: pass times by rows and tokens in the KV cache, bandwidths, launch cost."""

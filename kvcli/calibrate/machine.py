@@ -1,4 +1,4 @@
-"""What the machine can do without any model."""
+"""Measure the machine without a model: bandwidths, matrix products, launch cost."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from statistics import median
 
 import torch
 
-SIZE = 256 << 20  # bytes moved: more than any cache holds
-EDGE = 1024  # of the square matrices that are multiplied
+SIZE = 256 << 20  # bytes moved: more than any CPU or GPU cache holds
+EDGE = 1024  # size of the square matrices that are multiplied
 CALLS = 2000  # tiny operations timed together
 REPS = 5
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second read from the device's memory."""
+    """Measure the bytes per second read from the device's memory."""
     x = torch.ones(SIZE // 4, device=device)
     return SIZE / _seconds(lambda: x.sum(), device)
 
 
 def gemm(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP a second of a product of square matrices."""
+    """Measure the FLOP per second of a product of square matrices."""
     a = torch.ones(EDGE, EDGE, device=device, dtype=dtype)
     return 2 * EDGE**3 / _seconds(lambda: a @ a, device)
 
 
 def launch(device: torch.device) -> float:
-    """Seconds of an operation on one number: what a pass pays for each of its calls."""
+    """Measure the seconds of an operation on one number: the cost of each call in a pass."""
     x = torch.ones(1, device=device)
 
     def many() -> None:
@@ -40,7 +40,7 @@ def launch(device: torch.device) -> float:
 
 
 def links(device: torch.device) -> dict[str, float]:
-    """Bytes a second between host and device; nothing where they are one."""
+    """Measure the bytes per second between host and device; empty if both are the same memory."""
     if device.type != "cuda":
         return {}
     there = torch.empty(SIZE, dtype=torch.uint8, device=device)
@@ -53,7 +53,7 @@ def links(device: torch.device) -> dict[str, float]:
 
 
 def disk(file: Path) -> float | None:
-    """Bytes a second of a file that is not in memory; None where the system cannot be asked to forget it."""
+    """Measure the bytes per second of a file read from disk; None if the system cannot drop the file from memory."""
     if not hasattr(os, "posix_fadvise") or not file.is_file():
         return None
     handle = os.open(file, os.O_RDONLY)
@@ -69,13 +69,13 @@ def disk(file: Path) -> float | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all submitted work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median over a few runs, after one that counts for nothing."""
+    """Return the median of several runs, after one warm-up run."""
     times = []
     for _ in range(REPS + 1):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Pass times of a loaded model: so many rows over so many stored tokens."""
+"""Measure the pass times of a loaded model, by rows and tokens in the KV cache."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvcli.schemas.fit import PassTime
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 256)  # the last stands for reading: products no longer gain from more
+ROWS = (1, 2, 4, 8, 16, 32, 64, 256)  # the last is a prefill pass: products gain no more speed from more rows
 FIRST = 512  # tokens; each context is four times the one before
-LAST = 32768  # beyond, times go on in a straight line, and what is stored for nothing could fill the memory
+LAST = 32768  # beyond, times are extrapolated linearly, and the KV of the test could fill the memory
 REPS = 3
 
 
 def contexts(limit: int) -> list[int]:
-    """512, 2k, 8k and 32k as far as the model goes with the longest pass on top, and its end where that is near."""
+    """Return 512, 2k, 8k and 32k, as far as they and the longest pass fit the model's limit; add the limit if close."""
     end = max(1, limit - ROWS[-1])
     found = [FIRST * 4**i for i in range(4) if FIRST * 4**i <= min(end, LAST)]
     if not found or 2 * found[-1] <= end <= LAST:
@@ -37,17 +37,17 @@ def contexts(limit: int) -> list[int]:
 
 
 def pass_times(lm: LM, tell: Callable[[str], None]) -> list[PassTime]:
-    """The whole grid; at each context the row counts take turns, so that a machine that slows down slows all alike."""
+    """Time the whole grid. Row counts alternate at each context, so that a machine that slows down affects all."""
     found: list[PassTime] = []
     for context in contexts(lm.limit):
         tell(f"timing passes over {context:,} tokens")
         kv = cache_of_length(lm, context)
         times: dict[int, list[float]] = {rows: [] for rows in ROWS if rows + context <= lm.limit}
         for rep in range(REPS + 1):
-            once(lm, kv, 1, context)  # brings back to the caches what the longest pass drove out of them
+            once(lm, kv, 1, context)  # reloads the CPU caches after the longest pass evicted their data
             for rows in times:
                 took = once(lm, kv, rows, context)
-                if rep:  # the first turn counts for nothing
+                if rep:  # the first round is a warm-up
                     times[rows].append(took)
         found += list(_rows_of(times, context))
     return found
@@ -59,7 +59,7 @@ def _rows_of(times: dict[int, list[float]], context: int) -> Iterator[PassTime]:
 
 
 def cache_of_length(lm: LM, n: int) -> Dense:
-    """A past of n tokens that nobody wrote: times do not depend on what is stored."""
+    """Return a KV cache of n tokens filled with noise, because pass times do not depend on the stored values."""
     kv = Dense(lm.shapes, lm.dtype, lm.device)
     kv.reserve(n)
     noise = cache(lambda heads, size: torch.randn(heads, n, size, dtype=lm.dtype, device=lm.device))
@@ -70,9 +70,9 @@ def cache_of_length(lm: LM, n: int) -> Dense:
 
 
 def once(lm: LM, kv: Dense, rows: int, context: int) -> float:
-    """Seconds of one pass over what `kv` holds; nothing is kept of it."""
+    """Return the seconds of one pass over the KV cache `kv`; its new KV is not committed."""
     built = Rows.chain([i % lm.vocab for i in range(rows)], context)
-    want = range(rows if rows < ROWS[-1] else 0)  # reading wants no logits
+    want = range(rows if rows < ROWS[-1] else 0)  # prefill needs no logits
     synchronize(lm.device)
     began = time.perf_counter()
     run([ForwardRequest(lm, built, kv, want=want, states=RecurrentStates(lm.mixers.like), is_prompt=rows == ROWS[-1])])

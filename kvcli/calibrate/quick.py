@@ -1,7 +1,7 @@
-"""A short calibration at first use: about a second, so that drafting need not begin with guesses about its costs.
+"""Calibrate at first use, in about one second, so that drafting starts with measured pass times.
 
-`kvcli bench --calibrate` measures more, longer, and wins where it is there. What takes too long is left out: the
-drafter times its own passes anyway.
+`kvcli bench --calibrate` measures more and for longer, and its result has priority. Passes that take too long are left
+out, because the drafter times its own passes anyway.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
 
 ROWS = (1, 2, 4, 8, 16, 32)
-READING = GRID[-1]  # rows that stand for reading a prompt
-TURNS = 3  # of which the first counts for nothing
+READING = GRID[-1]  # rows of a prefill pass
+TURNS = 3  # rounds, of which the first is a warm-up
 BUDGET = 1.0  # seconds
-RETRY = 24 * 3600  # seconds after which a look that saw nothing is taken again
+RETRY = 24 * 3600  # seconds after which an empty measurement is repeated
 
 
 def quick_costs(model: Model, cache: Path, tell: Callable[[str], None]) -> list[PassTime]:
-    """Pass times of this model here: as kept, or measured and kept. A cache that cannot be used is no obstacle."""
+    """Return this model's pass times on this machine, saved or measured now. A cache folder that fails is ignored."""
     name = fingerprint_of(model)
     file = file_of(cache, machine_fingerprint(model.info.device), f"{name}-quick")
     if (kept := _kept(file)) is not None:
         return kept
     tell("timing a few passes")
-    passes = quick_times(model.lm)  # none of a model that is too slow: not to be tried at each start
+    # empty for a model that is too slow, and saved, so that it is not tried at each start
+    passes = quick_times(model.lm)
     times = QuickTimes.from_attributes(model.info, fingerprint=name, passes=passes)
     with suppress(OSError):  # measured again the next time, which costs a second
         private_folder(file.parent)
@@ -46,12 +47,12 @@ def quick_costs(model: Model, cache: Path, tell: Callable[[str], None]) -> list[
 
 
 def kept_times(cache: Path, machine: str, model: str) -> list[PassTime]:
-    """What an earlier look saw, by the fingerprints; nothing where there was none."""
+    """Return the saved pass times for these fingerprints, or an empty list."""
     return _kept(file_of(cache, machine, f"{model}-quick")) or []
 
 
 def _kept(file: Path) -> list[PassTime] | None:
-    """None where it is not there, or damaged, or saw nothing long ago: it is remade."""
+    """Return saved pass times, or None to measure again: the file is missing, damaged, or empty and old."""
     try:
         passes = QuickTimes.model_validate_json(file.read_bytes()).passes
         return passes if passes or time.time() - file.stat().st_mtime < RETRY else None
@@ -60,7 +61,7 @@ def _kept(file: Path) -> list[PassTime] | None:
 
 
 def quick_times(lm: LM, clock: Callable[[], float] = time.perf_counter) -> list[PassTime]:
-    """Passes of 1 to 32 rows, and of 256, over the first two contexts of the grid, as far as the budget goes."""
+    """Time passes of 1 to 32 rows, and of 256, over the first two contexts of the grid, within the time budget."""
     found: list[PassTime] = []
     began = clock()
     for context in contexts(lm.limit)[:2]:
@@ -72,12 +73,13 @@ def quick_times(lm: LM, clock: Callable[[], float] = time.perf_counter) -> list[
                 took = once(lm, kv, rows, context)
                 if turn:
                     times.setdefault(rows, []).append(took)
-        ahead = TURNS * READING / ROWS[-1] * min(times.get(ROWS[-1], [BUDGET]))  # at most: wide passes gain
+        # upper bound: time per row falls with more rows
+        ahead = TURNS * READING / ROWS[-1] * min(times.get(ROWS[-1], [BUDGET]))
         if clock() - began + ahead <= BUDGET and READING + context <= lm.limit:
             times[READING] = [once(lm, kv, READING, context) for _ in range(TURNS)][1:]
         found += [
             PassTime(rows=rows, context=context, seconds=min(took), low=min(took), high=max(took))
             for rows, took in times.items()
-            if len(took) == TURNS - 1  # a pass timed once may have been a stall
+            if len(took) == TURNS - 1  # a pass that was timed once may have been delayed
         ]
     return found

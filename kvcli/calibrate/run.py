@@ -1,4 +1,4 @@
-"""One calibration from start to end, kept for the next time."""
+"""Run one calibration and save it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tell = Callable[[str], None]
 
 
 def calibrate(model: Model, cache: Path, tell: Tell = lambda _: None) -> CalibrationDocument:
-    """Measure the machine where `model` is, and the model's pass times."""
+    """Measure the machine that `model` runs on, and the model's pass times."""
     import torch
 
     from kvcli.calibrate import machine as measured
@@ -57,18 +57,18 @@ def calibrate(model: Model, cache: Path, tell: Tell = lambda _: None) -> Calibra
 def run_calibration(
     world: Environment, load: Callable[[Profile], Model], profile: Profile, tell: Tell = lambda _: None
 ) -> CalibrationDocument:
-    """What `kvcli bench --calibrate` does: load the model with `load` (a setup's), measure, keep it in the cache."""
+    """Run `kvcli bench --calibrate`: load the model with `load` (of a setup), measure, save in the cache folder."""
     with load(profile) as model:
         return calibrate(model, world.paths.cache, tell=tell)
 
 
 def model_fingerprint(dtype: str, quant: str, layers: int, hidden: int, vocab: int, name: str, weights: str) -> str:
-    """Of what pass times depend on beside the machine; `weights`: the hash of the files that were given."""
+    """Return a digest of what pass times depend on beside the machine; `weights`: the hash of the weight files."""
     return digest(name, dtype, quant, layers, hidden, vocab, weights, *releases().values())
 
 
 def fingerprint_in(plan: Plan, subject: PlannedModel, name: str, cache: Path) -> str:
-    """The fingerprint of a model as it would be loaded. What was never hashed was never timed either."""
+    """Return the fingerprint of a model as it would be loaded. A file that was never hashed was never timed either."""
     from kvcli.fit.plan import torch_dtype
 
     shape, dtype = subject.shape, torch_dtype(subject, plan.profile)
@@ -77,7 +77,7 @@ def fingerprint_in(plan: Plan, subject: PlannedModel, name: str, cache: Path) ->
 
 
 def fingerprint_of(model: Model) -> str:
-    """The fingerprint of a loaded model."""
+    """Return the fingerprint of a loaded model."""
     info, hidden, lm = model.info, int(model.lm.model.config.get_text_config().hidden_size), model.lm
     weights = lm.hashes.of(lm.files["weights"]) if lm.files else ""
     return model_fingerprint(info.dtype, info.quant, info.layers, hidden, info.vocab, info.id, weights)

@@ -1,1 +1,1 @@
-"""Whether a model, a profile and a context fit a machine, from config.json and file headers, before anything loads."""
+"""Estimate from config.json and file headers, before anything loads, if a model fits a machine under a profile."""

@@ -1,4 +1,4 @@
-"""The cheapest changes that make a plan fit, found by planning each of them."""
+"""Find the cheapest changes that make a plan fit. Each candidate is planned to see if it fits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 MOST = 3
-ROUND = 1024  # a suggested context is a multiple of this many tokens where it is that long
-SMALL = 256  # rows from which products gain nothing more from being larger (docs/lab-log.md)
+ROUND = 1024  # long suggested contexts are rounded down to a multiple of this many tokens
+SMALL = 256  # rows per pass above which matrix products gain no more speed (docs/lab-log.md)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing to type, and what the plan needs then."""
+    """One change for the user to type, and the memory that the plan needs with it."""
 
     type: str
     total: int
@@ -39,15 +39,15 @@ def changes(
     rooms: Mapping[str, AvailableMemory],
     facts: MeasuredFacts,
 ) -> list[Change]:
-    """At most three, those that change the text least first."""
+    """Return at most three changes, those that change the output least first."""
     found: list[Change] = []
-    shorter: list[Change] = []  # with a shorter context on top
+    shorter: list[Change] = []  # changes that fit only with a shorter context
     for words, profile, room, context in _candidates(wrong, others, rooms):
-        # what runs took on another device says nothing
+        # the excess that was measured on another device does not apply
         known = facts if room.kind == wrong.room.kind else replace(facts, beyond=NOTHING)
         try:
             tried = plan_on(subject, profile(), room, context, known)
-        except KvcliError:  # a profile that cannot have it, as one that promises exact text cannot round its keys
+        except KvcliError:  # the profile cannot have the change: an exact profile cannot quantize keys, for example
             continue
         if tried.fits:
             found.append(Change(words, tried.total, tried.need.context))
@@ -66,17 +66,17 @@ def _round(context: int) -> int:
 def _candidates(
     wrong: Plan, others: Mapping[str, Profile], rooms: Mapping[str, AvailableMemory]
 ) -> Iterator[tuple[Any, ...]]:
-    """What to type, the profile then, the room, the context; in the order of what they cost the user."""
+    """Yield the words to type, a function that builds the profile, the memory and the context, cheapest first."""
     profile, room, context = wrong.profile, wrong.room, wrong.need.context
     if wrong.need.short and wrong.run.spends is not None:
-        # twice what always stays, as the policy says (methods/policies/precision/policy.py)
+        # twice the protected tokens, as the policy does (methods/policies/precision/policy.py)
         size = f"{-(-2 * wrong.run.always * wrong.run.spends.of_token // MIB)}MiB"
         flag = "--budget " if profile.origins["memory.budget"] == "--budget" else "--set memory.budget="
         yield f"{flag}{size}", lambda: profile.replace(memory={"budget": size}), room, context
     if profile.spec.second is not None:
         words = "--spec ngram in place of --draft" if profile.origins["spec.model"] == "--draft" else "--spec ngram"
         yield words, lambda: profile.replace(spec={"method": "ngram"}), room, context
-    if profile.prefill.chunk > SMALL:  # reads a little slower, changes nothing else
+    if profile.prefill.chunk > SMALL:  # prefill gets a little slower, nothing else changes
         yield f"--set prefill.chunk={SMALL}", lambda: profile.replace(prefill={"chunk": SMALL}), room, context
     if wrong.run.number > 2:
         yield "--dtype bf16", lambda: profile.replace(load={"dtype": "bf16"}), room, context
@@ -96,7 +96,7 @@ def _candidates(
 
 
 def binding(wrong: Plan) -> str:
-    """In words, what the plan fails on."""
+    """Name in words the component that the plan fails on."""
     parts = wrong.need
     if wrong.need.context > wrong.limit:
         return "the model's own limit"

@@ -1,8 +1,8 @@
-"""What gives way where a GPU has no room for a model: bits of its weights, then layers, which the CPU runs.
+"""Fit a model on a GPU that is too small: quantize its weights first, then run some layers on the CPU.
 
-Only what nobody said. The last layers stay on the card, with the head: a pass then crosses once, upwards and without
-waiting, and the tokens that it draws are made where logits are. First of what goes are the embeddings, of which a pass
-reads a few rows.
+Settings that the user gave are never changed. The GPU keeps the last layers and the head. A forward pass then crosses
+to the GPU only once and without waiting, and tokens are sampled where the logits are. The embeddings leave the GPU
+first, because a pass reads only a few of their rows.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from kvcli.fit.available_memory import AvailableMemory
     from kvcli.settings.profile import Profile
 
-WINDOW = 8192  # tokens that a split is made for where no window is asked for
+WINDOW = 8192  # tokens that a split is planned for when no context window is requested
 
 
 def plan_on(
     subject: PlannedModel, profile: Profile, room: AvailableMemory, context: int | None, facts: MeasuredFacts
 ) -> Plan:
-    """As `plan`, but on a GPU with what fits, where the profile leaves it open; `plan.profile` says what that is.
+    """Plan as `plan` does, but choose open settings so that the model fits a GPU; `plan.profile` records the choice.
 
-    The last that was tried where nothing fits.
+    If nothing fits, return the last plan that was tried.
     """
     found = plan(subject, profile, room, context, facts)
     if room.kind == "cpu" and profile.load.quant != "none" and profile.origins["load.quant"].startswith("built-in "):
@@ -43,7 +43,7 @@ def plan_on(
 
 
 def chosen(found: Plan) -> dict[str, int | str]:
-    """Dotted key -> what a plan chose where its profile leaves it open."""
+    """Return dotted key -> value for each setting that the plan chose because the profile leaves it open."""
     profile, run, made = found.profile, found.run, dict[str, int | str]()
     for key, origin in profile.origins.items():
         if origin == BY and isinstance(value := profile.values[key], int | str):
@@ -56,7 +56,7 @@ def chosen(found: Plan) -> dict[str, int | str]:
 
 
 def told(found: Plan) -> list[str]:
-    """What of it the user should know, in words, with what to type for something else."""
+    """Describe the choices that the user should know, with the option to type for another choice."""
     device, made = found.room.device, chosen(found)
     said = []
     if (quant := made.get("load.quant")) == "none":
@@ -74,7 +74,7 @@ def told(found: Plan) -> list[str]:
 
 
 def _is_enough(found: Plan, context: int | None) -> bool:
-    """Whether it fits; where no window was asked for, with room for an answer."""
+    """True if the plan fits; without a requested context window, it must also leave tokens for an answer."""
     if context is not None or found.profile.context.limit != "auto":
         return found.fits
     return found.most >= min(found.profile.context.reserve + 1, found.limit)
@@ -88,17 +88,16 @@ def _packed(subject: PlannedModel, profile: Profile) -> Iterator[Profile]:
 def _split(
     subject: PlannedModel, profile: Profile, room: AvailableMemory, context: int | None, facts: MeasuredFacts
 ) -> Plan | None:
-    """With as many layers on the card as fit there; None where no number of them does."""
+    """Return the plan with as many layers on the GPU as fit, or None if no number of layers fits."""
     layers, limit, window = subject.shape.layers, subject.shape.limit, profile.context.limit
 
     def tried(on_card: int, context: int | None) -> Plan:
         return plan(subject, profile.changed({"load": {"layers_on_gpu": on_card}}, BY), room, context, facts)
 
-    if (
-        profile.prune.describe_read or profile.prefill.order == "layers"
-    ):  # rows of a split model are not stopped on the way
+    # rows of a split model cannot be stopped between layers
+    if profile.prune.describe_read or profile.prefill.order == "layers":
         return None
-    if subject.shape.folds.layers:  # states are on one device
+    if subject.shape.folds.layers:  # recurrent states are on one device
         return None
     if window != "auto":
         context = context or window
@@ -108,7 +107,7 @@ def _split(
         if whole.fits:
             return tried(layers, context)
         low, high = 0, layers if may_split(profile) else 1
-        while high - low > 1:  # fewer layers need less of the card, and more of the host
+        while high - low > 1:  # fewer layers need less GPU memory and more host memory
             middle = (low + high) // 2
             low, high = (middle, high) if tried(middle, asked).fits_card else (low, middle)
         if low and tried(low, asked).fits:

@@ -1,4 +1,4 @@
-"""How much memory there is: of this machine, or of one that was described."""
+"""Available memory of this machine, or of a described machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcli.models.machine import kept_free
 from kvcli.models.refusals import refuse_device
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_LIMITS = (  # of the container this process may be in: most, used, and the field of pages that can be taken back
+_LIMITS = (  # files of a container's cgroup: limit, bytes in use, and the field of reclaimable pages
     ("memory.max", "memory.current", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
@@ -25,16 +25,16 @@ _LIMITS = (  # of the container this process may be in: most, used, and the fiel
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
-    """Where a model would run."""
+    """Memory of the device that a model would run on."""
 
     device: str  # cpu, cuda:0, mps
-    available: int  # bytes there
+    available: int  # bytes available on the device
     name: str = ""
-    is_described: bool = False  # not of this machine, but as --vram or --ram say
-    host: int = 0  # of a GPU: bytes of host memory behind it that keys and values may take
-    total: int = 0  # bytes of the device, whoever has them; 0 = what is available is all
-    capability: tuple[int, int] | None = None  # of a GPU; None = nobody knows
-    unserved: str = ""  # why a GPU's fused kernels do not run there; "" = they do, as on a card that is described
+    is_described: bool = False  # given by --vram or --ram, not measured on this machine
+    host: int = 0  # for a GPU: bytes of host memory that the KV cache may use
+    total: int = 0  # bytes of the device, used ones included; 0 = the available bytes are all
+    capability: tuple[int, int] | None = None  # of a GPU: its compute capability; None = unknown
+    unserved: str = ""  # why a GPU's fused kernels do not run there; "" = they run, as assumed for a described GPU
 
     @property
     def kind(self) -> str:
@@ -42,22 +42,22 @@ class AvailableMemory:
 
     @property
     def kept_free(self) -> int:
-        """Of what is available, the part that nothing plans with."""
+        """Bytes of the available memory that no plan uses."""
         return kept_free(self.available, (self.total or self.available) if self.kind == "cuda" else 0)
 
     @property
     def usable(self) -> int:
-        """What a plan may use."""
+        """Bytes that a plan may use."""
         return self.available - self.kept_free
 
     @property
     def empty(self) -> AvailableMemory:
-        """The same while nothing else takes memory: unlike what is available, it does not change from hour to hour."""
+        """The same device with no other program on it. Unlike the available memory, this does not vary with time."""
         return replace(self, available=max(self.available, self.total - CONTEXT * (self.kind == "cuda")))
 
 
 def rooms(vram: int | None = None, ram: int | None = None) -> dict[str, AvailableMemory]:
-    """Each device of this machine, the CPU first; `vram` and `ram` replace what was found."""
+    """Return the memory of each device of this machine, the CPU first; `vram` and `ram` replace the measured sizes."""
     from kvcli.models import machine
 
     found: dict[str, AvailableMemory] = {}
@@ -78,7 +78,7 @@ def rooms(vram: int | None = None, ram: int | None = None) -> dict[str, Availabl
 
 
 def look() -> AvailableMemory:
-    """The first GPU, else the CPU, without torch, whose import takes seconds: to say what would fit."""
+    """Return the memory of the first GPU, else of the CPU. Avoids torch, because its import takes seconds."""
     if smi := shutil.which("nvidia-smi"):
         asked = [smi, "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
         with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
@@ -91,7 +91,7 @@ def look() -> AvailableMemory:
 
 
 def choose(found: dict[str, AvailableMemory], device: str) -> AvailableMemory:
-    """The room that `load.device` names; auto is the first GPU, else the CPU."""
+    """Return the device that `load.device` names; auto is the first GPU, else the CPU."""
     if device == "auto":
         return next((room for kind, room in found.items() if kind.startswith("cuda")), found["cpu"])
     refuse_device(device)
@@ -109,9 +109,9 @@ def choose(found: dict[str, AvailableMemory], device: str) -> AvailableMemory:
 def container_room(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup"), *, is_empty: bool = False
 ) -> int:
-    """Bytes that the container, or the group of processes we are in, leaves; a very large number without a limit.
+    """Return the bytes that the limit of this container or cgroup leaves; a very large number without a limit.
 
-    With `is_empty`: that it would leave if nothing were taken.
+    With `is_empty`: the bytes left if nothing were in use.
     """
     left = 1 << 62
     for most, used, field in _LIMITS:
@@ -125,7 +125,7 @@ def container_room(
 
 
 def _groups(own: Path) -> list[str]:
-    """Our group and those around it, outermost first: a job of a cluster or a service has its limit further down."""
+    """Return this process's cgroup and its parents, outermost first: a job or a service has its limit in a child."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -140,7 +140,7 @@ def _groups(own: Path) -> list[str]:
 
 
 def size(text: str, flag: str) -> int:
-    """`12GiB`, `12G`, `11.6gib`, `800MiB` as bytes; a bare number is refused, because nobody agrees what it counts."""
+    """Parse `12GiB`, `12G`, `11.6gib` or `800MiB` to bytes; refuse a bare number, because its unit is ambiguous."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])(?:ib|b)?", text.strip(), re.IGNORECASE)
     if not match or not float(match[1]):
         raise UsageError(f"{flag} takes a size with its unit, not {text!r}", try_=[f"{flag} 12GiB", f"{flag} 800MiB"])

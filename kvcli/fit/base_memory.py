@@ -1,4 +1,4 @@
-"""What the program takes in memory before any model: measured, because builds of torch differ by hundreds of MiB."""
+"""Memory of the program without a model. It is measured, because builds of torch differ by hundreds of MiB."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvcli.files import private_folder, write_private
 from kvcli.fit.calibration import FOLDER, digest
 from kvcli.version import __version__
 
-# Bytes that a command takes beyond its imports until it has answered, the model and its text aside: threads, compiled
-# products, pages of libraries that are touched late. Like the peak it is compared with, all of this is resident memory.
+# Bytes that a command allocates between its imports and the end of its answer, apart from the model and its KV cache:
+# threads, compiled products, library pages that load late. Resident memory, like the peak that it is compared with.
 AFTER = 40 << 20
 CODE = "from kvcli.fit.base_memory import here; print(here())"
-BASE = 463 << 20  # of the whole program where nobody measured it: torch 2.13 for CPUs, transformers 5, Linux
+BASE = 463 << 20  # the whole program, if it was never measured: torch 2.13 for CPUs, transformers 5, Linux
 
 
 def here() -> int:
-    """Bytes of this process, with all imported that an answer needs, documents that it has read included."""
+    """Return the bytes of this process after all imports that an answer needs, with the documents loaded so far."""
     import kvcli.chat.model
     import kvcli.engine.hf.lm  # noqa: F401
 
@@ -31,7 +31,7 @@ def here() -> int:
 
 
 def elsewhere(cache: Path) -> int:
-    """The same of a process of its own, measured once for each build of torch and kept in the cache."""
+    """Measure the bytes in a separate process, once for each build of torch; the cache folder stores the figure."""
     file = cache / FOLDER / f"program-{build()}"
     try:
         return int(file.read_text(encoding="utf-8"))
@@ -40,14 +40,14 @@ def elsewhere(cache: Path) -> int:
     try:
         private_folder(file.parent)
         write_private(file, f"{found}\n")
-    except OSError:  # a disk without room: measured again the next time
+    except OSError:  # disk full: the next run measures again
         pass
     return found
 
 
 def measured() -> int:
-    """By a process of its own, which imports and ends."""
-    root = Path(__file__).parents[2]  # of a bare checkout
+    """Measure the bytes in a separate process that imports everything and ends."""
+    root = Path(__file__).parents[2]  # of a checkout that is not installed
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, cwd=root)
     if done.returncode:
         said = done.stderr.strip().splitlines()[-1:]
@@ -56,8 +56,8 @@ def measured() -> int:
 
 
 def build() -> str:
-    """Of what decides how much memory the program takes, without importing it."""
+    """Return a digest of the versions that determine the program's memory, without importing torch."""
     found = find_spec("torch")
     stated = Path(found.origin).with_name("version.py") if found is not None and found.origin else Path()
-    about = stated.read_text(encoding="utf-8") if stated.is_file() else ""  # version, CUDA's, the commit
+    about = stated.read_text(encoding="utf-8") if stated.is_file() else ""  # versions of torch and CUDA, and the commit
     return digest(sys.version, stated, about, version("transformers"), __version__)

@@ -1,4 +1,4 @@
-"""Calibrations on disk: one file for a machine, one for each model on it. A damaged file is remade."""
+"""Calibration files: one per machine, and one per model on it. A damaged file is measured again."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FOLDER = "calibration"
 
 
 def digest(*facts: object) -> str:
-    """Twelve digits that are equal for equal facts."""
+    """Return twelve hex digits that are equal for equal facts."""
     return hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:12]
 
 
 def machine_fingerprint(device: str, threads: int = 0) -> str:
-    """Of what decides how fast this machine is; a new torch, another thread count or another GPU changes it.
+    """Return a digest of what determines this machine's speed: GPU or CPU, number of threads, version of torch.
 
-    `threads`: that a profile will load with; 0 = torch's now.
+    `threads`: the number that the profile will load with; 0 = torch's current number.
     """
     import torch
 
@@ -40,7 +40,7 @@ def file_of(cache: Path, fingerprint: str, model: str = "") -> Path:
 def load_calibration(
     cache: Path, fingerprint: str, model: str = "", tell: Callable[[str], None] = lambda _: None
 ) -> CalibrationDocument | None:
-    """What was measured before, or None; `tell` hears of a file that cannot be used."""
+    """Load an earlier calibration, or return None; `tell` is called with a message if the file cannot be used."""
     file = file_of(cache, fingerprint, model)
     try:
         text = file.read_text(encoding="utf-8")
@@ -52,14 +52,14 @@ def load_calibration(
     try:
         found = CalibrationDocument.model_validate_json(text)
         age_days(found.date)
-    except (ValueError, TypeError):  # pydantic's errors are ValueErrors; the others are of a date without an offset
+    except (ValueError, TypeError):  # pydantic's errors are ValueErrors; the others come from a date without an offset
         tell(f"the calibration in {file} is damaged and is not used: kvcli bench --calibrate makes it anew")
         return None
     return found
 
 
 def folder_of(cache: Path) -> Path:
-    """The folder of the files, made if it is not there: better before minutes of measuring than after."""
+    """Create the calibration folder before measuring, so that an unwritable folder fails before minutes of work."""
     folder = cache / FOLDER
     try:
         return try_folder(folder)
@@ -68,7 +68,7 @@ def folder_of(cache: Path) -> Path:
 
 
 def save_calibration(cache: Path, found: CalibrationDocument) -> Path:
-    """Keep it for the next time, readable by its owner only."""
+    """Save a calibration, readable by its owner only."""
     file = file_of(cache, found.fingerprint, found.model.fingerprint if found.model else "")
     try:
         write_private(folder_of(cache) / file.name, found.model_dump_json(by_alias=True, indent=1) + "\n")
@@ -87,5 +87,5 @@ def _unwritable(path: Path, error: OSError) -> KvcliError:
 
 
 def age_days(date: str, now: datetime | None = None) -> int:
-    """Whole days since then."""
+    """Return the whole days since the date."""
     return max(0, ((now or datetime.now(UTC)) - datetime.fromisoformat(date)).days)

@@ -1,4 +1,4 @@
-"""Where a plan's memory goes: how a budget is spent, or what takes the bytes and which setting changes that."""
+"""Explain a plan's memory: how a precision budget is divided, or the component sizes and settings that reduce them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from kvcli.kv.cache.precision_budget import PrecisionBudget
     from kvcli.schemas.fit import CalibrationDocument
 
-# of the short passes behind a text of which a head map is made (heads/run.py): one without each head in turn, one with
-# all of them, and two that check what was found
+# rows of each short pass after a text when a head map is made (heads/run.py): one pass without each head in turn, one
+# with all heads, and two that verify the result
 ROWS = 64
 
 
 def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -> FitBudget | None:
-    """None for a profile without one. `has_map`: the model's own head map was made before. `calibration`: what was
-    measured for it."""
+    """Return how the precision budget is divided; None if the profile has none. `has_map`: a head map of this model
+    exists. `calibration`: measured times of this model, if any."""
     if (spent := plan.spending) is None:
         return None
     need, policy, memory = plan.need, plan.profile.policy, plan.profile.memory
@@ -72,14 +72,15 @@ def _rungs(spent: PrecisionBudget, n: int, most: float) -> list[FitRung]:
 
 
 def _room(spent: PrecisionBudget, rung: int, cost: float, most: float) -> int:
-    """Tokens, were all of them on this rung."""
+    """Return the tokens that would fit if all were at this precision level."""
     held = spent.holds if spent.has_place and rung == spent.last - 1 else None
     room = int(most / cost) if cost else held or 0
     return room if held is None else min(room, held)
 
 
 def _placed(spent: PrecisionBudget, n: int, each: float) -> list[float]:
-    """Shares of tokens worth the same, by rung; no more elsewhere than have room there, as the policy has it."""
+    """Return the share of tokens per precision level if all scores are equal, with at most as many offloaded tokens as
+    fit there, as the policy does."""
     costs, left, there = spent.by_rung, quality(spent), spent.last - 1
     shares = alike(costs, left, each)
     if not spent.has_place or spent.holds is None or shares[there] * n <= spent.holds:
@@ -91,8 +92,8 @@ def _placed(spent: PrecisionBudget, n: int, each: float) -> list[float]:
 
 
 def alike(costs: list[float], left: list[float], each: float) -> list[float]:
-    """Of tokens that are worth the same, with `each` bytes for one of them: the share on each rung. A mixture of two
-    next to each other among those that are ever best; `left`: of its worth, by rung."""
+    """Return the share of tokens per precision level if all scores are equal and each token has `each` bytes. The
+    result mixes two neighbouring levels of those on the optimal path. `left`: the quality left at each level."""
     path = [0, *level_paths(costs, left)[0].to]
     shares = [0.0] * len(costs)
     for upper, lower in pairwise(path):
@@ -105,7 +106,7 @@ def alike(costs: list[float], left: list[float], each: float) -> list[float]:
 
 
 def _to_map(heads: int, calibration: CalibrationDocument | None) -> float | None:
-    """Seconds that making a head map takes; None where passes of this model were not timed."""
+    """Return the seconds that making a head map takes; None if this model's passes were not timed."""
     if calibration is None or calibration.model is None:
         return None
     grid = by_rows(calibration.model.passes)
@@ -116,7 +117,7 @@ def _to_map(heads: int, calibration: CalibrationDocument | None) -> float | None
 
 
 def parts(plan: Plan, subject: PlannedModel) -> list[FitPart]:
-    """What takes memory, the most first, and what of all that a profile can have makes it smaller."""
+    """Return the memory components, largest first, each with the settings of any profile that make it smaller."""
     need = plan.need
     names = {
         "weights": need.weights,
@@ -139,12 +140,13 @@ def parts(plan: Plan, subject: PlannedModel) -> list[FitPart]:
 
 
 def _ways(plan: Plan) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What is smaller then, what to type, and the change."""
+    """Yield the component that gets smaller, the words to type, and the change."""
     if plan.profile.load.quant == "none":
         for quant in ("int8", "int4"):
             yield "weights", f"--quant {quant}", {"load": {"quant": quant}}
     if plan.profile.policy.every is None:
-        asked = f"{max(1, plan.need.kv >> 22)}MiB"  # a quarter: a share is in memory whole until it has been read
+        # a quarter: a budget given as a share is in memory in full until prefill ends
+        asked = f"{max(1, plan.need.kv >> 22)}MiB"
         lossy = {"exactness": "approx", "policy": {"name": "budget"}}
         yield "keys and values", f"--budget {asked}", {**lossy, "memory": {"budget": asked}}
     yield "keys and values", "--set kv.k_bits=8 --set kv.v_bits=8", {"kv": {"k_bits": 8, "v_bits": 8}}

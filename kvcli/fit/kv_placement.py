@@ -1,4 +1,4 @@
-"""Where keys and values lie under `[memory]`: how much of them the device holds, and how much lies elsewhere."""
+"""Divide the KV cache among device, host memory and disk as `[memory]` says."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVPlacement:
-    """Bytes."""
+    """Bytes of KV in each place."""
 
     device: int
-    host: int = 0  # memory of the host, behind a GPU
+    host: int = 0  # host memory, beside a GPU
     disk: int = 0
-    over: int = 0  # for which there is no room anywhere
+    over: int = 0  # bytes that fit nowhere
 
 
 @dataclass(frozen=True, slots=True)
 class HeldSlots:
-    """Slots a head."""
+    """Slots per head, by tier."""
 
-    settled: int  # at a boundary, the longest
-    fresh: int  # that come between two boundaries, on top
-    nbytes: Callable[[int], int]  # of so many slots on the device -> bytes there
-    stored: int = 0  # in all tiers, where a policy moves down what it does not keep
-    moved: int = 0  # of these the most that lie below, later than most lie on top
-    drops: bool = False  # those for which there is no room below go
+    settled: int  # the most slots at a compression point
+    fresh: int  # slots added between two compression points
+    nbytes: Callable[[int], int]  # slots on the device -> bytes there
+    stored: int = 0  # slots in all tiers, if a policy demotes
+    moved: int = 0  # of `stored`: the most slots in lower tiers; this peak is later than the top tier's
+    drops: bool = False  # slots that fit no lower tier are evicted
 
     @property
     def most(self) -> int:
@@ -43,27 +43,27 @@ class HeldSlots:
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
-    """What a store is told of its room, so that a plan refuses what the store would."""
+    """Capacity limits of the tiers, equal to those of a KV cache, so that a plan refuses what the cache refuses."""
 
-    room: Callable[[int, int], CacheCapacity]  # tokens of a pass, bytes free where no size is given
-    free: int  # of the device, for a whole plan
-    host: int = 0  # of host memory behind it
+    room: Callable[[int, int], CacheCapacity]  # tokens of a pass, free bytes if no size is given -> capacity
+    free: int  # bytes of the device for the whole plan
+    host: int = 0  # bytes of host memory beside it
 
     def spread(self, held: HeldSlots, chunk: int, beside: int) -> KVPlacement:
-        """Places for what is held, the device first; `beside`: bytes of what else the plan needs there."""
+        """Place the slots, on the device first; `beside`: bytes of all else that the plan needs on the device."""
         room, whole = self.room(chunk, max(0, self.free - beside)), held.nbytes(held.most)
         cap = size_of(room.memory.device) if room.memory.device != "auto" else room.free
         try:
             most = room.max_slots
-        except CacheFull:  # not even for what comes between two boundaries
+        except CacheFull:  # too small even for the slots between two compression points
             return KVPlacement(min(whole, cap), over=max(1, whole - cap))
         if most is None:
             return KVPlacement(whole)
         stored = max(held.settled, min(held.stored, most) if held.drops else held.stored)
         over = max(0, stored - most) * room.narrow
-        here = (room.on_device or 0) * (SLACK + 1) // SLACK + room.between  # before the oldest move
+        here = (room.on_device or 0) * (SLACK + 1) // SLACK + room.between  # before the oldest slots are demoted
         device = min(whole, cap, held.nbytes(room.always + here + STEP))
-        left = max(0, whole + (stored - held.settled) * room.narrow - device - over)  # as it lies below the top
+        left = max(0, whole + (stored - held.settled) * room.narrow - device - over)  # in the size of lower tiers
         left = max(left, min(held.moved, stored) * room.narrow)
         host = min(left, room.in_host * room.narrow)
         away = left // room.narrow * (room.far - room.index)

@@ -1,4 +1,4 @@
-"""What a run needs, by component, and the largest context in a given room. Bytes and tokens throughout."""
+"""Estimate the memory of a run by component, and the largest context that fits. All figures are bytes or tokens."""
 
 from __future__ import annotations
 
@@ -32,59 +32,60 @@ POSITION = 4  # bytes of a slot's position
 
 @dataclass(frozen=True, slots=True)
 class DraftModelNeed:
-    """A model that drafts, in bytes. It is loaded behind the other, and their passes take turns."""
+    """Memory of a draft model in bytes. It is loaded after the target model, and their passes alternate."""
 
-    stored: Callable[[int], int]  # with n tokens, its weights, keys and values
-    working: Callable[[int], int]  # what its passes compute with
-    loading: int = 0  # while it is read, beside what is loaded
-    mapped: int = 0  # of these, pages that the system takes back
+    stored: Callable[[int], int]  # with n tokens: its weights and KV cache
+    working: Callable[[int], int]  # with n tokens: the memory that its passes compute with
+    loading: int = 0  # peak while it loads, beside the target model
+    mapped: int = 0  # of `loading`: reclaimable pages
 
 
 @dataclass(frozen=True, slots=True)
 class RunShape:
-    """What decides how much memory a run takes, beside the model."""
+    """All that determines the memory of a run, beside the model."""
 
     device: str  # cpu, cuda, mps
-    number: int  # bytes of a number the model computes in
-    kv_number: int  # bytes of a stored number, as the newest tokens have it
-    layer: Callable[[LayerShape, int, int], int]  # bytes of one with so many slots a head, so many just stored
-    index: Callable[[int, int], int]  # of the same slots in all layers, what recall knows them by
+    number: int  # bytes per number of the model's dtype
+    kv_number: int  # bytes per stored KV number, for the newest tokens
+    # bytes of a layer with so many slots per head, so many of them just stored
+    layer: Callable[[LayerShape, int, int], int]
+    index: Callable[[int, int], int]  # for the same slots: bytes of the sparse attention index of all layers
     caps: TierLimits
-    chunk: int  # tokens read in one pass
+    chunk: int  # tokens per prefill chunk
     rows: int  # rows of a decoding pass, at most
-    slots: Callable[[int], int]  # of n tokens, how many a head keeps
-    reading: Callable[[int], int]  # of n tokens, how many a head holds while they are read, the last chunk aside
-    again: Callable[[int], int]  # of n tokens, how many rows run once more behind them
-    judging: Callable[[int], int]  # of n tokens, bytes that judging them takes beside a pass
-    between: int | None  # tokens between two evictions while answering; None: nothing is ever forgotten
-    answer: int  # tokens of one at most: sliding layers give back what they hide when the next text is read
-    tables: Callable[[int], int]  # bytes of host memory in which the drafter remembers n tokens
-    copied: Callable[[int], int]  # of n slots, how many a head the drafter's view keeps a copy of
-    second: DraftModelNeed | None  # a model that drafts
-    lower: int | None  # bytes on the device of a slot of all layers that a policy moves down; None: it is forgotten
-    spends: PrecisionBudget | None  # what a policy may spend at a boundary; None: as many bytes as there are
-    always: int  # tokens that it leaves whole, whatever there is to spend
-    texts: int  # among which it divides what is free
-    drops: bool  # what is moved down is forgotten after all where there is no room
-    base: int  # of the program; on a GPU, what earlier runs took there beyond their estimates
+    slots: Callable[[int], int]  # of n tokens, the slots per head that the policy keeps
+    reading: Callable[[int], int]  # of n tokens, the slots per head during prefill, without the last chunk
+    again: Callable[[int], int]  # of n tokens, the extra rows that run after prefill
+    judging: Callable[[int], int]  # of n tokens, the bytes for scoring them, beside a pass
+    between: int | None  # compression interval while answering, in tokens; None: the policy never evicts
+    answer: int  # most tokens of one answer: sliding layers evict slots below their window at the next prefill
+    tables: Callable[[int], int]  # bytes of host memory that the drafter's tables of n tokens take
+    copied: Callable[[int], int]  # of n slots, the slots per head that the drafter's view copies
+    second: DraftModelNeed | None  # the draft model
+    lower: int | None  # bytes on the device per demoted slot, all layers; None: slots are evicted instead
+    spends: PrecisionBudget | None  # precision budget of a policy; None: no budget
+    always: int  # protected tokens, in full precision whatever the budget is
+    texts: int  # sequences that share the free bytes
+    drops: bool  # slots that fit no lower tier are evicted
+    base: int  # bytes of the program; on a GPU, the excess of earlier runs over their estimates
     is_uneven: bool = False  # heads keep different numbers of slots, in full precision
-    is_packed: bool = False  # linear layers run on packed weights
-    is_native: bool = False  # and attention on kernels of its own
-    is_fused: bool = False  # all of it on a GPU's own kernels
-    draws: bool = False  # and so is the next token drawn
+    is_packed: bool = False  # linear layers run on quantized weights
+    is_native: bool = False  # attention runs on native kernels
+    is_fused: bool = False  # the whole pass runs on fused GPU kernels
+    draws: bool = False  # the next token is sampled on the device
     records: bool = False  # passes are captured and replayed
     on_card: int | None = None  # decoder layers on a GPU, the last ones; None: all of the model
-    of_layers: int = 0  # that the model has
-    checkpoints: int = 0  # of states, where layers keep one
+    of_layers: int = 0  # decoder layers of the model
+    checkpoints: int = 0  # saved recurrent states, if layers have one
     check: bool = True  # compare with the stock model after loading
-    order: Order = "chunks"  # what of a prompt is finished first
-    prunes: bool = False  # some of its tokens go no further
-    behind: Callable[[int], int] = lambda n: 0  # of n tokens, how many are kept as one hidden vector instead
+    order: Order = "chunks"  # chunked or layer-wise prefill
+    prunes: bool = False  # prompt tokens are pruned between layers
+    behind: Callable[[int], int] = lambda n: 0  # of n tokens, the deferred ones: one hidden state each instead of KV
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes by component for one context."""
+    """Bytes by component, for one context."""
 
     context: int
     base: int
@@ -92,15 +93,15 @@ class Need:
     kv: int
     draft: int
     working: int
-    loading: int  # at the highest moment of loading
-    mapped: int  # of `loading`: pages of the weight files, which the system takes back when it needs them
-    host: int = 0  # keys and values in host memory behind a GPU
-    disk: int = 0  # and on the disk
-    over: int = 0  # and those for which `[memory]` leaves no room
-    short: int = 0  # of these, what always stays beyond `memory.budget`, however short a text is
-    host_weights: int = 0  # of layers that run on the CPU behind a GPU, and of embeddings looked up there
-    host_working: int = 0  # what these compute with
-    budget: int = 0  # of `kv`, what a policy may spend at a boundary; 0: nothing says how much
+    loading: int  # peak while loading
+    mapped: int  # of `loading`: pages of the weight files, which the system reclaims when needed
+    host: int = 0  # KV in host memory, beside a GPU
+    disk: int = 0  # KV on disk
+    over: int = 0  # KV for which `[memory]` has no room
+    short: int = 0  # of `over`: protected tokens beyond `memory.budget`, however short the sequence is
+    host_weights: int = 0  # layers that run on the CPU beside a GPU, and embeddings looked up there
+    host_working: int = 0  # memory that these layers compute with
+    budget: int = 0  # of `kv`: the precision budget at a compression point; 0: no budget
 
     @property
     def running(self) -> int:
@@ -108,37 +109,37 @@ class Need:
 
     @property
     def peak(self) -> int:
-        """The most that is resident at once."""
+        """The most bytes that are resident at once."""
         return max(self.running, self.loading)
 
     @property
     def loading_peak(self) -> int:
-        """What loading takes at its highest beyond all that runs later."""
+        """Bytes of the loading peak beyond all that runs later."""
         return self.peak - self.running
 
     @property
     def least(self) -> int:
-        """What must be free: the peak without pages that the system takes back."""
+        """Bytes that must be free: the peak without reclaimable pages."""
         return max(self.running, self.loading - self.mapped)
 
 
 def kv_bytes(shape: Shape, slots: int, number: float, *, windows: bool = False) -> int:
-    """Keys and values of so many slots a head. `windows`: sliding layers keep their window alone, as tables say."""
+    """Return the KV bytes of so many slots per head. `windows`: sliding layers keep only their window."""
     stored = shape.visible(slots) if windows else [slots] * shape.layers
     return int(sum(of.numbers * n for of, n in zip(shape.stores, stored, strict=True)) * number)
 
 
 @lru_cache
 def stored(shape: Shape) -> tuple[tuple[LayerShape, int | None], ...]:
-    """What each layer stores as a store is told of it, and the window of the rows that look furthest back in it."""
+    """Return for each layer its shape as a KV cache gets it, and its largest attention window; None = no window."""
     shapes = [LayerShape(of.kv_heads, of.key, of.value, of.shares, rank=of.rank) for of in shape.stores]
     windows = windows_of(shapes, [AttentionParams(1.0, window=window) for window in shape.windows])
     return tuple((of, windows[i].size if i in windows else None) for i, of in enumerate(shapes))
 
 
 def _waiting(shape: Shape, run: RunShape, context: int, held: int) -> int:
-    """Rows that wait between layers beside what these hold: what the last one is given goes as it stores, in memory
-    that the system brings as it is written."""
+    """Return the rows that wait between layers in layer-wise prefill, without those that the last layer's KV replaces:
+    its input rows are freed as it stores KV, and the system allocates that KV only as it is written."""
     of, window = stored(shape)[-1]
     is_brought = run.device == "cpu" and run.lower is None
     last = of.numbers * min(held, window or held) * run.kv_number if is_brought else 0
@@ -146,17 +147,17 @@ def _waiting(shape: Shape, run: RunShape, context: int, held: int) -> int:
 
 
 def need(shape: Shape, weights: Weights, run: RunShape, context: int) -> Need:
-    """What a text of `context` tokens needs."""
+    """Return the memory that a sequence of `context` tokens needs."""
     chunk = min(run.chunk, context)
     held = settled = run.slots(context)
-    if run.between is not None:  # what pushes others out is stored before they are forgotten
+    if run.between is not None:  # new slots are stored before the policy evicts others
         held = min(context, max(held + max(chunk, run.between), run.reading(context) + chunk))
         settled = min(context, max(settled, run.reading(context)))
     fresh = max(chunk, run.between or EVERY)
-    moved, known = 0, held  # below the top while most is in it; by recall, if there is any
+    moved, known = 0, held  # slots below the top tier at peak; slots in the sparse attention index
     if run.lower is not None:
         moved, known = context - held, context - run.slots(context)
-    below = shape.layers - (shape.layers if run.on_card is None else run.on_card)  # layers, on the CPU
+    below = shape.layers - (shape.layers if run.on_card is None else run.on_card)  # layers on the CPU
     sizes = partial(
         working_bytes,
         shape,
@@ -182,7 +183,8 @@ def need(shape: Shape, weights: Weights, run: RunShape, context: int) -> Need:
     on_cpu = run.device == "cpu"
     draft = view + (run.tables(context) if on_cpu else 0) + (run.second.stored(context) if run.second else 0)
 
-    spare = MOST_ROWS if run.records else 0  # a layer never has more room than an answer may need, and these
+    # a layer's capacity is limited to the most slots an answer needs, plus these
+    spare = MOST_ROWS if run.records else 0
 
     def top(layers: Sequence[tuple[LayerShape, int | None]], here: int) -> int:
         alike = Counter(layers).items()
@@ -190,16 +192,16 @@ def need(shape: Shape, weights: Weights, run: RunShape, context: int) -> Need:
         return sum(n * run.layer(of, min(here, most or here) + spare, fresh) for n, of, most in each)
 
     def nbytes(here: int) -> int:
-        lower = (moved + 2 * STEP) * (run.lower or 0)  # with spare room, in which the top grew as well
+        lower = (moved + 2 * STEP) * (run.lower or 0)  # with spare capacity, which grows as in the top tier
         found = top(stored(shape)[below:], here) + lower + run.index(known, fresh)
         return found if most is None else min(found, most + newest)
 
-    is_all = run.lower is not None  # stored, at a boundary too
+    is_all = run.lower is not None  # all slots stay stored at a compression point
     spread = (
         HeldSlots(held, 0, nbytes, context, known, run.drops) if is_all else HeldSlots(settled, held - settled, nbytes)
     )
     state = shape.folds.nbytes(run.number)
-    working += state + shape.folds.layers * shape.folds.taped * run.rows * run.number  # what a pass makes of it
+    working += state + shape.folds.layers * shape.folds.taped * run.rows * run.number  # new states of a pass
     behind = run.behind(context) * shape.hidden * run.number + state * (1 + run.checkpoints)
     remembered = 0 if run.spends is None else WORTH * run.spends.heads * context
     if run.spends is not None:
@@ -214,15 +216,15 @@ def need(shape: Shape, weights: Weights, run: RunShape, context: int) -> Need:
         )
     beside = base + on_card + draft + working + behind
     newest, budget = top(stored(shape)[below:], min(held, fresh + STEP)), 0
-    if (
-        run.spends is not None
-    ):  # what a pass adds comes on top, for each text its own, as a store has it (kv/cache/plan.py)
+    # KV of a running pass is added on top, once per sequence, as the cache plan does (kv/cache/plan.py)
+    if run.spends is not None:
         each = (run.caps.free - (beside - working - remembered)) // run.texts - working - newest
         budget = replace(run.spends, free=max(0, each)).most(context)
     most = None if run.spends is None or run.spends.is_late else budget
     short = 0 if most is None or run.spends is None else max(0, run.always * run.spends.of_token - most)
     places = run.caps.spread(spread, chunk, beside)
-    if run.device == "cuda" and below < shape.layers:  # a layer that grows is there twice, while nothing is computed
+    # a growing layer is copied, so it exists twice; no pass computes then
+    if run.device == "cuda" and below < shape.layers:
         grown = places.device // (shape.layers - below)
         working = max(working, new_kv_bytes(shape, chunk, run.kv_number) + grown)
     of_host = top(stored(shape)[:below], spread.most), sizes(device="cpu") if below else 0
@@ -255,17 +257,17 @@ def need(shape: Shape, weights: Weights, run: RunShape, context: int) -> Need:
 
 
 def loading_bytes(shape: Shape, weights: Weights, number: int, device: str, *, check: bool) -> tuple[int, int]:
-    """The most that loading takes, and how much of it are pages that the system takes back."""
+    """Return the most bytes that loading takes, and how many of them are reclaimable pages."""
     on_cpu = device == "cpu"
     mapped = weights.files if on_cpu else 0
-    # unchanged numbers are used where they are mapped; changed ones exist beside their file until all are read
+    # unconverted weights are used from the mapped file; converted weights exist beside the file until all are loaded
     whole = weights.loaded if on_cpu else weights.memory
     checked = check_bytes(shape, number) if check else 0
-    return whole + mapped + max(checked, weights.packing), mapped  # wherever it is packed
+    return whole + mapped + max(checked, weights.packing), mapped  # on a GPU too
 
 
 def largest(shape: Shape, weights: Weights, run: RunShape, room: int, most: int) -> int:
-    """The longest context, at most `most` tokens, whose need is within `room`; 0 = none."""
+    """Return the longest context, at most `most` tokens, whose need is within `room`; 0 = none fits."""
 
     def fits(n: int) -> bool:
         found = need(shape, weights, run, n)
@@ -273,7 +275,7 @@ def largest(shape: Shape, weights: Weights, run: RunShape, room: int, most: int)
 
     if not most or not fits(1):
         return 0
-    low, high = 1, most + 1  # the need grows with the context, so halving finds the edge
+    low, high = 1, most + 1  # the need grows with the context, so bisection finds the limit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -1,4 +1,4 @@
-"""A model under a profile in a room: what it needs, whether it fits, how long a text may be."""
+"""Plan a model under a profile on a device: memory needed, if it fits, and the longest context."""
 
 from __future__ import annotations
 
@@ -43,22 +43,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A model by its files, or by its config alone."""
+    """A model described by its files, or by its config alone."""
 
     name: str
     shape: Shape
     held: tuple[weights.CheckpointTensor, ...]
-    dtype: str  # that it computes in unless told otherwise
-    packing: CheckpointFormat  # of its files
-    is_assumed: bool  # no file says how large its tensors are
-    is_guess: bool  # nor is it known how they are packed
+    dtype: str  # dtype that it computes in, unless load.dtype is given
+    packing: CheckpointFormat  # format of its weight files
+    is_assumed: bool  # tensor sizes are computed from the config, because there are no files
+    is_guess: bool  # and the quantization of its weights is unknown
     files: int  # bytes
-    path: str = ""  # of the files
-    is_expanded: bool = False  # latents are, where its files' weights stay packed: those that expand them are
-    weights: tuple[str, ...] = ()  # paths of these files
+    path: str = ""  # folder of the files
+    # MLA latents are expanded where weights stay quantized, because the weights that expand latents are quantized
+    is_expanded: bool = False
+    weights: tuple[str, ...] = ()  # paths of the weight files
 
     def on(self, kind: str) -> Shape:
-        """What it is like on such a device."""
+        """Return the shape of the model on a device of this kind."""
         return self.shape.expanded if self.is_expanded and self.packing.stays(kind) else self.shape
 
     @property
@@ -68,30 +69,30 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredFacts:
-    """What was measured before, or lies elsewhere, and goes into every estimate."""
+    """Measured or external facts that go into every estimate."""
 
     base: int = BASE  # bytes of the program, in host memory
-    beyond: Beyond = NOTHING  # what earlier runs on this kind of device took more
-    find: Callable[[str], PlannedModel] | None = None  # a model that drafts, by name; None = nobody can tell its sizes
+    beyond: Beyond = NOTHING  # excess of earlier runs on this kind of device over their estimates
+    find: Callable[[str], PlannedModel] | None = None  # finds the draft model by name; None = its sizes cannot be known
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer for one profile and one context."""
+    """The plan for one profile and one context."""
 
     profile: Profile
     need: memory.Need
     room: AvailableMemory
     facts: MeasuredFacts
     most: int  # the longest context that fits, at most the model's limit
-    limit: int  # of the model
-    per_token: int  # bytes of keys and values
+    limit: int  # context limit of the model
+    per_token: int  # bytes of KV
     weights: weights.Weights
     run: memory.RunShape
 
     @property
     def total(self) -> int:
-        """Peak bytes: the sum of the parts."""
+        """Peak bytes: the sum of the components."""
         return self.need.peak
 
     @property
@@ -101,12 +102,12 @@ class Plan:
 
     @property
     def spending(self) -> PrecisionBudget | None:
-        """What `memory.budget` is spent on at this context; None: there is none."""
+        """The precision budget (`memory.budget`) at this context; None: no budget."""
         return self.run.spends and replace(self.run.spends, free=self.need.budget)
 
     @property
     def usable(self) -> int:
-        """Of the room, what a plan may use."""
+        """Bytes of the device that a plan may use."""
         return self.room.usable
 
     @property
@@ -115,17 +116,17 @@ class Plan:
 
     @property
     def fits_card(self) -> bool:
-        """Whether the device has room for its part, whatever the host's is."""
+        """True if the device has enough memory for its components, whatever the host has."""
         return self.least <= self.usable
 
     @property
     def missing(self) -> int:
-        """Bytes too few; 0 where it fits."""
+        """Bytes that are missing; 0 if the plan fits."""
         return max(0, self.least - self.usable, self.need.over)
 
 
 def subject_of(source: Source) -> PlannedModel:
-    """A model by its files; with none, its tensors are those of a model with a gated feed-forward part."""
+    """Describe a model by its files. Without files, assume the tensors of a model with gated MLPs."""
     shape = of_source(source)
     held = weights.of_files(source)
     shape = replace(shape, is_tied=shape.is_tied or not _has_head(source))
@@ -147,7 +148,7 @@ def subject_of(source: Source) -> PlannedModel:
 def plan(
     subject: PlannedModel, profile: Profile, room: AvailableMemory, context: int | None, facts: MeasuredFacts
 ) -> Plan:
-    """`context` None: the profile's window, and with that on auto the model's limit or the largest that fits."""
+    """Plan a model. `context` None: the profile's context window; if auto, the model's limit or the most that fits."""
     load, whole = profile.load, profile.whole
     form = whole.form.settings
     number = subject.number if load.dtype == "auto" else weights.BYTES[load.dtype]
@@ -198,7 +199,7 @@ def plan(
         is_native=by_kernels,
         is_fused=is_fused(shape, number, room),
         records=is_fused(shape, number, room) and not shape.folds.layers and _is_recorded(profile),
-        draws=profile.sample.temperature == 0,  # what the model's own settings ask for is not known here
+        draws=profile.sample.temperature == 0,  # the model's own sampling settings are not known here
         of_layers=shape.layers,
         on_card=None if load.layers_on_gpu == "auto" else min(load.layers_on_gpu, shape.layers),
         checkpoints=profile.memory.checkpoints,
@@ -228,13 +229,13 @@ def plan(
 
 
 def _spending(profile: Profile, shape: Shape, number: int, kind: str, caps: TierLimits) -> PrecisionBudget | None:
-    """What `memory.budget` is spent on; `free` is what a context leaves."""
+    """Return the precision budget of `memory.budget`, or None; `free` is set later, for a context."""
     if not profile.memory.spends:
         return None
     room = caps.room(profile.prefill.chunk, caps.free)
     try:
         holds = room.elsewhere
-    except CacheFull:  # as the plan says of the device
+    except CacheFull:  # the plan reports it for the device
         holds = 0
     layers = [of for of, _ in memory.stored(shape)]
     of_kv = profile.memory, profile.kv, profile.recall.settings, _sights(shape), layers, number
@@ -242,14 +243,14 @@ def _spending(profile: Profile, shape: Shape, number: int, kind: str, caps: Tier
 
 
 def _base(room: AvailableMemory, facts: MeasuredFacts) -> int:
-    """Of the program: on a CPU itself, on a GPU what its libraries take there."""
+    """Return the program's bytes: the process on a CPU, library workspaces on a GPU."""
     if room.kind != "cuda":
         return facts.base if room.kind == "cpu" else 0
     return cuda_overhead.libraries(room.capability, room.total)
 
 
 def _is_recorded(profile: Profile) -> bool:
-    """Whether passes are recorded where kernels serve them: a device finds all of the past by itself."""
+    """True if passes are captured where kernels support it: the device must find the whole KV cache by itself."""
     load, is_one = profile.load, is_one_tier(profile.kv, profile.form.settings, profile.memory)
     is_whole = is_one and not profile.recall.describe_read and not profile.is_checked
     return is_whole and load.graphs == "auto" and load.layers_on_gpu == "auto"
@@ -258,7 +259,7 @@ def _is_recorded(profile: Profile) -> bool:
 def _by_room(
     profile: Profile, shape: Shape, heavy: weights.Weights, run: memory.RunShape, room: AvailableMemory, asked: int
 ) -> memory.RunShape:
-    """The run with chunks that a GPU has room to read, where the profile does not say how long they are."""
+    """Return the run with the largest prefill chunk that a GPU has room for, if the profile leaves the chunk open."""
     if room.kind != "cuda" or profile.origins["prefill.chunk"] != DEFAULT.name:
         return run
     tried = [replace(run, chunk=chunk) for chunk in (run.chunk, *cuda_overhead.CHUNKS) if chunk <= run.chunk]
@@ -269,10 +270,10 @@ def _by_room(
 def _ordered(
     profile: Profile, shape: Shape, heavy: weights.Weights, run: memory.RunShape, usable: int, asked: int
 ) -> tuple[memory.RunShape, int]:
-    """The run with its order of reading, and the longest context that fits so.
+    """Return the run with its prefill order, and the longest context that fits in this order.
 
-    Neither order is faster (tests/bench/reading_order.py), and chunks can be gone on from when reading is interrupted:
-    so layers come first where something judges between them, and where only so `asked` tokens fit, or more of them.
+    Neither order is faster (tests/bench/reading_order.py), and chunked prefill can continue after an interruption.
+    Layer-wise prefill is chosen only if a pruner needs it, or if it lets `asked` tokens, or at least more tokens, fit.
     """
     by_layers, order = replace(run, order="layers"), profile.prefill.order
     is_fixed = order == "chunks" or profile.policy.every is not None or run.on_card is not None
@@ -288,7 +289,7 @@ def _ordered(
 def _second(
     target: PlannedModel, profile: Profile, room: AvailableMemory, facts: MeasuredFacts
 ) -> memory.DraftModelNeed | None:
-    """What a model that drafts takes; None = there is none."""
+    """Return the memory of the draft model; None = there is none."""
     wanted: DraftModelRef | None = profile.spec.second or profile.steps.second
     if wanted is None or facts.find is None:
         return None
@@ -328,7 +329,7 @@ def _second(
 
 
 def _kept(profile: Profile, shape: Shape, number: int) -> memory.DraftModelNeed | None:
-    """What the smaller past takes that guesses beside a whole one; None = there is none."""
+    """Return the memory of the compressed KV cache that drafts beside the full one; None = there is none."""
     if not profile.is_checked:
         return None
     policy, form = profile.policy, profile.form.settings
@@ -345,7 +346,7 @@ def _kept(profile: Profile, shape: Shape, number: int) -> memory.DraftModelNeed 
 
 
 def _own(profile: Profile, shape: Shape, number: int, kind: str) -> memory.DraftModelNeed | None:
-    """What a layer of the drafter's own stores, which is like the last of the model; None = it has none."""
+    """Return the KV memory of the drafter's own layer, which is like the model's last layer; None = it has none."""
     from kvcli.kv.tiers.dense import Dense
 
     if profile.spec.second is not None or not profile.spec.draft_slots(1, kind):
@@ -380,7 +381,7 @@ def _sights(shape: Shape) -> list[AttentionParams]:
 
 
 def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], int]:
-    """Slots a head, and those of them just stored -> bytes that recall knows them by, in all layers."""
+    """Return a function: slots per head, and of these the newly stored ones -> bytes of the sparse attention index."""
     layers = [of for of, _ in memory.stored(shape)]
     read = [layers[i] for i in profile.recall.layers(storing(_sights(shape), layers))]
     per_slot = sum(of.n_kv_heads * profile.recall.per_slot(of.k_dim, number) for of in read)
@@ -388,10 +389,10 @@ def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], 
 
 
 def torch_dtype(subject: PlannedModel, profile: Profile) -> str:
-    """The numbers it computes in, as torch spells them."""
+    """Return the dtype that the model computes in, in torch's spelling."""
     stated = subject.dtype if profile.load.dtype == "auto" else profile.load.dtype
     name = NUMBERS.get(stated, stated)
-    return name if "float" in name else f"float{name[1:]}"  # f32, as safetensors spells it
+    return name if "float" in name else f"float{name[1:]}"  # f32, in the spelling of safetensors
 
 
 def _has_head(source: Source) -> bool:

@@ -1,4 +1,4 @@
-"""Before and after a run: refuse what cannot fit, choose the window, foretell memory, and note what it took."""
+"""Check a run before and after: refuse a plan that does not fit, choose the context window, log the memory used."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
 @dataclass
 class Preflight:
-    """One model on this machine, and what earlier runs taught about it."""
+    """One model on this machine, with the measured excess of its earlier runs."""
 
     subject: PlannedModel
     name: str
     data: Path
     found: Mapping[str, AvailableMemory] = field(default_factory=rooms)
-    base: int = BASE  # bytes of the program, by program.here() or elsewhere()
-    notes: list[str] = field(default_factory=list)  # of files that could not be used
-    highest: int = 0  # the most that was foretold for this process so far
-    foretold: int = 0  # the same before any correction
-    find: Callable[[str], PlannedModel] | None = None  # a model that drafts, by name
-    run: str = field(default_factory=lambda: uuid4().hex[:12])  # of this process, for the log
+    base: int = BASE  # bytes of the program, by base_memory.here() or elsewhere()
+    notes: list[str] = field(default_factory=list)  # about files that could not be used
+    highest: int = 0  # highest estimate for this process so far
+    foretold: int = 0  # the same without the correction by earlier runs
+    find: Callable[[str], PlannedModel] | None = None  # finds a draft model by name
+    run: str = field(default_factory=lambda: uuid4().hex[:12])  # id of this process in the log
 
     def facts(self, device: str) -> MeasuredFacts:
-        """What the program takes, and what earlier runs of this model took beyond their estimates."""
+        """Return the program's memory, and the excess of this model's earlier runs over their estimates."""
         past = run_log.measured_excess(
             run_log.read(self.data), run_log.Like(self.name, device.partition(":")[0], base_memory.build())
         )
         return MeasuredFacts(self.base, past or NOTHING, self.find)
 
     def plan(self, profile: Profile, context: int | None = None, *, as_is: bool = False) -> Plan:
-        """What the profile needs for a context, or for its own window, with what fits a GPU where it leaves that open.
+        """Plan the profile for a context, or for its own window; open settings are chosen so that the model fits a GPU.
 
-        `as_is`: with nothing chosen, as of what is loaded already.
+        `as_is`: choose nothing, because the model is loaded already.
         """
         room = choose(dict(self.found), profile.load.device)
         return (plan if as_is else plan_on)(self.subject, profile, room, context, self.facts(room.device))
@@ -59,14 +59,14 @@ class Preflight:
     def fitted(
         self, profile: Profile, others: Callable[[], Mapping[str, Profile]], *, force: bool = False, whole: bool = False
     ) -> tuple[Plan, str]:
-        """The plan of the run, with a window that fits, and a note if that is less than the model's limit.
+        """Return the plan of the run, with a window that fits, and a note if that is less than the model's limit.
 
-        Raises DoesNotFit; what was asked for by name is never changed. `whole`: the model's limit was asked for.
-        `force` takes everything.
+        Raises DoesNotFit; a setting that the user gave is never changed. `whole`: the user requested the model's limit.
+        `force` accepts any plan.
         """
         limit, is_open = self.subject.shape.limit, profile.context.limit == "auto" and not whole
         asked = limit if profile.context.limit == "auto" else int(profile.context.limit)
-        # a window beyond the limit is refused elsewhere, by its name
+        # a window beyond the model's limit is refused elsewhere, with the name of the setting
         found = self.plan(profile, None if is_open else min(asked, limit))
         if is_open and (force or not found.most):
             found = self.plan(found.profile, limit, as_is=True)
@@ -81,7 +81,7 @@ class Preflight:
         return found, note
 
     def refusal(self, wrong: Plan, others: Mapping[str, Profile]) -> DoesNotFit:
-        """In numbers, with what would fit."""
+        """Return the error with its figures and with changes that would fit."""
         parts, room = wrong.need, wrong.room
         sizes = {
             "program": parts.base,
@@ -116,21 +116,21 @@ class Preflight:
             try_=try_,
         )
 
-    # the run itself
+    # during and after the run
 
     def estimate_peak(self, profile: Profile, tokens: int) -> tuple[int, int]:
-        """Estimated peak of this process after so many tokens in memory, and the memory there was at its start."""
+        """Return this process's estimated peak with `tokens` in the KV cache, and the memory available at its start."""
         found = self.plan(profile, max(1, tokens), as_is=True)
         self.highest = max(self.highest, found.total)
         self.foretold = max(self.foretold, found.total - found.facts.beyond.middle)
         return self.highest, found.room.available
 
     def fits(self, profile: Profile) -> int:
-        """Tokens for which memory has room under this profile."""
+        """Return the most tokens that fit under this profile."""
         return self.plan(profile, as_is=True).most
 
     def record(self, profile: Profile, stats: Stats) -> str:
-        """Log a finished turn; returns a note if that did not work."""
+        """Log a finished turn; return a note if that failed."""
         if not stats.peak or not self.foretold:
             return ""
         entry = RunEntry(
@@ -154,12 +154,12 @@ class Preflight:
 
 
 def _taken(stats: Stats) -> int:
-    """The peak; of a GPU what is gone since the run began, where its driver counts more than torch."""
+    """Return the peak; on a GPU the drop of free memory since the run began, if the driver counts more than torch."""
     gone = stats.available - (stats.total - stats.used) if stats.used else 0
     return max(stats.peak, gone)
 
 
 def gib(n: int) -> str:
-    """Two figures behind the point where there is little, one elsewhere."""
+    """Format bytes as GiB: two decimals below 10, one above."""
     value = n / (1 << 30)
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""Plans as the document that `kvcli fit` prints."""
+"""Build the document that `kvcli fit` prints from plans."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def document(
     explains: bool = False,
     has_map: bool = False,
 ) -> FitDocument:
-    """`calibrations`: by profile name, where anything was measured for it; `host`: of the CPU behind a GPU.
+    """Build the document from at least one plan.
 
-    At least one plan. `explains`: say what takes the memory of each, and what would change that. `has_map`: the model's
-    own head map was made before.
+    `calibrations`: measured times by profile name, if any; `host`: those of the CPU beside a GPU. `explains`: list the
+    memory components of each plan and the settings that reduce them. `has_map`: a head map of the model exists.
     """
     subject, first = outlook.subject, plans[0]
     dates = [found.date for found in calibrations.values()]
@@ -104,7 +104,7 @@ def _places(plan: Plan) -> dict[str, int]:
 
 
 def notes_of(subject: PlannedModel, plan: Plan) -> list[str]:
-    """What to know of a model beside its numbers."""
+    """Return notes about a model that its figures do not show."""
     return [*_model_notes(subject), *_packing_notes(subject, plan)]
 
 

@@ -1,9 +1,9 @@
-"""What earlier runs used beside what was foretold: a line each, no word of what was said.
+"""Log of used and estimated memory, one line per run, without any text of a chat.
 
-What the last runs took beyond their estimates, in the middle, is added to what the program takes: weights, keys and
-values are known to the byte, so their share of an estimate is never stretched. All profiles alike, or comparing them
-would say which of them ran before. One odd run, with a huge document or on a machine that swapped, moves nothing: it
-takes two that agree.
+The median excess of the last runs over their estimates is added to the program's memory. Weights and KV are known to
+the byte, so their share of an estimate is never scaled. The excess is the same for all profiles, because otherwise a
+comparison would depend on which profiles ran before. One outlier, such as a run with a huge document or on a machine
+that swapped, does not change the median: at least two runs must agree.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from kvcli.schemas.fit import RunEntry
 
 NAME = "runs.jsonl"
 LAST = 6  # runs that count
-FEWEST = 3  # runs for a middle; those that are missing count as foretold exactly
-MOST = 256 << 10  # bytes; beyond, the older half goes
+FEWEST = 3  # runs for a median; missing ones count as no excess
+MOST = 256 << 10  # bytes; beyond that, the older half is deleted
 
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """What runs must share for one to say anything of another: estimates are made alike only then."""
+    """Facts that two runs must share, because only then their estimates are made alike."""
 
     model: str
-    kind: str  # of device
-    build: str  # of torch and what else is imported
+    kind: str  # kind of device
+    build: str  # digest of torch's build and other imports
 
 
 @dataclass(frozen=True, slots=True)
 class Beyond:
-    """Bytes measured beyond the estimate, less than none where it was too high."""
+    """Measured bytes beyond the estimate; negative if the estimate was too high."""
 
     middle: int
     low: int
@@ -43,16 +43,16 @@ class Beyond:
     runs: int
 
 
-NOTHING = Beyond(0, 0, 0, 0)  # known of any run
+NOTHING = Beyond(0, 0, 0, 0)  # no run is known
 
 
 def append(folder: Path, entry: RunEntry) -> None:
-    """Raises OSError where it cannot be written."""
+    """Append a run. Raises OSError if the log cannot be written."""
     files.append(files.private_folder(folder) / NAME, entry.model_dump_json(by_alias=True) + "\n", MOST)
 
 
 def read(folder: Path) -> list[RunEntry]:
-    """Oldest first; lines that are no entry are passed over."""
+    """Return the logged runs, oldest first; invalid lines are skipped."""
     try:
         lines = (folder / NAME).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -67,7 +67,7 @@ def read(folder: Path) -> list[RunEntry]:
 
 
 def measured_excess(entries: Sequence[RunEntry], like: Like) -> Beyond | None:
-    """Of the last runs of this kind; None without any. Of a process with many turns the last one counts."""
+    """Return the excess of the last runs with the same facts, or None. The last turn of a process counts."""
     same = {e.run: e for e in entries if like == _like(e)}
     found = [e.measured - e.predicted for e in same.values()][-LAST:]
     if not found:

@@ -1,4 +1,4 @@
-"""How long a first token takes and how fast the rest comes, from what was measured."""
+"""Estimate the time to the first token and the decoding speed from measured times."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from kvcli.schemas.fit import CalibrationDocument, PassTime
 
 
-BANDWIDTH = 40e9  # bytes a second of host memory, where nobody measured it: two channels of DDR4 give as much
+BANDWIDTH = 40e9  # bytes per second of host memory, if it was not measured: about two channels of DDR4
 
 
 def speed(
     plan: Plan, shape: Shape, calibration: CalibrationDocument | None, host: CalibrationDocument | None = None
 ) -> FitSpeed | None:
-    """Of a prompt that fills the context, and of plain decoding behind it; None where nothing was measured.
+    """Estimate the speed of a prompt that fills the context and of plain decoding after it; None without measurements.
 
-    `host`: of the CPU that runs some of its layers behind a GPU.
+    `host`: calibration of the CPU that runs some layers beside a GPU.
     """
     parts, context = split(plan, host), plan.need.context
     is_split = parts is not None and parts.layers < parts.of
     if calibration is None or (is_split and host is None):
         return None
-    held = plan.run.slots(context) if plan.run.lower is None else context  # moved down, it is read there
+    held = plan.run.slots(context) if plan.run.lower is None else context  # demoted slots are read in their tier
     if calibration.model is not None and not is_split:
         grid = by_rows(calibration.model.passes)
         rows = max(grid)
@@ -51,11 +51,11 @@ def _flops(plan: Plan, of: CalibrationDocument) -> float:
 
 
 def split(plan: Plan, host: CalibrationDocument | None) -> FitSplit | None:
-    """What layers cost that the CPU runs behind a GPU, by its bandwidth; None where there are none such."""
+    """Return the cost of the layers that the CPU runs beside a GPU, from its bandwidth; None if there are none."""
     if (layers := plan.run.on_card) is None:
         return None
     heavy, below = plan.weights, plan.run.of_layers - layers
-    share = heavy.read / heavy.memory  # of experts a token goes through few
+    share = heavy.read / heavy.memory  # of the experts, a token uses only a few
     read = int(share * sum(heavy.layers[:below])) + (plan.need.host if below else 0)
     bandwidth = host.bandwidth if host is not None else BANDWIDTH
     return FitSplit(
@@ -69,21 +69,21 @@ def split(plan: Plan, host: CalibrationDocument | None) -> FitSplit | None:
 
 
 def reading_flop(shape: Shape, n: int) -> float:
-    """Products of n tokens: two FLOP a weight, and scores and sums over all earlier tokens that a layer sees."""
+    """Count the FLOP of n prompt tokens: two per weight, plus scores and sums over earlier tokens that a layer sees."""
     layers = zip(shape.stores, shape.visible(n), strict=True)
-    # windows are full, not triangles
+    # a layer with a window sees a full window per token, not a triangle
     pairs = sum((of.key + of.value) * seen * (1 if seen == n else 2) for of, seen in layers)
     return 2.0 * shape.linear_active * n + shape.heads * n * pairs
 
 
 def rereading_flop(shape: Shape, n: int) -> float:
-    """The same of n tokens behind a text of n, all of which each of them sees: no triangle."""
+    """Count the FLOP of n rows after n stored tokens, all of which each row sees: twice the triangle."""
     linear = 2.0 * shape.linear_active * n
     return linear + 2 * (reading_flop(shape, n) - linear)
 
 
 def by_rows(passes: Sequence[PassTime]) -> dict[int, list[tuple[int, float]]]:
-    """rows -> (context, seconds), contexts rising."""
+    """Return rows -> list of (context, seconds), by rising context."""
     found: dict[int, list[tuple[int, float]]] = {}
     for one in sorted(passes, key=lambda p: p.context):
         found.setdefault(one.rows, []).append((one.context, one.seconds))
@@ -91,7 +91,7 @@ def by_rows(passes: Sequence[PassTime]) -> dict[int, list[tuple[int, float]]]:
 
 
 def at(line: Sequence[tuple[int, float]], context: float) -> float:
-    """Seconds at a context: straight lines between what was measured, the last one going on; never below the first."""
+    """Return the seconds at a context: interpolated, extrapolated at the end, never below the fastest measured time."""
     if len(line) == 1:
         return line[0][1]
     i = next((i for i in range(1, len(line) - 1) if context <= line[i][0]), len(line) - 1)
@@ -100,9 +100,9 @@ def at(line: Sequence[tuple[int, float]], context: float) -> float:
 
 
 def units(passes: Sequence[PassTime], context: int) -> Mapping[int, float]:
-    """rows -> time in passes of one row at this context: what a drafter starts from.
+    """Return rows -> pass time relative to a pass of one row at this context; a drafter starts with these.
 
-    Of each the fastest turn, which other programs disturbed least.
+    The fastest measurement of each is used, because other programs disturbed it least.
     """
     fastest = by_rows([one.model_copy(update={"seconds": one.low}) for one in passes])
     plain = fastest.pop(1, None)

@@ -1,4 +1,4 @@
-"""Bytes of the weights: as their files hold them, and as they lie in memory once loaded and packed."""
+"""Bytes of the weights: in their files, and in memory once loaded and quantized."""
 
 from __future__ import annotations
 
@@ -27,48 +27,49 @@ BYTES = {
 }  # fmt: skip
 _IN_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDS = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight$")
-_NOT_TEXT = re.compile(  # what `models.family` leaves out
+_NOT_TEXT = re.compile(  # tensors that `models.family` does not load
     r"(^|\.)((vision|image|audio)_(tower|model|encoder)|visual|speech_encoder)\."
 )
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _OUT_OF_EXPERT = re.compile(r"down_proj|output_linear|\.w2")
 _EXPERT = re.compile(r"(^|\.)experts\.")
 _ROUTER = re.compile(r"(gate|router)(\.\w+)?\.weight$")
-_EXPANDS = ".kv_b_proj.weight"  # of latents: its parts are multiplied by head, in plain numbers
-_ROUNDING = 8  # bytes of each number of a matrix that is being packed: itself and what it is rounded to, in float32
-_NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale per 64, a float per 256 of those
+_EXPANDS = ".kv_b_proj.weight"  # expands MLA latents: its parts are multiplied per head, in full precision
+_ROUNDING = 8  # bytes per number of a matrix while it is quantized: its float32 copy and the rounded float32 copy
+# bytes per weight: 4 bits, an 8-bit scale per 64 weights, a float32 per 256 scales
+_NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
     """One tensor of a checkpoint."""
 
-    shape: tuple[int, ...]  # unpacked
-    nbytes: int  # in its file
-    packs: bool  # a linear layer of the decoder, which load.quant packs
+    shape: tuple[int, ...]  # before quantization
+    nbytes: int  # in the file
+    packs: bool  # a linear layer of the decoder, which load.quant quantizes
     is_float: bool = True
-    is_gguf: bool = False  # loaded from an unpacked copy, in the numbers of the run
-    stays: bool = False  # ... or packed as it is, on a CPU
-    layer: int | None = None  # of the decoder that it is part of
-    embeds: bool = False  # a row for each token, of which a pass reads those of its own
-    of_experts: bool = False  # one each, or all of a layer: int8 and int4 alone pack them
+    is_gguf: bool = False  # loaded from a dequantized copy, in the dtype of the run
+    stays: bool = False  # ... or kept quantized as in the file, on a CPU
+    layer: int | None = None  # number of its decoder layer
+    embeds: bool = False  # an embedding: a pass reads only the rows of its tokens
+    of_experts: bool = False  # of one expert or all experts of a layer: only int8 and int4 quantize these
 
     @property
     def matrix(self) -> int:
-        """Numbers that are packed at a time: of one expert."""
+        """Numbers that are quantized at a time: one expert's."""
         return math.prod(self.shape[-2:])
 
     @property
     def is_part(self) -> bool:
-        """Whether loading puts it together with others."""
+        """True if loading joins this tensor with others."""
         return self.of_experts and len(self.shape) == 2
 
     def loaded(self, number: int, keeps: bool) -> CheckpointTensor:
-        """As the files that are loaded have it; `keeps`: what can stay packed does."""
+        """Return the tensor as it is loaded; `keeps`: tensors that can remain quantized do."""
         count = math.prod(self.shape)
         if not self.is_gguf:
             return self
-        if keeps and self.stays:  # a scale and a zero for every 32
+        if keeps and self.stays:  # a scale and a zero per 32 weights
             n, k = self.shape
             nbytes = held_outputs(n) * k // 2 + 2 * number * (count // 32)
             return replace(self, nbytes=nbytes, is_float=False)
@@ -79,32 +80,32 @@ class CheckpointTensor:
 class Weights:
     """Bytes of all weights."""
 
-    memory: int  # once loaded
+    memory: int  # after loading
     files: int  # read, and mapped while loading
-    loaded: int  # before anything is packed here, where the numbers change while loading: both forms exist at once
-    read: int  # a token's pass reads these; fewer than `memory` where there are experts
-    packing: int = 0  # beside them, while the largest is packed, or put together
-    embeddings: int = 0  # of `memory`; a head that is tied to them reads the same
-    layers: tuple[int, ...] = ()  # of `memory`, by layer; none where names do not tell
-    largest: int = 0  # a linear layer in the numbers of the run, as reading unpacks it
+    loaded: int  # before quantization, if loading converts the weights: file and converted copy exist at once
+    read: int  # read by a pass of one token; less than `memory` for a mixture of experts
+    packing: int = 0  # extra bytes while the largest tensor is quantized or joined
+    embeddings: int = 0  # of `memory`; a tied head reads the same tensor
+    layers: tuple[int, ...] = ()  # of `memory`, by layer; empty if tensor names give no layers
+    largest: int = 0  # the largest linear layer in the dtype of the run, as prefill dequantizes it
 
     def beside(self, more: tuple[int, ...]) -> Weights:
-        """With so many bytes more in each layer, which a pass reads in place of others."""
+        """Return the weights with extra bytes per layer, which a pass reads in place of other bytes."""
         layers = tuple(a + b for a, b in zip(self.layers, more, strict=True)) if self.layers else ()
         loaded = self.loaded and self.loaded + sum(more)
         return replace(self, memory=self.memory + sum(more), loaded=loaded, layers=layers)
 
     def split(self, on_card: int, is_tied: bool) -> tuple[int, int]:
-        """Bytes on a GPU that holds the last layers and the head, and those on the CPU: embeddings, the other layers.
+        """Return the bytes on a GPU with the last layers and the head, and those on the CPU: embeddings, other layers.
 
-        A head that is tied to the embeddings is there twice.
+        A head that is tied to the embeddings exists twice.
         """
         below = self.embeddings + sum(self.layers[: len(self.layers) - on_card])
         return self.memory - below + (self.embeddings if is_tied else 0), below
 
 
 def of_files(source: Source) -> tuple[CheckpointTensor, ...]:
-    """The text model's tensors by the headers of its files; none for pickles, which say nothing before they run."""
+    """Return the text model's tensors by the file headers; none for pickles, which have no header."""
     is_tied = bool(source.text_config.get("tie_word_embeddings", source.config.get("tie_word_embeddings", False)))
     held, packing, sizes = [], CheckpointFormat.of(source.config), sizes_of(source.text_config, source.id)
     n_experts, hidden = sizes["experts"], sizes["hidden"]
@@ -128,7 +129,7 @@ def of_files(source: Source) -> tuple[CheckpointTensor, ...]:
 
 
 def _packs(name: str, shape: tuple[int, ...], n_experts: int) -> tuple[bool, bool]:
-    """Whether load.quant packs a tensor of a layer, and whether it does so as weights of experts."""
+    """Return two flags: `load.quant` quantizes this tensor of a layer; it does so as weights of experts."""
     if name.endswith("bias"):
         return False, False
     of_experts = shape[:1] == (n_experts,) if len(shape) == 3 else len(shape) == 2 and bool(_EXPERT.search(name))
@@ -137,19 +138,19 @@ def _packs(name: str, shape: tuple[int, ...], n_experts: int) -> tuple[bool, boo
 
 
 def _by_outputs(name: str, shape: tuple[int, ...], hidden: int) -> tuple[int, ...]:
-    """Of experts [E, N, K]: those of some families lie as [E, K, N] (gpt-oss, Llama 4), which their sizes tell."""
-    at = 1 if _OUT_OF_EXPERT.search(name) else 2  # where the width of the model is to stand
+    """Return experts' weight shape [E, N, K]: some families store [E, K, N] (gpt-oss, Llama 4), found by the sizes."""
+    at = 1 if _OUT_OF_EXPERT.search(name) else 2  # axis of the model's hidden size
     return (shape[0], shape[2], shape[1]) if shape[at] != hidden == shape[3 - at] else shape
 
 
 def expands_packed(source: Source) -> bool:
-    """Whether what makes keys and values of latents is in few bits in its files."""
+    """True if the weight that expands MLA latents is quantized in the files."""
     named = {name: t.dtype for file in source.files for name, t in file.tensors.items() if ".kv_b_proj." in name}
     return bool(named) and not any(name.endswith(_EXPANDS) and dtype in _FLOATS for name, dtype in named.items())
 
 
 def panels(shape: Shape, number: int) -> tuple[int, ...]:
-    """By layer: bytes of both parts of what expands latents, as kernels multiply them by head, beside the weight."""
+    """Return by layer the bytes of both parts of the MLA latent expansion, which kernels keep per head as a copy."""
 
     def each(of: LayerKVShape) -> int:
         (key, value), turned = of.head, of.key - of.rank
@@ -163,7 +164,7 @@ def _outputs(n: int) -> int:
 
 
 def packed_bytes(quantized: Mapping[str, Any]) -> float | None:
-    """Bytes of one packed weight with its scales, by a checkpoint's quantization_config; None where it does not say."""
+    """Return the bytes per quantized weight with its scales, by quantization_config; None if it does not say."""
     method, bits, group = (quantized.get(key) for key in ("quant_method", "bits", "group_size"))
     if quantized.get("load_in_4bit"):
         return _NF4
@@ -171,12 +172,12 @@ def packed_bytes(quantized: Mapping[str, Any]) -> float | None:
         return 1.0
     if not isinstance(bits, int) or not 1 <= bits <= 8:
         return None
-    scales = (16 + bits) / group if isinstance(group, int) and group > 0 else 0  # a scale and a zero for each group
+    scales = (16 + bits) / group if isinstance(group, int) and group > 0 else 0  # a scale and a zero per group
     return (bits + scales) / 8
 
 
 def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tuple[CheckpointTensor, ...]:
-    """The tensors such a model has, where no file says; `number` bytes each, `packed` those of linear layers."""
+    """Return the tensors of such a model if no file exists; `number`: bytes per number, `packed`: in linear layers."""
 
     def held(rows: int, cols: int, packs: bool, of_experts: bool = False) -> CheckpointTensor:
         each = packed if packed is not None and packs else number
@@ -186,7 +187,7 @@ def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tupl
         d, kv, (key, value) = shape.hidden, 0 if of.shares is not None else of.kv_heads, of.head
         for rows, cols in ((shape.heads * key, d), (kv * of.key, d), (d, shape.heads * value)):
             yield held(rows, cols, True)
-        if of.rank:  # which stays in plain numbers: its parts are multiplied by head
+        if of.rank:  # this weight keeps full precision, because its parts are multiplied per head
             yield held(shape.heads * (key - of.key + of.rank + value), of.rank, False)
         else:
             yield held(kv * of.value, d, True)
@@ -203,7 +204,7 @@ def of_shape(shape: Shape, number: int = 2, packed: float | None = None) -> tupl
 def weigh(
     held: tuple[CheckpointTensor, ...], shape: Shape, *, number: int, quant: str, device: str, given: bool
 ) -> Weights:
-    """`number`: bytes of one number in memory. `given`: quantized in the checkpoint, so loaded as it is."""
+    """Add up the weights' bytes. `number`: bytes per number in memory. `given`: quantized in the checkpoint already."""
     keeps = quant == "none" and device == "cpu" and number < BYTES["fp64"]
     held = tuple(h.loaded(number, keeps) for h in held)
     sizes = [h.nbytes if given or not h.is_float else _size(h, number, quant, device) for h in held]
@@ -214,15 +215,15 @@ def weigh(
     packed = [h.matrix for h in held if (h.stays and keeps) or (is_asked and h.packs and h.is_float)]
     share = 1.0 if not shape.experts else shape.linear_active / shape.linear
     by_layer = [0] * shape.layers
-    parts: Counter[int | None] = Counter()  # numbers of experts that come one by one
+    parts: Counter[int | None] = Counter()  # numbers of experts whose weights are separate tensors
     for h, size in zip(held, sizes, strict=True):
         if h.layer is not None and h.layer < shape.layers:
             by_layer[h.layer] += size
         parts[h.layer] += math.prod(h.shape) * (h.is_part and not given)
-    # experts of 16 bits and more are packed as they come, linear layers once all are there
+    # experts of 16 bits and more are quantized while loading, linear layers after all are loaded
     on_the_way = [is_asked and h.of_experts and h.nbytes >= 2 * math.prod(h.shape) for h in held]
     loaded = sum(size if early else all_of_it for size, all_of_it, early in zip(sizes, plain, on_the_way, strict=True))
-    # two of three projections; and both in one, which is there for good where nothing packs it
+    # two of three projections are joined; the joint tensor remains if it is not quantized
     put_together = number * max(parts.values(), default=0) * (4 if is_asked else 2) // 3
     return Weights(
         memory=memory,
@@ -242,7 +243,7 @@ def _size(h: CheckpointTensor, number: int, quant: str, device: str) -> int:
         return count * number
     n, k = h.shape[-2:]
     if device != "cpu" and quant != "int4" and not h.of_experts:
-        # a float per output, or blocks of 64 with scales that are packed once more
+        # a float32 scale per output, or blocks of 64 whose scales are quantized too
         return count + 4 * n if quant == "int8" else int(count * _NF4)
     if why_not((n, k), 8 if quant == "int8" else 4):
         return count * number

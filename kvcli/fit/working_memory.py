@@ -1,4 +1,4 @@
-"""What serves a model's attention where it would run, and memory that libraries and the check after loading take."""
+"""Find the attention kernels that serve a model, and the memory of libraries and of the check after loading."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from kvcli.fit.available_memory import AvailableMemory
     from kvcli.models.shape import Shape
 
-# Products of 16-bit matrices on a CPU: oneDNN compiles one for each shape that it meets and keeps the last thousand.
-PRODUCT = 2 * (1 << 20) // 3  # bytes of one
+# Products of 16-bit matrices on a CPU: oneDNN compiles a kernel for each new shape and caches the last thousand.
+PRODUCT = 2 * (1 << 20) // 3  # bytes of one kernel
 KEPT = 1024
-LINEAR = 6  # shapes of weights in a decoder
-WIDTHS = 5  # of passes with drafts that an answer of some lines meets, beside plain ones
-AGAIN = 2  # of these, those that meet all heads of unequal length
+LINEAR = 6  # shapes of linear layers in a decoder
+WIDTHS = 5  # draft sizes that a short answer uses, beside plain passes
+AGAIN = 2  # of these, the draft sizes that run with all heads of unequal length
 
 CHECK = 16  # rows that are compared with the stock model after loading
 
 
-WIDEST = 256  # numbers of a head
+WIDEST = 256  # head size
 
 
 def is_native(shape: Shape, dtype: str, device: str) -> bool:
-    """Whether attention of this type has kernels here, which keep no scores and compile nothing."""
+    """True if native kernels serve attention of this type; they store no scores and compile nothing."""
     import torch
 
     from kvcli.kernels.attend_invariant import why_not
@@ -37,7 +37,7 @@ def is_native(shape: Shape, dtype: str, device: str) -> bool:
 
 
 def is_fused(shape: Shape, number: int, room: AvailableMemory) -> bool:
-    """Whether a GPU's fused kernels serve it."""
+    """True if a GPU's fused kernels serve the model."""
     return (
         room.kind == "cuda"
         and not room.unserved
@@ -47,17 +47,17 @@ def is_fused(shape: Shape, number: int, room: AvailableMemory) -> bool:
 
 
 def product_bytes(rows: int, slots: int, uneven: int, *, is_packed: bool) -> int:
-    """Products that 16-bit numbers on a CPU without native kernels bring beside those of plain passes.
+    """Return the bytes of oneDNN kernels for 16-bit products on a CPU without native kernels, beside plain passes.
 
-    `uneven`: heads that differ in length, about `slots` each; `is_packed`: linear layers have kernels of their own.
+    `uneven`: number of heads that differ in length, about `slots` each; `is_packed`: linear layers have other kernels.
     """
     drafts = min(rows - 1, WIDTHS)
     count = 0 if is_packed else LINEAR * drafts
-    if slots >= MANY:  # a score and a sum for each head; shorter ones are read in another way
+    if slots >= MANY:  # two products per head, for scores and sums; shorter heads use another method
         count += 2 * uneven * (AGAIN if drafts else 1)
     return PRODUCT * min(KEPT, count)
 
 
 def check_bytes(shape: Shape, number: int) -> int:
-    """The comparison after loading: logits of both sides, and each of them in float64."""
+    """Return the bytes of the comparison after loading: logits of both models, and a float64 copy of each."""
     return CHECK * shape.vocab * (2 * number + 2 * 2 * WIDE)

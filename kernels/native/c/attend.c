@@ -1,14 +1,14 @@
 // Attention of a pass's rows over stored slots and each other.
 //
-// What a row reads is one sequence: the stored slots in their order, then its ancestors in this pass from the root down, then
-// itself; which of them are stored already makes no difference. The sequence is cut into blocks of 64 and spans of 4,096 by
-// place in it. Each block changes the state of its span in order, spans start empty and meet in order. So a row's bits
-// depend on its sequence alone. Work is cut in two ways that give the same bits: many rows by tiles of them, each over the
-// whole sequence; few rows by spans of what is stored, in whole blocks, and then what is left for each tile. The rows of a
-// tree have sequences of their own and are tiles of one.
+// Each row attends to one sequence: the stored slots in their order, then its ancestors in this pass from the root
+// down, then itself. The result does not depend on how many of them are stored already. The sequence is cut by index
+// into blocks of 64 and spans of 4,096. Each block updates the state of its span in order; spans start empty and are
+// merged in order. A row's bits therefore depend on its sequence alone. Work is divided in two ways that give the same
+// bits: many rows by tiles of rows, each over the whole sequence; few rows by spans of whole stored blocks, and then
+// the rest for each tile. The rows of a tree have separate sequences and are tiles of one row.
 #include "attend_job.h"
 #include "pool.h"
-// Another state of row r meets what came before: the one fixed order of all that a row saw
+// Merge another state of row r into the earlier result: the one fixed order over all slots of a row
 static void meet(Job *j, int64_t r, float top, float mass, const float *o) {
   const float was = j->met_top[r], now = top > was ? top : was;
   if (top == NEVER) return;
@@ -47,12 +47,12 @@ static void write_out(Job *j, const Plan *p, int64_t h, int64_t first) {
     if (a->lse) a->lse[i * a->H + head] = mass == 0 ? NEVER : (j->met_top[r] + log2_(mass)) / LOG2E;
   }
 }
-// The span so far meets what came before it
+// Merge the present span into the earlier result
 static void close_span(Job *j) {
   for (int64_t r = 0; r < j->rows.n; r++) meet(j, r, j->rows.top[r], sum_across(j->rows.mass[r]), j->rows.o + r * j->rows.width);
   empty(j);
 }
-// All blocks from place `at` on
+// All blocks from index `at` on
 static void finish(Job *j, const Plan *p, int64_t at) {
   do {
     const int64_t end = (at / SPAN + 1) * SPAN;
@@ -61,7 +61,7 @@ static void finish(Job *j, const Plan *p, int64_t at) {
     at = end;
   } while (at < j->seq.end);
 }
-// Fresh row i of a tile by itself, in the same memory: a tree's row, which has a sequence of its own
+// New row i of a tile by itself, in the same memory: a row of a tree, which has a separate sequence
 static Job one_of(Job *j, const Plan *p, int64_t first, int64_t i) {
   const Attend *a = p->a;
   const int64_t G = p->G, r = i * G, row = first + i, own = row + a->M - a->N;
@@ -76,8 +76,8 @@ static Job one_of(Job *j, const Plan *p, int64_t first, int64_t i) {
   for (int64_t g = 0; g < G; g++) j->count[r + g] = one.seq.end;
   return one;
 }
-// The same for a row whose tail is one block: what is stored of it is laid out once for all rows, and of the fresh ones those
-// that were not there for the row before; what lies behind the row's own end is not seen
+// Process a row whose tail is one block. Stored slots of the block are arranged once for all rows, new slots only where
+// they differ from those of the row before. Slots after the row's end are masked.
 static void tail(Job *j, Job *one, const Plan *p, int64_t at) {
   const Attend *a = p->a;
   const Sequence *s = &one->seq;
@@ -114,7 +114,7 @@ static void span_chunk(void *arg, int c, char *room) {
   const int64_t end = (s + 1) * SPAN, last = whole(p->a, h);
   blocks(&j, p, s * SPAN, end < last ? end : last);
 }
-// All that is not done yet for the rows of a tile, and what comes of it
+// Compute the rest for the rows of a tile, and write the output
 static void tile_chunk(void *arg, int c, char *room) {
   const Plan *p = arg;
   const int64_t t = p->tiles - 1 - c % p->tiles, h = c / p->tiles;  // the longest first
@@ -162,7 +162,7 @@ EXPORT(attend)(const void *arg) {
     p.tops = take(&at, n * 4), p.mass = take(&at, n * sizeof(F)), p.o = take(&at, n * p.width * 4);
     if (!pool_run(span_chunk, &p, (int)(a->K * p.spans * p.tiles), room(&p))) return free(states), 0;
     if (!p.is_chain) {
-      const int64_t few = (a->K * a->N + ENOUGH - 1) / ENOUGH;  // of a tree's rows share what they share
+      const int64_t few = (a->K * a->N + ENOUGH - 1) / ENOUGH;  // rows of a tree per tile
       p.tile = few < p.tile ? few : p.tile, p.tiles = (a->N + p.tile - 1) / p.tile;
     }
   }

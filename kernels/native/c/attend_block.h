@@ -1,18 +1,18 @@
-// One block of 64 slots, for some rows: what attention does to the state of a row, always by the same instructions.
+// Attention of some rows over one block of 64 slots, always by the same instructions.
 //
-// The state of a row over the slots so far is the largest score `top`, the sum `mass` of 2^(score - top) (16 lanes of it, added
-// up at the end) and the values' sum `o` with the same weights. Scores are in base 2. A slot that a row does not see has
-// weight +0 and changes nothing: a row may meet a block that holds younger rows, or a block that it does not see at all.
+// The state of a row over the slots so far: the largest score `top`, the sum `mass` of 2^(score - top) (in 16 lanes,
+// summed at the end), and the sum `o` of values with the same weights. Scores are in base 2. A masked slot has weight
+// +0 and changes nothing, so a row may process a block with younger rows, or a fully masked block.
 #pragma once
 #include "lanes.h"
 #include "tiles.h"
 #define B 64
 #define NEVER (-__builtin_inff())
-#define STRETCH 32  // of a key in fp32, as one chain loses more to rounding; bf16 loses more elsewhere
+#define STRETCH 32  // inputs per chain in fp32: longer chains have more rounding error
 
-// How numbers are multiplied, as words of 32 bits: fp32; bf16 in pairs; bf16 widened to fp32, which gives the same bits where a
-// CPU has no products of pairs and is quicker there, but not for a few rows, whose block is over before twice the words are
-// in the first cache
+// How numbers are multiplied, as words of 32 bits: fp32; pairs of bf16; bf16 widened to fp32. Widening gives the same
+// bits where a CPU has no products of pairs, and is faster there. For a few rows it is slower, because their block is
+// done before twice the words are in the first-level cache.
 enum { WIDE, PAIRED, WIDENED };
 #if defined(__AVX512BF16__)
 #define NARROW(rows) PAIRED
@@ -29,34 +29,34 @@ enum { WIDE, PAIRED, WIDENED };
 typedef uint16_t H2 __attribute__((vector_size(64), aligned(2)));  // 32 x bf16
 
 typedef struct {
-  int64_t n, D, E, width;   // rows; numbers of a key and of a value, those of a value rounded up to whole vectors
+  int64_t n, D, E, width;   // rows; size of a key and of a value; value size in whole vectors
   int kind;
-  float scale, cap;      // score = dot * scale, or cap * tanh(dot * scale) where there is a cap
-  const uint32_t *q;     // [n, S] with S the words of a key
-  const int64_t *count;  // [n] slots of the sequence that a row sees, counted from its beginning
-  const int64_t *low;    // [n] positions that it does not see, and all below; read where a block has positions
+  float scale, cap;      // score = dot * scale, or cap * tanh(dot * scale) if cap > 0
+  const uint32_t *q;     // [n, S], S = words of a key
+  const int64_t *count;  // [n] slots of the sequence that a row sees, from its beginning
+  const int64_t *low;    // [n] positions up to this one are masked; read if a block has positions
   float *top, *o;        // [n], [n, width]
   F *mass;               // [n]
 } Rows;
 
 typedef struct {
-  uint32_t *kt, *vt;  // keys turned [S, 64]; values in pairs [32, width], or [64, width]
-  float *s, *shrink;  // scores [n, 64]; what sums shrink by [n]
+  uint32_t *kt, *vt;  // transposed keys [S, 64]; values in pairs [32, width], or [64, width]
+  float *s, *shrink;  // scores [n, 64]; factors for earlier sums [n]
   uint32_t *p;        // weights [n, 64], or in pairs [n, 32]
-  int64_t *shape;     // of tiles, see there
+  int64_t *shape;     // configuration of the tiles, see tiles.h
 } Room;
 
 typedef struct {
-  const char *k, *v;            // the first slot's; v null: values lie in vt already
+  const char *k, *v;            // of the first slot; v null: values are in vt already
   int64_t ldk, ldv;                // bytes from slot to slot
-  const int32_t *pos;           // [64], null if no window hides any
-  const char *next_k, *next_v;  // the next block, null if it lies elsewhere
+  const int32_t *pos;           // [64], null if no window masks a slot
+  const char *next_k, *next_v;  // the next block, null if it is not contiguous
 } Slots;
 
 INLINE int64_t words(int kind, int64_t numbers) { return kind == PAIRED ? numbers / 2 : numbers; }
 
-// acc[rows][vecs * 16] over S words of x and S times 16 words of w: one chain a lane. `next`, unless null: memory of which as
-// much is asked for, into the second cache, as was read to make w.
+// acc[rows][vecs * 16] over S words of x and S times 16 words of w: one chain per lane. `next`, unless null, is
+// prefetched into the second-level cache, as many bytes as w was made of.
 INLINE void chains(int kind, int rows, int vecs, const uint32_t *w, int64_t ldw, const uint32_t *x, int64_t ldx, int64_t S, const char *next, F acc[4][4]) {
   const int step = kind == WIDENED ? 32 : 64;
 #pragma clang loop unroll(disable)
@@ -111,7 +111,7 @@ INLINE void weigh_by_tiles(const Rows *a, const Room *room) {
       store(a->o + r * a->width + e, load(F, a->o + r * a->width + e) * room->shrink[r]);
   products_by_tiles(room->shape, 0, a->n, a->width, room->vt, a->width, room->p, B / 2, B / 2, a->o, a->width);
 }
-// Behind the last block: what follows may not know of tiles
+// After the last block: release the tiles, because other code may not expect them
 INLINE void release(const Room *room) {
   if (*room->shape) _tile_release();
   *room->shape = 0;
@@ -122,7 +122,7 @@ INLINE void release(const Room *room) {
 #define weigh_by_tiles(a, room)
 #define release(room)
 #endif
-// Scores of a row, bent and those that it does not see hidden -> its top, and what its sums shrink by
+// Apply softcap and masks to the scores of a row; compute its top and the factor for its earlier sums
 INLINE void find_top(const Rows *a, const Room *room, const int32_t *pos, int64_t at, int64_t r, float scale) {
   const I count = (I){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int64_t left = a->count[r] - at;
@@ -139,8 +139,9 @@ INLINE void find_top(const Rows *a, const Room *room, const int32_t *pos, int64_
   room->shrink[r] = now == was ? 1.f : exp2_1(was - now);
   a->top[r] = now;
 }
-// Scores of all rows -> their weights, tops and masses, and what their sums shrink by. `at`: the first slot's place in the
-// sequence. First all tops, then all weights: within a row each waits for the one before.
+// Compute from the scores of all rows their weights, tops and masses, and the factors for their earlier sums. `at`:
+// index of the first slot in the sequence. First all tops, then all weights, because steps of one row wait for each
+// other.
 INLINE void soften(int kind, int64_t rows, const Rows *a, const Room *room, const int32_t *pos, int64_t at) {
   const float scale = a->cap > 0 ? a->cap : a->scale;
   for (int64_t r = 0; r < rows; r++) find_top(a, room, pos, at, r, scale);
@@ -149,7 +150,7 @@ INLINE void soften(int kind, int64_t rows, const Rows *a, const Room *room, cons
     F x[4];
     for (int g = 0; g < 4; g++) {
       x[g] = exp2_(fma_(load(F, room->s + r * B + g * 16), splat(scale), splat(-base)));
-      if (kind != WIDE) {  // what is added up is what values are multiplied by
+      if (kind != WIDE) {  // sum the rounded weights that values are multiplied by
         H h = narrow(x[g]);
         x[g] = wide(h);
         if (kind == PAIRED) store((bf16 *)(room->p + r * (B / 2)) + g * 16, h);
@@ -159,7 +160,7 @@ INLINE void soften(int kind, int64_t rows, const Rows *a, const Room *room, cons
     a->mass[r] = a->mass[r] * room->shrink[r] + ((x[0] + x[1]) + (x[2] + x[3]));
   }
 }
-// 16 keys' words of memory, all of them there if `is_whole` -> columns of kt
+// Transpose the words of 16 keys in memory, all of them present if `is_whole`, to columns of kt
 INLINE void turn_some(int kind, int is_whole, int64_t n, const char *k, int64_t ld, uint32_t *kt) {
   U a[16];
   for (int i = 0; i < 16; i++) a[i] = is_whole ? load(U, k + i * ld) : load_some(k + i * ld, n);
@@ -179,7 +180,7 @@ INLINE void turn_keys(int kind, const Rows *a, const Room *room, const Slots *b)
     if (s < S) turn_some(kind, 0, S - s, k + s * 4, b->ldk, room->kt + s * rise * B + slot);
   }
 }
-// 32 numbers of two values -> vt
+// Interleave 32 numbers of two values in vt
 INLINE void pair_some(int kind, int is_whole, int64_t n, const char *v, int64_t ld, uint32_t *vt, int64_t ldt) {
   H2 x = {0}, y = {0};
   if (is_whole) x = load(H2, v), y = load(H2, v + ld);
@@ -205,7 +206,7 @@ INLINE void pair_values(int kind, const Rows *a, const Room *room, const Slots *
     if (e < a->E) pair_some(kind, 0, a->E - e, v + e * 2, b->ldv, vt + e, a->width);
   }
 }
-// Key and value of one slot in the places of slot i
+// Put key and value of one slot at index i of the block
 INLINE void place(const Rows *a, const Room *room, int64_t i, const char *k, const char *v) {
   const bf16 *kn = (const bf16 *)k, *vn = (const bf16 *)v;
   if (a->kind == WIDE) {
@@ -219,7 +220,7 @@ INLINE void place(const Rows *a, const Room *room, int64_t i, const char *k, con
     for (int64_t e = 0; e < a->E; e++) room->vt[i * a->width + e] = (uint32_t)vn[e] << 16;
   }
 }
-#if defined(__AVX512F__)  // 32 registers of 16 lanes hold 4 rows of 4 vectors; others hold 4 of 1
+#if defined(__AVX512F__)  // 32 registers of 16 lanes hold 4 rows of 4 vectors; fewer registers hold 4 rows of 1
 #define WIDEST 4
 #else
 #define WIDEST 1
@@ -239,7 +240,7 @@ INLINE void place(const Rows *a, const Room *room, int64_t i, const char *k, con
     for (; (most) == 4 && (lanes)-e >= 32; e += 32) CALL(m, 2, r, e); \
     for (; e < (lanes); e += 16) CALL(m, 1, r, e);                    \
   }
-// The block `b`, or what lies in kt and vt already if b->k is null
+// Process the block `b`, or the block in kt and vt if b->k is null
 INLINE void block_of(int kind, const Rows *a, const Room *room, const Slots *b, int64_t at) {
   const uint32_t *vt = room->vt;
   int64_t ldv = a->width;
@@ -249,7 +250,7 @@ INLINE void block_of(int kind, const Rows *a, const Room *room, const Slots *b, 
   else TILES(a->n, B, CALL)
 #undef CALL
   soften(kind, a->n, a, room, b->pos, at);
-  if (kind == WIDE && b->k && a->E == a->width) vt = (const uint32_t *)b->v, ldv = b->ldv / 4;  // as they lie
+  if (kind == WIDE && b->k && a->E == a->width) vt = (const uint32_t *)b->v, ldv = b->ldv / 4;  // without a copy
   else if (b->v) pair_values(kind, a, room, b);
 #define CALL(m, n, r, e) weigh(kind, m, n, a, room, vt, ldv, b->next_v, r, e)
   if (BY_TILES(kind)) weigh_by_tiles(a, room);
@@ -261,7 +262,7 @@ __attribute__((noinline)) static inline void block(const Rows *a, const Room *ro
   else if (a->kind == PAIRED) block_of(PAIRED, a, room, b, at);
   else block_of(WIDENED, a, room, b, at);
 }
-// A block's keys and values in kt and vt, for others than the next rows
+// Arrange a block's keys and values in kt and vt, for use by several rows
 static inline void lay(const Rows *a, const Room *room, const Slots *b) {
   if (a->kind == WIDE) turn_keys(WIDE, a, room, b), pair_values(WIDE, a, room, b);
   else if (a->kind == PAIRED) turn_keys(PAIRED, a, room, b), pair_values(PAIRED, a, room, b);

@@ -1,76 +1,76 @@
-// What a job of attention works on: its memory, its rows, and the blocks of the sequence that they read.
+// The data of a job of attention: its memory, its rows, and the blocks of the sequence that they read.
 #pragma once
 #include "attend_quantized.h"
 #include <stdlib.h>
 #define SPAN (B * 64)
-// rows with their group: enough to make little of turning a block, few enough for the second cache
+// rows times query heads per KV head: enough to make transposing a block cheap, few enough for the second-level cache
 #if HAS_TILES
 #define TILE 256
 #else
 #define TILE 64
 #endif
-#define ENOUGH 16    // tiles that share the work well
+#define ENOUGH 16    // tiles that divide the work well
 #define LOG2E 1.44269504088896341f
 
-typedef struct {  // what the rows saw elsewhere
+typedef struct {  // partial attention of the rows over other slots
   const char *out;   // [H, N, E] by strides, in fp32 if is_wide
   const float *lse;  // [H, N] by strides
   int64_t out_h, out_n, lse_h, lse_n, is_wide;
 } Part;
 
-typedef struct {  // which stored slots each row reads: pages of its own choice in their order, then all that lie behind
-  const uint8_t *pages;   // [K, N, P]: of each row, under each KV head
-  const int64_t *behind;  // [2, K]: the first slot behind the pages, and how many there are
+typedef struct {  // stored slots that each row reads: selected pages in their order, then all slots after the pages
+  const uint8_t *pages;   // [K, N, P]: by row, for each KV head
+  const int64_t *behind;  // [2, K]: the first slot after the pages, and the number of slots from there on
   int64_t P, page;        // pages of a head; slots of a page
 } Chosen;
 
-typedef struct {  // strides in numbers; keys and values of slots lie close together
-  const char *q, *k, *v, *fk, *fv;         // q [H, N, D], slots' [.., D] and [.., E], fresh rows' [K, M, D] and [K, M, E] or null
+typedef struct {  // strides in numbers; keys and values of slots are contiguous
+  const char *q, *k, *v, *fk, *fv;         // q [H, N, D], slots [.., D] and [.., E], new KV [K, M, D] and [K, M, E] or null
   char *out;                               // [H, N, E]
   float *lse;                              // [N, H] or null
-  const int32_t *pos, *row_pos;            // positions of slots and of rows, read with a window
-  const int64_t *heads;                    // [3, K]: first slot, slots, first position
+  const int32_t *pos, *row_pos;            // positions of slots and of rows, read if there is a window
+  const int64_t *heads;                    // [3, K]: first slot, number of slots, first position
   const uint8_t *sees;                     // [N, M] or null: a row sees itself and all before it
   const float *sink;                       // [H] or null
   const Part *before;                      // [n_before]
-  const Packed *packed;                    // [K]: the slots in few bits, instead of k and v, D and E multiples of 16; or null
-  const Chosen *chosen;                    // or null: all of them
-  int64_t n_before, H, K, N, M, D, E, qh, qn, kh, kn, vh, vn, out_h, out_n, window;  // the N rows that ask are the last of M; window: 0 = none
-  int64_t gone;                            // slots before the first one, a multiple of 64, that windows hide from all rows: in no memory
+  const Packed *packed;                    // [K]: quantized slots, instead of k and v, D and E multiples of 16; or null
+  const Chosen *chosen;                    // or null: all slots
+  int64_t n_before, H, K, N, M, D, E, qh, qn, kh, kn, vh, vn, out_h, out_n, window;  // the N query rows are the last of M; window: 0 = none
+  int64_t gone;                            // evicted slots before the first, a multiple of 64: windows hide them from all rows
   float scale, cap;
   int32_t is_wide, is_wide_out;
 } Attend;
 
 typedef struct {
   const Attend *a;
-  int64_t G, width, size;         // query heads of a KV head; channels in whole vectors; bytes of a number
-  int64_t tile, tiles, spans;     // fresh rows of a tile; tiles; spans to share out, 0 = each tile does them all
+  int64_t G, width, size;         // query heads per KV head; channels in whole vectors; bytes of a number
+  int64_t tile, tiles, spans;     // new rows per tile; tiles; spans to divide, 0 = each tile computes all spans
   int is_chain;
-  float *tops, *o;             // by KV head, span and row: the states of spans to share out
+  float *tops, *o;             // by KV head, span and row: the states of divided spans
   F *mass;
 } Plan;
 
-typedef struct {  // what the rows of a tile read, of one KV head
+typedef struct {  // the sequence that the rows of a tile read, for one KV head
   const char *k, *v, *fk, *fv;
   const Packed *packed;
   const int32_t *pos, *row_pos;
-  int64_t gone, length, end;  // places whose slots are in no memory; places of stored slots, these among them; in all
-  const int64_t *starts;  // first slots of the pages that it begins with; null = slots as they lie
-  int64_t paged, page, behind;  // slots in those pages, and in one of them; the first slot behind them
-  const int64_t *order;  // the fresh row in each place behind the stored slots; null = as they come
+  int64_t gone, length, end;  // indices of evicted slots; indices of stored slots, with the evicted ones; all indices
+  const int64_t *starts;  // first slots of the selected pages, which come first; null = slots in their order
+  int64_t paged, page, behind;  // slots in those pages, and in one of them; the first slot after them
+  const int64_t *order;  // the new row at each index after the stored slots; null = in order
 } Sequence;
 
-typedef struct {  // the memory of a job
+typedef struct {  // the work memory of a job
   Rows rows;
   Room room;
   Sequence seq;
   uint32_t *q;
   int64_t *count, *low, *order, *starts;
   int32_t *pos;
-  char *k, *v;            // a block that is gathered
-  int64_t *laid;          // the fresh row in each place of the block in kt and vt, -1 = none
+  char *k, *v;            // a gathered block
+  int64_t *laid;          // the new row at each index of the block in kt and vt, -1 = none
   int is_laid;
-  float *met_top, *met_mass, *met;  // what the spans before this one came to
+  float *met_top, *met_mass, *met;  // the merged result of the earlier spans
 } Job;
 
 static void *take(char **at, int64_t bytes) {
@@ -78,12 +78,12 @@ static void *take(char **at, int64_t bytes) {
   *at += UP(bytes, 64);
   return found;
 }
-// How numbers are multiplied by n rows: codes of a block are laid out in one way for any number of them
+// How numbers are multiplied for n rows; codes of a block are arranged in the same way for any number of rows
 static int kind_of(const Attend *a, int64_t n) {
-  (void)n;  // some CPUs multiply any number of rows in one way
+  (void)n;  // on some CPUs it does not depend on the number of rows
   return a->is_wide ? WIDE : a->packed && LAID_OUT == WIDENED ? WIDENED : NARROW(n);
 }
-// Cut out what n rows need from `at` on -> where it ends
+// Divide the memory from `at` on for n rows; return its end
 static char *lay_out(Job *j, const Plan *p, int64_t n, char *at) {
   const int64_t kind = j->rows.kind, S = words(kind, p->a->D), W = p->width;
   j->q = take(&at, n * S * 4);
@@ -102,7 +102,7 @@ static size_t room(const Plan *p) {
   Job j = {.rows = {.kind = kind_of(p->a, n)}};
   return (size_t)lay_out(&j, p, n, 0);
 }
-// What row i reads under KV head h of the slots that are stored
+// The stored slots that row i reads under KV head h
 static Sequence sequence_of(const Job *j, const Attend *a, int64_t h, int64_t i, int64_t size) {
   const int64_t start = a->heads[h] - a->gone, pos = a->heads[2 * a->K + h] - a->gone;
   Sequence s = {a->k + start * a->D * size, a->v + start * a->E * size, a->fk + h * a->kh * size, a->fv + h * a->vh * size,
@@ -117,7 +117,7 @@ static Sequence sequence_of(const Job *j, const Attend *a, int64_t h, int64_t i,
   s.length = s.paged + c->behind[a->K + h];
   return s;
 }
-// Rows [first, first + count) of the pass under KV head h, in memory as `room` says
+// Set up rows [first, first + count) of the pass under KV head h, in the memory `room`
 static Job begin(const Plan *p, int64_t h, int64_t first, int64_t rows, char *room) {
   const Attend *a = p->a;
   const int64_t n = rows * p->G;
@@ -126,7 +126,7 @@ static Job begin(const Plan *p, int64_t h, int64_t first, int64_t rows, char *ro
   const int64_t S = words(kind, a->D);
   lay_out(&j, p, n, room);
   *j.room.shape = 0;
-  if (a->E != p->width) memset(j.room.vt, 0, words(kind, B) * p->width * 4);  // what lies behind a value's last channel
+  if (a->E != p->width) memset(j.room.vt, 0, words(kind, B) * p->width * 4);  // channels after a value's last one
   j.seq = sequence_of(&j, a, h, first, p->size);
   j.rows.scale = a->cap > 0 ? a->scale / a->cap : a->scale * LOG2E, j.rows.cap = a->cap * LOG2E;
   j.rows.q = j.q, j.rows.count = j.count, j.rows.low = j.low;
@@ -137,7 +137,7 @@ static Job begin(const Plan *p, int64_t h, int64_t first, int64_t rows, char *ro
     for (int64_t d = 0; kind == WIDENED && d < a->D; d++) j.q[r * S + d] = (uint32_t)((const bf16 *)q)[d] << 16;
     j.count[r] = j.seq.length + (a->fk ? i + 1 + a->M - a->N : 0);
     const int64_t low = a->window ? (int64_t)a->row_pos[i + a->M - a->N] - a->window : 0;
-    j.low[r] = low < -1 ? -1 : low;  // a hole's position is -1
+    j.low[r] = low < -1 ? -1 : low;  // a hole has position -1
   }
   j.seq.end = j.count[n - 1];
   return j;
@@ -146,7 +146,7 @@ static void empty(Job *j) {
   for (int64_t r = 0; r < j->rows.n; r++) j->rows.top[r] = NEVER, j->rows.mass[r] = splat(0.f);
   memset(j->rows.o, 0, j->rows.n * j->rows.width * 4);
 }
-// The same block of slots in few bits: fresh rows have no place behind them
+// Dequantize a block of slots. New rows are never in the same block.
 static Slots unpack(Job *j, const Plan *p, int64_t at) {
   const Attend *a = p->a;
   const Sequence *s = &j->seq;
@@ -163,7 +163,7 @@ static Slots unpack(Job *j, const Plan *p, int64_t at) {
   for (int64_t i = 0; a->window && i < B; i++) j->pos[i] = i < n ? s->pos[at + i] : INT32_MIN;
   return (Slots){k, v, dk, dv, a->window ? j->pos : 0, 0, 0};
 }
-// How many slots from place `at` of what is stored on lie side by side, as far as a block may want them, and the first
+// Return the number of contiguous slots from index `at` of the stored slots on, up to about a block, and the first slot
 static int64_t stretch(const Sequence *s, int64_t at, int64_t *slot) {
   if (at >= s->paged) {
     *slot = s->behind + at - s->paged;
@@ -174,7 +174,7 @@ static int64_t stretch(const Sequence *s, int64_t at, int64_t *slot) {
   for (; n < B && (p + 1) * s->page < s->paged && s->starts[p + 1] == s->starts[p] + s->page; p++) n += s->page;
   return n;
 }
-// The block at place `at` of the sequence: where it lies, or gathered with zeros behind the end
+// Return the block at index `at` of the sequence: in its memory, or gathered, with zeros after the end
 static Slots fetch(Job *j, const Plan *p, int64_t at) {
   const Attend *a = p->a;
   const Sequence *s = &j->seq;
@@ -207,7 +207,7 @@ static Slots fetch(Job *j, const Plan *p, int64_t at) {
   }
   return (Slots){j->k, j->v, dk, dv, a->window ? j->pos : 0, 0, 0};
 }
-// Whether a window hides a block from all rows; if it hides nothing from any, positions are of no more interest
+// True if a window hides a block from all rows. If it hides no slot from any row, positions are dropped.
 static int is_hidden(const Job *j, Slots *b) {
   if (!b->pos) return 0;
   int64_t low = INT64_MAX, high = INT64_MIN;

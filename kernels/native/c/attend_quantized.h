@@ -1,6 +1,7 @@
-// Slots of a KV head that are stored in few bits -> the numbers that they stand for, 64 slots at a time.
+// Dequantize slots of a KV head, 64 slots at a time.
 //
-// Layouts are those of kernels/pack; numbers are rounded as there, so rows read what they would read had it been unpacked.
+// Layouts are those of kernels/quantize_kv. Numbers are rounded as there, so rows read the same numbers as after
+// unpacking.
 #pragma once
 #include "attend_block.h"
 
@@ -10,20 +11,20 @@ typedef uint8_t C16 __attribute__((vector_size(16), aligned(1)));  // 32 codes o
 typedef H2 H32;
 typedef uint32_t U4 __attribute__((vector_size(16), aligned(1)));
 typedef uint32_t U8 __attribute__((vector_size(32), aligned(1)));
-typedef uint16_t C32 __attribute__((vector_size(16), aligned(1)));  // the same, by four
+typedef uint16_t C32 __attribute__((vector_size(16), aligned(1)));  // 32 codes of 4 bits, four to a word
 typedef uint8_t C8 __attribute__((vector_size(8), aligned(1)));    // 16 codes of 4 bits
 typedef uint8_t C4 __attribute__((vector_size(4), aligned(1)));    // 16 codes of 2 bits
 
 typedef struct {
-  const char *codes, *scale, *zero, *fine;  // the last of 4 bits alone, or null: the lower halves of codes of 8
-  int64_t bits;   // 16 = the numbers themselves
-  int64_t group;  // slots that share a channel's scale (keys), channels that share a slot's (values); of 2 and 4 bits
+  const char *codes, *scale, *zero, *fine;  // fine: the lower halves of split 8-bit codes, with 4 bits alone; or null
+  int64_t bits;   // 16 = not quantized
+  int64_t group;  // slots that share a channel's scale (keys), channels that share a slot's (values); for 2 and 4 bits
   int64_t room;   // slots from channel to channel (values of 8 bits)
 } Codes;
 typedef struct {
   Codes k, v;
-  const char *rest;  // keys in full of the last slots
-  int64_t full;      // slots before them
+  const char *rest;  // keys of the last slots in full precision
+  int64_t full;      // number of slots before them
 } Packed;
 
 INLINE F halves(const char *p, int64_t i) { return __builtin_convertvector(load(X, (const _Float16 *)p + i), F); }
@@ -32,7 +33,7 @@ INLINE void put(int is_wide, char *to, int64_t i, F x) {
   if (is_wide) store((float *)to + i, x);
   else store((bf16 *)to + i, narrow(x));
 }
-// Sixteen codes of 4 or 2 bits from the i-th on, with others above them
+// Sixteen codes of 4 or 2 bits from the i-th on, with other codes in the bits above
 INLINE U codes_above(const char *p, int64_t bits, int64_t i) {
   const U by4 = {0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4}, by2 = {0, 2, 4, 6, 0, 2, 4, 6, 0, 2, 4, 6, 0, 2, 4, 6};
   if (bits == 4) {
@@ -43,7 +44,7 @@ INLINE U codes_above(const char *p, int64_t bits, int64_t i) {
   return __builtin_convertvector(__builtin_shufflevector(c, c, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), U) >> by2;
 }
 INLINE F codes_at(const char *p, int64_t bits, int64_t i) { return __builtin_convertvector(codes_above(p, bits, i) & (bits == 4 ? 15 : 3), F); }
-// The same, and what their lower halves, if any, say between two steps
+// Codes at i; with the lower halves, if any, a number between two steps
 INLINE F refined_at(const Codes *c, int64_t slot, int64_t D, int64_t i) {
   const int64_t at = slot * D * c->bits / 8;
   const F q = codes_at(c->codes + at, c->bits, i);
@@ -58,7 +59,7 @@ INLINE H32 narrow2(F a, F b) {
 }
 #define EVENS(a, b) __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
 #define ODDS(a, b) __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-// Keys of 4 bits to bf16, 32 numbers at a time, of slots that share their channels' scales
+// Dequantize keys of 4 bits to bf16, 32 numbers at a time, of slots that share their channels' scales
 INLINE void keys_by_four(const Codes *c, int64_t D, int64_t group, int64_t at, int64_t n, bf16 *to) {
   for (int64_t d = 0; d < D; d += 32) {
     const F s0 = halves(c->scale, group + d), s1 = halves(c->scale, group + d + 16), z0 = halves(c->zero, group + d), z1 = halves(c->zero, group + d + 16);
@@ -71,7 +72,7 @@ INLINE void keys_by_four(const Codes *c, int64_t D, int64_t group, int64_t at, i
     }
   }
 }
-// Keys of slots [at, at + n), D numbers each
+// Dequantize keys of slots [at, at + n), D numbers each
 INLINE void unpack_keys(const Packed *p, int is_wide, int64_t D, int64_t at, int64_t n, char *to) {
   const Codes *c = &p->k;
   const int64_t size = D * (is_wide ? 4 : 2);
@@ -97,7 +98,7 @@ INLINE void unpack_keys(const Packed *p, int is_wide, int64_t D, int64_t at, int
     }
   }
 }
-// 16 bytes of each of 64 slots -> of each 16 slots 4 vectors of words
+// Transpose 16 bytes of each of 64 slots to 4 vectors of words per 16 slots
 INLINE void turn_codes(const char *codes, int64_t size, const char *next, U *a) {
   for (int i = 0; i < 16; i++, codes += size) {
     __builtin_prefetch(next + i * 64, 0, 2);
@@ -108,13 +109,13 @@ INLINE void turn_codes(const char *codes, int64_t size, const char *next, U *a) 
   }
   turn16(a);
 }
-// Zeros and scales of groups
+// Load zeros and scales of groups
 INLINE void floats_of(const Codes *c, int64_t at, int64_t n, float *zero, float *scale) {
   for (int64_t i = 0; i < n; i += 16) store(zero + i, halves(c->zero, at + i)), store(scale + i, halves(c->scale, at + i));
 }
-// What a block of 64 slots is multiplied by, without the numbers in between. `rows` 0: it is laid out, in kt or vt. Else it is multiplied
-// by so many rows as soon as it is made, by the same chains, and never lies in memory.
-#define AS_IT_IS(where, x) __asm__("" : where(x))  // or the compiler finds a way that takes longer
+// Code that prepares a block of 64 slots for products, without intermediate numbers in memory. With `rows` 0 the block
+// is arranged in kt or vt. Otherwise it is multiplied by `rows` rows immediately, by the same chains, and never stored.
+#define AS_IT_IS(where, x) __asm__("" : where(x))  // keeps the compiler from a slower form
 #if defined(__AVX2__) && !defined(__AVX512BF16__)
 #define LAID_OUT WIDENED
 #else
@@ -122,9 +123,9 @@ INLINE void floats_of(const Codes *c, int64_t at, int64_t n, float *zero, float 
 #endif
 INLINE int can_turn(const Codes *c, int64_t D) { return !c->fine && (c->bits == 8 ? D % 16 == 0 : c->bits < 8 && D * c->bits % 128 == 0 && c->group % 16 == 0); }
 INLINE int can_pair(const Codes *c, int64_t E) { return !c->fine && (c->bits == 8 ? E % 16 == 0 : c->bits < 8 && c->group * c->bits % 128 == 0); }
-// The rows that what is made is multiplied by, and what comes of it: [4][4] vectors of sums
+// The rows of an immediate product, and the sums: [4][4] vectors
 typedef struct {
-  const uint32_t *x;  // words of a row, ldx from row to row
+  const uint32_t *x;  // words of a row, ldx words from row to row
   int64_t ldx;
   F acc[4][4];
 } Sums;
@@ -132,7 +133,7 @@ INLINE void none_yet(Sums *s, int rows, int vecs) {
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) s->acc[m][n] = splat(0.f);
 }
-// `vecs` vectors of words, the first of which adds to sums `from`
+// Multiply or store `vecs` vectors of words; the first adds to sums `from`
 INLINE void meet_some(int rows, int from, int vecs, const U *w, int64_t word, Sums *s, uint32_t *to) {
   for (int n = 0; n < vecs && !rows; n++) store(to + (from + n) * 16, (U)w[n]);
   for (int m = 0; m < rows; m++) {
@@ -149,7 +150,8 @@ INLINE void meet_some(int rows, int from, int vecs, const U *w, int64_t word, Su
 INLINE void meet_words(int rows, int vecs, const U *w, int64_t word, Sums *s, uint32_t *to) { meet_some(rows, 0, vecs, w, word, s, to); }
 #if defined(__AVX512BF16__)
 #define HAS_LOOKUP 1
-// Values of 4 bits to bf16: the sixteen numbers that a group's codes stand for are made once and looked up, 32 at a time
+// Dequantize values of 4 bits to bf16: the sixteen numbers of a group's codes are computed once and looked up, 32 at a
+// time
 INLINE void values_by_four(const Codes *c, int64_t D, int64_t at, int64_t n, bf16 *to) {
   const F each = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (int64_t d0 = 0; d0 < D; d0 += c->group)
@@ -162,16 +164,18 @@ INLINE void values_by_four(const Codes *c, int64_t D, int64_t at, int64_t n, bf1
       }
     }
 }
-// In pairs. 4 bits: the two codes of a pair are looked up at once, in a table of the sixteen numbers that the first may stand for and
-// the sixteen of the second; 5 bits are looked at. 2 bits: a pair has sixteen forms, and one lookup of 4 bits gives it.
+// Dequantize in pairs. 4 bits: the two codes of a pair are looked up at once, in a table of the sixteen numbers of the
+// first code and the sixteen of the second; the lookup reads 5 bits. 2 bits: a pair has sixteen values, found by one
+// lookup of 4 bits.
 #define LOOK_UP(codes, table) (U)_mm512_permutexvar_epi16((__m512i)(codes), (__m512i)(table))
 #define LOOK_UP_PAIR(codes, table) (U)_mm512_permutexvar_epi32((__m512i)(codes), (__m512i)(table))
-#define NUMBERS(each, zero, scale) fma_(each, (F)_mm512_set1_ps(scale), (F)_mm512_set1_ps(zero))  // products of 4 bits and 11 are exact; `splat` would add
+#define NUMBERS(each, zero, scale) fma_(each, (F)_mm512_set1_ps(scale), (F)_mm512_set1_ps(zero))  // exact: 4 times 11 bits; `splat` would add 0
 INLINE U in_pairs(F first, F second) {
   const H32 mixed = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   return LOOK_UP(mixed, narrow2(first, second));
 }
-// Two bytes of each word, the lower one `up` bits from its end, times a scale that is 2^24 too small: a byte is read where it is highest
+// Convert two bytes of each word, the lower one at bit `up`, with a scale 2^24 too small, because a byte is read from
+// the highest bits
 INLINE U bytes_in_pairs(U code, int up, F scale0, F scale1) {
   const I first = (I)(code << (24 - up) & 0xff000000), second = (I)(code << (16 - up) & 0xff000000);
   return in_pairs(__builtin_convertvector(first, F) * scale0, __builtin_convertvector(second, F) * scale1);
@@ -182,15 +186,15 @@ INLINE H32 table_of(int bits, float zero0, float scale0, float zero1, float scal
   if (bits == 4) return narrow2(NUMBERS(each, zero0, scale0), NUMBERS(each, zero1, scale1));
   return (H32)in_pairs(NUMBERS(low, zero0, scale0), NUMBERS(high, zero1, scale1));
 }
-// 16 bytes of 4 slots
+// Load 16 bytes of 4 slots
 INLINE __m512i of_four_slots(const char *codes, int64_t size) {
   __m512i a = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)codes));
   a = _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(codes + 4 * size)), 1);
   a = _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(codes + 8 * size)), 2);
   return _mm512_inserti32x4(a, _mm_loadu_si128((const __m128i *)(codes + 12 * size)), 3);
 }
-#define SLOT_OF(i) ((i) < 4 ? (i) : (i) + 12)  // of 32, by fours: what is then unpacked in pairs lies in their order
-// 8 words of each of 32 slots -> by word
+#define SLOT_OF(i) ((i) < 4 ? (i) : (i) + 12)  // of 32, by fours, so that pairs are in slot order after unpacking
+// Transpose 8 words of each of 32 slots
 INLINE void turn_words(const __m512i *a, __m512i *w) {
   __m512i b[8], c[8];
   for (int i = 0; i < 8; i += 2) b[i] = _mm512_unpacklo_epi16(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi16(a[i], a[i + 1]);
@@ -199,8 +203,8 @@ INLINE void turn_words(const __m512i *a, __m512i *w) {
   for (int i = 0; i < 4; i++) w[2 * i] = _mm512_unpacklo_epi64(c[i], c[i + 4]), w[2 * i + 1] = _mm512_unpackhi_epi64(c[i], c[i + 4]);
 }
 INLINE __m512i twice(const H32 *table, int half) { return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)table + half)); }
-// Keys of 4 bits of slots [at, at + 64), which share their scales, a channel at a time -> [D / 2][64] or sums. A table is there twice, so
-// that nobody looks at a fifth bit.
+// Keys of 4 bits of slots [at, at + 64), which share their scales, a channel at a time -> [D / 2][64] or sums. Each
+// table is stored twice, so that a fifth bit does not matter.
 INLINE void turn_keys_by_four(int rows, const Codes *c, int64_t D, int64_t at, Sums *s, uint32_t *kt) {
   const int64_t size = D / 2, group = at / c->group * D;
   const char *codes = c->codes + at * size, *next = codes + 64 * size;
@@ -279,7 +283,8 @@ INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t
     }
   }
 }
-// Values of 4 bits of channels [e, e + 64) -> sums alone: even channels of 32 bytes and odd ones, which are put in order once, at the end
+// Values of 4 bits of channels [e, e + 64) -> sums alone: even and odd channels of 32 bytes, which are reordered once
+// at the end
 INLINE void meet_values_by_four(int rows, const Codes *c, int64_t E, int64_t e, int64_t at, const float *zero, const float *scale, Sums *s) {
   const int64_t groups = E / c->group, size = E / 2;
   const char *x = c->codes + at * size + e / 2, *next = c->codes + (at + 64) * size + e * 32;
@@ -304,7 +309,8 @@ INLINE void meet_values_by_four(int rows, const Codes *c, int64_t E, int64_t e, 
     for (int i = 0; i < 2; i++) acc[2 * i] = _mm512_shuffle_f32x4(u[i], u[i + 2], 0x88), acc[2 * i + 1] = _mm512_shuffle_f32x4(u[i], u[i + 2], 0xdd);
   }
 }
-// Values of 4 or 2 bits of these slots, a pair of slots at a time: of channels [e, e + vecs * 16), which share a group -> [32][width] or sums
+// Values of 4 or 2 bits of these slots, a pair of slots at a time: channels [e, e + vecs * 16), which share a group ->
+// [32][width] or sums
 INLINE void lay_values_of(int bits, int rows, int vecs, const Codes *c, int64_t E, int64_t e, int64_t at, const float *zero, const float *scale, Sums *s, uint32_t *vt, int64_t width) {
   const H32 from = {0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12, 0, 0, 4, 4, 8, 8, 12, 12};
   const H32 where = {0, 8, 0, 8, 0, 8, 0, 8, 1, 9, 1, 9, 1, 9, 1, 9, 2, 10, 2, 10, 2, 10, 2, 10, 3, 11, 3, 11, 3, 11, 3, 11};
@@ -327,7 +333,7 @@ INLINE void lay_values_of(int bits, int rows, int vecs, const Codes *c, int64_t 
           const U codes = (U)((H32)_mm512_permutexvar_epi16((__m512i)(where + (uint16_t)(half * 4)), _mm512_castsi256_si512(both)) >> from);
           w[n + half] = LOOK_UP((codes & 0xf000f) | 0x100000, table);
         }
-      } else {  // the codes of two slots side by side, in 4 bits: even channels, odd ones, and both by turns
+      } else {  // codes of two slots side by side, in 4 bits: even channels, odd channels, and both alternately
         const U4 p = load(U4, x), q = load(U4, x + size);
         const C16 even = (C16)((p & 0x33333333) | (q << 2 & 0xcccccccc)), odd = (C16)((p >> 2 & 0x33333333) | (q & 0xcccccccc));
         __m256i both = (__m256i)__builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
@@ -339,7 +345,7 @@ INLINE void lay_values_of(int bits, int rows, int vecs, const Codes *c, int64_t 
     meet_words(rows, vecs, w, j, s, vt + j * width + e);
   }
 }
-// Values of 8 bits of channels [e, e + 16), which lie by channels
+// Values of 8 bits of channels [e, e + 16), which are stored by channel
 INLINE void lay_channels_of(int rows, const Codes *c, int64_t e, int64_t at, Sums *s, uint32_t *vt, int64_t width) {
   U a[16];
   float scale[64];
@@ -357,7 +363,7 @@ INLINE void lay_channels_of(int rows, const Codes *c, int64_t e, int64_t at, Sum
   }
 }
 #elif defined(__AVX2__)
-// In fp32, rounded to bf16. The numbers that a group's codes stand for are made once and looked up, by 4 bits or by 2.
+// In fp32, rounded to bf16. The numbers of a group's codes are computed once and looked up, by 4 bits or by 2.
 #define HAS_LOOKUP 0
 #define values_by_four(c, D, at, n, to)
 INLINE U look_up(int bits, F table, U codes) {
@@ -384,8 +390,8 @@ INLINE F table_of(int bits, float zero, float scale) {
 }
 #if !defined(__AVX512F__)
 #define BY_BYTES 1
-// The bf16 that the sixteen codes of a group stand for, their lower bytes and then their upper ones: what `narrow` makes of all numbers
-// that halves can say; of NaN some become 0. Products of 4 bits and 11 are exact.
+// The bf16 numbers of a group's sixteen codes, their lower bytes and then their upper ones: equal to `narrow` for all
+// numbers that float16 scales can give; some NaN become 0. Products of 4 and 11 bits are exact.
 INLINE void bytes_of(float zero, float scale, __m256i *table) {
   const __m256 some = {0, 1, 2, 3, 8, 9, 10, 11}, others = {4, 5, 6, 7, 12, 13, 14, 15}, z = _mm256_set1_ps(zero), by = _mm256_set1_ps(scale);
   const __m256i half = _mm256_set1_epi32(0x7fff), one = _mm256_set1_epi32(1);
@@ -396,19 +402,19 @@ INLINE void bytes_of(float zero, float scale, __m256i *table) {
   y = _mm256_add_epi32(_mm256_add_epi32(y, half), _mm256_and_si256(_mm256_srli_epi32(y, 16), one));
   *table = _mm256_permute4x64_epi64(_mm256_or_si256(_mm256_shuffle_epi8(x, first), _mm256_shuffle_epi8(y, second)), 0xd8);
 }
-// What 32 codes stand for: lower or upper bytes
+// Look up the lower or upper bytes of 32 codes
 INLINE __m256i look_up_bytes(const __m256i *table, int upper, __m256i codes) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table + upper)), codes);
 }
 INLINE __m256i lower_codes(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 INLINE __m256i upper_codes(__m256i x) { return lower_codes(_mm256_srli_epi16(x, 4)); }
-// Lower and upper bytes -> 32 numbers in fp32, as the bytes lie in halves of a vector
+// Lower and upper bytes -> 32 numbers in fp32, in the order of the bytes in halves of a vector
 INLINE void widen_bytes(__m256i low, __m256i high, U *w) {
   const __m256i none = _mm256_setzero_si256(), a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);
   const __m256i out[4] = {_mm256_unpacklo_epi16(none, a), _mm256_unpackhi_epi16(none, a), _mm256_unpacklo_epi16(none, b), _mm256_unpackhi_epi16(none, b)};
   memcpy(w, out, sizeof out);
 }
-// 16 bytes of each of 32 slots -> by byte, of slots in such an order that `widen_bytes` gives them in theirs
+// Transpose 16 bytes of each of 32 slots, in an order of slots that `widen_bytes` restores
 INLINE void turn_bytes(const char *codes, int64_t size, __m256i *a) {
   __m256i b[16];
   for (int i = 0; i < 16; i++) {
@@ -505,7 +511,8 @@ INLINE void turn_keys_of(int bits, int is_one, int rows, const Codes *c, int64_t
     }
   }
 }
-// Values of 4 or 2 bits of these slots, a slot at a time: of channels [e, e + vecs * 16), which share a group -> [64][width] or sums
+// Values of 4 or 2 bits of these slots, a slot at a time: channels [e, e + vecs * 16), which share a group ->
+// [64][width] or sums
 INLINE void lay_values_of(int bits, int rows, int vecs, const Codes *c, int64_t E, int64_t e, int64_t at, const float *zero, const float *scale, Sums *s, uint32_t *vt, int64_t width) {
   if (BY_BYTES && bits == 4 && vecs == 4) {
     lay_values_by_bytes(rows, c, E, e, at, zero, scale, s, vt, width);
@@ -523,7 +530,7 @@ INLINE void lay_values_of(int bits, int rows, int vecs, const Codes *c, int64_t 
     meet_words(rows, vecs, w, j, s, vt + j * width + e);
   }
 }
-// Values of 8 bits of channels [e, e + 16), which lie by channels
+// Values of 8 bits of channels [e, e + 16), which are stored by channel
 INLINE void lay_channels_of(int rows, const Codes *c, int64_t e, int64_t at, Sums *s, uint32_t *vt, int64_t width) {
   const char *codes = c->codes + e * c->room + at;
   for (int r = 0; r < 16; r++) __builtin_prefetch(codes + r * c->room + 64, 0, 2);
@@ -541,7 +548,7 @@ INLINE void lay_channels_of(int rows, const Codes *c, int64_t e, int64_t at, Sum
 #define values_by_four(c, D, at, n, to)
 #endif
 #if defined(__AVX2__)
-// Keys -> kt
+// Arrange keys in kt
 INLINE void turn_block(const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
   Sums none;
   if (c->bits == 8) turn_keys_of(8, 0, 0, c, D, at, &none, kt);
@@ -549,7 +556,7 @@ INLINE void turn_block(const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
   else if (c->group % 64 == 0) turn_keys_of(4, 1, 0, c, D, at, &none, kt);
   else turn_keys_of(4, 0, 0, c, D, at, &none, kt);
 }
-// EACH(bits, vecs, e): values of a block by as many channels as one call takes
+// EACH(bits, vecs, e): values of a block, by as many channels as one call processes
 #define BY_CHANNELS(c, E, EACH)                                                         \
   if ((c)->bits == 8) for (int64_t e = 0; e < (E); e += 16) EACH(8, 1, e)               \
   else if ((c)->bits == 2) for (int64_t e = 0; e < (E); e += 64) EACH(2, 4, e)          \
@@ -562,7 +569,7 @@ INLINE void turn_block(const Codes *c, int64_t D, int64_t at, uint32_t *kt) {
   const int64_t groups = c->bits == 8 ? 0 : E / c->group;               \
   float zero[64 * groups + 1], scale[64 * groups + 1];                  \
   floats_of(c, at * groups, 64 * groups, zero, scale);
-// Values -> vt
+// Arrange values in vt
 static void pair_block(const Codes *c, int64_t E, int64_t at, uint32_t *vt, int64_t width) {
   Sums none;
   VALUES_BEGIN
@@ -570,7 +577,7 @@ static void pair_block(const Codes *c, int64_t E, int64_t at, uint32_t *vt, int6
   BY_CHANNELS(c, E, EACH)
 #undef EACH
 }
-// Rows whose sums fit into registers; tiles multiply what is laid out
+// Rows whose sums fit into registers; tiles multiply arranged blocks
 #if HAS_TILES
 #define FEW 0
 #elif defined(__AVX512F__)
@@ -610,7 +617,7 @@ INLINE void block_for(int rows, const Rows *a, const Room *room, const Packed *p
   soften(LAID_OUT, rows, a, room, pos, at);
   weigh_few(rows, a, room, &p->v, at);
 }
-// `block` for the few rows for which `can_multiply`, of a whole block of codes
+// `block` for a whole block of codes and few rows, those for which `can_multiply` is true
 INLINE int can_multiply(const Rows *a, const Packed *p) {
   return a->n <= FEW && a->kind == LAID_OUT && can_turn(&p->k, a->D) && can_pair(&p->v, a->E) && (p->k.bits == 8 || p->k.group % 64 == 0);
 }
@@ -628,7 +635,8 @@ static void block_of_codes(const Rows *a, const Room *room, const Packed *p, con
   for (int64_t e = 0; e < E; e += 16) pair_by_channels(c, e, at, vt, width)
 #define can_multiply(a, p) 0
 #define block_of_codes(a, room, p, pos, at)
-// Values of 8 bits of channels [e, e + 16) in pairs of bf16 -> [32][width]: where they lie by channels pairs need one turn
+// Values of 8 bits of channels [e, e + 16) in pairs of bf16 -> [32][width]: stored by channel, they need one
+// transposition
 INLINE void pair_by_channels(const Codes *c, int64_t e, int64_t at, uint32_t *vt, int64_t width) {
   const char *codes = c->codes + e * c->room + at;
   for (int r = 0; r < 16; r++) __builtin_prefetch(codes + r * c->room + 64, 0, 2);
@@ -644,7 +652,7 @@ INLINE void pair_by_channels(const Codes *c, int64_t e, int64_t at, uint32_t *vt
   }
 }
 #endif
-// Values of 8 bits lie by channels; of each channel the next block's line is asked for
+// Values of 8 bits are stored by channel; the next block's cache line of each channel is prefetched
 INLINE void turn_values(const Codes *c, int is_wide, int64_t D, int64_t at, int64_t n, char *to) {
   const int64_t size = is_wide ? 4 : 2;
   for (int64_t d = 0; d < D; d += 16) {
@@ -659,7 +667,7 @@ INLINE void turn_values(const Codes *c, int is_wide, int64_t D, int64_t at, int6
     }
   }
 }
-// Values of slots [at, at + n)
+// Dequantize values of slots [at, at + n)
 INLINE void unpack_values(const Packed *p, int is_wide, int64_t D, int64_t at, int64_t n, char *to) {
   const Codes *c = &p->v;
   const int64_t size = D * (is_wide ? 4 : 2), groups = c->group ? D / c->group : 0;
@@ -678,7 +686,7 @@ INLINE void unpack_values(const Packed *p, int is_wide, int64_t D, int64_t at, i
         put(is_wide, to + i * size, d, zero + refined_at(c, at + i, D, d) * scale);
       }
 }
-// Slots [at, at + n) -> keys of D and values of E numbers, or null: none; up to 15 values more are written
+// Dequantize slots [at, at + n) -> keys of size D and values of size E, or null: none; up to 15 values more are written
 static void unpack_slots(const Packed *p, int is_wide, int64_t D, int64_t E, int64_t at, int64_t n, char *k, char *v) {
   if (k && is_wide) unpack_keys(p, 1, D, at, n, k);
   else if (k) unpack_keys(p, 0, D, at, n, k);

@@ -1,20 +1,21 @@
-// What this CPU has.
+// Features of this CPU.
 #include "pool.h"
 #include <stdint.h>
 #define API __attribute__((visibility("default")))
-// Whoever loads the library looks for this: other sources than his may take other arguments. build.py makes the name.
+// A symbol whose name build.py makes from the sources. The loader checks it, because a library of other sources may
+// take other arguments.
 API int SOURCES(void) { return 1; }
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
 #include <unistd.h>
-// Tiles are 8 KiB of registers more, for which a program asks (arch_prctl, ARCH_REQ_XCOMP_PERM)
+// Tiles are 8 KiB of additional registers, which a program must request (arch_prctl, ARCH_REQ_XCOMP_PERM)
 static int may_use_tiles(void) { return !syscall(158, 0x1023, 18); }
 #else
 static int may_use_tiles(void) { return 0; }
 #endif
 static int bit(unsigned word, int at) { return word >> at & 1; }
-// 0 = none of ours, 1 = avx2, 2 = avx512, 3 = avx512bf16, 4 = amx; the system must save the registers too
+// 0 = not supported, 1 = avx2, 2 = avx512, 3 = avx512bf16, 4 = amx; the system must save the registers too
 API int cpu_level(void) {
   unsigned a, b, c, d, low, high;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !bit(c, 27) || !bit(c, 12) || !bit(c, 29)) return 0;  // xsave, fma, f16c
@@ -28,7 +29,7 @@ API int cpu_level(void) {
 }
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
-// 1 = neon, 2 = neonbf16: products of bf16 and of bytes
+// 1 = neon, 2 = neonbf16: with products of bf16 and of bytes
 API int cpu_level(void) { return getauxval(16) >> 20 & 1 && getauxval(26) >> 14 & 1 ? 2 : 1; }
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>

@@ -1,20 +1,20 @@
-// The gated delta rule over rows in order (arXiv 2412.06464), the convolution before it, and functions of single numbers.
+// The gated delta rule over rows in order (arXiv 2412.06464), the convolution before it, and elementwise functions.
 //
-// Columns of a head's state know nothing of each other, so a job is some columns of one head, for all rows: they stay in the
-// first cache. A row is one fixed chain over channels, whatever rows are in the same call.
-#define COLUMNS 32  // of a job: two vectors
+// Columns of a head's state are independent, so a job is several columns of one head, for all rows: they stay in the
+// first-level cache. A row is one fixed chain over channels, independent of other rows in the call.
+#define COLUMNS 32  // per job: two vectors
 
 typedef struct {
-  const void *q, *k, *v;                // rows of K, K and H heads, in the model's type
-  const float *g, *beta, *before;       // [N, H] logarithm of the decay, and rate; [H, Dk, Dv] or null = zeros
-  float *state;                         // [H, Dk, Dv], behind the last row
-  void *out;                            // [N, H, Dv] in the model's type
+  const void *q, *k, *v;                // rows of K, K and H heads, in the model's dtype
+  const float *g, *beta, *before;       // [N, H] log of the decay, and rate; [H, Dk, Dv] or null = zeros
+  float *state;                         // [H, Dk, Dv], after the last row
+  void *out;                            // [N, H, Dv] in the model's dtype
   int64_t N, H, K, Dk, Dv;
   int64_t q_step, k_step, v_step;       // numbers from row to row
-  int32_t is_wide, is_normed;           // queries and keys are brought to length 1
+  int32_t is_wide, is_normed;           // is_normed: queries and keys are scaled to length 1
 } GatedDelta;
 
-// A row of one head, times `by`, and brought to length 1 before that
+// A row of one head, times `by`, scaled to length 1 before that if is_normed
 static void delta_vector(const GatedDelta *a, const void *p, int64_t from, float by, float *to) {
   F squares = {0};
   for (int64_t i = 0; i < a->Dk; i += 16) {
@@ -72,8 +72,8 @@ EXPORT(gated_delta)(const GatedDelta *a) {
 // ---- the convolution before it ----
 
 typedef struct {
-  const void *x, *w, *bias;     // [C, L], the rows before these and these; [C, W]; [C] or null
-  void *y;                      // [N, C]: of the last N rows
+  const void *x, *w, *bias;     // [C, L], with rows before the call's; [C, W]; [C] or null
+  void *y;                      // [N, C]: for the last N rows
   int64_t C, L, N, W;
   int32_t has_silu, is_wide;
 } Conv;
@@ -101,7 +101,7 @@ static void conv_job(void *arg, int job, char *) {
 }
 EXPORT(causal_conv)(const Conv *a) { return pool_run(conv_job, (void *)a, (int)((a->C + 63) / 64), 0); }
 
-// ---- functions of single numbers ----
+// ---- elementwise functions ----
 
 INLINE F softplus_(F x) {
   const F e = exp_(pick(x > 20.f, splat(20.f), x)), u = 1.f + e;

@@ -1,7 +1,7 @@
-// Products and what stands between them, for one kind of CPU; compiled once for each, as attend.c is, with -DLEVEL=name and
-// what that CPU has.
+// Products and the operations between them, for one kind of CPU. Like attend.c, compiled once for each kind, with
+// -DLEVEL=name and the features of that CPU.
 #include "linear_quantized.c"
 #include "layer.c"
 #include "gated_delta.c"
-// A product and a sum, so that a test can see that they are rounded apart
+// A product and a sum, so that a test can check that they are rounded separately
 EXPORT(unfused)(float *x) { return x[3] = x[0] * x[1] + x[2], 1; }

@@ -1,8 +1,8 @@
-// Sixteen lanes, and the few operations on them that are written differently for each kind of CPU.
+// Vectors of sixteen lanes, and the few operations that need different code on each kind of CPU.
 //
-// Vectors are clang's: 512 bits wide in the source, cut into what the CPU has by the compiler. Nothing here adds up across
-// lanes in an order that a compiler may choose, and files are compiled without contraction: where a product and a sum are
-// rounded once it says `fma`. So the bits of a lane depend on what was written and on nothing else.
+// Vectors are clang's: 512 bits wide in the source, split by the compiler to the CPU's width. No sum across lanes is in
+// an order that the compiler may choose, and files are compiled without contraction: `fma` is written where a product
+// and a sum are rounded once. The bits of a lane therefore depend on the source code alone.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -14,7 +14,7 @@
 #define UP(n, to) (((n) + (to)-1) / (to) * (to))
 #define JOIN_(a, b) a##__##b
 #define JOIN(a, b) JOIN_(a, b)
-// linear__avx512bf16; returns 1, or 0 where there is no memory to work in: then what it was to fill may hold anything
+// linear__avx512bf16; returns 1, or 0 if no work memory could be allocated: the output is undefined then
 #define EXPORT(name) __attribute__((visibility("default"))) int JOIN(name, LEVEL)
 
 typedef uint16_t bf16;
@@ -30,7 +30,7 @@ INLINE F fma_(F a, F b, F c) { return __builtin_elementwise_fma(a, b, c); }
 INLINE float wide1(bf16 x) { uint32_t u = (uint32_t)x << 16; float f; memcpy(&f, &u, 4); return f; }
 INLINE F wide(H x) { return (F)(__builtin_convertvector(x, U) << 16); }
 
-// To bf16, to nearest even; NaN stays NaN.
+// Round to bf16, to nearest even; NaN remains NaN.
 INLINE H narrow(F x) {
 #if defined(__AVX512BF16__)
   return (H)_mm512_cvtneps_pbh((__m512)x);
@@ -40,16 +40,17 @@ INLINE H narrow(F x) {
 #endif
 }
 
-// where ? a : b by lane; `where` is what a comparison gives
+// where ? a : b by lane; `where` is the result of a comparison
 INLINE F pick(I where, F a, F b) { return (F)(((U)where & (U)a) | (~(U)where & (U)b)); }
-INLINE F larger(F a, F b) { return pick(a > b, a, b); }  // b where either is no number
+INLINE F larger(F a, F b) { return pick(a > b, a, b); }  // b if either is NaN
 
-// A stretch of memory that is read next, into the second cache, or null: stands where the work takes longest
+// Prefetch memory that is read next into the second-level cache; `next` may be null. Called where computation takes
+// longest
 INLINE void ask_for(const char *next, int64_t bytes) {
   for (int64_t i = 0; next && i < bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
 }
 
-// 16 words at p, of which `n` > 0 are there; the others are zeros
+// Load 16 words at p, of which `n` > 0 exist; the others are zeros
 INLINE U load_some(const void *p, int64_t n) {
   U v = {0};
   if (n >= 16) v = load(U, p);
@@ -58,7 +59,7 @@ INLINE U load_some(const void *p, int64_t n) {
   return v;
 }
 
-// The sum and the largest of all lanes: by halves, in this order everywhere.
+// Sum and maximum of all lanes: by halves, in this order everywhere.
 INLINE float sum_across(F v) {
   float a[16], b[8], c[4];
   store(a, v);
@@ -74,8 +75,8 @@ INLINE float top_across(F v) {
   return v[0];
 }
 
-// 2^x for x < 127, +0 below -126; exact at 0, relative error 2e-7. Adding 3 * 2^22 leaves the whole part of x in the lowest
-// bits, which are shifted to where the exponent is.
+// 2^x for x < 127, +0 below -126; exact at 0, relative error 2e-7. Adding 3 * 2^22 puts the integer part of x in the
+// lowest bits, which are shifted to the exponent.
 INLINE F exp2_(F x) {
   F whole = x + 12582912.f, part = x - (whole - 12582912.f), y = splat(1.535336188319500e-4f);
   y = fma_(y, part, splat(1.339887440266574e-3f));
@@ -99,18 +100,19 @@ INLINE F tanh_(F x) {
   return pick(a < 0.625f, fma_(y, z * x, x), (F)((U)big | ((U)x & 0x80000000u)));
 }
 
-// log2 of a positive normal number, to 1e-7 of the larger of it and 1: by the series of atanh around 1
+// log2 of a positive normal number, with an error of 1e-7 of the larger of the result and 1: by the series of atanh at
+// 1
 INLINE float log2_(float x) {
   uint32_t u;
   memcpy(&u, &x, 4);
-  const int32_t n = (int32_t)(u - 0x3f3504f3u) >> 23;  // x / 2^n lies between sqrt(1/2) and sqrt(2)
+  const int32_t n = (int32_t)(u - 0x3f3504f3u) >> 23;  // x / 2^n is between sqrt(1/2) and sqrt(2)
   u -= (uint32_t)n << 23;
   memcpy(&x, &u, 4);
   const float t = (x - 1.f) / (x + 1.f), z = t * t;
   return (float)n + t * (2.885390082f + z * (0.961796694f + z * (0.577078016f + z * (0.412198583f + z * 0.320598898f))));
 }
 
-// 16 rows of 16 words -> 16 columns
+// Transpose 16 rows of 16 words to 16 columns
 INLINE void turn16(U *a) {
   U b[16];
 #define LOW(x, y) __builtin_shufflevector(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)

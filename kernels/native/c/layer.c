@@ -1,36 +1,36 @@
-// What stands between the products and the attention of a decoder layer: norms, rotary embedding, activations and sums;
-// and such a layer in two calls, before its attention and after it.
+// Operations of a decoder layer between the products and the attention: norms, rotary embedding, activations and sums;
+// and a layer in two calls, before its attention and after it.
 //
-// Numbers are rounded where PyTorch rounds them, row by row, so that bits are those of the modules that this stands in for;
-// but for activations, whose e^x is another. In all of this a row is made by itself.
+// Numbers are rounded where PyTorch rounds them, so that bits equal those of the replaced modules, except for
+// activations, whose e^x differs. Each row is computed by itself.
 #include "lanes.h"
 #include "pool.h"
-#define BAND 4  // rows of a chunk of work
+#define BAND 4  // rows per chunk of work
 #define LOG2E 1.44269504088896341f
 #define LN2 0.693147180559945309f
 
-typedef struct {  // as `linear` takes it, or, with bits, `linear_quantized`
+typedef struct {  // arguments of `linear`, or, with bits, of `linear_quantized`
   const void *w, *scale, *bias;
   int64_t N, K, bits, group;
 } Product;
 typedef struct {
   const void *w;
-  int64_t H;  // numbers of a row
+  int64_t H;  // numbers per row
   float eps;
   int32_t form;   // 0: w * round(x / rms), 1: (1 + w) * (x / rms), 2: w * (x / rms)
-  int32_t lanes;  // of the vectors in which squares are added up
+  int32_t lanes;  // lanes of the vectors in which squares are summed
   int32_t is_wide;
 } Norm;
 typedef struct { Product gate, up, down; int32_t act, is_wide; } Mlp;
 typedef struct {
-  Norm first, second;                      // of what goes into attention and MLP
-  Norm of_q, of_k, of_attention, of_mlp;  // of each head, and of what comes out; w null: there is none
+  Norm first, second;                      // before attention and MLP
+  Norm of_q, of_k, of_attention, of_mlp;  // of each head, and of the outputs of attention and MLP; w null: no norm
   Product q, k, v, o;
   Mlp mlp;
-  int64_t D;  // numbers of a head
+  int64_t D;  // size of a head
 } Layer;
 
-// 16 numbers from place i on, of which n are there; the others are zeros
+// 16 numbers from index i on, of which n exist; the others are zeros
 INLINE F get16(const void *p, int64_t i, int64_t n, int is_wide) {
   if (n >= 16) return is_wide ? load(F, (const float *)p + i) : wide(load(H, (const bf16 *)p + i));
   F v = {0};
@@ -59,7 +59,7 @@ static void by_row(row_fn fn, const void *job, int64_t M) {
 
 // ---- norms ----
 
-// The sum of squares as PyTorch adds up a row: four vectors side by side, in stretches of 16 whose sums meet in levels
+// Sum of squares in PyTorch's order: four vectors side by side, in runs of 16 whose sums are added in levels
 INLINE float squares(const float *x, int64_t n, int64_t lanes) {
   const int64_t vectors = n / lanes, rows = vectors / 4, wide = 4 * lanes;
   float sum[4][64] = {0}, all = 0;
@@ -110,13 +110,13 @@ EXPORT(rms_norm)(const Norm *w, const void *x, void *y, int64_t M) {
 
 // ---- the MLP ----
 
-// Beyond what is held nothing is lost: of infinity that would be NaN
+// e^x. Outside of the limits the correction is 0, because with infinity it would be NaN
 INLINE F exp_(F x) {
   const F log2e = splat(LOG2E), y = x * log2e, lost = fma_(x, splat(1.925963033500e-8f), fma_(x, log2e, -y));
   const F held = pick(y > 126.f, splat(126.f), y), e = exp2_(held);
   return fma_(e * LN2, pick((y > 126.f) | (y < -126.f), splat(0.f), lost), e);
 }
-// The complement of the error function, to 1.2e-7 of it (Numerical Recipes, Chebyshev)
+// Complementary error function, with a relative error of 1.2e-7 (Numerical Recipes, Chebyshev)
 INLINE F erfc_(F x) {
   static const float C[] = {.17087277f, -.82215223f, 1.48851587f, -1.13520398f, .27886807f, -.18628806f, .09678418f, .37409196f, 1.00002368f};
   const F z = (F)((U)x & 0x7fffffffu), t = 1.f / (1.f + .5f * z);
@@ -151,12 +151,12 @@ static void sum_row(const void *job, int64_t m) {
   for (int64_t i = 0; i < j->n; i += 16)
     put16(y, i, j->n - i, get16(a, i, j->n - i, j->is_wide) + get16(y, i, j->n - i, j->is_wide), j->is_wide);
 }
-// a [M, n], or with step 0 [n], is added to y [M, n]
+// Add a [M, n], or with step 0 [n], to y [M, n]
 static void add(const void *a, void *y, int64_t M, int64_t n, int64_t step, int is_wide) {
   Sum j = {a, y, n, step, is_wide};
   by_row(sum_row, &j, M);
 }
-// n products of the same rows, those of one form in one job
+// n products of the same rows, those of one weight format in one job
 static int products(const Product *const *w, void *const *y, int n, const void *x, int64_t M, int is_wide) {
   Output some[3];
   for (int i = 0, end; i < n; i = end) {
@@ -183,7 +183,7 @@ static int mlp_some(const Mlp *w, const void *x, void *y, int64_t M) {
   give_room(OF_MLP, gate);
   return is_done;
 }
-// As many rows at a time as products take, so that what they compute with is no larger for a long prompt.
+// As many rows at a time as products take, so that work memory does not grow with a long prompt.
 #define BY_BLOCKS(some) \
   for (int64_t m = 0; m < M; m += TALL) { \
     const int64_t rows = M - m < TALL ? M - m : TALL; \
@@ -200,7 +200,7 @@ EXPORT(mlp)(const Mlp *w, const void *x, void *y, int64_t M) {
 // ---- a layer ----
 
 typedef struct { const Norm *norm; const char *cos, *sin; char *x; int64_t heads, D, R; int is_wide; } Turn;
-// A row's heads, normed and turned in place: x * cos + (-b, a) * sin over the halves a, b of the first R channels
+// Norm a row's heads and rotate them in place: x * cos + (-b, a) * sin over the halves a, b of the first R channels
 static void turn_row(const void *job, int64_t m) {
   const Turn *j = job;
   const int is_wide = j->is_wide;
@@ -230,7 +230,7 @@ static int before_some(const Layer *l, const void *x, const void *cos, const voi
   by_row(turn_row, &of_k, M);
   return 1;
 }
-// x [M, E] -> q [M, heads, D], k, v [M, KV heads, D]; cos, sin [M, R], R = 0: keys do not turn
+// x [M, E] -> q [M, heads, D], k, v [M, KV heads, D]; cos, sin [M, R], R = 0: no rotation
 EXPORT(layer_before)(const Layer *l, const void *x, const void *cos, const void *sin, void *q, void *k, void *v, int64_t M, int64_t R) {
   const int64_t size = l->mlp.is_wide ? 4 : 2;
   BY_BLOCKS(before_some(l, AT(x, l->first.H), AT(cos, R), AT(sin, R), AT(q, l->q.N), AT(k, l->k.N), AT(v, l->v.N), rows, R));
@@ -254,7 +254,7 @@ static int after_some(const Layer *l, const void *x, const void *attended, void 
   give_room(OF_LAYER, middle);
   return is_done;
 }
-// What attention gave [M, heads, D], and x [M, E] -> y [M, E]
+// Attention output [M, heads, D], and x [M, E] -> y [M, E]
 EXPORT(layer_after)(const Layer *l, const void *x, const void *attended, void *y, int64_t M) {
   const int64_t size = l->mlp.is_wide ? 4 : 2;
   BY_BLOCKS(after_some(l, AT(x, l->first.H), AT(attended, l->o.K), AT(y, l->first.H), rows));

@@ -1,19 +1,19 @@
-// Linear layers. Each output of each row is one accumulator in one lane, which runs over k in order and is rounded once:
-// nothing in it depends on how many rows or outputs come along, on the thread or on the place in a tile.
+// Linear layers. Each output of each row is one accumulator in one lane, which runs over k in order and is rounded
+// once. It does not depend on the number of rows or outputs, on the thread or on the position in a tile.
 //
 // A row's numbers are read 32 bits at a time: one fp32, or two bf16. Weights are packed in panels of 64 outputs,
-// [ceil(N / 64)][S][64] such words with S = words of a row; outputs beyond N are zeros. A panel is one stream of memory
-// and one chunk of work. Where the CPU does not multiply pairs of bf16, several rows share a stretch of the panel that was
-// widened to fp32 in cache: the same products and sums in the same order.
+// [ceil(N / 64)][S][64] such words with S = words of a row; outputs beyond N are zeros. A panel is contiguous memory
+// and one chunk of work. If the CPU does not multiply pairs of bf16, several rows share a part of the panel that was
+// converted to fp32 in cache: the same products and sums in the same order.
 #pragma once
 #include "lanes.h"
 #include "pool.h"
 #include "tiles.h"
 #include <stdlib.h>
 #define PANEL 64
-#define TALL 512  // rows at a time, so that what they have summed up lies on the stack
-#define MANY 16   // rows from which on it pays to copy x in stretches, each one stream of memory
-// A tile has ROWS rows and VECS * 16 outputs: as much as the registers hold. FEW rows do without a widened panel.
+#define TALL 512  // rows at a time, so that their sums fit on the stack
+#define MANY 16   // rows from which copying x into parts, each contiguous in memory, is faster
+// A tile has ROWS rows and VECS * 16 outputs: as much as the registers hold. Up to FEW rows need no converted panel.
 #if defined(__AVX512F__)
 #define ROWS 4
 #define VECS 4
@@ -25,17 +25,17 @@
 #endif
 #if defined(__AVX512BF16__)
 #define WIDENS 0
-#define DEPTH 64  // words at a time where rows share them: 16 KiB of a panel stay in the first cache for all rows
-#define ONCE 4    // rows that read a panel but once
+#define DEPTH 64  // words at a time when rows share them: 16 KiB of a panel stay in the first-level cache for all rows
+#define ONCE 4    // most rows that read a panel only once
 #else
 #define WIDENS 1  // bf16 is multiplied as fp32
 #define DEPTH 32
 #define ONCE 1
 #endif
 
-// One of several products of the same rows, which are one job: a thread that waits for others waits once for all of them.
+// One of several products of the same rows in one job, so that a thread waits once for all of them.
 typedef struct {
-  const void *w, *scale, *bias;  // scale: of packed weights; bias [N], as y
+  const void *w, *scale, *bias;  // scale: of quantized weights; bias [N], in y's dtype
   void *y;                       // [M, N] bf16 or fp32
   int64_t N;
 } Output;
@@ -44,7 +44,7 @@ static int panels(const Output *o, int n) {
   for (int i = 0; i < n; i++) all += (o[i].N + PANEL - 1) / PANEL;
   return (int)all;
 }
-// What chunk c of the job is a panel of; c becomes the number of that panel
+// Return the output that chunk c of the job belongs to; c becomes the number of the panel within it
 INLINE const Output *output_of(const Output *o, int *c) {
   for (int n; *c >= (n = panels(o, 1)); o++) *c -= n;
   return o;
@@ -55,14 +55,15 @@ typedef struct {
   const uint32_t *x, *w;
   const void *bias;
   void *y;
-  int64_t first, M, N, S;  // rows from `first` on; w, bias, y, N: of one chunk
+  int64_t first, M, N, S;  // rows from `first` on; w, bias, y, N: of the chunk's output
   int is_wide;      // fp32
-  uint32_t *apart;  // x in stretches of `depth` words, [ceil(S / depth)][rows][depth], widened where w is; or null
+  uint32_t *apart;  // x in parts of `depth` words, [ceil(S / depth)][rows][depth], fp32 if w is converted; or null
   int widens;
-  int64_t depth, rows;  // by tiles more than 16 rows are a multiple of 16: those behind M are zeros
+  int64_t depth, rows;  // rows: padded with zeros, for tiles of more than 16 rows, to a multiple of 16
 } Linear;
 
-// One number, or one pair of bf16, in all lanes. In a register: the compiler would fetch it again for each product.
+// One number, or one pair of bf16, in all lanes. Kept in a register, because the compiler would load it for each
+// product.
 INLINE F spread(const uint32_t *p) {
 #if defined(__AVX512F__)
   __m512i v = _mm512_set1_epi32((int)*p);
@@ -84,7 +85,7 @@ INLINE F pairs(F acc, U w, U x) {
   return (F)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
 #endif
 }
-// rows x (vecs * 16) outputs over S words; `part` [rows][64] holds the sums between stretches
+// rows x (vecs * 16) outputs over S words; `part` [rows][64] holds the sums between parts of the panel
 INLINE void tile(int is_wide, int rows, int vecs, const uint32_t *w, int64_t ldw, const uint32_t *x, int64_t ldx, int64_t S, float *part) {
   F acc[6][4];
   for (int m = 0; m < rows; m++)
@@ -101,7 +102,7 @@ INLINE void tile(int is_wide, int rows, int vecs, const uint32_t *w, int64_t ldw
   for (int m = 0; m < rows; m++)
     for (int n = 0; n < vecs; n++) store(part + m * PANEL + n * 16, acc[m][n]);
 }
-// `rows` rows, at most ROWS, over all outputs of the panel; `is_cut`: w is [4 / VECS][S][VECS * 16], each tile's in one piece
+// `rows` rows, at most ROWS, over all outputs of the panel; `is_cut`: w is [4 / VECS][S][VECS * 16], contiguous by tile
 INLINE void band(int is_wide, int rows, int is_cut, const uint32_t *w, const uint32_t *x, int64_t ldx, int64_t S, float *part) {
   const int vecs = rows == 1 && !is_cut ? 4 : WIDENS && !is_wide ? (VECS + 1) / 2 : VECS;
   for (int n = 0; n < 4; n += vecs)
@@ -120,7 +121,7 @@ INLINE void rows_over_panel(int is_wide, int64_t rows, int is_cut, const uint32_
 #endif
   }
 }
-// A stretch of S pairs of bf16 -> 2 S of fp32, cut for tiles
+// Convert S pairs of bf16 to 2 S of fp32, arranged for tiles
 INLINE void widen(const uint32_t *w, uint32_t *wide, int64_t S) {
   for (int64_t s = 0; s < S; s++)
     for (int n = 0; n < 4; n++) {
@@ -148,7 +149,7 @@ static void finish(const Linear *l, int64_t n0, const float *part) {
 }
 #if HAS_TILES
 #define BY_TILES(is_wide) !(is_wide)
-#define TILE_DEPTH 128  // words: 32 KiB of a panel, which stay in the first cache for all rows
+#define TILE_DEPTH 128  // words: 32 KiB of a panel, which stay in the first-level cache for all rows
 static void tiles_chunk(const Linear *l, int c) {
   const uint32_t *w = l->w + (int64_t)c * PANEL * l->S;
   const int64_t whole = l->S / 16 * 16, left = l->S - whole, depth = l->apart ? TILE_DEPTH : whole;

@@ -1,19 +1,20 @@
-// Linear layers whose weights stay packed to bytes or nibbles. As in linear.c an output is one fixed chain, whatever else
-// comes along, and a panel of 64 outputs is one stream of memory and one chunk of work.
+// Linear layers whose weights remain quantized to bytes or nibbles. As in linear.c an output is one fixed chain, and a
+// panel of 64 outputs is contiguous memory and one chunk of work.
 //
 //   8 bits: [ceil(N / 64)][K / 4][64][4] bytes, q + 128;  w = scale[n] q
 //   4 bits: [ceil(N / 64)][K / 8][64][4] bytes, the low nibbles for k = 8 j + 0 .. 3, the high ones for 4 .. 7;
 //           w = scale[j, n] (q - 8) + zero[j, n] with (scale, zero) in [K / group][N][2]
 //
-// Where the CPU multiplies bytes, a row of bf16 becomes two digits of integers for each group: x = step (128 high + low),
-// step a power of two. Numbers within 2^6 of their group's largest are exact, the rest is off by at most 2^-14 of it. Sums
-// of integers are exact in any order. Elsewhere, and for fp32, codes are widened to fp32: a chain over k, then the scale.
-#include "linear.c"  // its tiles
-#define STRETCH 32  // inputs whose codes are widened at a time
+// If the CPU multiplies bytes, a row of bf16 becomes two integer digits for each group: x = step (128 high + low), step
+// a power of two. Numbers within 2^6 of their group's largest are exact, others are off by at most 2^-14 of it. Sums of
+// integers are exact in any order. Otherwise, and for fp32, codes are converted to fp32: a chain over k, then the
+// scale.
+#include "linear.c"  // for its tiles
+#define STRETCH 32  // inputs whose codes are converted at a time
 
 typedef struct {
   const Output *outputs;
-  int64_t first;          // rows from there on; scale, w, y, N: of one chunk
+  int64_t first;          // rows from `first` on; scale, w, y, N: of the chunk's output
   const void *x, *scale;  // bf16 or fp32, as y
   const uint8_t *w;
   void *y;
@@ -23,7 +24,7 @@ typedef struct {
   int64_t stretch;
   int8_t *high, *low;         // [K / group][M][group]
   float *step;                // [K / group][M]
-  int32_t *of_high, *of_low;  // sums of the digits, as step
+  int32_t *of_high, *of_low;  // sums of the digits, shaped as step
 } Packed;
 
 INLINE float number(const void *p, int64_t i, int is_wide) { return is_wide ? ((const float *)p)[i] : wide1(((const bf16 *)p)[i]); }
@@ -41,7 +42,7 @@ INLINE void pair_of(const Packed *p, int64_t j, int64_t n, F *scale, F *zero) {
     *scale = (F)(both << 16), *zero = (F)(both & 0xffff0000u);
   }
 }
-// One row's 16 outputs from n on, times their scales if they have one each
+// Store one row's 16 outputs from n on, times their scales if each output has one
 INLINE void put(const Packed *p, int64_t m, int64_t n, F v) {
   const int64_t here = p->N - n < 16 ? p->N - n : 16, size = p->is_wide ? 4 : 2;
   if (p->bits == 8) {
@@ -53,14 +54,14 @@ INLINE void put(const Packed *p, int64_t m, int64_t n, F v) {
   memcpy((char *)p->y + (m * p->N + n) * size, p->is_wide ? (void *)&v : (void *)&h, here * size);
 }
 
-// ---- codes widened to fp32 ----
+// ---- codes converted to fp32 ----
 
-// The i-th of the codes that each of 16 words holds
+// The i-th code in each of 16 words
 INLINE F code(int bits, U w, int i) {
   const int shift = bits == 8 ? 8 * i : i < 4 ? 8 * i : 8 * (i - 4) + 4;
   return __builtin_convertvector((I)(w >> shift & (bits == 8 ? 255 : 15)) - (bits == 8 ? 128 : 8), F);
 }
-// Few rows: codes are widened in registers
+// Few rows: codes are converted in registers
 INLINE void few_rows(int bits, int rows, const uint32_t *w, const float *x, int64_t k, float *part) {
   const int each = 32 / bits, vecs = rows == 1 ? 4 : VECS;
   for (int n0 = 0; n0 < 4; n0 += vecs) {
@@ -118,7 +119,7 @@ INLINE void widened(int bits, const Packed *p, int c) {
   for (int64_t m = 0; m < p->M; m++)
     for (int64_t n = 0; n < width; n += 16) put(p, m, n0 + n, load(F, (bits == 8 ? part : total) + m * PANEL + n));
 }
-// The job with what chunk c is of, of which it becomes the number of the panel
+// Return the job with the output of chunk c; c becomes the number of the panel
 static Packed packed_of(const void *job, int *c) {
   Packed p = *(const Packed *)job;
   const Output *o = output_of(p.outputs, c);
@@ -152,7 +153,7 @@ static void digits_chunk(void *arg, int m, char *) {
     int8_t *high = p->high + at * p->group, *low = p->low + at * p->group;
     U top = {0};
     for (int64_t k = 0; k < p->group; k += 16) top = __builtin_elementwise_max(top, __builtin_convertvector(load(H, x + k), U) & 0x7f80);
-    const int e = (int)(__builtin_reduce_max(top) >> 7), least = e < 20 ? 20 : e;  // the largest one's exponent, biased
+    const int e = (int)(__builtin_reduce_max(top) >> 7), least = e < 20 ? 20 : e;  // biased exponent of the largest number
     const uint32_t step = e == 255 ? 0x7fc00000u : (uint32_t)(least - 13) << 23, inverse = (uint32_t)(254 - (least - 13)) << 23;
     float times;
     memcpy(&times, &inverse, 4);
@@ -172,7 +173,7 @@ INLINE __m512i four(const int8_t *x) {  // the same four bytes in all lanes
   __asm__("" : "+v"(v));
   return v;
 }
-// Groups from j to end for rows from m0 on x (vecs * 16) outputs from n0 of panel c; `part` [M][64] holds what was before
+// Groups from j to end for rows from m0 on x (vecs * 16) outputs from n0 of panel c, added to `part` [M][64]
 INLINE void digits_tile(int bits, int rows, int vecs, const Packed *p, int c, int64_t j, int64_t end, int64_t m0, int64_t n0,
                         float *part) {
   const int64_t group = p->group, each = 32 / bits;
@@ -184,7 +185,7 @@ INLINE void digits_tile(int bits, int rows, int vecs, const Packed *p, int c, in
     const int64_t of = j * p->M + m0;
     __m512i high[4][4], low[4][4];
     for (int m = 0; m < rows; m++)
-      for (int n = 0; n < vecs; n++) {  // bytes are without sign: take their middle off beforehand
+      for (int n = 0; n < vecs; n++) {  // bytes are unsigned: subtract their middle in advance
         high[m][n] = _mm512_set1_epi32(p->of_high[of + m] * (bits == 8 ? -128 : -8));
         low[m][n] = _mm512_set1_epi32(p->of_low[of + m] * (bits == 8 ? -128 : -8));
       }
@@ -231,7 +232,7 @@ INLINE void digits_tile(int bits, int rows, int vecs, const Packed *p, int c, in
 #define digits_by_tiles(bits, p, c, part)
 #endif
 INLINE void digits_panel(int bits, const Packed *p, int c) {
-  const int64_t groups = p->K / p->group, some = DEPTH * 32 / bits / p->group;  // as many as stay in the first cache
+  const int64_t groups = p->K / p->group, some = DEPTH * 32 / bits / p->group;  // as many as stay in the first-level cache
   float part[p->M * PANEL];
   memset(part, 0, sizeof part);
   if (p->M >= FEW_DIGITS) digits_by_tiles(bits, p, c, part);
@@ -255,7 +256,8 @@ static void digits_panel_chunk(void *arg, int c, char *) {
 #define digits_panel_chunk widened_chunk
 #endif
 
-// x [M, K] -> n outputs, all bf16 or all fp32, weights of one form. K is a multiple of 16; with 4 bits of the group, N of 16.
+// x [M, K] -> n outputs, all bf16 or all fp32, weights quantized alike. K is a multiple of 16; with 4 bits of the
+// group, N of 16.
 static int packed_all(const void *x, const Output *outputs, int n, int64_t M, int64_t K, int bits, int64_t group, int is_wide) {
   const int by_digits = HAS_DIGITS && !is_wide, size = is_wide ? 4 : 2;
   const int64_t even = K % 128 == 0 ? 128 : K % 64 == 0 ? 64 : K % 32 == 0 ? 32 : 16, most = M < TALL ? M : TALL;
@@ -278,7 +280,7 @@ static int packed_all(const void *x, const Output *outputs, int n, int64_t M, in
   give_room(OF_ROWS, scratch);
   return 1;
 }
-// x [M, K], packed w, scales -> y [M, N]
+// x [M, K], quantized w, scales -> y [M, N]
 EXPORT(linear_quantized)(const void *x, const void *w, const void *scale, void *y, int64_t M, int64_t N, int64_t K, int bits, int64_t group, int is_wide) {
   return packed_all(x, &(Output){w, scale, 0, y, N}, 1, M, K, bits, group, is_wide);
 }

@@ -1,8 +1,9 @@
-// Digits by AMX: the integers of 16 rows over a group, then the chain over groups that digits_tile has: the same bits.
+// Digits by AMX: integer sums of 16 rows over a group, then the same chain over groups as digits_tile, with the same
+// bits.
 #pragma once
-#define FEW_DIGITS 4  // rows from which on tiles pay
+#define FEW_DIGITS 4  // rows from which tiles are faster
 
-// Rows of x, `group` bytes apart, by w [group / 4][64][4] -> sums [16][64]
+// Rows of x, `group` bytes apart, times w [group / 4][64][4] -> sums [16][64]
 INLINE void digit_sums(const uint8_t *w, const int8_t *x, int64_t group, int64_t deep, int32_t *sums) {
   _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);
   for (int64_t k = 0; k < group; k += deep, w += deep * PANEL) {
@@ -12,7 +13,7 @@ INLINE void digit_sums(const uint8_t *w, const int8_t *x, int64_t group, int64_t
   }
   TILES_AT(_tile_stored, sums, PANEL, 32);
 }
-// Group j of panel c; `part` [M][64] holds what was before
+// Add group j of panel c to the sums `part` [M][64]
 INLINE void digits_group(int bits, const Packed *p, int c, int64_t j, const uint8_t *w, int64_t deep, float *part) {
   int32_t high[16 * PANEL], low[16 * PANEL];
   F scale[4] = {0}, zero[4] = {0};
@@ -35,7 +36,7 @@ INLINE void digits_group(int bits, const Packed *p, int c, int64_t j, const uint
     }
   }
 }
-// Nibbles of a group -> bytes
+// Convert the nibbles of a group to bytes
 INLINE void spread_nibbles(const uint8_t *w, int64_t group, uint8_t *to) {
   const __m512i four_bits = _mm512_set1_epi8(15);
   for (int64_t k = 0; k < group; k += 8, w += PANEL * 4, to += PANEL * 8)

@@ -1,26 +1,26 @@
-// Scores of stored pages for rows that choose what they read, and the masses that these add up to.
+// Scores of stored pages for sparse attention, and the masses that they sum to.
 //
-// A page is a run of slots whose keys are known roughly: as codes with a scale, or as the least and largest number of each
-// channel. The score of a slot is one chain over channels, that of a page one chain over its slots, a row's mass one over
-// pages: nothing in it depends on the rows or pages beside it.
+// A page is consecutive slots whose keys are known approximately: as codes with a scale, or as minimum and maximum of
+// each channel. The score of a slot is one chain over channels, that of a page one chain over its slots, a row's mass
+// one over pages: it does not depend on other rows or pages.
 #include "attend_block.h"
 #include "pool.h"
 #define LOG2E 1.44269504088896341f
 #define TILE 64    // rows at a time
-#define PIECE 2048 // slots of a job, about
+#define PIECE 2048 // slots per job, about
 
 typedef struct {
   const float *rows;                    // [K, R, D]
-  const char *codes, *high;             // [K, S, ..]: codes, or least numbers beside the largest ones
-  const bf16 *scale, *error;            // [K, S] or null: of a slot's code; what a key may lie off it
+  const char *codes, *high;             // [K, S, ..]: codes; or minima, with the maxima in `high`
+  const bf16 *scale, *error;            // [K, S] or null: scale of a slot's code; largest distance of its key
   const float *mean, *spread;           // [K, D] or null: a key is mean + spread * code
   float *out;                           // [K, R, S / page]
   int64_t K, R, D, S, page, bits;       // bits: 2, 8, 16 (bf16) or 32 (fp32)
-  float factor, cap;                    // score = dot * factor, or cap * tanh(dot * factor / cap) where there is a cap
+  float factor, cap;                    // score = dot * factor, or cap * tanh(dot * factor / cap) if cap > 0
 } PageScores;
 
-typedef struct {  // the memory of a job
-  float *x, *bias, *length;  // rows [TILE, W] as they meet keys; what a row adds to all scores; its length
+typedef struct {  // the work memory of a job
+  float *x, *bias, *length;  // rows [TILE, W] prepared for keys; number added to all scores of a row; norm of a row
   float *keys, *scored;      // [64, W]; [TILE, slots]
   Room room;
 } Scratch;
@@ -40,7 +40,7 @@ static void widen(const PageScores *a, const char *from, int64_t slot, float *to
       for (int64_t i = 0; i < n; i++) to[p * quarter + i] = (float)((c[i] >> 2 * p & 3) * 2 - 3);
     }
 }
-// Rows [first, first + n) of head h, as they meet keys
+// Prepare rows [first, first + n) of head h for products with keys
 static void prepare(const PageScores *a, Scratch *s, int64_t h, int64_t first, int64_t n) {
   const int64_t D = a->D, W = width(a);
   for (int64_t r = 0; r < n; r++) {
@@ -81,13 +81,13 @@ static void score_block(const PageScores *a, Scratch *s, int64_t h, int64_t at, 
       store(s->scored + r * ld + to + g, x);
     }
 }
-// The log of a sum of e^x by lane: NaN where a number is none, or infinite
+// Log of a sum of e^x by lane: NaN if a number is NaN or infinite
 INLINE F log_of(F top, F sum, I is_bad) {
   F found;
   for (int i = 0; i < 16; i++) found[i] = top[i] == NEVER ? NEVER : top[i] + log2_(sum[i]) / LOG2E;
   return pick(is_bad | (top == splat(-NEVER)), splat(__builtin_nanf("")), found);
 }
-// Sixteen pages, one a lane, from a row's scores
+// Masses of sixteen pages, one per lane, from a row's scores
 INLINE F page_mass(const float *x, int64_t page) {
   if (page == 1) return load(F, x);
   F top = splat(NEVER), sum = splat(0.f), v;
@@ -110,7 +110,7 @@ static void *take(char **at, int64_t numbers) {
   *at += UP(numbers * 4, 64);
   return found;
 }
-// Cut out what a job needs from `at` on -> where it ends
+// Divide the memory from `at` on for a job; return its end
 static char *lay_out(const PageScores *a, Scratch *s, char *at) {
   const int64_t n = a->R < TILE ? a->R : TILE, W = width(a);
   s->keys = take(&at, B * W), s->room.kt = take(&at, B * W), s->room.s = take(&at, n * B);
@@ -147,7 +147,7 @@ EXPORT(page_scores)(const void *arg) {
 typedef struct {
   const float *x;       // [K, G, N, P]
   const uint8_t *mask;  // [K, N, P], or [K, P] if is_shared
-  float *out;           // [K, G, N]: the log of the sum of e^x where the mask is set; -inf = it is nowhere
+  float *out;           // [K, G, N]: log of the sum of e^x where the mask is set; -inf = set nowhere
   int64_t K, G, N, P, is_shared;
 } Masses;
 static void masses_chunk(void *arg, int c, char *room) {

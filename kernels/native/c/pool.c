@@ -1,4 +1,4 @@
-// The pool behind pool.h.
+// Implementation of pool.h.
 #include "pool.h"
 #include <pthread.h>
 #include <stdatomic.h>
@@ -6,15 +6,16 @@
 #include <stdlib.h>
 #include <time.h>
 #define MOST 256
-#define SPIN_NS 200000  // a decoding pass hands out a job every 10 to 100 us: sleepers would come late to each
+#define SPIN_NS 200000  // a decoding pass starts a job every 10 to 100 us: sleeping threads would be late for each
 
-// ticket = turn of the job (high half) and its next chunk (low half). Taking a chunk and seeing that the job is still the
-// same is one step, so nobody waits for a worker that the system has put aside: a job is over when its chunks are done.
+// ticket = number of the job (high half) and its next chunk (low half). Taking a chunk and checking that the job is
+// still the same is one atomic step. A job is done when its chunks are done, so no job waits for a worker that is
+// descheduled.
 static struct job { job_fn fn; void *arg; uint32_t chunks; int threads; char *room; size_t bytes; } jobs[2];
 static _Atomic uint64_t ticket;
 static atomic_uint done, sleepers;
 static int n_threads = 1, n_started = 1, minds_forks;
-static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;  // one job at a time, whoever calls
+static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;  // one job at a time, for all callers
 static pthread_mutex_t bed = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
 
@@ -33,7 +34,7 @@ static int64_t now(void) {
 }
 static void work(unsigned turn, int mine) {
   for (uint64_t t = atomic_load_explicit(&ticket, memory_order_acquire); t >> 32 == turn;) {
-    struct job j = jobs[turn & 1];  // read before the ticket is taken: if the take succeeds the job was this one
+    struct job j = jobs[turn & 1];  // read before the ticket is taken: if the exchange succeeds, the job was this one
     if ((uint32_t)t >= j.chunks || mine >= j.threads) return;
     if (!atomic_compare_exchange_weak(&ticket, &t, t + 1)) continue;
     j.fn(j.arg, (int)(uint32_t)t, j.room + mine * j.bytes);
@@ -64,28 +65,28 @@ static void *worker(void *mine) {
   }
   return 0;
 }
-__attribute__((unused))  // by Windows, which does not fork
-static void after_fork(void) {  // a child has no workers: it starts its own when it says how many it wants
+__attribute__((unused))  // on Windows, which does not fork
+static void after_fork(void) {  // a child has no workers: it starts them when it sets its number of threads
   pthread_mutex_init(&owner, 0);
   pthread_mutex_init(&bed, 0);
   pthread_cond_init(&wake, 0);
   atomic_store(&sleepers, 0);
-  jobs[0] = jobs[1] = (struct job){0};  // what was under way is the parent's: no worker of ours may go on with it
+  jobs[0] = jobs[1] = (struct job){0};  // a running job is the parent's: no worker of the child may continue it
   n_threads = n_started = 1;
 }
-// From now on n threads work at a job, the caller's among them. Workers are started once and never end.
+// Set the number of threads per job, with the caller's thread. Workers are started once and never end.
 __attribute__((visibility("default"))) void pool_threads(int n) {
   pthread_mutex_lock(&owner);
-  if (!minds_forks) pthread_atfork(0, 0, after_fork), minds_forks = 1;  // once: handlers are never taken away
+  if (!minds_forks) pthread_atfork(0, 0, after_fork), minds_forks = 1;  // once: handlers cannot be removed
   n_threads = n < 1 ? 1 : n > MOST ? MOST : n;
   for (; n_started < n_threads; n_started++) {
     pthread_t t;
-    if (pthread_create(&t, 0, worker, (void *)(intptr_t)n_started)) break;  // fewer then: the caller works too
+    if (pthread_create(&t, 0, worker, (void *)(intptr_t)n_started)) break;  // fewer workers then: the caller computes too
     pthread_detach(t);
   }
   pthread_mutex_unlock(&owner);
 }
-// n times `bytes`, from an address that is a multiple of 64 on; `all`: what to free
+// Allocate n times `bytes` at an address that is a multiple of 64; `all`: the pointer to free
 static char *room_for(int n, size_t bytes, void **all) {
   *all = bytes ? malloc(n * bytes + 64) : 0;
   return (char *)(((uintptr_t)*all + 63) / 64 * 64);
@@ -123,7 +124,7 @@ int pool_run(job_fn fn, void *arg, int chunks, size_t bytes) {
   free(all);
   return 1;
 }
-// Its size lies before it.
+// The size of a block is stored before it.
 static _Atomic(size_t *) kept[USES];
 void *take_room(int use, size_t bytes) {
   size_t *room = atomic_exchange(&kept[use], 0);
@@ -134,7 +135,7 @@ void *take_room(int use, size_t bytes) {
 void give_room(int use, void *room) {
   if (room) free(atomic_exchange(&kept[use], (size_t *)((char *)room - 64)));
 }
-// What is kept goes back to the system; calls under way keep theirs.
+// Free the kept blocks; running calls keep theirs.
 __attribute__((visibility("default"))) void pool_release(void) {
   for (int use = 0; use < USES; use++) free(atomic_exchange(&kept[use], 0));
 }

@@ -1,9 +1,9 @@
-// Products of AMX: a tile of 16 rows of x by 16 outputs, 16 words of each at a time.
+// Products by AMX: a tile of 16 rows of x by 16 outputs, 16 words of each at a time.
 //
-// The chain of an output: for each 16 pairs of bf16, the sum of the even products and that of the odd ones are each made from
-// zero, added to one another and to what was before; results too small to be normal become zero. A tile's rows do not know of
-// each other, nor does it matter how many there are: one row goes the same way. Bytes give integers, which are exact in
-// any order. A weight panel, [S][64] words, is what these instructions want as it is.
+// The chain of an output: for each 16 pairs of bf16, the even products and the odd products are summed from zero, and
+// both sums are added to each other and to the earlier sum; denormal results become zero. Rows of a tile are
+// independent of each other and of their number: one row uses the same instructions. Bytes give integers, which are
+// exact in any order. A weight panel, [S][64] words, has the layout that these instructions need.
 #pragma once
 #include "lanes.h"
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
@@ -11,10 +11,10 @@
 
 typedef struct {
   uint8_t palette, start, none[14];
-  uint16_t bytes[16];  // of a tile's row
+  uint16_t bytes[16];  // of a row of a tile
   uint8_t rows[16];
 } Shape;
-// Tiles 0 .. 3 hold sums, 4 and 5 `rows` rows of x, 6 and 7 weights, `words` words deep. What they held is lost.
+// Tiles 0 .. 3 hold sums, 4 and 5 `rows` rows of x, 6 and 7 weights, `words` words deep. Their contents are lost.
 INLINE void shape_tiles(int64_t rows, int64_t words) {
   Shape s = {.palette = 1};
   for (int t = 0; t < 8; t++) s.bytes[t] = t == 4 || t == 5 ? words * 4 : 64, s.rows[t] = t < 6 ? rows : words;
@@ -23,9 +23,10 @@ INLINE void shape_tiles(int64_t rows, int64_t words) {
 #define TILES_AT(DO, part, ld, more) \
   DO(0, (part), (ld) * 4), DO(1, (part) + 16, (ld) * 4), DO(2, (part) + (more), (ld) * 4), DO(3, (part) + (more) + 16, (ld) * 4)
 
-// part [rows][ldp] += x w over `steps` depths of tiles, or = where it is new. Rows of x lie ldx words apart, its depths `rise`.
-// One tile of rows by `vecs` of 16 outputs, 1, 2 or 4; w [16 * steps][ldw]. `asks`: w comes from memory. The tiles of the next
-// step are then asked for in the order in which they will be read: from loads 256 bytes apart the CPU guesses too little.
+// part [rows][ldp] += x w over `steps` depths of tiles, or = if `is_new`. Rows of x are ldx words apart, its depths
+// `rise`. One tile of rows by `vecs` times 16 outputs, 1, 2 or 4; w [16 * steps][ldw]. `asks`: w is read from memory.
+// The tiles of the next step are then prefetched in the order of their use, because the CPU prefetches too little for
+// loads 256 bytes apart.
 INLINE void wide_tiles(int is_new, int vecs, int asks, const uint32_t *w, int64_t ldw, const uint32_t *x, int64_t ldx, int64_t rise, int64_t steps, float *part, int64_t ldp) {
   if (is_new) _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);
   else {
@@ -60,15 +61,16 @@ INLINE void tall_tiles(int is_new, const uint32_t *w, const uint32_t *x, int64_t
   }
   TILES_AT(_tile_stored, part, 64, 16 * 64);
 }
-// `rows` rows over the 64 outputs of a panel; more than 16 rows are a multiple of 16, and their products take longer than reading
+// `rows` rows over the 64 outputs of a panel. More than 16 rows are a multiple of 16; their products take longer than
+// memory
 INLINE void rows_by_tiles(int is_new, int64_t rows, const uint32_t *w, const uint32_t *x, int64_t ldx, int64_t rise, int64_t steps, float *part) {
   const int asks = rows <= 16;
   for (; rows >= 32; rows -= 32, x += 32 * ldx, part += 32 * 64)
     tall_tiles(is_new, w, x, ldx, rise, steps, part), tall_tiles(is_new, w + 32, x, ldx, rise, steps, part + 32);
   if (rows) wide_tiles(is_new, 4, asks, w, 64, x, ldx, rise, steps, part, 64);
 }
-// Any number of rows and of 16 outputs, over S words: part [rows][ldp] += x [rows][ldx] w [S][ldw], or = where it is new.
-// `shape`: what tiles were last told, 0 = nothing: telling them takes as long as the products of a few rows.
+// Any number of rows and of 16 outputs, over S words: part [rows][ldp] += x [rows][ldx] w [S][ldw], or = if `is_new`.
+// `shape`: the present configuration of the tiles, 0 = none. Configuring takes as long as the products of a few rows.
 INLINE void products_by_tiles(int64_t *shape, int is_new, int64_t rows, int64_t outputs, const uint32_t *w, int64_t ldw, const uint32_t *x, int64_t ldx, int64_t S, float *part, int64_t ldp) {
   for (int64_t s = 0, words; s < S; s += words, is_new = 0) {
     words = S - s < 16 ? S - s : S / 16 * 16;
