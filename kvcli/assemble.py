@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvcli.prefix_cache.prefix_cache import CacheConditions
     from kvcli.settings.profile import Profile
 
-SHAPE = ("prefill", "prune", "reuse", "kv", "form", "memory", "policy", "recall")  # tables that a past depends on
+SHAPE = ("prefill", "prune", "reuse", "kv", "kv_format", "memory", "policy", "sparse")  # tables that a past depends on
 
 
 def store(lm: LM, profile: Profile, held: int = 0) -> KVCache:
@@ -62,10 +62,12 @@ def may_split(profile: Profile) -> bool:
     """Whether layers of a past under it may lie on two devices: one tier, of which nothing is chosen or turned."""
     from kvcli.kv.footprint import is_ladder
 
-    reads = profile.prune.describe_read or profile.recall.describe_read or profile.reuse.describe_reused
+    reads = profile.prune.describe_read or profile.sparse.describe_read or profile.reuse.describe_reused
     views = profile.spec.view_slots(1) or profile.spec.checks  # of the model's own past
-    is_whole = profile.policy.every is None and profile.context.on_overflow != "compress"
-    return is_whole and not reads and not views and not is_ladder(profile.kv, profile.form.settings, profile.memory)
+    is_whole = profile.policy.compression_interval is None and profile.context.on_overflow != "compress"
+    return (
+        is_whole and not reads and not views and not is_ladder(profile.kv, profile.kv_format.settings, profile.memory)
+    )
 
 
 def adapted_profile(lm: LM, profile: Profile) -> tuple[Profile, str]:
@@ -75,7 +77,7 @@ def adapted_profile(lm: LM, profile: Profile) -> tuple[Profile, str]:
     a row rounds otherwise among others, and so do the keys and values that an accepted guess leaves behind.
     """
     profile, chained = _chained(profile) if lm.mixers else (profile, "")
-    if not profile.spec.strict or not (by := _batch_variant_reason(lm, profile)):
+    if not profile.spec.require_batch_invariance or not (by := _batch_variant_reason(lm, profile)):
         return profile, chained
     why = f"no drafting: {by} a guessed token rounds otherwise than one written alone"
     return profile.replace(spec={"method": "off"}), why
@@ -86,7 +88,7 @@ def _chained(profile: Profile) -> tuple[Profile, str]:
     spec, why = profile.spec, "some layers of this model keep a state"
     if spec.method == "off":
         return profile, ""
-    others = [name for name in spec.sources if name != "scouts"] if spec.method == "mix" else []
+    others = [name for name in spec.sources if name != "lookahead"] if spec.method == "mix" else []
     if spec.method == "lookahead" or (spec.method == "mix" and not others):
         copies = {"method": "ngram", "branches": 1}
         return profile.replace(spec=copies), f"{why}: no scouts are sent, and copies are guessed in their place"
@@ -121,11 +123,15 @@ def is_lossless(profile: Profile) -> bool:
     """Whether a text under it holds every key and value as it was made, so that others may go on from them."""
     from kvcli.kv.footprint import is_ladder
 
-    nothing_goes = profile.policy.every is None and profile.recall.every is None and not profile.prune.describe_read
+    nothing_goes = (
+        profile.policy.compression_interval is None
+        and profile.sparse.selection_interval is None
+        and not profile.prune.describe_read
+    )
     return (
         nothing_goes
         and not profile.reuse.describe_reused
-        and not is_ladder(profile.kv, profile.form.settings, profile.memory)
+        and not is_ladder(profile.kv, profile.kv_format.settings, profile.memory)
     )
 
 
@@ -136,13 +142,13 @@ def cache_conditions(profile: Profile) -> CacheConditions:
 
     is_whole = is_lossless(profile)
     # a whole past has no form: what was kept before there were any is still found
-    say_so = {"kv.k_bits", "kv.v_bits", *(f"{table}.{METHODS[table][0]}" for table in METHODS if table != "form")}
+    say_so = {"kv.k_bits", "kv.v_bits", *(f"{table}.{METHODS[table][0]}" for table in METHODS if table != "kv_format")}
     found = {key: str(value) for key, value in profile.values.items() if key.partition(".")[0] in SHAPE}
     if name := found.get("policy.headmap"):  # what its file says counts, not what it is called
         with suppress(Unfit):
             found["policy.headmap"] += f" {sha256(read_small(Path(expanduser(name)), 1 << 30)).hexdigest()}"
     settings = {key: value for key, value in found.items() if not is_whole or key in say_so}
-    return CacheConditions(is_whole, settings, profile.keep.settings)
+    return CacheConditions(is_whole, settings, profile.prefix_cache.settings)
 
 
 def shapings(profile: Profile) -> list[CacheConditions]:
@@ -167,7 +173,7 @@ def plan(lm: LM, profile: Profile, n_slots: int = 0) -> CachePlan:
     from kvcli.engine.hf.rope import rotaries
     from kvcli.kv.cache import plan as tiers
 
-    most, rows = chunk(lm, profile), max(profile.spec.rows, profile.steps.rows)
+    most, rows = chunk(lm, profile), max(profile.spec.rows, profile.reasoning_steps.rows)
     is_fit = profile.memory.budget == "fit"  # which leaves room for passes on a CPU, too
     kind = "cuda" if lm.is_apart else "cpu"
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, NUMBERS[profile.kv.dtype])
@@ -177,12 +183,12 @@ def plan(lm: LM, profile: Profile, n_slots: int = 0) -> CachePlan:
         lm.device,
         profile.kv,
         profile.memory,
-        profile.recall.settings,
+        profile.sparse.settings,
         lm.sights,
         most,
         n_slots,
         pass_bytes(lm, most, rows, dtype, kind) if lm.is_apart or is_fit else 0,
-        profile.form.settings,
+        profile.kv_format.settings,
         partial(rotaries, lm),
         lm.free_device_bytes if is_fit else 0,
     )
@@ -193,8 +199,8 @@ def compression_interval(profile: Profile) -> int | None:
     from kvcli.kv.capacity import EVERY
     from kvcli.kv.footprint import is_ladder
 
-    wanted: int | None = profile.policy.every or profile.recall.every
-    return EVERY if wanted is None and is_ladder(profile.kv, profile.form.settings, profile.memory) else wanted
+    wanted: int | None = profile.policy.compression_interval or profile.sparse.selection_interval
+    return EVERY if wanted is None and is_ladder(profile.kv, profile.kv_format.settings, profile.memory) else wanted
 
 
 def session(
@@ -223,7 +229,7 @@ def session(
         drafter,
         sampler(lm, profile),
         view=view(lm, kv, drafter),
-        policy=policy(lm, profile) if profile.policy.every is not None else None,
+        policy=policy(lm, profile) if profile.policy.compression_interval is not None else None,
         chunk=chunk(lm, profile),
         every=compression_interval(profile),
         kinds=torch.frombuffer(bytearray(kinds), dtype=torch.int8) if kinds else None,
@@ -245,7 +251,7 @@ def policy(lm: LM, profile: Profile) -> Policy:
 
 
 def steps(lm: LM, profile: Profile, pair: ModelPair | None, words: PreTrainedTokenizerBase) -> Writer | None:
-    """What writes a text of `lm` by steps of the model that `[steps]` names, in words; None = nothing does.
+    """What writes a text of `lm` by steps of the model that `[reasoning_steps]` names, in words; None = nothing does.
 
     Raises BadConfig where the two spell texts in other tokens.
     """
@@ -255,16 +261,16 @@ def steps(lm: LM, profile: Profile, pair: ModelPair | None, words: PreTrainedTok
     from kvcli.methods.steps.lookahead_reasoning import CHECKPOINTS
     from kvcli.methods.steps.step_writer import Writer, ends
 
-    if profile.steps.second is None:
+    if profile.reasoning_steps.second is None:
         return None
     assert pair is not None, "somebody must write ahead"
-    wanted, draft = profile.steps.settings, pair.draft
+    wanted, draft = profile.reasoning_steps.settings, pair.draft
     if pair.spelling is not None:
         raise BadConfig(
             f"{wanted.model} cannot write steps for {lm.info.id}: it has another tokenizer",
             code="other_tokenizer",
             try_=[
-                "--set steps.model=MODEL, one of the same family",
+                "--set reasoning_steps.model=MODEL, one of the same family",
                 "--draft MODEL: tokens may be spelled anew, steps not",
             ],
         )

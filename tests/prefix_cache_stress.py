@@ -43,8 +43,8 @@ def model(folder: Path) -> LM:
 
 
 def session(lm: LM, shaping: CacheConditions) -> GenerationSession:
-    policy = None if shaping.is_whole else Snap(keep=0.4, every=16)
-    every = None if policy is None else policy.every
+    policy = None if shaping.is_whole else Snap(keep=0.4, compression_interval=16)
+    every = None if policy is None else policy.compression_interval
     return GenerationSession(lm, Dense(lm.shapes, lm.dtype), Off(), Sampler(), chunk=100, policy=policy, every=every)
 
 

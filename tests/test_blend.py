@@ -269,7 +269,7 @@ def test_an_exact_profile_refuses_it() -> None:
 
 
 def test_answers_say_so(demo) -> None:
-    profile = demo.profile.replace(reuse={"method": "blend", "least": LEAST})
+    profile = demo.profile.replace(reuse={"method": "blend", "min_span": LEAST})
     ids = families.prompt(300, vocab=200)
     with demo.open(profile) as text:
         assert not text.generate([*ids, 11], max_new_tokens=4).stats.approx

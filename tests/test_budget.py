@@ -306,7 +306,7 @@ def model(dtype: torch.dtype = torch.float32) -> LM:
 
 
 def profile(**changes: Any) -> Profile:
-    policy = {"name": "budget", "guard": 8, "sinks": 2, "every": 16, **changes.pop("policy", {})}
+    policy = {"name": "budget", "recent": 8, "sinks": 2, "compression_interval": 16, **changes.pop("policy", {})}
     memory = {"budget": "25%", "bits": list(BITS), **changes.pop("memory", {})}
     kv = {"group": 16, **changes.pop("kv", {})}
     return Profile.load("exact").replace(exactness="approx", policy=policy, memory=memory, kv=kv, **changes)
@@ -343,7 +343,7 @@ FOUND_BY: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("budget", ["25%", "15%", "0.1MiB"])
 def test_where_recall_finds_the_rest_again_the_device_stays_within_the_budget(method: str, budget: str) -> None:
     recall = {"method": method, "floor": 16, "dense_layers": 0, **FOUND_BY[method]}
-    memory = {"budget": budget, "disk": "1GiB", "disposition": "demote"}
+    memory = {"budget": budget, "disk": "1GiB", "evicted": "demote"}
     chosen = profile(memory=memory, recall=recall, prefill={"chunk": 128})
     session = assemble.session(model(), chosen)
     spent = assemble.plan(model(), chosen).spending
@@ -356,7 +356,7 @@ def test_where_recall_finds_the_rest_again_the_device_stays_within_the_budget(me
     assert "unread" in session.approximations
 
 
-@pytest.mark.parametrize("recall", [{}, {"recall": {"method": "sketch", "floor": 16}}])
+@pytest.mark.parametrize("recall", [{}, {"sparse": {"method": "sketch", "floor": 16}}])
 @pytest.mark.parametrize("budget", ["8%", "0.08MiB"])
 def test_beside_a_file_the_device_stays_within_the_budget_however_it_is_read(budget: str, recall: Any) -> None:
     memory, policy = {"budget": budget, "disk": "1GiB"}, {"score": "keydiff"}
@@ -375,7 +375,7 @@ def there(session: GenerationSession) -> int:
     return sum(int((session.cache.slots(layer).pos >= 0).sum()) for layer in range(model().n_layers))
 
 
-@pytest.mark.parametrize("recall", [{}, {"recall": {"method": "sketch", "floor": 16}}])
+@pytest.mark.parametrize("recall", [{}, {"sparse": {"method": "sketch", "floor": 16}}])
 def test_a_small_file_takes_what_it_has_room_for_and_the_note_counts_no_more(
     recall: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,7 +397,7 @@ def test_a_small_file_takes_what_it_has_room_for_and_the_note_counts_no_more(
 def test_a_quality_moves_to_a_file_that_is_read_in_full_what_may_not_be_lost() -> None:
     held = {}
     for disk in ("0GiB", "0.1MiB", "1GiB"):
-        memory = {"budget": "", "lose": 0.01, "disk": disk}
+        memory = {"budget": "", "max_loss": 0.01, "disk": disk}
         session = assemble.session(model(), profile(memory=memory))
         run_to_end(session.read(families.prompt(400, seed=3)))
         used = nbytes(session.cache)
@@ -409,7 +409,7 @@ def test_a_quality_moves_to_a_file_that_is_read_in_full_what_may_not_be_lost() -
 
 def test_what_was_lost_stays_lost_however_a_slot_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = profile(
-        policy={"score": "keydiff"}, memory={"budget": "0.07MiB", "disk": "1GiB"}, recall={"method": "sketch"}
+        policy={"score": "keydiff"}, memory={"budget": "0.07MiB", "disk": "1GiB"}, sparse={"method": "sketch"}
     )
     session, seen, place = assemble.session(model(), chosen), list[float](), PrecisionBudgetPolicy._rungs
 
@@ -429,12 +429,12 @@ def test_what_was_lost_stays_lost_however_a_slot_goes_on(monkeypatch: pytest.Mon
 
 def test_more_is_kept_where_recall_finds_it_again() -> None:
     def n_slots(**memory: Any) -> int:
-        recall = {"recall": {"method": "sketch", "floor": 16}} if memory else {}
+        recall = {"sparse": {"method": "sketch", "floor": 16}} if memory else {}
         session = assemble.session(model(), profile(memory={"budget": "20%", "bits": [8], **memory}, **recall))
         run_to_end(session.read(families.prompt(400, seed=3)))
         return sum(int((session.cache.slots(layer).pos >= 0).sum()) for layer in range(3))
 
-    assert n_slots(disk="1GiB", disposition="demote") > 1.5 * n_slots()
+    assert n_slots(disk="1GiB", evicted="demote") > 1.5 * n_slots()
 
 
 def test_a_chunk_is_placed_as_soon_as_bytes_run_out() -> None:
@@ -450,7 +450,7 @@ def test_a_chunk_is_placed_as_soon_as_bytes_run_out() -> None:
 def test_a_text_loses_no_more_of_its_worth_than_was_asked(score: str) -> None:
     took = []
     for lose in (0.01, 0.05, 0.2):
-        session = assemble.session(model(), profile(policy={"score": score}, memory={"budget": "", "lose": lose}))
+        session = assemble.session(model(), profile(policy={"score": score}, memory={"budget": "", "max_loss": lose}))
         run_to_end(session.read(families.prompt(400, seed=3)))
         kept, bytes_ = (float(word.rstrip("%")) / 100 for word in session.memory.said.split() if "%" in word)
         assert kept >= 1 - lose - 0.001
@@ -462,9 +462,12 @@ def test_a_text_loses_no_more_of_its_worth_than_was_asked(score: str) -> None:
 
 
 def test_what_a_pruned_prompt_left_behind_is_worth_nothing() -> None:
-    lazy, held = {"method": "lazy", "least": 64, "num_prune": 1, "start_keep_ratio": 0.5, "end_keep_ratio": 0.5}, []
+    lazy, held = (
+        {"method": "lazy", "min_prompt": 64, "num_prune": 1, "start_keep_ratio": 0.5, "end_keep_ratio": 0.5},
+        [],
+    )
     for lose in (0.001, 0.4):
-        memory, policy = {"budget": "", "lose": lose}, {"score": "keydiff"}
+        memory, policy = {"budget": "", "max_loss": lose}, {"score": "keydiff"}
         session = assemble.session(model(), profile(policy=policy, memory=memory, prune=lazy))
         run_to_end(session.read(families.prompt(400, seed=3)))
         held.append(sum(nbytes(session.cache).values()))
@@ -477,7 +480,7 @@ def test_what_a_pruned_prompt_left_behind_is_worth_nothing() -> None:
 def test_a_budget_is_the_most_that_a_quality_takes() -> None:
     held = {}
     for budget, lose in (("", 0.001), ("25%", 0.001), ("25%", 0.0), ("0.1MiB", 0.001)):
-        session = assemble.session(model(), profile(memory={"budget": budget, "lose": lose}))
+        session = assemble.session(model(), profile(memory={"budget": budget, "max_loss": lose}))
         run_to_end(session.read(families.prompt(400, seed=3)))
         held[budget, lose] = sum(nbytes(session.cache).values())
     assert held["25%", 0.001] == held["25%", 0.0] < held["", 0.001]
@@ -497,7 +500,7 @@ def test_a_share_that_what_stays_exceeds_says_so_in_numbers() -> None:
 
 
 def test_what_is_free_is_one_number_for_all_texts_and_divided_among_them() -> None:
-    one, two = (assemble.plan(model(), profile(memory={"budget": "fit", "texts": n})).spending.free for n in (1, 2))
+    one, two = (assemble.plan(model(), profile(memory={"budget": "fit", "sequences": n})).spending.free for n in (1, 2))
     assert one == assemble.plan(model(), profile(memory={"budget": "fit"})).spending.free
     assert 0 < two < one / 2
     assert one < model().free_device_bytes
@@ -518,7 +521,7 @@ def test_a_text_that_fits_is_whole() -> None:
 
 
 def test_a_text_of_which_nothing_may_go_yet_is_scored_again() -> None:
-    session = assemble.session(model(), profile(policy={"guard": 750}))
+    session = assemble.session(model(), profile(policy={"recent": 750}))
     run_to_end(session.read(families.prompt(700, seed=4)))  # more than one piece that kvzip repeats
     assert not session.approximations
     list(iterate_events(session.stream(100)))
@@ -561,7 +564,7 @@ def test_a_shortage_names_a_budget_that_has_room() -> None:
 def test_rows_of_a_draft_round_alike_on_rungs_of_few_bits_or_nothing_is_drafted(head_dim: int) -> None:
     lm = LM.of(families.build("llama", torch.bfloat16, head_dim=head_dim))
     lm.install_kernels()
-    strict = profile(spec={"method": "ngram", "strict": True}, kv={"group": 8})
+    strict = profile(spec={"method": "ngram", "require_batch_invariance": True}, kv={"group": 8})
     settled, why = assemble.adapted_profile(lm, strict)
     assert settled.spec.method == ("ngram" if head_dim == 16 else "off"), why
     assert ("memory.bits" in why) == (head_dim != 16)
@@ -614,16 +617,16 @@ CLASHES = [
     ({"policy": {"name": "budget"}}, "memory.budget"),
     ({"memory": {"budget": "25%"}}, "policy.name"),
     ({"memory": {"bits": [4]}}, "memory.budget"),
-    ({"memory": {"lose": 0.1}}, "policy.name"),
-    ({"policy": {"name": "budget"}, "memory": {"lose": 0.1}, "kv": {"k_bits": 8}}, "memory.lose"),
-    ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "texts": 2}}, "memory.texts"),
+    ({"memory": {"max_loss": 0.1}}, "policy.name"),
+    ({"policy": {"name": "budget"}, "memory": {"max_loss": 0.1}, "kv": {"k_bits": 8}}, "memory.max_loss"),
+    ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "sequences": 2}}, "memory.sequences"),
     ({"policy": {"name": "budget"}, "memory": {"budget": "25%"}, "kv": {"k_bits": 8}}, "kv.k_bits"),
-    ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "disposition": "demote"}}, "memory.disposition"),
+    ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "evicted": "demote"}}, "memory.evicted"),
     ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "disk": "1GiB", "host": "1GiB"}}, "leave one out"),
     ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "device": "1GiB"}}, "memory.device"),
-    ({"policy": {"name": "budget"}, "memory": {"budget": "25%"}, "recall": {"method": "sketch"}}, "recall.method"),
+    ({"policy": {"name": "budget"}, "memory": {"budget": "25%"}, "sparse": {"method": "sketch"}}, "sparse.method"),
     ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "bits": [4, 8]}}, "memory.bits"),
-    ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "ladder": ["kv.v_bits=2"]}}, "memory.ladder"),
+    ({"policy": {"name": "budget"}, "memory": {"budget": "25%", "fallbacks": ["kv.v_bits=2"]}}, "memory.fallbacks"),
     ({"policy": {"name": "budget"}, "memory": {"budget": "1GiB"}, "prefill": {"order": "layers"}}, "prefill.order"),
 ]
 

@@ -178,7 +178,12 @@ def test_a_pass_that_is_heard_has_no_frame_of_one_that_is_not(hears: str) -> Non
 
 @pytest.mark.parametrize("drafts", ["off", "tree"])
 @pytest.mark.parametrize(
-    "policy", [Ragged(), Random(budget=17, sinks=2, window=5), Snap(sinks=2, guard=5, keep=0.5, keep_new=9, every=7)]
+    "policy",
+    [
+        Ragged(),
+        Random(budget=17, sinks=2, window=5),
+        Snap(sinks=2, recent=5, keep=0.5, keep_new=9, compression_interval=7),
+    ],
 )
 def test_boundaries_change_a_past_under_a_frame(policy: Policy, drafts: str) -> None:
     """Heads that keep slots of their own, and a policy that hears queries of what is accepted."""

@@ -247,9 +247,9 @@ def test_usage_errors_as_json(machine):
         (["--device", "toaster"], 9, "--device"),
         (["--exact", "--quant", "int8"], 9, "load.quant = int8 (--quant) can change the text"),
         (
-            ["--exact", "-P", "ngram", "--set", "spec.strict=false"],
+            ["--exact", "-P", "ngram", "--set", "spec.require_batch_invariance=false"],
             9,
-            "spec.strict = false (--set) can change the text",
+            "spec.require_batch_invariance = false (--set) can change the text",
         ),
     ],
 )

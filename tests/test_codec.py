@@ -173,6 +173,6 @@ def test_a_shaped_past_in_fewer_bytes_goes_on_to_the_same_bits(lm: Any, tmp_path
 
 def test_a_profile_may_ask_for_it_and_promise_the_same_text() -> None:
     exact = Profile.load("exact")
-    coding = exact.replace(keep={"codec": "lossless"})
+    coding = exact.replace(prefix_cache={"codec": "lossless"})
     assert coding.exactness == "exact"
     assert cache_conditions(coding) == replace(cache_conditions(exact), codec=Lossless())

@@ -44,7 +44,7 @@ def same(front: CompactView, view: GatheredView, at: int) -> None:
         torch.testing.assert_close(merge_attention(got), merge_attention(want))
 
 
-@pytest.mark.parametrize("policy", [StreamingLLM(sinks=2, window=9), Quest(page=4, pages=3, sinks=2, local=5)])
+@pytest.mark.parametrize("policy", [StreamingLLM(sinks=2, window=9), Quest(page=4, pages=3, sinks=2, recent=5)])
 def test_chosen_anew_each_token_it_is_the_reference(policy):
     kv, front, view = pair(policy, every=1)
     for n in range(0, 60, 3):
@@ -109,7 +109,7 @@ def test_quest_reads_the_page_that_the_query_wants():
     q = rand(4, 1, DIM)
     k[0, 21] = 3 * q[0, 0]  # head 0 of two; queries 0 and 1 are its group
     kv.append(0, k, rand(HEADS, 64, DIM), 0)
-    mask = Quest(page=8, pages=1, sinks=1, local=2).mask(kv.slots(0), moment(kv.slots(0), q))
+    mask = Quest(page=8, pages=1, sinks=1, recent=2).mask(kv.slots(0), moment(kv.slots(0), q))
     assert mask[0].nonzero().flatten().tolist() == [0, *range(16, 24), 62, 63]
     assert mask[1].sum() <= 8 + 3
 
@@ -121,7 +121,7 @@ def test_a_page_that_a_head_has_lost_is_not_chosen():
     held[0, :8] = False  # its padding must not pass for the first page
     kv.keep(0, held)
     s = kv.slots(0)
-    mask = Quest(page=8, pages=2, sinks=0, local=1).mask(s, moment(s, rand(4, 1, DIM)))
+    mask = Quest(page=8, pages=2, sinks=0, recent=1).mask(s, moment(s, rand(4, 1, DIM)))
     assert mask.sum(1).min() >= 16
 
 

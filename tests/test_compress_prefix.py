@@ -298,9 +298,9 @@ def test_it_is_kept_in_no_file(tmp_path: Path) -> None:
         ("policy.name", {"policy": {"name": "window"}}),
         ("prune.method", {"prune": {"method": "lazy"}}),
         ("reuse.method", {"reuse": {"method": "pie"}}),
-        ("recall.method", {"recall": {"method": "sketch"}}),
+        ("sparse.method", {"sparse": {"method": "sketch"}}),
         ("kv.k_bits", {"kv": {"k_bits": 8}}),
-        ("memory.ladder", {"memory": {"ladder": ["kv.v_bits=4"]}}),
+        ("memory.fallbacks", {"memory": {"fallbacks": ["kv.v_bits=4"]}}),
     ],
 )
 def test_it_is_refused_beside_what_lets_go_of_a_past(other: str, changes: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from tests.exact import table as exactness
 from tests.fake_device import FakeDevice
 from tests.test_tiered_cache import BIG, D, K, L, fill, positions, read
 
-DEMOTE = {"disposition": "demote"}
+DEMOTE = {"evicted": "demote"}
 SMALL = {"method": "sketch", "page": 3, "floor": 4, "sinks": 1, "recent": 4, "dense_layers": 0}
 
 
@@ -155,7 +155,11 @@ def lm() -> LM:
 
 
 def profile(**changes: Any) -> Profile:
-    changes = {"policy": {"name": "window", "sinks": 2, "window": 11, "every": 8}, "memory": DEMOTE, **changes}
+    changes = {
+        "policy": {"name": "window", "sinks": 2, "window": 11, "compression_interval": 8},
+        "memory": DEMOTE,
+        **changes,
+    }
     return load_profile("exact").replace(exactness="approx", prefill={"chunk": 13}, **changes)
 
 
@@ -177,19 +181,21 @@ def whole() -> list[int]:
 
 @pytest.mark.parametrize("policy", ["window", "random", "snap", "h2o", "kvzip", "fastgen"])
 def test_recall_that_reads_everything_gives_the_text_of_the_full_cache(policy: str) -> None:
-    settings: dict[str, Any] = {"name": policy, "every": 8}
-    settings |= {"window": {"window": 11}, "random": {"budget": 17, "window": 5}}.get(policy, {"keep": 0.2, "guard": 5})
-    session = opened(policy=settings, recall=SMALL | {"fraction": 1.0})
+    settings: dict[str, Any] = {"name": policy, "compression_interval": 8}
+    settings |= {"window": {"window": 11}, "random": {"budget": 17, "window": 5}}.get(
+        policy, {"keep": 0.2, "recent": 5}
+    )
+    session = opened(policy=settings, sparse=SMALL | {"fraction": 1.0})
     assert told(session) == whole()
     assert session.cache.n_slots(1) < session.committed - 10, "a part of it lies below"
 
 
 def test_recall_that_reads_little_does_not() -> None:
-    assert told(opened(recall=SMALL | {"fraction": 0.01})) != whole()
+    assert told(opened(sparse=SMALL | {"fraction": 0.01})) != whole()
 
 
 def test_what_was_lost_is_said_as_what_it_is() -> None:
-    reads = opened(recall=SMALL)
+    reads = opened(sparse=SMALL)
     told(reads)
     assert reads.approximations == {"unread"}
     packs = opened(kv={"k_bits": 8, "v_bits": 8})
@@ -200,11 +206,11 @@ def test_what_was_lost_is_said_as_what_it_is() -> None:
     assert full.approximations == set()
     assert set(nbytes(reads.cache)) == {"cpu", "demoted", "index"}
     assert set(nbytes(full.cache)) == {"cpu", "disk"}
-    note = approximation_note(profile(recall=SMALL), {"unread"})
+    note = approximation_note(profile(sparse=SMALL), {"unread"})
     assert note.startswith("approx: exact reads 3% of the text for each token")
     assert "beside the first 2 tokens and the newest 11: facts may be lost" in note
     assert "in 8 bits, beside the first 2" in describe_losses(profile(kv={"k_bits": 8, "v_bits": 8}))["rounded"]
-    assert describe_losses(profile(recall=SMALL))["forgotten"] == "forgets what its tiers have no room for"
+    assert describe_losses(profile(sparse=SMALL))["forgotten"] == "forgets what its tiers have no room for"
 
 
 def test_a_full_file_forgets_and_is_said_to() -> None:
@@ -214,12 +220,12 @@ def test_a_full_file_forgets_and_is_said_to() -> None:
     assert session.rewind(100) == 0
     assert session.approximations == set()
     with pytest.raises(CacheFull):
-        run_to_end(opened(memory=DEMOTE | {"disk": "200KiB", "on_shortage": "fail"}).read(families.prompt(400)))
+        run_to_end(opened(memory=DEMOTE | {"disk": "200KiB", "on_oom": "fail"}).read(families.prompt(400)))
 
 
 @pytest.mark.parametrize("cut", [20, 35, 60])
 def test_an_undo_goes_back_where_nothing_was_forgotten(cut: int) -> None:
-    session = opened(recall=SMALL | {"fraction": 1.0})
+    session = opened(sparse=SMALL | {"fraction": 1.0})
     told(session)
     assert session.rewind(cut) == cut - 1
     run_to_end(session.read(families.prompt(9, seed=4)))
@@ -234,7 +240,9 @@ def test_an_undo_goes_back_where_nothing_was_forgotten(cut: int) -> None:
 
 
 def test_after_an_undo_what_is_left_competes_anew() -> None:
-    session = opened(policy={"name": "keydiff", "keep": 0.3, "guard": 5, "sinks": 2, "every": 8}, recall=SMALL)
+    session = opened(
+        policy={"name": "keydiff", "keep": 0.3, "recent": 5, "sinks": 2, "compression_interval": 8}, sparse=SMALL
+    )
     run_to_end(session.read(families.prompt(80)))
     held = session.cache.n_slots(1)
     assert session.rewind(30) == 29
@@ -244,7 +252,7 @@ def test_after_an_undo_what_is_left_competes_anew() -> None:
 
 
 def test_a_fork_has_tiers_of_its_own() -> None:
-    session = opened(recall=SMALL)
+    session = opened(sparse=SMALL)
     run_to_end(session.read(exactness.prompt()))
     other = session.fork()
     list(iterate_events(session.stream(30)))
@@ -256,13 +264,13 @@ def test_a_fork_has_tiers_of_its_own() -> None:
 # ---- profiles ----
 
 REFUSED = [
-    ({"policy": {"name": "none"}, "recall": SMALL}, '"demote" moves nothing'),
+    ({"policy": {"name": "none"}, "sparse": SMALL}, '"demote" moves nothing'),
     ({}, '"demote" has no tier to move to'),
-    ({"recall": SMALL, "memory": DEMOTE | {"device": "1GiB"}}, "share one device"),
+    ({"sparse": SMALL, "memory": DEMOTE | {"device": "1GiB"}}, "share one device"),
     ({"kv": {"v_bits": 8}, "memory": DEMOTE | {"disk": "1GiB"}}, "share one device"),
-    ({"recall": SMALL, "memory": DEMOTE | {"ladder": ["kv.v_bits=8"]}}, '"kv.v_bits=8" cannot be taken'),
+    ({"sparse": SMALL, "memory": DEMOTE | {"fallbacks": ["kv.v_bits=8"]}}, '"kv.v_bits=8" cannot be taken'),
     ({"kv": {"v_bits": 8, "residual": 7}}, "7 changes nothing"),
-    ({"recall": SMALL, "kv": {"sinks": 7}}, "7 changes nothing"),
+    ({"sparse": SMALL, "kv": {"sinks": 7}}, "7 changes nothing"),
 ]
 
 
@@ -277,7 +285,7 @@ def test_a_tier_that_this_device_does_not_have_is_none() -> None:
     with pytest.raises(BadConfig) as caught:
         opened(memory=DEMOTE | {"host": "auto"})
     assert caught.value.code == "no_lower_tier"
-    assert set(nbytes(opened(memory=DEMOTE | {"host": "auto"}, recall=SMALL).cache)) >= {"cpu"}
+    assert set(nbytes(opened(memory=DEMOTE | {"host": "auto"}, sparse=SMALL).cache)) >= {"cpu"}
 
 
 # ---- facts ----
@@ -313,7 +321,7 @@ def test_a_fact_that_a_policy_let_go_is_found_again() -> None:
     reads = {"method": "sketch", "floor": 96}
     ways = {
         "drop": {"policy": POLICY},
-        "recalled": {"policy": POLICY, "memory": DEMOTE, "recall": reads},
+        "recalled": {"policy": POLICY, "memory": DEMOTE, "sparse": reads},
         "lowered": {"policy": POLICY, "memory": DEMOTE, "kv": {"k_bits": 4, "v_bits": 4}},
     }
     right = {name: [r for text in texts() for r in found(text, **way)[0]] for name, way in ways.items()}

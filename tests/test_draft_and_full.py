@@ -35,7 +35,7 @@ SMALL = {
     "balanced": ["kv.residual=20", "kv.group=16"],
     "lean": ["kv.residual=20", "kv.group=16"],
     "snap": ["policy.keep=0.2"],
-    "streaming": ["policy.sinks=2", "policy.window=16", "policy.every=16"],
+    "streaming": ["policy.sinks=2", "policy.window=16", "policy.compression_interval=16"],
     "fastgen": ["policy.keep=0.2"],
     "max-context": ["kv.residual=20", "kv.group=16", "memory.host=0GiB"],
 }
@@ -80,7 +80,7 @@ def test_the_text_is_that_of_the_whole_past(name: str, sampling: str) -> None:
 def test_guesses_come_of_what_is_kept() -> None:
     """All of it is as good as the whole past; of next to nothing guesses fail."""
     all_of_it = written(profile("streaming", "policy.window=400"))[1]
-    nothing = written(profile("streaming", "policy.sinks=0", "policy.window=1", "policy.every=4"))[1]
+    nothing = written(profile("streaming", "policy.sinks=0", "policy.window=1", "policy.compression_interval=4"))[1]
     assert all_of_it.acceptance_rate == 1
     assert nothing.acceptance_rate < 0.9
 
@@ -134,7 +134,7 @@ def test_exact_says_what_to_type_and_takes_it() -> None:
             {
                 "exactness": "exact",
                 "spec": {"method": "self"},
-                "memory": {"disposition": "demote"},
+                "memory": {"evicted": "demote"},
                 "kv": {"k_bits": 8, "v_bits": 8},
             },
             '"demote" cannot be kept where a whole past checks',

@@ -160,7 +160,7 @@ def test_its_weights_and_its_store_are_planned_for() -> None:
     assert needed(chosen, 8000) == weights + (8000 + 768) * per_token
     assert (
         chosen.spec.draft_slots(8000, "cuda"),
-        chosen.replace(spec={"shelf": "host"}).spec.draft_slots(8000, "cuda"),
+        chosen.replace(spec={"chunk_device": "host"}).spec.draft_slots(8000, "cuda"),
     ) == (
         8768,
         768,

@@ -31,7 +31,7 @@ def model(profile: Profile, dtype: torch.dtype) -> Model:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", DRAFTING)
 def test_a_strict_profile_drafts_only_where_rows_round_alike_and_says_so(name: str, dtype: torch.dtype) -> None:
-    made = model(Profile.load(name).replace(spec={"strict": True}), dtype)
+    made = model(Profile.load(name).replace(spec={"require_batch_invariance": True}), dtype)
     if dtype == torch.float32:
         assert (made.profile.spec.method, made.cautions) == (Profile.load(name).spec.method, [])
     else:
@@ -51,10 +51,10 @@ def test_a_strict_profile_drafts_only_where_rows_round_alike_and_says_so(name: s
         ({"kv": {"dtype": "fp16"}}, "kv.dtype"),
         ({"kv": {"k_bits": 4, "v_bits": 4, "rotate": "hadamard"}}, ""),
         ({"kv": {"v_bits": 8}}, ""),
-        ({"recall": {"method": "sketch"}}, ""),
-        ({"recall": {"method": "certified"}, "kv": {"k_bits": 8}, "memory": {"disk": "1GiB"}}, ""),
-        ({"recall": {"method": "minmax"}, "kv": {"dtype": "fp16"}}, "kv.dtype"),
-        ({"memory": {"disk": "1GiB", "ladder": ["kv.k_bits=2"]}}, ""),
+        ({"sparse": {"method": "sketch"}}, ""),
+        ({"sparse": {"method": "certified"}, "kv": {"k_bits": 8}, "memory": {"disk": "1GiB"}}, ""),
+        ({"sparse": {"method": "minmax"}, "kv": {"dtype": "fp16"}}, "kv.dtype"),
+        ({"memory": {"disk": "1GiB", "fallbacks": ["kv.k_bits=2"]}}, ""),
     ],
 )
 def test_a_store_that_is_not_read_natively_is_not_drafted_over_by_a_strict_profile(
@@ -63,7 +63,7 @@ def test_a_store_that_is_not_read_natively_is_not_drafted_over_by_a_strict_profi
     of = LM.of(families.build("llama", torch.bfloat16))
     of.install_kernels()
     assert of.is_row_invariant
-    wanted = Profile.load("ngram").replace(exactness="approx", spec={"strict": True}, **changes)
+    wanted = Profile.load("ngram").replace(exactness="approx", spec={"require_batch_invariance": True}, **changes)
     profile, why = assemble.adapted_profile(of, wanted)
     assert profile.spec.method == ("off" if by else "ngram")
     assert by in why
@@ -78,7 +78,7 @@ def test_passes_of_more_rows_than_a_gpu_serves_alike_are_not_called_exact(monkey
     for is_apart, said in ((False, "bit-exact"), (True, "exact but for near ties")):
         monkeypatch.setattr(of, "is_apart", is_apart)
         assert (assemble.promise(of, few), assemble.promise(of, many)) == ("bit-exact", said)
-        profile, why = assemble.adapted_profile(of, many.replace(spec={"strict": True}))
+        profile, why = assemble.adapted_profile(of, many.replace(spec={"require_batch_invariance": True}))
         assert (profile.spec.method == "off", f"more than {MOST} rows" in why) == (is_apart, is_apart)
 
 

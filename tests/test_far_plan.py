@@ -68,13 +68,13 @@ def test_the_way_is_what_the_setting_asks_for() -> None:
     assert name == "AutoAccess"
     assert how["unserved"] == ""
     assert how["rates"] is not None
-    assert way(replace(HOST, reach="kernel")) == ("AutoAccess", {"unserved": "", "rates": None})
-    assert way(replace(HOST, reach="cpu"))[0] == "CpuAttention"
-    assert way(replace(HOST, reach="stream"))[0] == "StreamedCopy"
+    assert way(replace(HOST, host_access="kernel")) == ("AutoAccess", {"unserved": "", "rates": None})
+    assert way(replace(HOST, host_access="cpu"))[0] == "CpuAttention"
+    assert way(replace(HOST, host_access="stream"))[0] == "StreamedCopy"
     assert way(kv=Kv(k_bits=4, v_bits=4))[0] == "CpuAttention"
     for reach in ("kernel", "stream"):
         with pytest.raises(BadConfig, match="few bits"):
-            way(replace(HOST, reach=reach), kv=Kv(k_bits=4))  # type: ignore[arg-type]
+            way(replace(HOST, host_access=reach), kv=Kv(k_bits=4))  # type: ignore[arg-type]
 
 
 def test_where_no_kernel_serves_answers_go_by_query_and_asking_for_one_is_refused(
@@ -85,15 +85,15 @@ def test_where_no_kernel_serves_answers_go_by_query_and_asking_for_one_is_refuse
     assert name == "AutoAccess"
     assert how["unserved"] == "triton is not installed"
     with pytest.raises(BadConfig, match=r"memory\.reach"):
-        way(replace(HOST, reach="kernel"))
+        way(replace(HOST, host_access="kernel"))
 
 
 def test_a_reach_without_host_memory_is_refused() -> None:
     with pytest.raises(BadConfig) as refused:
-        load_profile("exact").replace(memory={"reach": "cpu"})
+        load_profile("exact").replace(memory={"host_access": "cpu"})
     assert "nothing to reach" in "".join(refused.value.lines)
     for below in ({"host": "1GiB"}, {"disk": "1GiB"}):  # a file is read by way of host memory
-        assert load_profile("exact").replace(memory={"reach": "cpu", **below}).memory.reach == "cpu"
+        assert load_profile("exact").replace(memory={"host_access": "cpu", **below}).memory.host_access == "cpu"
 
 
 @pytest.mark.parametrize("recall", [FullAttention(), Sketch()])

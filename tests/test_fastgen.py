@@ -41,12 +41,14 @@ from tests.policies import kept, moment
 torch.set_num_threads(1)
 STOP = 96
 # small enough that heads of a tiny model differ in what they choose
-SMALL = FastGen(guard=7, sinks=2, recovery=0.3, every=5, probe_rows=20, local_ratio=0.2, frequent_ratio=0.2)
+SMALL = FastGen(
+    recent=7, sinks=2, recovery=0.3, compression_interval=5, probe_rows=20, local_ratio=0.2, frequent_ratio=0.2
+)
 SETTINGS = {
     "recovery": SMALL,
     "budget": dataclasses.replace(SMALL, keep=0.5),
-    "again": dataclasses.replace(SMALL, recovery=0.1, reprofile_every=10, score_decay=0.9, gqa="min"),
-    "paper": FastGen(paper=True, sinks=2, recovery=0.7, every=3, local_ratio=0.2, frequent_ratio=0.2),
+    "again": dataclasses.replace(SMALL, recovery=0.1, reprofile_interval=10, score_decay=0.9, gqa="min"),
+    "paper": FastGen(paper=True, sinks=2, recovery=0.7, compression_interval=3, local_ratio=0.2, frequent_ratio=0.2),
 }
 
 
@@ -66,7 +68,7 @@ def session(
 ) -> GenerationSession:
     kv = store or Dense(model.shapes, model.dtype)
     if settings is not None:
-        more |= {"policy": settings, "every": settings.every}
+        more |= {"policy": settings, "every": settings.compression_interval}
     return GenerationSession(
         model, kv, drafter or Off(), more.pop("sampler", Sampler()), chunk=23, kinds=kinds(), **more
     )
@@ -131,7 +133,7 @@ def test_the_table_above_does_evict_and_heads_do_differ(name: str) -> None:
     assert len({choice for layer in policy.chosen().values() for choice in layer}) > 1
 
 
-@pytest.mark.parametrize("whole", [{"recovery": 1.0}, {"keep": 1.0}, {"recovery": 1.0, "reprofile_every": 20}])
+@pytest.mark.parametrize("whole", [{"recovery": 1.0}, {"keep": 1.0}, {"recovery": 1.0, "reprofile_interval": 20}])
 def test_asked_for_everything_it_is_the_full_cache_bit_by_bit(whole: dict[str, Any]) -> None:
     model = lm("llama", torch.float32)
     full, s = session(None, model), session(dataclasses.replace(SMALL, **whole), model)
@@ -222,7 +224,7 @@ def test_positions_are_those_of_the_text_however_little_is_stored() -> None:
 
 @pytest.mark.parametrize("keep", [0.2, 0.35, 0.5, 0.75, 0.9])
 def test_a_budget_is_what_is_kept(keep: float) -> None:
-    s = session(dataclasses.replace(SMALL, keep=keep, guard=3), lm())
+    s = session(dataclasses.replace(SMALL, keep=keep, recent=3), lm())
     run_to_end(s.read(prompt(200)))
     heads = s.lm.n_layers * s.lm.n_kv_heads
     kept = sum(count(s)) / heads / s.committed
@@ -336,7 +338,7 @@ def test_scores_are_what_accepted_rows_looked_at() -> None:
         return torch.nn.functional.pad(p.view(2, 2, len(rows), upto).mean(1), (0, n - upto))
 
     wanted, first = torch.tensor([True, False]), range(30, 40)
-    sets = CandidateSets.of(FastGen(guard=guard), torch.zeros(40, dtype=torch.int8))
+    sets = CandidateSets.of(FastGen(recent=guard), torch.zeros(40, dtype=torch.int8))
     scores = Scores(attention(40, first).sum(1)[:, :40], torch.tensor(first), 40, sets, FastGen(score_decay=decay))
     s = Slots(k[:, :40], k[:, :40], pos[:, :40])
     scores.bind(s, wanted, pos[:, :40] % 2 == 0)
@@ -359,7 +361,15 @@ def test_scores_are_what_accepted_rows_looked_at() -> None:
 
 
 def test_frequent_tokens_grow_with_the_text_and_what_is_no_longer_looked_at_goes() -> None:
-    own = FastGen(policies=("frequent",), recovery=0.0, sinks=0, guard=0, every=10, frequent_ratio=0.1, local_ratio=0.0)
+    own = FastGen(
+        policies=("frequent",),
+        recovery=0.0,
+        sinks=0,
+        recent=0,
+        compression_interval=10,
+        frequent_ratio=0.1,
+        local_ratio=0.0,
+    )
     memory = own.requirements(lm()).memory()
     before, after = [3, 17, 40, 41], [5, 60, 61, 70, 90, 91, 92, 93, 94, 95]
 
@@ -393,7 +403,7 @@ def test_heads_choose_again_when_they_look_elsewhere() -> None:
     q, s = head_zoo.layer(maps[[names.index("sink")]])
     later, _ = head_zoo.layer(maps[[names.index("uniform")]])
     for every, want in ((50, "full"), (0, "special")):
-        own = FastGen(recovery=0.9, guard=16, reprofile_every=every, probe_rows=40)
+        own = FastGen(recovery=0.9, recent=16, reprofile_interval=every, probe_rows=40)
         wants = own.requirements(lm())
         memory = wants.memory()
         probes = [p for p in own.probes(n - 60) if p < n - 60]
@@ -436,11 +446,11 @@ def test_a_head_map_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_published_method_has_no_guard_to_set() -> None:
-    for wrong in ({"guard": 64}, {"criterion": "p05"}, {"policies": ["special"]}, {"probe_rows": 9}):
+    for wrong in ({"recent": 64}, {"criterion": "p05"}, {"policies": ["special"]}, {"probe_rows": 9}):
         with pytest.raises(KvcliError) as refused:
             load_profile("exact").replace(exactness="approx", policy={"name": "fastgen", "paper": True, **wrong})
         assert "leaves no room" in "\n".join(refused.value.lines)
-    assert FastGen(paper=True, guard=0, criterion="mean", crossfit=False).guarded == 0
+    assert FastGen(paper=True, recent=0, criterion="mean", crossfit=False).guarded == 0
 
 
 @pytest.mark.parametrize("name", ["fastgen", "fastgen-paper"])
@@ -455,7 +465,7 @@ def test_the_shipped_profiles_answer(name: str) -> None:
 
 @pytest.mark.parametrize("recovery", ["auto", 0.3])
 def test_a_prompt_inside_the_guard_is_no_evidence_and_its_answer_stays_whole(recovery: Any) -> None:
-    own = dataclasses.replace(SMALL, guard=24, recovery=recovery, kl_max=1e9, replay=8)
+    own = dataclasses.replace(SMALL, recent=24, recovery=recovery, kl_max=1e9, replay=8)
     s = session(own, lm())
     run_to_end(s.read(prompt(20)))
     policy = s.memory
@@ -470,7 +480,7 @@ def test_a_prompt_inside_the_guard_is_no_evidence_and_its_answer_stays_whole(rec
 def test_what_no_head_may_forget_is_no_evidence() -> None:
     measured = []
     for end in (30, 36):  # the guard begins at 36 of 60
-        s = session(dataclasses.replace(SMALL, guard=24), lm())
+        s = session(dataclasses.replace(SMALL, recent=24), lm())
         s.spans = [KindSpan(0, end, SYSTEM)]
         run_to_end(s.read([*families.prompt(60), 5]))
         measured.append(set(s.memory.chosen()))

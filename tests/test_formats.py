@@ -477,28 +477,37 @@ def test_cskv_is_the_best_product_of_its_rank_over_all_heads() -> None:
 
 
 def test_cskv_refuses_what_saves_nothing() -> None:
-    with pytest.raises(BadConfig, match=r"form.v_rank = 7 saves nothing of 8 slots of 2 heads of 16 numbers"):
+    with pytest.raises(BadConfig, match=r"kv_format.v_rank = 7 saves nothing of 8 slots of 2 heads of 16 numbers"):
         Cskv(k_rank=6, v_rank=7).tier(of(), torch.device("cpu"), KV)
     form, kv = Cskv(k_rank=6, v_rank=6), Kv(group=8)
     assert form.nbytes(LayerShape(K, D, D), kv, 2) < LayerShape(K, D, D).numbers * 2 + 4
 
 
 REFUSED = [
-    ({"form": {"method": "mustafar"}, "kv": {"rotate": "hadamard"}}, "spreads over all channels the large numbers"),
-    ({"form": {"method": "mustafar"}, "kv": {"k_bits": 4}}, "cannot be kept with kv.k_bits = 4"),
-    ({"form": {"method": "freqkv"}, "kv": {"v_bits": 8}}, "of what this form keeps it rounds nothing"),
-    ({"form": {"method": "cskv"}, "policy": {"name": "snap"}}, "set form.joint = 1"),
-    ({"form": {"method": "subgen"}, "memory": {"ladder": ["kv.v_bits=2"]}}, "frees nothing"),
-    ({"form": {"method": "gear"}}, "which rounds nothing"),
-    ({"form": {"method": "gear"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads over all channels the outliers"),
-    ({"form": {"method": "qaq"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads over all channels the outliers"),
-    ({"form": {"method": "rotatekv"}, "kv": FOUR | {"rotate": "hadamard"}}, "this form turns them already"),
-    ({"form": {"method": "zipcache"}, "kv": {"k_bits": 8, "v_bits": 8, "halves": True}}, "halves are of form.method"),
-    ({"form": {"method": "kivi", "rope": "before"}, "kv": FOUR | {"rotate": "hadamard"}}, "which turns what"),
-    ({"form": {"method": "kivi", "rope": "before"}}, "changes nothing while kv.k_bits"),
-    ({"form": {"method": "kivi", "rope": "before"}, "memory": {"ladder": ["kv.v_bits=8"]}}, "with kv.k_bits = 16"),
-    ({"form": {"method": "zipcache"}, "kv": {"k_bits": 4}}, "cannot be kept with kv.v_bits = 16"),
-    ({"form": {"method": "rotatekv"}, "kv": FOUR, "policy": {"name": "snap"}}, "set form.joint = 1"),
+    (
+        {"kv_format": {"method": "mustafar"}, "kv": {"rotate": "hadamard"}},
+        "spreads over all channels the large numbers",
+    ),
+    ({"kv_format": {"method": "mustafar"}, "kv": {"k_bits": 4}}, "cannot be kept with kv.k_bits = 4"),
+    ({"kv_format": {"method": "freqkv"}, "kv": {"v_bits": 8}}, "of what this form keeps it rounds nothing"),
+    ({"kv_format": {"method": "cskv"}, "policy": {"name": "snap"}}, "set kv_format.joint = 1"),
+    ({"kv_format": {"method": "subgen"}, "memory": {"fallbacks": ["kv.v_bits=2"]}}, "frees nothing"),
+    ({"kv_format": {"method": "gear"}}, "which rounds nothing"),
+    ({"kv_format": {"method": "gear"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads over all channels the outliers"),
+    ({"kv_format": {"method": "qaq"}, "kv": FOUR | {"rotate": "hadamard"}}, "spreads over all channels the outliers"),
+    ({"kv_format": {"method": "rotatekv"}, "kv": FOUR | {"rotate": "hadamard"}}, "this form turns them already"),
+    (
+        {"kv_format": {"method": "zipcache"}, "kv": {"k_bits": 8, "v_bits": 8, "split_codes": True}},
+        "halves are of kv_format.method",
+    ),
+    ({"kv_format": {"method": "kivi", "rope": "before"}, "kv": FOUR | {"rotate": "hadamard"}}, "which turns what"),
+    ({"kv_format": {"method": "kivi", "rope": "before"}}, "changes nothing while kv.k_bits"),
+    (
+        {"kv_format": {"method": "kivi", "rope": "before"}, "memory": {"fallbacks": ["kv.v_bits=8"]}},
+        "with kv.k_bits = 16",
+    ),
+    ({"kv_format": {"method": "zipcache"}, "kv": {"k_bits": 4}}, "cannot be kept with kv.v_bits = 16"),
+    ({"kv_format": {"method": "rotatekv"}, "kv": FOUR, "policy": {"name": "snap"}}, "set kv_format.joint = 1"),
 ]
 
 
@@ -511,7 +520,7 @@ def test_what_cannot_be_kept_is_refused_by_name(changes: dict[str, Any], says: s
 
 def test_a_form_needs_a_profile_that_may_round() -> None:
     with pytest.raises(BadConfig) as caught:
-        Profile.load("exact").replace(form={"method": "gear"}, kv=FOUR)
+        Profile.load("exact").replace(kv_format={"method": "gear"}, kv=FOUR)
     assert '"exact" cannot be kept' in "\n".join(caught.value.lines)
 
 
@@ -519,7 +528,8 @@ def test_a_model_whose_tables_depend_on_length_is_refused() -> None:
     model = table.lm("latents", "fp32")
     with pytest.raises(BadModel, match="stores latents"):
         assemble.store(
-            model, Profile.load("exact").replace(exactness="approx", form={"method": "kivi", "rope": "before"}, kv=FOUR)
+            model,
+            Profile.load("exact").replace(exactness="approx", kv_format={"method": "kivi", "rope": "before"}, kv=FOUR),
         )
 
 
@@ -554,7 +564,7 @@ def test_waves_need_no_float64_where_there_is_none(monkeypatch: pytest.MonkeyPat
     assert asked == ["cpu", "cpu"]
 
 
-@pytest.mark.parametrize("method", list(registries()["form"]))
+@pytest.mark.parametrize("method", list(registries()["kv_format"]))
 @pytest.mark.parametrize("family", ["dense", "uneven", "latents"])
 def test_a_session_goes_back_and_on_in_every_form(method: str, family: str) -> None:
     model = table.lm(family, "fp32")
@@ -562,7 +572,7 @@ def test_a_session_goes_back_and_on_in_every_form(method: str, family: str) -> N
     bits = {} if method in FEWER else FOUR
     ranks = {"k_rank": 2, "v_rank": 2} if method == "cskv" else {}
     kv = bits | {"group": 8, "residual": 8, "sinks": 2}
-    asked = Profile.load("exact").replace(exactness="approx", form={"method": method, **rope, **ranks}, kv=kv)
+    asked = Profile.load("exact").replace(exactness="approx", kv_format={"method": method, **rope, **ranks}, kv=kv)
     if method == "rotatekv" and any(dim & (dim - 1) for of in model.shapes for dim in of.parts):
         with pytest.raises(BadConfig, match="power of two"):
             assemble.session(model, asked)

@@ -160,7 +160,15 @@ def test_the_bundled_model_is_given_room_for_a_part_of_the_report() -> None:
     shapes, sights = alike(6, 2, 64), [AttentionParams(1.0)] * 6
     free: dict[str, Any] = {"is_cpu": False, "free": 1 << 36, "host": 1 << 36}
     room = plan.room(
-        chosen.kv, chosen.form.settings, chosen.memory, chosen.recall.settings, sights, shapes, 4, chunk=CHUNK, **free
+        chosen.kv,
+        chosen.kv_format.settings,
+        chosen.memory,
+        chosen.sparse.settings,
+        sights,
+        shapes,
+        4,
+        chunk=CHUNK,
+        **free,
     )
     assert 0 < room.on_device < 2_000
     assert room.in_host > 4_400

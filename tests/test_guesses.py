@@ -67,13 +67,13 @@ def test_every_mix_of_sources(sources: tuple[str, ...], sampler: Sampler) -> Non
 
 
 VIEWS = [
-    {"view": "stream", "sinks": 0, "local": 1, "refresh": 1},
-    {"view": "stream", "sinks": 4, "local": 1, "refresh": 2},
-    {"view": "stream", "sinks": 2, "local": 9, "refresh": 5},  # wraps several times in the answer
-    {"view": "stream", "sinks": 0, "local": 4096, "refresh": 4096},  # all of it
-    {"view": "quest", "page": 1, "pages": 1, "sinks": 0, "local": 1, "refresh": 1},
-    {"view": "quest", "page": 4, "pages": 2, "sinks": 2, "local": 3, "refresh": 3},
-    {"view": "quest", "page": 64, "pages": 64, "sinks": 0, "local": 8, "refresh": 7},
+    {"view": "stream", "sinks": 0, "recent": 1, "refresh": 1},
+    {"view": "stream", "sinks": 4, "recent": 1, "refresh": 2},
+    {"view": "stream", "sinks": 2, "recent": 9, "refresh": 5},  # wraps several times in the answer
+    {"view": "stream", "sinks": 0, "recent": 4096, "refresh": 4096},  # all of it
+    {"view": "quest", "page": 1, "pages": 1, "sinks": 0, "recent": 1, "refresh": 1},
+    {"view": "quest", "page": 4, "pages": 2, "sinks": 2, "recent": 3, "refresh": 3},
+    {"view": "quest", "page": 64, "pages": 64, "sinks": 0, "recent": 8, "refresh": 7},
 ]
 
 
@@ -86,7 +86,7 @@ def test_every_view(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("window", [1, 2, 7])
 @pytest.mark.parametrize("ngram", [3, 5, 9])
 def test_every_size_of_window(window: int, ngram: int) -> None:
-    config = Lookahead(adaptive=False, window=window, ngram=ngram, view="stream", sinks=2, local=9)
+    config = Lookahead(adaptive=False, window=window, ngram=ngram, view="stream", sinks=2, recent=9)
     ids, steps = decode(config.drafter())
     assert ids == plain()
     assert max(step.rows.n_rows - step.rows.tree for step in steps) == window * (ngram - 1) - 1
@@ -112,7 +112,7 @@ def test_an_end_inside_a_guess(sampler: Sampler) -> None:
     inside = 0
     for token in dict.fromkeys(plain(sampler)[len(prompt()) :]):
         stop = frozenset({token})
-        for config in (Mix(adaptive=False, view="stream", sinks=1, local=8), Lookahead(adaptive=False)):
+        for config in (Mix(adaptive=False, view="stream", sinks=1, recent=8), Lookahead(adaptive=False)):
             ids, steps = decode(config.drafter(stop), sampler, stop=stop)
             assert ids == plain(sampler, NEW, stop)
             inside += steps[-1].n_accepted > 0
@@ -132,7 +132,7 @@ def test_a_cap_inside_a_guess() -> None:
 @pytest.mark.parametrize("every", [1, 2, 5, 16])
 def test_no_draft_crosses_a_boundary(every: int) -> None:
     want = decode(Off(), policy=Ragged(), every=every)[0]
-    got, steps = decode(Mix(adaptive=False, view="stream", sinks=1, local=8).drafter(), policy=Ragged(), every=every)
+    got, steps = decode(Mix(adaptive=False, view="stream", sinks=1, recent=8).drafter(), policy=Ragged(), every=every)
     assert got == want
     if every == 1:
         assert all(step.n_drafted == 0 for step in steps)
@@ -153,7 +153,7 @@ def test_garbage_in_the_pool_changes_the_speed_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "shown", [{"view": "stream", "sinks": 2, "local": 9}, {"view": "quest", "page": 3, "pages": 2}]
+    "shown", [{"view": "stream", "sinks": 2, "recent": 9}, {"view": "quest", "page": 3, "pages": 2}]
 )
 @pytest.mark.parametrize("policy", [None, Ragged()], ids=["whole", "ragged"])
 def test_what_a_row_must_not_see_is_poisoned(shown: dict[str, Any], policy: Any) -> None:
@@ -217,7 +217,7 @@ def test_guesses_come_true() -> None:
     """Or none of the above says anything."""
     for config in (
         Lookahead(adaptive=False),
-        Lookahead(adaptive=False, view="stream", sinks=4, local=24),
+        Lookahead(adaptive=False, view="stream", sinks=4, recent=24),
         Mix(adaptive=False),
     ):
         _, steps = decode(config.drafter(), new=200)
@@ -229,7 +229,7 @@ def test_guesses_come_true() -> None:
 def test_scouts_stay_behind_when_guesses_are_to_be_timed(alone: bool, monkeypatch) -> None:
     monkeypatch.setattr("kvcli.drafts.pacing.source_payoff.SourcePayoff.due", lambda *_: True)
     monkeypatch.setattr("kvcli.drafts.pacing.draft_controller.DraftController.wants_alone", lambda *_: alone)
-    ids, steps = decode(Mix(kill_below=0.0).drafter())
+    ids, steps = decode(Mix(min_speedup=0.0).drafter())
     assert ids == plain()
     assert any(step.rows.n_rows > step.rows.tree for step in steps) is not alone
 

@@ -425,7 +425,7 @@ MORE = {
     "kv.v_bits": {"kv": {"v_bits": 4}},
     "memory.disk": {"memory": {"disk": "1GiB", "device": "1GiB"}},
     "memory.device": {"memory": {"device": "1GiB"}},
-    "recall.method": {"recall": {"method": "minmax", "dense_layers": 0}},
+    "sparse.method": {"sparse": {"method": "minmax", "dense_layers": 0}},
 }
 
 

@@ -271,7 +271,7 @@ def test_with_every_ratio_one_logits_are_those_of_the_stock_model(name: str, wit
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt_oss", "qwen3_moe"])
 def test_with_every_ratio_one_logits_are_those_of_no_pruner_to_the_bit(name: str) -> None:
-    idle = LazyLLM(start_prune_layer=0.4, end_prune_layer=0.7, start_keep_ratio=1.0, end_keep_ratio=1.0, least=1)
+    idle = LazyLLM(start_prune_layer=0.4, end_prune_layer=0.7, start_keep_ratio=1.0, end_keep_ratio=1.0, min_prompt=1)
     model = LM.of(families.build(name, torch.float32))
     (ids, logits), (plain, expected) = conversation(model, idle), conversation(model, None)
     assert ids == plain
@@ -409,7 +409,9 @@ def test_layers_of_any_shape_attend_and_store_and_share() -> None:
     assert [use.layer for use in kv.usage()] == [0, 1, 3]
 
 
-@pytest.mark.parametrize("policy", [KNorm(keep=0.5, sinks=1, guard=2, alloc="global"), StreamingLLM(sinks=1, window=4)])
+@pytest.mark.parametrize(
+    "policy", [KNorm(keep=0.5, sinks=1, recent=2, alloc="global"), StreamingLLM(sinks=1, window=4)]
+)
 def test_a_policy_judges_layers_of_any_shape_that_store_something(policy: Policy) -> None:
     kv, n = Dense(SHAPES, torch.float64), 13
     for layer, s in enumerate(SHAPES):

@@ -31,7 +31,7 @@ from tests import families
 
 torch.set_num_threads(1)
 N = 45
-LAZY = LazyLLM(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8)
+LAZY = LazyLLM(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, min_prompt=8)
 
 
 @cache

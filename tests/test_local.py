@@ -343,7 +343,7 @@ def test_who_takes_a_past_over_has_no_answer_under_way() -> None:
 def test_scouts_keep_their_view_when_a_past_is_taken_over() -> None:
     m = model()
     m.generate(prompt(), max_new_tokens=4)
-    fafo = m.with_profile(Profile.load("fafo").replace(spec={"adaptive": False, "sinks": 1, "local": 4}))
+    fafo = m.with_profile(Profile.load("fafo").replace(spec={"adaptive": False, "sinks": 1, "recent": 4}))
     assert fafo.take_cache(m)
     assert m.session.view is None
     fafo.generate([*prompt(), 5, 6], max_new_tokens=12)

@@ -305,7 +305,7 @@ def test_what_tells_heads_apart_or_turns_keys_is_refused_by_name(policy: Any) ->
 
 @pytest.mark.parametrize(
     "policy",
-    [Snap(budget=20, sinks=2, guard=6), KeyDiff(budget=20, sinks=2, guard=6), Vatp(budget=20, sinks=2, guard=6)],
+    [Snap(budget=20, sinks=2, recent=6), KeyDiff(budget=20, sinks=2, recent=6), Vatp(budget=20, sinks=2, recent=6)],
 )
 def test_scores_see_one_head_and_values_without_the_turned_part(policy: Any) -> None:
     model = lm("youtu")

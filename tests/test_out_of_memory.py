@@ -198,7 +198,7 @@ STEPS = ["prefill.chunk=-50%", "context.limit=-50%", "memory.disk=1GiB"]
 @pytest.mark.parametrize("step", STEPS)
 def test_a_declared_step_is_taken_and_said(step: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     want = model().generate(text(), max_new_tokens=20)
-    m = model(memory={"ladder": [step]})
+    m = model(memory={"fallbacks": [step]})
     failing(m, monkeypatch, at)
     turn = m.generate(text(), max_new_tokens=20)
     assert turn.ids == want.ids
@@ -207,13 +207,13 @@ def test_a_declared_step_is_taken_and_said(step: str, at: int, monkeypatch: pyte
     (said,) = turn.stats.shortages
     assert "memory ran out" in said
     assert step in said
-    assert m.profile.memory.ladder == ()
+    assert m.profile.memory.fallbacks == ()
     assert turn.stats.new == len(turn.ids)
     assert m.generate(text(), max_new_tokens=20).ids == want.ids
 
 
 def test_steps_are_taken_in_order_until_one_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    m = model(memory={"ladder": ["prefill.chunk=16", "prefill.chunk=-50%", "context.limit=-25%"]})
+    m = model(memory={"fallbacks": ["prefill.chunk=16", "prefill.chunk=-50%", "context.limit=-25%"]})
     limit = m.limit
     failing(m, monkeypatch, 20, times=2)
     turn = m.generate(text(), max_new_tokens=20)
@@ -222,11 +222,11 @@ def test_steps_are_taken_in_order_until_one_helps(monkeypatch: pytest.MonkeyPatc
         "prefill.chunk=-50% from here on",
     ]
     assert m.session.chunk_rows == m.profile.prefill.chunk == 8
-    assert m.profile.memory.ladder == ("context.limit=-25%",)
+    assert m.profile.memory.fallbacks == ("context.limit=-25%",)
     assert m.limit == limit
 
 
-@pytest.mark.parametrize("memory", [{"on_shortage": "fail"}, {"ladder": []}, {"ladder": ["prefill.chunk=-50%"]}])
+@pytest.mark.parametrize("memory", [{"on_oom": "fail"}, {"fallbacks": []}, {"fallbacks": ["prefill.chunk=-50%"]}])
 def test_without_a_step_the_error_says_what_fits_and_hands_back_the_answer(
     memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +266,7 @@ def test_a_step_that_packs_shrinks_what_is_stored_and_the_answer_goes_on(
 ) -> None:
     small: dict[str, Any] = {"residual": 16, "group": 16}
     want = model().generate(text(), max_new_tokens=20)
-    m = model(memory={"ladder": ["kv.k_bits=8", "kv.v_bits=2"]}, kv=small)
+    m = model(memory={"fallbacks": ["kv.k_bits=8", "kv.v_bits=2"]}, kv=small)
     failing(m, monkeypatch, at)
     turn = m.generate(text(), max_new_tokens=20)
     assert len(turn.ids) == 20
@@ -280,7 +280,7 @@ def test_a_step_that_packs_shrinks_what_is_stored_and_the_answer_goes_on(
 
 
 def test_a_shorter_window_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    m = model(memory={"ladder": ["context.limit=70"]})
+    m = model(memory={"fallbacks": ["context.limit=70"]})
     failing(m, monkeypatch, 3 * 6)
     turn = m.generate(text(), max_new_tokens=30)
     assert turn.finish == "length"
@@ -309,18 +309,18 @@ def test_a_device_that_is_full_is_survived_by_reading_in_smaller_chunks() -> Non
 
     want, large, small = model().generate(text(400), max_new_tokens=20), peak(400), peak(100)
     assert small < 0.8 * large
-    m = model(prefill={"chunk": 400}, memory={"ladder": ["prefill.chunk=-50%"] * 3})
+    m = model(prefill={"chunk": 400}, memory={"fallbacks": ["prefill.chunk=-50%"] * 3})
     with FakeDevice(budget=(large + small) // 2) as device:
         turn = m.generate(text(400), max_new_tokens=20)
     assert device.failed
     assert turn.ids == want.ids
-    assert 1 <= len(turn.stats.shortages) == 3 - len(m.profile.memory.ladder)
+    assert 1 <= len(turn.stats.shortages) == 3 - len(m.profile.memory.fallbacks)
 
 
 def test_a_device_with_little_room_moves_what_is_old_to_disk() -> None:
     want = model().generate(text(200), max_new_tokens=200)
     small: dict[str, Any] = {"prefill": {"chunk": 64}, "kv": {"group": 16}}
-    m = model(memory={"device": "160KiB", "ladder": ["memory.disk=1GiB"]}, **small)
+    m = model(memory={"device": "160KiB", "fallbacks": ["memory.disk=1GiB"]}, **small)
     events = []
     for event in m.stream(text(200), max_new_tokens=200):
         events.append(event)
@@ -339,7 +339,7 @@ def test_a_device_without_any_room_is_refused_with_what_it_needs() -> None:
 
 
 def test_more_text_than_all_tiers_hold_is_refused_before_it_is_read() -> None:
-    m = model(memory={"device": "160KiB", "on_shortage": "fail"}, prefill={"chunk": 16})
+    m = model(memory={"device": "160KiB", "on_oom": "fail"}, prefill={"chunk": 16})
     with pytest.raises(DoesNotFit, match="do not fit") as caught:
         m.generate(text(400), max_new_tokens=4)
     assert caught.value.detail["tokens"] == 0
@@ -379,7 +379,7 @@ def test_what_a_lack_of_memory_proposes_is_enough_when_typed(
 
 
 def test_host_memory_is_no_tier_on_a_cpu_and_the_error_says_so() -> None:
-    for memory in ({"host": "1GiB"}, {"ladder": ["memory.host=1GiB"]}):
+    for memory in ({"host": "1GiB"}, {"fallbacks": ["memory.host=1GiB"]}):
         with pytest.raises(BadConfig, match="in host memory already") as caught:
             model(memory=memory)
         assert any("kv.k_bits" in way for way in caught.value.try_)
@@ -390,14 +390,14 @@ def test_host_memory_is_no_tier_on_a_cpu_and_the_error_says_so() -> None:
     [
         ({"exactness": "exact", "kv": {"k_bits": 8}}, "kv.k_bits"),
         ({"exactness": "exact", "kv": {"v_bits": 2}}, "kv.v_bits"),
-        ({"exactness": "exact", "memory": {"ladder": ["kv.v_bits=2"]}}, "memory.ladder"),
-        ({"kv": {"v_bits": 4}, "memory": {"ladder": ["kv.v_bits=4"]}}, "frees nothing"),
-        ({"memory": {"ladder": ["kv.residual=64"]}}, "frees nothing"),
-        ({"memory": {"ladder": ["kv.residual=64", "kv.k_bits=8"]}}, "nothing is packed when it is taken"),
-        ({"memory": {"ladder": ["kv.k_bits=4", "kv.v_bits=8", "kv.k_bits=8"]}}, '"kv.k_bits=4" comes before it'),
-        ({"memory": {"ladder": ["kv.v_bits=4"], "on_shortage": "fail"}}, "no step is ever taken"),
-        ({"memory": {"ladder": ["policy.name=snap"]}}, "a list of steps"),
-        ({"memory": {"ladder": ["prefill.chunk=-50%", "kv.v_bits=3"]}}, "a list of steps"),
+        ({"exactness": "exact", "memory": {"fallbacks": ["kv.v_bits=2"]}}, "memory.fallbacks"),
+        ({"kv": {"v_bits": 4}, "memory": {"fallbacks": ["kv.v_bits=4"]}}, "frees nothing"),
+        ({"memory": {"fallbacks": ["kv.residual=64"]}}, "frees nothing"),
+        ({"memory": {"fallbacks": ["kv.residual=64", "kv.k_bits=8"]}}, "nothing is packed when it is taken"),
+        ({"memory": {"fallbacks": ["kv.k_bits=4", "kv.v_bits=8", "kv.k_bits=8"]}}, '"kv.k_bits=4" comes before it'),
+        ({"memory": {"fallbacks": ["kv.v_bits=4"], "on_oom": "fail"}}, "no step is ever taken"),
+        ({"memory": {"fallbacks": ["policy.name=snap"]}}, "a list of steps"),
+        ({"memory": {"fallbacks": ["prefill.chunk=-50%", "kv.v_bits=3"]}}, "a list of steps"),
         ({"memory": {"disk": "8"}}, "a size with its unit"),
     ],
 )
@@ -409,13 +409,13 @@ def test_what_cannot_be_kept_is_refused_by_name(changes: dict[str, Any], said: s
 
 def test_a_step_changes_one_key_and_leaves_the_list() -> None:
     profile = Profile.load("exact").replace(
-        exactness="approx", memory={"ladder": ["context.limit=-25%", "kv.v_bits=2", "memory.disk=2GiB"]}
+        exactness="approx", memory={"fallbacks": ["context.limit=-25%", "kv.v_bits=2", "memory.disk=2GiB"]}
     )
     one = next_fallback(profile, 4096)
     two = next_fallback(one, 4096)
     three_ = next_fallback(two, 4096)
     assert (one.context.limit, two.kv.v_bits, three_.memory.disk) == (3072, 2, "2GiB")
-    assert [len(p.memory.ladder) for p in (one, two, three_)] == [2, 1, 0]
+    assert [len(p.memory.fallbacks) for p in (one, two, three_)] == [2, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_plain_profiles_store_in_one_tier_and_others_in_a_ladder() -> None:
 def test_the_end_of_a_turn_carries_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvcli.commands.common.turn_json import Run, turn_document
 
-    m = model(memory={"ladder": ["prefill.chunk=-50%"]})
+    m = model(memory={"fallbacks": ["prefill.chunk=-50%"]})
     failing(m, monkeypatch, 5)
     turn = next(e.turn for e in m.stream(text(), max_new_tokens=3) if isinstance(e, End))
     document = turn_document(turn, m.info, Run("mine"))

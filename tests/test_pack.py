@@ -37,8 +37,8 @@ SETS: dict[str, dict[str, Any]] = {
     "kvzip": {},
     "fastgen": {},
     "h2o": {"exactness": "approx", "policy.name": "h2o"},
-    "recall": {"exactness": "approx", "recall.method": "sketch", "recall.floor": 64},
-    "lossless": {"keep.codec": "lossless"},
+    "sparse": {"exactness": "approx", "sparse.method": "sketch", "sparse.floor": 64},
+    "lossless": {"prefix_cache.codec": "lossless"},
     "disk": {"memory.device": "4MiB", "memory.disk": "64MiB", "prefill.chunk": 128},
 }
 
@@ -168,13 +168,13 @@ def test_each_field_in_which_it_differs_is_named_with_what_to_type(model: Model,
 
 def test_it_says_under_which_settings_its_past_was_made(packs: Callable[[str], Path]) -> None:
     pack = open_pack(packs("recall"))
-    assert pack.about.settings["recall.floor"] == "64"
+    assert pack.about.settings["sparse.floor"] == "64"
     assert "sample.seed" not in pack.about.settings
-    changes = {"exactness": "approx", "recall": {"method": "sketch", "floor": 64}}
+    changes = {"exactness": "approx", "sparse": {"method": "sketch", "floor": 64}}
     pack.refuse_under(Profile.load("exact").replace(**changes))
     with pytest.raises(BadInput) as caught:
-        pack.refuse_under(Profile.load("exact").replace(**changes | {"recall": {"method": "sketch", "floor": 65}}))
-    assert caught.value.lines == ("recall.floor was 64, is 65",)
+        pack.refuse_under(Profile.load("exact").replace(**changes | {"sparse": {"method": "sketch", "floor": 65}}))
+    assert caught.value.lines == ("sparse.floor was 64, is 65",)
 
 
 # --- hostile

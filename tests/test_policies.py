@@ -96,10 +96,10 @@ def test_a_conversation_goes_on_from_what_is_left_and_an_undo_reads_anew() -> No
 
 
 EDGES = (
-    {"name": "window", "sinks": 0, "window": 1, "every": 1},  # nothing but the token itself
-    {"name": "window", "sinks": 50, "window": 1, "every": 7},  # more sinks than some prompts have tokens
-    {"name": "window", "sinks": 2, "window": 9, "every": 1000},  # nothing falls out while answering
-    {"name": "random", "budget": 1, "sinks": 0, "window": 1, "every": 1},
+    {"name": "window", "sinks": 0, "window": 1, "compression_interval": 1},  # nothing but the token itself
+    {"name": "window", "sinks": 50, "window": 1, "compression_interval": 7},  # more sinks than some prompts have tokens
+    {"name": "window", "sinks": 2, "window": 9, "compression_interval": 1000},  # nothing falls out while answering
+    {"name": "random", "budget": 1, "sinks": 0, "window": 1, "compression_interval": 1},
 )
 
 
@@ -141,7 +141,7 @@ def test_settings_that_cannot_be_kept_are_refused_by_name() -> None:
     with pytest.raises(KvcliError) as refused:
         load_profile("exact").replace(exactness="approx", policy={"name": "random", "budget": 5})
     assert "less than sinks + window" in "\n".join(refused.value.lines)
-    assert KeepAll().every is None
+    assert KeepAll().compression_interval is None
 
 
 def test_streaming_forgets_the_middle_and_says_so() -> None:

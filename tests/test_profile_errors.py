@@ -34,12 +34,12 @@ SHIPPED = [file.profile for file in builtin_files()]
 REGISTRIES = {
     "prune": {"none": "kvcli.methods.prune.no_pruning:NoPruning"},
     "reuse": {"none": "kvcli.methods.reuse.prefix_only:PrefixOnly"},
-    "form": {"kivi": "kvcli.kv.formats.kivi:Kivi"},
-    "keep": {"none": "kvcli.prefix_cache.codec:Uncompressed"},
+    "kv_format": {"kivi": "kvcli.kv.formats.kivi:Kivi"},
+    "prefix_cache": {"none": "kvcli.prefix_cache.codec:Uncompressed"},
     "policy": {"none": "kvcli.methods.policies.keep_all:KeepAll"},
-    "recall": {"none": "kvcli.kv.sparse.settings:FullAttention"},
+    "sparse": {"none": "kvcli.kv.sparse.settings:FullAttention"},
     "spec": {"off": f"{__name__}:Off", "copy": f"{__name__}:Copy", "ngram": f"{__name__}:Copy"},
-    "steps": {"none": "kvcli.methods.steps.no_steps:NoSteps"},
+    "reasoning_steps": {"none": "kvcli.methods.steps.no_steps:NoSteps"},
 }
 
 
@@ -499,3 +499,17 @@ def test_a_copy_with_other_settings_is_checked_as_well() -> None:
         profile.replace(kv={"dtype": "fp16"})
 
     assert caught.value.lines[-1].endswith("but replace() sets kv.dtype, which changes the output")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("memory.ladder=[]", "memory.fallbacks"),
+        ("recall.every=8", "sparse"),
+        ("form.rope=after", "kv_format"),
+    ],
+)
+def test_a_former_name_is_refused_with_the_present_one(old: str, new: str) -> None:
+    with pytest.raises(BadConfig) as refused:
+        load_profile("exact", sets=[old])
+    assert f"its name is {new} now" in str(refused.value) + "".join(refused.value.lines)

@@ -45,17 +45,17 @@ class Guess:
 REGISTRIES = {
     "prune": {"none": "kvcli.methods.prune.no_pruning:NoPruning"},
     "reuse": {"none": "kvcli.methods.reuse.prefix_only:PrefixOnly"},
-    "form": {"kivi": "kvcli.kv.formats.kivi:Kivi"},
-    "keep": {"none": "kvcli.prefix_cache.codec:Uncompressed"},
+    "kv_format": {"kivi": "kvcli.kv.formats.kivi:Kivi"},
+    "prefix_cache": {"none": "kvcli.prefix_cache.codec:Uncompressed"},
     "policy": {"none": "kvcli.methods.policies.keep_all:KeepAll"},
-    "recall": {"none": "kvcli.kv.sparse.settings:FullAttention"},
+    "sparse": {"none": "kvcli.kv.sparse.settings:FullAttention"},
     "spec": {
         "off": f"{__name__}:Off",
         "copy": f"{__name__}:Copy",
         "guess": f"{__name__}:Guess",
         "ngram": f"{__name__}:Copy",
     },
-    "steps": {"none": "kvcli.methods.steps.no_steps:NoSteps"},
+    "reasoning_steps": {"none": "kvcli.methods.steps.no_steps:NoSteps"},
 }
 
 
@@ -308,14 +308,20 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("said", "free", "most"),
-    [("", 500, 8.0), ("", 20, 2.0), ("", 0, 0.0), ("keep_kv = '12GiB'", 20, 12.0), ("keep_kv = '0GiB'", 500, 0.0)],
+    [
+        ("", 500, 8.0),
+        ("", 20, 2.0),
+        ("", 0, 0.0),
+        ("prefix_cache_size = '12GiB'", 20, 12.0),
+        ("prefix_cache_size = '0GiB'", 500, 0.0),
+    ],
 )
 def test_what_is_kept_takes_a_tenth_of_a_disk_at_most_unless_more_is_said(
     machine: Machine, said: str, free: int, most: float
 ) -> None:
     machine.write("config.toml", said)
 
-    assert load_config(machine.sources).keep_kv(free * GIB) == most * GIB
+    assert load_config(machine.sources).prefix_cache_size(free * GIB) == most * GIB
 
 
 def test_a_project_file_may_name_models_and_profiles_of_its_own(machine: Machine) -> None:

@@ -68,15 +68,15 @@ def test_a_list_of_words_names_the_words() -> None:
 @pytest.mark.parametrize(
     ("name", "sets", "key", "other"),
     [
-        ("fafo", ["view=all", "local=9"], "local", 'view is "all"'),
+        ("fafo", ["view=all", "recent=9"], "recent", 'view is "all"'),
         ("fafo", ["page=9"], "page", 'view is "stream"'),
         ("fafo", ['sources=["stand"]', "window=5"], "window", 'sources is ["stand"]'),
-        ("fafo", ['sources=["scouts"]', "min_match=2"], "min_match", 'sources is ["scouts"]'),
+        ("fafo", ['sources=["lookahead"]', "min_match=2"], "min_match", 'sources is ["lookahead"]'),
         ("lookahead", ["sinks=9"], "sinks", 'view is "all"'),
-        ("ngram", ["adaptive=false", "kill_below=0.5"], "kill_below", "adaptive is false"),
+        ("ngram", ["adaptive=false", "min_speedup=0.5"], "min_speedup", "adaptive is false"),
         ("draft", ["chunk=8"], "chunk", 'retrieval is "off"'),
         ("draft", ["working=0", "sinks=8"], "sinks", "working is 0"),
-        ("draft", ["wide=8"], "wide", 'tree is "chain"'),
+        ("draft", ["tree_width=8"], "tree_width", 'tree is "chain"'),
         ("draft", ["risk=0.5"], "risk", 'stop is "marginal"'),
         ("draft", ["copies=false", "max_match=9"], "max_match", "copies is false"),
         ("exact", ["method=self", "skipped=0.3"], "skipped", 'skip is "none"'),
@@ -93,7 +93,7 @@ def test_a_drafting_key_that_nothing_reads_is_refused(name: str, sets: list[str]
 
 
 def test_what_a_shipped_profile_says_goes_with_what_is_laid_over_it() -> None:
-    assert load_profile("specextend", sets=["spec.retrieval=off"]).spec.looks == 4
+    assert load_profile("specextend", sets=["spec.retrieval=off"]).spec.scored_layers == 4
 
 
 @pytest.mark.parametrize("name", SHIPPED)

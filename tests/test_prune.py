@@ -300,10 +300,10 @@ def test_what_stayed_behind_is_missing_where_a_policy_moves_things_down() -> Non
 
 METHODS = {  # of which as many go on as they say, whatever they judge by
     "lazy": settings(),
-    "random": Random(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8),
-    "cut": SingleCut(layer=0.5, keep=0.4, recent=3, sinks=1, least=8),
-    "cut, again": SingleCut(layer=0.5, keep=0.4, recent=3, sinks=1, least=8, again=True),
-    "chunked": Chunked(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8),
+    "random": Random(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, min_prompt=8),
+    "cut": SingleCut(layer=0.5, keep=0.4, recent=3, sinks=1, min_prompt=8),
+    "cut, again": SingleCut(layer=0.5, keep=0.4, recent=3, sinks=1, min_prompt=8, again=True),
+    "chunked": Chunked(start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, min_prompt=8),
 }
 
 
@@ -416,16 +416,16 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, object], sai
     ("other", "changes"),
     [
         ("policy.name", {"policy": {"name": "window"}}),
-        ("recall.method", {"recall": {"method": "sketch"}}),
+        ("sparse.method", {"sparse": {"method": "sketch"}}),
         ("kv.v_bits", {"kv": {"v_bits": 8}}),
         ("memory.disk", {"memory": {"disk": "1GiB"}}),
-        ("memory.ladder", {"memory": {"ladder": ["kv.v_bits=4"]}}),
-        ("prune.revive_every", {"prune": {"revive_every": 1}}),
+        ("memory.fallbacks", {"memory": {"fallbacks": ["kv.v_bits=4"]}}),
+        ("prune.revive_interval", {"prune": {"revive_interval": 1}}),
     ],
 )
 def test_what_those_who_come_back_cannot_read_is_refused(other: str, changes: dict[str, dict[str, object]]) -> None:
     prune = {"method": "lazy", "scope": "prefill+decode", **changes.get("prune", {})}
-    assert Profile.load("lazy").replace(prune=prune | {"revive_every": 2}).prune.every == 2
+    assert Profile.load("lazy").replace(prune=prune | {"revive_interval": 2}).prune.compression_interval == 2
     with pytest.raises(BadConfig) as refused:
         Profile.load("lazy").replace(**{**changes, "prune": prune})
     assert other in " ".join(refused.value.lines)

@@ -369,11 +369,11 @@ def test_every_rung_below_is_read_in_part(rungs: str) -> None:
 def test_a_prompt_is_stored_as_if_nothing_were_left_out(rungs: str | None, policy: Any) -> None:
     model, stores = lm("fp64"), []
     shape = (model.n_layers, model.n_kv_heads, model.head_dim)
-    small = {"page": 3, "floor": 4, "sinks": 1, "recent": 4, "every": 8, "dense_layers": 0}
+    small = {"page": 3, "floor": 4, "sinks": 1, "recent": 4, "selection_interval": 8, "dense_layers": 0}
     for method in ("none", "minmax"):
         settings = small if method != "none" else {}
-        profile = load_profile("exact").replace(exactness="approx", recall={"method": method} | settings)
-        recall = profile.recall.settings
+        profile = load_profile("exact").replace(exactness="approx", sparse={"method": method} | settings)
+        recall = profile.sparse.settings
         low = DiskTier(alike(*shape), model.dtype, BIG, BIG)
         dense = Dense(alike(*shape), model.dtype)
         kv = recall.bind(dense, dense, model.sights)
@@ -400,7 +400,15 @@ def profile(**changes: Any) -> Profile:
     return load_profile("exact").replace(exactness="approx", **changes)
 
 
-RECALL = {"method": "minmax", "page": 3, "floor": 4, "sinks": 1, "recent": 4, "every": 8, "dense_layers": 1}
+RECALL = {
+    "method": "minmax",
+    "page": 3,
+    "floor": 4,
+    "sinks": 1,
+    "recent": 4,
+    "selection_interval": 8,
+    "dense_layers": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -423,12 +431,12 @@ def test_a_profile_reads_a_part_of_any_ladder(other: dict[str, dict[str, object]
 
 def test_steps_that_make_tiers_may_be_taken_while_a_part_is_read() -> None:
     steps = ["kv.v_bits=8", "kv.k_bits=4", "memory.disk=1GiB"]
-    assert profile(recall=RECALL, memory={"ladder": steps}).memory.ladder == tuple(steps)
+    assert profile(recall=RECALL, memory={"fallbacks": steps}).memory.fallbacks == tuple(steps)
 
 
 def test_max_context_loads_without_a_gpu_and_says_what_it_does_not_do() -> None:
     small = {"residual": 16, "group": 16}
-    shipped = load_profile("max-context").replace(kv=small, recall={"floor": 64})
+    shipped = load_profile("max-context").replace(kv=small, sparse={"floor": 64})
     model = Model(
         LM.of(families.build("llama", vocab_size=2048, head_dim=16, max_position_embeddings=1024)),
         small_tokenizers.demo(),

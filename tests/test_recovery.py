@@ -107,7 +107,7 @@ def _kept(pos: Tensor, at: int, by_kind: list[bool], reach: int, chosen: set[int
 @pytest.mark.parametrize("blocks", [256.0, 1e-4])
 @pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize(("softcap", "window"), [(0.0, None), (1.7, None), (0.0, 97)])
-@pytest.mark.parametrize("own", [FastGen(guard=17, punct_cap=1.0), FastGen(paper=True)], ids=["honest", "paper"])
+@pytest.mark.parametrize("own", [FastGen(recent=17, punct_cap=1.0), FastGen(paper=True)], ids=["honest", "paper"])
 def test_masses_and_costs_are_those_of_the_plain_map(
     own: FastGen, softcap: float, window: int | None, with_sink: bool, blocks: float
 ) -> None:
@@ -189,7 +189,7 @@ def test_keys_in_sixteen_bits_are_measured_nearly_as_well() -> None:
     q, q_pos, s, kinds = case()
     low = Slots(s.k.bfloat16(), s.v.bfloat16(), s.pos)
     exact = Slots(low.k.double(), low.v.double(), s.pos)
-    for own in (FastGen(guard=17), FastGen(paper=True)):
+    for own in (FastGen(recent=17), FastGen(paper=True)):
         found = recover(q.bfloat16(), q_pos, low, kinds, own, 0.3)
         right = recover(q.bfloat16().double(), q_pos, exact, kinds, own, 0.3)
         assert found.mass.dtype == torch.float32
@@ -200,7 +200,7 @@ def test_keys_in_sixteen_bits_are_measured_nearly_as_well() -> None:
 def test_protected_slots_count_as_kept_and_cost_their_place() -> None:
     q, q_pos, s, kinds = case()
     protected = (s.pos >= 60) & (s.pos < 110)
-    own = FastGen(guard=5)
+    own = FastGen(recent=5)
     bare, held = (recover(q, q_pos, s, kinds, own, 0.3, protected=p) for p in (None, protected))
     assert bool((held.mass[0] >= bare.mass[0]).all())
     assert bool((held.cost[0] > bare.cost[0]).all())
@@ -261,7 +261,7 @@ def test_the_published_criterion_misses_the_bursty_head_alone() -> None:
 
 
 def test_the_newest_rows_alone_take_a_local_head_for_a_frequent_one_and_miss_the_bursty_head() -> None:
-    newest = FastGen(recovery=0.95, guard=0, crossfit=False, criterion="mean", policies=PAPER)
+    newest = FastGen(recovery=0.95, recent=0, crossfit=False, criterion="mean", policies=PAPER)
     said = judged(newest, range(N - 64, N))
     assert said["local"][0] == said["bursty"][0] == "punct+frequent"
     q, s = head_zoo.layer(head_zoo.maps(N + 200))

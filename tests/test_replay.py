@@ -79,7 +79,9 @@ def test_what_is_lost_is_the_kl_of_the_newest_tokens_by_the_past_that_is_left(fa
 
 @pytest.mark.parametrize("paper", [False, True])
 def test_the_lowest_t_that_predicts_well_enough_is_found(paper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = dataclasses.replace(FastGen(paper=True, every=3, sinks=2) if paper else SMALL, recovery="auto", replay=12)
+    own = dataclasses.replace(
+        FastGen(paper=True, compression_interval=3, sinks=2) if paper else SMALL, recovery="auto", replay=12
+    )
     kept = []
     for most in (1e-9, 0.05, 1.0, 1e9):
         s = session(dataclasses.replace(own, kl_max=most), lm())
@@ -198,7 +200,7 @@ def test_learned_sinks_take_attention_from_what_heads_recover() -> None:
     score = score.masked_fill(slots.pos[:, None, None] > at.q_pos.view(1, 1, -1, 1), -torch.inf)
     sink = at.sink.view(2, 2, 1, 1).expand(-1, -1, score.shape[2], 1)  # type: ignore[union-attr]
     p = torch.cat((score, sink.double()), 3).softmax(3)
-    kept = at.q_pos.view(1, 1, -1, 1) - slots.pos[:, None, None] < SMALL.guard
+    kept = at.q_pos.view(1, 1, -1, 1) - slots.pos[:, None, None] < SMALL.recent
     kept |= slots.pos[:, None, None] < SMALL.sinks
     want = (p[..., :-1] * kept).sum(-1) + p[..., -1]
     torch.testing.assert_close(found.mass[0], want, rtol=0, atol=1e-9)
@@ -275,11 +277,11 @@ def test_how_to_pack_is_refused_where_nothing_is_packed(kv: dict[str, Any]) -> N
     assert f"kv.{key}" in said
     assert "kv.k_bits" in said
     packed = {"kv": {**kv, "v_bits": 8}, "exactness": "approx"}
-    stepped = {"kv": kv, "memory": {"ladder": ["kv.k_bits=8"]}, "exactness": "approx"}
+    stepped = {"kv": kv, "memory": {"fallbacks": ["kv.k_bits=8"]}, "exactness": "approx"}
     for good in (packed, stepped):
         assert getattr(base.replace(**good).kv, key) == kv[key]
     assert ("[memory] has no budget" in said) == (key in ("group", "sinks"))
-    for memory in ({"disk": "1GiB"}, {"host": "auto"}, {"device": "1GiB"}, {"ladder": ["memory.disk=1GiB"]}):
+    for memory in ({"disk": "1GiB"}, {"host": "auto"}, {"device": "1GiB"}, {"fallbacks": ["memory.disk=1GiB"]}):
         if key in ("group", "sinks"):  # these matter to tiers and budgets as well
             assert getattr(base.replace(kv=kv, memory=memory).kv, key) == kv[key]
         else:

@@ -62,7 +62,7 @@ def model():
 
 
 def pie(**changes):
-    reuse = {"reuse": {"method": "pie", "least": LEAST}, "sample": {"max_new_tokens": 8}}
+    reuse = {"reuse": {"method": "pie", "min_span": LEAST}, "sample": {"max_new_tokens": 8}}
     return Profile.load("ngram").replace(exactness="approx", **{**reuse, **changes})
 
 
@@ -146,7 +146,7 @@ def test_a_conversation_that_lost_its_beginning_is_not_read_again():
     [
         ({"policy": {"name": "window"}}, "policy.name"),
         ({"prune": {"method": "lazy"}}, "prune.method"),
-        ({"recall": {"method": "minmax"}}, "recall.method"),
+        ({"sparse": {"method": "minmax"}}, "sparse.method"),
         ({"exactness": "exact"}, "reuse.method"),
     ],
 )

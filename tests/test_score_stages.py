@@ -45,7 +45,7 @@ def session(lm: LM = TINY, drafter: Drafter | None = None, **more: Any) -> Gener
     profile = load_profile("exact").replace(exactness="approx", policy={**SNAP, **more}, prefill={"chunk": 64})
     policy, kv = profile.policy.settings, Dense(lm.shapes, lm.dtype)
     return GenerationSession(
-        lm, kv, drafter or Off(), Sampler(0.8, seed=3), policy=policy, every=policy.every, chunk=64
+        lm, kv, drafter or Off(), Sampler(0.8, seed=3), policy=policy, every=policy.compression_interval, chunk=64
     )
 
 
@@ -289,7 +289,7 @@ def test_layers_keep_what_the_first_of_them_does(alloc: str) -> None:
 
 def test_the_region_of_the_answer_grows_in_equal_steps() -> None:
     """SCOPE, adaptive: from the newest alone, one more each (T - newest) / (most - newest) tokens."""
-    policy = Snap(sinks=2, guard=5, keep_new=9, grow_new=45)
+    policy = Snap(sinks=2, recent=5, keep_new=9, grow_new=45)
     assert [policy.room_new(n) for n in (0, 5, 14, 15, 25, 35, 45, 99)] == [5, 5, 5, 6, 7, 8, 9, 9]
     s = session(keep=1.0, keep_new=9, grow_new=45, every=10)
     run_to_end(s.read(families.prompt(41)))

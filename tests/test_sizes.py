@@ -219,7 +219,7 @@ def test_what_is_reported_is_held_and_foretold(name: str) -> None:
     foretold = [of for of, _ in stored(shape_of(families.config_of(name).to_dict(), name))]
     assert foretold == list(session.lm.shapes)
     fit = sum(
-        layer_bytes(exact.kv, exact.form.settings, exact.memory, kv.dtype.itemsize, of, kv.n_slots(0), 0)
+        layer_bytes(exact.kv, exact.kv_format.settings, exact.memory, kv.dtype.itemsize, of, kv.n_slots(0), 0)
         for of in foretold
     )
     assert nbytes(kv)["cpu"] == held_bytes(kv) == fit

@@ -72,7 +72,7 @@ STORES: Mapping[str, Callable[[LM], KVCache]] = {
     "packed 8 8": lambda lm: over(lm, TierLevel(packed(lm), group=8)),
     "packed 8 4": lambda lm: over(lm, TierLevel(packed(lm, v_bits=4), group=8)),
     "packed 4 2": lambda lm: over(lm, TierLevel(packed(lm, k_bits=4, v_bits=2, rotate="hadamard"), group=8)),
-    "ladder": lambda lm: over(lm, TierLevel(packed(lm, k_bits=4, v_bits=8), 24, 8), TierLevel(disk(lm))),
+    "fallbacks": lambda lm: over(lm, TierLevel(packed(lm, k_bits=4, v_bits=8), 24, 8), TierLevel(disk(lm))),
     "host": lambda lm: over(lm, TierLevel(HostTier(packed(lm), "cpu"), group=8)),
     "disk": lambda lm: over(lm, TierLevel(disk(lm))),
     **{name: lambda lm, name=name: table.past(name, lm) for name in (*table.INDEXES, *table.LOWER)},  # type: ignore[misc]
@@ -80,16 +80,22 @@ STORES: Mapping[str, Callable[[LM], KVCache]] = {
 POLICIES: Mapping[str, tuple[Policy | None, int | None]] = {
     "none": (None, 16),
     "window": (Stream(sinks=2, window=40), 16),
-    "snap": (Snap(keep=0.4, sinks=2, guard=8, every=16), 16),
-    "snap, by chunk": (Snap(keep=0.5, sinks=2, guard=8, every=16, per_chunk=True, keep_new=12), 16),
-    "h2o": (H2O(keep=0.4, sinks=2, guard=8, every=16, keep_new=12, queries=16), 16),
-    "h2o, on": (H2O(keep=0.4, sinks=2, guard=8, every=16, keep_new=12, queries=16), 16),
-    "expected": (Expected(keep=0.4, sinks=2, guard=8, every=16, keep_new=12), 16),
-    "kvzip": (KVzip(keep=0.4, sinks=2, guard=8, every=16), 16),
-    "fastgen": (FastGen(keep=0.5, sinks=2, guard=8, every=16), 16),
-    "fastgen, frequent": (FastGen(keep=0.5, sinks=2, guard=8, every=16, policies=("frequent",)), 16),
-    "fastgen, on": (FastGen(keep=0.5, sinks=2, guard=8, every=16), 16),  # else a question has heads choose anew
-    "fastgen, frequent, on": (FastGen(keep=0.5, sinks=2, guard=8, every=16, policies=("frequent",)), 16),
+    "snap": (Snap(keep=0.4, sinks=2, recent=8, compression_interval=16), 16),
+    "snap, by chunk": (Snap(keep=0.5, sinks=2, recent=8, compression_interval=16, per_chunk=True, keep_new=12), 16),
+    "h2o": (H2O(keep=0.4, sinks=2, recent=8, compression_interval=16, keep_new=12, queries=16), 16),
+    "h2o, on": (H2O(keep=0.4, sinks=2, recent=8, compression_interval=16, keep_new=12, queries=16), 16),
+    "expected": (Expected(keep=0.4, sinks=2, recent=8, compression_interval=16, keep_new=12), 16),
+    "kvzip": (KVzip(keep=0.4, sinks=2, recent=8, compression_interval=16), 16),
+    "fastgen": (FastGen(keep=0.5, sinks=2, recent=8, compression_interval=16), 16),
+    "fastgen, frequent": (FastGen(keep=0.5, sinks=2, recent=8, compression_interval=16, policies=("frequent",)), 16),
+    "fastgen, on": (
+        FastGen(keep=0.5, sinks=2, recent=8, compression_interval=16),
+        16,
+    ),  # else a question has heads choose anew
+    "fastgen, frequent, on": (
+        FastGen(keep=0.5, sinks=2, recent=8, compression_interval=16, policies=("frequent",)),
+        16,
+    ),
 }
 ROWS = [("llama", store, "none") for store in STORES]
 ROWS += [("llama", "dense", policy) for policy in POLICIES if policy != "none"]
@@ -118,7 +124,7 @@ def models() -> Callable[[str], LM]:
 
 def session(lm: LM, store: str, policy: str) -> GenerationSession:
     keep, every = POLICIES.get(policy, (None, 16))
-    pruning: PromptPruning | None = LazyLLM(least=64, sinks=2, recent=8) if policy == "lazy" else None
+    pruning: PromptPruning | None = LazyLLM(min_prompt=64, sinks=2, recent=8) if policy == "lazy" else None
     return GenerationSession(lm, STORES[store](lm), Off(), DRAWS, policy=keep, every=every, chunk=50, pruning=pruning)
 
 

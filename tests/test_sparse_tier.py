@@ -659,13 +659,13 @@ def profile(exactness: str = "approx", **recall: Any) -> Profile:
 )
 def test_a_promise_that_recall_cannot_keep_is_refused_by_name(exactness: str, method: str, is_kept: bool) -> None:
     if is_kept:
-        assert profile(exactness, method=method).recall.method == method
+        assert profile(exactness, method=method).sparse.method == method
         return
     with pytest.raises(KvcliError) as refused:
         profile(exactness, method=method)
     told = "\n".join([str(refused.value), *refused.value.lines])
     assert f'"{exactness}" cannot be kept' in told
-    assert "recall.method" in told
+    assert "sparse.method" in told
 
 
 def test_a_profile_reads_through_its_table() -> None:
@@ -704,7 +704,7 @@ def test_clusters_divide_their_window() -> None:
 @pytest.mark.parametrize("method", INDEXES)
 def test_the_plan_of_memory_counts_the_index(method: str) -> None:
     sizes = {"window": 40, "size": 4} if method == "cluster" else {"page": 4}
-    chosen = profile(method=method, floor=64, dense_layers=0, **sizes).recall.settings
+    chosen = profile(method=method, floor=64, dense_layers=0, **sizes).sparse.settings
     store = Dense(alike(1, K, D), torch.float32)
     kv = chosen.bind(store, store, [AttentionParams(0.25)])
     store.append(0, randn(K, 4000, D, dtype=torch.float32), randn(K, 4000, D, dtype=torch.float32), 0)
@@ -714,7 +714,7 @@ def test_the_plan_of_memory_counts_the_index(method: str) -> None:
 
 
 def test_the_yardstick_of_a_benchmark_recalls_nothing() -> None:
-    assert plain(profile(method="sketch")).recall.method == "none"
+    assert plain(profile(method="sketch")).sparse.method == "none"
 
 
 # ---- whole texts ----

@@ -108,7 +108,7 @@ def test_a_slot_takes_little_more_than_half() -> None:
 
 @pytest.mark.parametrize("sampling", ["sample.temperature=0", "sample.temperature=0.9"])
 def test_drafts_over_the_upper_half_change_nothing(sampling: str) -> None:
-    sets = ["kv.halves=true", "kv.residual=20", "kv.group=16", "prefill.chunk=37", sampling]
+    sets = ["kv.split_codes=true", "kv.residual=20", "kv.group=16", "prefill.chunk=37", sampling]
     mine = ["spec.method=self", "spec.adaptive=false", "spec.copies=false", "spec.branches=1"]
     texts, counted = [], []
     for drafting in (["spec.method=off"], mine):
@@ -124,5 +124,5 @@ def test_drafts_over_the_upper_half_change_nothing(sampling: str) -> None:
 
 def test_halves_need_eight_bits() -> None:
     with pytest.raises(BadConfig) as refused:
-        load_profile("lean", sets=["kv.halves=true"])
+        load_profile("lean", sets=["kv.split_codes=true"])
     assert "changes nothing while not both are 8" in "".join(refused.value.lines)

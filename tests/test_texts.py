@@ -65,7 +65,7 @@ def test_eight_texts_side_by_side_write_what_each_writes_alone(texts: list[TextS
 
 
 def test_one_is_cancelled_and_one_lacks_memory_and_the_others_never_notice(texts: list[TextSession]) -> None:
-    texts[2] = demo().open("fafo", set={"prefill.chunk": 64, "memory.device": "1536KiB", "memory.on_shortage": "fail"})
+    texts[2] = demo().open("fafo", set={"prefill.chunk": 64, "memory.device": "1536KiB", "memory.on_oom": "fail"})
     many, seen = Engine(), list[Event]()
     tickets = []
     for i, text in enumerate(texts):
@@ -92,7 +92,12 @@ def test_one_is_cancelled_and_one_lacks_memory_and_the_others_never_notice(texts
 
 def test_a_declared_step_is_taken_by_the_text_that_lacks_memory(texts: list[TextSession]) -> None:
     short = demo().open(
-        set={"exactness": "approx", "prefill.chunk": 64, "memory.device": "2MiB", "memory.ladder": ["memory.disk=1GiB"]}
+        set={
+            "exactness": "approx",
+            "prefill.chunk": 64,
+            "memory.device": "2MiB",
+            "memory.fallbacks": ["memory.disk=1GiB"],
+        }
     )
     (question, options), (other, others) = asked(7), asked(3)
     short_, other_ = kvcli.generate_together(short.answer(question, **options), texts[3].answer(other, **others))
@@ -204,7 +209,7 @@ def test_events_come_in_order() -> None:
 
 
 def test_what_ends_a_text_reaches_the_task_that_asked_it(texts: list[TextSession]) -> None:
-    short = demo().open(set={"prefill.chunk": 64, "memory.device": "1536KiB", "memory.on_shortage": "fail"})
+    short = demo().open(set={"prefill.chunk": 64, "memory.device": "1536KiB", "memory.on_oom": "fail"})
 
     async def ask() -> list[Turn | BaseException]:
         streams = [text.astream(*asked(i)[:1], **asked(i)[1]) for i, text in ((0, texts[0]), (7, short), (4, texts[4]))]
@@ -338,7 +343,7 @@ def test_what_is_free_is_for_as_many_texts_as_are_said() -> None:
         text.generate("How deep?", max_new_tokens=2)
     with pytest.raises(DoesNotFit, match=r"memory\.texts"):
         second.generate("How deep?", max_new_tokens=2)
-    with model.open(set={"memory.texts": 2}) as third:
+    with model.open(set={"memory.sequences": 2}) as third:
         third.generate("How deep?", max_new_tokens=2)
     first.close()
     assert second.generate("How deep?", max_new_tokens=2).text

@@ -250,7 +250,7 @@ def _settings(name: str, **more: Any) -> Any:
 
 DRAFTERS: dict[str, Any] = {
     "ngram": lambda truth: Ngram(adaptive=False).drafter(),
-    "fafo": lambda truth: Lookahead(adaptive=False, view="stream", sinks=2, local=5, refresh=3).drafter(),
+    "fafo": lambda truth: Lookahead(adaptive=False, view="stream", sinks=2, recent=5, refresh=3).drafter(),
     "right": lambda truth: drafters.Right(truth, 97, -1),
     "bush": lambda truth: drafters.Bush(truth, 97, -1),
 }
@@ -275,7 +275,7 @@ def spoken(name: str, alloc: str, full: bool, drafter: Drafter) -> list[int]:
         Sampler(0.8, seed=3),
         view=assemble.view(lm, kv, drafter),
         policy=policy,
-        every=policy.every,
+        every=policy.compression_interval,
         chunk=19,
     )
     phrase = families.prompt(9)

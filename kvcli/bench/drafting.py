@@ -101,7 +101,7 @@ def candidates(profile: Profile) -> list[TunedSettings]:
     for most in (7, 15, 31):
         found.append(TunedSettings(f"ngram, {most} rows", {"method": "ngram", "max": most}))
     for most in (7, 15, 31):
-        logits = {"method": "mix", "sources": ("suffix", "stand", "recycle"), "max": most}
+        logits = {"method": "mix", "sources": ("prompt-lookup", "stand", "token-recycling"), "max": most}
         found.append(TunedSettings(f"copies and logits, {most} rows", logits))
     for window in (4, 8):
         scouts = {"method": "mix", "view": "stream", "window": window}

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 def plain(profile: Profile) -> Profile:
     """How the same weights write by themselves: everything read, everything kept, nothing guessed."""
     kept = {
-        "kv": {"dtype": "auto", "k_bits": 16, "v_bits": 16, "halves": False},
-        "form": {"method": "kivi"},
-        "memory": {"ladder": [], "budget": "", "bits": [*Memory().bits], "disposition": "drop"},
+        "kv": {"dtype": "auto", "k_bits": 16, "v_bits": 16, "split_codes": False},
+        "kv_format": {"method": "kivi"},
+        "memory": {"fallbacks": [], "budget": "", "bits": [*Memory().bits], "evicted": "drop"},
         "policy": {"name": "none"},
-        "recall": {"method": "none"},
+        "sparse": {"method": "none"},
         "prune": {"method": "none"},
         "reuse": {"method": "none"},
     }

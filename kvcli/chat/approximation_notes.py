@@ -29,11 +29,11 @@ def describe_losses(profile: Profile) -> dict[Loss, str]:
         words["rounded"] = "holds " + (
             alike if kv.k_bits == kv.v_bits else f"keys in {kv.k_bits} and values in {kv.v_bits} bits"
         )
-    elif profile.form.is_active(kv):
-        words["rounded"] = f"holds older keys and values in the form {profile.form.method}"
+    elif profile.kv_format.is_active(kv):
+        words["rounded"] = f"holds older keys and values in the form {profile.kv_format.method}"
     elif kv.dtype not in ("auto", profile.load.dtype):
         words["rounded"] = f"holds keys and values in {kv.dtype}"
-    if read := profile.recall.describe_read:
+    if read := profile.sparse.describe_read:
         words["unread"] = f"reads {read}"
     if profile.reuse.describe_reused:
         words["reused"] = profile.reuse.describe_reused
@@ -50,7 +50,7 @@ def approximation_note(profile: Profile, lost: Collection[Loss], found: str = ""
     if profile.exactness != "approx":
         return ""
     words = [words for kind, words in describe_losses(profile).items() if kind in lost]
-    words += filter(None, [profile.steps.takes])
+    words += filter(None, [profile.reasoning_steps.takes])
     if found and not words:
         return f"{profile.name} is {found}; nothing was lost"
     words += filter(None, [found])

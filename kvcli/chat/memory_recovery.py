@@ -37,7 +37,7 @@ def repair_session(session: GenerationSession) -> bool:
 
 
 def recover_memory(text: TextSession, phase: Phase) -> Steps[tuple[list[str], bool]]:
-    """Mend the session, then take steps of the profile's `memory.ladder` until one leaves it ready for a pass.
+    """Mend the session, then take steps of the profile's `memory.fallbacks` until one leaves it ready for a pass.
 
     The steps, and whether one did. Where the past could not be saved the session has forgotten it, and the caller reads
     its ids again.
@@ -48,11 +48,11 @@ def recover_memory(text: TextSession, phase: Phase) -> Steps[tuple[list[str], bo
         is_due = repair_session(session)
     if lacks:
         _restart(session, text.profile)
-    while text.profile.memory.on_shortage == "degrade" and text.profile.memory.ladder:
+    while text.profile.memory.on_oom == "degrade" and text.profile.memory.fallbacks:
         before = text.profile
         text.switch_profile(text.model.under(next_fallback(before, text.limit)))
         if _apply(session, before, text.profile):
-            taken.append(before.memory.ladder[0])
+            taken.append(before.memory.fallbacks[0])
             if (yield from _is_ready(session, is_due, phase)):
                 return taken, True
     return taken, False
@@ -60,13 +60,13 @@ def recover_memory(text: TextSession, phase: Phase) -> Steps[tuple[list[str], bo
 
 def next_fallback(profile: Profile, limit: int) -> Profile:
     """The profile after its next step, such as "kv.v_bits=2" or "context.limit=-25%"."""
-    step, *rest = profile.memory.ladder
+    step, *rest = profile.memory.fallbacks
     key, _, value = step.partition("=")
     number: object = int(value) if value.isdigit() else value
     if value.endswith("%"):
         now: Any = limit if key == "context.limit" else profile.values[key]
         number = max(1, int(now * (1 + int(value[:-1]) / 100)))
-    return profile.replace(**{"memory.ladder": rest, key: number})
+    return profile.replace(**{"memory.fallbacks": rest, key: number})
 
 
 def _apply(session: GenerationSession, old: Profile, new: Profile) -> bool:
@@ -97,7 +97,7 @@ def move(old: KVCache, new: KVCache, layers: Sequence[int]) -> None:
 
 def _storage(profile: Profile) -> tuple[object, ...]:
     """All that decides how keys and values are stored."""
-    return profile.kv, dataclasses.replace(profile.memory, ladder=())
+    return profile.kv, dataclasses.replace(profile.memory, fallbacks=())
 
 
 def _is_ready(session: GenerationSession, is_due: bool, phase: Phase) -> Steps[bool]:

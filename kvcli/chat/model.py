@@ -176,13 +176,13 @@ class Model:
 
         `by_steps`: who asks has `new_writer` write it. Raises BadConfig where the profile wants that and nobody does.
         """
-        if self.profile.steps.takes and not by_steps:
+        if self.profile.reasoning_steps.takes and not by_steps:
             raise BadConfig(
                 "only answers are written by steps, and this measures a text token by token",
                 code="only_answers",
-                try_=["--set steps.method=none"],
+                try_=["--set reasoning_steps.method=none"],
             )
-        tells = self.profile.policy.every is not None or bool(self.profile.prune.describe_read)
+        tells = self.profile.policy.compression_interval is not None or bool(self.profile.prune.describe_read)
         kinds = self._kinds() if tells else None
         return assemble.session(self.lm, self.mapped(), self.costs, kinds, self._draft())
 
@@ -207,7 +207,7 @@ class Model:
 
         Where loading it runs out of memory or breaks, the profile drafts nothing, and `cautions` say so.
         """
-        wanted = self.profile.spec.second or self.profile.steps.second
+        wanted = self.profile.spec.second or self.profile.reasoning_steps.second
         self._pair = self._pairs.get(wanted) if wanted is not None else None
         if self._pair is not None or wanted is None or self._second is None:
             return self._pair
@@ -221,7 +221,7 @@ class Model:
             said = "there is no memory for it" if as_cache_full(error) else f"{type(error).__name__}: {error}"
             log.warning("%s cannot be loaded", wanted.model, exc_info=error)
         free_caches()
-        self.profile = self.profile.replace(spec={"method": "off"}, steps={"method": "none"})
+        self.profile = self.profile.replace(spec={"method": "off"}, reasoning_steps={"method": "none"})
         self._unkept = f"no drafting: {wanted.model}, which was to draft, cannot be loaded: {said}"
         return None
 

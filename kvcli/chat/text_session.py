@@ -142,7 +142,7 @@ class TextSession:
 
     def take_cache(self, other: TextSession) -> bool:
         """Go on with what `other` has read, if both profiles read and keep it alike; `other` then has nothing read."""
-        leaves = ("spec", "steps", "sample", "context")  # the past alone
+        leaves = ("spec", "reasoning_steps", "sample", "context")  # the past alone
         kept = [table for table in ORDER if table not in leaves]
         mine, its = self.profile, other.profile
         if other.model.lm is not self.model.lm or any(getattr(mine, table) != getattr(its, table) for table in kept):
@@ -210,7 +210,7 @@ class TextSession:
             raise kind(f"token {outside[0]} is none of the model's {model.lm.vocab:,}", code="no_such_token")
         profile = self.profile
         if profile.memory.budget == "fit" and not self.has_begun:
-            self._refuse_crowd(profile.memory.texts)
+            self._refuse_crowd(profile.memory.sequences)
         if changes := {key: value for key, value in sample.items() if value is not None}:
             profile = profile.changed({"sample": changes}, "what was asked of an answer")
         fits = partial(model.fits, self.profile) if model.fits is not None else None
@@ -238,8 +238,8 @@ class TextSession:
         n = sum(one.has_begun and one.profile.memory.budget == "fit" for one in self.model.texts)
         if n + 1 > most:
             raise CacheFull(
-                f'memory.budget = "fit" is what {most} at a time may take (memory.texts), and {n} have begun',
-                try_=[f"--set memory.texts={n + 1}", "--set memory.budget=1GiB, of each", "close a text first"],
+                f'memory.budget = "fit" is what {most} at a time may take (memory.sequences), and {n} have begun',
+                try_=[f"--set memory.sequences={n + 1}", "--set memory.budget=1GiB, of each", "close a text first"],
             )
 
     def kv_table(self) -> list[dict[str, object]]:

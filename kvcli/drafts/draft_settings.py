@@ -22,9 +22,9 @@ class DraftSettings:
     max: Annotated[int, Range(1, 256)] = 15  # rows verified beside the pending one, at most
     branches: Annotated[int, Range(1, 64)] = 3  # different tokens tried at one place, at most
     adaptive: bool = True  # draft as much as the measured pass times justify; false = always, as much as there is
-    strict: bool = False  # draft only where a token has the same bits guessed or written alone
-    kill_below: Annotated[float, Range(0, 1)] = 0.98  # pause when slower than this multiple of plain decoding
-    probe_every: Annotated[int, Range(8, 4096)] = 64  # passes between two plain passes timed as the yardstick
+    require_batch_invariance: bool = False  # draft only where a token has the same bits guessed or written alone
+    min_speedup: Annotated[float, Range(0, 1)] = 0.98  # pause when slower than this multiple of plain decoding
+    baseline_interval: Annotated[int, Range(8, 4096)] = 64  # passes between two plain passes timed as the yardstick
 
     @property
     def rows(self) -> int:
@@ -38,7 +38,7 @@ class DraftSettings:
 
     def ignored_keys(self) -> dict[str, str]:
         """Keys that nothing reads as the others are: key -> the one in whose way it is."""
-        return {} if self.adaptive else dict.fromkeys(("kill_below", "probe_every"), "adaptive")
+        return {} if self.adaptive else dict.fromkeys(("min_speedup", "baseline_interval"), "adaptive")
 
     def draft_slots(self, n: int, device: str = "cpu") -> int:
         """Of n tokens, those whose keys and values layers beside the model's have there."""

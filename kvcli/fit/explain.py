@@ -51,7 +51,7 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
         is_mapped=has_map if policy.headmap == "auto" else bool(policy.headmap),
         passes=TEXTS * (3 + spent.heads) if policy.headmap == "auto" else 0,
         map_seconds=_to_map(spent.heads, calibration) if policy.headmap == "auto" else None,
-        recall=plan.profile.recall.describe_read if elsewhere else "",
+        recall=plan.profile.sparse.describe_read if elsewhere else "",
         elsewhere=" and ".join(elsewhere),
     )
 
@@ -144,7 +144,7 @@ def _ways(plan: Plan) -> Iterator[tuple[str, str, dict[str, Any]]]:
     if plan.profile.load.quant == "none":
         for quant in ("int8", "int4"):
             yield "weights", f"--quant {quant}", {"load": {"quant": quant}}
-    if plan.profile.policy.every is None:
+    if plan.profile.policy.compression_interval is None:
         # a quarter: a budget given as a share is in memory in full until prefill ends
         asked = f"{max(1, plan.need.kv >> 22)}MiB"
         lossy = {"exactness": "approx", "policy": {"name": "budget"}}

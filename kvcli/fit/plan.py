@@ -150,7 +150,7 @@ def plan(
 ) -> Plan:
     """Plan a model. `context` None: the profile's context window; if auto, the model's limit or the most that fits."""
     load, whole = profile.load, profile.whole
-    form = whole.form.settings
+    form = whole.kv_format.settings
     number = subject.number if load.dtype == "auto" else weights.BYTES[load.dtype]
     kv_number = number if profile.kv.dtype == "auto" else weights.BYTES[profile.kv.dtype]
     given, shape = subject.packing.stays(room.kind), subject.on(room.kind)
@@ -174,7 +174,7 @@ def plan(
         index=_index(whole, shape, kv_number),
         caps=caps,
         chunk=profile.prefill.chunk,
-        rows=max(profile.spec.rows, profile.steps.rows),
+        rows=max(profile.spec.rows, profile.reasoning_steps.rows),
         slots=whole.policy.slots,
         reading=whole.policy.max_slots_in_prefill,
         again=profile.policy.extra_rows,
@@ -183,10 +183,10 @@ def plan(
         ),
         lower=lower if profile.memory.demotes else None,
         spends=_spending(profile, shape, kv_number, room.kind, caps),
-        always=profile.policy.sinks + profile.policy.guard if profile.memory.spends else 0,
-        texts=profile.memory.texts,
+        always=profile.policy.sinks + profile.policy.recent if profile.memory.spends else 0,
+        texts=profile.memory.sequences,
         drops=profile.memory.drops,
-        between=whole.policy.every,
+        between=whole.policy.compression_interval,
         answer=profile.sample.max_new_tokens,
         tables=profile.spec.index_bytes,
         copied=profile.spec.view_slots,
@@ -238,7 +238,7 @@ def _spending(profile: Profile, shape: Shape, number: int, kind: str, caps: Tier
     except CacheFull:  # the plan reports it for the device
         holds = 0
     layers = [of for of, _ in memory.stored(shape)]
-    of_kv = profile.memory, profile.kv, profile.recall.settings, _sights(shape), layers, number
+    of_kv = profile.memory, profile.kv, profile.sparse.settings, _sights(shape), layers, number
     return spending(*of_kv, kind=kind, free=0, has_more=room.has_more, holds=holds)
 
 
@@ -251,8 +251,8 @@ def _base(room: AvailableMemory, facts: MeasuredFacts) -> int:
 
 def _is_recorded(profile: Profile) -> bool:
     """True if passes are captured where kernels support it: the device must find the whole KV cache by itself."""
-    load, is_one = profile.load, is_one_tier(profile.kv, profile.form.settings, profile.memory)
-    is_whole = is_one and not profile.recall.describe_read and not profile.is_checked
+    load, is_one = profile.load, is_one_tier(profile.kv, profile.kv_format.settings, profile.memory)
+    is_whole = is_one and not profile.sparse.describe_read and not profile.is_checked
     return is_whole and load.graphs == "auto" and load.layers_on_gpu == "auto"
 
 
@@ -276,7 +276,7 @@ def _ordered(
     Layer-wise prefill is chosen only if a pruner needs it, or if it lets `asked` tokens, or at least more tokens, fit.
     """
     by_layers, order = replace(run, order="layers"), profile.prefill.order
-    is_fixed = order == "chunks" or profile.policy.every is not None or run.on_card is not None
+    is_fixed = order == "chunks" or profile.policy.compression_interval is not None or run.on_card is not None
     if run.prunes or order == "layers":
         return by_layers, memory.largest(shape, heavy, by_layers, usable, shape.limit)
     most = memory.largest(shape, heavy, run, usable, shape.limit)
@@ -290,7 +290,7 @@ def _second(
     target: PlannedModel, profile: Profile, room: AvailableMemory, facts: MeasuredFacts
 ) -> memory.DraftModelNeed | None:
     """Return the memory of the draft model; None = there is none."""
-    wanted: DraftModelRef | None = profile.spec.second or profile.steps.second
+    wanted: DraftModelRef | None = profile.spec.second or profile.reasoning_steps.second
     if wanted is None or facts.find is None:
         return None
     subject = facts.find(wanted.model)
@@ -332,8 +332,8 @@ def _kept(profile: Profile, shape: Shape, number: int) -> memory.DraftModelNeed 
     """Return the memory of the compressed KV cache that drafts beside the full one; None = there is none."""
     if not profile.is_checked:
         return None
-    policy, form = profile.policy, profile.form.settings
-    fresh = max(profile.prefill.chunk, policy.every or EVERY)
+    policy, form = profile.policy, profile.kv_format.settings
+    fresh = max(profile.prefill.chunk, policy.compression_interval or EVERY)
 
     def stored(n: int) -> int:
         held = min(n, max(policy.slots(n) + fresh, policy.max_slots_in_prefill(n) + profile.prefill.chunk))
@@ -361,9 +361,9 @@ def _caps(profile: Profile, shape: Shape, room: AvailableMemory, number: int, fr
     def found(chunk: int, left: int) -> kv_room.CacheCapacity:
         return kv_room.room(
             profile.kv,
-            profile.form.settings,
+            profile.kv_format.settings,
             profile.memory,
-            profile.recall.settings,
+            profile.sparse.settings,
             _sights(shape),
             [of for of, _ in memory.stored(shape)],
             number,
@@ -383,9 +383,11 @@ def _sights(shape: Shape) -> list[AttentionParams]:
 def _index(profile: Profile, shape: Shape, number: int) -> Callable[[int, int], int]:
     """Return a function: slots per head, and of these the newly stored ones -> bytes of the sparse attention index."""
     layers = [of for of, _ in memory.stored(shape)]
-    read = [layers[i] for i in profile.recall.layers(storing(_sights(shape), layers))]
-    per_slot = sum(of.n_kv_heads * profile.recall.per_slot(of.k_dim, number) for of in read)
-    return lambda slots, fresh: index_bytes(profile.kv, profile.form.settings, profile.memory, per_slot, slots, fresh)
+    read = [layers[i] for i in profile.sparse.layers(storing(_sights(shape), layers))]
+    per_slot = sum(of.n_kv_heads * profile.sparse.per_slot(of.k_dim, number) for of in read)
+    return lambda slots, fresh: index_bytes(
+        profile.kv, profile.kv_format.settings, profile.memory, per_slot, slots, fresh
+    )
 
 
 def torch_dtype(subject: PlannedModel, profile: Profile) -> str:

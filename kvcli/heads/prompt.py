@@ -98,7 +98,7 @@ def _first(found: Reading, s: Slots, at: LayerContext) -> None:
     settings = found.settings
     few = _thinned(at, s.n_slots)
     for head in range(s.k.shape[0]):
-        found.gazes[at.layer, head] = gaze(s, few, head, settings.sinks, max(1, settings.guard))
+        found.gazes[at.layer, head] = gaze(s, few, head, settings.sinks, max(1, settings.recent))
     judged = _judged(s, at, settings)
     found.frequent[at.layer] = _binned(s.pos, judged.frequent, found.width, len(found.ids))
     found.layers[at.layer] = Judged.of(judged, settings.gqa)

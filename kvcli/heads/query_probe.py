@@ -30,7 +30,7 @@ class QueryProbe(PerLayerPolicy):
     hear: Hear
     recent: int = 0
 
-    every, describe_kept = None, ""
+    compression_interval, describe_kept = None, ""
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         return PolicyRequirements(self.recent, self.rows, lasting=True, kinds=True)
@@ -51,7 +51,7 @@ def listening(
 ) -> GenerationSession:
     """A greedy session of its own that hears these rows once its prompt is read. `kinds` [V] by id.
 
-    While it writes, each `every` tokens, it hears them and the `recent` newest ones.
+    While it writes, each `compression_interval` tokens, it hears them and the `recent` newest ones.
     """
     plain = whole(model)
     policy = QueryProbe(rows, hear, recent)

@@ -1,4 +1,4 @@
-"""How keys and values are put into a file: the `[keep]` table. Without tensors, as a profile is read before any."""
+"""The `[prefix_cache]` table: how a file stores keys and values. It imports no torch, as profiles are read before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Codec(Protocol):
-    """The `[keep]` table of a profile, shared by all texts."""
+    """The `[prefix_cache]` table of a profile, shared by all texts."""
 
     def encode(self, t: Tensor) -> bytes | None:
         """A tensor on the host that lies in one piece as bytes; None where it is better kept as it is."""

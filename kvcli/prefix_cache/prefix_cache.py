@@ -117,7 +117,7 @@ class PrefixCache:
         """Runs of `ids`, behind what a session has of them, that stand in other texts, and what lies here of these."""
         if self._fields and session.reusing is not None:
             here, dtype, start = self._folder(session, shaping), session.cache.dtype, session.committed
-            yield from find_spans(here, self._lm, dtype, ids[:-1], start, session.reusing.least, self._seen)
+            yield from find_spans(here, self._lm, dtype, ids[:-1], start, session.reusing.min_span, self._seen)
 
     def save(
         self, session: GenerationSession, cancel: Callable[[], bool] = lambda: False, shaping: CacheConditions = WHOLE

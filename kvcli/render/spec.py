@@ -55,7 +55,12 @@ def _sources(found: SpecDocument, width: int) -> Iterator[str]:
             yield f"{'' if i else name:<10}{line}"
 
 
-BY = {"suffix": "tokens matched", "scouts": "tokens of the key", "stand": "lead in nats", "recycle": "lead in nats"}
+BY = {
+    "prompt-lookup": "tokens matched",
+    "lookahead": "tokens of the key",
+    "stand": "lead in nats",
+    "token-recycling": "lead in nats",
+}
 BY["model"] = BY["self"] = BY["mtp"] = BY["assistant"] = BY["stand"]
 
 

@@ -61,8 +61,8 @@ class FitRung(Json):
 class FitBudget(Json):
     """What `memory.budget` is spent on."""
 
-    asked: str = Field(description='memory.budget; "": only memory.lose says how much')
-    lose: float = Field(ge=0, lt=1, description="memory.lose: share of a text's worth that may go")
+    asked: str = Field(description='memory.budget; "": only memory.max_loss says how much')
+    lose: float = Field(ge=0, lt=1, description="memory.max_loss: share of a text's worth that may go")
     told: str = Field(description="the plan in a line")
     bytes: Bytes = Field(description="that keys and values may take at a boundary")
     whole: Bytes = Field(description="that the context would take in full")

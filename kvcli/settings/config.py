@@ -10,6 +10,7 @@ from typing import get_args
 
 from kvcli.errors import BadConfig
 from kvcli.settings.problems import Problem, bad_config, did_you_mean
+from kvcli.settings.renamed import new_name
 from kvcli.settings.schema import ORDER, Header, Model, Purpose, Top, size_of
 from kvcli.settings.settings import InFile, Setting, Settings, flatten, merge
 from kvcli.settings.sources import CONFIG_KEYS, ConfigFile, Sources, read_files
@@ -44,10 +45,10 @@ class Config:
         setting = self.top.get("keep_chats")
         return bool(setting.value) if setting else Top.keep_chats
 
-    def keep_kv(self, free: int) -> int:
+    def prefix_cache_size(self, free: int) -> int:
         """Bytes; where nobody says how many, at most a tenth of those that are `free` on the disk."""
-        setting = self.top.get("keep_kv")
-        return size_of(str(setting.value)) if setting else min(size_of(Top.keep_kv), free // 10)
+        setting = self.top.get("prefix_cache_size")
+        return size_of(str(setting.value)) if setting else min(size_of(Top.prefix_cache_size), free // 10)
 
     @property
     def default_profile(self) -> str:
@@ -167,7 +168,7 @@ def _add_config_file(config: Config, file: ConfigFile) -> None:
         elif name in keys_of(Top):
             if file.level == "project" and name == "default_model" and _is_outside(value):
                 config.note(setting, (name,), "a project file may not name a model outside the project", _OWN)
-            elif file.level == "project" and name in ("keep_chats", "keep_kv"):
+            elif file.level == "project" and name in ("keep_chats", "prefix_cache_size"):
                 config.note(setting, (name,), "a project file may not set this", _OWN)
             elif _take(config, (name,), setting, Top):
                 config.top[name] = setting
@@ -180,7 +181,8 @@ def _add_unknown(config: Config, name: str, setting: Setting) -> None:
     if name in ORDER or name in keys_of(Header):
         hint = f"settings stand in a profile: [profiles.NAME{'.' + name if name in ORDER else ''}]"
     else:
-        hint = did_you_mean(name, known) or f"keys here: {', '.join(sorted(set(known)))}"
+        near = did_you_mean(name, known) or f"keys here: {', '.join(sorted(set(known)))}"
+        hint = f"its name is {now} now" if (now := new_name([name])) else near
     config.note(setting, (name,), "unknown key", hint)
 
 
@@ -236,7 +238,7 @@ def _add_profile(config: Config, file: ConfigFile, name: str, settings: Settings
     if file.level == "project":
         for keys in [keys for keys in settings if keys[-1] in REFUSED]:
             config.note(settings.pop(keys), keys, "a project file may not set this", _OWN)
-        for keys in (("spec", "model"), ("steps", "model")):
+        for keys in (("spec", "model"), ("reasoning_steps", "model")):
             if (draft := settings.get(keys)) is not None and _is_outside(draft.value):
                 config.note(draft, keys, "a project file may not name a model outside the project", _OWN)
     config.levels.setdefault(name, file.level)

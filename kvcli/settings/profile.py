@@ -90,13 +90,13 @@ class Profile:
     prune: Method
     reuse: Method
     kv: Kv
-    form: Method
+    kv_format: Method
     memory: Memory
-    keep: Method
+    prefix_cache: Method
     policy: Method
-    recall: Method
+    sparse: Method
     spec: Method
-    steps: Method
+    reasoning_steps: Method
     sample: Sample
     context: Context
     settings: Settings = field(repr=False, compare=False)  # what was written somewhere
@@ -120,8 +120,12 @@ class Profile:
 
     @property
     def is_checked(self) -> bool:
-        """Is the text that of a whole past, while a smaller one, as `[kv]`, `[policy]` and `[recall]` say, guesses?"""
-        is_smaller = self.policy.every is not None or self.recall.describe_read or self.form.is_active(self.kv)
+        """Is the text that of a whole past, while a smaller one, as `[kv]`, `[policy]` and `[sparse]` say, guesses?"""
+        is_smaller = (
+            self.policy.compression_interval is not None
+            or self.sparse.describe_read
+            or self.kv_format.is_active(self.kv)
+        )
         return bool(self.exactness == "exact" and self.spec.checks and is_smaller)
 
     @cached_property
@@ -131,7 +135,7 @@ class Profile:
             return self
         kv = {**dataclasses.asdict(Kv()), "dtype": self.kv.dtype}
         return self.replace(
-            kv=kv, form={"method": METHODS["form"][1]}, policy={"name": "none"}, recall={"method": "none"}
+            kv=kv, kv_format={"method": METHODS["kv_format"][1]}, policy={"name": "none"}, sparse={"method": "none"}
         )
 
     @property

@@ -122,7 +122,9 @@ class Kv:
     group: Annotated[int, Range(1)] = 64  # numbers that share a scale, and tokens that are packed at once
     residual: Annotated[int, Range(0)] = 128  # newest tokens kept as dtype says, where older ones are packed
     sinks: Annotated[int, Range(0)] = 4  # first tokens, never packed nor moved off the device
-    halves: bool = False  # codes of 8 bits lie as twice four: guesses of the model itself read the upper half alone
+    split_codes: bool = (
+        False  # codes of 8 bits lie as twice four: guesses of the model itself read the upper half alone
+    )
     rotate: Literal["none", "hadamard"] = "none"  # keys and values turned before packing, which spreads outliers
 
 
@@ -132,32 +134,36 @@ class Memory:
 
     device: Annotated[str, AUTO_SIZE] = "auto"  # bytes on the device that computes; auto = what is free
     host: Annotated[str, AUTO_SIZE] = "0GiB"  # host memory for old tokens of a GPU; auto = what is free, none on a CPU
-    reach: Literal["auto", "kernel", "cpu", "stream"] = "auto"  # who reads host memory for a GPU; auto = the fastest
+    host_access: Literal["auto", "zero-copy", "cpu", "stream"] = (
+        "auto"  # who reads host memory for a GPU; auto = the fastest
+    )
     disk: Annotated[str, SIZE] = "0GiB"  # bytes of a private temporary file for what is older still; 0GiB = none
     disk_writes: Annotated[str, SIZE] = "256GiB"  # bytes written to that file at most, as disks wear
     budget: Annotated[str, BUDGET] = ""  # for policy "budget": bytes, share of a full past, or fit = what is free
-    lose: Annotated[float, Range(0, below=1)] = 0.0  # share of worth that may go; a budget is then the most. 0 = off
-    texts: Annotated[int, Range(1)] = 1  # over one model at a time, among which budget = "fit" is divided
+    max_loss: Annotated[float, Range(0, below=1)] = (
+        0.0  # share of worth that may go; a budget is then the most. 0 = off
+    )
+    sequences: Annotated[int, Range(1)] = 1  # over one model at a time, among which budget = "fit" is divided
     bits: tuple[Literal[8, 4, 2], ...] = (8, 4)  # of rungs on which a budget is spent, beside full; 2 = keys in 4
-    disposition: Literal["drop", "demote"] = "drop"  # what a policy lets go is forgotten, or moves down a tier
-    on_shortage: Literal["degrade", "fail"] = "degrade"  # take the steps of `ladder` in turn, or end with an error
-    ladder: Annotated[tuple[str, ...], STEPS] = ()  # steps taken in this order when memory runs out, each once
+    evicted: Literal["drop", "demote"] = "drop"  # what a policy lets go is forgotten, or moves down a tier
+    on_oom: Literal["degrade", "fail"] = "degrade"  # take the steps of `fallbacks` in turn, or end with an error
+    fallbacks: Annotated[tuple[str, ...], STEPS] = ()  # steps taken in this order when memory runs out, each once
     checkpoints: Annotated[int, Range(1, 256)] = 8  # of states, where layers keep one: points to go back to, at most
 
     @property
     def spends(self) -> bool:
         """Does a policy say who lies in how many bits?"""
-        return bool(self.budget or self.lose)
+        return bool(self.budget or self.max_loss)
 
     @property
     def demotes(self) -> bool:
         """Does a policy say what goes down, instead of age?"""
-        return self.disposition == "demote"
+        return self.evicted == "demote"
 
     @property
     def drops(self) -> bool:
         """Is what a policy moved down forgotten where tiers are full, as nothing else was asked for?"""
-        return self.demotes and self.on_shortage == "degrade" and not self.ladder
+        return self.demotes and self.on_oom == "degrade" and not self.fallbacks
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class DraftModelRef:
-    """A model that drafts for the one that writes: `[spec]` or `[steps]` names it."""
+    """A model that drafts for the one that writes: `[spec]` or `[reasoning_steps]` names it."""
 
     model: str  # as after -m
     quant: Quant  # precision of its weights
@@ -213,7 +219,7 @@ class Top:
     default_model: str = "demo"  # model used when none is named: as after -m, or a name below [models]
     default_profile: str = "ngram"  # profile used when none is named
     keep_chats: bool = True  # whether chats are kept, turn by turn; --no-save leaves one out
-    keep_kv: Annotated[str, SIZE] = "8GiB"  # disk for what was read; unsaid, at most a tenth of what is free
+    prefix_cache_size: Annotated[str, SIZE] = "8GiB"  # disk for what was read; unsaid, at most a tenth of what is free
 
 
 @dataclass(frozen=True)
@@ -238,12 +244,12 @@ TABLES: Mapping[str, type] = {
 METHODS: Mapping[str, tuple[str, str]] = {
     "prune": ("method", "none"),
     "reuse": ("method", "none"),
-    "form": ("method", "kivi"),
-    "keep": ("codec", "none"),
+    "kv_format": ("method", "kivi"),
+    "prefix_cache": ("codec", "none"),
     "policy": ("name", "none"),
-    "recall": ("method", "none"),
+    "sparse": ("method", "none"),
     "spec": ("method", "off"),
-    "steps": ("method", "none"),
+    "reasoning_steps": ("method", "none"),
 }
 NUMBERS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}  # of `dtype` -> torch's name
 ORDER = (
@@ -252,13 +258,13 @@ ORDER = (
     "prune",
     "reuse",
     "kv",
-    "form",
+    "kv_format",
     "memory",
-    "keep",
+    "prefix_cache",
     "policy",
-    "recall",
+    "sparse",
     "spec",
-    "steps",
+    "reasoning_steps",
     "sample",
     "context",
 )  # as shown and documented

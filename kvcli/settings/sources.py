@@ -104,7 +104,7 @@ def read_any_file(path: Path, shown: str) -> ConfigFile:
     return ConfigFile(document, "" if is_config else path.stem)
 
 
-CONFIG_KEYS = {"default_model", "default_profile", "keep_chats", "keep_kv", "models", "profiles"}
+CONFIG_KEYS = {"default_model", "default_profile", "keep_chats", "prefix_cache_size", "models", "profiles"}
 
 
 def from_environ(environ: Mapping[str, str]) -> Settings:

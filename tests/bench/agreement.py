@@ -94,7 +94,7 @@ def policy(name: str, share: float, n: int, lot: int) -> Changes:
     """The changes of a side that is to keep, or to read, this share of n tokens."""
     method, _, alloc = name.partition("-")
     if method in RECALL:
-        return {"recall": RECALL[method] | {"method": method, "fraction": share, "floor": 1, "dense_layers": 0}}
+        return {"sparse": RECALL[method] | {"method": method, "fraction": share, "floor": 1, "dense_layers": 0}}
     if alloc == "global":
         return {"policy": {"name": method, "keep": share, "alloc": alloc}}
     return {"policy": rival(name, share, n, lot, "")}

@@ -224,7 +224,7 @@ def loss(model: Model, name: str, n: int) -> list[dict[str, Any]]:
 def resume(n: int, reps: int) -> list[dict[str, Any]]:
     from tests.bench.random_model import write
 
-    sides = {"as is": {}, "lossless": {"keep.codec": "lossless"}}
+    sides = {"as is": {}, "lossless": {"prefix_cache.codec": "lossless"}}
     ids = torch.randint(10, 16_000, (n + 1,), generator=torch.Generator().manual_seed(1)).tolist()
     times: dict[str, dict[str, list[float]]] = {side: {"read": [], "kept": [], "keeping": []} for side in sides}
     with tempfile.TemporaryDirectory() as folder:

@@ -53,14 +53,14 @@ SIDES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     PLAIN: ("exact", {}),
     "ngram": ("ngram", {}),
     "lookahead": ("lookahead", {}),
-    "suffix": ("exact", {"spec": {"method": "mix", "sources": ["suffix"]}}),
-    "recycle": ("exact", {"spec": {"method": "mix", "sources": ["recycle"]}}),
+    "suffix": ("exact", {"spec": {"method": "mix", "sources": ["prompt-lookup"]}}),
+    "recycle": ("exact", {"spec": {"method": "mix", "sources": ["token-recycling"]}}),
     "stand": ("exact", {"spec": {"method": "mix", "sources": ["stand"]}}),
     "fafo": ("fafo", {}),
     "small": ("draft", {"spec": {"model": SMALL, "copies": False}}),
     "small-full": ("draft", {"spec": {"model": SMALL, "copies": False, **ALL}}),
     "small+copies": ("draft", {"spec": {"model": SMALL}}),
-    "mix+small": ("draft", {"spec": {"model": SMALL, "sources": ["stand", "recycle"]}}),
+    "mix+small": ("draft", {"spec": {"model": SMALL, "sources": ["stand", "token-recycling"]}}),
     "specextend": ("specextend", {"spec": {"model": SMALL, "copies": False}}),
     "specextend-every": ("specextend", {"spec": {"model": SMALL, "copies": False, "retrieval": "every:8"}}),
     # what guesses are worth where the clock would have none made
@@ -74,8 +74,8 @@ SIDES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         f"self-{skip}-always": ("exact", {"spec": {**ITSELF, **ALWAYS, "skip": skip}})
         for skip in ("swift", "clasp", "knn", "early")
     },
-    EIGHT: ("balanced", {"spec": {"method": "off"}, "kv": {"halves": True}}),
-    "self-halves-always": ("balanced", {"spec": {**ITSELF, **ALWAYS}, "kv": {"halves": True}}),
+    EIGHT: ("balanced", {"spec": {"method": "off"}, "kv": {"split_codes": True}}),
+    "self-halves-always": ("balanced", {"spec": {**ITSELF, **ALWAYS}, "kv": {"split_codes": True}}),
     # what a lossy profile keeps guesses, a whole past checks it
     "snap-checked": ("snap", {"exactness": "exact", "spec": ITSELF}),
     **{

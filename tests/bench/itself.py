@@ -31,11 +31,11 @@ from kvcli.chat.model import Model  # noqa: E402
 from kvcli.settings.profile import Profile, load_profile  # noqa: E402
 from tests.bench.decode import build, machine, ours_of  # noqa: E402
 
-HALVES = ["kv.halves=true"]
+HALVES = ["kv.split_codes=true"]
 SIDES: dict[str, tuple[str, list[str]]] = {  # profile, and settings beside those of drafting
     "everything": ("exact", ["spec.method=self"]),
     "view: 16 + 496 tokens": ("exact", ["spec.method=self", "spec.view=stream"]),
-    "view: 16 + 64 tokens and 32 pages of 16": ("exact", ["spec.method=self", "spec.view=quest", "spec.local=64"]),
+    "view: 16 + 64 tokens and 32 pages of 16": ("exact", ["spec.method=self", "spec.view=quest", "spec.recent=64"]),
     "everything, layers by SWIFT": ("exact", ["spec.method=self", "spec.skip=swift"]),
     "everything, layers by CLaSp": ("exact", ["spec.method=self", "spec.skip=clasp"]),
     "everything, layers by KNN-SSD": ("exact", ["spec.method=self", "spec.skip=knn"]),

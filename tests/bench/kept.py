@@ -30,7 +30,7 @@ def asked(model: str, document: Path, question: str, home: Path, keep: str) -> d
     """The figures of one command."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "KVCLI_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     (home / "config").mkdir(parents=True, exist_ok=True)
-    (home / "config" / "config.toml").write_text(f'schema = 1\nkeep_kv = "{keep}"\n')
+    (home / "config" / "config.toml").write_text(f'schema = 1\nprefix_cache_size = "{keep}"\n')
     command = [sys.executable, "-m", "kvcli", "chat", model, "-f", str(document), "-p", question]
     command += ["--json", "-P", "exact", "--max-new-tokens", "16"]
     began = time.perf_counter()

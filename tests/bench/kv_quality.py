@@ -76,12 +76,16 @@ FORMS: dict[str, dict[str, Any]] = {  # and how each is asked for
     **{name: {"method": name} for name in ("zipcache", "rotatekv", "qaq", "gear", "squat")},
 }
 FEWER: dict[str, dict[str, Any]] = {  # numbers of old slots, in 16 bits
-    **{f"mustafar {s:.0%}": {"form": {"method": "mustafar", "k_sparsity": s, "v_sparsity": s}} for s in (0.5, 0.7)},
-    **{f"freqkv {r:.0%}": {"form": {"method": "freqkv", "retained": r}} for r in (0.75, 0.5)},
-    **{f"subgen {n}": {"form": {"method": "subgen", "centers": n, "samples": n}} for n in (32, 16)},
-    **{f"cskv {r}": {"kv": {"group": 256}, "form": {"method": "cskv", "k_rank": r, "v_rank": r}} for r in (32, 16)},
+    **{
+        f"mustafar {s:.0%}": {"kv_format": {"method": "mustafar", "k_sparsity": s, "v_sparsity": s}} for s in (0.5, 0.7)
+    },
+    **{f"freqkv {r:.0%}": {"kv_format": {"method": "freqkv", "retained": r}} for r in (0.75, 0.5)},
+    **{f"subgen {n}": {"kv_format": {"method": "subgen", "centers": n, "samples": n}} for n in (32, 16)},
+    **{
+        f"cskv {r}": {"kv": {"group": 256}, "kv_format": {"method": "cskv", "k_rank": r, "v_rank": r}} for r in (32, 16)
+    },
 }
-READS = {"recall": {"method": "sketch", "floor": 128}}  # tokens of what lies below that a head reads for a row
+READS = {"sparse": {"method": "sketch", "floor": 128}}  # tokens of what lies below that a head reads for a row
 FILE = {"memory": {"disk": "4GiB"}}
 MOVED: dict[str, dict[str, Any]] = {  # where goes what a policy does not keep
     "dropped": {},
@@ -203,7 +207,7 @@ def spent(name: str, share: float) -> dict[str, Any]:
 
 def published(answer: Answer, share: float) -> Outcome:
     """FastGen as published, with the lowest T at which its heads keep this share."""
-    policy = {"name": "fastgen", "paper": True, "every": 1}
+    policy = {"name": "fastgen", "paper": True, "compression_interval": 1}
     _, session = answer({"policy": policy})
     low, high = 0.0, 1.0  # too little; enough
     while high - low > FINE:
@@ -219,7 +223,7 @@ def sides(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
     for name, (k, v) in BITS.items():
         change = {"kv": {"k_bits": k, "v_bits": v}}
         yield name, known.of(f"{i} {name}", lambda change=change: answer(change)[0])
-    shipped = {"policy": {"name": "fastgen", "paper": True, "recovery": 0.95, "every": 1}}
+    shipped = {"policy": {"name": "fastgen", "paper": True, "recovery": 0.95, "compression_interval": 1}}
     yield "fastgen-paper T 0.95", known.of(f"{i} paper", lambda: answer(shipped)[0])
     for share in shares:
         first = {"policy": {"name": "fastgen", "keep": share}}
@@ -254,15 +258,15 @@ def moved(answer: Answer, n: int, i: int, shares: list[float], known: Known, map
         for name in ("snap", "streaming", "random"):
             for way, more in MOVED.items():
                 change = {"policy": rival(name, share, n, i, mapped), **more}
-                change |= {"memory": {**more.get("memory", {}), "disposition": "demote"}} if more else {}
+                change |= {"memory": {**more.get("memory", {}), "evicted": "demote"}} if more else {}
                 side = f"{name} {percent(share)} {way}"
                 yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
         for method in ("minmax", "cluster", "lowrank"):
-            change = {"policy": rival("snap", share, n, i, mapped), "memory": {"disposition": "demote"}}
-            change |= {"recall": {"method": method, "floor": READS["recall"]["floor"]}}
+            change = {"policy": rival("snap", share, n, i, mapped), "memory": {"evicted": "demote"}}
+            change |= {"sparse": {"method": method, "floor": READS["recall"]["floor"]}}
             side = f"snap {percent(share)} recalled by {method}"
             yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
-        for way, more in {"dropped": {}, "in a file, recalled": FILE["memory"] | {"disposition": "demote"}}.items():
+        for way, more in {"dropped": {}, "in a file, recalled": FILE["memory"] | {"evicted": "demote"}}.items():
             spends = {"policy": {"name": "budget"}, "memory": {**spent("budget", share)["memory"], **more}}
             change = spends | (READS if more else {})
             side = f"budget {percent(share)} {way}"
@@ -299,19 +303,19 @@ def formed(answer: Answer, n: int, i: int, shares: list[float], known: Known, ma
         yield name, known.of(f"{i} {name}", lambda change=change: answer(change)[0])
     for k, v in ((4, 4), (4, 2), (2, 2)):
         for name, form in FORMS.items():
-            change = {"kv": {"k_bits": k, "v_bits": v}, "form": form}
+            change = {"kv": {"k_bits": k, "v_bits": v}, "kv_format": form}
             yield f"{name} {k} + {v}", known.of(f"{i} {name} {k} {v}", lambda change=change: answer(change)[0])
 
 
 def losing(answer: Answer, n: int, i: int, shares: list[float], known: Known, mapped: str) -> Sides:
-    """What `memory.lose` takes and costs, by score, heads alike and weighed by their map."""
+    """What `memory.max_loss` takes and costs, by score, heads alike and weighed by their map."""
     yield "full", known.of(f"{i} full", lambda: answer({})[0])
     maps = {"": "", " + map": mapped} if mapped else {"": ""}
     for score in ("kvzip", "snap"):
         for words, headmap in maps.items():
             policy = {"policy": {"name": "budget", "score": score, "headmap": headmap}}
             for lose in LOSES:
-                change = policy | {"memory": {"lose": lose}}
+                change = policy | {"memory": {"max_loss": lose}}
                 side = f"{score}{words} lose {lose}"
                 yield side, known.of(f"{i} {side}", lambda change=change: answer(change)[0])
 

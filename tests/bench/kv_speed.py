@@ -74,7 +74,7 @@ def recalled(recall: str) -> Callable[[Any], Any]:
 
 
 def settings(recall: str) -> Any:
-    return load_profile("max-context").replace(recall={"method": recall}).recall.settings
+    return load_profile("max-context").replace(sparse={"method": recall}).sparse.settings
 
 
 def read(lm: Any, tier: Any, recall: str) -> Any:

@@ -49,8 +49,8 @@ from tests.bench.kv_quality import HELD_OUT, Text, asked, opened  # noqa: E402
 WINDOW, POOL = 64, 5  # kvpress's: newest queries that vote and stay, positions over which a vote is spread
 CHUNK, PIECE, LEAD = 20, 512, 8  # tokens judged together; repeated in one pass, begun by those before it
 BETA = 4.0  # of the pyramid: below this many tokens in its last layer kvpress gives all layers the same
-PLAIN = {"protect": False, "sinks": 0, "guard": 1, "alloc": "uniform"}
-SNAP = PLAIN | {"name": "snap", "queries": WINDOW, "pool": POOL, "pooling": "avg", "guard": WINDOW}
+PLAIN = {"protect": False, "sinks": 0, "recent": 1, "alloc": "uniform"}
+SNAP = PLAIN | {"name": "snap", "queries": WINDOW, "pool": POOL, "pooling": "avg", "recent": WINDOW}
 ZIP = PLAIN | {"name": "kvzip", "alloc": "global", "sinks": 4, "piece": PIECE}
 
 Masks = list[Tensor]  # by layer, bool [K, n]

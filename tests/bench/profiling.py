@@ -66,7 +66,9 @@ def read(lm: Any, ids: list[int], settings: FastGen | None) -> tuple[float, floa
     if settings is not None:
         timed = Timed(settings, lm.device)
     kv = Dense(lm.shapes, lm.dtype, lm.device)
-    session = GenerationSession(lm, kv, Off(), Sampler(), policy=timed, every=settings.every if settings else None)  # type: ignore[arg-type]
+    session = GenerationSession(
+        lm, kv, Off(), Sampler(), policy=timed, every=settings.compression_interval if settings else None
+    )  # type: ignore[arg-type]
     began = time.perf_counter()
     run_to_end(session.read(ids))
     wait(lm.device)

@@ -62,7 +62,7 @@ def reads(q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, method: str, 
     """Which slots of k, v [K, S, D] each row of q [K, G, N, D] reads, [K, N, S]."""
     tier = Dense([LayerShape(k.shape[0], k.shape[2], v.shape[2])], k.dtype)
     tier.append(0, k, v, 0)
-    index = method_class(registries()["recall"][method])().index()
+    index = method_class(registries()["sparse"][method])().index()
     pages = Pages(index, PageBudget(share, 1, 0, 0))
     pages.settle(0, tier)
     score = index.score(q.flatten(1, 2), pages.kept, pages.shared, sight).view(*q.shape[:3], -1)
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--slots", type=int, default=64, help="drawn of each head")
-    parser.add_argument("--recall", default="", help="methods of [recall]")
+    parser.add_argument("--recall", default="", help="methods of [sparse]")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model: Any = opened(args.model, Path(tempfile.gettempdir(), "kvcli-kv-quality"), {"load.dtype": "fp32"})

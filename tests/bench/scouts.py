@@ -37,11 +37,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "3-grams": {"ngram": 3},
     "4-grams": {"ngram": 4},
     "7-grams": {"ngram": 7},
-    "view: 16 + 496 tokens": {**STREAM, "local": 496},
-    "view: 16 + 112 tokens": {**STREAM, "local": 112},
-    "view: 16 + 16 tokens": {**STREAM, "local": 16},
-    "view: 128 tokens, no sinks": {"view": "stream", "sinks": 0, "local": 128},
-    "view: 16 + 48 tokens and 32 pages of 16": {"view": "quest", "sinks": 16, "local": 48, "page": 16, "pages": 32},
+    "view: 16 + 496 tokens": {**STREAM, "recent": 496},
+    "view: 16 + 112 tokens": {**STREAM, "recent": 112},
+    "view: 16 + 16 tokens": {**STREAM, "recent": 16},
+    "view: 128 tokens, no sinks": {"view": "stream", "sinks": 0, "recent": 128},
+    "view: 16 + 48 tokens and 32 pages of 16": {"view": "quest", "sinks": 16, "recent": 48, "page": 16, "pages": 32},
 }
 
 

@@ -104,7 +104,7 @@ class Side:
 def sides(args: argparse.Namespace, model: Any, **more: Any) -> dict[str, Side]:
     usual = {"method": "model", "model": args.draft, "working": args.working, "copies": False, **more}
     usual |= {"prefill": args.prefill, "positions": args.positions}
-    chosen = {"recent": args.recent, "looks": args.looks}
+    chosen = {"recent": args.recent, "scored_layers": args.looks}
 
     def spec(retrieval: str | None) -> dict[str, Any]:
         if not retrieval:

@@ -1,9 +1,9 @@
-"""One text however long passes take: `spec.strict` against plain decoding, with timings shuffled and none remembered.
+"""One text however long passes take: drafting against plain decoding, with timings shuffled and none remembered.
 
     python tests/bench/stress_exact.py [--runs 200] [--dtypes bf16,fp32] [--stores dense,minmax,hadamard,...]
 
-Each run asks two questions under a drafting profile with `spec.strict`, as `--exact` does: the clock leaps, and what
-passes are said to take is drawn by lot, so that drafts differ in length from run to run. Every token must be that of
+Each run asks two questions under a drafting profile with `spec.require_batch_invariance`, as `--exact` does:
+the clock leaps, and what passes are said to take is drawn by lot, so that drafts differ in length from run to run. Every token must be that of
 plain decoding over the same store (`-P exact`). A part of the runs in each dtype, over the stores by turns, greedy and
 at temperature 0.8 by lot. JSON on the last line.
 """
@@ -32,12 +32,17 @@ from kvcli.settings.profile import Profile  # noqa: E402
 from tests.demo_model.example import example_report  # noqa: E402
 
 PROFILES = ("ngram", "lookahead", "fafo")
-_PART = {"floor": 96, "dense_layers": 1, "recent": 16, "every": 32}  # so short a text would be read in full
+_PART = {
+    "floor": 96,
+    "dense_layers": 1,
+    "recent": 16,
+    "selection_interval": 32,
+}  # so short a text would be read in full
 STORES: dict[str, dict[str, dict[str, object]]] = {
     "dense": {},
-    **{name: {"recall": {"method": name, **_PART}} for name in ("minmax", "sketch", "certified")},
+    **{name: {"sparse": {"method": name, **_PART}} for name in ("minmax", "sketch", "certified")},
     "hadamard": {"kv": {"k_bits": 4, "v_bits": 4, "rotate": "hadamard", "residual": 64}},
-    "recalled": {"kv": {"k_bits": 8, "v_bits": 4, "rotate": "hadamard"}, "recall": {"method": "sketch", **_PART}},
+    "recalled": {"kv": {"k_bits": 8, "v_bits": 4, "rotate": "hadamard"}, "sparse": {"method": "sketch", **_PART}},
     "disk": {"memory": {"disk": "1GiB", "device": "6MiB"}, "prefill": {"chunk": 256}},
 }
 
@@ -94,7 +99,7 @@ def storm(
             plain = loaded.with_profile(Profile.load("exact").replace(**changes))
             wanted = conversation(plain, i)
             drafting = Profile.load(PROFILES[i % len(PROFILES)])
-            model = loaded.with_profile(drafting.replace(**changes, spec={"strict": True}))
+            model = loaded.with_profile(drafting.replace(**changes, spec={"require_batch_invariance": True}))
             model.costs = costs(rng)
             with jumping_clock(rng):
                 found = conversation(model, i)

@@ -1,4 +1,4 @@
-"""One summary however long things take: a document summarised under `spec.strict` again and again, as `--exact` does.
+"""One summary however long things take: a document summarised again and again, as `--exact` does.
 
     python tests/bench/stress_summaries.py [--runs 50] [--model demo] [--file demo:pdf] [--chunk 1200] [--length WORDS]
 
@@ -108,7 +108,9 @@ def storm(runs: int, request: Request, model: str = "demo", file: str = "demo:pd
                 chunk = rng.choice(CHUNKS) if plain.lm.is_row_invariant else CHUNKS[0]
                 use_threads(rng.choice([1, 2]))
                 profile = Profile.load(PROFILES[i % len(PROFILES)])
-                made = plain.under(profile.replace(load=load, spec={"strict": True}, prefill={"chunk": chunk}))
+                made = plain.under(
+                    profile.replace(load=load, spec={"require_batch_invariance": True}, prefill={"chunk": chunk})
+                )
                 made.costs = costs(rng)
                 found, was_stopped = disturbed(made, document, request, rng, max(1, asked // LONGEST))
                 bad += told(found) != told(wanted)

@@ -52,7 +52,7 @@ EVERY = 8  # tokens between two boundaries of a policy
 SIDES: dict[str, tuple[str, Any, bool]] = {  # family, drafter, whether a policy evicts
     "dense": ("llama", Off(), False),
     "dense, n-gram": ("llama", Ngram(adaptive=False, max=7), False),
-    "dense, fafo": ("llama", Lookahead(adaptive=False, view="stream", sinks=2, local=5, refresh=32), False),
+    "dense, fafo": ("llama", Lookahead(adaptive=False, view="stream", sinks=2, recent=5, refresh=32), False),
     "sliding": ("gemma3", Off(), False),
     "sliding, n-gram": ("gemma3", Ngram(adaptive=False, max=7), False),
     "dense, sampled": ("llama", Off(), False),
@@ -136,7 +136,7 @@ def opened(side: str, layers: int, device: str = "cpu", *, is_recorded: bool = F
     if is_recorded:
         lm.frames = CapturedPasses(FakeGraphs() if device == "cpu" else CudaGraphs(lm.device))
     kv, drafter = Dense(lm.shapes, lm.dtype, lm.device), drafts.drafter()
-    policy = Snap(sinks=2, guard=5, keep=0.5, keep_new=9, every=EVERY) if is_evicting else None
+    policy = Snap(sinks=2, recent=5, keep=0.5, keep_new=9, compression_interval=EVERY) if is_evicting else None
     sampler = Sampler(temperature=0.8, top_p=0.9, seed=3) if "sampled" in side else Sampler()
     every = EVERY if is_evicting else None
     session = GenerationSession(

@@ -24,7 +24,7 @@ from tests.bench_command.sides import Paced, document, measured
 @pytest.mark.parametrize("name", [file.profile for file in builtin_files()])
 def test_every_shipped_profile_can_be_held_against_plain_decoding(name):
     found = plain(Profile.load(name))
-    assert (found.exactness, found.policy.method, found.recall.method, found.spec.method) == (
+    assert (found.exactness, found.policy.method, found.sparse.method, found.spec.method) == (
         "exact",
         *["none"] * 2,
         "off",

@@ -213,7 +213,7 @@ def test_a_precision_that_its_device_has_not_is_refused(tmp_path: Path) -> None:
 
 INT8 = ["kv.k_bits=8", "kv.v_bits=8", "kv.group=16", "kv.residual=20"]
 SNAP = ["policy.name=snap", "policy.keep=0.3"]
-STREAM = ["policy.name=window", "policy.sinks=2", "policy.window=40", "policy.every=16"]
+STREAM = ["policy.name=window", "policy.sinks=2", "policy.window=40", "policy.compression_interval=16"]
 
 
 @pytest.mark.parametrize("kept", [[], INT8, SNAP, STREAM, INT8 + SNAP], ids=["whole", "int8", "snap", "window", "both"])

@@ -128,7 +128,7 @@ def passes(pace: DraftController, n: int, tokens: int, seconds: float) -> list[M
 
 
 def test_plain_passes_are_timed_at_first_and_now_and_then():
-    modes = passes(DraftController(probe_every=64), 500, tokens=3, seconds=0.012)
+    modes = passes(DraftController(baseline_interval=64), 500, tokens=3, seconds=0.012)
     assert modes[:5] == [Mode.PLAIN] * 5
     assert 5 <= modes[5:].count(Mode.PLAIN) <= 9
 
@@ -210,7 +210,7 @@ def test_a_guess_on_paper_that_comes_true_ends_a_pause():
 
 
 def test_nothing_is_killed_at_zero():
-    assert passes(DraftController(kill_below=0.0), 300, tokens=1, seconds=0.04).count(Mode.DRAFT) > 200
+    assert passes(DraftController(min_speedup=0.0), 300, tokens=1, seconds=0.04).count(Mode.DRAFT) > 200
 
 
 def test_another_turn_keeps_what_rows_cost():

@@ -13,7 +13,7 @@ from kvcli.methods.drafts.self_draft import SelfDraft
 
 
 def test_without_scouts_neither_rows_nor_a_view_are_planned_for():
-    with_scouts = Mix(max=7, window=4, ngram=5, view="stream", sinks=16, local=100, refresh=8)
+    with_scouts = Mix(max=7, window=4, ngram=5, view="stream", sinks=16, recent=100, refresh=8)
     assert with_scouts.rows == 1 + 7 + 15
     assert with_scouts.view_slots(1000) == 124
     assert with_scouts.view_slots(50) == 50

@@ -83,7 +83,7 @@ def hybrid(family: str, dtype: torch.dtype = torch.float32) -> LM:
     return found
 
 
-@pytest.mark.parametrize("settings", [{"working": 0}, {"cascade": 3, "copies": True, "min_match": 1}])
+@pytest.mark.parametrize("settings", [{"working": 0}, {"lookup_verify": 3, "copies": True, "min_match": 1}])
 @pytest.mark.parametrize("family", STATEFUL)
 def test_with_states_it_guesses_what_it_would_write_alone(family: str, settings: dict[str, Any]) -> None:
     both, stats = hybrid(family), Stats()
@@ -436,4 +436,4 @@ def test_it_needs_a_model() -> None:
     with pytest.raises(ValueError, match="working = 300 leaves nothing to choose"):
         SeparateModelDraft(working=300, retrieval="every:8")
     with pytest.raises(ValueError, match='stop = "reject" is not asked then'):
-        SeparateModelDraft(promise=0.7, stop="reject")
+        SeparateModelDraft(min_gain=0.7, stop="reject")

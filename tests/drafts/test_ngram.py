@@ -130,9 +130,9 @@ def test_each_pass_is_counted_once():
         ("max_match", 300, "1 to 256"),
         ("branches", True, "1 to 64"),
         ("adaptive", 1, "true or false"),
-        ("kill_below", 1.5, "0 to 1"),
-        ("kill_below", "fast", "0 to 1"),
-        ("probe_every", 1, "8 to 4096"),
+        ("min_speedup", 1.5, "0 to 1"),
+        ("min_speedup", "fast", "0 to 1"),
+        ("baseline_interval", 1, "8 to 4096"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(key: str, value: object, allowed: str):

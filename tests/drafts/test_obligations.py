@@ -50,7 +50,7 @@ def tensors(session: GenerationSession) -> list[torch.Tensor]:
 @pytest.mark.parametrize("of", ["mix", "model"])
 def test_a_refused_guess_is_in_no_index_of_the_text(of: str) -> None:
     made: TreeDrafter = (
-        Mix(adaptive=False, view="stream", sinks=2, local=9).drafter()
+        Mix(adaptive=False, view="stream", sinks=2, recent=9).drafter()
         if of == "mix"
         else SeparateModelDraft(adaptive=False, depth=4).drafter([STOP], ModelPair(lm("dense", "fp32"), sibling()))
     )

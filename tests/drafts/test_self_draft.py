@@ -76,11 +76,11 @@ def test_guesses_over_everything_are_always_right(family: str, sampler: str) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("settings", [{"view": "stream", "sinks": 2, "local": 7}, {"view": "quest", "page": 3}])
+@pytest.mark.parametrize("settings", [{"view": "stream", "sinks": 2, "recent": 7}, {"view": "quest", "page": 3}])
 def test_a_view_guesses_worse_and_says_the_same(family: str, settings: dict[str, Any]) -> None:
     model = lm(family, torch.bfloat16)
     if settings["view"] == "quest":
-        settings = {**settings, "pages": 2, "sinks": 1, "local": 4, "refresh": 3}
+        settings = {**settings, "pages": 2, "sinks": 1, "recent": 4, "refresh": 3}
     got, stats = written(opened(model, drafter(model, **settings)))
     assert got == written(opened(model, Off()))[0]
     assert stats.draft_tokens > stats.accepted_tokens

@@ -155,14 +155,16 @@ POLICIES = {"all": (None, None), "keepall": (KeepAll(), 16), "ragged": (Ragged()
 BITS = (8, 4, 2)  # of rungs that a policy places slots on
 SPENT = PrecisionBudget("40%", 0, alike(3, 2, 16), 4, BITS, 16, [0.0] * 3)
 SPENDS = {"budget": SPENT, "lose": replace(SPENT, asked="", lose=0.05)}
-SPENDER: dict[str, int] = {"sinks": 2, "guard": 5, "every": 16}
+SPENDER: dict[str, int] = {"sinks": 2, "recent": 5, "compression_interval": 16}
 POLICIES |= {name: (PrecisionBudgetPolicy(**SPENDER, spending=spent), 16) for name, spent in SPENDS.items()}
 AWAY: dict[str, Any] = {"beyond": [18.0] * 3, "apart": [0.0] * 3}  # what that costs where recall finds slots again
 POLICIES |= {"window": (Stream(sinks=2, window=13), 11), "random": (Random(budget=17, sinks=2, window=5), 11)}
-AHEAD = Snap(0.4, sinks=2, guard=5, queries=4, lookahead=3, keep_new=14, every=11, alloc="prefix", post="graph")
+AHEAD = Snap(
+    0.4, sinks=2, recent=5, queries=4, lookahead=3, keep_new=14, compression_interval=11, alloc="prefix", post="graph"
+)
 POLICIES |= {"ahead": (AHEAD, 11)}  # tests/test_score_stages.py and test_topk.py have the others
 LAZY = LazyLLM(
-    start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, least=8
+    start_prune_layer=0.4, end_prune_layer=0.7, num_prune=2, recent=3, sinks=1, min_prompt=8
 )  # two of three layers
 SAMPLERS = {
     "greedy": Sampler(),
@@ -177,12 +179,12 @@ Make = Callable[[Sequence[int]], Drafter]
 DRAFTERS: dict[str, Make] = {
     "ngram": lambda truth: Ngram().drafter(),
     "lookahead": lambda truth: Lookahead(adaptive=False, window=3, ngram=4, seeded=True).drafter(),
-    "fafo": lambda truth: Lookahead(adaptive=False, view="stream", sinks=2, local=5, refresh=3).drafter(),
-    "blind": lambda truth: Lookahead(adaptive=False, view="stream", sinks=0, local=1, refresh=1).drafter(),
+    "fafo": lambda truth: Lookahead(adaptive=False, view="stream", sinks=2, recent=5, refresh=3).drafter(),
+    "blind": lambda truth: Lookahead(adaptive=False, view="stream", sinks=0, recent=1, refresh=1).drafter(),
     "pages": lambda truth: Lookahead(
-        adaptive=False, view="quest", page=3, pages=2, sinks=1, local=4, refresh=4
+        adaptive=False, view="quest", page=3, pages=2, sinks=1, recent=4, refresh=4
     ).drafter(),
-    "mix": lambda truth: Mix(adaptive=False, view="stream", sinks=2, local=9).drafter(),
+    "mix": lambda truth: Mix(adaptive=False, view="stream", sinks=2, recent=9).drafter(),
     # a second model, which names tokens that the other does not have, over what that one looks at;
     # tests/drafts/test_model.py and test_retrieval.py have more of them
     "model": lambda truth: SeparateModelDraft(
@@ -225,7 +227,7 @@ DRAFTERS: dict[str, Make] = {
     "chain": lambda truth: Ngram(adaptive=False, branches=1, min_match=1).drafter(),
     # one some of whose layers keep a state: copies in its passes come true in part
     "model-states": lambda truth: SeparateModelDraft(
-        adaptive=False, depth=4, working=23, sinks=2, cascade=3, min_match=1
+        adaptive=False, depth=4, working=23, sinks=2, lookup_verify=3, min_match=1
     ).drafter([STOP], ModelPair(lm("dense", "fp32"), folding())),
     "eager": lambda truth: Ngram(adaptive=False, max=7).drafter(),  # drafts from the first pass on, whatever it costs
     **{
@@ -240,7 +242,9 @@ TREES = ("opt", "best", "sequoia", "cape")
 
 def trees(tree: Any) -> Drafter:
     """A second model and copies in one tree, copies behind its guesses, and its rows over what is copied."""
-    config = SeparateModelDraft(adaptive=False, depth=4, tree=tree, wide=3, branches=4, cascade=3, min_match=1)
+    config = SeparateModelDraft(
+        adaptive=False, depth=4, tree=tree, tree_width=3, branches=4, lookup_verify=3, min_match=1
+    )
     return config.drafter([STOP], ModelPair(lm("dense", "fp32"), sibling()))
 
 

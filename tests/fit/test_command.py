@@ -128,7 +128,7 @@ def test_a_budget_is_explained(machine):
     heads.mkdir(parents=True)
     (heads / "a.json").write_text('{"model": "demo"}')
     assert "a map of this model, which is there" in machine(*args, "--set", "policy.headmap=auto").out
-    loses = machine(*args, "--set", "memory.budget=", "--set", "memory.lose=0.01").out
+    loses = machine(*args, "--set", "memory.budget=", "--set", "memory.max_loss=0.01").out
     assert "no more than 1.0% of what it is worth is lost" in loses
     assert "worth alike" not in loses
     less = machine(*args, "--set", "memory.budget=0.1%").out
@@ -139,7 +139,7 @@ def test_a_budget_is_explained_with_no_more_elsewhere_than_has_room_there(machin
     args = ("fit", "demo", "-P", "budget", "--ctx", "8k", "--ram", "8GiB", "--explain", "--set", "memory.budget=10%")
     found = {}
     for disk in ("1MiB", "1GiB"):
-        sets = ("--set", f"memory.disk={disk}", "--set", "recall.method=sketch")
+        sets = ("--set", f"memory.disk={disk}", "--set", "sparse.method=sketch")
         (plan,) = document(machine(*args, *sets, "--json"))["plans"]
         (found[disk],) = [rung for rung in plan["budget"]["rungs"] if rung["is_found"]]
         assert found[disk]["share"] * 8192 <= found[disk]["room"] + 1

@@ -90,9 +90,9 @@ def test_sliding_layers_are_planned_with_what_they_keep(demo):
     assert found < 0.65 * planned(demo, profile, n).need.kv
 
 
-HALVES = {"kv.k_bits": 8, "kv.v_bits": 8, "kv.halves": True}
-FEWER = [{"form.method": method} for method in ("mustafar", "freqkv", "subgen")]  # numbers, of 16 bits
-FEWER += [{"form.method": "cskv", "kv.group": 256}]
+HALVES = {"kv.k_bits": 8, "kv.v_bits": 8, "kv.split_codes": True}
+FEWER = [{"kv_format.method": method} for method in ("mustafar", "freqkv", "subgen")]  # numbers, of 16 bits
+FEWER += [{"kv_format.method": "cskv", "kv.group": 256}]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_what_always_stays_must_fit_into_a_budget(demo):
 
 def test_what_is_free_is_divided_before_what_each_text_takes_of_it(demo):
     one, two = (
-        planned(demo, Profile.load("budget").replace(memory={"budget": "fit", "texts": n}), 4000, 2 * GIB).need
+        planned(demo, Profile.load("budget").replace(memory={"budget": "fit", "sequences": n}), 4000, 2 * GIB).need
         for n in (1, 2)
     )
     assert one.budget - 2 * two.budget > one.working == two.working > 0  # and the keys and values of a pass
@@ -197,7 +197,7 @@ def test_a_policy_bounds_what_is_kept_and_a_chunk_comes_on_top(demo):
 
 
 def test_evictions_that_are_rare_let_more_gather_than_a_chunk(demo):
-    rare = PROFILES["streaming"].replace(policy={"every": 4096})
+    rare = PROFILES["streaming"].replace(policy={"compression_interval": 4096})
     assert planned(demo, rare, 8192).need.kv > planned(demo, "streaming", 8192).need.kv
 
 
@@ -280,11 +280,11 @@ def test_chunks_come_first_and_layers_where_only_so_it_fits(demo):
 
 def test_the_index_of_recall_is_in_memory_too(demo):
     plain = PROFILES["exact"].replace(exactness="approx")
-    reads = plain.replace(recall={"method": "sketch"})
-    layers = demo.shape.layers - reads.recall.dense_layers
-    index = int(4096 * layers * demo.shape.kv_heads * reads.recall.per_slot(demo.shape.head_dim, 2))
+    reads = plain.replace(sparse={"method": "sketch"})
+    layers = demo.shape.layers - reads.sparse.dense_layers
+    index = int(4096 * layers * demo.shape.kv_heads * reads.sparse.per_slot(demo.shape.head_dim, 2))
     assert planned(demo, reads).need.kv == planned(demo, plain).need.kv + index
-    kept = {"load.device": "cpu", "load.verify": False, "exactness": "approx", "recall.method": "sketch"}
+    kept = {"load.device": "cpu", "load.verify": False, "exactness": "approx", "sparse.method": "sketch"}
     with load("demo", "exact", set=kept) as model:
         run_to_end(model.text.session.read(torch.arange(4096).remainder(model.lm.vocab).tolist()))
         found = nbytes(model.text.session.cache)
@@ -567,10 +567,10 @@ def test_a_slot_in_8_bits_has_its_scales():
 
 
 MOVED = {
-    "recalled": ({"recall": {"method": "sketch"}}, {"cpu", "demoted", "index"}),
+    "recalled": ({"sparse": {"method": "sketch"}}, {"cpu", "demoted", "index"}),
     "packed": ({"kv": {"k_bits": 4, "v_bits": 4}}, {"cpu", "packed"}),
-    "gear": ({"kv": {"k_bits": 4, "v_bits": 4}, "form": {"method": "gear"}}, {"cpu", "packed"}),
-    "mustafar": ({"form": {"method": "mustafar"}}, {"cpu", "packed"}),
+    "gear": ({"kv": {"k_bits": 4, "v_bits": 4}, "kv_format": {"method": "gear"}}, {"cpu", "packed"}),
+    "mustafar": ({"kv_format": {"method": "mustafar"}}, {"cpu", "packed"}),
     "disk": ({"memory": {"disk": "1GiB"}}, {"cpu", "disk"}),
 }
 
@@ -581,7 +581,7 @@ def test_what_a_policy_moves_down_is_planned_where_it_lies(demo, name, policy):
     changes, tiers = MOVED[name]
     keep = {"window": 300} if policy == "window" else {"keep": 0.2, "alloc": "uniform"}
     own = PROFILES["exact"].replace(exactness="approx", policy={"name": policy} | keep, prefill={"chunk": 256})
-    own = own.replace(**changes).replace(memory={"disposition": "demote"})
+    own = own.replace(**changes).replace(memory={"evicted": "demote"})
     with load("demo", own, set={"load.device": "cpu", "load.verify": False}) as model:
         found = [nbytes(model.text.session.cache) for _ in iterate_events(model.text.session.read([7] * 1400))]
         number = model.lm.dtype.itemsize

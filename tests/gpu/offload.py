@@ -44,7 +44,7 @@ PART: dict[str, Any] = {
     "sinks": 1,
     "recent": 4,
     "dense_layers": 0,
-    "every": 8,
+    "selection_interval": 8,
 }  # all of it
 Shape = tuple[int, int, int]
 

@@ -39,7 +39,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def run(model):
-    settings = FastGen(guard=32, probe_rows=24)
+    settings = FastGen(recent=32, probe_rows=24)
     ask = ProbeRequest(
         probes=("prompt", "ablate", "needle", "repeat"), context=400, settings=settings, others=(4000,), texts=2
     )
@@ -97,14 +97,14 @@ def said_and_done(model: Model, settings: FastGen) -> tuple[HeadsDocument, Gener
 )
 def test_choices_are_those_of_the_policy_itself(model, changes):
     """FastGen on the same prompt, as a session runs it, picks the same candidate for each head."""
-    settings = FastGen(**{"guard": 32, "probe_rows": 24, **changes})
+    settings = FastGen(**{"recent": 32, "probe_rows": 24, **changes})
     made, session = said_and_done(model, settings)
     names = [[made.policy.candidates[c] for c in row] for row in made.policy.chosen]
     assert names == [session.memory.chosen()[layer] for layer in range(model.lm.n_layers)]
 
 
 def test_what_it_says_is_kept_is_what_is_kept(model):
-    settings = FastGen(guard=32, probe_rows=24)
+    settings = FastGen(recent=32, probe_rows=24)
     made, session = said_and_done(model, settings)
     held = [[int(n) for n in (session.cache.slots(layer).pos >= 0).sum(1)] for layer in range(model.lm.n_layers)]
     said = [
@@ -212,7 +212,7 @@ def test_the_strip_is_the_prompt(model, run):
 
 
 def test_layers_that_were_not_looked_at_keep_everything(model):
-    ask = ProbeRequest(probes=("prompt", "ablate"), context=300, settings=FastGen(guard=32), layers=(1, 2), texts=1)
+    ask = ProbeRequest(probes=("prompt", "ablate"), context=300, settings=FastGen(recent=32), layers=(1, 2), texts=1)
     made = document(model, ask, probe(model, ask))
     assert made.probed == [1, 2]
     assert [made.heads[layer] for layer in (0, 3, 4, 5)] == [[1.0, 1.0]] * 4
@@ -224,7 +224,7 @@ def test_layers_that_were_not_looked_at_keep_everything(model):
 
 
 def test_stability_asks_again_while_writing(model):
-    ask = ProbeRequest(probes=("prompt",), context=300, settings=FastGen(guard=32), stability=8)
+    ask = ProbeRequest(probes=("prompt",), context=300, settings=FastGen(recent=32), stability=8)
     made = document(model, ask, probe(model, ask))
     assert made.stability.every == 8
     assert 3 <= len(made.stability.tokens) <= 4
@@ -243,7 +243,7 @@ def other(name):
 def test_sliding_layers_are_left_whole(name):
     model = other(name)
     ask = ProbeRequest(
-        probes=("prompt", "ablate", "needle", "repeat"), context=300, settings=FastGen(guard=32), texts=1
+        probes=("prompt", "ablate", "needle", "repeat"), context=300, settings=FastGen(recent=32), texts=1
     )
     made = document(model, ask, probe(model, ask))
     assert made.windows == [11, None, 11]

@@ -42,7 +42,7 @@ def model() -> Model:
 @pytest.fixture(scope="module")
 def lean(model: Model) -> Profile:
     """A profile with a window of 61 tokens."""
-    policy = {"name": "window", "sinks": 4, "window": 57, "every": 32}
+    policy = {"name": "window", "sinks": 4, "window": 57, "compression_interval": 32}
     return model.profile.replace(name="lean", exactness="approx", policy=policy)
 
 

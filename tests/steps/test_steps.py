@@ -187,11 +187,11 @@ def test_it_is_never_exact_and_refuses_what_it_cannot_keep() -> None:
             Profile.load("exact").replace(exactness="approx", steps=STEPS, **others)
         assert '"lookahead" cannot be kept' in says(caught.value)
     with pytest.raises(BadConfig) as caught:
-        Profile.load("exact").replace(exactness="approx", steps={"method": "lookahead", "alpha": 0.1})
+        Profile.load("exact").replace(exactness="approx", reasoning_steps={"method": "lookahead", "alpha": 0.1})
     assert 'judge = "likely"' in says(caught.value)
     with pytest.raises(BadConfig) as caught:
-        load("demo", "exact", {"exactness": "approx", "steps.method": "lookahead"})
-    assert "--set steps.model=MODEL" in says(caught.value)
+        load("demo", "exact", {"exactness": "approx", "reasoning_steps.method": "lookahead"})
+    assert "--set reasoning_steps.model=MODEL" in says(caught.value)
     with pytest.raises(BadInput) as refused:
         run_to_end(written(lm(), Sampler(repetition_penalty=1.2), writer(lm())))
     assert "--set sample.repetition_penalty=1" in says(refused.value)
@@ -199,7 +199,12 @@ def test_it_is_never_exact_and_refuses_what_it_cannot_keep() -> None:
 
 def test_an_answer_by_steps_says_so() -> None:
     """The bundled model writes ahead for itself."""
-    steps = {"exactness": "approx", "spec.method": "off", "steps.method": "lookahead", "steps.model": "demo"}
+    steps = {
+        "exactness": "approx",
+        "spec.method": "off",
+        "reasoning_steps.method": "lookahead",
+        "reasoning_steps.model": "demo",
+    }
     ask = "Repeat after me: one two three four five."
     with load("demo", "exact", {"sample.temperature": 0.0}) as model:
         want = model.generate(ask, max_new_tokens=40)

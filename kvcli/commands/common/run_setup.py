@@ -46,12 +46,12 @@ EXACT = {
     "kv.k_bits": 16,
     "kv.v_bits": 16,
     "policy.name": "none",
-    "recall.method": "none",
+    "sparse.method": "none",
     "prune.method": "none",
     "reuse.method": "none",
 }
 
-SMALLER = {"kv.k_bits", "kv.v_bits", "policy.name", "recall.method"}  # of these, those that make a past smaller
+SMALLER = {"kv.k_bits", "kv.v_bits", "policy.name", "sparse.method"}  # of these, those that make a past smaller
 
 WHOLE = ("kv.k_bits=16", "kv.v_bits=16")  # what a profile that packs by age needs beside --budget
 
@@ -215,7 +215,7 @@ class Setup:
             refuse_inexact(profile)
             profile = profile.replace(load={"quant": "none"})  # said, so that nothing else is chosen
             if profile.spec.method != "off":
-                profile = profile.replace(spec={"strict": True})
+                profile = profile.replace(spec={"require_batch_invariance": True})
         profile = self.suited(profile)
         log.info("profile %s, hash %s", profile.name, profile.hash)
         for key, value in profile.values.items():
@@ -228,7 +228,12 @@ class Setup:
 
         Not where more is said of the model that drafts than its name."""
         said = {key for key, at in profile.origins.items() if key.startswith("spec.") and at != "default"}
-        if profile.spec.method != "model" or said - {"spec.method", "spec.model", "spec.strict", "spec.quant"}:
+        if profile.spec.method != "model" or said - {
+            "spec.method",
+            "spec.model",
+            "spec.require_batch_invariance",
+            "spec.quant",
+        }:
             return profile
         from kvcli.models.draft_heads import assistant_for, has_mtp, is_assistant
 
@@ -296,7 +301,7 @@ class Setup:
     def narrowed(self, profile: Profile) -> Profile:
         """The profile with what fits (window, order of reading, chunks, weights) where it leaves the choice."""
         changes: dict[str, object] = {}
-        judges = profile.policy.every is not None or profile.prune.describe_read
+        judges = profile.policy.compression_interval is not None or profile.prune.describe_read
         for key, value in self.settled.items():
             is_open = profile.values[key] == "auto" or profile.origins[key] == DEFAULT.name
             packs_anew = key == "load.quant" and profile.origins[key].startswith("built-in ")
@@ -352,7 +357,7 @@ class Setup:
         model.map_heads = partial(self.map_heads, tell=tell or log.info)
         model.prepare()
         cache = self.world.paths.cache
-        if self.reuses and (most := self.config.keep_kv(free_bytes(cache))):
+        if self.reuses and (most := self.config.prefix_cache_size(free_bytes(cache))):
             from kvcli.prefix_cache.prefix_cache import PrefixCache
 
             model.shelf = PrefixCache(cache / "kv", most, model.lm)
@@ -389,8 +394,8 @@ class Setup:
 def refuse_inexact(profile: Profile) -> None:
     """--exact: no key may change the text."""
     values, wants = profile.whole.values, dict[str, object](EXACT)
-    if profile.spec.method != "off" and profile.origins["spec.strict"] != "default":
-        wants["spec.strict"] = True  # whoever wants guesses that round otherwise cannot have both
+    if profile.spec.method != "off" and profile.origins["spec.require_batch_invariance"] != "default":
+        wants["spec.require_batch_invariance"] = True  # whoever wants guesses that round otherwise cannot have both
     wrong = [key for key, value in wants.items() if values[key] != value]
     if wrong:
         origins = dict.fromkeys(profile.origins[key] for key in wrong)

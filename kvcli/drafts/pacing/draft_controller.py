@@ -81,9 +81,9 @@ class PassHistory:
 class DraftController:
     """Says what each pass is for and how many guesses it verifies, and hears how long it took."""
 
-    def __init__(self, kill_below: float = 0.98, probe_every: int = 64) -> None:
-        self.kill_below = kill_below  # multiple of plain speed below which drafting pauses
-        self.probe_every = probe_every  # passes between two plain passes timed as the yardstick
+    def __init__(self, min_speedup: float = 0.98, baseline_interval: int = 64) -> None:
+        self.min_speedup = min_speedup  # multiple of plain speed below which drafting pauses
+        self.baseline_interval = baseline_interval  # passes between two plain passes timed as the yardstick
         self.paused_passes = 0
         self._clock = PassTimer()
         self._passes = 0
@@ -114,7 +114,7 @@ class DraftController:
             self._mode = Mode.PAPER if self._left % _PAPER_EVERY == 0 else Mode.PLAIN
         else:
             # where drafting gains little a plain pass costs little, and the yardstick must be good
-            every = self.probe_every // 4 if self._window.rate < _MARGINAL else self.probe_every
+            every = self.baseline_interval // 4 if self._window.rate < _MARGINAL else self.baseline_interval
             due = self._passes < _WARM_UP or self._owed or self._passes - self._timed >= every
             self._mode = Mode.PLAIN if due else Mode.DRAFT
         return self._mode
@@ -254,14 +254,14 @@ class DraftController:
             self._tick_pause()
         elif self._mode is Mode.DRAFT:
             self._window.note(timed)
-            is_hopeless = len(self._window) == _EARLY and self._window.rate < self.kill_below - _CLEARLY
+            is_hopeless = len(self._window) == _EARLY and self._window.rate < self.min_speedup - _CLEARLY
             if len(self._window) == _WINDOW or is_hopeless:
                 self._judge()
 
     def _judge(self) -> None:
         """Pause if the window was slower than plain decoding, for longer if drafting itself made it so once more."""
         rate = self._window.rate
-        if rate >= self.kill_below:
+        if rate >= self.min_speedup:
             return
         guessed = sum(p.guesses > 0 for p in self._window) >= _FEW * len(self._window)
         is_relapse = guessed and self._passes - self._resumed < _RELAPSE

@@ -21,7 +21,7 @@ _REST, _LONGEST_REST = 128, 4096  # passes; a rest doubles each time it fails ag
 class SourcePayoff:
     """Says whether the next pass has the source, `what` in words, and hears what it brought and cost."""
 
-    def __init__(self, wait: int = 16, what: str = "scouts") -> None:
+    def __init__(self, wait: int = 16, what: str = "lookahead") -> None:
         """`wait`: passes before the first with it. By then it is known how fast it goes without."""
         self._what = what
         self._brought: deque[int] = deque(maxlen=_BURST)  # tokens that only this source had named

@@ -31,7 +31,7 @@ TOP, WIDE = 8, 32  # successors kept for a key, and those among which probabilit
 PART = 64  # rows of the table that a vocabulary is laid out in
 KEYS = 1 << 14  # at most; the oldest go first
 KEY_BYTES = 830  # of a key and its successors, as Python holds them; measured with tracemalloc
-LENGTHS = {"recycle": (1, 1), "stand": (2, 4)}  # of the keys, shortest and longest
+LENGTHS = {"token-recycling": (1, 1), "stand": (2, 4)}  # of the keys, shortest and longest
 _MEAN = 8  # tellings after which a mean moves as if it were of so many
 # Rows: how far the guess leads the next one (a first choice) or trails the best (a later one), in nats.
 GAPS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)

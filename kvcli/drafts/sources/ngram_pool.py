@@ -27,7 +27,7 @@ Run = tuple[int, ...]
 class NgramPool:
     """n-grams by key, and the record of how they fared."""
 
-    name = "scouts"
+    name = "lookahead"
 
     def __init__(self, key_max: int, per_key: int, guesses: int, seeds: int = 0) -> None:
         """`seeds`: tokens of the n-grams that the text itself gives it, as in FAFO's release; 0 = none."""

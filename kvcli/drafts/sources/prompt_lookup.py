@@ -39,7 +39,7 @@ TOKEN_BYTES = 24  # of the index, a token: the text, its places, and their sorti
 class PromptLookup:
     """Owns the index of the text and the record of its guesses."""
 
-    name = "suffix"
+    name = "prompt-lookup"
 
     def __init__(self, min_match: int, max_match: int) -> None:
         self.index = SuffixIndex(min_match, max_match)

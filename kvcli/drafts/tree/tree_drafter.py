@@ -56,7 +56,7 @@ class TreeDrafter:
         self._pool: NgramPool | None = scouting[1] if scouting else None
         self._view, self._chain, self._beyond, self._stop = view, chain, beyond, stop
         self._asked: list[float] = []  # chances of the second model's guesses in the pass under way, as far as asked
-        self._pace = DraftController(config.kill_below, config.probe_every)
+        self._pace = DraftController(config.min_speedup, config.baseline_interval)
         self._credit = SourcePayoff(_PATIENT if len(self._sources) > 1 else _EAGER)
         self._thrift = SourcePayoff(0, "recycled logits")
         self._rest = config.adaptive and len(successors) < len(self._sources)  # may successors, beside other sources?

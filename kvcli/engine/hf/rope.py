@@ -52,7 +52,7 @@ def rotaries(lm: LM) -> tuple[Rotary | None, ...]:
 
 
 def _found(lm: LM) -> tuple[Rotary | None, ...]:
-    try_ = ["--set reuse.method=none", "--set context.on_overflow=error", "--set form.rope=after"]
+    try_ = ["--set reuse.method=none", "--set context.on_overflow=error", "--set kv_format.rope=after"]
     lm.mixers.refuse(lm.info.id, "keys moved to other positions are not all that it knows of a text", try_)
     if any(of.rank for of in lm.shapes):
         _refuse(lm, "it stores latents, of which only a part is turned")
@@ -112,5 +112,5 @@ def _refuse(lm: LM, why: str, lines: Sequence[str] = ()) -> NoReturn:
         f"keys of {lm.info.id} ({lm.info.family}) cannot be turned to other positions: {why}",
         code="model_unsupported",
         lines=lines,
-        try_=["--set reuse.method=none", "--set form.rope=after"],
+        try_=["--set reuse.method=none", "--set kv_format.rope=after"],
     )

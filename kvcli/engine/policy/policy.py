@@ -110,7 +110,7 @@ class Policy(Protocol):
     """
 
     @property
-    def every(self) -> int | None:
+    def compression_interval(self) -> int | None:
         """Tokens between two boundaries while decoding; None = the past never changes."""
 
     def requirements(self, lm: LM) -> PolicyRequirements:

@@ -65,7 +65,7 @@ class AuxCache:
     @property
     def comes_back(self) -> bool:
         """May what stops go on later?"""
-        return self._pruning is not None and self._pruning.every is not None
+        return self._pruning is not None and self._pruning.compression_interval is not None
 
     def before_prompt(self, kv: KVCache, ids: Sequence[int]) -> Steps[None]:
         """Another prompt is to be read behind what is stored."""
@@ -75,13 +75,13 @@ class AuxCache:
     # ---- the ways on ----
 
     @property
-    def every(self) -> int | None:
+    def compression_interval(self) -> int | None:
         """Tokens of an answer between two boundaries at which some may come back; None = nobody does."""
-        return self._pruning.every if self._pruning is not None and self else None
+        return self._pruning.compression_interval if self._pruning is not None and self else None
 
     def revive(self, kv: KVCache, ids: Sequence[int], written: int) -> Steps[None]:
         """So far into an answer those go on that its pending token looks at. It goes along; nothing of it is stored."""
-        if self._pruning is None or self.every is None or written % self.every:
+        if self._pruning is None or self.compression_interval is None or written % self.compression_interval:
             return
         trip = RevivalPass(self._lm, kv, ids, self, [len(ids) - 1])
         yield from trip.go(self._pruning.bind_revival(self._lm, kv, self))

@@ -49,7 +49,7 @@ class PromptPruning(Protocol):
         """Newest rows of what is read whose queries it judges by."""
 
     @property
-    def every(self) -> int | None:
+    def compression_interval(self) -> int | None:
         """Tokens of an answer between two boundaries at which some may come back; None = what stays behind is gone."""
 
     @property
@@ -76,5 +76,5 @@ class PromptPruning(Protocol):
         """
 
     def bind_revival(self, lm: LM, cache: KVCache, behind: AuxCache) -> Choose:
-        """Who comes back on a trip that the newest token makes for that alone (revival_pass.py). Asked where `every` is
-        set."""
+        """Who comes back on a trip that the newest token makes for that alone (revival_pass.py). Asked where
+        `compression_interval` is set."""

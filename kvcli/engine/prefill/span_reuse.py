@@ -61,7 +61,7 @@ class ReuseMethod(Protocol):
         """What is taken over that was read behind another text, in words; "" = nothing."""
 
     @property
-    def least(self) -> int:
+    def min_span(self) -> int:
         """Tokens in a row that are worth taking over."""
 
     def check_model(self, lm: LM) -> None:

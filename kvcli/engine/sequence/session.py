@@ -51,7 +51,7 @@ class GenerationSession(SequenceState):
         had, self.spare, self.reused = self.ids[: self.committed], None, 0  # of what was given up
         if self.reusing is not None:
             spare = self.reusing.bind(self.lm)
-            spare.add(copy_matching_spans(self.lm, self.cache, had, ids[:-1], self._shared(ids), self.reusing.least))
+            spare.add(copy_matching_spans(self.lm, self.cache, had, ids[:-1], self._shared(ids), self.reusing.min_span))
             self.spare = spare
 
     def step(self, stop: Collection[int] = (), most: float = math.inf) -> Steps[Step]:

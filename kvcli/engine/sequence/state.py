@@ -246,7 +246,7 @@ class SequenceState:
     def _next_boundary(self) -> float:
         """Those of a policy are counted from the beginning of the text, those of who comes back from the answer's."""
         n = self.committed
-        return n + min(_until(n, self.every), _until(n - self._n_prompt, self.behind.every))
+        return n + min(_until(n, self.every), _until(n - self._n_prompt, self.behind.compression_interval))
 
 
 def _until(n: int, every: int | None) -> float:

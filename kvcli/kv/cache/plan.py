@@ -1,6 +1,6 @@
 """From a profile's keys to tiers: one dense tier, or a ladder of what `[kv]` packs and `[memory]` moves away.
 
-Where `memory.disposition` is "demote", the policy says what goes down to the first of them; where there is none, recall
+Where `memory.evicted` is "demote", the policy says what goes down to the first of them; where there is none, recall
 makes one on the same device.
 """
 
@@ -107,9 +107,9 @@ class CachePlan:
         return replace(self._rung(tier, holds, group), attend_async=later)
 
     def _refuse_host(self) -> None:
-        steps = [step for step in self.memory.ladder if step.startswith("memory.host")]
+        steps = [step for step in self.memory.fallbacks if step.startswith("memory.host")]
         if steps or (self.memory.host != "auto" and size_of(self.memory.host)):
-            asked = f"memory.ladder has {steps[0]}" if steps else f"memory.host = {self.memory.host}"
+            asked = f"memory.fallbacks has {steps[0]}" if steps else f"memory.host = {self.memory.host}"
             raise BadConfig(
                 f"{asked}, but keys and values are in host memory already",
                 code="no_host_tier",
@@ -120,10 +120,10 @@ class CachePlan:
     def _refuse_all_alike(self) -> None:
         if not self.recall.describe_read:
             raise BadConfig(
-                'memory.disposition = "demote" has no tier to move to, nor an index that finds what was moved',
+                'memory.evicted = "demote" has no tier to move to, nor an index that finds what was moved',
                 code="no_lower_tier",
                 lines=["what lies beside the rest and is read like it was not let go"],
-                try_=["--set recall.method=sketch", "--set kv.k_bits=8 --set kv.v_bits=8", "--set memory.disk=8GiB"],
+                try_=["--set sparse.method=sketch", "--set kv.k_bits=8 --set kv.v_bits=8", "--set memory.disk=8GiB"],
             )
 
     def _check_steps(self) -> None:
@@ -133,7 +133,7 @@ class CachePlan:
 
     @property
     def batch_variant_reason(self) -> str:
-        """What the first tier says that says anything, of those that it may have: a step of `memory.ladder` may pack.
+        """What the first tier says that says anything, of those it may have: `memory.fallbacks` may pack.
 
         Which setting has rows read it by kernels whose bits depend on who shares the pass; "" = none has.
         """
@@ -153,8 +153,8 @@ class CachePlan:
             yield self.recall.bind_tier(self._disk(), self._sights)
 
     def _packings(self) -> Iterator[Kv]:
-        """What the steps of `memory.ladder` that pack make of `[kv]`, each by itself."""
-        for step in self.memory.ladder:
+        """What the steps of `memory.fallbacks` that pack make of `[kv]`, each by itself."""
+        for step in self.memory.fallbacks:
             key, _, value = step.partition("=")
             if key in ("kv.k_bits", "kv.v_bits"):
                 bits: dict[str, Any] = {key.removeprefix("kv."): int(value)}
@@ -206,7 +206,7 @@ class CachePlan:
         return spending(
             *of_kv,
             kind=self.device.type,
-            free=max(0, self.spare // self.memory.texts - self.working - newest),
+            free=max(0, self.spare // self.memory.sequences - self.working - newest),
             has_more=self.room.has_more,
             holds=self.room.elsewhere,
         )
@@ -231,17 +231,17 @@ class CachePlan:
         return HostTier(tier, self.device, self._way())
 
     def _way(self) -> Way:
-        """How rows reach what lies in host memory; raises BadConfig where they cannot as `memory.reach` asks."""
+        """How rows reach what lies in host memory; raises BadConfig where they cannot as `memory.host_access` asks."""
         from kvcli.kv.offload.host_access import AutoAccess, CpuAttention, StreamedCopy
         from kvcli.kv.offload.link_rates import rates
 
-        asked, unserved = self.memory.reach, self._unserved()
-        why = "slots of few bits are read by the CPU" if self.is_packed else unserved if asked == "kernel" else ""
-        if why and asked in ("kernel", "stream"):
+        asked, unserved = self.memory.host_access, self._unserved()
+        why = "slots of few bits are read by the CPU" if self.is_packed else unserved if asked == "zero-copy" else ""
+        if why and asked in ("zero-copy", "stream"):
             raise BadConfig(
-                f'memory.reach = "{asked}" is not for these slots: {why}',
+                f'memory.host_access = "{asked}" is not for these slots: {why}',
                 code="no_such_reach",
-                try_=["--set memory.reach=auto"],
+                try_=["--set memory.host_access=auto"],
             )
         if asked == "cpu" or self.is_packed:
             return CpuAttention

@@ -112,7 +112,7 @@ class PrecisionBudget:
     @property
     def describe(self) -> str:
         """The plan in a line: how many tokens there is room for, were all of them on one rung, or what may be lost."""
-        loses = f"memory.lose = {self.lose}: as few bytes as leave {1 - self.lose:.1%} of what a text is worth"
+        loses = f"memory.max_loss = {self.lose}: as few bytes as leave {1 - self.lose:.1%} of what a text is worth"
         if not self.asked:
             return f"{loses}, known once it has been read"
         rungs = self.by_rung[: self.last]
@@ -178,7 +178,7 @@ def spending(
     read = recall.layers(storing(sights, shapes)) if has_more else ()
     index, apart = far_slot_bytes(recall, has_more, shapes, read, number, kind)
     of_kv = shapes, number, memory.bits, kv.group, index, apart, not recall.describe_read
-    return PrecisionBudget(memory.budget.replace(" %", "%"), free, *of_kv, holds, memory.lose)
+    return PrecisionBudget(memory.budget.replace(" %", "%"), free, *of_kv, holds, memory.max_loss)
 
 
 def keys_in(bits: int) -> int:

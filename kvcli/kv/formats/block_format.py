@@ -54,9 +54,9 @@ class BlockFormat:
         is_wide = {f"kv.{key}": getattr(kv, key) == 16 for key in ("k_bits", "v_bits")}
         why = "which rounds nothing: 8, 4 and 2 do" if self.rounds else "and of what this form keeps it rounds nothing"
         bits = {key: why for key, is_16 in is_wide.items() if is_16 == self.rounds}
-        turned = {"kv.rotate": self.own.get("kv.rotate", 'which turns what form.method = "kivi" packs')}
-        halves = {"kv.halves": 'and halves are of form.method = "kivi"'}
-        return bits | (turned if kv.rotate != "none" else {}) | (halves if kv.halves else {})
+        turned = {"kv.rotate": self.own.get("kv.rotate", 'which turns what kv_format.method = "kivi" packs')}
+        halves = {"kv.split_codes": 'and halves are of kv_format.method = "kivi"'}
+        return bits | (turned if kv.rotate != "none" else {}) | (halves if kv.split_codes else {})
 
     @property
     def is_joint(self) -> bool:

@@ -1,4 +1,4 @@
-"""Forms: how slots lie that came down from full numbers, which is what a method of the table `[form]` says."""
+"""Forms: how slots lie that came down from full numbers, which is what a method of the table `[kv_format]` says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FormatContext:
 
 
 class KVFormat(Protocol):
-    """A frozen dataclass whose fields are the keys of `[form]`."""
+    """A frozen dataclass whose fields are the keys of `[kv_format]`."""
 
     def is_active(self, kv: Kv) -> bool:
         """Do slots come down to it under these keys?"""

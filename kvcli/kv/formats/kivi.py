@@ -39,7 +39,7 @@ class Kivi(BlockFormat):
         from kvcli.kv.tiers.quantized import QuantizedTier
 
         keys = {"k_bits": kv.k_bits, "v_bits": kv.v_bits, "group": kv.group}
-        return QuantizedTier(of.shapes, of.dtype, device, **keys, rotate=kv.rotate, halves=kv.halves)
+        return QuantizedTier(of.shapes, of.dtype, device, **keys, rotate=kv.rotate, halves=kv.split_codes)
 
     def nbytes(self, shape: LayerShape, kv: Kv, number: int) -> int:
         """With 8 bits a scale of 16 bit each, with fewer, or in halves, two per group."""
@@ -51,7 +51,11 @@ class Kivi(BlockFormat):
         k_dim, v_dim = shape.parts
         for b, dim, group in ((kv.k_bits, k_dim, kv.group), (kv.v_bits, v_dim, min(kv.group, v_dim))):
             bits += (
-                8 * dim * number if b == 16 else 8 * dim + 16 if b == 8 and not kv.halves else dim * (b + 32 / group)
+                8 * dim * number
+                if b == 16
+                else 8 * dim + 16
+                if b == 8 and not kv.split_codes
+                else dim * (b + 32 / group)
             )
         return int(shape.n_kv_heads * bits / 8) + POSITION
 

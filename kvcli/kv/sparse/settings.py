@@ -1,4 +1,4 @@
-"""The `[recall]` table of a profile: which part of what is stored the rows of an answer read."""
+"""The `[sparse]` table of a profile: which part of what is stored the rows of an answer read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SparseMethod(Protocol):
         """The most that `exactness` may say with it."""
 
     @property
-    def every(self) -> int | None:
+    def selection_interval(self) -> int | None:
         """Tokens between two boundaries while answering; None = it needs none."""
 
     def bind(self, store: KVCache, source: PageSource, sights: Sequence[AttentionParams | None]) -> KVCache:
@@ -58,7 +58,7 @@ class FullAttention:
     """Read all that is stored."""
 
     exactness_label: ClassVar[Exactness] = "exact"
-    every: ClassVar[None] = None
+    selection_interval: ClassVar[None] = None
     describe_read: ClassVar[str] = ""
 
     def bind(self, store: KVCache, source: PageSource, sights: Sequence[AttentionParams | None]) -> KVCache:
@@ -92,8 +92,8 @@ class _PageSelection:
     sinks: Annotated[int, Range(0)] = 16  # first tokens, always read
     recent: Annotated[int, Range(0)] = 64  # newest tokens, always read; so are those since the last boundary
     dense_layers: Annotated[int, Range(0)] = 2  # first layers, which read everything: their attention is spread widely
-    every: Annotated[int, Range(1)] = 64  # tokens between two boundaries while answering
-    choice: Literal["row", "boundary"] = "row"  # each row has one of its own, or reads as the first behind the boundary
+    selection_interval: Annotated[int, Range(1)] = 64  # tokens between two boundaries while answering
+    choice: Literal["row", "interval"] = "row"  # each row has one of its own, or reads as the first behind the boundary
     cutoff: Annotated[float, Range(0, below=1)] = 0.0  # share of a row's mass; what seems to hold less is not read
 
     exactness_label: ClassVar[Exactness] = "approx"
@@ -138,7 +138,7 @@ class _PageSelection:
             "layers": self.layers(sights),
             "epsilon": self.allowance(),
             "cutoff": self.cutoff,
-            "is_shared": self.choice == "boundary",
+            "is_shared": self.choice == "interval",
             "source": source,
         }
 

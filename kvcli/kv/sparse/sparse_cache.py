@@ -41,7 +41,7 @@ class SparseCache(SparseTier):
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
         """Why it needs the host."""
-        return DeviceCache(why_not="rows choose which pages they read (recall.method)")
+        return DeviceCache(why_not="rows choose which pages they read (sparse.method)")
 
     def reserve(self, n: int, layers: Iterable[int] | None = None) -> None:
         """Room for n slots a head."""

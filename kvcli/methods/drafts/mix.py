@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import ModelPair
 
 
-Sources = tuple[Literal["suffix", "scouts", "stand", "recycle"], ...]
+Sources = tuple[Literal["prompt-lookup", "lookahead", "stand", "token-recycling"], ...]
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,18 @@ class Mix(LookaheadSettings):
     """Guess with several sources at once, merged into one tree."""
 
     # scouts last: only what nobody else knew counts as theirs
-    sources: Sources = ("suffix", "stand", "recycle", "scouts")  # who names guesses, in the order they are asked
-    min_match: Annotated[int, Range(1, 64)] = 1  # of "suffix": tokens that must match before what follows is a guess
-    max_match: Annotated[int, Range(1, 256)] = 32  # of "suffix": tokens beyond which matches count as equally long
+    sources: Sources = (
+        "prompt-lookup",
+        "stand",
+        "token-recycling",
+        "lookahead",
+    )  # who names guesses, in the order they are asked
+    min_match: Annotated[int, Range(1, 64)] = (
+        1  # of "prompt-lookup": tokens that must match before what follows is a guess
+    )
+    max_match: Annotated[int, Range(1, 256)] = (
+        32  # of "prompt-lookup": tokens beyond which matches count as equally long
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,25 +49,25 @@ class Mix(LookaheadSettings):
     def ignored_keys(self) -> dict[str, str]:
         """Keys that nothing reads as the others are: of sources that it does not have."""
         scouting = [key for key in keys_of(LookaheadSettings) if key not in keys_of(DraftSettings)]
-        needs = {"suffix": ["min_match", "max_match"], "scouts": scouting}
+        needs = {"prompt-lookup": ["min_match", "max_match"], "lookahead": scouting}
         keys = [key for source, keys in needs.items() if source not in self.sources for key in keys]
         return super().ignored_keys() | dict.fromkeys(keys, "sources")
 
     @property
     def rows(self) -> int:
         """Of a pass, at most; scouts only if they are among the sources."""
-        return super().rows if "scouts" in self.sources else 1 + self.max
+        return super().rows if "lookahead" in self.sources else 1 + self.max
 
     def view_slots(self, n: int) -> int:
         """How many of n slots a head the view keeps a copy of: none, without scouts."""
-        return super().view_slots(n) if "scouts" in self.sources else 0
+        return super().view_slots(n) if "lookahead" in self.sources else 0
 
     def index_bytes(self, n: int) -> int:
         """Bytes of what its sources remember of n tokens, at most."""
         from kvcli.drafts.sources.logit_recycling import LENGTHS, learned_bytes
         from kvcli.drafts.sources.prompt_lookup import TOKEN_BYTES
 
-        each = {"suffix": TOKEN_BYTES * n, "scouts": super().index_bytes(n)}
+        each = {"prompt-lookup": TOKEN_BYTES * n, "lookahead": super().index_bytes(n)}
         each |= {name: learned_bytes([name], n) for name in LENGTHS}
         return sum(each[name] for name in set(self.sources))
 
@@ -70,12 +79,15 @@ class Mix(LookaheadSettings):
 
         scouting = self.scouting(ends)
         successors = learners([name for name in self.sources if name in LENGTHS])
-        known: dict[str, DraftSource] = {"suffix": PromptLookup(self.min_match, self.max_match), "scouts": scouting[1]}
+        known: dict[str, DraftSource] = {
+            "prompt-lookup": PromptLookup(self.min_match, self.max_match),
+            "lookahead": scouting[1],
+        }
         known |= {source.name: source for source in successors}
         return TreeDrafter(
             self,
             [known[name] for name in dict.fromkeys(self.sources)],
             successors=successors,
-            scouting=scouting if "scouts" in self.sources else None,
-            view=self.glance() if "scouts" in self.sources else None,
+            scouting=scouting if "lookahead" in self.sources else None,
+            view=self.glance() if "lookahead" in self.sources else None,
         )

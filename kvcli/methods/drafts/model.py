@@ -39,17 +39,17 @@ class SeparateModelDraft(ModelDraftSettings):
     prefill: Annotated[str, _READING] = "lazy"  # what of a prompt it reads: what it keeps; all; or all, N tokens far
     positions: Literal["original", "contiguous"] = "original"  # of what it keeps: as in the text, or closed up
     tree: Literal["chain", "opt", "best", "sequoia", "cape"] = "chain"  # which guesses its passes are made of
-    wide: Annotated[int, Range(1, 64)] = 4  # guesses in one of its passes, at most; a chain has one
-    promise: Annotated[float, Range(0, 8)] = 0.0  # accepted tokens that a further pass must bring; 0 = what it costs
-    cascade: Annotated[int, Range(0, 32)] = 0  # copied tokens that it checks in one of its passes, at most
+    tree_width: Annotated[int, Range(1, 64)] = 4  # guesses in one of its passes, at most; a chain has one
+    min_gain: Annotated[float, Range(0, 8)] = 0.0  # accepted tokens that a further pass must bring; 0 = what it costs
+    lookup_verify: Annotated[int, Range(0, 32)] = 0  # copied tokens that it checks in one of its passes, at most
     stop: Rule = "marginal"  # it guesses on while that pays by the clock; "reject", "disco": and `risk` is not reached
     risk: Annotated[float, Range(0, 1)] = 0.7  # chance of a rejection, of any guess or of the newest, at which to stop
     # retrieval: of `working` tokens some are those that the model which writes looks at
     retrieval: Annotated[str, _RETRIEVAL] = "off"  # when they are chosen: never; each N passes; where guesses fail
     chunk: Annotated[int, Range(1, 1024)] = 32  # tokens that are chosen together
     recent: Annotated[int, Range(1)] = 256  # newest tokens that stay in any case
-    looks: Annotated[int, Range(1, 64)] = 1  # last layers of the model that writes, whose attention counts
-    shelf: Literal["device", "host"] = "device"  # where what could be chosen lies
+    scored_layers: Annotated[int, Range(1, 64)] = 1  # last layers of the model that writes, whose attention counts
+    chunk_device: Literal["device", "host"] = "device"  # where what could be chosen lies
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,14 +57,14 @@ class SeparateModelDraft(ModelDraftSettings):
             raise ValueError(
                 f'adaptive = false guesses as far as `depth` says: stop = "{self.stop}" needs adaptive = true'
             )
-        if self.stop != "marginal" and self.promise:
+        if self.stop != "marginal" and self.min_gain:
             raise ValueError(
-                f'promise = {self.promise} is what a pass must bring: stop = "{self.stop}" is not asked then'
+                f'min_gain = {self.min_gain} is what a pass must bring: stop = "{self.stop}" is not asked then'
             )
         if 0 < self.working <= self.sinks:
             raise ValueError(f"working = {self.working} leaves nothing beside sinks = {self.sinks}")
-        if self.cascade and not self.copies:
-            raise ValueError(f"cascade = {self.cascade} checks copies, and copies = false makes none")
+        if self.lookup_verify and not self.copies:
+            raise ValueError(f"lookup_verify = {self.lookup_verify} checks copies, and copies = false makes none")
         least = self.working if self.retrieval == "off" else self.recent
         if self._far and not 0 < least <= self._far:
             what = f"working = {self.working or 'all'}" if self.retrieval == "off" else f"recent = {self.recent}"
@@ -79,9 +79,9 @@ class SeparateModelDraft(ModelDraftSettings):
         """Keys that nothing reads as the others are."""
         needs = {
             "working": (self.working > 0, ("sinks", "positions")),
-            "tree": (self.tree not in ("chain", "cape"), ("wide",)),
+            "tree": (self.tree not in ("chain", "cape"), ("tree_width",)),
             "stop": (self.stop != "marginal", ("risk",)),
-            "retrieval": (self.retrieval != "off", ("chunk", "recent", "looks", "shelf")),
+            "retrieval": (self.retrieval != "off", ("chunk", "recent", "scored_layers", "chunk_device")),
         }
         return super().ignored_keys() | {key: why for why, (reads, keys) in needs.items() if not reads for key in keys}
 
@@ -120,7 +120,7 @@ class SeparateModelDraft(ModelDraftSettings):
         """Of n tokens, those whose keys and values it has there at most: more than stay while it reads, or guesses."""
         from kvcli.drafts.draft_models.separate_model import CHUNK
 
-        ready = n if self.retrieval != "off" and (self.shelf == "device" or device == "cpu") else 0
+        ready = n if self.retrieval != "off" and (self.chunk_device == "device" or device == "cpu") else 0
         return ready + (min(n, max(self.working, self._far) + CHUNK) if self.working and self.prefill != "full" else n)
 
     @property
@@ -149,7 +149,7 @@ class SeparateModelDraft(ModelDraftSettings):
             "retrieval=off": (self.retrieval != "off", "chunks that are chosen again have none"),
             "positions=original": (closes, "keys moved to other positions are not all that it knows of a text"),
             "wide=1": (
-                self.wide > 1 and "wide" not in self.ignored_keys(),
+                self.tree_width > 1 and "tree_width" not in self.ignored_keys(),
                 "guesses of a pass of its own are one chain",
             ),
         }
@@ -171,8 +171,8 @@ class SeparateModelDraft(ModelDraftSettings):
             vocab=target.vocab,
             share=draft.info.weight_bytes / target.info.weight_bytes,
             ends=ends,
-            growth=Growth(self.tree, self.branches, self.wide, self.max, self.promise),
-            cascade=(copies, self.cascade) if self.cascade else None,
+            growth=Growth(self.tree, self.branches, self.tree_width, self.max, self.min_gain),
+            cascade=(copies, self.lookup_verify) if self.lookup_verify else None,
         )
         return self.mixer(chain, copies, stop=rule(self.stop, self.risk))
 
@@ -184,7 +184,7 @@ class SeparateModelDraft(ModelDraftSettings):
         wants = {
             "retrieval": self.retrieval != "off",
             "tree": self.tree not in ("chain", "cape"),
-            "cascade": self.cascade,
+            "lookup_verify": self.lookup_verify,
         }
         asked = [key for key, is_asked in wants.items() if is_asked]
         if pair.spelling is not None and asked:
@@ -218,7 +218,7 @@ class SeparateModelDraft(ModelDraftSettings):
             closes=closes,
             size=self.chunk,
             recent=self.recent,
-            sights=scored_layers(pair.target, self.looks),
+            sights=scored_layers(pair.target, self.scored_layers),
             trigger=partial(trigger, self.retrieval),
-            is_far=self.shelf == "host",
+            is_far=self.chunk_device == "host",
         )

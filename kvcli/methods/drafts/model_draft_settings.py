@@ -23,7 +23,9 @@ class ModelDraftSettings(Ngram):
     """Keys of every method in which a model is asked for guesses."""
 
     copies: bool = True  # guess from the text as well; where a copy is all but sure, the model is not asked
-    sources: tuple[Literal["stand", "recycle"], ...] = ()  # who else names guesses in the same tree, as in "mix"
+    sources: tuple[
+        Literal["stand", "token-recycling"], ...
+    ] = ()  # who else names guesses in the same tree, as in "mix"
     overlap: bool = False  # guess on while guesses are verified (PEARL): true is refused, models take turns
 
     def __post_init__(self) -> None:
@@ -32,7 +34,7 @@ class ModelDraftSettings(Ngram):
             raise ValueError(
                 "overlap = true would guess on while guesses are verified, but a step asks for one pass at a time, and "
                 "a round runs one model after the other: overlap = false; what takes no pass of its own are copies and "
-                'sources = ["stand", "recycle"]'
+                'sources = ["stand", "token-recycling"]'
             )
 
     def ignored_keys(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Off:
     """No drafting: one row a pass, the yardstick."""
 
-    strict: ClassVar[bool] = False  # nothing to be strict about
+    require_batch_invariance: ClassVar[bool] = False  # nothing to be strict about
     second: ClassVar[None] = None  # no model that drafts
     checks: ClassVar[bool] = False  # nor anything to check
     rows: ClassVar[int] = 1  # of a pass, at most: what memory is planned with

@@ -18,20 +18,20 @@ class ViewSettings(DraftSettings):
 
     view: Literal["all", "stream", "quest"] = "all"  # what is read: all, sinks and newest tokens, or chosen pages
     sinks: Annotated[int, Range(0, 4096)] = 16  # of a view: first tokens
-    local: Annotated[int, Range(1, 65536)] = 496  # of a view: newest tokens
+    recent: Annotated[int, Range(1, 65536)] = 496  # of a view: newest tokens
     page: Annotated[int, Range(1, 256)] = 16  # of "quest": tokens of a page
     pages: Annotated[int, Range(1, 4096)] = 32  # of "quest": pages read by a KV head
     refresh: Annotated[int, Range(1, 4096)] = 32  # of a view: tokens after which it is chosen anew
 
     def ignored_keys(self) -> dict[str, str]:
         """Keys that nothing reads as the others are: of a view, where there is none of that kind."""
-        of = {"all": ("sinks", "local", "refresh", "page", "pages"), "stream": ("page", "pages"), "quest": ()}
+        of = {"all": ("sinks", "recent", "refresh", "page", "pages"), "stream": ("page", "pages"), "quest": ()}
         return super().ignored_keys() | dict.fromkeys(of[self.view], "view")
 
     def view_slots(self, n: int) -> int:
         """How many of n slots a head the view keeps a copy of."""
         pages = self.page * self.pages if self.view == "quest" else 0
-        return 0 if self.view == "all" else min(n, self.sinks + self.local + pages + self.refresh)
+        return 0 if self.view == "all" else min(n, self.sinks + self.recent + pages + self.refresh)
 
     def glance(self) -> ViewSpec | None:
         """The view; None = everything."""
@@ -40,6 +40,6 @@ class ViewSettings(DraftSettings):
         if self.view == "all":
             return None
         if self.view == "stream":
-            return ViewSpec("stream", {"sinks": self.sinks, "window": self.local}, self.refresh)
-        settings = {"sinks": self.sinks, "local": self.local, "page": self.page, "pages": self.pages}
+            return ViewSpec("stream", {"sinks": self.sinks, "window": self.recent}, self.refresh)
+        settings = {"sinks": self.sinks, "recent": self.recent, "page": self.page, "pages": self.pages}
         return ViewSpec("quest", settings, self.refresh)

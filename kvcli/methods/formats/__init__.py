@@ -1,1 +1,1 @@
-"""KV formats beyond the default: one file per `[form] method`."""
+"""KV formats beyond the default: one file per `[kv_format] method`."""

@@ -1,7 +1,7 @@
 """Outliers apart in 16 bits, the rest of keys by channel and of values by slot (QAQ, arXiv 2403.04643).
 
 Keys bear less rounding than values: give them more bits (`kv.k_bits`). More bits for what is attended to are a policy's
-choice: `memory.disposition = "demote"` brings down what one lets go, and nothing else.
+choice: `memory.evicted = "demote"` brings down what one lets go, and nothing else.
 """
 
 from __future__ import annotations

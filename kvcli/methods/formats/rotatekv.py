@@ -44,9 +44,9 @@ class RotateKV(BlockFormat):
         super().refuse(shape, kv)
         if odd := [dim for dim in shape.parts if dim & (dim - 1)]:
             raise BadConfig(
-                f'form.method = "rotatekv" needs heads of a power of two, and this model has some of {odd[0]} numbers',
+                f'kv_format.method = "rotatekv" needs head sizes of a power of two; this model has {odd[0]}',
                 code="kv_rotate",
-                try_=["--set form.method=zipcache", "--set form.method=kivi"],
+                try_=["--set kv_format.method=zipcache", "--set kv_format.method=kivi"],
             )
 
     def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:

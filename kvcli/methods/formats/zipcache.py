@@ -1,6 +1,6 @@
 """Scales of channels divided out, then one range for each slot (ZipCache, arXiv 2405.14256).
 
-Its bits by saliency are a policy's choice: with `memory.disposition = "demote"` what a policy lets go comes down to
+Its bits by saliency are a policy's choice: with `memory.evicted = "demote"` what a policy lets go comes down to
 these bits, and what it keeps stays in full numbers.
 """
 

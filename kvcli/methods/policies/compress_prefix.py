@@ -45,7 +45,7 @@ def compress_prefix(text: SequenceState, end: int, most: int) -> Steps[bool]:
     from kvcli.engine.policy.query_recorder import QueryRecorder
     from kvcli.engine.sequence.token_kinds import kinds_of
 
-    lm, zipped = text.lm, KVzip(budget=most, alloc="uniform", guard=1)
+    lm, zipped = text.lm, KVzip(budget=most, alloc="uniform", recent=1)
     turns, guard = rotaries(lm), zipped.requirements(lm).guard
     if not text.cache.reaches(end):
         return False

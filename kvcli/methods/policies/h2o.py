@@ -49,8 +49,11 @@ class H2O(TopK):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.queries < self.every:
-            raise ValueError(f"queries = {self.queries} is less than every = {self.every}: some would never be heard")
+        if self.queries < self.compression_interval:
+            raise ValueError(
+                f"queries = {self.queries} is less than compression_interval = {self.compression_interval}: "
+                "some would never be recorded"
+            )
 
     def requirements(self, lm: LM) -> PolicyRequirements:
         """The queries since the last boundary."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class KeepAll(PerLayerPolicy):
     """Keep every token."""
 
-    every = None
+    compression_interval = None
     describe_kept = ""
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:

@@ -27,7 +27,7 @@ class Quest(PerLayerPolicy):
     page: Annotated[int, Range(1)] = 16  # tokens
     pages: Annotated[int, Range(1)] = 32  # read by a KV head
     sinks: Annotated[int, Range(0)] = 16  # first tokens
-    local: Annotated[int, Range(1)] = 64  # newest tokens
+    recent: Annotated[int, Range(1)] = 64  # newest tokens
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
         """By the queries of the moment, which as a view's are those of the pass under way."""
@@ -35,7 +35,7 @@ class Quest(PerLayerPolicy):
 
         q = at.q
         n_kv, n_slots, dim = s.k.shape
-        mask = ProtectedTokens(self.sinks, self.local).covers(s.pos, at.kinds)
+        mask = ProtectedTokens(self.sinks, self.recent).covers(s.pos, at.kinds)
         if not n_slots or not q.shape[1]:
             return mask
         page = (s.pos.clamp(min=0) // self.page).long()  # [K, S]

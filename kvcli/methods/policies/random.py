@@ -23,7 +23,7 @@ class Random(PerLayerPolicy):
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept
     window: Annotated[int, Range(1)] = 64  # newest tokens, always kept
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0  # which lots
-    every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
+    compression_interval: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
 
     def __post_init__(self) -> None:
         if self.budget < self.sinks + self.window:

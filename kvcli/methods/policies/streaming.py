@@ -25,7 +25,7 @@ class StreamingLLM(PerLayerPolicy):
 
     sinks: Annotated[int, Range(0)] = 4  # first tokens, which every later one leans on
     window: Annotated[int, Range(1)] = 1020  # newest tokens
-    every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
+    compression_interval: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
 
     def slots(self, n: int) -> int:
         """Of n tokens, the sinks and the window."""

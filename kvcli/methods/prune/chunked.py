@@ -17,7 +17,7 @@ from kvcli.settings.schema import Range
 class Chunked(LazyLLM):
     """Leave tokens of each chunk behind, by what its own end looks at (after QuickVideo, arXiv 2505.16175)."""
 
-    least: Annotated[int, Range(1)] = 256  # tokens of a chunk below which all go on
+    min_prompt: Annotated[int, Range(1)] = 256  # tokens of a chunk below which all go on
 
     def group_size(self, n: int, chunk: int) -> int:
         """A chunk."""

@@ -50,13 +50,13 @@ class SingleCut(PruneSettings):
     def describe_read(self) -> str:
         """How much of a long prompt goes through all layers, in words."""
         layers = "all" if self.again else "the upper"
-        return f"{self.keep:.0%} of a prompt of {self.least:,} tokens or more in {layers} layers"
+        return f"{self.keep:.0%} of a prompt of {self.min_prompt:,} tokens or more in {layers} layers"
 
     def describe(self, lm: LM) -> str:
         """Which layers fewer reach. Raises BadModel for a model that cannot be judged."""
         cut = self.at(lm)
         how = f"through all layers, after a look through {cut}" if self.again else f"from layer {cut}"
-        return f"of a prompt of {self.least:,} tokens or more {self.keep:.0%} go on {how}; {self.always}"
+        return f"of a prompt of {self.min_prompt:,} tokens or more {self.keep:.0%} go on {how}; {self.always}"
 
     def at(self, lm: LM) -> int:
         """The first layer that fewer reach."""
@@ -65,7 +65,7 @@ class SingleCut(PruneSettings):
     def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> Steps[Pruner | None]:
         """None for a short prompt. Raises BadModel for a model that cannot be judged."""
         n = rows.n_rows
-        if n < self.least:
+        if n < self.min_prompt:
             return None
         cut = self.at(lm)
         once = LayerPruner({cut: self.keep}, partial(self._judge, lm, cache, rows), must, n)

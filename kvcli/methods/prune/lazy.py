@@ -38,7 +38,7 @@ class LazyLLM(Schedule):
     scope: Literal["prefill", "prefill+decode"] = "prefill"  # left behind for good, or until an answer looks at it
     revive_max: Annotated[int, Range(0)] = 32  # tokens that come back in one pass at most
     revive_min_mass: Annotated[float, Range(0, 1)] = 0.02  # attention to missing ones below which none comes back
-    revive_every: Annotated[int, Range(1)] = 16  # tokens of an answer between two such passes
+    revive_interval: Annotated[int, Range(1)] = 16  # tokens of an answer between two such passes
     idle_complete: bool = True  # what is still missing is brought back before the next prompt is read
 
     def __post_init__(self) -> None:
@@ -55,36 +55,36 @@ class LazyLLM(Schedule):
         return self.score_queries
 
     @property
-    def every(self) -> int | None:
+    def compression_interval(self) -> int | None:
         """Tokens of an answer between two passes in which some may come back."""
-        return self.revive_every if self.scope == "prefill+decode" else None
+        return self.revive_interval if self.scope == "prefill+decode" else None
 
     @property
     def revives_before_prompt(self) -> bool:
         """Whether the next prompt finds all of them brought back."""
-        return self.every is not None and self.idle_complete
+        return self.compression_interval is not None and self.idle_complete
 
     @property
     def spared(self) -> int:
         """Last layers that have no cut before them."""
-        return SPARED if self.every is not None else 0
+        return SPARED if self.compression_interval is not None else 0
 
     def n_deferred(self, n: int) -> int:
         """All that the schedule stops, if they may come back."""
-        return 0 if self.every is None or n < self.least else n - math.ceil(self.last * n)
+        return 0 if self.compression_interval is None or n < self.min_prompt else n - math.ceil(self.last * n)
 
     def describe(self, lm: LM) -> str:
         """The same, and where one that stays behind takes more than the keys and values that it is spared."""
         said, layer = super().describe(lm), max(self.cuts(lm))
         width = lm.model.config.get_text_config().hidden_size
         spares = sum(of.numbers for of in lm.shapes[layer:])
-        if self.every is None or spares >= width:
+        if self.compression_interval is None or spares >= width:
             return said
         return f"{said}; one left behind before layer {layer} is kept as {width:,} numbers, and spares {spares:,}"
 
     def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> LayerPruner | None:
         """None for a short prompt. Raises BadModel for a model that cannot be judged."""
-        if rows.n_rows < self.least:
+        if rows.n_rows < self.min_prompt:
             return None
         n = rows.n_rows if self.ratio_of == "prompt" else 0
         judge = partial(self._judge, lm, cache, rows)

@@ -14,7 +14,7 @@ class NoPruning:
     """Read all of a prompt in every layer."""
 
     describe_read = ""
-    every = None
+    compression_interval = None
 
     def n_deferred(self, n: int) -> int:
         """Nobody."""

@@ -21,7 +21,7 @@ class PruneSettings:
     recent: Annotated[int, Range(1)] = 64  # newest tokens that always go on
     sinks: Annotated[int, Range(0)] = 4  # first tokens that always go on
     protect: bool = True  # the template's tokens, the system text and the question always go on
-    least: Annotated[int, Range(1)] = 1024  # tokens of a prompt below which all go on
+    min_prompt: Annotated[int, Range(1)] = 1024  # tokens of a prompt below which all go on
 
     @property
     def n_scoring_rows(self) -> int:
@@ -29,7 +29,7 @@ class PruneSettings:
         return 1
 
     @property
-    def every(self) -> int | None:
+    def compression_interval(self) -> int | None:
         """Nobody comes back."""
         return None
 

@@ -26,7 +26,7 @@ class Random(Schedule):
 
     def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> LayerPruner | None:
         """None for a short prompt."""
-        if rows.n_rows < self.least:
+        if rows.n_rows < self.min_prompt:
             return None
         import torch
 

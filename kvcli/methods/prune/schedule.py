@@ -38,7 +38,7 @@ class Schedule(PruneSettings):
 
     @property
     def _long(self) -> str:
-        return f" of {self.least:,} tokens or more" if self.least > 1 else ""
+        return f" of {self.min_prompt:,} tokens or more" if self.min_prompt > 1 else ""
 
     @property
     def last(self) -> float:

@@ -28,14 +28,14 @@ FEWER = 0.25  # by so much of the share there are more in the second layer, and 
 class CacheBlend:
     """Take over what stands in other texts, and read what differs most again (CacheBlend, arXiv 2405.16444)."""
 
-    least: Annotated[int, Range(8)] = 64  # tokens in a row that are worth taking over
+    min_span: Annotated[int, Range(8)] = 64  # tokens in a row that are worth taking over
     recompute: Annotated[float, Range(0, 1)] = 0.15  # share of them read again, mean of the layers above the first
     select: Literal["kv", "hidden"] = "kv"  # by what these are chosen: keys and values, or hidden states (KVShare)
 
     @property
     def describe_reused(self) -> str:
         again = f"{100 * self.recompute:.3g} % of them read again"
-        return f"takes over {self.least} tokens or more in a row as they were read behind another text, {again}"
+        return f"takes over {self.min_span} tokens or more in a row as they were read behind another text, {again}"
 
     def check_model(self, lm: LM) -> None:
         """Raises BadModel where no fixed table says how keys turn, or rows cannot be stopped between layers."""
@@ -51,7 +51,7 @@ class CacheBlend:
         from kvcli.methods.reuse.rerotated_spans import RerotatedSpans
         from kvcli.methods.reuse.selective_recompute import SelectiveRecompute
 
-        return RerotatedSpans(lm, self.least, SelectiveRecompute(lm, self) if self.recompute else None)
+        return RerotatedSpans(lm, self.min_span, SelectiveRecompute(lm, self) if self.recompute else None)
 
     def shares(self, n: int) -> list[float]:
         """What goes on into each of n layers above the first (or groups that share slots), as a share of a run."""

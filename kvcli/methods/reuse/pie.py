@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 class Pie:
     """Take over what two texts share behind an edit, keys turned to their new positions (PIE, arXiv 2407.03157)."""
 
-    least: Annotated[int, Range(8)] = 64  # tokens in a row that are worth taking over
+    min_span: Annotated[int, Range(8)] = 64  # tokens in a row that are worth taking over
 
     @property
     def describe_reused(self) -> str:
-        return f"takes over {self.least} tokens or more in a row as they were read behind another text"
+        return f"takes over {self.min_span} tokens or more in a row as they were read behind another text"
 
     def check_model(self, lm: LM) -> None:
         """Raises BadModel where no fixed table says how keys turn."""
@@ -38,4 +38,4 @@ class Pie:
         """Runs as they were read, turned."""
         from kvcli.methods.reuse.rerotated_spans import RerotatedSpans
 
-        return RerotatedSpans(lm, self.least)
+        return RerotatedSpans(lm, self.min_span)

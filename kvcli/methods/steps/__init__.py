@@ -1,1 +1,1 @@
-"""Drafted reasoning steps: one file per `[steps] method`."""
+"""Drafted reasoning steps: one file per `[reasoning_steps] method`."""

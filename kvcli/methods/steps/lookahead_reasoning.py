@@ -47,9 +47,9 @@ class LookaheadReasoning:
 
         if not self.model:
             raise BadConfig(
-                'steps.method = "lookahead" needs a model that writes ahead',
+                'reasoning_steps.method = "lookahead" needs a model that writes ahead',
                 code="no_draft_model",
-                try_=["--set steps.model=MODEL", "--set steps.method=none"],
+                try_=["--set reasoning_steps.model=MODEL", "--set reasoning_steps.method=none"],
             )
         return DraftModelRef(self.model, self.quant, self)
 

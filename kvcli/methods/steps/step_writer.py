@@ -181,12 +181,12 @@ def _refuse(session: GenerationSession) -> None:
         raise BadInput(
             "an answer that is held to a schema or grammar cannot be written by steps",
             code="steps",
-            try_=["--set steps.method=none"],
+            try_=["--set reasoning_steps.method=none"],
         )
     if session.sampler.needs_text:
         raise BadInput(
             "steps cannot be written under a repetition penalty",
             code="steps",
             lines=[f"it is {session.sampler.repetition_penalty}, by the profile or the model's own settings"],
-            try_=["--set sample.repetition_penalty=1", "--set steps.method=none"],
+            try_=["--set sample.repetition_penalty=1", "--set reasoning_steps.method=none"],
         )

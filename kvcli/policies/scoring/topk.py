@@ -101,17 +101,17 @@ class TopK(PolicyDefaults):
     reuse_layers: Annotated[int, Range(1)] = 1  # layers on end that keep what the first of them does; ChunkKV takes 2
     post: Post = "none"  # done with scores: values weighed, likeness damped, representatives kept, each paragraph heard
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept
-    guard: Annotated[int, Range(1)] = 64  # newest tokens, always kept
+    recent: Annotated[int, Range(1)] = 64  # newest tokens, always kept
     protect: bool = True  # always keep the system prompt and what tools said
     protect_question: bool = False  # always keep what the last message asks
-    every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
+    compression_interval: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
 
     name: ClassVar[str]  # in a profile
     by: ClassVar[str]  # what says how much a token is worth, in words
     is_share: ClassVar[bool] = True  # is a score a share of something, which can be weighed and added up?
 
     def __post_init__(self) -> None:
-        always = self.sinks + self.guard
+        always = self.sinks + self.recent
         for key in ("budget", "keep_new"):
             if 0 < getattr(self, key) < always:
                 raise ValueError(f"{key} = {getattr(self, key)} is less than sinks + guard = {always}")
@@ -124,7 +124,7 @@ class TopK(PolicyDefaults):
         for key, value in (("post", self.post), ("alloc", self.alloc)):
             if value in ("critical", "graph", "prefix") and not self.is_share:
                 raise ValueError(f'{key} = "{value}" needs scores that add up, and "{self.name}" has none: take "snap"')
-        if self.grow_new and not self.guard < self.keep_new < self.grow_new:
+        if self.grow_new and not self.recent < self.keep_new < self.grow_new:
             raise ValueError(f"grow_new = {self.grow_new} needs guard < keep_new < grow_new")
         if self.reuse_layers > 1 and self.alloc == "headmap":
             raise ValueError(f'reuse_layers = {self.reuse_layers} keeps a choice that alloc = "headmap" makes by layer')
@@ -148,7 +148,9 @@ class TopK(PolicyDefaults):
 
         heads = head_rows(self.headmap, lm) if self.headmap else []
         asked = {QUESTION} if self.protect_question else set()
-        guard = ProtectedTokens(self.sinks, self.guard, frozenset(asked | ({SYSTEM, TOOLS} if self.protect else set())))
+        guard = ProtectedTokens(
+            self.sinks, self.recent, frozenset(asked | ({SYSTEM, TOOLS} if self.protect else set()))
+        )
         spans = self.unit == "shot" or self.post == "fair"
         marks = frozenset(asked | ({SHOT} if spans else set()))
         outward = ProjectedValueNorms(lm, f"policy.{self.weighs}") if self.weighs else None
@@ -228,12 +230,12 @@ class TopK(PolicyDefaults):
         """
         if not self.grow_new:
             return self.keep_new
-        step = (self.grow_new - self.guard) // (self.keep_new - self.guard)
-        return min(self.keep_new, self.guard + max(0, written - self.guard) // step)
+        step = (self.grow_new - self.recent) // (self.keep_new - self.recent)
+        return min(self.keep_new, self.recent + max(0, written - self.recent) // step)
 
     def slots(self, n: int) -> int:
         """Of a prompt of n tokens, once it has been read."""
-        return min(n, self.budget or max(self.share(n), self.sinks + self.guard))
+        return min(n, self.budget or max(self.share(n), self.sinks + self.recent))
 
     def max_slots_in_prefill(self, n: int) -> int:
         """All of a prompt, unless it is compressed chunk by chunk."""

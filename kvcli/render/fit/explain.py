@@ -12,13 +12,13 @@ from kvcli.render.terminal.wrap import folded, styled
 if TYPE_CHECKING:
     from kvcli.schemas.fit import FitBudget, FitPart, FitPlan, FitRung
 
-GONE = "what has no room is gone: --set memory.disk=8GiB --set recall.method=sketch finds it again"
+GONE = "what has no room is gone: --set memory.disk=8GiB --set sparse.method=sketch finds it again"
 
 
 def explained(plan: FitPlan, width: int) -> Iterator[list[Span]]:
     """A title, then a point a line or several, at most `width` columns wide."""
     budget, at = plan.budget, f"{plan.profile} at {f.count(plan.ctx)}"
-    asked = f"memory.budget = {budget.asked}" if budget is not None and budget.asked else "memory.lose"
+    asked = f"memory.budget = {budget.asked}" if budget is not None and budget.asked else "memory.max_loss"
     what = "what takes memory" if budget is None else f"how {asked} is spent"
     yield from styled(f"{at}: {what}", width, "bold")
     for line in _parts(plan, plan.parts or []) if budget is None else _budget(plan, budget):

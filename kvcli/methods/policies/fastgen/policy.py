@@ -51,7 +51,7 @@ class FastGen(PolicyDefaults):
     policies: tuple[Candidate, ...] = CANDIDATES  # what heads choose from, special tokens included; everything is last
     local_ratio: Ratio = "auto"  # newest tokens of a local head, share of the prompt; auto = 0.4 keep, 0.3 without it
     frequent_ratio: Ratio = "auto"  # most looked-at tokens, as a share of the text; auto likewise
-    guard: Annotated[int, Range(0)] = 128  # newest tokens that every head keeps
+    recent: Annotated[int, Range(0)] = 128  # newest tokens that every head keeps
     sinks: Annotated[int, Range(0)] = 4  # first tokens, special in every model
     protect: bool = True  # keep the system prompt in every head
     punct_cap: Annotated[float, Range(0, 1)] = 0.15  # above this share of the prompt only ends of sentences and lines
@@ -60,14 +60,14 @@ class FastGen(PolicyDefaults):
     gqa: Literal["mean", "min"] = "mean"  # over the query heads that share a KV head
     headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: its heads keep all; auto = made once
     headmap_from: Annotated[float, Range(0, 1)] = 0.5  # score in that file from which on they do
-    reprofile_every: Annotated[int, Range(0)] = 0  # tokens of an answer between two measurements; 0 = once a prompt
-    every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
+    reprofile_interval: Annotated[int, Range(0)] = 0  # tokens of an answer between two measurements; 0 = once a prompt
+    compression_interval: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
     score_decay: Annotated[float, Range(above=0, most=1)] = 1.0  # weight of older rows, for each token; 1 = equal
     max_profile_mb: Annotated[float, Range(above=0)] = 256.0  # MiB that measuring may take; more goes in blocks
     paper: bool = False  # as published: the mean of 1,024 rows at most, five policies, no guard, cross-fit or protect
 
     def __post_init__(self) -> None:
-        published = {"criterion": "mean", "guard": 0, "crossfit": False, "policies": PAPER, "probe_rows": "auto"}
+        published = {"criterion": "mean", "recent": 0, "crossfit": False, "policies": PAPER, "probe_rows": "auto"}
         for key, own in published.items():
             given = getattr(self, key)
             if self.paper and given not in (own, FastGen.__dataclass_fields__[key].default):
@@ -84,7 +84,7 @@ class FastGen(PolicyDefaults):
     @property
     def guarded(self) -> int:
         """Newest tokens that every head keeps."""
-        return 0 if self.paper else self.guard
+        return 0 if self.paper else self.recent
 
     @property
     def reach(self) -> float:
@@ -150,8 +150,8 @@ class FastGen(PolicyDefaults):
             lm.mixers.refuse(lm.info.id, "what stands in the middle of it cannot be predicted once more", try_)
         rows = head_rows(self.headmap, lm) if self.headmap else []
         full = [[value >= self.headmap_from for value in row] for row in rows]
-        since = own.every if any("frequent" in name for name in own.candidates) else 0
-        again = own.rows if own.reprofile_every else 0  # of what is to be measured again
+        since = own.compression_interval if any("frequent" in name for name in own.candidates) else 0
+        again = own.rows if own.reprofile_interval else 0  # of what is to be measured again
         kinds = frozenset({SYSTEM, TOOLS}) if self.protect and not self.paper else frozenset()
         return PolicyRequirements(
             recent=max(since, again),

@@ -119,7 +119,7 @@ class FastGenState:
         if at.phase == "read":
             is_time = layer is None or int((pos >= layer.measured).sum()) >= LEAST
         else:
-            every = self.settings.reprofile_every
+            every = self.settings.reprofile_interval
             is_time = bool(every) and layer is not None and at.kinds.shape[0] - layer.measured >= every
         return is_time and pos.shape[0] > 0 and self._is_evidence(s, at, int(pos.max()))
 
@@ -202,7 +202,7 @@ class FastGenState:
             return chosen
         score = layer.scores.add(s, at, wanted)
         # a token is judged once a batch of rows beyond the guard has seen it
-        young = pool & (age < layer.sets.guard + (0 if settings.paper else settings.every))
+        young = pool & (age < layer.sets.guard + (0 if settings.paper else settings.compression_interval))
         count = round(settings.most * n)
         chosen = torch.zeros_like(pool)
         for j in wanted.nonzero()[:, 0].tolist():

@@ -150,7 +150,7 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
             self.spending.nbytes(layer.number, counted(layer, rung, self.spending.last))
             for layer, rung in zip(layers, rungs, strict=True)
         )
-        if held > most and self.spending.is_share and len(at.ids) > self.sinks + self.guard:
+        if held > most and self.spending.is_share and len(at.ids) > self.sinks + self.recent:
             always = f"what always stays has it take {held / MIB:,.1f} MiB"
             return f"beyond memory.budget = {self.spending.asked}, {most / MIB:,.1f} MiB: {always}"
         if not (share := lost_share(layers, self.spending, rungs)):
@@ -207,7 +207,7 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         return CacheFull(
             f"memory.budget = {self.spending.asked} has no room for a text",
             lines=[
-                f"what always stays ({self.sinks} first and {self.guard} newest tokens, the system "
+                f"what always stays ({self.sinks} first and {self.recent} newest tokens, the system "
                 f"prompt, what tools said) takes {always / MIB:,.1f} MiB of {max(0, left) / MIB:,.1f} MiB"
             ],
             try_=[f"--budget {size}", f"--set memory.budget={size} without --budget", "--set policy.protect=false"],

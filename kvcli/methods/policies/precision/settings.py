@@ -27,9 +27,9 @@ class PrecisionBudgetSettings(PolicyDefaults):
     score: Literal["kvzip", "expected", "snap", "keydiff"] = "kvzip"  # what says how much a token is worth
     headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: what heads weigh; auto = made once
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept in full
-    guard: Annotated[int, Range(1)] = 60  # newest tokens, always kept in full
+    recent: Annotated[int, Range(1)] = 60  # newest tokens, always kept in full
     protect: bool = True  # always keep the system prompt and what tools said in full
-    every: Annotated[int, Range(1)] = 64  # tokens between two looks at the budget while answering
+    compression_interval: Annotated[int, Range(1)] = 64  # tokens between two looks at the budget while answering
 
     is_uneven = True
 
@@ -42,7 +42,7 @@ class PrecisionBudgetSettings(PolicyDefaults):
         from kvcli.methods.policies.snapkv import Snap
 
         kinds: dict[str, Callable[..., TopK]] = {"kvzip": KVzip, "expected": Expected, "snap": Snap, "keydiff": KeyDiff}
-        return kinds[self.score](sinks=self.sinks, guard=self.guard, protect=self.protect)
+        return kinds[self.score](sinks=self.sinks, guard=self.recent, protect=self.protect)
 
     def slots(self, n: int) -> int:
         """All of them, perhaps in few bits: only the text itself can say which are gone."""
