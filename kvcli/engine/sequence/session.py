@@ -184,7 +184,7 @@ class GenerationSession(SequenceState):
             self._is_whole, self._has_left = False, True
         self.behind.add(prompt.stopped)
         self.committed += n
-        self._under_way = None  # last: what fails before it is given up
+        self._under_way = None  # last: on an earlier failure the prompt is abandoned
 
     @property
     def progress(self) -> int:
