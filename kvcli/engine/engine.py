@@ -28,7 +28,7 @@ def run(feeds: Sequence[ForwardRequest]) -> list[ForwardResult]:
     made: dict[int, ForwardResult] = {}
     for some in group_requests(feeds):
         lm, its = feeds[some[0]].lm, [feeds[i] for i in some]
-        # torch's operations on a prompt are large
+        # operations on a prompt are large enough for torch's threads
         with one_pool(lm.has_pool and not any(feed.is_prompt for feed in its)):
             made |= zip(some, _run(lm, its), strict=True)
     return [made[i] for i in range(len(feeds))]
@@ -244,8 +244,9 @@ class Engine:
     """An engine for several sequences. Each engine step is one forward pass per model over the rows of many sequences.
 
     A step takes the decoding sequences first, then prompt chunks up to a number of rows. After a step with prompt
-    chunks comes one without, as long as any sequence is decoding. So a long prompt delays a token by at most one chunk,
-    and so is the first answer to a short question. The weights are read once per step, however many sequences share it.
+    chunks comes one without, as long as any sequence is decoding. So a long prompt delays a decoding step, or the first
+    answer to a short question, by at most one chunk. The weights are read once per step, however many sequences share
+    it.
     """
 
     def __init__(self, rows: int = 2048) -> None:

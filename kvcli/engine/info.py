@@ -15,7 +15,7 @@ class ModelInfo:
     parameters: int
     layers: int
     heads: int
-    kv_heads: int  # layers may differ: the largest number in any layer, as for the others
+    kv_heads: int  # largest number in any layer, like the other counts
     head_dim: int
     vocab: int
     dtype: str  # bfloat16 | float16 | float32 | float64

@@ -166,8 +166,8 @@ class Stats:
 
     @property
     def vs_plain(self) -> float | None:
-        """Decoding speed relative to this answer's passes without a draft. None if one kind of pass, or enough tokens,
-        are missing."""
+        """Decoding speed relative to this answer's passes without a draft. None unless there are passes of both kinds
+        and enough tokens."""
         if not self.plain or not self.drafted_passes or self.decode <= 0 or self.new < FEW:
             return None
         return self.decode_tok_s * median(self.plain)

@@ -142,7 +142,7 @@ class PassInputs:
             block[a : a + n] for a, n in zip(_starts(rows, paths), _lengths(rows, paths), strict=False)
         )
         self.seed, self.path = seed.view(torch.int64)[0], path.view(paths, rows)
-        self.accepted = block[_starts(rows, paths)[-3] :]  # `kept` and `count`
+        self.accepted = block[_starts(rows, paths)[-3] :]  # covers `kept` and `count`
 
     @property
     def tree(self) -> Tree:

@@ -27,7 +27,7 @@ class ViewSpec:
     `every` tokens."""
 
     kind: str  # "stream" or "quest"; kvcli/assemble.py maps it to a policy
-    settings: Mapping[str, int]  # of the policy
+    settings: Mapping[str, int]  # settings of the policy
     every: int
 
 

@@ -34,7 +34,7 @@ class Output(nn.Module):
         self.weight = self.table.weight
 
     def forward(self, _: Tensor, x: Tensor) -> Tensor:
-        """Logits [1, n, V]."""
+        """Return logits [1, n, V]."""
         logits: Tensor = self.table(x) if self.masked is None else self.masked(x, self.table.weight)
         return logits
 
@@ -65,7 +65,8 @@ class Assistant(PreTrainedModel):  # type: ignore[misc]
         logits_to_keep: Tensor | None = None,
         use_cache: bool = False,
     ) -> CausalLMOutput:
-        """input_ids, position_ids [1, N] -> logits [1, n, V]. The forward pass supplies hidden states [N, E]."""
+        """Run the assistant: input_ids, position_ids [1, N] -> logits [1, n, V]. The pass supplies hidden states [N,
+        E]."""
         embedded = self.embeds(input_ids).to(self.dtype)  # [1, N, E]
         before = target_hidden_states(embedded)
         text = self.config.get_text_config()

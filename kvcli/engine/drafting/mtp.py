@@ -54,7 +54,7 @@ class Mtp(PreTrainedModel):  # type: ignore[misc]
         logits_to_keep: Tensor | None = None,
         use_cache: bool = False,
     ) -> CausalLMOutput:
-        """input_ids, position_ids [1, N] -> logits [1, n, V]. The forward pass supplies hidden states [N, E]."""
+        """Run the layer: input_ids, position_ids [1, N] -> logits [1, n, V]. The pass supplies hidden states [N, E]."""
         embedded = self.mtp.embed_tokens(input_ids)  # [1, N, E]
         before = target_hidden_states(embedded)
         x = self.mtp.forward_layer(0, before, position_ids, cache, inputs_embeds=embedded)

@@ -39,9 +39,8 @@ class CacheShim:
         faster."""
         self.latents, self.may_expand = latents, may_expand
         self.noted: dict[int, Tensor] = {}  # by layer: keys [1, N, R + T] over latents
-        self.expanded: dict[
-            int, tuple[LatentProjection, Tensor, Tensor, Tensor]
-        ] = {}  # and q, k, v [H, N, ..] made of them
+        # by layer: the projection, and expanded q, k, v [H, N, ..]
+        self.expanded: dict[int, tuple[LatentProjection, Tensor, Tensor, Tensor]] = {}
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Return the keys and values [1, K, N, D] of the rows unchanged. For latents and rotary parts [1, 1, N, ..]

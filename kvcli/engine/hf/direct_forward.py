@@ -38,7 +38,7 @@ class RopeTable:
         self._block = lru_cache(KEPT)(lambda i: self._asked(range(i * BLOCK, (i + 1) * BLOCK)))
 
     def __call__(self, pos: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """cos, sin [N, R]."""
+        """Return cos, sin [N, R]."""
         first, last = min(pos), max(pos)
         is_run = isinstance(pos, range) or all(b == a + 1 for a, b in pairwise(pos))
         blocks = range(first // BLOCK, last // BLOCK + 1)

@@ -87,7 +87,7 @@ class FusedLayer:
         self.kind = turns
 
     def __call__(self, hidden_states: Tensor, *args: Any, **told: Any) -> Any:
-        """hidden_states [1, N, E] -> hidden states after the layer [1, N, E]."""
+        """Run the layer: hidden_states [1, N, E] -> hidden states after it [1, N, E]."""
         its_pass = current()
         if its_pass is None or hidden_states.shape[0] != 1 or hidden_states.dtype != self._dtype:
             own: Any = self._own()
@@ -98,7 +98,7 @@ class FusedLayer:
     def run(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, its_pass: ForwardPass | BatchedPass | RecordingPass
     ) -> Tensor:
-        """x [N, E] in the layer's dtype -> hidden states after the layer; cos, sin [N, R] if any layer has rotary
+        """Run the layer: x [N, E] in its dtype -> hidden states after it; cos, sin [N, R] if it has rotary
         embedding."""
         q, k, v = before(self.layer, x, cos, sin) if self._turns else before(self.layer, x, None, None)
         out = its_pass.attend(self._index, q, k, v, self._sight, None).transpose(0, 1)

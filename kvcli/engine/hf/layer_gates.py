@@ -29,7 +29,7 @@ class Gate:
         self._forward = WeakMethod(forward) if ismethod(forward) else lambda: forward
 
     def __call__(self, hidden_states: Tensor, *args: Any, **told: Any) -> Any:
-        """hidden_states [1, N, E] -> the layer's output; the input unchanged if the pass starts at a later layer."""
+        """Run the layer on hidden_states [1, N, E]; return them unchanged if the pass starts at a later layer."""
         its_pass = current()
         forward: Any = self._forward()
         layers: range | None = getattr(its_pass, "layers", None)

@@ -51,7 +51,7 @@ class LatentProjection(nn.Linear):
         return torch.cat((_each(plain, self.panels[0], self.rank), turned), 2)
 
     def values(self, out: Tensor) -> Tensor:
-        """Weighted sums of latents [H, N, R + T] -> weighted sums of values [H, N, E]."""
+        """Convert weighted sums of latents [H, N, R + T] to weighted sums of values [H, N, E]."""
         out, n = out[..., : self.rank].to(self.weight.dtype), self.out_features // self.heads - self.plain
         if self.panels is None:
             return torch.bmm(out, self._by_head[:, self.plain :].transpose(1, 2))
@@ -117,5 +117,5 @@ def latent_of(module: nn.Module, noted: tuple[Tensor, Tensor] | None, k: Tensor,
 
 
 def _each(x: Tensor, panels: Tensor, n: int) -> Tensor:
-    """x [H, N, K] -> [H, N, n], with one weight per head."""
+    """Multiply x [H, N, K] -> [H, N, n], with one weight per head."""
     return torch.stack([linear(one, weight, None, n) for one, weight in zip(x, panels, strict=True)])

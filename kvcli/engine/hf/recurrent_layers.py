@@ -184,7 +184,7 @@ class RecordedLinear:
         self._forward = _weak(forward)
 
     def __call__(self, x: Tensor, *args: Any, **told: Any) -> Tensor:
-        """x [.., N, E] -> [.., N, F], computed, or replayed from the recording."""
+        """Compute x [.., N, E] -> [.., N, F], or replay it from the recording."""
         trial = _trial()
         if trial is not None and trial.answers is not None:
             return next(trial.answers[self])

@@ -1,4 +1,5 @@
-"""Rotary embedding of each layer as numbers, found by probing the model. It is needed to store keys without rotation.
+"""Rotary embedding of each layer as numbers, found by probing the model: for keys that are stored without rotation, or
+moved to other positions.
 
 transformers keeps frequencies in a module, but which layer uses which, and how channels pair up, is in each family's
 code. So each table is compared with the keys of one token at several positions, as the layers compute them.

@@ -65,7 +65,8 @@ class RowwiseGatedDelta:
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
-        """q, k [1, N, K, Dk], v [1, N, H, Dv], .. -> [1, N, H, Dv], and the state after the rows [1, H, Dk, Dv]."""
+        """Compute q, k [1, N, K, Dk], v [1, N, H, Dv], .. -> [1, N, H, Dv], and the state after the rows [1, H, Dk,
+        Dv]."""
         rows = (query[0], key[0], value[0], g[0], beta[0])
         state = None if initial_state is None else initial_state[0]
         out, made = gated_delta(*rows, state, is_normed=use_qk_l2norm_in_kernel)
@@ -75,7 +76,7 @@ class RowwiseGatedDelta:
     def _conv(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **_: Any
     ) -> Tensor:
-        """[1, C, L], earlier rows and these -> [1, C, N] of these."""
+        """Compute earlier rows and these [1, C, L] -> these [1, C, N]."""
         n = self._now().folding.n_rows
         return causal_conv(hidden_states[0], weight, bias, n, activation is not None).T[None]
 

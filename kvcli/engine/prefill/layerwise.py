@@ -101,7 +101,7 @@ class LayerwisePrefill:
         made = yield ForwardRequest(
             self._lm, rows, self._kv, record_queries=hear, is_prompt=True, layers=layers, hidden=given
         )
-        # slots outside the windows make room first; the chunk's own are evicted after it
+        # evict slots that windows hide from later rows: before the commit to make room, and after it
         end = 0 if self._comes_back else rows.pos[-1] + 1
         self._kv.compress((), end, [layer for layer in self._lm.sliding if layer in layers])
         commit(self._kv, rows, made, range(rows.n_rows))

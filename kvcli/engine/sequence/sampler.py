@@ -31,7 +31,7 @@ class SeenTokens:
 
     @property
     def mask(self) -> Tensor:
-        """[V] bool."""
+        """The seen tokens, [V] bool."""
         if self._new:
             self._mask[self._new] = True
             self._new = []
@@ -63,9 +63,9 @@ class Sampler:
     """
 
     temperature: float = 0.0  # 0 = greedy
-    top_k: int = 0  # keep the k likeliest; 0 = all
-    top_p: float = 1.0  # keep the smallest set with this much probability
-    min_p: float = 0.0  # drop what is less likely than this share of the likeliest
+    top_k: int = 0  # keep the k most likely tokens; 0 = all
+    top_p: float = 1.0  # keep the smallest set with this total probability
+    min_p: float = 0.0  # drop tokens less likely than this share of the most likely one
     repetition_penalty: float = 1.0  # > 1 makes tokens already in the text less likely (CTRL, arXiv 1909.05858)
     seed: int = 0
 
@@ -157,11 +157,11 @@ class Sampler:
         The softmax of the result is the distribution that this sampler samples from.
         """
         k = min(self.top_k or logits.shape[-1], logits.shape[-1])
-        scores, ids = torch.topk(logits / self.temperature_divisor, k, dim=-1)  # sorted, ties by torch's own fixed rule
+        scores, ids = torch.topk(logits / self.temperature_divisor, k, dim=-1)  # sorted, ties in torch's fixed order
         scores = torch.log_softmax(scores.double(), dim=-1)
         if self.top_p < 1.0:
             probability = scores.exp()
-            before = probability.cumsum(-1) - probability  # mass ahead of each candidate
+            before = probability.cumsum(-1) - probability  # probability of the candidates before each
             scores = scores.masked_fill(before >= self.top_p, -torch.inf)
         if self.min_p > 0.0:
             scores = scores.masked_fill(scores < scores[..., :1] + torch.tensor(self.min_p).log(), -torch.inf)

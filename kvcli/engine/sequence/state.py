@@ -95,12 +95,11 @@ class SequenceState:
         many as a checkpoint of recurrent states covers."""
         keep = self.states.reaches(max(0, min(self.committed, n - 1)))
         is_back, is_cut = keep < self.committed, self._under_way is not None
-        stays = is_back and (self._forgot or bool(self.heard))  # evicted slots and recorded queries cannot be undone
+        stays = is_back and (self._forgot or bool(self.heard))  # evictions and recorded queries cannot be undone
         stays |= self.behind.is_torn or keep < self.condensed
         if stays or ((is_back or is_cut) and not self.cache.reaches(keep)):
             keep = 0
-        # all slots are there, but the policy placed them with knowledge of later tokens: it starts again
-        elif is_back and not self._is_whole:
+        elif is_back and not self._is_whole:  # no slot is missing, but the policy placed them knowing later tokens
             self.memory = self._wants.memory()
         self.cache.crop(keep)
         self.states.crop(keep)
