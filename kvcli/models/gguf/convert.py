@@ -122,7 +122,7 @@ def _sampling(header: Header) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Out:
-    """One tensor of the folder, and what makes its bytes."""
+    """One tensor of the folder, and the function that makes its bytes."""
 
     name: str
     kind: str  # in safetensors' spelling
