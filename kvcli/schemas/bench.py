@@ -1,4 +1,4 @@
-"""A benchmark: sides on the same prompts, each repetition kept; and the earlier ones as a trend."""
+"""Benchmark documents: sides on the same prompts with every repetition, and earlier results as a trend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BenchModel(Json):
 
 
 class BenchEnv(Json):
-    """Where and when it was measured."""
+    """Environment of the measurement."""
 
     date: str = Field(description="ISO 8601 with the offset to UTC")
     system: str
@@ -48,7 +48,7 @@ class BenchEnv(Json):
 
 
 class BenchArgs(Json):
-    """What was asked for, with the defaults filled in."""
+    """Arguments of the benchmark, with the defaults filled in."""
 
     model: str
     profiles: list[str]
@@ -130,7 +130,7 @@ class Accept(Json):
 
 
 class Same(Json):
-    """The text beside the baseline's, token by token up to the first difference."""
+    """Agreement with the baseline's text, token by token up to the first difference."""
 
     tokens: Count = Field(description="equal ones before the first difference")
     of: Count
@@ -216,7 +216,7 @@ class PlannedSide(Json):
 
 
 class BenchPlanDocument(Json):
-    """What would be measured; printed by --dry-run."""
+    """The planned measurements; printed by --dry-run."""
 
     schema_: Literal["kvcli.bench_plan/1"] = Field(default="kvcli.bench_plan/1", alias="schema")
     args: BenchArgs

@@ -1,4 +1,4 @@
-"""One question answered: the finished turn, its events, and the error that may end it."""
+"""One answered question: the finished turn, its events, and the error that may end it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class TurnDocument(Json):
 
 
 class ErrorDocument(Json):
-    """What went wrong. `code` is stable."""
+    """Error of a command. `code` is stable."""
 
     schema_: Literal["kvcli.error/1"] = Field(default="kvcli.error/1", alias="schema")
     code: str
