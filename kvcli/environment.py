@@ -118,8 +118,7 @@ class Environment:
         return self.is_tty("stdin") and not self.options.no_input
 
     def has_color(self, name: Stream) -> bool:
-        """True if output is coloured: on a terminal, unless an option or variable disables it; FORCE_COLOR enables
-        it."""
+        """True if output is coloured: on a terminal, unless an option or variable disables it, or by FORCE_COLOR."""
         if self.options.no_color or self.options.plain or self.environ.get("NO_COLOR"):
             return False
         if self.environ.get("FORCE_COLOR"):

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from kvcli.errors import BadInput
 
-# of temporary names; the file's own name is not included, because it may have the maximal length
+# parts of temporary names; the file's own name is not included, because it may have the maximal length
 BEGINS, ENDS = ".kvcli-", ".part"
 SPARE = 64 << 20  # bytes of a disk that remain free
 # errors of file systems without locks: nothing is removed there either
@@ -104,8 +104,7 @@ def write_output(path: Path, content: str) -> None:
 
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
-    """A folder for other programs to write into. It is removed after the block; after a kill, when `parent` is
-    swept."""
+    """A folder for other programs to write into, removed after the block; after a kill, when `parent` is swept."""
     folder, handle = _temporary_folder(parent)
     try:
         yield folder

@@ -34,8 +34,7 @@ def return_large_blocks() -> Iterator[None]:
 
 
 def _from(large: int, kept: int) -> None:
-    """Set the block size from which blocks get pages of their own, and the bytes that the heap keeps free at its
-    end."""
+    """Set the size from which blocks get pages of their own, and the free bytes that the heap keeps at its end."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, large)
         libc.mallopt(M_TRIM_THRESHOLD, kept)

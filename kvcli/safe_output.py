@@ -40,14 +40,13 @@ def escaped(document: str) -> str:
 
 
 class Styled(str):
-    """Text that may control a terminal. Any other string is neutralised when written; joining two gives a plain
-    string."""
+    """Text that may control a terminal. Other strings are neutralised when written, and so are joined ones."""
 
     __slots__ = ()
 
 
 class SafeStream(io.TextIOBase):
-    """One output stream of the program. Text is unchanged to a file or pipe, and made harmless to a terminal."""
+    """An output stream of the program. Text is unchanged to a file or pipe, and made harmless to a terminal."""
 
     def __init__(self, stream: TextIO, *, is_vital: bool) -> None:
         """`is_vital`: a failed write is an error. Other streams only carry messages about the work."""

@@ -76,8 +76,7 @@ class WorkerProcess:
         self._kill = weakref.finalize(self, _kill, self._process)  # also when unreferenced, and at exit
 
     def ask(self, line: bytes, seconds: float, output: int | None = None) -> Iterator[bytes]:
-        """Send a line; yield whole lines of the answer, of at most `output` bytes, until it ends. Raises TooSlow,
-        TooLong."""
+        """Send a line; yield whole lines of the answer, of at most `output` bytes in all. Raises TooSlow, TooLong."""
         deadline, held, seen = time.monotonic() + seconds, list[bytes](), 0
         most = self.limits.output if output is None else output
         with selectors.DefaultSelector() as selector:
@@ -139,8 +138,7 @@ class Standby:
         self._process = self._start(self._room)
 
     def ask(self, asked: object, terms: Callable[[int], tuple[float, int]]) -> dict[str, Any]:
-        """Return the JSON object of the answer. `terms`: seconds and bytes allowed for the answer to a request of this
-        size."""
+        """Return the JSON object of the answer. `terms`: bytes of a request -> seconds and bytes for its answer."""
         line = json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass")
         seconds, output = terms(len(line))
         found: dict[str, Any] = {"ended": "it takes too much memory, or ended its process"}

@@ -31,8 +31,7 @@ def figures(samples: Samples, of: Callable[[list[float]], float], least: int = 1
 
 
 def timed(speeds: Sequence[float]) -> list[float]:
-    """Speeds without the zeros of repetitions that got all tokens in the first pass, because no time was measured
-    there."""
+    """Speeds without zeros, which mark repetitions that got all tokens in the first pass, so that none was timed."""
     return [speed for speed in speeds if speed > 0]
 
 

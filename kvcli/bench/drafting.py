@@ -1,5 +1,4 @@
-"""Measurements of drafting: prompts decoded with and without drafts alternately, and a search over settings of
-`[spec]`."""
+"""Measurements of drafting: alternating runs with and without drafts, and a search over settings of `[spec]`."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ Tell = Callable[[int, int, str], None]  # steps done, total steps, message
 
 @dataclass
 class TimedRun:
-    """One timed decoding of a sequence."""
+    """A timed decoding of a sequence."""
 
     seconds: float  # from the first token to the last
     ids: list[int]
@@ -40,7 +39,7 @@ class TimedRun:
 
 @dataclass
 class TunedSettings:
-    """One setting of `[spec]` and its speed ratios to plain decoding: workload -> one ratio per repetition."""
+    """A setting of `[spec]` and its speed ratios to plain decoding: workload -> one ratio per repetition."""
 
     name: str
     spec: Mapping[str, Any]

@@ -48,8 +48,7 @@ def load_average() -> list[float] | None:
 
 
 def is_quiet(before: list[float] | None, after: list[float] | None, cores: int, threads: int) -> bool | None:
-    """True if other programs left the cores free: nearly idle before, and afterwards no more load than our own
-    threads."""
+    """True if other programs left the cores free: nearly idle before, and afterwards loaded by our threads only."""
     if before is None or after is None:
         return None
     return before[0] <= BUSY * cores and after[0] <= threads + BUSY * cores

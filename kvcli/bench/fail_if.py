@@ -41,7 +41,7 @@ FORM = re.compile(r"\s*([A-Za-z_]+)\s*(<=|>=|<|>)\s*([+-]?)(\d+(?:\.\d+)?|\.\d+)
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One parsed condition. A relative one limits the change against the baseline's row."""
+    """A parsed condition. A relative condition limits the change against the baseline's row."""
 
     text: str
     name: str

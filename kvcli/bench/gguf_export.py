@@ -83,14 +83,13 @@ def refusal(found: Source, config: Any) -> str:
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:
-    """Reorder rows of each head from (halves, pairs) to pairs: numbers that llama.cpp's RoPE rotates together are
-    adjacent."""
+    """Reorder rows of each head from (halves, pairs) to pairs: llama.cpp's RoPE rotates neighbouring numbers."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """One tensor of the GGUF file, and its source."""
+    """A tensor of the GGUF file, and its source."""
 
     name: str
     shape: tuple[int, ...]

@@ -47,7 +47,7 @@ def _tokens(flag: str, text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Vary:
-    """One `--vary KEY=V1,V2` option."""
+    """A `--vary KEY=V1,V2` option."""
 
     key: str
     values: tuple[str, ...]

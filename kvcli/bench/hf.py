@@ -138,8 +138,7 @@ class Guesses:
         model._get_candidate_generator = watched
 
     def stats(self, groups: Sequence[int], prompt: int) -> Stats:
-        """Statistics as in kvcli's engine: a pass accepted at most its new tokens minus the one sampled by the
-        model."""
+        """Statistics as in kvcli's engine: a pass accepts at most its new tokens less the one the model sampled."""
         stats = Stats(prompt=prompt, new=sum(groups), passes=len(groups))
         for gave, drafted in zip(groups, self.drafted, strict=True):
             if drafted:

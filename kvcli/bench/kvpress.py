@@ -19,8 +19,7 @@ WORKER = Path(__file__).with_name("kvpress_worker.py")
 
 
 class KvPress:
-    """Benchmark side for one press, greedy. The worker loads the model once and starts each prompt with an empty
-    cache."""
+    """Benchmark side for a press, greedy. The worker loads the model once; each prompt starts with an empty cache."""
 
     def __init__(
         self,

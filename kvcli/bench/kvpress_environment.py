@@ -29,8 +29,7 @@ Run = Callable[[Sequence[str]], str]
 
 
 def interpreter(cache: Path) -> Path:
-    """Return Python of the environment. Raises UsageError, with the command that makes it, if it is missing or
-    incomplete."""
+    """Return Python of the environment. Raises UsageError, with the command that makes it, if it is incomplete."""
     if not _done(cache).exists():
         raise UsageError(
             "--baseline kvpress needs an environment of its own, and there is none yet",

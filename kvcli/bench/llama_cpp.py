@@ -1,5 +1,4 @@
-"""Benchmark side for llama.cpp: the same weights as GGUF, by the C interface of llama-cpp-python, ids in and ids
-out."""
+"""Benchmark side for llama.cpp: the same weights as GGUF, by the C interface of llama-cpp-python, from ids to ids."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ def require() -> None:
 
 
 class LlamaCpp:
-    """Benchmark side for llama.cpp, with flash attention unless the run is in float32. Each prompt starts with an empty
-    cache."""
+    """Benchmark side for llama.cpp, with flash attention unless in float32. Each prompt starts with an empty cache."""
 
     name = "llama.cpp"
     peak_bytes: int | None = None  # it runs in this process
@@ -219,8 +217,7 @@ class LlamaCpp:
         return int(np.ctypeslib.as_array(logits, shape=(self.vocab,)).argmax())
 
     def _kv_bytes(self) -> int:
-        """Bytes of llama.cpp's KV cache, computed because it does not report them: cells are allocated in every
-        layer."""
+        """Bytes of llama.cpp's KV cache, computed because it reports none: each layer has a cell per context token."""
         lib, model = self._lib, self._model
         layers, heads = lib.llama_model_n_layer(model), lib.llama_model_n_head_kv(model)
         usual = lib.llama_model_n_embd(model) // lib.llama_model_n_head(model)
@@ -253,8 +250,7 @@ class LlamaCpp:
 
 
 class _StderrCapture:
-    """Capture of llama.cpp's log output on stderr. Its last warnings and errors are stored for an error message of
-    kvcli."""
+    """Capture of llama.cpp's log on stderr. Its last warnings and errors are stored for an error message of kvcli."""
 
     def __init__(self, lib: Any) -> None:
         self.said: deque[str] = deque(maxlen=3)

@@ -18,7 +18,7 @@ log = logging.getLogger("kvcli.bench")
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt to be continued by every side."""
+    """A prompt to be continued by every side."""
 
     ctx: int
     workload: str
@@ -68,8 +68,7 @@ Tell = Callable[[Progress], None]
 
 
 def measure(sides: Sequence[Side], cases: Sequence[Case], plan: RunSchedule, into: list[Series], tell: Tell) -> None:
-    """Append a series for each case and side to `into`, filled while running, so that an interruption loses no
-    sample."""
+    """Append a series for each case and side to `into`, filled while running: an interruption loses no sample."""
     rounds = (plan.warmup + plan.reps) * len(sides)
     for n, case in enumerate(cases):
         series = [Series(side.name, case) for side in sides]

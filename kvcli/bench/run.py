@@ -136,7 +136,7 @@ class Bench:
                 text = [*series.case.prompt, *mine[:at]]
                 try:
                     self.ties[series.side, series.case] = tie_at(self.model, text, mine[at], other[at])
-                except Exception as error:  # as above
+                except Exception as error:  # any failure, as in `ask_questions`
                     self.notes.append(f"{series.side}'s first difference was not looked at: {words_of(error)}")
 
     def reference_ids(self, series: Series) -> Sequence[int] | None:
@@ -150,8 +150,7 @@ class Bench:
         return base.samples[-1].ids if base and base is not series and base.samples else None
 
     def _drew_alike(self, series: Series) -> bool:
-        """True if both texts were sampled with the same random numbers, or greedily. Only profiles share random
-        numbers."""
+        """True if both texts were sampled with the same random numbers (only profiles share them), or greedily."""
         args, earlier = self.ask.args, self.ask.earlier
         then = earlier.args if earlier is not None else args
         if args.temperature == then.temperature == 0:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TimedSample:
-    """One timed continuation of a prompt. Times are in seconds from the start of the run."""
+    """A timed continuation of a prompt. Times are in seconds from the start of the run."""
 
     ids: tuple[int, ...]  # the new tokens
     at: tuple[float, ...]  # time of each new token; tokens of one pass have the same time
@@ -38,7 +38,7 @@ class TimedSample:
 
 
 class Side(Protocol):
-    """One column of the comparison. A side is made once and run many times; each prompt starts with an empty cache."""
+    """A column of the comparison. A side is made once and run many times; each prompt starts with an empty cache."""
 
     @property
     def name(self) -> str:

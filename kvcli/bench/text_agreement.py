@@ -42,8 +42,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def tie_at(model: Model, text: Sequence[int], a: int, b: int) -> Tie:
-    """Prefill `text` (prompt and the common part of both answers) with the plain model and compare its logits of a and
-    b."""
+    """Prefill `text` (prompt and common part of both answers) with the plain model; compare its logits of a and b."""
     session = assemble.session(model.lm, model.mapped())
     run_to_end(session.read(text))
     logits = run_to_end(session.step(most=1)).logits[0]

@@ -13,7 +13,7 @@ MAX_SECTIONS = 9
 
 @dataclass(frozen=True)
 class Fact:
-    """One retrievable sentence: The ATTRIBUTE of ENTITY is VALUE."""
+    """A retrievable sentence: The ATTRIBUTE of ENTITY is VALUE."""
 
     attribute: str
     entity: str
@@ -162,8 +162,8 @@ def new_fact(rng: Random, facts: list[Fact], near: float) -> Fact:
 def write_report(
     rng: Random, n_tokens: float, fact_share: float, near: float = 0.2, n_sections: int | None = None, rich: bool = True
 ) -> Report:
-    """Write a report of about `n_tokens`; `fact_share` of its body sentences are facts, `near` of those close
-    distractors.
+    """Write a report of about `n_tokens`. `fact_share`: share of facts among sentences; `near`: of close distractors in
+    them.
 
     A `rich` report has one finding a section and a note in every second one; otherwise it has facts and filler only.
     """

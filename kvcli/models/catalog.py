@@ -142,8 +142,7 @@ def recommended(config: Mapping[str, Any], name: str) -> Mapping[str, float]:
 
 
 def choices(usable: int, quants: Sequence[str] = ("none", "int8")) -> list[tuple[CatalogModel, str]]:
-    """Suggest models for `usable` bytes: a fast, a medium and the largest one, quantized where that allows a larger
-    one.
+    """Suggest models for `usable` bytes: a fast, a medium and the largest one, quantized where a larger one then fits.
 
     Models with terms to accept are left out.
     """

@@ -41,7 +41,8 @@ _NAME = re.compile(r"\A\s*(?:assistant)?\s*(analysis|commentary|final|)")
 class Channels:
     """Splitter of token ids into text pieces of each channel.
 
-    A mark may span several tokens. A mark that the answer quotes is text."""
+    A mark may span several tokens. A mark that the answer quotes is text.
+    """
 
     def __init__(
         self,
@@ -51,8 +52,7 @@ class Channels:
         *,
         is_split: bool = True,
     ) -> None:
-        """`prompt`: its end may begin a thought. `stops`: stop strings of the text. `is_split` false: all is text
-        (JSON)."""
+        """`prompt`: its end may begin a thought. `stops`: stop strings. `is_split` false: all is text, as for JSON."""
         self.text = self.thinking = ""  # text and thoughts so far
         self._words, self._stops, self._is_split = Detokenizer(tokenizer), stops or StopStrings(()), is_split
         self._marks = mark_ids(tokenizer) if is_split else {}

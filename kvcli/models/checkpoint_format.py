@@ -1,5 +1,5 @@
-"""Quantized checkpoints: the packages that load a format and the dtype it unpacks to, by config.json and headers alone.
-Standard library only."""
+"""Quantized checkpoints: packages that load a format and the dtype it unpacks to, by config.json and headers. Standard
+library only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any
 from kvcli.errors import BadModel
 from kvcli.installing import pip
 
-# Packages that transformers needs to load a format, by its `quant_method`. accelerate places weights that stay
-# quantized on a GPU.
+# Packages with which transformers loads a format, by its `quant_method`. accelerate places quantized weights on a GPU.
 _READ_WITH: dict[str, tuple[str, ...]] = {
     "bitsandbytes": ("accelerate", "bitsandbytes"),
     "fp8": ("accelerate",),
@@ -86,8 +85,7 @@ class CheckpointFormat:
         return [package for package in wanted if not _is_there(_MODULES.get(package, package.replace("-", "_")))]
 
     def shape(self, name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Shape of the weight that a stored tensor unpacks to; (0,) for scales and the like, None if it stays
-        quantized."""
+        """Shape of the weight that a tensor unpacks to; (0,) for scales and the like, None if it is not unpacked."""
         if self.method not in _UNPACK:
             return None
         if name.endswith(_SCALES):
@@ -100,8 +98,7 @@ class CheckpointFormat:
         return shape if dtype.startswith("F8") or dtype == "I8" else None
 
     def weights(self, name: str, dtype: str, shape: tuple[int, ...]) -> int:
-        """Number of weights in a stored tensor: 0 for scales and the like, several per stored number if it is
-        packed."""
+        """Number of weights in a stored tensor: 0 for scales and the like, several per number of a packed tensor."""
         if not self.method:
             return prod(shape)
         if (unpacked := self.shape(name, dtype, shape)) is not None:

@@ -38,8 +38,7 @@ def spelled(text: str) -> list[str]:
 
 
 def acting(tokenizer: PreTrainedTokenizerBase, written: str) -> set[str]:
-    """Words of the vocabulary that act as control words: flagged, of that shape, or in `written`, the template's own
-    text.
+    """Words of the vocabulary that act as control words: flagged, of that shape, or in `written`, the template's text.
 
     Runs of spaces and words of letters are excluded, because vocabularies have tokens for them as well.
     """
@@ -62,8 +61,7 @@ def fence(tokenizer: PreTrainedTokenizerBase, text: str, words: Iterable[str]) -
 
 
 def _as_read(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return the text as the tokenizer normalizes it, if normalization would create a control word; else the text
-    itself."""
+    """Return the text as the tokenizer normalizes it if that would create a control word, else the text unchanged."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     words = [str(token) for token in added if token.normalized and spelled(str(token))]
     tidy = _read(tokenizer, normalize, text) if words and getattr(tokenizer, "is_fast", False) else text
@@ -103,8 +101,7 @@ def _read(tokenizer: PreTrainedTokenizerBase, does: Callable[..., Any], text: st
 
 
 def encode_among(known: Any, text: str, words: Words) -> list[tuple[str, int]]:
-    """Tokens and ids of a text by the model and rules of a `tokenizers` tokenizer to which only these words are
-    added."""
+    """Tokens and ids of a text by the model and rules of a `tokenizers` tokenizer with only these added words."""
     from tokenizers import AddedToken, Tokenizer
 
     other = Tokenizer(known.model)
@@ -124,8 +121,7 @@ def _any(words: Iterable[str]) -> str:
 
 
 def admit(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Add control words of the vocabulary that are not added tokens, so that each is read as one token. True if any
-    were.
+    """Add the vocabulary's control words that are no added tokens, so that each is read as one token. True if any were.
 
     These are words such as <|end|>, and words that the chat template contains and the vocabulary's rules split.
     """

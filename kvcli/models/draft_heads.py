@@ -35,8 +35,7 @@ _ASSISTANTS = {"gemma4_assistant", "gemma4_unified_assistant"}
 
 
 def found_in(source: Source) -> list[str]:
-    """Describe each way to draft with the model's own files, with settings or the reason it is unused, one line
-    each."""
+    """Describe each way to draft with the model's own files, with its settings or the reason it is unused, as lines."""
     return [*_early_exit(source), *_mtp(source)]
 
 

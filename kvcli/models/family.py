@@ -54,8 +54,7 @@ def read_config(source: Source, trust_remote_code: bool) -> Any:
 
 
 def loader_of(source: Source, config: Any, trust_remote_code: bool) -> Any:
-    """Return the transformers class that loads a model for text generation, without vision or audio parts. Raises
-    BadModel."""
+    """Return the transformers class for text generation, without vision or audio parts. Raises BadModel."""
     import transformers
 
     auto, none = transformers.AutoModelForCausalLM, dict[type, Any]()

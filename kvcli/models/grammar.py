@@ -28,8 +28,7 @@ class Grammar:
 
     @staticmethod
     def of_schema(schema: Mapping[str, Any], name: str = "the schema") -> Grammar:
-        """Grammar of the JSON that fits a JSON Schema, properties in order. Raises BadInput for unsupported
-        keywords."""
+        """Grammar of the JSON that fits a schema, properties in order. Raises BadInput for unsupported keywords."""
         matcher = library().LLMatcher
         with blame_files(lambda said: refused(name, said, "bad_schema")):
             text = matcher.grammar_from_json_schema(json.dumps(schema), {"whitespace_pattern": SPACE})
@@ -37,8 +36,7 @@ class Grammar:
 
     @staticmethod
     def of_text(text: str, name: str = "the grammar") -> Grammar:
-        """Grammar from GBNF (llama.cpp, with a rule `root`) or Lark (llguidance, with a rule `start`). Raises
-        BadInput."""
+        """Grammar from GBNF (llama.cpp, rule `root`) or Lark (llguidance, rule `start`). Raises BadInput."""
         matcher = library().LLMatcher
         from llguidance.gbnf_to_lark import any_to_lark
 

@@ -46,8 +46,7 @@ class Stamped:
 
     @classmethod
     def of(cls, path: Path, handle: int | None = None) -> Stamped:
-        """Stamp of the file now, or of the open `handle`; a link is followed. Raises BadInput if the file is
-        missing."""
+        """Stamp of the file now, or of the open `handle`; a link is followed. Raises BadInput for a missing file."""
         with reading(path):
             s = os.stat(path if handle is None else handle)
         stamp = f"{s.st_dev} {s.st_ino} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns} "
@@ -61,8 +60,7 @@ class Stamped:
 
 
 def model_files(path: Path, weights: Sequence[Path] = (), made_of: Sequence[Path] = ()) -> dict[str, list[Stamped]]:
-    """Stamp the files of a model: "weights", and "files" that it depends on. `made_of`: the GGUF file of a converted
-    copy."""
+    """Stamp the files of a model: "weights", and "files" that it depends on. `made_of`: source of a converted copy."""
     beside = sorted(f for f in (*path.glob("*"), *path.glob("additional_chat_templates/*")) if f.suffix in BESIDE)
     others = [file for file in beside if file.name not in PARSED and file.is_file()]
     held = [*weights] or sorted(path.glob("*.safetensors")) or [path] * path.is_file()
@@ -81,7 +79,7 @@ class Hashes:
             self._known = {found[1]: found[2] for found in map(LINE.fullmatch, lines) if found}
 
     def of(self, files: Sequence[Stamped]) -> str:
-        """One hash over names and bytes. Raises BadModel for a changed file without a cached hash."""
+        """A single hash over names and bytes. Raises BadModel for a changed file without a cached hash."""
         size = sum(file.nbytes for file in files if file.stamp not in self._known)
         if size > LARGE and self._tell is not None:
             self._tell(f"hashing {size / 1e6:,.0f} MB of weights, once: what is kept of a model is found by its bytes")
@@ -89,7 +87,7 @@ class Hashes:
         return sha256(json.dumps(said).encode()).hexdigest()
 
     def known(self, files: Sequence[Stamped]) -> str:
-        """The same hash, or "" if a large file was never hashed."""
+        """Return the same hash, or "" if a large file was never hashed."""
         return self.of(files) if all(f.stamp in self._known or f.nbytes <= SMALL for f in files) else ""
 
     def _hash(self, file: Stamped) -> str:
@@ -133,8 +131,7 @@ def _of_pieces(handle: int, nbytes: int) -> str:
 
 
 def releases() -> dict[str, str]:
-    """Versions of the software that computes. Results may change with a release, and with each code change in a
-    checkout."""
+    """Versions of the computing software. Results may change with a release, or with code changes in a checkout."""
     import torch
     import transformers
 

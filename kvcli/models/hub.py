@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from os.path import exists, isdir  # unlike those of Path they say no to a name that cannot be
+from os.path import exists, isdir  # unlike Path's methods, False for an impossible name
 from pathlib import Path
 from typing import Any
 

@@ -36,14 +36,13 @@ class LayerKVShape:
 def stores_of(
     config: Mapping[str, Any], plain: LayerKVShape, layers: int, heads: int, name: str
 ) -> tuple[LayerKVShape, ...]:
-    """KV sizes by layer. `plain`: sizes of layers for which the config states no others. Raises BadModel for sizes that
-    are no numbers."""
+    """KV sizes by layer. `plain`: sizes where the config states no others. Raises BadModel for bad sizes."""
 
     def size(of: Mapping[str, Any], key: str, other: int) -> int:
         return count(of[key], key, name) if of.get(key) else other
 
     kinds, does = kinds_of(config, layers), layer_kinds(config, layers)
-    if config.get("kv_lora_rank"):  # one latent for all heads, followed by a RoPE part
+    if config.get("kv_lora_rank"):  # a latent for all heads, followed by a RoPE part
         rank = size(config, "kv_lora_rank", 0)
         wide = rank + size(config, "qk_rope_head_dim", 0)
         key = size(config, "qk_nope_head_dim", 0) + wide - rank

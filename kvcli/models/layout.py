@@ -129,8 +129,8 @@ def render(tokenizer: PreTrainedTokenizerBase, laid: Layout, texts: Sequence[str
 
 
 def placed(laid: Layout, texts: Sequence[str], prompt: str) -> Layout:
-    """Add to the layout where each message stands in the prompt. White space at its ends and thoughts of answers may
-    differ.
+    """Add to the layout the position of each message in the prompt, apart from outer white space and thoughts of
+    answers.
 
     `texts`: of all messages. Each text is searched directly after the template's text before it, or anywhere later if
     the template's text differs with these messages. Raises BadModel if most of a text is missing.

@@ -34,7 +34,7 @@ class DeviceInfo:
     name: str
     total: int | None  # bytes
     free: int | None
-    capability: tuple[int, int] | None = None  # of an NVIDIA GPU
+    capability: tuple[int, int] | None = None  # compute capability of an NVIDIA GPU
     unserved: str = ""  # reason why fused kernels do not run on a GPU; "" = they do
 
 
@@ -97,8 +97,7 @@ def cores() -> int | None:
 
 
 def kernels() -> list[tuple[str, str, str, str]]:
-    """(device, op, choice, reason) for each dispatched op and kind of device, and a line on each GPU's fused
-    kernels."""
+    """(device, op, choice, reason) for each dispatched op and kind of device, and on each GPU's fused kernels."""
     import torch
 
     from kvcli.kernels.dispatch import explain

@@ -50,8 +50,7 @@ def attends(kinds: Sequence[str], layer: int) -> bool:
 
 
 def folds_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int, name: str) -> RecurrentShapes:
-    """Sizes of a model's recurrent layers; `NONE` for families of unknown sizes. Raises BadModel for sizes that are no
-    numbers."""
+    """Sizes of a model's recurrent layers; `NONE` for families of unknown sizes. Raises BadModel for bad sizes."""
     n = sum(kind in _FOLDS for kind in kinds)
     return RecurrentShapes(n, *_one(config, hidden, name)) if n else NONE
 

@@ -17,7 +17,7 @@ _SEAM = "\n"  # prefix of a piece of text, because some tokenizers treat the fir
 
 
 class Words:
-    """One tokenizer that converts pieces of text to and from ids, without control tokens."""
+    """A tokenizer that converts pieces of text to and from ids, without control tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer

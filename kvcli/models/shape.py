@@ -139,8 +139,7 @@ def _is_multi_query(config: Mapping[str, Any]) -> bool:
 
 
 def _limit(config: Mapping[str, Any], stated: int, name: str) -> int:
-    """Context limit that the loaded model will report (`lm.py`): with dynamic RoPE, the length up to which keys stay
-    fixed."""
+    """Context limit that the loaded model will report (`lm.py`). With dynamic RoPE, keys change beyond this length."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
     for one in (r for r in ropes if isinstance(r, dict)):

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from os.path import exists, expanduser, lexists  # unlike those of Path they say no to a name that cannot be
+from os.path import exists, expanduser, lexists  # unlike Path's methods, False for an impossible name
 from pathlib import Path
 
 from kvcli.demo import BUNDLED, weights_dir

@@ -36,8 +36,7 @@ class Chats(Guarded):
         self.start = self._standby.start
 
     def __call__(self, conversation: Sequence[Mapping[str, str]], *others: Any, **options: Any) -> str:
-        """Render the chat as text. Raises jinja2.TemplateError if the template refuses it, BadModel if the template is
-        bad."""
+        """Render the chat as text. Raises jinja2.TemplateError if the template refuses it, BadModel if it is bad."""
         if others or options != ASKED:  # transformers would run the template in this process, without the sandbox
             raise UsageError(
                 "the chat template of a model that kvcli loaded makes the text of a prompt, and nothing else",

@@ -139,8 +139,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, not
 def render_text(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, *, note: Note | None = None
 ) -> tuple[str, bool]:
-    """Render the prompt as text for `encode`. The flag is true if a chat template rendered it, with its control
-    tokens."""
+    """Render the prompt as text for `encode`. True if a chat template rendered it, with its control tokens."""
     text, laid = lay_out(tokenizer, messages, note or (lambda _: None))
     return text, laid.has_template
 
@@ -175,8 +174,7 @@ def lay_out(tokenizer: PreTrainedTokenizerBase, messages: Messages, tell: Note) 
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
-    """Encode rendered text. `special` adds the tokens that the tokenizer puts before a text, its first token for
-    example."""
+    """Encode rendered text. `special` adds tokens that the tokenizer puts before a text, such as its first token."""
     with blame_files(tokenizer_failed):
         opening = opening_ids(tokenizer) if special else []
         if not FENCED.search(text):
@@ -190,8 +188,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False)
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that the tokenizer puts before a text. Those it puts after one are dropped, because the sequence
-    continues."""
+    """Tokens that the tokenizer puts before a text. Those after a text are dropped, because the sequence continues."""
     whole, bare = ([*map(int, tokenizer.encode("a", add_special_tokens=special))] for special in (True, False))
     return whole[: next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)]
 

@@ -11,7 +11,7 @@ from kvcli.settings.small_file import Unfit, parse_object, read_small
 if TYPE_CHECKING:
     from kvcli.models.source import Source
 
-SAME = 0.95  # of the words compared
+SAME = 0.95  # share of the compared words
 _LARGEST = 128 << 20  # bytes of a tokenizer.json
 
 Words = Sequence[str | None]

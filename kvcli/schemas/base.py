@@ -20,15 +20,13 @@ class Json(BaseModel):
 
     @classmethod
     def from_attributes(cls, *sources: object, **said: Any) -> Self:
-        """Build a document from the given fields; the others are attributes of the first source that has one of that
-        name."""
+        """Build a document from the given fields, and others from attributes of the first source that has them."""
         rest = cls.model_fields.keys() - said.keys() - {"schema_"}
         named = {key: getattr(one, key) for one in reversed(sources) for key in rest if hasattr(one, key)}
         return cls(**named | said)
 
     def document(self) -> dict[str, Any]:
-        """Plain data of the document. Surrogates for bytes of a name that is not UTF-8 are replaced, as they are no
-        valid JSON."""
+        """Plain data of the document. Surrogates for bytes of a non-UTF-8 name are replaced: they are no valid JSON."""
         made: dict[str, Any] = _valid(self.model_dump(mode="json", by_alias=True))
         return made
 

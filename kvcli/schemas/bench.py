@@ -80,7 +80,7 @@ class BenchArgs(Json):
 
 
 class Samples(Json):
-    """One number for each repetition, in the order they ran."""
+    """A number for each repetition, in the order they ran."""
 
     tok_s: list[Rate] = Field(
         description="decoding speed after the pass that gave the first token; 0 where nothing came after it"
@@ -90,7 +90,7 @@ class Samples(Json):
 
 
 class Figures(Json):
-    """One statistic of each list of `samples`; null where there is none."""
+    """A statistic of each list of `samples`; null where there is none."""
 
     tok_s: float | None
     read_tok_s: float | None
@@ -142,7 +142,7 @@ class Same(Json):
 
 
 class BenchRow(Json):
-    """One side at one context length on one workload."""
+    """Result of one side at one context length on one workload."""
 
     profile: str = Field(description="the side: a profile, hf, hf-lookup, llama.cpp, kvpress, or a file's row")
     ctx: Count
@@ -182,7 +182,7 @@ class BenchLine(BenchRow):
 
 
 class Check(Json):
-    """One --fail-if on one row."""
+    """Result of one --fail-if on one row."""
 
     expression: str
     profile: str
@@ -228,7 +228,7 @@ class BenchPlanDocument(Json):
 
 
 class HistoryEntry(Json):
-    """One row of an earlier benchmark."""
+    """A row of an earlier benchmark."""
 
     date: str
     commit: str | None

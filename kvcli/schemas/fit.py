@@ -84,7 +84,7 @@ class FitBudget(Json):
 
 
 class FitPart(Json):
-    """One use of memory."""
+    """A use of memory."""
 
     name: str
     bytes: Bytes
@@ -92,7 +92,7 @@ class FitPart(Json):
 
 
 class FitPlan(Json):
-    """One profile at one context."""
+    """Memory plan of one profile at one context."""
 
     profile: str
     profile_hash: str
@@ -152,7 +152,7 @@ class FitDocument(Json):
 
 
 class PassTime(Json):
-    """One pass of `rows` rows over `context` stored tokens."""
+    """A pass of `rows` rows over `context` stored tokens."""
 
     rows: Count
     context: Count

@@ -70,8 +70,7 @@ class HeadsSuggest(Json):
 
 
 class HeadsCheck(Json):
-    """Questions about hidden facts, answered with no head restricted and with all heads restricted but the suggested
-    ones."""
+    """Questions about hidden facts, answered with all heads full, and with only the suggested heads full."""
 
     of: Count
     whole: Count = Field(description="right with everything kept")

@@ -119,7 +119,7 @@ class CheckDocument(Json):
     notes: list[str]
 
 
-Group = Literal["with ease", "takes most", "does not fit"]  # of the memory
+Group = Literal["with ease", "takes most", "does not fit"]  # shares of the memory
 
 
 class Suggestion(Json):

@@ -29,7 +29,7 @@ class McNemar(Json):
 
 
 class QualityTask(Json):
-    """One task of one row."""
+    """Scores of one task in one row."""
 
     task: str
     mean: Share
@@ -62,7 +62,7 @@ class TurnScore(Json):
 
 
 class QualityRow(Json):
-    """One profile."""
+    """Scores of one profile."""
 
     profile: str
     role: Role = Field(description="control: evicts by lot or by age, with the memory of the profiles measured")
@@ -97,7 +97,7 @@ class Estimate(Json):
 
 
 class AgreementRow(Json):
-    """One profile on the user's text, token by token, each given the tokens before it."""
+    """Agreement of one profile on the user's text, token by token, each given the tokens before it."""
 
     profile: str
     role: Role

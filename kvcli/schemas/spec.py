@@ -78,7 +78,7 @@ class SpecDocument(Json):
 
 
 class Tried(Json):
-    """One setting of [spec] on all texts."""
+    """Result of one setting of [spec] on all texts."""
 
     name: str
     spec: dict[str, str | int | float | bool | list[str]]

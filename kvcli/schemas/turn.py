@@ -1,4 +1,4 @@
-"""One answered question: the finished turn, its events, and the error that may end it."""
+"""Answered question: the finished turn, its events, and the error that may end it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Memory(Json):
 
 
 class TurnDocument(Json):
-    """One question answered."""
+    """An answered question."""
 
     schema_: Literal["kvcli.turn/1"] = Field(default="kvcli.turn/1", alias="schema")
     kvcli: str

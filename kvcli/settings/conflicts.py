@@ -76,8 +76,7 @@ def check_clashes(profile: Profile) -> list[Conflict]:
 
 
 def step_clashes(profile: Profile) -> list[Conflict]:
-    """Conflicts of `[steps]`: it changes the text, and it extends a cache from which no policy may choose by
-    queries."""
+    """Conflicts of `[steps]` with drafting, policies that score by queries, and pruning that revives tokens."""
     if not profile.steps.takes:
         return []
     others = {
@@ -130,8 +129,7 @@ def return_clashes(profile: Profile) -> list[Conflict]:
 
 
 def order_clashes(profile: Profile) -> list[Conflict]:
-    """Conflicts of `prefill.order`: a policy that scores after each chunk needs chunks, a pruner between layers needs
-    layers."""
+    """Conflicts of `prefill.order`: a policy scores after each chunk, so it needs chunks; a pruner needs layers."""
     key, order, prunes = "prefill.order", profile.prefill.order, bool(profile.prune.describe_read)
     if order == "chunks" and prunes:
         return [Conflict(key, "prune.method", '"chunks" cannot be kept', "which judges a whole prompt between layers")]
@@ -141,8 +139,7 @@ def order_clashes(profile: Profile) -> list[Conflict]:
 
 
 def reuse_clashes(profile: Profile) -> list[Conflict]:
-    """Conflicts of `[reuse]`: it needs a cache from which nothing was evicted, of a prompt that was prefilled in
-    full."""
+    """Conflicts of `[reuse]` with eviction, pruning and sparse attention: it needs a full cache of all tokens."""
     if not profile.reuse.describe_reused:
         return []
     cannot, others = (
@@ -182,8 +179,7 @@ def memory_clashes(profile: Profile) -> list[Conflict]:
 
 
 def form_clashes(profile: Profile) -> list[Conflict]:
-    """Conflicts of `[form]`: settings of `[kv]` that the KV format does not support, and heads that must evict
-    together."""
+    """Conflicts of `[form]` with unsupported settings of `[kv]`, and with policies whose heads evict separately."""
     form, key = profile.form, "form.method"
     cannot = f'"{form.method}" cannot be kept'
     if form.rope == "before" and not _packs(profile):
@@ -238,8 +234,7 @@ def demotion_clashes(profile: Profile) -> list[Conflict]:
 
 
 def budget_clashes(profile: Profile) -> list[Conflict]:
-    """Conflicts of `memory.budget` and `memory.lose`: they need the policy "budget", precision levels and a single
-    cache."""
+    """Conflicts of `memory.budget` and `memory.lose`: one policy spends them, on levels of its own, in one cache."""
     memory, key, spends = profile.memory, "memory.budget", profile.policy.method == "budget"
     bits, fresh = json.dumps(list(memory.bits)), type(memory)().bits
     if memory.texts > 1 and memory.budget != "fit":

@@ -23,7 +23,7 @@ class SourcePosition:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem in the configuration."""
+    """A problem in the configuration."""
 
     place: SourcePosition
     message: str

@@ -120,8 +120,7 @@ class Profile:
 
     @property
     def is_checked(self) -> bool:
-        """True if the full cache verifies drafts made on a compressed one, as `[kv]`, `[policy]` and `[recall]` set
-        it."""
+        """True if the full cache verifies drafts of a smaller cache (`[kv]`, `[policy]`, `[form]`, `[recall]`)."""
         is_smaller = self.policy.every is not None or self.recall.describe_read or self.form.is_active(self.kv)
         return bool(self.exactness == "exact" and self.spec.checks and is_smaller)
 

@@ -78,7 +78,7 @@ BY = "what fits"  # name of an origin: a default that memory planning chose
 
 @dataclass(frozen=True)
 class Setting:
-    """One value and its origin."""
+    """A value and its origin."""
 
     value: object
     origin: Origin

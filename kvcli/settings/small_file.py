@@ -73,8 +73,7 @@ _TOO_DEEP = f"it is nested deeper than {DEEPEST} levels"
 
 
 def _finite(text: str) -> float:
-    """Parse a number and refuse 1e999. `Infinity` is allowed, because Python writes it; users of a number check for
-    it."""
+    """Parse a number and refuse 1e999. `Infinity` is allowed, because Python writes it; users of a number check it."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:40]} is too large for a number")

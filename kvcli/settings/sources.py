@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from os.path import exists  # unlike Path.exists it says no, instead of raising, below a folder it may not enter
+from os.path import exists  # unlike Path.exists, False instead of an error below a folder without access
 from pathlib import Path
 
 import tomli
@@ -51,7 +51,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """One config file. `profile` is its name if the whole file is a profile."""
+    """A config file. `profile` is its name if the whole file is a profile."""
 
     document: Document
     profile: str = ""
@@ -108,8 +108,7 @@ CONFIG_KEYS = {"default_model", "default_profile", "keep_chats", "keep_kv", "mod
 
 
 def from_environ(environ: Mapping[str, str]) -> Settings:
-    """Settings of the environment: `KVCLI_SPEC__MAX=6` sets spec.max. Names without `__` are ignored; empty means
-    unset."""
+    """Settings of the environment: `KVCLI_SPEC__MAX=6` sets spec.max. Ignores names without `__` and empty values."""
     found: Settings = {}
     for name in sorted(environ):
         if name.startswith(PREFIX) and "__" in name and environ[name]:

@@ -32,7 +32,7 @@ class KeyPosition:
 
 @dataclass(frozen=True)
 class Document:
-    """One parsed file. With problems, `values` is empty."""
+    """A parsed file. With problems, `values` is empty."""
 
     source: str
     text: str
@@ -120,8 +120,8 @@ def toml_value(value: object) -> str:
 STRING = r"""'{3}.*?'{3,5}|'[^'\n]*'|"{3}(?:\\.|[^\\])*?"{3,5}|"(?:\\.|[^"\\\n])*\""""
 BLANK = re.compile(r"(?:[\s,\]]|#[^\n]*)*")  # between two keys
 NAME = re.compile(rf"[ \t]*({STRING}|[\w-]+)[ \t]*(\.?)", re.DOTALL)
-VALUE = re.compile(rf"=[ \t]*({STRING}|[\[{{]|[^,\]}}#\n]*)", re.DOTALL)  # of a value in brackets, the bracket
-TOKEN = re.compile(rf"{STRING}|#[^\n]*|[\[{{]|[\]}}]", re.DOTALL)  # of a value in brackets
+VALUE = re.compile(rf"=[ \t]*({STRING}|[\[{{]|[^,\]}}#\n]*)", re.DOTALL)  # for a value in brackets, the bracket
+TOKEN = re.compile(rf"{STRING}|#[^\n]*|[\[{{]|[\]}}]", re.DOTALL)  # tokens of a value in brackets
 
 
 class Scan:
@@ -139,7 +139,7 @@ class Scan:
     def _read(self, at: int, end: int, table: Keys) -> None:
         """Record the keys between two offsets: those of the file, or those of a table in braces."""
         text = self.text
-        while (at := BLANK.match(text, at).end()) < end:  # it matches an empty string too
+        while (at := BLANK.match(text, at).end()) < end:  # type: ignore[union-attr]  # it matches an empty string too
             brackets = 2 if text.startswith("[[", at) else int(text.startswith("[", at))
             names, at = self._names(at + brackets)
             if names and brackets:

@@ -32,7 +32,7 @@ class WrongValue(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One field of a table."""
+    """A field of a table."""
 
     name: str
     hint: object  # its type, with the markers
@@ -54,7 +54,7 @@ def keys_of(table: type) -> dict[str, Key]:
 
 
 def _hint(table: type, name: str) -> object:
-    # one field at a time: a class may have state whose type it imports for the type checker only
+    # by field, because a class may have state whose type it imports for the type checker only
     owner = next(c for c in table.__mro__ if name in inspect.get_annotations(c))
     written = inspect.get_annotations(owner)[name]
     holder = type("Holder", (), {"__annotations__": {name: written}, "__module__": owner.__module__})
@@ -189,8 +189,7 @@ def _kind(hint: object) -> object:
 
 @cache
 def comments_of(table: type) -> dict[str, str]:
-    """The comment of each field of a dataclass. Users read these comments in listings, so they are written there
-    only."""
+    """The comment of each field of a dataclass. Listings show these comments to users; they are written only there."""
     found: dict[str, str] = {}
     for owner in reversed(table.__mro__):
         if not dataclasses.is_dataclass(owner):

@@ -41,8 +41,7 @@ _WORDS: Mapping[str, tuple[object, ...] | None] = {
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 # A byte-level vocabulary names the rule that splits text before merging. For an unknown rule transformers uses GPT-2's.
-# It also misses rules that split each digit, and vocabularies with whole words that no merges produce (llama.cpp's
-# ignore_merges).
+# It also misses rules that split each digit, and whole words that no merges produce (llama.cpp's ignore_merges).
 WHOLE = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
 DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
 SPLITS = WHOLE | {"smaug-bpe", "qwen2", "deepseek-r1-qwen", "gpt-4o"}

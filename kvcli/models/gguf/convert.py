@@ -49,8 +49,7 @@ _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F6
 def convert_if_needed(
     found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable[[str], None] | None = None
 ) -> Source:
-    """Return the model as a folder with weights in `dtype` (auto, bf16, ...). With `packs`, 4-bit blocks stay
-    quantized.
+    """Return the model as a folder, weights in `dtype` (auto, bf16, ...). With `packs`, 4-bit blocks remain quantized.
 
     A source that is no GGUF file is returned unchanged.
     """
@@ -122,7 +121,7 @@ def _sampling(header: Header) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Out:
-    """One tensor of the folder, and the function that makes its bytes."""
+    """A tensor of the folder, and the function that makes its bytes."""
 
     name: str
     kind: str  # in safetensors' spelling

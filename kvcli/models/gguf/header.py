@@ -80,8 +80,7 @@ def is_gguf(file: Path) -> bool:
 
 
 def read(file: Path) -> Header:
-    """Read the header of a file of version 2 or 3. Raises BadModel quickly and in little memory, whatever the file
-    is."""
+    """Read the header of a file of version 2 or 3. Raises BadModel quickly and in little memory, for any other file."""
     try:
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size

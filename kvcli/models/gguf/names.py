@@ -40,7 +40,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One architecture of llama.cpp, and the class of transformers that computes the same."""
+    """An architecture of llama.cpp, and the class of transformers that computes the same."""
 
     arch: str
     model_type: str
