@@ -23,7 +23,7 @@ LARGEST = 32 << 20  # glibc's own limit
 
 @contextmanager
 def return_large_blocks() -> Iterator[None]:
-    """Return large freed blocks to the system within the block, for the whole process. Affects glibc only."""
+    """Return large freed blocks to the system while the context is open, in the whole process. Affects glibc only."""
     _from(LARGE, 128 << 10)
     try:
         yield

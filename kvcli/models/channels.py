@@ -99,7 +99,7 @@ class Channels:
         return mark["frame"] is None or bool(self.thinking)
 
     def _go(self, mark: re.Match[str]) -> list[Piece]:
-        """Switch to the channel that a mark opens."""
+        """Switch to the channel that a mark leads to."""
         is_orphan = mark["close"] is not None and not (self._thinks or self.thinking) and self.text
         self._is_seam, self._thinks = True, mark["begin"] is not None
         if self._thinks:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Guarded:
-    """Owner of a worker process, held by its tokenizer. A copy of the tokenizer gets a separate process."""
+    """Owner of a worker process, stored in its tokenizer. A copy of the tokenizer gets a separate process."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._whose = ref(tokenizer)  # a reference cycle would keep the process alive until garbage collection

@@ -99,7 +99,7 @@ class Tokenizing(Guarded):
 
 
 def check_load(file: IO[bytes], beside: Sequence[str]) -> None:
-    """Raise BadModel if loading this tokenizer.json is too costly, because loading normalizes added words.
+    """Raise BadModel if this tokenizer.json is too costly to load. Loading normalizes the added words.
 
     `beside`: the other JSON files that may add words.
     """

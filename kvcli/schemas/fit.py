@@ -84,7 +84,7 @@ class FitBudget(Json):
 
 
 class FitPart(Json):
-    """A use of memory."""
+    """Memory use of one component."""
 
     name: str
     bytes: Bytes
@@ -152,7 +152,7 @@ class FitDocument(Json):
 
 
 class PassTime(Json):
-    """A pass of `rows` rows over `context` stored tokens."""
+    """Time of a pass of `rows` rows over `context` stored tokens."""
 
     rows: Count
     context: Count

@@ -77,7 +77,7 @@ class Memory(Json):
 
 
 class TurnDocument(Json):
-    """An answered question."""
+    """Result of one answered question."""
 
     schema_: Literal["kvcli.turn/1"] = Field(default="kvcli.turn/1", alias="schema")
     kvcli: str

@@ -153,7 +153,7 @@ def _pieces(said: _Said, config: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
 
 
 def _dtype(header: Header) -> str:
-    """Default dtype for computing: that of the unquantized file, else bfloat16."""
+    """Default dtype for computing: float32 or float16 if most bytes of the file have it, else bfloat16."""
     held: dict[str, int] = {}
     for t in header.tensors.values():
         held[t.kind] = held.get(t.kind, 0) + t.nbytes
@@ -220,7 +220,7 @@ class _Said:
 
     def number(self, key: str, usual: float) -> float:
         value = usual if key not in self._left else self.pop(key)
-        if not isinstance(value, float) or not 0 <= value < 3e38:  # maximum of float32
+        if not isinstance(value, float) or not 0 <= value < 3e38:  # range of float32
             raise self.refused(f"{key} is {str(value)[:80]}")
         return _written(value)
 
