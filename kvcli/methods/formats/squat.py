@@ -46,7 +46,7 @@ class Squat(BlockFormat):
         return dequantize(codes[:3], kv.k_bits, exact), of_slots(codes[3:], kv.v_bits, exact)
 
     def _carry(self, k: Tensor) -> Tensor:
-        """Return the factors by which later channels correct a channel's error, so that e (1 + weight U U') e' is least.
+        """Return the factors by which later channels correct an error so that e (1 + weight U U') e' is least.
 
         They are the Cholesky factor of the inverse, as in OPTQ (arXiv 2210.17323); U: main directions of k [h, g, D].
         """
