@@ -1,6 +1,6 @@
 """Attention of a few rows over all slots, computed in pieces of bounded size, and statistics of it.
 
-At least one row of n weights is in memory at once; the number of rows per piece follows from MOST_BYTES.
+Memory is bounded at any context length: MOST_BYTES sets the rows per piece, and one row of n weights is the minimum.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ LAST = 32  # newest rows recorded by a stability run
 LEAST = 4  # fewer new rows are not measured
 AGAIN = 4  # measurements repeated while generating
 
-Tell = Callable[[int], None]  # tokens read or written
+Tell = Callable[[int], None]  # tokens prefilled or generated
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class SampleSeed:
 
     task: str
     seed: int
-    length: int  # tokens wanted, prompt and answer together
+    length: int  # requested tokens, prompt and answer together
     index: int
     prose: Prose
 

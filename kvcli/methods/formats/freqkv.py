@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FreqKV(BlockFormat):
-    """Keep the low frequencies of each channel along the slots of a block (cosine transform), and drop the others."""
+    """Keep the low frequencies of each channel along the tokens of a block, by cosine transform (FreqKV)."""
 
     rope: Literal["after", "before"] = "before"  # turned keys have the frequencies of the turning, too
     retained: Annotated[float, Range(above=0, most=1)] = 0.5  # of the frequencies of a block, the lowest

@@ -2,8 +2,8 @@
 
 After prefill, the prompt is run once more after itself, piece by piece. A slot's score is the highest attention that
 any query of the piece that repeats it gives it. No question is involved, so the kept slots suit any question; prefill
-takes about twice as long. A piece attends only to the stored slots that it repeats, to the sinks and to itself, as in
-the paper. The paper prompts for the repetition in words; here a piece begins with the tokens before it.
+takes about twice as long. A piece's attention is normalised over the stored slots that it repeats, the sinks and the
+piece itself, as in the paper. The paper asks for the repetition in words; here a piece begins with the tokens before.
 
 `plus` is KVzip+ (KVzap, arXiv 2601.07891): the attention is multiplied by the L2 norm of the projected value (W_o v)
 and divided by that of the query's hidden state at the layer's input. Passes run layer by layer for that.

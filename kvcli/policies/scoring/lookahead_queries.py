@@ -1,4 +1,4 @@
-"""Generate a short provisional answer, outside the KV cache, to score slots by its queries (LAQ, arXiv 2505.20334).
+"""Score slots by queries of a short provisional answer, generated outside the KV cache (Lookahead-Q, arXiv 2505.20334).
 
 As in the paper, its queries replace the newest queries of the prompt. The answer is decoded greedily and without a
 drafter, whatever sampler the sequence uses: with queries of draft rows, the kept slots, and so the text, would depend

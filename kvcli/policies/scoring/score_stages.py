@@ -103,7 +103,7 @@ def fair(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tensor:
     """Give each paragraph or message its share of a head's budget (fair eviction, Chen et al., arXiv 2510.00231).
 
     So no instruction is evicted entirely in favour of others. The score ranks the tokens within a span. Not in the
-    paper: the score is the policy's, whereas in the paper each span's queries score that span.
+    paper: the score is the policy's, whereas in the paper each span scores its tokens itself.
     """
     if not s.n_slots:
         return score

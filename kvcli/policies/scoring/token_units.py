@@ -45,7 +45,7 @@ def numbered(unit: Unit, kinds: Tensor, n: int, device: torch.device) -> Tensor:
     pos = torch.arange(n, device=device)
     if unit == "sentence":
         ends = kinds.to(device) == END
-        return torch.cat((pos[:1] * 0, (ends[:-1] & ~ends[1:]).long().cumsum(0)))  # "?!" ends one
+        return torch.cat((pos[:1] * 0, (ends[:-1] & ~ends[1:]).long().cumsum(0)))  # "?!" ends one sentence
     if unit == "shot":
         return (kinds.to(device) == SHOT).long().cumsum(0)
     return pos // unit

@@ -106,7 +106,7 @@ class TopK(PolicyDefaults):
     protect_question: bool = False  # always keep what the last message asks
     every: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
 
-    name: ClassVar[str]  # in a profile
+    name: ClassVar[str]  # `policy.name` in a profile
     by: ClassVar[str]  # basis of the score, in words
     is_share: ClassVar[bool] = True  # True if scores are shares of a total, which can be multiplied and added
 
@@ -261,7 +261,7 @@ class TopK(PolicyDefaults):
             now = Selection(at.n_prompt, new, new, is_prompt=False)
         elif at.phase == "reading" and not self.per_chunk:
             return None
-        elif self.budget:  # of all prompts together
+        elif self.budget:  # one budget for all prompts together
             now = Selection(0, self.budget, at.n_prompt, is_prompt=True)
         else:
             now = Selection(done, self.share(at.n_prompt - done), at.n_prompt - done, is_prompt=True)

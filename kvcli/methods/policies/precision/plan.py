@@ -120,7 +120,7 @@ def in_place(layer: Layer, spending: PrecisionBudget, found: Tensor) -> Tensor:
 class _Sorted:
     number: int
     ways: list[LevelPath]
-    worths: list[list[np.ndarray]]  # by rung and head, rising
+    worths: list[list[np.ndarray]]  # scores by level and head, rising
     columns: Sequence[int]
 
     def nbytes(self, price: float, spending: PrecisionBudget) -> float:
