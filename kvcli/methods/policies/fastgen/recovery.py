@@ -129,7 +129,10 @@ def classes(s: Slots, kinds: Tensor, sets: CandidateSets) -> tuple[Tensor, Tenso
 
 
 def punctuation(kinds: Tensor, cap: float) -> tuple[int, ...]:
-    """Return the token kinds that count as punctuation; above a share of `cap`, only sentence and line ends."""
+    """Return the token kinds that count as punctuation.
+
+    Above the share `cap`, as in code, keeping all punctuation is not cheap, so only ends of sentences and lines count.
+    """
     every = (PUNCT, END, NEWLINE)
     share = sum(int((kinds == each).sum()) for each in every) / max(1, kinds.shape[0])
     return every if share <= cap else (END, NEWLINE)
