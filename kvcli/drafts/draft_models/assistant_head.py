@@ -1,4 +1,4 @@
-"""Assistant of Gemma 4: a draft model that reads the target model's KV cache to predict the token after the next one.
+"""Assistant of Gemma 4: a draft model that reads the target model's KV cache to draft after the pending token.
 
 It stores no KV, so it needs no prefill, and it works with every KV cache: quantized, windowed, evicted or offloaded.
 All of its rows are at the position of the newest token, whose own slot is not stored yet, and no row attends to

@@ -22,7 +22,7 @@ class ChunkStore:
         """`shapes`: of the layers that store KV."""
         self._shapes, self._size, self._device = shapes, size, device
         self._held: dict[int, Tensor] = {}  # [F]
-        self._end = 0  # highest chunk number or more
+        self._end = 0  # upper bound of the chunk numbers
 
     def __contains__(self, chunk: int) -> bool:
         return chunk in self._held

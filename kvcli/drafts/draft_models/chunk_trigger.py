@@ -7,8 +7,8 @@ from typing import Protocol
 
 LEAST, MOST = 2, 32  # engine steps between two scorings
 FALL = 0.15  # drop of the recent acceptance rate of first draft tokens below the long-term one
-DOUBT = 0.5  # share of the average confidence below which the draft model counts as lost
-TRIED, WAITED = 3, 8  # vain scorings, each observed for so many steps, after which only the periodic ones remain
+DOUBT = 0.5  # share of the average confidence below which the draft model counts as unsure
+TRIED, WAITED = 3, 8  # scorings without effect, each watched for WAITED steps, after which only periodic ones remain
 
 
 class Trigger(Protocol):

@@ -190,7 +190,7 @@ class Knn(Swift):
                 self._how = ", by search: no text that is known is like this one"
                 self._found = LayerSet(like, self.runs)
             self.runs, self._tries = self._found.runs, self._found.tries
-            # an unfinished score of another sequence is not comparable
+            # a score below _ENOUGH is discarded, because it was measured on another sequence
             self._best = self._found.best if self._found.best >= _ENOUGH else -1.0
             self._spent += perf_counter() - began
         yield from super().improve(kv, cache, newest, length)

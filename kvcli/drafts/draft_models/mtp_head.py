@@ -1,4 +1,4 @@
-"""MTP head: a draft head that reads hidden states of the target model to predict the token after the next one.
+"""MTP head: a draft head that reads hidden states of the target model to draft after the pending token.
 
 For each accepted token the head gets the hidden state that predicted it (`Step.hidden`) and stores one layer's KV.
 Draft tokens continue from the head's own hidden states, as in EAGLE (arXiv 2401.15077). Hidden states that were not
@@ -42,7 +42,7 @@ class MtpHead(HiddenStateHead):
     def discard_cache(self) -> None:
         """Discard the stored KV, which may be incomplete, and all hidden states."""
         self._kv = Dense(self._head.shapes, self._head.dtype, self._head.device)
-        self._end = 0  # positions below this one may be stored
+        self._end = 0  # no position is stored from this one on
         self._at: list[int] = []  # positions waiting for the head's pass, rising
         self._states = torch.empty(0)  # [len(at), E], of the tokens before these, in the model's dtype
         self._last = self._states  # [1, E], of the last row in the cache

@@ -34,8 +34,7 @@ _NEWEST = 64  # tokens that are remembered
 
 
 class SelfDraftModel:
-    """Draft model that is the target model itself. The pending token is the first row of each draft; no other is
-    uncovered."""
+    """Draft model that is the target model itself. Only the pending token is uncovered: the first row of each draft."""
 
     needs: Hears = ""
     n_uncovered = 1
@@ -82,13 +81,11 @@ class SelfDraftModel:
         self.discard_cache()
 
     def discard_cache(self) -> None:
-        """Discard the running draft and release the cache it reads, because a draft model must not keep a cache
-        alive."""
+        """Discard the running draft and release the cache, because a draft model must not keep one alive."""
         self._past = self._ahead = None
 
     def bind(self, past: DraftContext | None) -> None:
-        """Set the cache that drafts read: its cache view if one is configured, else the whole cache in draft
-        quality."""
+        """Set the cache that drafts read: its cache view if one is configured, else all of it as `DraftCacheView`."""
         self._past = past
 
     def observe(self, step: Step) -> None:
@@ -115,7 +112,7 @@ class SelfDraftModel:
 
 
 class DraftCacheView:
-    """Cache view that attends in draft quality: the rows that read it are verified later."""
+    """Cache view for draft rows: the cache may show them fewer bits or slots, because the target model verifies them."""
 
     def __init__(self, past: Attendable, dtype: torch.dtype) -> None:
         self.dtype, self._past = dtype, past

@@ -209,7 +209,7 @@ class SeparateDraftModel:
         self._gap += hole if self._turns is not None else 0
 
     def _make_room(self, n: int) -> None:
-        """Evict as many of the newest tokens that n more can be stored."""
+        """Evict the oldest tokens after the first ones if n more would exceed the limit."""
         if self._kv.n_slots(self._layers[0]) + n > self._sinks + self._newest:
             self._settle(max(0, self._newest - max(n, self._newest // SPARE)))
 
