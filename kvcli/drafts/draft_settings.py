@@ -49,8 +49,7 @@ class DraftSettings:
         return 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values that a profile would refuse. Default values are skipped: checking one may import
-        a lot."""
+        """Raise ValueError for values that a profile would refuse. Defaults are skipped: checking may import a lot."""
         method: type = type(self)
         for key in keys_of(method).values():
             value = getattr(self, key.name)

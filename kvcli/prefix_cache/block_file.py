@@ -2,7 +2,7 @@
 
 It is a safetensors file with a checksum, because safetensors rejects a truncated file but accepts flipped bits. A file
 is used only if its sizes are those of the loaded model, and only under the name it was written for: the folder name is
-the model's cache key, and the file name begins with the parent block's hash.
+a hash of the cache key, and the file name begins with the parent block's hash.
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ def blamed(error: Exception) -> Exception:
 
 
 def read_tokens(path: Path) -> tuple[np.ndarray, Mapping[int, int]]:
-    """Read the tokens of a block, int32 [n], and by layer the first one with KV, without the KV. Raises CorruptFile,
-    OSError."""
+    """Read tokens, int32 [n], and by layer the first one with KV, without the KV. Raises CorruptFile, OSError."""
     try:
         with open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
@@ -137,8 +136,7 @@ def _place(layer: int, first: int) -> str:
 
 
 def _firsts(names: Iterable[str], n: int) -> dict[int, int]:
-    """Return by layer the first of n tokens with KV. Raises CorruptFile for one that is no multiple of the slot
-    block."""
+    """Return by layer the first of n tokens with KV. Raises CorruptFile if it is no multiple of BLOCK."""
     found = {}
     for layer, _, first in (name[2:].partition(".") for name in names if name.startswith("k.")):
         if not layer.isdecimal() or not (first or "0").isdecimal() or len(first) > len(str(LENGTH)):

@@ -1,8 +1,8 @@
 """Tree of blocks in a folder: sequences share the blocks of a common prefix (a radix tree over token ids).
 
 A file name has the hash of the parent block, and the hash of the block's tokens and all before them. The folder itself
-is the index, so no index can disagree with it. A file is never changed and at most replaced by a longer one. Processes
-need no locks, and a kill at any moment leaves a valid folder.
+is the index, so no index can disagree with it. A file is never changed and at most replaced by one with more KV.
+Processes need no locks, and a kill at any moment leaves a valid folder.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ def evict_lru(folder: Path, most: int, fresh: int = 0) -> None:
 
 
 def touch(paths: Sequence[Path]) -> None:
-    """Mark files as used now. Later blocks get slightly older times, because a block is useless without those before
-    it."""
+    """Mark files as used now, later blocks slightly earlier, because they are useless without those before."""
     now = time.time()
     for i, path in enumerate(paths):
         with suppress(OSError):

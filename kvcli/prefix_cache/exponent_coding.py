@@ -40,8 +40,7 @@ def encode(t: Tensor) -> bytes | None:
 
 
 def decode(data: bytes, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Decode the data of `encode`. Raises ValueError if it is invalid; allocates no more than the bytes of the
-    tensor."""
+    """Decode the data of `encode`. Raises ValueError if invalid; allocates no more than the tensor's bytes."""
     n, size = math.prod(shape), dtype.itemsize
     half, most = (n + 1) // 2, int.from_bytes(data[:1], "little")
     n_far = int.from_bytes(data[1:HEAD], "little")

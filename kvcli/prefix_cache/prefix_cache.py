@@ -61,7 +61,7 @@ class CacheConditions:
     """Cache conditions: the settings that made a KV cache, besides the model."""
 
     is_whole: bool = True  # True if the cache holds all KV unchanged
-    # settings by key; for an unchanged cache those that it depends on
+    # settings by key; for an unchanged cache only those that show that it is unchanged
     settings: Mapping[str, str] = field(default_factory=dict)
     codec: Codec = field(default_factory=Uncompressed)  # encoding of tensors in files
 
@@ -89,8 +89,7 @@ class PrefixCache:
         self._seen: dict[str, BlockIndexEntry] = {}  # by block name
 
     def load_prefix(self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions = WHOLE) -> int:
-        """Load the saved KV of the longest prefix of `ids` into a session; return the number of tokens that need no
-        prefill."""
+        """Load the saved KV of the longest prefix of `ids` into a session; return the tokens that need no prefill."""
         if not self._is_in_blocks(shaping):
             self._go_on(session, ids, shaping)
             return session.committed
@@ -117,8 +116,7 @@ class PrefixCache:
     def find_spans(
         self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions
     ) -> Iterator[span_reuse.Found]:
-        """Yield spans of `ids` after the session's tokens that match other saved sequences, and the KV of these
-        spans."""
+        """Yield spans of `ids` after the session's tokens that match other saved sequences, with their KV."""
         if self._fields and session.reusing is not None:
             here, dtype, start = self._folder(session, shaping), session.cache.dtype, session.committed
             yield from find_spans(here, self._lm, dtype, ids[:-1], start, session.reusing.least, self._seen)
@@ -322,8 +320,7 @@ def _cut(held: Held, mine: slice) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]
 
 
 def _first(first: int, mine: slice) -> int:
-    """Return the first of these tokens to write, if a layer begins at position `first`: slots are saved in whole
-    blocks."""
+    """Return the first of these tokens to write, if a layer begins at `first`: slots are saved in whole blocks."""
     return int(max(mine.start, -(-first // BLOCK) * BLOCK))
 
 

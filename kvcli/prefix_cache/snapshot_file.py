@@ -57,8 +57,7 @@ class Entry:
 
 
 def write(path: Path, state: State, of: str = "") -> int:
-    """Write a private file atomically, `of` its maker; return its bytes. A file damaged by a power cut is
-    recomputed."""
+    """Write a private file atomically, `of` its maker; return its bytes. A power cut may corrupt the file."""
     tensors, numbers = _parted(state)
     with replacing(path, is_lasting=False) as file:
         file.write(_header(tensors, numbers, 0))

@@ -56,8 +56,7 @@ class BlockChain:
     dtype: torch.dtype
 
     def held(self, first: int, n: int) -> Held:
-        """Load KV of n tokens from `first` on. Blocks before them determine their positions, so none of these may be
-        evicted first."""
+        """Load KV of n tokens from `first` on. Earlier blocks are marked as used, too: they determine the positions."""
         found: dict[int, list[tuple[Tensor, Tensor]]] = {}
         last = -(-(first + n) // LENGTH)
         for i in range(first // LENGTH, last):
@@ -90,8 +89,9 @@ def find_spans(
     least: int,
     known: dict[str, BlockIndexEntry],
 ) -> Iterator[Found]:
-    """Yield the spans of at least `least` tokens of `ids` from `start` on, and the sequences that hold them; some
-    twice.
+    """Yield the spans of at least `least` tokens of `ids` from `start` on, and the sequences that hold them.
+
+    A span may occur more than once.
 
     `known`: index entries by block name, reused between calls. A span within one block is not found.
     """

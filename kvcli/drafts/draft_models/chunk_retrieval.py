@@ -41,8 +41,7 @@ ALIKE = 0.9  # share of the chosen chunks' score already in the cache from which
 
 
 def scored_layers(target: LM, layers: int) -> dict[int, AttentionParams]:
-    """Return the last `layers` layers of the target model that score chunks, of those with full attention if it has
-    any."""
+    """Return the last `layers` layers of the target model, of those with full attention if it has any."""
     whole = [layer for layer, sight in enumerate(target.sights) if sight.window is None]
     return {layer: target.sights[layer] for layer in (whole or range(target.n_layers))[-layers:]}
 
@@ -115,8 +114,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
         self._past = None  # the cache is no longer that of the sequence
 
     def _looks(self) -> bool:
-        """Score the chunks if a scoring is due and the query of the last accepted token is recorded; True if chunks may
-        change."""
+        """Score the chunks if due and the last accepted token's query is recorded; True if chunks may change."""
         past, query = self._past, self._query
         if past is None or query is None or query.at != len(self._text) - 2 or not self._trigger.is_due:
             return False
@@ -161,8 +159,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
             self._lay(chosen, first)
 
     def _study(self, chunks: range) -> Steps[None]:
-        """Prefill these chunks separately, after the first tokens of the sequence and a few tokens before the
-        chunks."""
+        """Prefill these chunks separately, after the first tokens of the sequence and a few tokens before them."""
         first, end = (self._sinks + at * self._size for at in (chunks.start, chunks.stop))
         left = max(self._sinks, first - LEFT)
         apart = Dense(self.lm.shapes, self.lm.dtype, self.lm.device)
@@ -182,8 +179,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
         return (at - self._sinks) // self._size
 
     def _tail(self, room: int) -> tuple[int, int]:
-        """Return the first of the newest tokens to keep, and the number of chunks that fit beside them and `room` more
-        tokens."""
+        """Return the first of the newest tokens to keep, and how many chunks fit beside them and `room` more tokens."""
         has = max(0, self._working - self._sinks - room)
         first = self._sinks + max(0, self._number(self._n - min(self._recent, has))) * self._size
         while self._n - first > has:
@@ -220,8 +216,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
             self._chunks.put(some.start, [self._raw(self._kv, layer, n, behind) for layer in self._layers])
 
     def _raw(self, kv: Dense, layer: int, n: int, behind: int) -> KV:
-        """Return n slots that have `behind` slots after them; keys without rotary embedding if positions are
-        contiguous."""
+        """Return n slots with `behind` slots after them; keys before rotary embedding if positions are contiguous."""
         s = kv.slots(layer)
         at = slice(s.n_slots - behind - n, s.n_slots - behind)
         k, rotary = s.k[:, at], self._turns[layer] if self._turns is not None else None

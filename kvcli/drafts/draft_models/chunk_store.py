@@ -1,5 +1,4 @@
-"""KV of a sequence by chunk, stored beside the draft model's cache. An evicted chunk is restored without another
-pass."""
+"""KV of a sequence by chunk, stored beside the draft model's cache, to restore evicted chunks without a pass."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ KV = tuple[Tensor, Tensor]
 
 
 class ChunkStore:
-    """Chunks of `size` tokens by number, each one tensor over all layers, on any device: all layers are copied at
-    once."""
+    """Chunks of `size` tokens by number, on any device. A chunk is one tensor over all layers and is copied at once."""
 
     def __init__(self, shapes: Sequence[LayerShape], size: int, device: torch.device | str) -> None:
         """`shapes`: of the layers that store KV."""

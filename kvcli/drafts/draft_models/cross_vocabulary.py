@@ -75,8 +75,7 @@ class CrossVocabularyModel:
 
     @property
     def max_depth(self) -> int:
-        """Maximum depth in tokens of the draft model, of which a draft token may need several; `_go_on` checks the
-        limit."""
+        """Maximum depth in draft model tokens. A draft token may need several, so `_go_on` checks the limit."""
         return self._it.max_depth
 
     def newest(self, n: int) -> list[int]:

@@ -44,8 +44,7 @@ class HiddenStateHead:
         return self.limit - self.length
 
     def newest(self, n: int) -> list[int]:
-        """Return the pending token. Earlier tokens cannot be tried: their successors are known and their states are not
-        kept."""
+        """Return the pending token. Earlier tokens have known successors, and their states are not kept."""
         return self._text[-1:]
 
     def bind(self, past: DraftContext | None) -> None:

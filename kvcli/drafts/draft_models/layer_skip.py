@@ -136,8 +136,7 @@ class Swift(_Chosen):
         self._spent += perf_counter() - began
 
     def _score(self, runs: Sequence[range], kv: KVCache, ids: Sequence[int], at: int) -> Steps[float]:
-        """Return the share of tokens `ids`, the first at position `at`, that these layers predict from the token
-        before."""
+        """Return the share of `ids`, the first at position `at`, that these layers predict from the token before."""
         before = newest_before(self._lm, kv, at, chain.from_iterable(runs))
         rows, hidden = Rows.chain(ids[:-1], at), None
         for run in runs[:-1]:
@@ -199,8 +198,7 @@ class Knn(Swift):
             self._known.keep(self._found)
 
     def _place(self, kv: KVCache, ids: Sequence[int], at: int) -> Steps[Tensor]:
-        """Return the mean hidden state before the last layers, normalized, [E], of tokens `ids`, the first at position
-        `at`."""
+        """Return the normalized mean hidden state [E] before the last layers of `ids`, the first at position `at`."""
         below = range(self._units[-1].start)
         made = yield ForwardRequest(self._lm, Rows.chain(ids, at), newest_before(self._lm, kv, at, below), layers=below)
         assert made.hidden is not None
@@ -230,8 +228,7 @@ class SavedLayerSets:
         return self
 
     def near(self, like: Tensor) -> tuple[LayerSet | None, float]:
-        """Return the layer set of the sequence nearest to the embedding `like`, or None if none is near; and the
-        cosine."""
+        """Return the layer set of the sequence nearest to embedding `like`, None if none is near; and the cosine."""
         if not self._found:
             return None, 0.0
         cosines = torch.stack([found.like for found in self._found]) @ like

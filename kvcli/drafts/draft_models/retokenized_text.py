@@ -19,8 +19,7 @@ OPEN = 24  # minimum newest tokens that are tokenized again
 
 
 class RetokenizedText:
-    """Text as `ids` of the target model and `its` ids of the draft model. It is torn while it ends within a
-    character."""
+    """Text as `ids` of the target model and `its` ids of the draft model. Torn: it ends within a character."""
 
     def __init__(self, spelling: TokenMapping) -> None:
         self._to = spelling
@@ -33,9 +32,8 @@ class RetokenizedText:
         """Set the sequence to `ids`."""
         both = min(len(self.ids), len(ids))
         same = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), both)
-        while (
-            len(self._cuts) > 1 and self._cuts[-2][0] + PIECE + OPEN > same
-        ):  # it was made with an eye on what is gone
+        # a cut depends on the PIECE + OPEN tokens after the cut before it, so one that read changed tokens is dropped
+        while len(self._cuts) > 1 and self._cuts[-2][0] + PIECE + OPEN > same:
             self._cuts.pop()
         self.ids = list(ids)
         self._spell()

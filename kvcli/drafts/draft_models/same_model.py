@@ -112,7 +112,7 @@ class SelfDraftModel:
 
 
 class DraftCacheView:
-    """Cache view for draft rows: the cache may show them fewer bits or slots, because the target model verifies them."""
+    """Cache view for draft rows: the cache may show them fewer bits or slots, because they are verified later."""
 
     def __init__(self, past: Attendable, dtype: torch.dtype) -> None:
         self.dtype, self._past = dtype, past

@@ -219,8 +219,7 @@ class DraftController:
         return units - usual if scouts else None
 
     def observe_dry_run(self, came_true: bool) -> None:
-        """Record the result of a dry run. A first pause ends after 1 correct dry run; the number doubles with each
-        relapse."""
+        """Record a dry run. 1 correct dry run ends a first pause; the number doubles with each relapse."""
         self._kept = self._kept + 1 if came_true else 0
         if self._left and self._kept >= min(_ENOUGH, self._pause // _PAUSE):
             self._resume()

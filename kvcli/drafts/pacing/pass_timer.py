@@ -1,5 +1,4 @@
-"""Measure pass times by row count, in units of a pass with one row. Calibrated times serve until decoding measures
-them."""
+"""Measure pass times by row count, in units of a pass with one row. Calibrated times serve until measured."""
 
 from __future__ import annotations
 

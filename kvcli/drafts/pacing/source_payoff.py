@@ -65,8 +65,7 @@ class SourcePayoff:
         return False
 
     def observe(self, brought: int, cost: float | None, speed: float) -> None:
-        """Record a pass with the source: tokens only it proposed, extra time in plain passes, speed as a multiple of
-        plain."""
+        """Record a pass with it: tokens only it proposed, extra time in plain passes, speed as a multiple of plain."""
         self._brought.append(brought)
         if cost is not None:
             self._cost.append(max(0.0, cost))

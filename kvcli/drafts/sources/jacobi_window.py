@@ -47,8 +47,7 @@ class JacobiWindow:
         return max(self._offset, default=0)
 
     def start(self, ids: Sequence[int]) -> None:
-        """Fill all levels with random tokens of the sequence; the random seed is its length, so the fill is
-        reproducible."""
+        """Fill all levels with random tokens of the sequence, reproducibly: the random seed is its length."""
         self._text = [t for t in ids[-4096:] if t not in self._ends]
         self._random = Random(len(ids))
         self._tokens = [[self._filler() for _ in range(self.width)] for _ in range(self.levels)] if self._text else []

@@ -56,8 +56,7 @@ class NgramPool:
             del self._runs[next(iter(self._runs))]
 
     def start(self, ids: Sequence[int]) -> None:
-        """Start a sequence. N-grams of earlier sequences are kept, because a wrong draft token costs a row and no
-        accuracy."""
+        """Start a sequence. N-grams of earlier ones are kept, because a wrong draft token costs only a row."""
         self._tail = []
         self.extend(ids)
 

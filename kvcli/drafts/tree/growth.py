@@ -97,8 +97,7 @@ def sequoia(rates: Sequence[float], most: int, depth: int, each: float, costs: S
 
 
 def _programme(rates: tuple[float, ...]) -> Callable[[int, int], tuple[float, TreeShape]]:
-    """Return a function (draft tokens, levels) -> expected accepted tokens of the best tree of at most that size, and
-    its shape."""
+    """Return a function: (draft tokens, levels) -> expected accepted tokens of the best tree, and its shape."""
 
     @cache
     def under(n: int, levels: int, rank: int) -> tuple[float, tuple[TreeShape, ...]]:

@@ -48,8 +48,7 @@ class Reject:
 
 
 class Disco:
-    """Stop rule: stops when the newest draft token is rejected with a probability above `risk`, by logistic regression
-    (DISCO)."""
+    """Stop rule: stops when the newest token's chance of rejection exceeds `risk`, by logistic regression (DISCO)."""
 
     def __init__(self, risk: float) -> None:
         self._risk = risk

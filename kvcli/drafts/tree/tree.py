@@ -53,8 +53,7 @@ class DraftSource(Protocol):
         """Return the state at the sequence's end; None = no candidates. No path will be deeper than `depth`."""
 
     def offers(self, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:
-        """Return at most `branches` different tokens after `state`, which is `depth` tokens after the sequence's
-        end."""
+        """Return at most `branches` different tokens after `state`, `depth` tokens after the sequence's end."""
 
     def safe(self, offer: DraftCandidate) -> int:
         """Return the rows that a tree beginning with this candidate may have before their cost is measured."""
@@ -128,8 +127,7 @@ def _path(guesses: Sequence[DraftToken]) -> list[int]:
 def _merged(
     sources: Sequence[DraftSource], states: Sequence[tuple[int, Any]], depth: int, branches: int
 ) -> list[tuple[float, tuple[tuple[int, DraftCandidate], ...]]]:
-    """Return (chance, candidates by source) of at most `branches` tokens; a token has the highest chance of its
-    sources."""
+    """Return (chance, candidates by source) of at most `branches` tokens; a token gets its highest chance."""
     if len(states) == 1:
         ((i, state),) = states
         return [(found.chance, ((i, found),)) for found in sources[i].offers(state, depth, branches)]

@@ -212,8 +212,7 @@ class TreeDrafter:
         return self._pace.deeper(chances, chain.depth, chain.mean, chain.cost(self._pace.plain), beside)
 
     def _teach(self, stop: StopRule, found: Sequence[tuple[DraftToken, bool]]) -> None:
-        """Teach the stop rule from the draft model's first choices, down to the first rejected one; later ones were not
-        tested."""
+        """Teach the stop rule from the draft model's first choices, down to the first rejected one: later ones are untested."""
         theirs: dict[int, tuple[float, bool]] = {}  # parent -> its best draft token: chance, accepted
         for guess, is_right in found:
             for i, offer in guess.named:
@@ -237,8 +236,7 @@ class TreeDrafter:
         return chain
 
     def _rows(self, guesses: Sequence[DraftToken]) -> int:
-        """Return how many draft tokens to verify: as many as are safe, or as measured times allow; all if not
-        adaptive."""
+        """Return how many draft tokens to verify: as safe or as measured times allow; all if not adaptive."""
         if not guesses or not self._config.adaptive:
             return len(guesses)
         return self._pace.rows([g.chance for g in guesses], self._safe(guesses))

@@ -58,8 +58,7 @@ class LookaheadSettings(ViewSettings):
 
 @dataclass(frozen=True)
 class Lookahead(LookaheadSettings):
-    """Lookahead decoding: the model itself predicts several positions ahead in each pass. With a cache view it is
-    FAFO."""
+    """Lookahead decoding: the model predicts several positions ahead in each pass. With a cache view: FAFO."""
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """Return a drafter without a sequence."""

@@ -38,8 +38,7 @@ class Mix(LookaheadSettings):
             raise ValueError('sources = [] must name one at least; method = "off" drafts from none')
 
     def ignored_keys(self) -> dict[str, str]:
-        """Return the keys that have no effect: key -> the key that disables it. Here also the keys of sources not in
-        use."""
+        """Return the keys that have no effect: key -> the key that disables it. Adds keys of sources not in use."""
         scouting = [key for key in keys_of(LookaheadSettings) if key not in keys_of(DraftSettings)]
         needs = {"suffix": ["min_match", "max_match"], "scouts": scouting}
         keys = [key for source, keys in needs.items() if source not in self.sources for key in keys]

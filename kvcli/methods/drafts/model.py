@@ -117,8 +117,7 @@ class SeparateModelDraft(ModelDraftSettings):
         return CHUNK, LOOK
 
     def draft_slots(self, n: int, device: str = "cpu") -> int:
-        """Return the maximum of n tokens with KV in the draft model on `device`. More than are kept exist in prefill
-        and drafts."""
+        """Return the maximum of n tokens with KV on `device`, in prefill and drafts, when more exist than are kept."""
         from kvcli.drafts.draft_models.separate_model import CHUNK
 
         ready = n if self.retrieval != "off" and (self.shelf == "device" or device == "cpu") else 0
@@ -136,8 +135,7 @@ class SeparateModelDraft(ModelDraftSettings):
         return 8 * n + super().index_bytes(n)
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
-        """Return a drafter without a sequence. Raises BadConfig if `working` exceeds the draft model's context
-        window."""
+        """Return a drafter without a sequence. Raises BadConfig if `working` exceeds the draft model's limit."""
         from kvcli.drafts.sources.model_draft import ModelDraft
         from kvcli.drafts.sources.prompt_lookup import PromptLookup
         from kvcli.drafts.tree.growth import Growth

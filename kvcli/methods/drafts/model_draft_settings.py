@@ -36,8 +36,7 @@ class ModelDraftSettings(Ngram):
             )
 
     def ignored_keys(self) -> dict[str, str]:
-        """Return the keys that have no effect: key -> the key that disables it. Here also the keys of prompt lookup if
-        it is off."""
+        """Return the keys that have no effect: key -> the key that disables it. Adds keys of unused prompt lookup."""
         return super().ignored_keys() | ({} if self.copies else dict.fromkeys(("min_match", "max_match"), "copies"))
 
     def index_bytes(self, n: int) -> int:
@@ -52,9 +51,7 @@ class ModelDraftSettings(Ngram):
         from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
         successors = learners(self.sources)
-        others: list[PromptLookup | RecycledLogits] = [
-            *([copies] if self.copies else []),
-            *successors,
-        ]  # the cheapest first
+        # the cheapest first
+        others: list[PromptLookup | RecycledLogits] = [*([copies] if self.copies else []), *successors]
         beyond = [(i, source.behind) for i, source in enumerate(others)]
         return TreeDrafter(self, [*others, chain], successors=successors, chain=chain, beyond=beyond, **of)

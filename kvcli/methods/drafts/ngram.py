@@ -35,9 +35,8 @@ class Ngram(DraftSettings):
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
         """Return a drafter without a sequence."""
-        from kvcli.drafts.sources.prompt_lookup import (
-            PromptLookup,  # late: reading a profile must import neither torch nor numpy
-        )
+        # late: reading a profile must import neither torch nor numpy
+        from kvcli.drafts.sources.prompt_lookup import PromptLookup
         from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
         return TreeDrafter(self, [PromptLookup(self.min_match, self.max_match)])

@@ -27,19 +27,19 @@ class Off:
     logits_hook: ClassVar[None] = None
 
     def draft_slots(self, n: int, device: str = "cpu") -> int:
-        """Zero slots: no draft model has KV."""
+        """Return 0 slots for memory planning: no draft model has KV."""
         return 0
 
     def view_slots(self, n: int) -> int:
-        """Zero slots: no cache view."""
+        """Return 0 slots for memory planning: there is no cache view."""
         return 0
 
     def index_bytes(self, n: int) -> int:
-        """Zero bytes: the drafter has no index."""
+        """Return 0 bytes of host memory for memory planning: the drafter has no index."""
         return 0
 
     def ignored_keys(self) -> dict[str, str]:
-        """No keys."""
+        """Return no keys: every key has an effect."""
         return {}
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> Off:

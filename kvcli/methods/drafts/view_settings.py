@@ -24,8 +24,7 @@ class ViewSettings(DraftSettings):
     refresh: Annotated[int, Range(1, 4096)] = 32  # of a view: tokens after which it is chosen anew
 
     def ignored_keys(self) -> dict[str, str]:
-        """Return the keys that have no effect: key -> the key that disables it. Here also the keys of other kinds of
-        view."""
+        """Return the keys that have no effect: key -> the key that disables it. Adds keys of other views."""
         of = {"all": ("sinks", "local", "refresh", "page", "pages"), "stream": ("page", "pages"), "quest": ()}
         return super().ignored_keys() | dict.fromkeys(of[self.view], "view")
 

@@ -2,8 +2,8 @@
 
 The rule is online conformal calibration as in adaptive conformal inference (arXiv 2106.00170). After each audited step
 the threshold goes up by rate * (1 - alpha) if the step would have been accepted wrongly, else down by rate * alpha. As
-no step is accepted above 1, the share of wrong ones among n is at most alpha + (1 + rate - likely) / (rate * n) for any
-text.
+a threshold above 1 accepts no step, the share of wrong ones among n is at most
+alpha + (1 + rate - likely) / (rate * n) for any text.
 """
 
 from __future__ import annotations

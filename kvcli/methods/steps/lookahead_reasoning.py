@@ -1,4 +1,4 @@
-"""Accept reasoning steps of a smaller model if they are judged equivalent (LookaheadReasoning Reasoning, arXiv
+"""Accept reasoning steps of a smaller model if they are judged equivalent (Lookahead Reasoning, arXiv
 2506.19830).
 
 The smaller model drafts several reasoning steps. One pass of the target model verifies them all. Where it would have

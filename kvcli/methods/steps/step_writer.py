@@ -54,8 +54,7 @@ class StepBranch:
 
 
 class Writer:
-    """Writer of a session's answer by reasoning steps. Each sequence has its own, with a session of the smaller
-    model."""
+    """Writer of one sequence's answer by reasoning steps; it has a session of the smaller model."""
 
     def __init__(self, settings: LookaheadReasoning, draft: GenerationSession, ends: Ends) -> None:
         self._wants, self._draft, self._ends = settings, draft, ends
