@@ -227,7 +227,7 @@ class PrefixCache:
                 if session.ids[:n] != list(ids[:n]):
                     session.rewind(0)
                     raise SnapshotMismatch("it is of another text")
-                session.resume(ids)  # as at the start of each question
+                session.resume(ids)  # as each question starts
                 return touch([path])
             except (CorruptFile, SnapshotMismatch):
                 path.unlink(missing_ok=True)
@@ -257,7 +257,7 @@ class PrefixCache:
                 low, seen = windows[layer].window_start(n), max(0, n - windows[layer].size + 1)
             at = n
             for one in reversed(found):
-                if at <= low or at > one.end:  # as much as is wanted, or a gap
+                if at <= low or at > one.end:  # enough slots, or a gap
                     break
                 at = min(at, one.firsts.get(layer, at))
             if at > seen:

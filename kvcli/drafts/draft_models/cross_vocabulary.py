@@ -185,7 +185,7 @@ class CrossVocabularyModel:
             self._row = self._candidates(more)
         return self._hook_output()
 
-    # ---- words ----
+    # ---- conversion ----
 
     def _candidates(self, row: Sequence[float]) -> list[Candidate]:
         wide = len(row) // 2

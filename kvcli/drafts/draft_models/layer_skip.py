@@ -246,7 +246,7 @@ class Clasp(_Chosen):
     state stays closest to the full model's. The programme runs over layers; each row has one number of skipped
     layers."""
 
-    EVERY = 16  # drafts
+    EVERY = 16  # drafts between two searches
 
     def start(self) -> None:
         """Restart the draft count."""

@@ -79,7 +79,7 @@ class MtpHead(HiddenStateHead):
     def extend(self, new: Sequence[int]) -> None:
         """Append `new` to the sequence."""
         self._text += new
-        self._past = None  # it has changed
+        self._past = None  # the cache is no longer that of the sequence
         self._drop()
 
     def observe(self, step: Step) -> None:

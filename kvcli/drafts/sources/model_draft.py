@@ -72,7 +72,7 @@ class ModelDraft:
         self.why = ""  # reason in words why no draft is made
         self.fault = ""  # error that occurred in this sequence
         self.depth, self._vocab, self._share, self._ends = depth, vocab, share, frozenset(ends)
-        self._seconds: deque[float] = deque(maxlen=9)  # of a pass of few rows
+        self._seconds: deque[float] = deque(maxlen=9)  # seconds of passes with few rows
         self._look, self._waited = 0.0, 0  # seconds of the last trial pass, and passes since the draft model last ran
         self._growth, self._cascade = growth or Growth(), cascade
         self._places: list[TreeNode] = []  # the sequence's end, and the draft tokens that have been through a pass

@@ -212,7 +212,7 @@ class TreeDrafter:
         return self._pace.deeper(chances, chain.depth, chain.mean, chain.cost(self._pace.plain), beside)
 
     def _teach(self, stop: StopRule, found: Sequence[tuple[DraftToken, bool]]) -> None:
-        """Teach the stop rule from the draft model's first choices, down to the first rejected one: later ones are untested."""
+        """Teach the stop rule by the draft model's first choices up to the first rejection; later ones are untested."""
         theirs: dict[int, tuple[float, bool]] = {}  # parent -> its best draft token: chance, accepted
         for guess, is_right in found:
             for i, offer in guess.named:

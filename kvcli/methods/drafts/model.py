@@ -44,7 +44,7 @@ class SeparateModelDraft(ModelDraftSettings):
     cascade: Annotated[int, Range(0, 32)] = 0  # copied tokens that it checks in one of its passes, at most
     stop: Rule = "marginal"  # it guesses on while that pays by the clock; "reject", "disco": and `risk` is not reached
     risk: Annotated[float, Range(0, 1)] = 0.7  # chance of a rejection, of any guess or of the newest, at which to stop
-    # retrieval: of `working` tokens some are those that the model which writes looks at
+    # retrieval: some of the `working` tokens are chunks to which the target model attends
     retrieval: Annotated[str, _RETRIEVAL] = "off"  # when they are chosen: never; each N passes; where guesses fail
     chunk: Annotated[int, Range(1, 1024)] = 32  # tokens that are chosen together
     recent: Annotated[int, Range(1)] = 256  # newest tokens that stay in any case
