@@ -1,6 +1,6 @@
-"""From a profile to live objects.
+"""Build objects from a profile: KV cache, session, drafter, policies.
 
-Imports torch only when something is built, so that a profile can be read and refused in a moment.
+torch is imported only when something is built, so that a profile can be read and refused quickly.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from kvcli.prefix_cache.prefix_cache import CacheConditions
     from kvcli.settings.profile import Profile
 
-SHAPE = ("prefill", "prune", "reuse", "kv", "kv_format", "memory", "policy", "sparse")  # tables that a past depends on
+# tables that the content of a KV cache depends on
+SHAPE = ("prefill", "prune", "reuse", "kv", "kv_format", "memory", "policy", "sparse")
 
 
 def store(lm: LM, profile: Profile, held: int = 0) -> KVCache:
-    """An empty store as `[kv]` and `[memory]` want it; raises BadConfig or Shortage where that cannot be.
+    """Return an empty KV cache as `[kv]` and `[memory]` specify; raises BadConfig or CacheFull if that is not possible.
 
-    `held`: bytes that a store takes which this one is to replace.
+    `held`: bytes of the cache that this one is to replace.
     """
     if any(shape.device for shape in lm.shapes) and not may_split(profile):
         raise BadConfig(
@@ -59,11 +60,12 @@ def store(lm: LM, profile: Profile, held: int = 0) -> KVCache:
 
 
 def may_split(profile: Profile) -> bool:
-    """Whether layers of a past under it may lie on two devices: one tier, of which nothing is chosen or turned."""
+    """True if the layers of a KV cache of this profile may be on two devices: one tier, without selection or
+    rotation."""
     from kvcli.kv.footprint import is_ladder
 
     reads = profile.prune.describe_read or profile.sparse.describe_read or profile.reuse.describe_reused
-    views = profile.spec.view_slots(1) or profile.spec.checks  # of the model's own past
+    views = profile.spec.view_slots(1) or profile.spec.checks  # of the model's own KV cache
     is_whole = profile.policy.compression_interval is None and profile.context.on_overflow != "compress"
     return (
         is_whole and not reads and not views and not is_ladder(profile.kv, profile.kv_format.settings, profile.memory)
@@ -71,10 +73,10 @@ def may_split(profile: Profile) -> bool:
 
 
 def adapted_profile(lm: LM, profile: Profile) -> tuple[Profile, str]:
-    """The profile as this model can keep it, and what had to be changed for that.
+    """Return the profile as this model supports it, and what was changed for that, in words.
 
-    A strict profile drafts only where a row has the same bits alone and in a draft. Where kernels do not promise that,
-    a row rounds otherwise among others, and so do the keys and values that an accepted guess leaves behind.
+    A strict profile drafts only if the model is batch invariant. Otherwise a row rounds differently next to other rows,
+    and so does the KV of accepted draft tokens.
     """
     profile, chained = _chained(profile) if lm.mixers else (profile, "")
     if not profile.spec.require_batch_invariance or not (by := _batch_variant_reason(lm, profile)):
@@ -84,7 +86,8 @@ def adapted_profile(lm: LM, profile: Profile) -> tuple[Profile, str]:
 
 
 def _chained(profile: Profile) -> tuple[Profile, str]:
-    """With one guess behind the other and no scouts, as rows go through layers that keep a state; what that changed."""
+    """Return the profile with drafts without branches and no lookahead, as recurrent layers require; and what was
+    changed."""
     spec, why = profile.spec, "some layers of this model keep a state"
     if spec.method == "off":
         return profile, ""
@@ -97,7 +100,7 @@ def _chained(profile: Profile) -> tuple[Profile, str]:
 
 
 def _batch_variant_reason(lm: LM, profile: Profile) -> str:
-    """What makes a row's numbers depend, by more than fp32 shows, on how many share its pass; "" = nothing does."""
+    """Return what makes a row depend on the number of rows in its pass, by more than float32 rounding; "" = nothing."""
     if lm.batch_variant_reason:
         return f"in {lm.info.dtype}"
     if lm.max_invariant_rows is not None and profile.spec.rows > lm.max_invariant_rows:
@@ -108,7 +111,8 @@ def _batch_variant_reason(lm: LM, profile: Profile) -> str:
 
 
 def promise(lm: LM, profile: Profile) -> str:
-    """What may be said of the text: `exactness`, or more where rows are independent, or less where they round."""
+    """Return the exactness of the text: `exactness`, better if the model is batch invariant, or worse if rows round
+    differently."""
     if profile.exactness != "exact":
         return profile.exactness
     is_apart = lm.max_invariant_rows is not None and profile.spec.rows > lm.max_invariant_rows
@@ -120,7 +124,7 @@ def promise(lm: LM, profile: Profile) -> str:
 
 
 def is_lossless(profile: Profile) -> bool:
-    """Whether a text under it holds every key and value as it was made, so that others may go on from them."""
+    """True if the KV cache keeps all keys and values as computed, so that other sequences may continue from them."""
     from kvcli.kv.footprint import is_ladder
 
     nothing_goes = (
@@ -136,15 +140,15 @@ def is_lossless(profile: Profile) -> bool:
 
 
 def cache_conditions(profile: Profile) -> CacheConditions:
-    """What makes the past of a text under it, for those who would go on from one."""
+    """Return the settings that the content of a sequence's KV cache depends on, for the prefix cache."""
     from kvcli.prefix_cache.prefix_cache import CacheConditions
     from kvcli.settings.small_file import Unfit, read_small
 
     is_whole = is_lossless(profile)
-    # a whole past has no form: what was kept before there were any is still found
+    # a lossless cache has no KV format: entries saved before formats existed are still found
     say_so = {"kv.k_bits", "kv.v_bits", *(f"{table}.{METHODS[table][0]}" for table in METHODS if table != "kv_format")}
     found = {key: str(value) for key, value in profile.values.items() if key.partition(".")[0] in SHAPE}
-    if name := found.get("policy.headmap"):  # what its file says counts, not what it is called
+    if name := found.get("policy.headmap"):  # the content of the file counts, not its name
         with suppress(Unfit):
             found["policy.headmap"] += f" {sha256(read_small(Path(expanduser(name)), 1 << 30)).hexdigest()}"
     settings = {key: value for key, value in found.items() if not is_whole or key in say_so}
@@ -152,7 +156,8 @@ def cache_conditions(profile: Profile) -> CacheConditions:
 
 
 def shapings(profile: Profile) -> list[CacheConditions]:
-    """The same; and where what is taken over alone shapes it, that of the whole pasts of which that may come."""
+    """Return the cache conditions; and if only span reuse changes the KV, also those of the lossless caches that spans
+    may come from."""
     alone = profile.replace(reuse={"method": "none"}) if profile.reuse.describe_reused else profile
     return [
         cache_conditions(profile),
@@ -161,12 +166,12 @@ def shapings(profile: Profile) -> list[CacheConditions]:
 
 
 def chunk(lm: LM, profile: Profile) -> int:
-    """Tokens read in one pass, at most: no text is longer than its window."""
+    """Return the most tokens of a prefill pass: `prefill.chunk`, or the context window if that is smaller."""
     return min(profile.prefill.chunk, lm.limit if profile.context.limit == "auto" else int(profile.context.limit))
 
 
 def plan(lm: LM, profile: Profile, n_slots: int = 0) -> CachePlan:
-    """What its store is made for; `held` as above."""
+    """Return the plan of the KV cache. `n_slots`: as `held` of `store`."""
     import torch
 
     from kvcli.engine.forward_memory import pass_bytes
@@ -174,7 +179,7 @@ def plan(lm: LM, profile: Profile, n_slots: int = 0) -> CachePlan:
     from kvcli.kv.cache import plan as tiers
 
     most, rows = chunk(lm, profile), max(profile.spec.rows, profile.reasoning_steps.rows)
-    is_fit = profile.memory.budget == "fit"  # which leaves room for passes on a CPU, too
+    is_fit = profile.memory.budget == "fit"  # it reserves memory for passes, on a CPU too
     kind = "cuda" if lm.is_apart else "cpu"
     dtype = lm.dtype if profile.kv.dtype == "auto" else getattr(torch, NUMBERS[profile.kv.dtype])
     return tiers.CachePlan(
@@ -195,7 +200,8 @@ def plan(lm: LM, profile: Profile, n_slots: int = 0) -> CachePlan:
 
 
 def compression_interval(profile: Profile) -> int | None:
-    """Tokens between two boundaries: the policy's, else recall's or a ladder's; None = the past never changes."""
+    """Return the compression interval: the policy's, else that of sparse attention or of a tiered cache; None = the
+    cache never changes."""
     from kvcli.kv.capacity import EVERY
     from kvcli.kv.footprint import is_ladder
 
@@ -206,10 +212,11 @@ def compression_interval(profile: Profile) -> int | None:
 def session(
     lm: LM, profile: Profile, costs: Costs | None = None, kinds: bytes | None = None, pair: ModelPair | None = None
 ) -> GenerationSession:
-    """An empty session of `lm` as the profile wants it.
+    """Return an empty session of `lm` with the settings of the profile.
 
-    `costs`: what passes take on this machine, for the drafter to start from; never changes the text. `kinds`: the kind
-    of each id (kvcli.chat.token_kinds), for policies; None = all are text. `pair`: with the model that `[spec]` names.
+    `costs`: pass times on this machine, as the drafter's initial values; they never change the text. `kinds`: the kind
+    of each id (kvcli.chat.token_kinds), for policies; None = all are text. `pair`: with the draft model that `[spec]`
+    names.
     """
     import torch
 
@@ -218,7 +225,7 @@ def session(
     from kvcli.engine.sequence.session import GenerationSession
 
     if profile.context.on_overflow == "compress":
-        rotaries(lm)  # refused now, and not when the window is full
+        rotaries(lm)  # raises here, not when the context window is full
     kv = store(lm, profile)
     drafter: Drafter = profile.spec.drafter(lm.stop_ids, pair or ModelPair(lm, lm))
     if costs:
@@ -241,7 +248,7 @@ def session(
 
 
 def policy(lm: LM, profile: Profile) -> Policy:
-    """What `[policy]` asks for, with the rungs that `memory.budget` is spent on."""
+    """Return the policy of `[policy]`, with the precision levels that `memory.budget` is spent on."""
     chosen: Policy = profile.policy.settings
     if not profile.memory.spends:
         return chosen
@@ -251,9 +258,9 @@ def policy(lm: LM, profile: Profile) -> Policy:
 
 
 def steps(lm: LM, profile: Profile, pair: ModelPair | None, words: PreTrainedTokenizerBase) -> Writer | None:
-    """What writes a text of `lm` by steps of the model that `[reasoning_steps]` names, in words; None = nothing does.
+    """Return the writer that extends a text by steps of the model in `[reasoning_steps]`; None = there is none.
 
-    Raises BadConfig where the two spell texts in other tokens.
+    Raises BadConfig if the two models have different tokenizers.
     """
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.kv.tiers.dense import Dense
@@ -280,42 +287,43 @@ def steps(lm: LM, profile: Profile, pair: ModelPair | None, words: PreTrainedTok
 
 
 def can_condense(session: GenerationSession, end: int) -> bool:
-    """Whether the model has room to judge so many tokens of a text."""
+    """True if the context window is large enough to score `end` tokens."""
     from kvcli.methods.policies.compress_prefix import fits_repetition
 
     return fits_repetition(session.lm.limit, end)
 
 
 def condense(session: GenerationSession, end: int, most: int) -> Steps[bool]:
-    """The first `end` tokens of a text in `most` slots a head; whether that could be."""
+    """Compress the first `end` tokens of a sequence to `most` slots per head. False if that is not possible."""
     from kvcli.methods.policies.compress_prefix import compress_prefix
 
     return compress_prefix(session, end, most)
 
 
 def view(lm: LM, kv: KVCache, drafter: Drafter) -> CompactView | None:
-    """How the drafter's scouts read the past; None = all of it, or there are no scouts."""
+    """Return the cache view of the drafter's lookahead rows; None = the whole cache, or no lookahead."""
     if (glance := drafter.view) is None:
         return None
     return compact_view(lm, kv, method_class(registries()["view"][glance.kind])(**glance.settings), glance.every)
 
 
 def compact_view(lm: LM, kv: KVCache, policy: PerLayerPolicy, every: int) -> CompactView:
-    """What `policy` keeps of `kv`, as a short dense copy chosen anew every `compression_interval` tokens."""
+    """Return a cache view: the slots of `kv` that `policy` keeps, as a short dense copy, selected anew every `every`
+    tokens."""
     from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.views.compact_view import CompactView
 
     def pick(layer: int, q: Tensor, s: Slots) -> Tensor:
-        now = int(s.pos.amax()) + 1  # the rows stand behind all that is stored
+        now = int(s.pos.amax()) + 1  # the rows follow all stored slots
         heard = q, s.pos.new_full((q.shape[1],), now).long()
-        nothing = s.pos[0, :0], s.pos < s.pos  # is of a kind, or protected
+        nothing = s.pos[0, :0], s.pos < s.pos  # no kinds, no protected slots
         return policy.mask(s, LayerContext.of(lm, layer, "answering", now, now, heard, *nothing))
 
     return CompactView(kv, pick, every, lm.shapes)
 
 
 def sampler(lm: LM, profile: Profile) -> Sampler:
-    """The profile's sampling, and the model's own generation settings where it says nothing."""
+    """Return the sampler of the profile, with the model's own generation settings where the profile has none."""
     from kvcli.engine.sequence.sampler import Sampler
 
     chosen = profile.sample

@@ -1,6 +1,6 @@
-"""`kvcli.load`: a model by its name, under the settings and in the folders that the commands use.
+"""`kvcli.load`: load a model by name, with the settings and folders that the commands use.
 
-The only module of the Python API that reads the environment.
+No other module of the Python API reads the environment.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def load(
 ) -> Model:
     """Load a model by any name that a command takes: `demo`, of `kvcli models list`, a folder, a GGUF file, a hub id.
 
-    Config files, `KVCLI_HOME`, the XDG folders and `KVCLI_...` settings count as for a command; without a model or a
-    profile, those of the config. `set` overrides profile keys: {"load.device": "cpu"}. A hub id at `revision` is
-    downloaded only with `offline=False` and a `tell` to say so to. `cache`: another place for copies of GGUF files.
-    Raises KvcliError subclasses.
+    Config files, `KVCLI_HOME`, the XDG folders and `KVCLI_...` settings apply as for a command; without a model or a
+    profile, the config's defaults are used. `set` overrides profile keys: {"load.device": "cpu"}. A hub id at
+    `revision` is downloaded only with `offline=False` and a `tell`, which is called with progress messages. `cache`:
+    another folder for copies of GGUF files. Raises KvcliError subclasses.
     """
     world = Environment.real()
-    world.environ = dict(world.environ)  # what a command sets there is not for the caller's process
+    world.environ = dict(world.environ)  # variables that loading sets must not change the caller's process
     world.options.offline = offline
     world.paths = replace(world.paths, cache=cache or world.paths.cache)
     setup = Setup(world, model, revision=revision)

@@ -1,4 +1,4 @@
-"""Everything a command may touch outside the program, in one object: streams, environment, places, clock.
+"""Environment of a command in one object: streams, variables, folders, clock.
 
 `cli.py` makes the real one; tests make their own. No other file reads `sys` streams or the environment.
 """
@@ -41,7 +41,7 @@ class Common:
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Folders of this user; none is made before something is put in it."""
+    """Folders of this user; each is created when first written to."""
 
     config: Path
     data: Path
@@ -53,15 +53,15 @@ class Paths:
         return self.data / "chats"
 
     def sweep(self) -> None:
-        """Remove what killed runs left half written, in these folders and those in them."""
+        """Remove files that killed runs left half written, in these folders and their subfolders."""
         for folder in (self.config, self.data, self.state, self.cache):
-            with suppress(OSError):  # there is none yet
+            with suppress(OSError):  # the folder does not exist yet
                 for each in (folder, *(Path(e) for e in os.scandir(folder) if e.is_dir(follow_symlinks=False))):
                     sweep(each)
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Paths:
-        """`KVCLI_HOME` moves all; otherwise the XDG variables, then what the system is used to."""
+        """Folders by `KVCLI_HOME` for all; otherwise by the XDG variables, then by the system's convention."""
         kinds = [each.name for each in fields(cls)]
         if home := environ.get("KVCLI_HOME"):
             root = Path(os.path.expanduser(home)).absolute()
@@ -76,7 +76,7 @@ class Paths:
 
 @dataclass(slots=True)
 class Environment:
-    """What a command sees of the world. `options` are the common ones, as typed."""
+    """Streams, variables and folders of a command. `options` are the common ones, as typed."""
 
     stdin: TextIO
     stdout: TextIO
@@ -88,17 +88,17 @@ class Environment:
     options: Common = field(default_factory=Common)
 
     def __post_init__(self) -> None:
-        """Whoever writes to a world's stream writes through the outlet."""
+        """Wrap the output streams, so that all output passes through a SafeStream."""
         self.stdout = cast("TextIO", SafeStream(self.stdout, is_vital=True))
         self.stderr = cast("TextIO", SafeStream(self.stderr, is_vital=False))
 
     @classmethod
     def real(cls) -> Environment:
-        """Python leaves None for a stream that was closed before it started; then nothing is read or written."""
+        """The environment of this process. Python sets a closed stream to None; it is replaced by an empty one."""
         streams = sys.stdin or nothing("r"), sys.stdout or nothing("w"), sys.stderr or nothing("w")
         try:
             cwd = Path.cwd()
-        except FileNotFoundError:  # somebody removed it
+        except FileNotFoundError:  # the folder was removed
             cwd = Path(".")
         return cls(*streams, os.environ, cwd, Paths.of(os.environ))
 
@@ -106,7 +106,7 @@ class Environment:
         return {"stdin": self.stdin, "stdout": self.stdout, "stderr": self.stderr}[name]
 
     def is_tty(self, name: Stream) -> bool:
-        """Whether the stream is a terminal; a closed or missing one is not."""
+        """True if the stream is a terminal; a closed or missing one is not."""
         try:
             return self.stream(name).isatty()
         except (AttributeError, ValueError):
@@ -114,11 +114,11 @@ class Environment:
 
     @property
     def may_ask(self) -> bool:
-        """Whether a question to the user could be answered."""
+        """True if the user can answer a question."""
         return self.is_tty("stdin") and not self.options.no_input
 
     def has_color(self, name: Stream) -> bool:
-        """Colour on a terminal, unless something says no; FORCE_COLOR says yes."""
+        """True if output is coloured: on a terminal, unless an option or variable disables it, or by FORCE_COLOR."""
         if self.options.no_color or self.options.plain or self.environ.get("NO_COLOR"):
             return False
         if self.environ.get("FORCE_COLOR"):
@@ -130,7 +130,7 @@ class Environment:
         return encoding.lower().replace("-", "").replace("_", "") == "utf8"
 
     def width(self, name: Stream = "stdout") -> int:
-        """Columns of the terminal behind the stream; COLUMNS wins, 80 where there is none."""
+        """Columns of the stream's terminal. COLUMNS overrides it; 80 without a terminal."""
         columns = self.environ.get("COLUMNS", "")
         if columns.isdecimal() and int(columns) > 0:
             return int(columns)
@@ -140,11 +140,11 @@ class Environment:
             return shutil.get_terminal_size().columns if self.is_tty(name) else 80
 
     def read_stdin(self, most: int) -> bytes:
-        """Standard input as bytes, at most so many."""
+        """Read standard input as bytes, at most `most`."""
         buffer = getattr(self.stdin, "buffer", None)
         return buffer.read(most) if buffer is not None else self.stdin.read(most).encode()
 
 
 def nothing(mode: str) -> TextIO:
-    """A stream that is always empty and takes everything."""
+    """A stream that is always empty and discards all output."""
     return io.TextIOWrapper(io.FileIO(os.devnull, mode), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Errors a user can act on: what was asked, why it cannot be, and what to type instead."""
+"""Errors a user can act on: the request, the reason why it fails, and what to type instead."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ class ExitStatus(IntEnum):
     INTERNAL = 1  # a fault of kvcli; the log's path is printed
     USAGE = 2  # a wrong option or command
     BAD_INPUT = 3  # a file or a question that cannot be used
-    BAD_MODEL = 4  # a model that is not there, damaged, or not supported
-    DOES_NOT_FIT = 5  # more memory needed than there is
-    CONTEXT_OVERFLOW = 6  # the text is longer than the window
+    BAD_MODEL = 4  # a model that is missing, damaged, or not supported
+    DOES_NOT_FIT = 5  # more memory needed than available
+    CONTEXT_OVERFLOW = 6  # the text is longer than the context window
     ENGINE_UNREACHABLE = 7  # a remote engine refused, timed out or was lost
-    BAD_OUTPUT = 8  # an answer that breaks the schema or the check it was held to, or ended in a loop
+    BAD_OUTPUT = 8  # an answer that breaks its schema or check, or ended in a loop
     BAD_CONFIG = 9  # a profile or a config file with problems
-    REGRESSION = 10  # `bench --fail-if` came true
+    REGRESSION = 10  # a condition of `bench --fail-if` is true
     INTERRUPTED = 130  # Ctrl-C in a run that asks nothing
-    CLOSED_PIPE = 141  # the reader of the output went away
+    CLOSED_PIPE = 141  # the reader of the output closed it
 
 
 class KvcliError(Exception):
-    """An error that is the user's to solve.
+    """Error that the user can solve.
 
-    `message` says what happened (one line), `detail` carries the numbers (lines for people, or a mapping for
-    JSON), `try_` lists commands or changes that solve it. `code` is stable and greppable.
+    `message` is what happened (one line), `detail` has the numbers (lines for people, or a mapping for JSON), `try_`
+    lists commands or changes that solve it. `code` is stable and greppable.
     """
 
     code = "internal"
@@ -52,7 +52,7 @@ class KvcliError(Exception):
         self.try_ = tuple(try_)
 
     def __str__(self) -> str:
-        """All of it, as a program prints it that knows nothing of its parts."""
+        """The whole error as text, for a program that does not know its parts."""
         return "\n  ".join([self.message, *self.lines, *(f"try: {one}" for one in self.try_)])
 
 
@@ -86,7 +86,7 @@ class BadConfig(KvcliError):
 
 @contextmanager
 def reading(what: object, *, try_: Sequence[str] = ()) -> Iterator[None]:
-    """Around what reads a file that the user named: what the system refuses is an error of that file."""
+    """Convert an OSError while reading a file that the user named into an error about that file."""
     try:
         yield
     except OSError as error:
@@ -95,7 +95,7 @@ def reading(what: object, *, try_: Sequence[str] = ()) -> Iterator[None]:
 
 @contextmanager
 def writing(what: object, *, try_: Sequence[str] = ()) -> Iterator[None]:
-    """Around what writes one."""
+    """Convert an OSError while writing a file that the user named into an error about that file."""
     try:
         yield
     except OSError as error:
@@ -103,7 +103,7 @@ def writing(what: object, *, try_: Sequence[str] = ()) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator gave up. torch has no common class for its own: on the CPU it is a RuntimeError."""
+    """True if memory allocation failed. torch has no common class for it: on the CPU it is a RuntimeError."""
     return isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or _NO_MEMORY in str(error)
 
 

@@ -1,7 +1,7 @@
-"""The one door by which kvcli writes files: whole or not at all, on the disk when it returns, for their owner alone.
+"""File writing for all of kvcli: atomic, synced to the disk on return, readable by the owner alone.
 
-A file is written under a temporary name in its folder, which stays locked until it has its own name. So whatever of
-these is not locked was left by a run that was killed, and goes when the next one starts or writes there.
+A file is written under a temporary name in its folder, which is locked until the file is renamed. So an unlocked
+temporary file was left by a killed run, and the next run that starts or writes there removes it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from typing import BinaryIO
 
 from kvcli.errors import BadInput
 
-BEGINS, ENDS = ".kvcli-", ".part"  # of temporary names; without the file's own, which may be as long as a name can be
-SPARE = 64 << 20  # bytes of a disk that stay free
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of file systems without them: nothing is swept there either
-FIXED = (errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)  # of a name that cannot be given anew
+# parts of temporary names; the file's own name is not included, because it may have the maximal length
+BEGINS, ENDS = ".kvcli-", ".part"
+SPARE = 64 << 20  # bytes of a disk that remain free
+# errors of file systems without locks: nothing is removed there either
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+FIXED = (errno.EBUSY, errno.EXDEV, errno.EACCES, errno.EPERM, errno.EROFS)  # errors of a name that cannot be replaced
 
 
 def private_folder(folder: Path) -> Path:
-    """Make the folder and what is missing above it, open to its owner only."""
+    """Create the folder and its missing parents, open to the owner only."""
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
     for path in reversed(missing):
         path.mkdir(mode=0o700, exist_ok=True)
@@ -35,12 +37,12 @@ def private_folder(folder: Path) -> Path:
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the disk that the folder is on, or will be."""
+    """Free bytes of the disk that the folder is on, or will be."""
     return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
 
 
 def check_room(folder: Path, needed: int, work: str) -> None:
-    """Raises BadInput where the disk of the folder has no room for what some work writes."""
+    """Raise BadInput if the folder's disk has no space for the work."""
     if (free := free_bytes(folder)) < needed + SPARE:
         raise BadInput(
             f"there is no room on the disk for {work}",
@@ -52,15 +54,15 @@ def check_room(folder: Path, needed: int, work: str) -> None:
 
 
 def try_folder(folder: Path) -> Path:
-    """The folder, made if it is not there. Raises OSError where nothing can be kept in it: better now than later."""
+    """Create the folder if missing and return it. Raises OSError early if no file can be written in it."""
     tempfile.TemporaryFile(dir=private_folder(folder)).close()
     return folder
 
 
 def try_output(path: Path) -> None:
-    """Raises OSError where `write_output` would, before any work is done for it."""
+    """Raise OSError where `write_output` would, before any work is done for it."""
     with suppress(FileNotFoundError):
-        path.stat()  # links that lead in a circle are told from one that leads nowhere
+        path.stat()  # distinguishes a cycle of links from a dangling link
     if path.exists() and not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     if not path.exists():
@@ -70,9 +72,9 @@ def try_output(path: Path) -> None:
 def write_private(
     path: Path, content: str | bytes, *, mode: int = 0o600, is_new: bool = False, is_lasting: bool = True
 ) -> None:
-    """Replace the file in one step. With `is_new` it must not be there yet: FileExistsError.
+    """Replace the file in one step. With `is_new` it must not exist yet: FileExistsError.
 
-    Not `is_lasting`: the disk is not waited for, as a power cut may have what can be made again.
+    Without `is_lasting` the file is not synced to disk: a power cut may lose data that can be made again.
     """
     data = content.encode() if isinstance(content, str) else content
     with replacing(path, mode=mode, is_new=is_new, is_lasting=is_lasting) as stream:
@@ -80,10 +82,10 @@ def write_private(
 
 
 def write_output(path: Path, content: str) -> None:
-    """Write where the user said: a link stays a link, a mode what it was; a device or a pipe is written to.
+    """Write to the user's output path: a link remains a link, a mode is kept; a device or a pipe is written to.
 
-    So is a file that cannot be replaced, being mounted by itself or in a folder that is closed to us; a kill may then
-    leave half of it.
+    A file that cannot be replaced, because it is a mount point or its folder is not writable, is written in place; a
+    kill may then leave half of it.
     """
     target, is_there = path.resolve(), path.exists()
     if not is_there or path.is_file():
@@ -102,7 +104,7 @@ def write_output(path: Path, content: str) -> None:
 
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
-    """A folder for other programs to write into, gone with the block; after a kill, when `parent` is swept."""
+    """A folder for other programs to write into, removed after the block; after a kill, when `parent` is swept."""
     folder, handle = _temporary_folder(parent)
     try:
         yield folder
@@ -113,7 +115,7 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o600, is_new: bool = False, is_lasting: bool = True) -> Iterator[BinaryIO]:
-    """What is written to the stream becomes the file when the block ends well, and is gone when it does not."""
+    """Write the stream to a temporary file, which becomes the file if the block succeeds and is removed if it fails."""
     sweep(path.parent)
     stream = _temporary(path.parent)
     try:
@@ -125,23 +127,23 @@ def replacing(path: Path, *, mode: int = 0o600, is_new: bool = False, is_lasting
                 os.fsync(stream.fileno())
             (_name if is_new else os.replace)(stream.name, path)
     finally:
-        with suppress(OSError):  # it has its name, or the next run sweeps it
+        with suppress(OSError):  # it was renamed, or the next run sweeps it
             os.unlink(stream.name)
     if not is_lasting:
         return
     try:
         _sync_folder(path.parent)
     except OSError:
-        if is_new:  # whoever hears that it could not be written may write it again
+        if is_new:  # a caller that gets the error may write the file again
             path.unlink(missing_ok=True)
         raise
 
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """A folder to be filled, which gets its name when the block ends well and is gone when it does not.
+    """Fill a temporary folder, which gets its name if the block succeeds and is removed if it fails.
 
-    Who comes second to the same name leaves what the first one made.
+    If the name exists already, the existing folder is kept.
     """
     sweep(path.parent)
     with temporary_folder(path.parent) as made:
@@ -159,14 +161,14 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def append(path: Path, text: str, most: int = 0) -> None:
-    """Add whole lines in one write, all of them or none. Beyond `most` bytes, if given, the older half goes."""
+    """Add whole lines in one write, all of them or none. Beyond `most` bytes, if given, the older half is removed."""
     with locked(path) as handle:
         kind, size = stat.S_IFMT(os.fstat(handle).st_mode), os.fstat(handle).st_size
         data = text.encode(errors="backslashreplace")
-        if kind != stat.S_IFREG:  # a device or a pipe, that somebody named as the log
+        if kind != stat.S_IFREG:  # a device or a pipe, named by a user as the log
             os.write(handle, data)
             return
-        if size and os.pread(handle, 1, size - 1) != b"\n":  # the last line is half a line, of a run that was killed
+        if size and os.pread(handle, 1, size - 1) != b"\n":  # the last line is incomplete, from a killed run
             data = b"\n" + data
         try:
             if os.write(handle, data) < len(data):
@@ -181,13 +183,13 @@ def append(path: Path, text: str, most: int = 0) -> None:
 
 
 def locked(path: Path) -> AbstractContextManager[int]:
-    """The file, made if need be, open to read and append; others that lock it wait until the block ends."""
+    """Open the file, created if missing, to read and append; others that lock it wait until the block ends."""
     return opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, lock)
 
 
 @contextmanager
 def opened(path: Path, how: int, take: Callable[[int], None]) -> Iterator[int]:
-    """The file that has this name once it is taken: `take` may lock it, and so wait while it is replaced."""
+    """Open the file of this name and lock it by `take`. Reopen if the file was replaced while `take` waited."""
     while True:
         handle = os.open(path, how, 0o600)
         try:
@@ -200,7 +202,7 @@ def opened(path: Path, how: int, take: Callable[[int], None]) -> Iterator[int]:
 
 
 def lock(handle: int, *, wait: bool = True) -> None:
-    """Hold an open file until it is closed; raises BlockingIOError if another has it and `wait` is False."""
+    """Lock an open file until it is closed. Raises BlockingIOError if another has it and `wait` is False."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
@@ -209,10 +211,10 @@ def lock(handle: int, *, wait: bool = True) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed runs left in the folder. What a running one is writing is locked, and stays."""
+    """Remove temporary files of killed runs from the folder. Files of running processes are locked and kept."""
     try:
         names = [n for n in os.listdir(folder) if n.startswith(BEGINS) and n.endswith(ENDS)]
-    except OSError:  # there is none
+    except OSError:  # the folder does not exist
         return
     for name in names:
         with suppress(OSError):
@@ -227,10 +229,10 @@ def sweep(folder: Path) -> None:
 
 
 def _temporary_folder(parent: Path) -> tuple[Path, int]:
-    """A locked one, and the handle that holds it."""
+    """Create a locked folder; return it and the handle that holds the lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=BEGINS, suffix=ENDS, dir=parent))
-        with suppress(FileNotFoundError):  # another run took it for a dead one's before it was locked
+        with suppress(FileNotFoundError):  # another run removed it as abandoned before it was locked
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             lock(handle)
             if os.fstat(handle).st_nlink:
@@ -239,7 +241,7 @@ def _temporary_folder(parent: Path) -> tuple[Path, int]:
 
 
 def _temporary(folder: Path) -> BinaryIO:
-    """A locked file of mode 0600 with a name of its own."""
+    """Create a locked file of mode 0600 with a unique name."""
     while True:
         handle, name = tempfile.mkstemp(prefix=BEGINS, suffix=ENDS, dir=folder)
         stream = open(name, "wb", opener=lambda *_, handle=handle: handle)  # noqa: SIM115  # the caller's
@@ -251,23 +253,23 @@ def _temporary(folder: Path) -> BinaryIO:
             raise
         if os.fstat(stream.fileno()).st_nlink:
             return stream
-        stream.close()  # swept between its making and its locking
+        stream.close()  # swept between its creation and its locking
 
 
 def _name(temporary: str, path: Path) -> None:
-    """Give the file its name if nothing has it."""
+    """Rename the file if the name is free."""
     try:
         os.link(temporary, path)
     except FileExistsError:
         raise
-    except OSError:  # a file system without links: nearly as good
+    except OSError:  # a file system without hard links: nearly as safe
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
         os.replace(temporary, path)
 
 
 def is_at(handle: int, path: Path) -> bool:
-    """Whether the open file is the one that has this name now."""
+    """True if the open file is the one that has this name now."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except FileNotFoundError:
@@ -275,10 +277,10 @@ def is_at(handle: int, path: Path) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that a name is still there after a power cut."""
+    """Sync the folder, so that a name survives a power cut."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # one may write in a folder without reading it
+    except PermissionError:  # a folder may be writable without being readable
         return
     try:
         os.fsync(handle)

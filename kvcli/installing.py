@@ -1,11 +1,11 @@
-"""What to type for a package that a plain install leaves out, or that is too old."""
+"""Commands to type for a package that a plain install leaves out, or that is too old."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 
-EXTRAS = {  # as pyproject.toml has them
+EXTRAS = {  # as in pyproject.toml
     "docs": ("beautifulsoup4", "lxml", "markdownify"),
     "schema": ("llguidance",),
     "llama": ("llama-cpp-python",),
@@ -13,5 +13,5 @@ EXTRAS = {  # as pyproject.toml has them
 
 
 def pip(*words: str) -> str:
-    """`pip install` of the Python that runs this: another's would help nothing."""
+    """`pip install` for the Python that runs this, because another Python's pip would not help."""
     return shlex.join([sys.executable or "python", "-m", "pip", "install", *words])

@@ -1,9 +1,10 @@
-"""While weights or a prompt are read, large blocks of memory go back to the system: a run takes what lives in it.
+"""Malloc settings that return large freed blocks to the system while weights are loaded or a prompt is prefilled.
 
-glibc raises the size from which on blocks have pages of their own to that of the largest one freed, up to 32 MiB, and
-before 2.38 an aligned block, as torch's are, does not fit where one of its size was. Behind a long prompt a tenth of
-the memory was holes (tests/bench/fit.py). In an answer the same blocks come again in every pass, logits of a large
-vocabulary above all, and their pages would cost more than the rest of it: there they are kept, as glibc would.
+glibc raises the size from which blocks get pages of their own to that of the largest one freed, up to 32 MiB. Before
+2.38 an aligned block, as torch's are, does not fit where one of its size was. After a long prompt a tenth of the memory
+was holes (tests/bench/fit.py). In an answer the same blocks are allocated in every pass, logits of a large vocabulary
+above all, and fresh pages would cost more than the rest of the pass. So blocks are kept there, as by default in
+glibc.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from contextlib import contextmanager
 from kvcli.kernels.native import native
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-LARGE = 1 << 20  # bytes, while something is read
+LARGE = 1 << 20  # bytes, while loading or prefilling
 LARGEST = 32 << 20  # glibc's own limit
 
 
 @contextmanager
 def return_large_blocks() -> Iterator[None]:
-    """For the whole process, where glibc makes its blocks; other libraries' ways are left alone."""
+    """Return large freed blocks to the system while the context is open, in the whole process. Affects glibc only."""
     _from(LARGE, 128 << 10)
     try:
         yield
     finally:
         if (functions := native()) is not None:
-            functions.release()  # a step's own rows need next to nothing of it
+            functions.release()  # a decoding step's own rows need almost none of this memory
         _from(LARGEST, 2 * LARGEST)
 
 
 def _from(large: int, kept: int) -> None:
-    """Blocks so large have pages of their own, and the heap keeps so many bytes at its end."""
+    """Set the size from which blocks get pages of their own, and the free bytes that the heap keeps at its end."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, large)
         libc.mallopt(M_TRIM_THRESHOLD, kept)

@@ -1,4 +1,4 @@
-"""The one way to a terminal: text from anywhere becomes harmless there, and only what is `Styled` steers it."""
+"""Output to terminals: text from anywhere is made harmless, and only `Styled` text may control the terminal."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import re
 from contextlib import suppress
 from typing import TextIO
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # how decoders write bytes that are not, or not yet, a character
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # character that decoders write for bytes that are not, or not yet, a character
 
 _PICTURES = {c: chr(0x2400 + c) for c in range(32) if c not in (9, 10)} | {127: "\N{SYMBOL FOR DELETE}"}
-# C1 controls, separators of lines and paragraphs with overrides, isolates and what else is unseen format, halves of
-# characters, the mark of byte order, and tags, which nobody sees, but for those of flags. Marks of direction (RLM, LRM,
-# ALM) and joiners stay: they do no more than a letter of Hebrew, Arabic or Hindi does.
+# C1 controls, line and paragraph separators with overrides, isolates and other invisible format characters, surrogates,
+# the byte order mark, and invisible tags except those of flags. Direction marks (RLM, LRM, ALM) and joiners are kept:
+# they do no more than a letter of Hebrew, Arabic or Hindi does.
 _RANGES = [(0x80, 0xA0), (0x2028, 0x202F), (0x2066, 0x2070), (0xD800, 0xE000), (0xFEFF, 0xFF00), (0xE0000, 0xE0080)]
 _FLAGS = re.compile("(\U0001f3f4[\U000e0061-\U000e007a]{3,6}\U000e007f)")
 _SIGNS = dict.fromkeys([c for first, end in _RANGES for c in range(first, end)], BROKEN)
 _HARMLESS = _PICTURES | _SIGNS
 _ONE_LINE = _HARMLESS | {9: " ", 10: "\N{SYMBOL FOR NEWLINE}"}
 _ESCAPED = {c: json.dumps(chr(c))[1:-1] for c in (127, *_SIGNS)}
-_BARS = re.compile(r"(\r|\x1b\[A|\x1b\[[0-9;]*m)")  # what progress bars and coloured help are drawn with
+_BARS = re.compile(r"(\r|\x1b\[A|\x1b\[[0-9;]*m)")  # characters that draw progress bars and coloured help
 
 
 def neutralise(text: str, *, one_line: bool = False) -> str:
-    """Text that cannot steer a terminal: controls, escapes and direction overrides become visible signs.
+    """Make text harmless for a terminal: controls, escapes and direction overrides become visible signs.
 
-    Newlines and tabs stay, unless `one_line`, which is for names. One sign for one character.
+    Newlines and tabs are kept, unless `one_line`, which is for names. One sign replaces one character.
     """
     pieces = _FLAGS.split(text)
     signs = _ONE_LINE if one_line else _HARMLESS
@@ -35,27 +35,27 @@ def neutralise(text: str, *, one_line: bool = False) -> str:
 
 
 def escaped(document: str) -> str:
-    """The same JSON, in which what would steer a terminal is written as \\uXXXX."""
+    """Return the same JSON, in which characters that would control a terminal are written as \\uXXXX."""
     return document.translate(_ESCAPED)
 
 
 class Styled(str):
-    """Text that may steer a terminal. Any other string is neutralised where it is written; what joins two is other."""
+    """Text that may control a terminal. Other strings are neutralised when written, and so are joined ones."""
 
     __slots__ = ()
 
 
 class SafeStream(io.TextIOBase):
-    """One output stream of the program. To a file or a pipe text goes as it is, to a terminal it goes harmless."""
+    """An output stream of the program. Text is unchanged to a file or pipe, and made harmless to a terminal."""
 
     def __init__(self, stream: TextIO, *, is_vital: bool) -> None:
-        """`is_vital`: a write that fails is an error. What else is lost is words about the work, not the work."""
+        """`is_vital`: a failed write is an error. Other streams only carry messages about the work."""
         self.stream, self.is_vital = stream, is_vital
         self.lost: OSError | None = None  # why nothing can be written any more
         self.has_written = False
 
     def write(self, text: str) -> int:
-        """Write it. What the stream cannot encode becomes `?`."""
+        """Write text. Characters that the stream cannot encode become `?`."""
         if not isinstance(text, Styled) and self.isatty():
             text = neutralise(text.replace("\r\n", "\n"))
         if self.lost is not None:
@@ -83,7 +83,7 @@ class SafeStream(io.TextIOBase):
         if self.lost is None:
             self.lost = error
             error.filename = error.filename or "the output"
-            # Python keeps what it could not write and tries again at the end of the program: let that go nowhere
+            # Python retries unwritten text at the end of the program: redirect it to the null device
             with suppress(OSError, ValueError):  # streams of the tests have no number
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self.stream.fileno())
@@ -92,7 +92,7 @@ class SafeStream(io.TextIOBase):
             raise error
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal; a closed or missing one is not."""
+        """True if the stream is a terminal; a closed or missing one is not."""
         try:
             return self.stream.isatty()
         except (AttributeError, ValueError):
@@ -110,7 +110,7 @@ class SafeStream(io.TextIOBase):
 
 
 class LibraryStream(SafeStream):
-    """What libraries write to an outlet: they draw bars and colour help, and nothing else of theirs steers."""
+    """Stream for output of libraries: progress bars and coloured help pass, other control characters do not."""
 
     def __init__(self, outlet: TextIO) -> None:
         super().__init__(outlet, is_vital=True)

@@ -1,9 +1,9 @@
-"""Shut this process in: it goes on computing, and reading and writing what it holds, and can do nothing else.
+"""Sandbox for this process: it can still compute, and read and write its open files, and nothing else.
 
-Limits come first, the rest once all that will be needed is imported. On Linux on x86-64 and aarch64 a filter then lets
-pass the few system calls that computing needs and answers all others with EPERM: an allow-list, so that what a newer
-kernel adds is closed as well. What a newer libc asks for besides it is told to do without, which ends in an error and
-never in a hole. Landlock closes files, TCP and signals once more, on any Linux from 5.13.
+Resource limits are set first, the rest after all needed modules are imported. On Linux on x86-64 and aarch64 a filter
+then allows the few system calls that computing needs and answers all others with EPERM. It is an allow-list, so calls
+that a newer kernel adds are denied as well. A newer libc that needs another call gets an error, never access. Landlock
+denies files, TCP and signals once more, on any Linux from 5.13.
 """
 
 from __future__ import annotations
@@ -30,61 +30,61 @@ CALLS: dict[str, tuple[int, int | None]] = {
     "gettimeofday": (96, 169), "time": (201, None), "getrusage": (98, 165), "getpid": (39, 172), "gettid": (186, 178),
     "rt_sigreturn": (15, 139), "restart_syscall": (219, 128), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-# which number <linux/audit.h> gives the machine, its place in CALLS, and its number of seccomp(2)
+# machine number in <linux/audit.h>, column in CALLS, and number of seccomp(2)
 MACHINES = {"x86_64": (0xC000003E, 0, 317), "aarch64": (0xC00000B7, 1, 277)}
 LANDLOCK = 444  # landlock_create_ruleset(2) on every machine; landlock_restrict_self(2) is two further
-# how many rights can be taken away since which version: of files, of TCP, of signals and abstract sockets
+# number of rights that can be denied, by Landlock version: of files, of TCP, of signals and abstract sockets
 RIGHTS: tuple[dict[int, int], ...] = ({1: 13, 2: 14, 3: 15, 5: 16}, {4: 2}, {6: 2})
 PDEATHSIG, NO_NEW_PRIVS, SECCOMP_FILTER, TSYNC = 1, 38, 1, 1
 ALLOW, DENY = 0x7FFF0000, 0x00050000 | 1  # EPERM
 
 
 def main(parent: int, limits: dict[str, Any], file: None) -> int:
-    """Say how this system shuts a process in."""
+    """Print the means by which this system sandboxes a process."""
     set_limits(parent, limits)
     print(json.dumps(enter_sandbox()))
     return 0
 
 
 def set_limits(parent: int, limits: dict[str, Any]) -> None:
-    """Before anything is read: so much memory and time, no core file, and an end with the parent's."""
+    """Limit memory and time, disable core files and end with the parent. Called before any input is read."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it was gone before that call
+    if os.getppid() != parent:  # the parent ended before that call
         sys.exit(1)
-    # a second after the soft limit, whose signal tells the parent what happened, the hard one ends what ignores it
+    # the soft limit's signal tells the parent; a second later the hard limit ends a process that ignores the signal
     cpu = limits["cpu"]
     _limit(resource.RLIMIT_AS, limits["memory"], limits["memory"])
     _limit(resource.RLIMIT_CPU, cpu, cpu + 1)
     _limit(resource.RLIMIT_CORE, 0, 0)
     if limits["wall"]:
-        # nobody is left to be told when it rings: a parent that lives is a little earlier
+        # a living parent kills the process a little earlier
         signal.setitimer(signal.ITIMER_REAL, limits["wall"] + 1)
 
 
 def preload(*packages: str) -> None:
-    """Import every module of a package that can be, as code may ask for any of them later."""
+    """Import every importable module of a package, because code may need any of them later."""
     for package in packages:
         for module in iter_modules(import_module(package).__path__, f"{package}."):
             try:
                 import_module(module.name)
-            except ImportError:  # of another system
+            except ImportError:  # a module for another system
                 continue
 
 
 def enter_sandbox() -> list[str]:
-    """Close all doors there are and say by what means: nothing can be imported or opened any more."""
+    """Enter the sandbox and return the means used: afterwards nothing can be imported or opened."""
     libc, is_linux = ctypes.CDLL(None), sys.platform == "linux"
     if is_linux:
         libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0)
     means = ["landlock"] if is_linux and _landlock(libc) else []
     for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE):
-        _limit(what, 0, 0)  # files that are open stay so
+        _limit(what, 0, 0)  # open files remain open
     return (["seccomp"] if is_linux and _seccomp(libc) else []) + means + ["limits"]
 
 
 def serve(answered: Callable[[Any], dict[str, Any]]) -> int:
-    """Shut in, answer each line on standard input, JSON, with a line; null asks whether it is ready."""
+    """Enter the sandbox, then answer each line of JSON on standard input with a line; null tests if it is ready."""
     enter_sandbox()
     for line in sys.stdin.buffer:
         try:
@@ -93,7 +93,7 @@ def serve(answered: Callable[[Any], dict[str, Any]]) -> int:
             answer = {"heavy": "it takes too much memory"}
         except RecursionError:
             answer = {"broken": "it calls itself without end"}
-        except BaseException as error:  # a panic of what is written in Rust is no Exception
+        except BaseException as error:  # a panic of a library written in Rust is no Exception
             answer = {"broken": f"{type(error).__name__}: {error}"[:300]}
         sys.stdout.buffer.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
         sys.stdout.buffer.flush()
@@ -109,14 +109,15 @@ def _landlock(libc: Any) -> bool:
 
 
 def _seccomp(libc: Any) -> bool:
-    """Threads that a library may have started are shut in as well."""
+    """Filter the system calls of all threads, including those that a library started."""
     if platform.machine() not in MACHINES or sys.maxsize < 1 << 32:
         return False
     arch, column, call = MACHINES[platform.machine()]
     numbers = [number for pair in CALLS.values() if (number := pair[column]) is not None]
-    load, equal, answer = 0x20, 0x15, 0x06  # of a word; whether it is this one; the verdict
+    load, equal, answer = 0x20, 0x15, 0x06  # load a word; compare it; return the verdict
     steps = [(load, 0, 0, 4), (equal, 1, 0, arch), (answer, 0, 0, DENY), (load, 0, 0, 0)]
-    steps += [(equal, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]  # if so, to the last step
+    # on a match, jump to the last step
+    steps += [(equal, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
     steps += [(answer, 0, 0, DENY), (answer, 0, 0, ALLOW)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
     program = struct.pack("HP", len(steps), ctypes.addressof(code))

@@ -1,3 +1,3 @@
-"""The version, for whoever writes it down."""
+"""Version of kvcli."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
-"""A process of its own for what strangers wrote: bounded, shut in (sandbox.py), told what to do in lines of JSON.
+"""Worker process for untrusted input: limited, sandboxed (sandbox.py), with requests as lines of JSON.
 
-The parent parses nothing but the answer. It kills the process when that takes too long or writes too much; a process
-whose parent is gone is killed by the kernel, or ends at its own clock.
+The parent parses nothing but the answer. It kills the process if the answer takes too long or is too large. If the
+parent ends, the kernel kills the process, or the process ends by its own timer.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-# Where to import from is told by the parent: the child must run the same kvcli and the same parsers, and must not look
-# into the folder it was started in. Without the site module it starts sooner.
+# The parent passes the import path: the child must run the same kvcli and the same parsers, and must not import from
+# its working folder. Without the site module it starts sooner.
 BOOT = (
     "import json, sys; sys.path[:], module, *told = json.loads(sys.argv[1]); "
     "from importlib import import_module; sys.exit(import_module(module).main(*told))"
 )
 CHUNK = 1 << 16
-START = 30.0  # seconds for a process to start and shut itself in
-READY = b"null"  # a line that asks whether it is
+START = 30.0  # seconds for a process to start and enter the sandbox
+READY = b"null"  # a line that tests if the process is ready
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of such a process."""
+    """Limits of a worker process."""
 
     memory: int = 1 << 30  # bytes of address space
     cpu: int = 40  # seconds
@@ -43,21 +43,21 @@ class Limits:
 
 
 class TooSlow(Exception):
-    """It was not done in time."""
+    """Error of a worker that did not finish in time."""
 
 
 class TooLong(Exception):
-    """It wrote more than agreed."""
+    """Error of a worker that wrote more than allowed."""
 
 
 class WorkerProcess:
-    """A running `main(parent, limits, file)` of a module, which imports, shuts itself in and then reads its input.
+    """A running `main(parent, limits, file)` of a module, which imports, enters the sandbox and then reads its input.
 
-    The kernel takes the thread that started it for its parent, and ends it with that thread.
+    The kernel treats the thread that started it as its parent, and ends it with that thread.
     """
 
     def __init__(self, module: str, limits: Limits, file: int | None = None) -> None:
-        """`file` is an open descriptor that it may read."""
+        """`file` is an open descriptor that the process may read."""
         self.limits = limits
         told = json.dumps([_path(), module, os.getpid(), asdict(limits), file])
         self._process = subprocess.Popen(
@@ -66,22 +66,22 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             pass_fds=[] if file is None else [file],
-            start_new_session=True,  # a group to kill, and Ctrl-C stays with the parent
+            start_new_session=True,  # a group to kill, and Ctrl-C reaches only the parent
             env=_environment(),
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout
         os.set_blocking(self._in.fileno(), False)
-        self._kill = weakref.finalize(self, _kill, self._process)  # also when nobody holds it any more, and at exit
+        self._kill = weakref.finalize(self, _kill, self._process)  # also when unreferenced, and at exit
 
     def ask(self, line: bytes, seconds: float, output: int | None = None) -> Iterator[bytes]:
-        """Tell it a line; whole lines of its answer, of `output` bytes, until it ends. Raises TooSlow, TooLong."""
+        """Send a line; yield whole lines of the answer, of at most `output` bytes in all. Raises TooSlow, TooLong."""
         deadline, held, seen = time.monotonic() + seconds, list[bytes](), 0
         most = self.limits.output if output is None else output
         with selectors.DefaultSelector() as selector:
             selector.register(self._out, selectors.EVENT_READ)
-            # what does not read what it is told must not hold its parent up
+            # a process that does not read its input must not block the parent
             selector.register(self._in, selectors.EVENT_WRITE, memoryview(line + b"\n"))
             while True:
                 ready = {key.fileobj: key.data for key, _ in selector.select(max(0.0, deadline - time.monotonic()))}
@@ -107,38 +107,38 @@ class WorkerProcess:
                     yield from lines
 
     def _tell(self, rest: memoryview) -> memoryview | None:
-        """What remains to be told."""
+        """Write to the process; return the bytes that remain."""
         try:
             return rest[os.write(self._in.fileno(), rest[:CHUNK]) :]
-        except BrokenPipeError:  # a process that died says so by the end of its answer
+        except BrokenPipeError:  # the end of its answer shows that the process died
             return None
 
     def end(self) -> int:
-        """Make sure that it is gone; its status."""
+        """End the process if it still runs; return its status."""
         self._kill()
         return self._process.returncode
 
 
 class Standby:
-    """Such a process kept for many questions, one at a time, and started anew where it ended or is too small."""
+    """A worker process kept for many requests, one at a time, and restarted if it ended or is too small."""
 
     def __init__(
         self, start: Callable[[int], WorkerProcess], room: int, seconds: float, failed: Callable[[str, str], Exception]
     ) -> None:
-        """`start`: one for questions of so many bytes, at first `room`; ready after so many seconds.
+        """`start`: makes a process for requests of at most this many bytes, at first `room`; ready within `seconds`.
 
-        `failed`: what to raise where it was too "heavy", is "broken" or has "ended", and why.
+        `failed`: makes the error from "heavy", "broken" or "ended", and the reason.
         """
         self._start, self._room, self._seconds, self._failed = start, room, seconds, failed
         self._process: WorkerProcess | None = None
         self._lock = Lock()
 
     def start(self) -> None:
-        """Get it ready, which takes a moment; nobody needs to wait for it."""
+        """Start the process in advance, without waiting for it."""
         self._process = self._start(self._room)
 
     def ask(self, asked: object, terms: Callable[[int], tuple[float, int]]) -> dict[str, Any]:
-        """The JSON object that answers. `terms`: of a question of so many bytes, seconds and bytes for its answer."""
+        """Return the JSON object of the answer. `terms`: bytes of a request -> seconds and bytes for its answer."""
         line = json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass")
         seconds, output = terms(len(line))
         found: dict[str, Any] = {"ended": "it takes too much memory, or ended its process"}
@@ -157,14 +157,14 @@ class Standby:
         return found
 
     def _answer(self, line: bytes, seconds: float, output: int) -> bytes | None:
-        """The line that answers; None where it ended instead. After TooSlow or TooLong it is gone, as after Ctrl-C."""
+        """Return the answer line; None if the process ended. After TooSlow, TooLong or Ctrl-C the process is gone."""
         with self._lock:
             if len(line) > self._room:
                 self._process, self._room = None, 2 * len(line)
-            process, self._process = self._process, None  # back only after a whole answer
+            process, self._process = self._process, None  # put back only after a whole answer
             answer = None
             try:
-                # one that was killed while it waited is replaced: no question did that
+                # a process that was killed while idle is replaced, because no request caused that
                 if process is None or next(process.ask(READY, self._seconds), None) is None:
                     process = self._start(self._room)
                     next(process.ask(READY, self._seconds), None)
@@ -177,7 +177,7 @@ class Standby:
 
 
 def means() -> list[str]:
-    """How this system shuts such a process in; nothing where none can be started."""
+    """Means by which this system sandboxes such a process; empty if none can be started."""
     process = WorkerProcess("kvcli.sandbox", Limits())
     try:
         return [str(word) for line in process.ask(b"", START) for word in json.loads(line)]
@@ -188,7 +188,7 @@ def means() -> list[str]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:  # afterwards its number may be another's
+    if process.poll() is None:  # afterwards its number may be another process's
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -199,11 +199,11 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _path() -> list[str]:
-    """Where this process imports from, without the folder it happens to be in."""
+    """Import path of this process, without the current folder."""
     root = str(Path(__file__).resolve().parents[1])
     return [root, *(entry for entry in sys.path if entry and entry != root)]
 
 
 def _environment() -> dict[str, str]:
-    """No secrets; only where the shared library of Python lies, on machines where that must be told."""
+    """Environment without secrets: only the path of Python's shared library, where one is needed."""
     return {name: value for name, value in os.environ.items() if name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")}

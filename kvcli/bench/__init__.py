@@ -1,1 +1,1 @@
-"""Speed, memory and agreement of several sides on the same prompts, interleaved in one run."""
+"""Benchmarks: speed, memory and text agreement of several sides on the same prompts, interleaved in one run."""

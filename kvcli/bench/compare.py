@@ -1,4 +1,4 @@
-"""From samples to figures: spread, ratio in pairs, verdict, acceptance."""
+"""Statistics of benchmark samples: spread, paired ratio, verdict, acceptance."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def samples_of(runs: Sequence[TimedSample]) -> Samples:
 
 
 def figures(samples: Samples, of: Callable[[list[float]], float], least: int = 1) -> Figures:
-    """One statistic of each list; null where there are fewer than `least` values."""
+    """Compute one statistic of each list of samples; None for a list with fewer than `least` values."""
     lists = (timed(samples.tok_s), samples.read_tok_s, samples.first_token)
     tok_s, read_tok_s, first_token = (of(values) if len(values) >= least else None for values in lists)
     return Figures(tok_s=tok_s, read_tok_s=read_tok_s, first_token=first_token)
 
 
 def timed(speeds: Sequence[float]) -> list[float]:
-    """Without the zeros of repetitions whose tokens all came with the first: no time passed that could be measured."""
+    """Speeds without zeros, which mark repetitions that got all tokens in the first pass, so that none was timed."""
     return [speed for speed in speeds if speed > 0]
 
 
 def all_figures(samples: Samples) -> dict[str, Figures]:
-    """median, low, high, mean and sd."""
+    """median, low, high, mean and sd of the samples."""
     return {
         "median": figures(samples, statistics.median),
         "low": figures(samples, min),
@@ -47,7 +47,7 @@ def all_figures(samples: Samples) -> dict[str, Figures]:
 
 
 def paired(side: Sequence[float], base: Sequence[float]) -> Ratio | None:
-    """Each repetition over the baseline's in the same repetition: what slows both for a moment cancels."""
+    """Ratios of each repetition to the baseline's same repetition. A slowdown that affects both cancels out."""
     ratios = [a / b for a, b in zip(side, base, strict=False) if a > 0 and b > 0]
     if not ratios:
         return None
@@ -58,7 +58,7 @@ def paired(side: Sequence[float], base: Sequence[float]) -> Ratio | None:
 
 
 def unpaired(side: Sequence[float], base: Sequence[float]) -> Ratio | None:
-    """Against samples of another run: the range is every sample over every other."""
+    """Ratio to samples of another run. The range covers every sample over every other."""
     side, base = timed(side), timed(base)
     if not side or not base:
         return None
@@ -69,14 +69,14 @@ def unpaired(side: Sequence[float], base: Sequence[float]) -> Ratio | None:
 
 
 def verdict(low: float, high: float, n: int) -> Verdict:
-    """≈ where the range holds 1. A single repetition has no range, and so no verdict but ≈ either."""
+    """Verdict on a range of ratios: ≈ if it contains 1. A single repetition has no range, so its verdict is ≈ too."""
     if n < 2 or low <= 1 <= high:
         return "≈"
     return "faster" if low > 1 else "slower"
 
 
 def acceptance(runs: Sequence[TimedSample], method: str) -> Accept | None:
-    """Drafting over all repetitions together; None for a side that does not draft."""
+    """Drafting statistics over all repetitions together; None for a side that does not draft."""
     total = Stats()
     heard = [run.stats for run in runs if run.stats is not None]
     if not heard:

@@ -1,4 +1,4 @@
-"""The document of a benchmark, finished or not."""
+"""Result document of a benchmark, complete or not."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from kvcli.bench.measure import Series
 
 
-SURE = 5  # repetitions, the default: fewer say faster or slower too easily
+SURE = 5  # repetitions, the default: with fewer, a verdict of faster or slower is too often wrong
 
 
 def document_of(bench: Bench) -> BenchDocument:
-    """What is known now; the model must have been loaded."""
+    """Build the document from the results so far; the model must have been loaded."""
     ask, info = bench.ask, bench.info
     assert info is not None
     rows = [row_of(bench, series) for series in bench.series]
@@ -46,7 +46,7 @@ def document_of(bench: Bench) -> BenchDocument:
 
 
 def row_of(bench: Bench, series: Series) -> BenchRow:
-    """One side on one case."""
+    """Result row of one side on one case."""
     case, runs = series.case, series.samples
     samples = samples_of(runs)
     recipe = next(r for r in bench.ask.recipes if r.name == series.side)
@@ -89,7 +89,7 @@ def ratios_of(bench: Bench, series: Series, samples: Samples) -> Ratios:
 
 
 def same_of(bench: Bench, series: Series) -> Same | None:
-    """Equal tokens up to the first difference: behind it the two answer different texts."""
+    """Compare tokens up to the first difference. After it, the two sides continue different texts."""
     other = bench.reference_ids(series)
     if other is None or not series.samples:
         return None
@@ -110,7 +110,7 @@ def same_of(bench: Bench, series: Series) -> Same | None:
 
 
 def notes_of(document: BenchDocument) -> list[str]:
-    """What makes the figures less sure than they look."""
+    """Notes on conditions that make the figures less reliable."""
     args, env = document.args, document.env
     notes = []
     if not document.complete:
@@ -140,7 +140,7 @@ def notes_of(document: BenchDocument) -> list[str]:
 
 
 def _beyond(rows: Sequence[BenchRow]) -> list[str]:
-    """Answers that were over long before the last token: what follows is easy to guess and easy to get wrong."""
+    """Notes on answers that end early. The tokens after the end are easy to predict, but also easy to get wrong."""
     found: dict[str, str] = {}
     for row in rows:
         if row.ends is not None and row.ends < row.new // 2:
@@ -152,7 +152,7 @@ def _beyond(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def checks_of(bench: Bench, document: BenchDocument) -> list[Check]:
-    """Every --fail-if on every row it concerns."""
+    """Check every --fail-if on every row that it applies to."""
     found = []
     earlier = bench.ask.earlier
     for condition in map(Condition.of, document.args.fail_if):

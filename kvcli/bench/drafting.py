@@ -1,4 +1,4 @@
-"""How drafting fares: one prompt decoded with and without it in turns, and settings of [spec] against each other."""
+"""Measurements of drafting: alternating runs with and without drafts, and a search over settings of `[spec]`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.settings.profile import Profile
 
-Tell = Callable[[int, int, str], None]  # done, of, words
+Tell = Callable[[int, int, str], None]  # steps done, total steps, message
 
 
 @dataclass
 class TimedRun:
-    """One text decoded once."""
+    """A timed decoding of a sequence."""
 
     seconds: float  # from the first token to the last
     ids: list[int]
@@ -33,13 +33,13 @@ class TimedRun:
 
     @property
     def tok_s(self) -> float:
-        """Tokens a second behind the first pass."""
+        """Tokens per second after the first pass."""
         return (self.stats.new - self.stats.recent[0]) / self.seconds if self.seconds else 0.0
 
 
 @dataclass
 class TunedSettings:
-    """A setting of [spec] and the ratios to plain decoding that it reached: workload -> one for each repetition."""
+    """A setting of `[spec]` and its speed ratios to plain decoding: workload -> one ratio per repetition."""
 
     name: str
     spec: Mapping[str, Any]
@@ -53,28 +53,28 @@ class TunedSettings:
 
     @property
     def score(self) -> float:
-        """The middle over texts of the middle over repetitions: no text decides alone."""
+        """Median over workloads of the median over repetitions, so that no single workload decides."""
         return median(median(ratios) for ratios in self.ratios.values())
 
 
 def read_once(model: Model, prompt: Sequence[int]) -> GenerationSession:
-    """A session that has read the prompt and knows no drafter: turns start from copies of it."""
+    """Prefill the prompt in a session without a drafter. Timed runs start from copies of it."""
     session = model.under(model.profile.replace(spec={"method": "off"})).new_session()
     run_to_end(session.read(prompt))
     return session
 
 
 def decode(model: Model, profile: Profile, past: GenerationSession, new: int, clock: Callable[[], float]) -> TimedRun:
-    """Continue what `past` has read by `new` tokens under the profile; the drafter starts knowing nothing."""
+    """Decode `new` tokens after the sequence of `past` under the profile. The drafter starts without history."""
     session = model.under(profile).new_session()
     session.take_over(past.fork())
-    run_to_end(session.read([]))  # the drafter hears of the text
+    run_to_end(session.read([]))  # gives the drafter the sequence
     stats, first, last = Stats(), 0.0, 0.0
     for step in iterate_events(session.stream(new)):
         last = clock()
         first = first or last
         stats.add_step(step)
-        stats.recent = stats.recent[:1]  # of which only the first pass is asked for
+        stats.recent = stats.recent[:1]  # only the first pass is needed
     ids = session.ids[-stats.new :]
     view = sum(nbytes(session.view).values())
     return TimedRun(last - first, ids, stats, session.drafter.report(), view)
@@ -83,7 +83,7 @@ def decode(model: Model, profile: Profile, past: GenerationSession, new: int, cl
 def in_turns(
     model: Model, profiles: Sequence[Profile], past: GenerationSession, new: int, reps: int, tell: Tell, words: str
 ) -> list[list[TimedRun]]:
-    """[profile][repetition]; a first round counts for nothing."""
+    """Decode with each profile alternately: [profile][repetition]. The first round is a warm-up and not recorded."""
     turns: list[list[TimedRun]] = [[] for _ in profiles]
     total = (reps + 1) * len(profiles)
     for rep in range(reps + 1):
@@ -96,7 +96,8 @@ def in_turns(
 
 
 def candidates(profile: Profile) -> list[TunedSettings]:
-    """What is tried: nothing, copies, copies with logits, everything; each with few, more and many rows."""
+    """Settings to try: plain decoding, prompt lookup, prompt lookup with recycled logits, and all with lookahead rows;
+    each with few, more and many rows."""
     found = [TunedSettings("off", {"method": "off"})]
     for most in (7, 15, 31):
         found.append(TunedSettings(f"ngram, {most} rows", {"method": "ngram", "max": most}))
@@ -112,7 +113,7 @@ def candidates(profile: Profile) -> list[TunedSettings]:
 
 
 def laid_over(profile: Profile, rival: TunedSettings) -> dict[str, Any]:
-    """The rival's keys, and those of the profile that it does not read as if nobody had written them."""
+    """Keys of `rival` over those of the profile; profile keys that the rival does not use get their defaults."""
     own = dict(rival.spec)
     alone = profile.replace(spec={"method": "off"}).replace(spec=own).spec
     if profile.spec.method != alone.method:
@@ -122,7 +123,7 @@ def laid_over(profile: Profile, rival: TunedSettings) -> dict[str, Any]:
 
 
 def tune(model: Model, prompts: Mapping[str, Sequence[int]], new: int, reps: int, tell: Tell) -> list[TunedSettings]:
-    """All candidates on all texts, in turns on each of them; the best first."""
+    """Time all candidates on all prompts, alternating on each prompt. Return the fastest first."""
     rivals = candidates(model.profile)
     profiles = [model.profile.replace(spec=laid_over(model.profile, rival), name=rival.name) for rival in rivals]
     for workload, prompt in prompts.items():

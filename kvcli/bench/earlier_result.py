@@ -1,4 +1,4 @@
-"""What makes an earlier result a poor thing to compare with."""
+"""Comparability of an earlier result with the current one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def unlike(name: str, earlier: BenchDocument, now: BenchDocument) -> Iterator[str]:
-    """Notes, a line each: other conditions, and rows that the earlier result does not have or has on other prompts."""
+    """Notes, a line each: different conditions, and rows that the earlier result lacks or measured on other prompts."""
     was, is_ = _conditions(earlier), _conditions(now)
     other = [f"{what} {was[what]}, not {is_[what]}" for what in was if was[what] != is_[what]]
     if other:

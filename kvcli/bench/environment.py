@@ -1,4 +1,4 @@
-"""Where and when something is measured: processor, versions, commit, and whether other programs are in the way."""
+"""Environment of a measurement: date, processor, versions, commit, and load by other programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUSY = 0.25  # share of the cores that others may use before a machine counts as
 
 
 def environment(device: str, before: list[float] | None) -> BenchEnv:
-    """`before` is the load average from before anything was loaded; the one of now comes after."""
+    """Describe the environment. `before`: the load average before loading; the current one is the load after."""
     after, cores = load_average(), machine.cores()
     return BenchEnv(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -40,7 +40,7 @@ def environment(device: str, before: list[float] | None) -> BenchEnv:
 
 
 def load_average() -> list[float] | None:
-    """Over 1, 5 and 15 minutes; None where the system keeps none."""
+    """Load average over 1, 5 and 15 minutes; None if the system has none."""
     try:
         return [round(x, 2) for x in os.getloadavg()]
     except (AttributeError, OSError):
@@ -48,14 +48,14 @@ def load_average() -> list[float] | None:
 
 
 def is_quiet(before: list[float] | None, after: list[float] | None, cores: int, threads: int) -> bool | None:
-    """Whether the cores were ours: nearly idle before, and after it no busier than our own threads make them."""
+    """True if other programs left the cores free: nearly idle before, and afterwards loaded by our threads only."""
     if before is None or after is None:
         return None
     return before[0] <= BUSY * cores and after[0] <= threads + BUSY * cores
 
 
 def commit(folder: Path) -> str | None:
-    """The commit of a checkout, with + behind it when files of the package were changed; None where there is none."""
+    """Commit of a checkout, with + appended if files of the package were changed; None without a checkout."""
     if not (folder / ".git").exists():
         return None
     head = _git(folder, "rev-parse", "--short", "HEAD")

@@ -1,4 +1,4 @@
-"""`--fail-if`: a condition on every row, absolute or against the baseline."""
+"""Conditions of `--fail-if`, checked on every row, absolute or relative to the baseline."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ FORM = re.compile(r"\s*([A-Za-z_]+)\s*(<=|>=|<|>)\s*([+-]?)(\d+(?:\.\d+)?|\.\d+)
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One parsed expression. A relative one limits the change against the baseline's row."""
+    """A parsed condition. A relative condition limits the change against the baseline's row."""
 
     text: str
     name: str
-    sign: str  # of OPERATORS
+    sign: str  # a key of OPERATORS
     limit: float
     is_relative: bool
 
     @classmethod
     def of(cls, text: str) -> Condition:
-        """Parse `tok_s<-10%`: a figure, a comparison, a number with its unit; a signed percentage is a change."""
+        """Parse `tok_s<-10%`: a figure, a comparison, a number with its unit. A signed percentage is a change."""
         match = FORM.fullmatch(text)
         if not match:
             raise UsageError(f"--fail-if cannot be read: {text!r}", try_=EXAMPLES)
@@ -70,13 +70,13 @@ class Condition:
         return cls(text, name, sign, value * units[unit], False)
 
     def check(self, row: BenchRow, base: BenchRow | None) -> Check | None:
-        """The condition on a row; None where it asks nothing of it."""
+        """Check the condition on a row; None if it does not apply to the row."""
         if self.is_relative:
             if base is row:
                 return None
             value = self._change(row, base) if base is not None else None
         elif row.exactness is None or (self.name == "same" and row.same is None and row.error is None):
-            return None  # a baseline that is no profile of ours, or the row that others are compared with
+            return None  # a baseline that is no kvcli profile, or the row that others are compared with
         elif self.name == "accept" and row.accept is None and row.error is None:
             return None
         else:
@@ -93,7 +93,7 @@ class Condition:
 
 
 def words(check: Check) -> str:
-    """What failed, for people."""
+    """Message for a failed check."""
     is_change = check.expression.rstrip().endswith("%") and re.search(r"[<>]=?\s*[+-]", check.expression)
     if check.value is None:
         value = "there is nothing to compare with" if is_change else "there is no such figure"

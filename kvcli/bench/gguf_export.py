@@ -1,7 +1,7 @@
-"""Write a model's weights as one GGUF file, so that llama.cpp can run them.
+"""Export of a model's weights as one GGUF file, so that llama.cpp can run them.
 
-The file holds numbers and no vocabulary: llama.cpp is handed token ids. Its own converter wants to know every
-pre-tokenizer by name and refuses others.
+The file has numbers and no vocabulary: llama.cpp gets token ids. Its own converter must know every pre-tokenizer by
+name and refuses others.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from kvcli.models.source import Source
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-VERSION = 1  # of what is written below; part of a file's name, so that a change makes new files
+VERSION = 1  # version of the output format; part of a file's name, so that a change makes new files
 
 
 def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] | None = None) -> Path:
-    """The GGUF file of `found` in `dtype` (bfloat16, float16, float32), written below `cache` if it is not there yet.
+    """Return the GGUF file of `found` in `dtype` (bfloat16, float16, float32), written below `cache` if it is missing.
 
-    Raises BadModel for an architecture that llama.cpp computes differently or that is not written here.
+    Raises BadModel for an architecture that llama.cpp computes differently or that cannot be exported.
     """
     config = read_config(found, trust_remote_code=False)
     if why := refusal(found, config):
@@ -62,7 +62,7 @@ def export(found: Source, dtype: str, cache: Path, tell: Callable[[str], None] |
 
 
 def refusal(found: Source, config: Any) -> str:
-    """Why llama.cpp would not compute what transformers does, in words; "" if it would."""
+    """Reason why llama.cpp would compute something else than transformers; "" if it would not."""
     if found.family not in WRITTEN:
         return f"{found.family} is none of {', '.join(WRITTEN)}"
     rope = config.rope_parameters
@@ -83,20 +83,20 @@ def refusal(found: Source, config: Any) -> str:
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:
-    """Rows of each head from (halves, pairs) order to pairs: what llama.cpp's rope turns together comes together."""
+    """Reorder rows of each head from (halves, pairs) to pairs: llama.cpp's RoPE rotates neighbouring numbers."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """One tensor of the GGUF file, and where it comes from."""
+    """A tensor of the GGUF file, and its source."""
 
     name: str
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
 
     def held(self, dtype: torch.dtype) -> torch.dtype:
-        """llama.cpp multiplies by norms and adds biases in float32 only."""
+        """Dtype in the file: float32 for norms and biases, because llama.cpp computes with them in float32 only."""
         return torch.float32 if len(self.shape) == 1 else dtype
 
     def nbytes(self, dtype: torch.dtype) -> int:
@@ -118,7 +118,7 @@ def _plan(found: Source, config: Any, layout: Layout) -> Iterator[_Weight]:
             raise BadModel(f"{found.id} has no tensor {theirs}", code="gguf_unsupported")
         file = where.pop(theirs)
         yield _Weight(ours, file.tensors[theirs].shape, _loader(file.path, theirs, heads))
-    # used by nobody: the second copy of a tied head, and frequencies that are computed
+    # unused: the second copy of a tied head, and frequencies that are computed
     if rest := [name for name in where if name != HEAD and not name.endswith("rotary_emb.inv_freq")]:
         raise BadModel(
             f"llama.cpp cannot be compared on {found.id}: nothing there takes its tensor {rest[0]}",
@@ -137,8 +137,9 @@ def _loader(file: Path, name: str, heads: int) -> Callable[[], Tensor]:
 
 
 def _rope(config: Any) -> Iterator[_Weight]:
-    """What divides each frequency, for ropes that are stretched. transformers' own formula, so any fixed one works."""
-    if config.rope_parameters["rope_type"] in ("default", "dynamic"):  # kvcli ends dynamic rope where it is the default
+    """Frequency divisors of scaled RoPE. They come from transformers' own formula, so any fixed scaling works."""
+    # for kvcli, dynamic RoPE ends where it equals the default
+    if config.rope_parameters["rope_type"] in ("default", "dynamic"):
         return
     stretched, _ = _frequencies(config)
     dim = 2 * len(stretched)
@@ -148,7 +149,7 @@ def _rope(config: Any) -> Iterator[_Weight]:
 
 
 def _frequencies(config: Any) -> tuple[Tensor, float]:
-    """[D / 2], and what the rotation is scaled by."""
+    """RoPE frequencies [D / 2], and the scale of the rotation."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     frequencies, scale = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, torch.device("cpu"))
@@ -172,7 +173,7 @@ def _write(file: Path, config: Any, plan: list[_Weight], dtype: torch.dtype) -> 
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for weight in plan:
-            # through the run's dtype also where float32 is held: the numbers are those that every side computes with
+            # converted to the run's dtype even if stored in float32, because every side computes with those numbers
             numbers = weight.load() if weight.name == "rope_freqs.weight" else weight.load().to(dtype)
             writer.write_tensor_data(numbers.to(weight.held(dtype)).contiguous().view(torch.uint8).numpy())
     finally:
@@ -180,7 +181,7 @@ def _write(file: Path, config: Any, plan: list[_Weight], dtype: torch.dtype) -> 
 
 
 def _settings(config: Any, plan: list[_Weight], dtype: torch.dtype) -> Mapping[str, str | float | int]:
-    """The metadata llama.cpp reads."""
+    """Metadata that llama.cpp reads."""
     arch = WRITTEN[config.model_type].arch
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     vocab = next(w.shape[0] for w in plan if w.name == "token_embd.weight")

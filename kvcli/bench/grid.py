@@ -1,4 +1,4 @@
-"""What is crossed with what: context lengths, and profiles with a key varied."""
+"""Grid of a benchmark: context lengths, and profiles with a key varied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 64  # lengths in one range
 
 
 def contexts(text: str, flag: str = "--ctx") -> list[int]:
-    """`1k,8k,32k`, and ranges as llama-bench writes them: `512-4k*2` (512, 1k, 2k, 4k), `1k-4k+1k`."""
+    """Parse context lengths: `1k,8k,32k`, and ranges as in llama-bench: `512-4k*2` (512, 1k, 2k, 4k), `1k-4k+1k`."""
     found: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"([^-*+]+)-([^-*+]+)(?:([*+])([^-*+]+))?", part)
@@ -47,7 +47,7 @@ def _tokens(flag: str, text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Vary:
-    """`--vary KEY=V1,V2`."""
+    """A `--vary KEY=V1,V2` option."""
 
     key: str
     values: tuple[str, ...]
@@ -62,7 +62,7 @@ class Vary:
 
 
 def variants(varies: Sequence[Vary]) -> Iterator[tuple[str, list[str]]]:
-    """Every combination: what to add to the profile's name, and its `--set` items."""
+    """Every combination: the suffix for the profile's name, and its `--set` items."""
     ends = [vary.key.rpartition(".")[2] for vary in varies]
     names = [vary.key if ends.count(end) > 1 else end for vary, end in zip(varies, ends, strict=True)]
     for values in product(*(vary.values for vary in varies)):

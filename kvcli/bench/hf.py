@@ -1,4 +1,4 @@
-"""Transformers' own `generate` as a side: the same files in the same numbers, with and without its prompt lookup."""
+"""Benchmark side for transformers' `generate`: same files, same dtype, with and without its prompt lookup."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from kvcli.models.source import Source
     from kvcli.settings.profile import Profile
 
-LOOKUP = 10  # guesses of prompt lookup, the number that transformers' own documentation uses
+LOOKUP = 10  # draft tokens of prompt lookup, the number that transformers' documentation uses
 
 
 class HfSide:
-    """`generate` with sdpa attention."""
+    """Benchmark side that runs `generate` with sdpa attention."""
 
-    peak_bytes: int | None = None  # it runs in our process
+    peak_bytes: int | None = None  # it runs in this process
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class HfSide:
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`lookup` guesses by prompt lookup, 0 for none; `temperature` 0 is greedy."""
+        """`lookup`: draft tokens of prompt lookup, 0 for none; `temperature` 0 is greedy."""
         self.temperature, self.seed = temperature, seed
         self.name, self.model, self.threads, self.lookup, self.clock = name, model, threads, lookup, clock
 
@@ -65,12 +65,12 @@ class HfSide:
         return said
 
     def run(self, prompt: Sequence[int], new: int) -> TimedSample:
-        """Continue `prompt` by `new` tokens; the clock is looked at whenever `generate` hands over tokens."""
+        """Continue `prompt` by `new` tokens. The time is read whenever `generate` hands over tokens."""
         torch.set_num_threads(self.threads)
         more: dict[str, Any] = {"prompt_lookup_num_tokens": self.lookup} if self.lookup else {}
         if self.temperature:
             more |= {"do_sample": True, "temperature": self.temperature, "top_k": 0}
-            torch.manual_seed(self.seed)  # one text in every repetition
+            torch.manual_seed(self.seed)  # the same text in every repetition
         # the model's own generation settings hold stop tokens and penalties, and generate merges them in
         self.model.generation_config = GenerationConfig(pad_token_id=0)
         cache = DynamicCache(config=self.model.config.get_text_config())
@@ -96,7 +96,7 @@ class HfSide:
 
 
 class Watch:
-    """A streamer that only looks at the clock: `generate` puts the prompt first, then the tokens of each pass."""
+    """Streamer that records times: `generate` puts the prompt first, then the tokens of each pass."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -117,10 +117,10 @@ class Watch:
 
 
 class Guesses:
-    """Counts what prompt lookup guessed, by standing around its candidate generator."""
+    """Counter of prompt lookup's draft tokens, which wraps its candidate generator."""
 
     def __init__(self, model: Any) -> None:
-        self.drafted: list[int] = []  # guesses of each pass
+        self.drafted: list[int] = []  # draft tokens of each pass
         make = type(model)._get_candidate_generator
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ class Guesses:
         model._get_candidate_generator = watched
 
     def stats(self, groups: Sequence[int], prompt: int) -> Stats:
-        """As our own engine counts: a pass took at most what it gave, less the token that is always the model's."""
+        """Statistics as in kvcli's engine: a pass accepts at most its new tokens less the one the model sampled."""
         stats = Stats(prompt=prompt, new=sum(groups), passes=len(groups))
         for gave, drafted in zip(groups, self.drafted, strict=True):
             if drafted:
@@ -147,7 +147,7 @@ class Guesses:
 
 
 def load_hf(found: Source, profile: Profile, cache: Path) -> Any:
-    """The files as transformers has them, in the numbers and on the device that the profile asks for."""
+    """Load the files by transformers, in the dtype and on the device that the profile sets."""
     wants = profile.load
     with quiet():
         found = convert_if_needed(found, wants.dtype, cache, packs=False)

@@ -1,4 +1,4 @@
-"""Earlier results: one file for each saved benchmark, read back as a trend."""
+"""History of benchmark results: one file per saved benchmark, listed as a trend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Note = Callable[[str], None]
 
 
 def save(folder: Path, document: BenchDocument) -> Path:
-    """A new file below `folder`, for its owner only; never replaces one."""
+    """Write a new file below `folder`, readable by its owner only; never replaces one."""
     private_folder(folder)
     stamp = re.sub(r"[^0-9T]", "", document.env.date[:19])
     stem = f"{stamp}-{re.sub(r'[^A-Za-z0-9.]+', '-', document.model.id).strip('-')[-40:]}"
@@ -29,7 +29,7 @@ def save(folder: Path, document: BenchDocument) -> Path:
 
 
 def read(path: Path) -> BenchDocument:
-    """One result file; says what is wrong with one that is none."""
+    """Read one result file. Raises BadInput that names the first mistake."""
     make = "kvcli bench --format json -o FILE.json"
     try:
         with reading(path, try_=[make]):
@@ -46,7 +46,7 @@ def read(path: Path) -> BenchDocument:
 
 
 def history(folder: Path, model: str, ctx: Sequence[int], workloads: Sequence[str], note: Note) -> BenchHistoryDocument:
-    """Saved rows of a model, oldest first; empty `ctx` or `workloads` mean all. `note` hears of unreadable files."""
+    """List saved rows of a model, oldest first; empty `ctx` or `workloads` mean all. `note` gets unreadable files."""
     entries = []
     for path in sorted(folder.glob("*.json")):
         try:

@@ -1,4 +1,4 @@
-"""kvpress as a side: another program that drops keys and values, in an environment and a process of its own."""
+"""Benchmark side for kvpress, a program that evicts KV, in its own environment and process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKER = Path(__file__).with_name("kvpress_worker.py")
 
 
 class KvPress:
-    """One press, greedy. The worker loads the model once and forgets every prompt before the next."""
+    """Benchmark side for a press, greedy. The worker loads the model once; each prompt starts with an empty cache."""
 
     def __init__(
         self,
@@ -32,19 +32,19 @@ class KvPress:
         device: str = "cpu",
         worker: Path = WORKER,
     ) -> None:
-        """`name` says which press, as `Press.of` reads it; `python` comes from `kvpress_environment.interpreter`."""
+        """`name` selects the press, see `Press.of`; `python` is from `kvpress_environment.interpreter`."""
         self.name, self.press, self.threads, self.device, self.dtype = name, Press.of(name), threads, device, dtype
         self.peak_bytes: int | None = None  # of the worker, after the last run
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         try:
-            # -I: neither PYTHONPATH nor the worker's folder, where a kvpress.py lies
+            # -I: excludes PYTHONPATH and the worker's folder, which has a kvpress.py
             self._process = subprocess.Popen(
                 [str(python), "-I", str(worker)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 encoding="utf-8",
-                start_new_session=True,  # Ctrl-C is for us, and we end it
+                start_new_session=True,  # Ctrl-C is handled here, and ends the worker
             )
         except OSError as error:
             self._errors.close()
@@ -78,13 +78,13 @@ class KvPress:
         return TimedSample(tuple(said["ids"]), tuple(said["at"]), len(prompt), said["kv_bytes"])
 
     def close(self) -> None:
-        """End the worker, whatever it is doing."""
+        """End the worker, even in the middle of a run."""
         process = self._process
         process.kill()
         process.wait()
         for stream in (process.stdin, process.stdout):
             if stream is not None:
-                with suppress(BrokenPipeError):  # a line that it did not take
+                with suppress(BrokenPipeError):  # a request that the worker did not read
                     stream.close()
         self._errors.close()
 

@@ -1,8 +1,8 @@
-"""The environment that kvpress runs in. It pins transformers below what kvcli needs, so it gets one of its own.
+"""Python environment of kvpress. It is separate, because kvpress pins transformers below the version that kvcli needs.
 
     python -m kvcli.bench.kvpress_environment
 
-makes it in kvcli's cache folder. The user's own environment is left alone.
+makes it in kvcli's cache folder. The user's own environment is not changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Run = Callable[[Sequence[str]], str]
 
 
 def interpreter(cache: Path) -> Path:
-    """Python of the environment. Raises UsageError, with the command that makes it, where it is absent or half made."""
+    """Return Python of the environment. Raises UsageError, with the command that makes it, if it is incomplete."""
     if not _done(cache).exists():
         raise UsageError(
             "--baseline kvpress needs an environment of its own, and there is none yet",
@@ -44,9 +44,9 @@ def interpreter(cache: Path) -> Path:
 
 
 def make_environment(cache: Path, tell: Callable[[str], None], torch: str = "", run: Run | None = None) -> Path:
-    """Make it again from nothing, and give its interpreter. `torch` is a version; the default is the one kvcli runs on.
+    """Make the environment from scratch and return its interpreter. `torch`: a version; the default is that of kvcli.
 
-    pip's own settings apply, so torch comes from where the user's pip takes it.
+    pip's own settings apply, so torch is downloaded from the user's configured index.
     """
     run, folder, torch = run or _run, _folder(cache), torch or torch_version()
     if folder.exists():
@@ -55,7 +55,7 @@ def make_environment(cache: Path, tell: Callable[[str], None], torch: str = "", 
     tell(f"making {folder}")
     run([sys.executable, "-m", "venv", str(folder)])
     python = str(_python(cache))
-    # torch first and by itself: kvpress would take the newest one, and on Linux that brings gigabytes of CUDA with it
+    # torch is installed first and alone: kvpress would install the newest, which on Linux adds gigabytes of CUDA
     for wanted in (f"torch=={torch}", *PACKAGES):
         tell(f"installing {wanted}")
         run([python, "-I", "-m", "pip", "install", "--disable-pip-version-check", wanted])
@@ -66,7 +66,7 @@ def make_environment(cache: Path, tell: Callable[[str], None], torch: str = "", 
 
 
 def torch_version() -> str:
-    """Of the running torch, without the part that names its build: a registry has only the plain one."""
+    """Version of the running torch without its build suffix, because a registry has only the plain version."""
     return version("torch").partition("+")[0]
 
 
@@ -75,7 +75,7 @@ def _folder(cache: Path) -> Path:
 
 
 def _done(cache: Path) -> Path:
-    """Written last, so that an environment without it is half made."""
+    """Marker file, written last: an environment without it is incomplete."""
     return _folder(cache) / "kvcli-ready"
 
 
@@ -84,7 +84,7 @@ def _python(cache: Path) -> Path:
 
 
 def _run(command: Sequence[str]) -> str:
-    """Standard output. Raises KvcliError with the last lines of what the command said."""
+    """Run a command and return its output. Raises KvcliError with the last lines of its error output."""
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode:
         said = [line for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Which press of kvpress, and how much it drops: `kvpress`, `kvpress:SnapKV`, `kvpress:SnapKV:0.75`."""
+"""Parser for the press of kvpress and its compression ratio: `kvpress`, `kvpress:SnapKV`, `kvpress:SnapKV:0.75`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from difflib import get_close_matches
 
 from kvcli.errors import UsageError
 
-# The presses of kvpress 0.5 that need a compression ratio and nothing else: no weights of their own, no downloads, no
-# other attention than sdpa, and no dice (Compactor, LeverageScore and Random write another text each time).
+# The presses of kvpress 0.5 that need only a compression ratio: no weights of their own, no downloads, no attention
+# other than sdpa, no randomness (Compactor, LeverageScore and Random write another text each time).
 PRESSES = (
     "CUR", "ExpectedAttention", "KeyDiff", "Knorm", "LagKV", "NonCausalAttn", "PyramidKV", "SnapKV", "StreamingLLM",
     "TOVA",
@@ -19,14 +19,14 @@ RATIO = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Press:
-    """A class of kvpress, and the share of the prompt's keys and values that it drops."""
+    """A press class of kvpress, and the share of the prompt's KV that it evicts."""
 
     kind: str
     ratio: float
 
     @classmethod
     def of(cls, name: str) -> Press:
-        """From the name of a side. The ending `Press` may be left out, and so may both parts."""
+        """Parse the name of a side. The suffix `Press` may be left out, and so may both parts."""
         _, _, rest = name.partition(":")
         kind, colon, ratio = rest.partition(":")
         kind = kind.strip() or DEFAULT
@@ -41,7 +41,7 @@ class Press:
         return cls(f"{known[kind.lower()]}Press", _share(name, kind, ratio) if colon else RATIO)
 
     def asked(self) -> dict[str, object]:
-        """As the worker is told."""
+        """Settings as sent to the worker."""
         return {"press": self.kind, "ratio": self.ratio}
 
 

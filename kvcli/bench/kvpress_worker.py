@@ -1,7 +1,7 @@
-"""Runs a press of kvpress on a model, for `kvcli bench`. Started by the interpreter of kvpress's own environment.
+"""Worker that runs a press of kvpress on a model, for `kvcli bench`. kvpress's own interpreter starts it.
 
-Nothing of kvcli is there. One JSON object a line: a setting first, answered by `ready`; then prompts, each answered by
-the tokens and their times. `error` answers what went wrong.
+kvcli is not installed there. Messages are one JSON object a line: first a setting, answered by `ready`; then prompts,
+each answered by the tokens and their times. A failure is answered by `error`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 
 def main() -> None:
-    # what the libraries print must not come between the lines
+    # output that the libraries print must not mix with the answers
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     serve(sys.stdin, out, load)
 
 
 def serve(lines: TextIO, out: TextIO, load: Callable[[dict[str, Any]], tuple[Any, Any]]) -> None:
-    """Answer every line until there are no more."""
+    """Answer every line until the input ends."""
     held: tuple[Any, Any] | None = None
     for line in lines:
         asked = json.loads(line)
@@ -38,7 +38,7 @@ def serve(lines: TextIO, out: TextIO, load: Callable[[dict[str, Any]], tuple[Any
                 answer = ready()
             else:
                 answer = run(*held, asked["prompt"], int(asked["new"]))
-        except Exception as error:  # whatever a press runs into is an answer, and the reader decides
+        except Exception as error:  # any failure of a press is an answer, which the reader handles
             answer = {"error": f"{type(error).__name__}: {error}".strip()}
         print(json.dumps(answer), file=out, flush=True)
 
@@ -48,7 +48,7 @@ def ready() -> dict[str, Any]:
 
 
 def load(asked: dict[str, Any]) -> tuple[Any, Any]:
-    """The model and the press."""
+    """Load the model and the press."""
     presses = import_module("kvpress")
     if not hasattr(presses, asked["press"]):
         raise ValueError(f"kvpress {version('kvpress')} has no {asked['press']}")
@@ -62,9 +62,9 @@ def load(asked: dict[str, Any]) -> tuple[Any, Any]:
 
 @torch.inference_mode()
 def run(model: Any, press: Any, prompt: Sequence[int], new: int) -> dict[str, Any]:
-    """Read the prompt in one pass, which is what a press compresses behind, then write greedily.
+    """Prefill the prompt in one pass, after which a press compresses the cache, then decode greedily.
 
-    Positions go on from the prompt's true length, however many slots are left of it.
+    Positions continue from the prompt's true length, however many slots remain after compression.
     """
     cache, ids, at = DynamicCache(), list[int](), list[float]()
     began = time.perf_counter()
@@ -83,7 +83,7 @@ def run(model: Any, press: Any, prompt: Sequence[int], new: int) -> dict[str, An
 
 
 def peak_bytes(device: Any) -> int | None:
-    """What this process held at most; None where the system does not tell it apart."""
+    """Peak memory of this process in bytes; None if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     status = Path("/proc/self/status")

@@ -1,4 +1,4 @@
-"""llama.cpp as a side: the same weights as GGUF, through the C interface of llama-cpp-python, ids in and ids out."""
+"""Benchmark side for llama.cpp: the same weights as GGUF, by the C interface of llama-cpp-python, from ids to ids."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from kvcli.installing import EXTRAS, pip
 if TYPE_CHECKING:
     from kvcli.models.source import Source
 
-BATCH = 512  # tokens of a prompt that llama.cpp takes at once, its own default
-_WHOLE = ("F32", "F16", "BF16")  # kinds of tensors that are no blocks
-# Some builds end the process in the first product of packed weights on CPUs with AMX, as a compiler drops the sizes of
-# tiles (ggml-org/llama.cpp pull request 26954). A few tokens in another process show whether this build does.
+BATCH = 512  # prompt tokens per llama.cpp pass, its default
+_WHOLE = ("F32", "F16", "BF16")  # dtypes of tensors that are not quantized
+# Some builds crash in the first product of quantized weights on CPUs with AMX, because a compiler drops the tile sizes
+# (ggml-org/llama.cpp pull request 26954). Decoding a few tokens in another process shows whether this build does.
 _FEW_TOKENS = """
 import sys, llama_cpp as lib
 lib.llama_backend_init()
@@ -40,7 +40,7 @@ sys.exit(lib.llama_decode(lib.llama_init_from_model(model, wants), lib.llama_bat
 
 
 def require() -> None:
-    """Raises UsageError, with the command that helps, where the package of the extra is absent."""
+    """Raise UsageError, with the command to install it, if the package of the extra is missing."""
     if find_spec("llama_cpp") is None:
         raise UsageError(
             "--baseline llama.cpp needs llama-cpp-python, not installed",
@@ -54,10 +54,10 @@ def require() -> None:
 
 
 class LlamaCpp:
-    """llama.cpp with flash attention unless the run is in float32. Every prompt starts from an empty cache."""
+    """Benchmark side for llama.cpp, with flash attention unless in float32. Each prompt starts with an empty cache."""
 
     name = "llama.cpp"
-    peak_bytes: int | None = None  # it runs in our process
+    peak_bytes: int | None = None  # it runs in this process
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class LlamaCpp:
         tell: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`dtype` (bfloat16, float16, float32) is the run's; the GGUF file stays below `cache` for the next time."""
+        """`dtype` (bfloat16, float16, float32) is the run's; the GGUF file remains below `cache` for the next time."""
         if dtype not in DTYPES:
             raise UsageError(f"llama.cpp computes nothing in {dtype}", try_=["--dtype fp32, bf16 or fp16"])
         require()
         self._lib: Any = import_module("llama_cpp")
         self.threads, self.device, self.clock = threads, device, clock
         self._dtype, self._id = dtype, found.id
-        # A run in float32 is there to compare texts. On the CPU llama.cpp's flash attention rounds to float16 inside,
+        # A run in float32 is for comparing texts. On the CPU llama.cpp's flash attention rounds to float16 internally,
         # even with a float32 cache: logits of a tiny model then differ by 5e-3, and by 6e-6 without it.
         self._is_exact = dtype == "float32"
         self._kv = "float32" if self._is_exact else "float16"  # float16 is its own default
@@ -116,12 +116,12 @@ class LlamaCpp:
         }
 
     def run(self, prompt: Sequence[int], new: int) -> TimedSample:
-        """Continue `prompt`; the context has room for these tokens, and making it is not timed."""
+        """Continue `prompt`. The context is sized for these tokens; allocating it is not timed."""
         self._make_room(len(prompt) + new)
         lib, context = self._lib, self._context
         lib.llama_memory_clear(lib.llama_get_memory(context), True)
         if self._sampler is not None:
-            lib.llama_sampler_reset(self._sampler)  # one text in every repetition
+            lib.llama_sampler_reset(self._sampler)  # the same text in every repetition
         ids, at = list[int](), list[float]()
         began = self.clock()
         for first in range(0, len(prompt), BATCH):
@@ -202,7 +202,7 @@ class LlamaCpp:
             )
 
     def _draws(self, temperature: float, seed: int) -> Any:
-        """llama.cpp's own way of drawing, with its own random numbers."""
+        """llama.cpp's own sampler, with its own random numbers."""
         lib = self._lib
         chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_temp(temperature))
@@ -210,14 +210,14 @@ class LlamaCpp:
         return chain
 
     def _next(self) -> int:
-        """What it draws, or the likeliest: the first of equals, as torch takes it."""
+        """Return the sampled token, or the most likely one; of equal logits the first, as in torch."""
         if self._sampler is not None:
             return int(self._lib.llama_sampler_sample(self._sampler, self._context, -1))
         logits = self._lib.llama_get_logits_ith(self._context, -1)
         return int(np.ctypeslib.as_array(logits, shape=(self.vocab,)).argmax())
 
     def _kv_bytes(self) -> int:
-        """llama.cpp does not tell; its cache has this many cells in every layer, whatever is in them."""
+        """Bytes of llama.cpp's KV cache, computed because it reports none: each layer has a cell per context token."""
         lib, model = self._lib, self._model
         layers, heads = lib.llama_model_n_layer(model), lib.llama_model_n_head_kv(model)
         usual = lib.llama_model_n_embd(model) // lib.llama_model_n_head(model)
@@ -226,7 +226,7 @@ class LlamaCpp:
         return cells * int(layers) * int(heads) * head * {"float32": 4, "float16": 2}[self._kv]
 
     def _meta(self, key: str) -> str:
-        """A value of the GGUF file's metadata; "" where it says nothing."""
+        """A value of the GGUF file's metadata; "" if it is missing."""
         lib, text = self._lib, ctypes.create_string_buffer(64)
         lib.llama_model_meta_val_str(self._model, b"general.architecture", text, len(text))
         full = f"{text.value.decode()}.{key}".encode()
@@ -234,7 +234,7 @@ class LlamaCpp:
         return text.value.decode()
 
     def _system(self) -> str:
-        """The instruction sets it was built for, in its own words."""
+        """Instruction sets of the build, as llama.cpp prints them."""
         return str(self._lib.llama_print_system_info().decode()).strip(" |")
 
     def _check_device(self) -> None:
@@ -250,11 +250,11 @@ class LlamaCpp:
 
 
 class _StderrCapture:
-    """llama.cpp talks to stderr while it works. Its last warnings and errors are kept for a message of ours instead."""
+    """Capture of llama.cpp's log on stderr. Its last warnings and errors are stored for an error message of kvcli."""
 
     def __init__(self, lib: Any) -> None:
         self.said: deque[str] = deque(maxlen=3)
-        self._hear = lib.llama_log_callback(self._take)  # has to live as long as llama.cpp may call it
+        self._hear = lib.llama_log_callback(self._take)  # must exist as long as llama.cpp may call it
         lib.llama_log_set(self._hear, None)
 
     def _take(self, level: int, text: bytes, _: Any) -> None:
@@ -264,12 +264,12 @@ class _StderrCapture:
 
 @cache
 def _survives(file: Path) -> bool:
-    """Whether a process lives on that reads a few tokens with these weights."""
+    """True if a process that decodes a few tokens with these weights does not crash."""
     done = subprocess.run([sys.executable, "-c", _FEW_TOKENS, str(file)], capture_output=True, check=False)
     return done.returncode == 0
 
 
 @cache
 def _ear() -> _StderrCapture:
-    """The one registration llama.cpp has room for, for the length of the process."""
+    """Capture of this process; llama.cpp accepts only one log callback."""
     return _StderrCapture(import_module("llama_cpp"))

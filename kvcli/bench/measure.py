@@ -1,4 +1,4 @@
-"""Run sides on prompts, repetitions interleaved, and keep every sample."""
+"""Timed runs of sides on prompts: repetitions are interleaved and every sample is recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("kvcli.bench")
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt to be continued by every side."""
+    """A prompt to be continued by every side."""
 
     ctx: int
     workload: str
@@ -28,7 +28,7 @@ class Case:
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """How often, and in which order."""
+    """Number and order of runs."""
 
     reps: int
     warmup: int
@@ -46,18 +46,18 @@ class RunSchedule:
 
 @dataclass
 class Series:
-    """What one side did on one case."""
+    """Samples of one side on one case."""
 
     side: str
     case: Case
-    samples: list[TimedSample] = field(default_factory=list)  # in the order they ran, warm-ups left out
+    samples: list[TimedSample] = field(default_factory=list)  # in the order they ran, without warm-ups
     error: str | None = None  # why it stopped
     peak: int | None = None  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where the work is, for a bar."""
+    """Progress of the benchmark, for a progress bar."""
 
     done: int
     total: int
@@ -68,7 +68,7 @@ Tell = Callable[[Progress], None]
 
 
 def measure(sides: Sequence[Side], cases: Sequence[Case], plan: RunSchedule, into: list[Series], tell: Tell) -> None:
-    """Append a series for each case and side to `into`, filling them as it goes: what stops it loses nothing."""
+    """Append a series for each case and side to `into`, filled while running: an interruption loses no sample."""
     rounds = (plan.warmup + plan.reps) * len(sides)
     for n, case in enumerate(cases):
         series = [Series(side.name, case) for side in sides]
@@ -82,7 +82,7 @@ def measure(sides: Sequence[Side], cases: Sequence[Case], plan: RunSchedule, int
 
 
 def words_of(error: Exception) -> str:
-    """What went wrong in one line; the log gets the rest."""
+    """Message of an error in one line; the log gets the rest."""
     log.warning("a part of the benchmark failed", exc_info=error)
     if isinstance(error, KvcliError):
         return "; ".join([error.message, *error.lines])
@@ -91,11 +91,11 @@ def words_of(error: Exception) -> str:
 
 
 def _once(side: Side, series: Series, *, keep: bool) -> None:
-    """One run. A side that fails is told about in its row, and the others go on."""
+    """Run a side once. The error of a failing side is recorded in its series, and the other sides continue."""
     case = series.case
     try:
         sample = side.run(case.prompt, case.new)
-    except Exception as error:  # another program may fail in any way, and what the others measured stays
+    except Exception as error:  # another program may fail in any way; the other sides' samples are kept
         series.error = words_of(error)
         return
     if len(sample.ids) != case.new or len(sample.at) != case.new:

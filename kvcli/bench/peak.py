@@ -1,4 +1,4 @@
-"""Peak memory of one side: it runs once more in a process of its own, which loads nothing else.
+"""Peak memory of one side: the side runs once more in a separate process that loads nothing else.
 
 `python -m kvcli.bench.peak` takes one JSON object on standard input and prints one.
 """
@@ -18,7 +18,7 @@ from kvcli.errors import KvcliError
 
 
 def peak_of(recipe: Recipe, prompt: Sequence[int], new: int, environ: Mapping[str, str]) -> int:
-    """Bytes. Raises KvcliError with what the process said when it could not."""
+    """Peak memory in bytes. Raises KvcliError with the process's error message if it fails."""
     asked = {"recipe": recipe.as_json(), "prompt": list(prompt), "new": new}
     process = subprocess.Popen(
         [sys.executable, "-m", "kvcli.bench.peak"],
@@ -27,7 +27,7 @@ def peak_of(recipe: Recipe, prompt: Sequence[int], new: int, environ: Mapping[st
         stderr=subprocess.PIPE,
         env=dict(environ),
         encoding="utf-8",
-        start_new_session=True,  # Ctrl-C is for us, and we end it
+        start_new_session=True,  # Ctrl-C is handled here, and ends the process
     )
     try:
         out, err = process.communicate(json.dumps(asked))
@@ -50,7 +50,7 @@ def _answer(name: str, status: int, out: str, err: str) -> int:
 
 
 def measure(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the side, run it once, and say what the process held at most."""
+    """Make the side, run it once, and return the peak memory of the process."""
     from kvcli.bench.profile_side import Models
     from kvcli.chat.model import load
     from kvcli.engine.process_memory import peak_bytes

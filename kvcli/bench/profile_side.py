@@ -1,4 +1,4 @@
-"""A profile as a side: our own engine, ids in and ids out, a fresh session for every prompt."""
+"""Benchmark side for a profile: kvcli's engine, ids in and ids out, a new session for every prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def plain(profile: Profile) -> Profile:
-    """How the same weights write by themselves: everything read, everything kept, nothing guessed."""
+    """Profile for plain decoding of the same weights: full prefill, full cache, no drafts."""
     kept = {
         "kv": {"dtype": "auto", "k_bits": 16, "v_bits": 16, "split_codes": False},
         "kv_format": {"method": "kivi"},
@@ -36,40 +36,40 @@ def plain(profile: Profile) -> Profile:
 
 
 class Models:
-    """Loaded weights, once for each way of loading them; profiles that load alike share."""
+    """Loaded weights, once per set of load settings; profiles with equal load settings share them."""
 
     def __init__(self, load: Callable[[Profile], Model]) -> None:
         self._load = load
         self._held: dict[object, Model] = {}
         self._others: dict[Hashable, Any] = {}
-        self._threads = torch.get_num_threads()  # what "all" means; a profile that is loaded later may change it
+        self._threads = torch.get_num_threads()  # value of "all"; a profile that is loaded later may change it
 
     def under(self, profile: Profile) -> Model:
-        """The model under this profile."""
+        """Return the model under this profile."""
         if profile.load not in self._held:
             self._held[profile.load] = self._load(profile)
         return self._held[profile.load].with_profile(profile)
 
     def threads(self, profile: Profile) -> int:
-        """How many threads torch computes with under this profile."""
+        """Number of threads torch computes with under this profile."""
         return int(profile.load.threads) or self._threads
 
     def shared(self, key: Hashable, load: Callable[[], Any]) -> Any:
-        """What several sides of another engine hold in common, loaded by the first of them."""
+        """Return an object shared by several sides of another engine, loaded by the first of them."""
         if key not in self._others:
             self._others[key] = load()
         return self._others[key]
 
     def close(self) -> None:
-        """Let go of all weights."""
+        """Free all weights."""
         self._held.clear()
         self._others.clear()
 
 
 class ProfileSide:
-    """One profile on loaded weights."""
+    """Benchmark side for one profile on loaded weights."""
 
-    peak_bytes: int | None = None  # it runs in our process
+    peak_bytes: int | None = None  # it runs in this process
 
     def __init__(self, name: str, model: Model, threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.name, self.model, self.threads, self.clock = name, model, threads, clock
@@ -93,7 +93,7 @@ class ProfileSide:
         }
 
     def run(self, prompt: Sequence[int], new: int) -> TimedSample:
-        """Continue `prompt`; drafting starts knowing nothing, as in the first question of a process."""
+        """Continue `prompt`. Drafting starts without history, as in the first question of a process."""
         self._check(prompt, new)
         use_threads(self.threads)
         session = self.model.new_session()
@@ -110,7 +110,7 @@ class ProfileSide:
         )
 
     def close(self) -> None:
-        """The weights go with the models that hold them."""
+        """Do nothing: the weights belong to `Models`."""
 
     def _check(self, prompt: Sequence[int], new: int) -> None:
         limit = self.model.limit

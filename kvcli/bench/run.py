@@ -1,4 +1,4 @@
-"""A whole benchmark: load, build prompts, measure, compare texts, weigh memory; and its document at any moment."""
+"""Benchmark run: load, build prompts, measure, compare texts, measure memory; and its document at any moment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Quality = Callable[["Model", "list[Profile]"], "QualityDocument | None"]
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What is to be measured. The first recipe is the baseline, unless an earlier result is."""
+    """Arguments of a benchmark. The first recipe is the baseline, unless an earlier result is."""
 
     args: BenchArgs
     recipes: Sequence[Recipe]
@@ -51,13 +51,13 @@ class BenchRequest:
 
     @property
     def first_profile(self) -> Recipe:
-        """The one whose weights and tokenizer stand for the model."""
+        """Recipe whose weights and tokenizer represent the model."""
         return next(recipe for recipe in self.recipes if recipe.kind == "profile")
 
 
 @dataclass
 class Bench:
-    """A benchmark under way. Whatever stops it, what was measured stays in here."""
+    """A running benchmark. Its measurements are kept here if it is interrupted."""
 
     ask: BenchRequest
     models: Models
@@ -71,11 +71,11 @@ class Bench:
     notes: list[str] = field(default_factory=list)
     load_before: list[float] | None = field(default_factory=load_average)
     complete: bool = False
-    info: ModelInfo | None = None  # once it is loaded
+    info: ModelInfo | None = None  # set after loading
     stops: Collection[int] = ()
 
     def run(self) -> None:
-        """Everything. Raises KvcliError only before the first sample."""
+        """Run the whole benchmark. Raises KvcliError only before the first sample."""
         model = self.model
         self.info, self.stops = model.info, model.lm.stop_ids
         cases = self.cases(model)
@@ -95,14 +95,14 @@ class Bench:
         self.complete = True
 
     def ask_questions(self, quality: Quality, model: Model) -> None:
-        """The quality suite. Where it cannot run, the speeds stay."""
+        """Run the quality suite. If it fails, the speeds are kept."""
         try:
             self.quality = quality(model, self.comparable(model))
         except Exception as error:  # out of memory, a full disk: whatever it is, the speeds are measured
             self.notes.append(f"no quality suite: {words_of(error)}")
 
     def comparable(self, model: Model) -> list[Profile]:
-        """The profiles that run on these very weights: the quality suite compares them with the full cache."""
+        """Profiles that use these weights: the quality suite compares them with the full cache."""
         profiles = [r.as_profile().replace(name=r.name) for r in self.ask.recipes if r.kind == "profile"]
         other = [profile.name for profile in profiles if profile.load != model.profile.load]
         if other:
@@ -111,11 +111,11 @@ class Bench:
 
     @property
     def model(self) -> Model:
-        """The model under plain decoding: it has the tokenizer, and the last word about near ties."""
+        """The model under plain decoding. It has the tokenizer, and its logits decide about near ties."""
         return self.models.under(plain(self.ask.first_profile.as_profile()))
 
     def cases(self, model: Model) -> list[Case]:
-        """Every context length with every workload."""
+        """Build a case for every context length with every workload."""
         args = self.ask.args
         check_room(args.ctx, args.new, model.lm.limit, args.model)
         of = self.ask.files, model.tokenizer, model.lm.vocab
@@ -126,7 +126,7 @@ class Bench:
         ]
 
     def explain_differences(self) -> None:
-        """Ask the plain model about each place where a text parts from the baseline's."""
+        """Compute, with the plain model, whether each first difference from the baseline's text is a near tie."""
         for series in self.series:
             other = self.reference_ids(series)
             mine = series.samples[-1].ids if series.samples else ()
@@ -136,11 +136,11 @@ class Bench:
                 text = [*series.case.prompt, *mine[:at]]
                 try:
                     self.ties[series.side, series.case] = tie_at(self.model, text, mine[at], other[at])
-                except Exception as error:  # as above
+                except Exception as error:  # any failure, as in `ask_questions`
                     self.notes.append(f"{series.side}'s first difference was not looked at: {words_of(error)}")
 
     def reference_ids(self, series: Series) -> Sequence[int] | None:
-        """The text to compare with; None for the baseline itself, or where there is none."""
+        """Return the text to compare with; None for the baseline itself, or if there is none."""
         if not self._drew_alike(series):
             return None
         if self.ask.earlier is not None:
@@ -150,7 +150,7 @@ class Bench:
         return base.samples[-1].ids if base and base is not series and base.samples else None
 
     def _drew_alike(self, series: Series) -> bool:
-        """Whether the two texts were drawn with the same random numbers, or without. Only profiles share theirs."""
+        """True if both texts were sampled with the same random numbers (only profiles share them), or greedily."""
         args, earlier = self.ask.args, self.ask.earlier
         then = earlier.args if earlier is not None else args
         if args.temperature == then.temperature == 0:
@@ -160,25 +160,25 @@ class Bench:
         return sides <= profiles and (then.temperature, then.seed) == (args.temperature, args.seed)
 
     def base_series(self, series: Series) -> Series | None:
-        """What the baseline did on the same case."""
+        """The baseline's series on the same case."""
         same = (s for s in self.series if s.side == self.ask.baseline and s.case is series.case)
         return next(same, None)
 
     def earlier_row(self, series: Series) -> BenchRow | None:
-        """The same side on the same case in the earlier result."""
+        """The row of the same side and case in the earlier result."""
         rows = self.ask.earlier.rows if self.ask.earlier is not None else []
         wanted = (series.side, series.case.ctx, series.case.workload)
         return next((row for row in rows if (row.profile, row.ctx, row.workload) == wanted), None)
 
     def close(self) -> None:
-        """Free what the sides hold; their samples stay."""
+        """Free the memory of the sides; their samples are kept."""
         for side in self.sides.values():
             side.close()
         self.sides.clear()
         self.models.close()
 
     def measure_peaks(self) -> None:
-        """Peak memory of every side and case, each in a process of its own. Never while something is timed."""
+        """Measure peak memory of every side and case, each in a separate process. Never while something is timed."""
         recipes = {recipe.name: recipe for recipe in self.ask.recipes}
         todo = [series for series in self.series if series.samples]
         for i, series in enumerate(todo):
@@ -192,7 +192,7 @@ class Bench:
 
 
 def refuse_unbuilt() -> None:
-    """Raises UsageError in a checkout whose native kernels are not built: torch would be timed, at half the speed."""
+    """Raise UsageError in a checkout without built native kernels, because torch would be timed, at half the speed."""
     if native.is_unbuilt():
         why = "the native kernels of this checkout are not built"
         lines = [native.why_not(), "torch would be timed in their place"]
@@ -200,7 +200,7 @@ def refuse_unbuilt() -> None:
 
 
 def check_room(ctx: Sequence[int], new: int, limit: int, model: str) -> None:
-    """Refuse contexts that the model was not made for, and ones that the new tokens alone fill."""
+    """Refuse contexts longer than the model's context window, and contexts that the new tokens alone fill."""
     for n in ctx:
         if n > limit:
             raise ContextOverflow(
@@ -218,5 +218,5 @@ def check_room(ctx: Sequence[int], new: int, limit: int, model: str) -> None:
 
 
 def hash_of(ids: Sequence[int]) -> str:
-    """Twelve digits that are equal for equal prompts."""
+    """Hash of a prompt in twelve digits."""
     return hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()[:12]

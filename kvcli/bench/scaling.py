@@ -1,4 +1,4 @@
-"""What more threads give: steps of one token of a random model, by threads that take turns."""
+"""Speed by number of threads: decoding steps of a random model, alternating between thread counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TURNS = 12
 
 
 def random_model() -> LM:
-    """A Llama of 86 million weights in bf16, more than a cache holds: what is timed is arithmetic, not words."""
+    """A Llama of 86 million weights in bf16, larger than a CPU cache: arithmetic is timed, not text."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -35,14 +35,14 @@ def random_model() -> LM:
 
 
 def steps_a_second(lm: LM, threads: Sequence[int]) -> dict[int, float]:
-    """By threads: steps of one token behind 512. Leaves as many threads as there were."""
+    """Decoding steps per second after 512 tokens, by number of threads. Restores the number of threads."""
     kv, were = cache_of_length(lm, CONTEXT), torch.get_num_threads()
     times: dict[int, list[float]] = {n: [] for n in threads}
     try:
         for _ in range(TURNS):
             for n in threads:
                 use_threads(n)
-                once(lm, kv, 1, CONTEXT)  # threads that slept are awake behind it
+                once(lm, kv, 1, CONTEXT)  # wakes sleeping threads
                 times[n].append(once(lm, kv, 1, CONTEXT))
     finally:
         use_threads(were)

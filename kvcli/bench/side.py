@@ -1,4 +1,4 @@
-"""A side of a benchmark: something that continues a prompt greedily, timed token by token."""
+"""Protocol of a benchmark side: it continues a prompt greedily, timed token by token."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TimedSample:
-    """One prompt continued once. Times in seconds since the prompt was handed over."""
+    """A timed continuation of a prompt. Times are in seconds from the start of the run."""
 
     ids: tuple[int, ...]  # the new tokens
-    at: tuple[float, ...]  # when each of them came; tokens of one pass came at the same moment
+    at: tuple[float, ...]  # time of each new token; tokens of one pass have the same time
     prompt: int  # tokens
-    kv_bytes: int | None = None  # allocated for keys and values at the end; None = the side cannot tell
+    kv_bytes: int | None = None  # bytes of KV allocated at the end; None = unknown
     stats: Stats | None = None  # of sides that draft
 
     @property
@@ -27,33 +27,33 @@ class TimedSample:
 
     @property
     def read_tok_s(self) -> float:
-        """Prompt tokens a second until the first new token: the one definition that all sides can be held to."""
+        """Prompt tokens per second until the first new token, a definition that fits all sides."""
         return self.prompt / self.at[0]
 
     @property
     def tok_s(self) -> float:
-        """Decoding speed after the pass that gave the first token; 0 when everything came in that pass."""
+        """Decoding speed after the pass that gave the first token; 0 if all tokens came from that pass."""
         first = sum(moment == self.at[0] for moment in self.at)
         return (len(self.at) - first) / (self.at[-1] - self.at[0]) if len(self.at) > first else 0.0
 
 
 class Side(Protocol):
-    """One column of what is compared. Made once, run many times; forgets every prompt before the next one."""
+    """A column of the comparison. A side is made once and run many times; each prompt starts with an empty cache."""
 
     @property
     def name(self) -> str:
-        """As the table shows it: a profile's name, or hf, hf-lookup, llama.cpp, kvpress."""
+        """Name in the table: a profile's name, or hf, hf-lookup, llama.cpp, kvpress."""
 
     @property
     def setup(self) -> dict[str, str]:
-        """What a reader must know to believe the figures: versions, dtype, threads, settings that differ."""
+        """Conditions that affect the figures: versions, dtype, threads, settings that differ."""
 
     @property
     def peak_bytes(self) -> int | None:
-        """What a process of its own held at most; None for a side that runs in ours."""
+        """Peak memory of the side's separate process; None for a side that runs in this process."""
 
     def run(self, prompt: Sequence[int], new: int) -> TimedSample:
         """Continue `prompt` by exactly `new` tokens, greedily; stop tokens do not end it."""
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Free the side's memory."""

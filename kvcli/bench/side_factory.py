@@ -1,4 +1,4 @@
-"""From recipes to sides: profiles, and the baselines by name. Each baseline is imported when it is asked for."""
+"""Factory of sides from recipes: profiles, and the baselines by name. A baseline is imported when it is used."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """How a side that is no profile is made, and what refuses it before anything is loaded."""
+    """Factory of a side that is no profile, and a check that runs before anything is loaded."""
 
     make: Callable[[Recipe, Models], Side]
-    # the name as typed, and the folder for what is installed or converted once
+    # arguments: the name as typed, and the folder for files installed or converted once
     require: Callable[[str, Path], object] = lambda name, cache: None
-    has_choices: bool = False  # behind a colon: `kvpress:SnapKV`
-    draws: bool = True  # at any temperature; else it is greedy
+    has_choices: bool = False  # after a colon: `kvpress:SnapKV`
+    draws: bool = True  # samples at any temperature; else it is greedy
 
 
 def baseline_of(name: str) -> str | None:
-    """The baseline that a name as typed stands for; None where there is none."""
+    """The baseline of a name as typed; None if there is none."""
     kind, colon, _ = name.partition(":")
     return kind if kind in BASELINES and (not colon or BASELINES[kind].has_choices) else None
 
 
 def make(recipe: Recipe, models: Models) -> Side:
-    """The side, loading what is not loaded yet."""
+    """Make a side, loading its weights if they are not loaded yet."""
     if recipe.kind != "profile":
         return BASELINES[recipe.kind].make(recipe, models)
     from kvcli.bench.profile_side import ProfileSide
@@ -97,7 +97,7 @@ def _drawn(profile: Profile) -> dict[str, Any]:
 
 
 def _dtype(recipe: Recipe) -> str:
-    """The numbers the profiles compute in, as torch calls them."""
+    """Dtype that the profiles compute in, by torch's name."""
     from kvcli.fit.plan import subject_of, torch_dtype
 
     return torch_dtype(subject_of(recipe.found), recipe.as_profile())

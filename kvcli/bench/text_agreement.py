@@ -1,7 +1,7 @@
-"""Whether two sides wrote the same text, and whether a difference is rounding or a mistake.
+"""Agreement of the texts of two sides, and whether a difference is rounding or a mistake.
 
 A pass of one row and a pass of many sum the same products in different orders. In 16 bits that moves logits by a few
-roundings, so two tokens closer than that (a near tie) may fall either way; both are the model's own choice.
+roundings, so of two tokens closer than that (a near tie) either may win. Both are the model's own choice.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from kvcli.chat.model import Model
 
-ROUNDINGS = 4  # a near tie is at most so many roundings of the largest logit wide
+ROUNDINGS = 4  # a near tie is at most this many roundings of the largest logit wide
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """How far the token that lost lay behind the best one, where two texts part."""
+    """Distance between the best logit and the losing token's, at the first difference of two texts."""
 
     margin: float
     bound: float
@@ -37,12 +37,12 @@ class Tie:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first place where they differ; None where one begins with the other."""
+    """Index of the first difference; None if one sequence begins with the other."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
 
 
 def tie_at(model: Model, text: Sequence[int], a: int, b: int) -> Tie:
-    """The plain model reads `text` (prompt and the part that both sides wrote) and says what it thinks of a and b."""
+    """Prefill `text` (prompt and common part of both answers) with the plain model; compare its logits of a and b."""
     session = assemble.session(model.lm, model.mapped())
     run_to_end(session.read(text))
     logits = run_to_end(session.step(most=1)).logits[0]
@@ -54,8 +54,8 @@ def tie_at(model: Model, text: Sequence[int], a: int, b: int) -> Tie:
 
 
 def tie_of(logits: Tensor, a: int, b: int, noise: Tensor | float = 0.0) -> Tie:
-    """logits [V], and what is added to them where the next token is drawn. Margin: from the best sum down to the worse
-    of the two tokens'."""
+    """Compare logits [V] of two tokens. `noise` is added to them where the next token is sampled. The margin is the
+    difference between the best sum and the lower sum of the two tokens."""
     exact = logits.double() + noise
     margin = float(exact.max() - torch.minimum(exact[a], exact[b]))
     return Tie(margin, ROUNDINGS * torch.finfo(logits.dtype).eps * float(logits.double().abs().max()))

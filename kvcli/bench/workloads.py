@@ -1,4 +1,4 @@
-"""Prompts of a benchmark: a text and what is asked about it, cut so that prompt and answer fill the context asked for.
+"""Prompts of a benchmark: a text and a question about it, cut so that prompt and answer fill the context.
 
 The texts are real ones, with questions in workloads.toml, a file of the user's, or reports in the language of the demo
 model, written from a seed at any length.
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]
-Write = Callable[[Random, float], str]  # a text of about so many tokens, or the only one there is
-Ask = Callable[[str], list[Message]]  # the messages around a text
+Write = Callable[[Random, float], str]  # makes a text of about this many tokens, or returns its only text
+Ask = Callable[[str], list[Message]]  # makes the messages around a text
 TABLE = Path(__file__).with_name("workloads.toml")
-GROW = 1.05  # aim a little beyond what is needed, then cut
+GROW = 1.05  # aim a little above the needed length, then cut
 TRIES = 6
 SUMMARY = "{text}\n\nSummarise the main findings."
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A kind of prompt: where its long text comes from, and what is asked about it."""
+    """A kind of prompt: the source of its long text, and the question about it."""
 
     about: str
     write: Write
@@ -53,7 +53,7 @@ def prompt_of(
     new: int = 0,
     seed: int = 0,
 ) -> list[int]:
-    """Ids that fill the context beside the new tokens. Raises BadInput for a text that is too short for that."""
+    """Ids that fill the context together with the new tokens. Raises BadInput if the text is too short for that."""
     n = ctx - new
     if name == "random":
         return random_ids(tokenizer, n, vocab, seed)
@@ -75,13 +75,13 @@ def prompt_of(
 
 
 def of_file(document: Document) -> Workload:
-    """A file of the user's, to be summarised."""
+    """Workload that summarises a file of the user's."""
     ask = with_documents("Summarise the main points.", [Document(document.name, "{text}", document.sha256)])
     return Workload("", lambda rng, n: document.text.strip("\n"), partial(turns, [ask]))
 
 
 def cut(tokenizer: PreTrainedTokenizerBase, text: str, ask: Ask, n: int) -> list[int]:
-    """The prompt with the longest beginning of the text that lets it have at most `n` tokens."""
+    """The prompt with the longest beginning of the text that keeps it within `n` tokens."""
 
     def ids_of(size: int) -> list[int]:
         return render_prompt(tokenizer, ask(text[:size]))
@@ -105,46 +105,46 @@ def cut(tokenizer: PreTrainedTokenizerBase, text: str, ask: Ask, n: int) -> list
 
 
 def random_ids(tokenizer: PreTrainedTokenizerBase, n: int, vocab: int, seed: int) -> list[int]:
-    """Ids without meaning, none of them a control token: nothing to copy and nothing to expect."""
+    """Random ids without control tokens: nothing to copy and nothing to predict."""
     rng, special = Random(seed), special_ids(tokenizer)
     allowed = [i for i in range(min(vocab, len(tokenizer))) if i not in special]
     return [allowed[int(rng.random() * len(allowed))] for _ in range(n)]
 
 
-# ---- the texts ----
+# ---- texts ----
 
 
 def report(rng: Random, n: float) -> str:
-    """A field report."""
+    """Write a field report."""
     return write_report(rng, n, fact_share=0.35).text
 
 
-# ---- what is asked ----
+# ---- questions ----
 
 
 def turns(said: Sequence[str], text: str) -> list[Message]:
-    """What user and model say in turn, the user first, around the text that `{text}` stands for."""
+    """Alternate user and assistant messages, the user's first, with `{text}` replaced by the text."""
     return [
         {"role": "assistant" if i % 2 else "user", "content": one.replace("{text}", text)} for i, one in enumerate(said)
     ]
 
 
 def ask_copy(text: str) -> list[Message]:
-    """Ask for the longest note of what was kept of the report, word for word."""
+    """Ask for the longest note in the cut report, word for word."""
     kept = re.findall(r"^(Field note \d+): (.+)$", text, re.MULTILINE)
     name = max(kept, key=lambda note: len(note[1]))[0] if kept else "Field note 1"
     return turns([f"{{text}}\n\nRepeat {name.lower()}."], text)
 
 
 def ask_lookup(text: str) -> list[Message]:
-    """Ask for the fact nearest to the middle of what was kept of the report."""
+    """Ask for the fact nearest to the middle of the cut report."""
     told = facts_in(text)
     question = f"What is the {told[len(told) // 2][0]}?" if told else "What is the access code?"
     return turns([f"{{text}}\n\n{question}"], text)
 
 
 def ask_chat(text: str) -> list[Message]:
-    """A report, four questions about it that were answered, and a fifth."""
+    """A report, four answered questions about it, and a fifth question."""
     told = facts_in(text)
     asked = [told[i * len(told) // 6] for i in range(1, 6)] if len(told) >= 6 else told
     if not asked:
@@ -156,12 +156,12 @@ def ask_chat(text: str) -> list[Message]:
 
 
 def facts_in(text: str) -> list[tuple[str, str]]:
-    """(attribute of entity, value) of the sentences of a report that state one."""
+    """(attribute of entity, value) of the sentences of a report that state a fact."""
     return re.findall(r"\bThe ([a-z ]+ of (?:depot|surveyor|well|gauge) [^.\n]+?) is ([^\n]+?)\.(?=\s|$)", text)
 
 
 def of_table(about: str, text: str, ask: list[str]) -> Workload:
-    """One over a text that comes along."""
+    """Workload over a text that ships with kvcli."""
     return Workload(about, lambda rng, n: text_of(text), partial(turns, ask))
 
 
@@ -176,8 +176,8 @@ NAMES = (*WORKLOADS, "random")
 
 
 def usual(model: str) -> Sequence[str]:
-    """What is measured where nobody says what, the first where one will do.
+    """Default workloads of a model, the first for runs with a single workload.
 
-    The demo has learnt nothing but reports; with any other model their repetitions would flatter drafting.
+    The demo model is trained on reports only; with other models the repetitions in reports would favour drafting.
     """
     return ("summary", "chat", "copy") if model == "demo" else ("article", "talk", "code")

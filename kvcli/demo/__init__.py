@@ -1,9 +1,9 @@
-"""The bundled demo models: where their weights and the example documents lie."""
+"""Bundled demo models: locations of their weights and of the example documents."""
 
 from importlib.resources import files
 from pathlib import Path
 
-# by name; the small one drafts for the other
+# by name; the small model drafts for the other
 BUNDLED = {"demo": "weights", "demo-small": "weights-small"}
 
 

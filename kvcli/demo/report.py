@@ -1,4 +1,4 @@
-"""Write seeded field reports: headed sections of facts, findings, notes and filler, with page marks."""
+"""Seeded field reports: headed sections of facts, findings, notes and filler, with page marks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,13 +7,13 @@ from random import Random
 from kvcli.demo import words
 from kvcli.demo.words import between, pick
 
-# one digit: counting and comparing section numbers stays a matter of single tokens
+# one digit, so that counting and comparing section numbers needs single tokens only
 MAX_SECTIONS = 9
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One retrievable sentence: The ATTRIBUTE of ENTITY is VALUE."""
+    """A retrievable sentence: The ATTRIBUTE of ENTITY is VALUE."""
 
     attribute: str
     entity: str
@@ -26,9 +26,9 @@ class Fact:
 
 @dataclass(frozen=True)
 class Finding:
-    """The main finding of one section, with the page it stands on.
+    """The main finding of one section, with its page.
 
-    The last one says so, which tells a summary where to end.
+    The last finding says that it is the last, which tells a summary where to end.
     """
 
     section: int
@@ -57,7 +57,7 @@ class Note:
 
 @dataclass
 class Report:
-    """A report's text and everything in it that can be asked for."""
+    """A report's text and all facts, findings and notes in it."""
 
     n_sections: int
     text: str = ""
@@ -68,7 +68,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Attribute:
-    """What can be said of one kind of entity, and how its value is drawn."""
+    """An attribute of one kind of entity, and the function that draws its value."""
 
     name: str
     kind: str
@@ -76,7 +76,7 @@ class Attribute:
 
 
 ATTRIBUTES = [
-    # the code is the showpiece, hence twice
+    # listed twice, because the access code is the main example
     Attribute("access code", "depot", lambda rng: words.digits(rng, 5)),
     Attribute("access code", "depot", lambda rng: words.digits(rng, 5)),
     Attribute("keeper", "depot", words.person),
@@ -99,7 +99,7 @@ def entity(rng: Random, kind: str) -> str:
 
 
 def filler(rng: Random) -> str:
-    """A sentence nobody asks about. Its words are random, so that no answer can be read off the grammar."""
+    """A filler sentence. Its words are random, so that no answer can be derived from the grammar."""
     thing, event, action = words.thing, pick(rng, words.EVENTS), pick(rng, words.ACTIONS)
     match between(rng, 0, 7):
         case 0:
@@ -145,7 +145,7 @@ def finding_text(rng: Random) -> str:
 
 
 def new_fact(rng: Random, facts: list[Fact], near: float) -> Fact:
-    """A fact not told yet. With chance `near` it is about an entity already named: a close distractor."""
+    """A new fact. With probability `near` it is about an entity already named: a close distractor."""
     told = {(f.attribute, f.entity) for f in facts[-400:]}
     if facts and rng.random() < near:
         owner = pick(rng, facts).entity
@@ -162,13 +162,14 @@ def new_fact(rng: Random, facts: list[Fact], near: float) -> Fact:
 def write_report(
     rng: Random, n_tokens: float, fact_share: float, near: float = 0.2, n_sections: int | None = None, rich: bool = True
 ) -> Report:
-    """A report of about `n_tokens`; `fact_share` of its body sentences are facts, `near` of those close distractors.
+    """Write a report of about `n_tokens`. `fact_share`: share of facts among sentences; `near`: of close distractors in
+    them.
 
-    A `rich` report has one finding a section and a note in every second one; otherwise it is facts and filler alone.
+    A `rich` report has one finding a section and a note in every second one; otherwise it has facts and filler only.
     """
     if n_sections is None:
         n_sections = max(1, min(MAX_SECTIONS, round(n_tokens / (110 + rng.random() * 290))))
-    # a page holds 70 to 250 tokens, fewer in short documents
+    # a page has 70 to 250 tokens, fewer in short documents
     page_length = max(70.0, min(250.0, n_tokens / (2 + rng.random() * 12)))
     section_length = n_tokens / n_sections
 

@@ -1,4 +1,4 @@
-"""The demo world's vocabulary: word lists, and the names and numbers drawn from them."""
+"""Vocabulary of the demo world: word lists, and the names and numbers drawn from them."""
 
 from collections.abc import Sequence
 from random import Random
@@ -55,12 +55,12 @@ TOPICS = "drainage roads power water storage weather transport repairs lighting 
 
 
 def pick(rng: Random, choices: Sequence[T]) -> T:
-    """One of `choices`; drawn with `random()` alone, whose stream Python promises to keep between versions."""
+    """Pick one of `choices`, drawn with `random()` alone, whose stream Python guarantees between versions."""
     return choices[int(rng.random() * len(choices))]
 
 
 def between(rng: Random, low: int, high: int) -> int:
-    """A whole number from `low` to `high`, both included."""
+    """Draw a whole number from `low` to `high`, both included."""
     return low + int(rng.random() * (high - low + 1))
 
 
@@ -70,7 +70,7 @@ def shuffled(rng: Random, items: Sequence[T]) -> list[T]:
 
 
 def place(rng: Random) -> str:
-    """A place name. Always two tokens, so that swapping one name for another keeps every distance."""
+    """A place name. It always has two tokens, so that swapping one name for another keeps every distance."""
     return pick(rng, ONSETS) + pick(rng, NUCLEI) + pick(rng, PLACE_ENDINGS)
 
 
@@ -91,15 +91,15 @@ def thing(rng: Random) -> str:
 
 
 def goods(rng: Random) -> str:
-    """An amount of something, as in "45 sacks of salt"."""
+    """An amount of goods, as in "45 sacks of salt"."""
     return f"{digits(rng, 2)} {pick(rng, UNITS)} of {pick(rng, GOODS)}"
 
 
 def split_pattern() -> str:
-    """Where text is cut before merging. A copied string must cut the same way in report and answer.
+    """Pattern that splits text before merging. A copied string must be split alike in report and answer.
 
-    A name is cut before its ending, so every place is two tokens; a digit is one token together with the space
-    before it, so that the space does not use up a place of the copying window.
+    A name is split before its ending, so every place is two tokens. A digit is one token together with the space before
+    it, so that the space does not use up a position of the copying window.
     """
     first = f" ?(?:{'|'.join(sorted(ONSETS, key=len, reverse=True))})(?:{'|'.join(NUCLEI)})"
     endings = PLACE_ENDINGS + FIRST_NAME_ENDINGS + SURNAME_ENDINGS

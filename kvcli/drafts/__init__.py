@@ -1,1 +1,1 @@
-"""Drafters: which rows to try."""
+"""Drafters: they choose the draft tokens that a forward pass verifies."""

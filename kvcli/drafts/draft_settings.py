@@ -1,4 +1,4 @@
-"""Settings that every drafter with a tree and a clock has."""
+"""Settings shared by all drafters that build a draft tree and measure pass times."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """Keys of every method that drafts as much as pays."""
+    """Configuration keys of every drafting method that adapts the draft size to measured pass times."""
 
-    checks: ClassVar[bool] = False  # may a whole past check what this guesses over a smaller one?
+    checks: ClassVar[bool] = False  # True if a full KV cache may verify tokens drafted over a smaller one
 
-    # with 15 guesses a pass has 16 rows, a whole block for most kernels
+    # 15 draft tokens make a pass of 16 rows, a whole block for most kernels
     max: Annotated[int, Range(1, 256)] = 15  # rows verified beside the pending one, at most
     branches: Annotated[int, Range(1, 64)] = 3  # different tokens tried at one place, at most
     adaptive: bool = True  # draft as much as the measured pass times justify; false = always, as much as there is
@@ -28,28 +28,28 @@ class DraftSettings:
 
     @property
     def rows(self) -> int:
-        """Of a pass, at most: the pending token and guesses."""
+        """Maximum rows of a pass: the pending token and the draft tokens."""
         return 1 + self.max
 
     @property
     def second(self) -> DraftModelRef | None:
-        """The model that drafts, if there is one."""
+        """The separate draft model, if the method has one."""
         return None
 
     def ignored_keys(self) -> dict[str, str]:
-        """Keys that nothing reads as the others are: key -> the one in whose way it is."""
+        """Return the keys that have no effect under the present settings: key -> the key that disables it."""
         return {} if self.adaptive else dict.fromkeys(("min_speedup", "baseline_interval"), "adaptive")
 
     def draft_slots(self, n: int, device: str = "cpu") -> int:
-        """Of n tokens, those whose keys and values layers beside the model's have there."""
+        """Return how many of n tokens have KV on `device` in layers that are not the target model's."""
         return 0
 
     def view_slots(self, n: int) -> int:
-        """How many of n slots a head a view keeps a copy of: none, without scouts."""
+        """Return how many of n slots per head a cache view copies: 0 without lookahead."""
         return 0
 
     def __post_init__(self) -> None:
-        """What a profile would refuse is refused here, too; defaults are right, and checking one may import a lot."""
+        """Raise ValueError for values that a profile would refuse. Defaults are skipped: checking may import a lot."""
         method: type = type(self)
         for key in keys_of(method).values():
             value = getattr(self, key.name)

@@ -1,1 +1,1 @@
-"""One pass, and the text that it makes longer: rows, feeds, engine, session. Read this folder first."""
+"""Forward passes and the sequences they extend: rows, requests, engine, session. Read this folder first."""

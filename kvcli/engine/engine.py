@@ -1,4 +1,4 @@
-"""The engine: runs what texts want of their models. The only file that calls a model."""
+"""The engine runs the forward requests of all sequences. This is the only file that calls a model."""
 
 from __future__ import annotations
 
@@ -21,24 +21,27 @@ if TYPE_CHECKING:
 
 
 def run(feeds: Sequence[ForwardRequest]) -> list[ForwardResult]:
-    """One pass over each model, the rows of all its feeds side by side; in the order of the feeds.
+    """Run one forward pass per model over the rows of all requests. The results are in the order of the requests.
 
-    Feeds that go through other layers of a model make another pass.
+    Requests for different layers of a model run in separate passes.
     """
     made: dict[int, ForwardResult] = {}
     for some in group_requests(feeds):
         lm, its = feeds[some[0]].lm, [feeds[i] for i in some]
-        with one_pool(lm.has_pool and not any(feed.is_prompt for feed in its)):  # what torch does of a prompt is large
+        # operations on a prompt are large enough for torch's threads
+        with one_pool(lm.has_pool and not any(feed.is_prompt for feed in its)):
             made |= zip(some, _run(lm, its), strict=True)
     return [made[i] for i in range(len(feeds))]
 
 
 def group_requests(feeds: Sequence[ForwardRequest]) -> list[list[int]]:
-    """Which feeds share a pass: those through the same layers of a model, and no more than leaves rows their bits."""
+    """Group the requests that can share a forward pass: the same model and layers, and few enough rows to stay batch
+    invariant."""
     alike: dict[tuple[object, ...], list[list[int]]] = {}
     for i, feed in enumerate(feeds):
         most = feed.lm.max_invariant_rows
-        layers = None if feed.layers is None else (feed.layers.start, feed.layers.stop)  # empty ranges are all equal
+        # empty ranges all compare equal
+        layers = None if feed.layers is None else (feed.layers.start, feed.layers.stop)
         key = id(feed.lm), layers, feed.only_kv, most is not None and feed.is_prompt
         passes = alike.setdefault(key, [[]])
         rows = sum(feeds[other].rows.n_rows for other in passes[-1])
@@ -79,10 +82,10 @@ def _run(lm: LM, feeds: Sequence[ForwardRequest]) -> Iterator[ForwardResult]:
 def _forward(
     lm: LM, feeds: Sequence[ForwardRequest], attends: ForwardPass | BatchedPass
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits of all wanted rows, and the hidden states of all where their layers end below the last.
+    """Return the logits of all wanted rows, or the hidden states of all rows if the layers end below the last one.
 
-    With none wanted, as in reading, a pass ends where the last layer that stores has its keys and values: what comes
-    behind would be thrown away, unless somebody hears queries there.
+    A pass that wants no logits, as in prefill, stops at the last layer that stores keys and values. Later layers would
+    have no effect, so they run only if a request records queries there.
     """
     starts = [0]
     for feed in feeds:
@@ -92,7 +95,7 @@ def _forward(
     at_end = want or is_below or lm.mixers.are_last
     attends.last = -1 if at_end else _last(lm, feeds, attends.layers)
     if want == list(range(starts[-1])):
-        want = None  # all: nothing to pick
+        want = None  # every row is wanted: no selection
     ids, pos = feeds[0].rows.ids, feeds[0].rows.pos
     if len(feeds) > 1:
         ids, pos = [i for feed in feeds for i in feed.rows.ids], [i for feed in feeds for i in feed.rows.pos]
@@ -106,7 +109,7 @@ def _forward(
 
 
 def _last(lm: LM, feeds: Sequence[ForwardRequest], layers: range) -> int:
-    """Behind which of these layers nothing is wanted."""
+    """Return the last of these layers whose output is needed."""
     storing = () if any(feed.record_queries for feed in feeds) else (i for i in lm.storing if i in layers)
     return max(storing, default=layers.stop - 1)
 
@@ -125,12 +128,12 @@ def call(
     its_pass: object = None,
     trial: CacheShim | None = None,
 ) -> Tensor:
-    """Logits [len(want), V] of one trip of these tokens through a transformers model; by itself it counts positions
-    from 0, and wants all rows. Tensors are where the model is, int64.
+    """Return the logits [len(want), V] of one forward pass of a transformers model. Without `pos` positions count from
+    0, and without `want` all rows are wanted. Tensors are int64 on the model's device.
 
-    `device`: where the model is, which takes a search through its modules to find out. `its_pass`: what our attention
-    hands its rows to, or what travels in its place; None = the attention in place is another. Such a call gives layers
-    a `trial` for their cache, an empty one if none is given.
+    `device`: the device of the model; without it, it is found by a search through the modules. `its_pass`: the object
+    that our attention function hands the rows to; None if the model has another attention function. With it, layers get
+    `trial` as their cache; by default that is an empty `CacheShim`.
     """
     where = device or model.device
 
@@ -151,9 +154,10 @@ def call(
 
 
 def iterate_events(work: Coroutine[E, T]) -> Generator[E, None, T]:
-    """The work of one text alone, pass by pass: what it has to say on the way, and what came of it.
+    """Run the coroutine of one sequence, pass by pass. Yield its events and return its result.
 
-    What breaks a pass is thrown into the work, at the feed that it broke; closing this closes the work.
+    An error in a pass is thrown into the coroutine at the request that caused it. Closing this generator closes the
+    coroutine.
     """
     try:
         said = next(work)
@@ -176,7 +180,7 @@ def iterate_events(work: Coroutine[E, T]) -> Generator[E, None, T]:
 
 
 def run_to_end(work: Coroutine[object, T] | Steps[T]) -> T:
-    """The same to its end, whatever it says on the way."""
+    """Run a coroutine to its end, drop its events and return its result."""
     saying = iterate_events(work)
     while True:
         try:
@@ -187,12 +191,12 @@ def run_to_end(work: Coroutine[object, T] | Steps[T]) -> T:
 
 
 class EngineTask(Generic[E, T]):
-    """One text among others: its work, and what came of it."""
+    """A task of the engine: the coroutine of one sequence, its pending request and its result."""
 
     def __init__(self, work: Coroutine[E, T], outbox: Callable[[E], object]) -> None:
         self._work, self._outbox = work, outbox
-        self.feed: ForwardRequest | None = None  # what it waits for; None = it is over
-        self.error: BaseException | None = None  # that ended it
+        self.feed: ForwardRequest | None = None  # pending request; None = the task is over
+        self.error: BaseException | None = None  # error that ended the task
         self._found: T | None = None
         self._go_on(lambda: next(work))
 
@@ -201,28 +205,28 @@ class EngineTask(Generic[E, T]):
         return self.feed is None
 
     def result(self) -> T:
-        """What came of it, once it is over; raises what ended it, CancelledError if somebody did."""
+        """Return the result of a finished task. Raises the error that ended it, CancelledError if it was cancelled."""
         assert self.is_over, "not over yet"
         if self.error is not None:
             raise self.error
         return self._found  # type: ignore[return-value]
 
     def cancel(self) -> None:
-        """End it between two passes; what it has stored stays as it is."""
+        """Cancel the task between two passes. KV that it has committed is kept."""
         if not self.is_over:
             self._work.close()
             self.feed, self.error = None, CancelledError()
 
     def send(self, made: ForwardResult) -> None:
-        """Its feed was run."""
+        """Send the result of the pending request to the coroutine."""
         self._go_on(lambda: self._work.send(made))
 
     def throw(self, error: Exception) -> None:
-        """Its feed failed, even alone."""
+        """Throw an error into the coroutine: its pending request failed, even in a pass of its own."""
         self._go_on(lambda: self._work.throw(error))
 
     def _go_on(self, step: Callable[[], ForwardRequest | E]) -> None:
-        """To the next feed, handing out what the work says on the way."""
+        """Advance to the next request. Events on the way are handed to the outbox."""
         try:
             said = step()
             while not isinstance(said, ForwardRequest):
@@ -231,38 +235,39 @@ class EngineTask(Generic[E, T]):
             self.feed = said
         except StopIteration as end:
             self._found, self.feed = end.value, None
-        except Exception as error:  # of this text, or its outbox; the others go on
+        except Exception as error:  # raised by this sequence or its outbox; other tasks continue
             self._work.close()
             self.error, self.feed = error, None
 
 
 class Engine:
-    """Several texts at once: each round is one pass over each model, the rows of all texts side by side.
+    """An engine for several sequences. Each engine step is one forward pass per model over the rows of many sequences.
 
-    Texts that are being written go first, then chunks of prompts up to a number of rows. Behind a round with prompts
-    comes one without, as long as anybody writes: so a long prompt delays a token by a chunk at most, and the first
-    answer to a short question, too. The weights are read once a round, whoever shares it.
+    A step takes the decoding sequences first, then prompt chunks up to a number of rows. After a step with prompt
+    chunks comes one without, as long as any sequence is decoding. So a long prompt delays a decoding step, or the first
+    answer to a short question, by at most one chunk. The weights are read once per step, however many sequences share
+    it.
     """
 
     def __init__(self, rows: int = 2048) -> None:
-        """`rows`: of prompts in a round; a larger chunk is the only one of its round."""
+        """`rows`: most prompt rows in an engine step. A larger chunk runs as the only chunk of its step."""
         self._rows = rows
-        self._n_waiting = 0  # of the tickets, those in front
-        self._has_read = False  # were there prompts in the last round?
+        self._n_waiting = 0  # the first tickets, which were not in the last step
+        self._has_read = False  # did the last step have prompt chunks?
         self._tickets: list[EngineTask[Any, Any]] = []
 
     def add(self, work: Coroutine[E, T], outbox: Callable[[E], object] = lambda said: None) -> EngineTask[E, T]:
-        """Another text. `outbox` hears what its work says on the way, in the thread that runs the rounds."""
+        """Add the coroutine of a sequence. `outbox` is called with its events, in the thread that runs the steps."""
         ticket = EngineTask(work, outbox)
-        self._tickets.insert(self._n_waiting, ticket)  # before those that had the last round
+        self._tickets.insert(self._n_waiting, ticket)  # before the tickets of the last step
         self._n_waiting += 1
         return ticket
 
     def step(self) -> bool:
-        """One pass for those whose turn it is; False when no text is left."""
+        """Run one engine step. False if no sequence is left."""
         self._tickets = [ticket for ticket in self._tickets if not ticket.is_over]
         if turn := self._turn():
-            self._tickets.sort(key=turn.__contains__)  # who had to wait is first next time
+            self._tickets.sort(key=turn.__contains__)  # tickets that were left out are first next time
             self._n_waiting = len(self._tickets) - len(turn)
             self._pass(turn)
         return bool(turn)
@@ -280,7 +285,8 @@ class Engine:
         return found
 
     def _pass(self, tickets: list[EngineTask[Any, Any]]) -> None:
-        """Those together, or, where that fails, by halves: a lack of memory concerns whom it hits alone."""
+        """Run these tasks in one pass. If it fails, run each half by itself, so that out of memory ends only the task
+        that causes it."""
         tickets = [ticket for ticket in tickets if not ticket.is_over]  # an outbox may have cancelled one
         try:
             made = run([ticket.feed for ticket in tickets if ticket.feed is not None])
@@ -297,7 +303,7 @@ class Engine:
 
 
 def generate_together(*works: Coroutine[E, T]) -> list[EngineTask[E, T]]:
-    """Several texts side by side, each to its end; the tickets, in the order of the works, have what came of them."""
+    """Run several coroutines in one engine until all have ended. Return their tasks, in the order of `works`."""
     many = Engine()
     tickets = [many.add(work) for work in works]
     while many.step():

@@ -1,8 +1,8 @@
-"""One pass: rows through the model, attending to the past, a view and each other.
+"""Forward pass: rows through the model, attending to the KV cache, a cache view and each other.
 
-The seam to transformers is the function `attention`, registered once, which finds its pass on a stack, and a
-`CacheShim` where layers expect their cache (cache_shim.py). Layers, rotary embeddings, norms and the head stay
-transformers' own.
+Two things connect it to transformers: the function `attention`, registered once, which finds the running pass on a
+stack, and a `CacheShim` in place of the layers' cache (cache_shim.py). Layers, rotary embeddings, norms and the output
+layer are transformers' own.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from kvcli.engine.cuda_graphs.captured_pass import CapturedForward
     from kvcli.engine.forward_request import ForwardRequest
 
-PLACE = "kvcli_place"  # of ours in an attention module
+PLACE = "kvcli_place"  # attribute that we set on an attention module
 
 
 class ForwardPass:
-    """One trip of a feed's rows through the model; what it made stays here until its rows are accepted."""
+    """A forward pass of one request's rows. It keeps the new KV until rows are accepted."""
 
-    last = -1  # the layer after which nothing more is wanted; -1 = run to the logits
-    shown: Tensor | None = None  # [n, E]: what the output layer was given, where the feed wants that
+    last = -1  # last layer whose output is needed; -1 = run to the logits
+    shown: Tensor | None = None  # [n, E]: input of the output layer, if the request records hidden states
 
     @property
     def n_rows(self) -> int:
@@ -44,35 +44,37 @@ class ForwardPass:
         self._feed = feed
         self.rows = feed.rows
         self.fresh: dict[int, NewKV] = {}  # by layer
-        self.queries: list[Tensor] = []  # per layer q [H, len(hear), D]
+        self.queries: list[Tensor] = []  # per layer q [H, len(record_queries), D]
         self._dtype = feed.cache.dtype
         self._hear: Tensor | None = None  # on the device
-        self._seen: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window, on the layer's device
-        self._sent: dict[Any, Any] = {}  # by what kernels have put there for all layers
-        # what layers get as their cache; a row that has its bits in any company is read in one way, whatever that costs
+        self._seen: dict[tuple[int | None, torch.device], Tensor | None] = {}  # by window and device of the layer
+        self._sent: dict[Any, Any] = {}  # tensors that kernels put on the device once for all layers
+        # the layers' cache; batch invariant rows are always read in the same way, whatever that costs
         may_expand = feed.is_prompt and feed.rows.sees is None and not feed.lm.is_row_invariant
         self.trial = CacheShim(feed.lm.latents, may_expand=may_expand and self._dtype is feed.lm.dtype)
         self.layers = range(feed.lm.n_layers) if feed.layers is None else feed.layers
         self.shows = feed.record_hidden_states
-        self.hidden = feed.hidden  # [N, E] before the first of these; behind the last, what they gave
+        self.hidden = feed.hidden  # [N, E] input of the first of these layers; after the last one, its output
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
     ) -> Tensor:
-        """One layer: q [H, N, D], k, v [K, N, D] after rotary embedding -> [H, N, D].
+        """Run attention in one layer: q [H, N, D], k, v [K, N, D] after rotary embedding -> [H, N, D].
 
-        No mask over the past exists: every stored slot is older than every row, so the only mask is N x N. All is
-        read in the store's numbers: a guess must see its ancestors as it will once they are stored. Where latents are
-        expanded, rows read each other so, and what is given is values of heads.
+        The KV cache needs no mask: every stored slot is older than every row, so the only mask is N x N. All tensors
+        are read in the cache's dtype, because a draft token must see its ancestors as it will once they are committed.
+        Where latents are expanded, rows read each other's expanded keys, and the output is values per head.
         """
         feed, rows = self._feed, self.rows
-        if q.dtype is not self._dtype:  # asking for it costs as much as a small product, in every layer
+        # checked first: a cast that does nothing costs as much as a small product, in every layer
+        if q.dtype is not self._dtype:
             cast = k.to(self._dtype)
             q, k, v = q.to(self._dtype), cast, cast if v is k else v.to(self._dtype)
         assert layer not in self.fresh, "a layer runs once"
         source, is_last = feed.lm.shapes[layer].shared_from, layer == self.last
         if source is not None:
-            layer, k, v = source, self.fresh[source].k, self.fresh[source].v  # stores know the one that stores
+            # the cache knows only the layer that stores
+            layer, k, v = source, self.fresh[source].k, self.fresh[source].v
         else:
             self.fresh[layer] = NewKV(k, v)
         if feed.record_queries:
@@ -96,18 +98,18 @@ class ForwardPass:
         of_tree = NewRows(k[:, :tree], v[:, :tree], rows.pos[:tree], line[:tree, :tree], sees[:tree, :tree], sink)
         for_scouts = NewRows(k, v, rows.pos, line[tree:], sees[tree:], sink)
         of_tree.sent = for_scouts.sent = self._sent
-        its = feed.cache.attend(layer, q[:, :tree], sight, rows.pos[:tree], of_tree)  # scouts change nothing of it
+        its = feed.cache.attend(layer, q[:, :tree], sight, rows.pos[:tree], of_tree)  # unaffected by the lookahead rows
         theirs = (feed.view or feed.cache).attend(layer, q[:, tree:], sight, rows.pos[tree:], for_scouts)
         return torch.cat([merge_attention(parts).to(q.dtype) for parts in (its, theirs)], dim=1)
 
     def _listen(self, q: Tensor) -> None:
-        """Keep the queries of the heard rows in a layer."""
+        """Record the queries of the requested rows in a layer."""
         if self._hear is None or self._hear.device != q.device:
             self._hear = torch.tensor(list(self._feed.record_queries), device=q.device, dtype=torch.int64)
         self.queries.append(q[:, self._hear])  # a copy: a slice would keep all rows alive
 
     def _sees(self, window: int | None, like: Tensor) -> Tensor | None:
-        """Which fresh rows a row sees in a layer with this window; None = plain causal."""
+        """Return which rows of the pass each row attends to in a layer with this window; None = plain causal."""
         key = window, like.device
         if key not in self._seen:
             sees = self.rows.sees if window is None else _band(self.rows, window)
@@ -116,8 +118,8 @@ class ForwardPass:
 
 
 class BatchedPass:
-    """Passes of several texts in one trip through the same layers: each row attends to its own text, and everything
-    else is row by row."""
+    """A forward pass that batches the passes of several sequences through the same layers. Each row attends to its own
+    sequence; everything else is computed row by row."""
 
     last = -1
     shown: Tensor | None = None
@@ -132,7 +134,7 @@ class BatchedPass:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
     ) -> Tensor:
-        """As of one pass, their rows one text behind the other."""
+        """Run attention in one layer, as in `ForwardPass`; the rows of the sequences are concatenated."""
         counts = [p.n_rows for p in self._passes]
         keys = torch.split(k, counts, dim=1)
         values = keys if v is k else torch.split(v, counts, dim=1)
@@ -159,7 +161,7 @@ def attention(
     """The attention function registered with transformers: [1, H, N, D], [1, K, N, D] -> [1, N, H, D]."""
     sight = attention_params_of(query, scaling, softcap, sliding_window)
     layer, own = layer_index_of(module), own_number(module)
-    its_pass: Any = current()  # a pass, or several side by side
+    its_pass: Any = current()  # a ForwardPass or BatchedPass
     if (held := latent_notes(own)) is None:
         out = its_pass.attend(layer, query[0], key[0], value[0], sight, s_aux)
     else:
@@ -175,13 +177,14 @@ def attention(
 
 
 def own_number(module: torch.nn.Module) -> int:
-    """Of the layer among all, as it names itself to its cache."""
+    """Return the index of the layer in the model, as the layer states it to its cache."""
     number: int = module.layer_idx  # type: ignore[assignment]
     return number
 
 
 def layer_index_of(module: torch.nn.Module) -> int:
-    """Which of the layers that attend this is: where others do not, its own number is another (model_probe.py)."""
+    """Return the index of this layer among those with attention. It differs from the layer's own index if other layers
+    have none (model_probe.py)."""
     place: int = vars(module).get(PLACE, own_number(module))
     return place
 
@@ -189,15 +192,15 @@ def layer_index_of(module: torch.nn.Module) -> int:
 def attention_params_of(
     query: Tensor, scaling: float | None, softcap: float | None, window: int | None
 ) -> AttentionParams:
-    """How a layer looks at slots, from what it hands to its attention function; query [.., D]."""
+    """Return a layer's attention parameters, from the arguments of its attention function; query [.., D]."""
     return _sight(scaling if scaling is not None else query.shape[-1] ** -0.5, softcap or 0.0, window)
 
 
-_sight = lru_cache(64)(AttentionParams)  # layers hand over the same few in every pass
+_sight = lru_cache(64)(AttentionParams)  # layers pass the same few values in every pass
 
 
 def _band(rows: Rows, window: int) -> Tensor | None:
-    """[N, N]: what `sees` allows and the window does not hide; what it allows when the window hides nothing."""
+    """Return the mask [N, N]: `sees` restricted to the window; `sees` itself if the window hides no row."""
     if max(rows.pos) - min(rows.pos) < window:
         return rows.sees
     pos, n = torch.tensor(rows.pos), rows.n_rows

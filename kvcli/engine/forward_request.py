@@ -1,7 +1,7 @@
-"""What one text wants of one pass over one model, and what the pass made of it.
+"""Forward requests and results: what one sequence asks of one forward pass over one model, and what it gets.
 
-Whoever needs a model (a session, a drafter, a policy) is a generator that yields a `ForwardRequest` and is sent the
-`ForwardResult`: it never calls a model itself. So one text, or many side by side, run the same code, and the engine
+Code that needs a model (a session, a drafter, a policy) is a generator that yields a `ForwardRequest` and is sent the
+`ForwardResult`. It never calls a model itself. So the same code runs one sequence or many in a batch, and the engine
 decides.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvcli.kv.recurrent_state import RecurrentStates
     from kvcli.kv.slots import Attendable, CacheReader
 
-LogitsHook = Callable[["Tensor"], "Tensor"]  # logits [n, V] -> a few numbers [n, m] each
+LogitsHook = Callable[["Tensor"], "Tensor"]  # logits [n, V] -> m numbers per row [n, m]
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -29,33 +29,32 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
-    """Rows of one text for one pass. What they read is in `cache`; nothing of them is stored."""
+    """A request for one forward pass over rows of one sequence. `cache` holds the KV that they attend to. The pass does
+    not commit their KV."""
 
     lm: LM
     rows: Rows
-    cache: CacheReader  # what tree rows read
-    view: Attendable | None = None  # what scout rows read; None = past
-    want: Sequence[int] = ()  # rows whose logits are computed, those of the tree first where anything is drawn
-    draw: SamplingContext | None = None  # how the tokens behind the tree's rows are drawn; None = none is
-    logits_hook: LogitsHook | None = None  # what else the host is to learn of each wanted row's logits
-    record_queries: Sequence[int] = ()  # rows whose queries are handed back
-    grows: int = 0  # tokens that may be stored before a policy lets some go, or the answer ends
-    states: RecurrentStates | None = (
-        None  # what mixers know of the past (recurrent_layers.py); None = this way of reading has none
-    )
-    is_prompt: bool = False  # the rows are of a text being read: no tier leaves anything out for them
-    # that it goes through; None = all; none behind the last = norm and head, range(0) = embedding
+    cache: CacheReader  # what draft tree rows attend to
+    view: Attendable | None = None  # what lookahead rows attend to; None = `cache`
+    want: Sequence[int] = ()  # rows whose logits are computed; the tree's first if tokens are sampled
+    draw: SamplingContext | None = None  # how the token after each tree row is sampled; None = no sampling
+    logits_hook: LogitsHook | None = None  # computes further numbers from the logits of each wanted row, for the host
+    record_queries: Sequence[int] = ()  # rows whose queries are returned
+    grows: int = 0  # tokens that may be committed before a policy evicts, or the answer ends
+    # recurrent states of the sequence (recurrent_layers.py); None = not used in this pass
+    states: RecurrentStates | None = None
+    is_prompt: bool = False  # prompt rows: every tier attends to all of its slots
+    # layers to run; None = all, an empty range past the last = norm and output layer, range(0) = embedding
     layers: range | None = None
-    hidden: Tensor | None = None  # [N, E]: what goes into the first of these, or a head beside its tokens; None = those
-    only_kv: bool = False  # it ends where the last of these has keys and values
-    record_hidden_states: bool = (
-        False  # is the hidden state of each wanted row handed back, as the output layer is given it?
-    )
+    # [N, E]: input of the first of these layers, or of a draft head beside its tokens; None = embed the tokens
+    hidden: Tensor | None = None
+    only_kv: bool = False  # the pass ends once the last of these layers has its keys and values
+    record_hidden_states: bool = False  # return the hidden state of each wanted row, as the output layer gets it
 
 
-@dataclass(slots=True)  # not frozen: one is made in each layer of a pass, and freezing takes four times as long
+@dataclass(slots=True)  # not frozen: one is made per layer and pass, and freezing takes four times as long
 class NewKV:
-    """Keys and values that a pass made in one layer; never in the store."""
+    """New KV: keys and values that a pass computed in one layer. They are not in the KV cache."""
 
     k: Tensor  # [K, N, D]
     v: Tensor  # [K, N, D]
@@ -63,24 +62,28 @@ class NewKV:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """What a pass made of a feed. Its tensors may be those of the next pass by the time of that one."""
+    """The result of one forward request. The next pass may overwrite its tensors."""
 
-    logits: Tensor  # [len(want), V]; none where the next pass is under way already
-    drawn: Callable[[int], int]  # tree row -> the token behind it; raises BadModel where the logits are no numbers
-    hook_output: Callable[[int], list[float]]  # index into want -> what was hook_output
-    fresh: Mapping[int, NewKV]  # by layer; none of a layer that shares the slots of another, nor with `keep`
-    queries: Sequence[Tensor]  # per layer [H, len(hear), D]; nothing where nothing is heard
-    hidden: Tensor | None = None  # [N, E]: what its layers gave, where they end below the last; [len(want), E]: shown
-    keep: Callable[[Sequence[int]], None] | None = None  # has the device store these rows; None = the host does it
-    fold: Callable[[int], None] | None = None  # has mixers take in so many of the rows; None = there are none
+    logits: Tensor  # [len(want), V]; empty if the next pass has been launched already
+    # tree row -> the token sampled after it; raises BadModel if the logits are NaN or infinite
+    drawn: Callable[[int], int]
+    hook_output: Callable[[int], list[float]]  # index into `want` -> output of the logits hook
+    fresh: Mapping[int, NewKV]  # by layer; none for layers that share another layer's slots, nor with `keep`
+    queries: Sequence[Tensor]  # per layer [H, len(record_queries), D]; empty if no queries are recorded
+    # [N, E]: output of layers that end below the last; [len(want), E]: with `record_hidden_states`
+    hidden: Tensor | None = None
+    # commits these rows on the device; None = the host commits them
+    keep: Callable[[Sequence[int]], None] | None = None
+    # advances the recurrent states by so many rows; None = no recurrent layers
+    fold: Callable[[int], None] | None = None
 
 
-Steps = Generator[ForwardRequest, ForwardResult, T]  # work that may need passes, and what comes of it
-Coroutine = Generator[ForwardRequest | E, ForwardResult, T]  # work that has something to say on the way, too
+Steps = Generator[ForwardRequest, ForwardResult, T]  # generator that may request passes; it returns T
+Coroutine = Generator[ForwardRequest | E, ForwardResult, T]  # generator that also yields events E
 
 
 def run_until_cancelled(work: Steps[T], cancel: Callable[[], bool]) -> Steps[T | None]:
-    """Its passes, as long as `cancel()` does not say otherwise between two; None where it did."""
+    """Run the passes of `work` until `cancel()` returns True between two of them. None if cancelled."""
     try:
         feed = next(work)
         while not cancel():
@@ -94,7 +97,7 @@ def run_until_cancelled(work: Steps[T], cancel: Callable[[], bool]) -> Steps[T |
 
 
 def await_passes(found: Steps[T] | T) -> Steps[T]:
-    """What came of something that may need passes, or was there at once."""
+    """Return a result, or run the passes of a generator and return its result."""
     if isgenerator(found):
         plain: T = yield from found
         return plain

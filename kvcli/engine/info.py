@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What was loaded."""
+    """Description of a loaded model."""
 
     id: str  # as the user named it
     path: str
@@ -15,16 +15,16 @@ class ModelInfo:
     parameters: int
     layers: int
     heads: int
-    kv_heads: int  # as the others: the most of any layer
+    kv_heads: int  # largest number in any layer, like the other counts
     head_dim: int
     vocab: int
     dtype: str  # bfloat16 | float16 | float32 | float64
     quant: str  # none | int8 | int4 | nf4
-    backend: str  # what runs the linear layers, in words: "torch", "native packed int8", "bitsandbytes nf4"
+    backend: str  # how the linear layers run: "torch", "native packed int8", "bitsandbytes nf4"
     device: str
-    limit: int  # the model's own context limit, tokens
+    limit: int  # context limit of the model, tokens
     weight_bytes: int
     load_seconds: float
     revision: str = ""
-    notes: tuple[str, ...] = ()  # what the user should know, one line each
-    details: tuple[str, ...] = ()  # and what is of use to those who ask for more
+    notes: tuple[str, ...] = ()  # notes for the user, one line each
+    details: tuple[str, ...] = ()  # further notes, shown on request

@@ -1,4 +1,4 @@
-"""Rows: the tokens of one pass, laid out as a verified tree and, behind it, scouts."""
+"""Rows: the tokens of one forward pass, laid out as a draft tree followed by lookahead rows."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Hears = Literal["", "queries", "hidden"]  # what of a step's tree rows its drafter wants to be told
+Hears = Literal["", "queries", "hidden"]  # tensors of a step's tree rows that the drafter needs
 
 
 @dataclass(frozen=True, slots=True)
 class LookaheadRows:
-    """Rows that nobody verifies, run for the drafter's benefit (FAFO's fumbling, Lookahead's window)."""
+    """Lookahead rows, which are not verified and serve the drafter only (FAFO's fumbling, Lookahead's Jacobi
+    window)."""
 
     ids: list[int]  # F tokens
-    offset: list[int]  # position minus the pending token's position, one per scout
-    sees: Tensor  # [F, F] bool: scout i attends scout j
-    wanted: list[int]  # the scouts whose logits the drafter wants, rising; the head is not run for the others
+    offset: list[int]  # position minus the pending token's position, one per row
+    sees: Tensor  # [F, F] bool: row i attends to row j
+    wanted: list[int]  # rows whose logits the drafter needs, rising; the output layer runs only for these
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a drafter proposes: a tree of guesses below the pending token.
+    """A proposal of a drafter: a tree of draft tokens below the pending token.
 
     `parent[i]` is an index into `ids`, or -1 for a child of the pending token; a parent comes before its children.
-    Siblings carry different ids.
+    Siblings have different ids.
     """
 
     ids: list[int]
     parent: list[int]
     scouts: LookaheadRows | None = None
-    needs: Hears = ""  # what is to be handed back of the tree's rows, by `Step.queries` or `Step.hidden`
-    ahead: int = 0  # without guesses: how many passes of one row follow, unless the text ends before; as in Rows
+    needs: Hears = ""  # tensors of the tree rows to return, in `Step.queries` or `Step.hidden`
+    ahead: int = 0  # without draft tokens: passes of one row that follow unless the answer ends; as in Rows
 
     @staticmethod
     def none(ahead: int = 0) -> Draft:
@@ -43,11 +44,11 @@ class Draft:
 
     @staticmethod
     def chain(ids: Sequence[int]) -> Draft:
-        """One guess after another."""
+        """Return a draft without branches."""
         return Draft(list(ids), list(range(-1, len(ids) - 1)))
 
     def depth(self) -> list[int]:
-        """Depth of each node: 1 for a child of the pending token."""
+        """Return the depth of each node: 1 for a child of the pending token."""
         depth: list[int] = []
         for p in self.parent:
             depth.append(1 if p < 0 else depth[p] + 1)
@@ -56,19 +57,19 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """N tokens for one pass, as the host knows them: a pass puts on the device what it needs there."""
+    """The N tokens of one forward pass, in host memory. A pass copies to the device what it needs there."""
 
     ids: Sequence[int]  # N
-    pos: Sequence[int]  # N, absolute; of a chain a range
-    sees: Tensor | None  # [N, N] bool on the CPU, row i attends fresh row j; None = causal chain
-    tree: int  # rows [0:tree] are the verified tree, row 0 the pending token; the rest are scouts
+    pos: Sequence[int]  # N, absolute; a range for a chain
+    sees: Tensor | None  # [N, N] bool on the CPU, row i attends to row j of the pass; None = causal chain
+    tree: int  # rows [0:tree] are the draft tree, row 0 the pending token; the rest are lookahead rows
     parent: tuple[int, ...]  # [tree], -1 for row 0
-    wanted: tuple[int, ...] = ()  # scout rows whose logits are wanted beside the tree's
-    ahead: int = 0  # passes that follow, each of the one row that is drawn, unless the text ends before
+    wanted: tuple[int, ...] = ()  # lookahead rows whose logits are wanted, after the tree's
+    ahead: int = 0  # following passes, each of the one sampled row, unless the answer ends
 
     @property
     def want(self) -> list[int]:
-        """Rows whose logits are computed: those of the tree, then the wanted scouts."""
+        """Rows whose logits are computed: the tree's, then the wanted lookahead rows."""
         return [*range(self.tree), *self.wanted]
 
     @property
@@ -77,13 +78,13 @@ class Rows:
 
     @staticmethod
     def chain(ids: Sequence[int], start: int, ahead: int = 0) -> Rows:
-        """A run of tokens at positions start, start + 1, ...: prefill, or one plain decoding row."""
+        """Return rows for consecutive tokens at positions start, start + 1, ...: prefill, or one plain decoding row."""
         n = len(ids)
         return Rows(ids, range(start, start + n), sees=None, tree=n, parent=tuple(range(-1, n - 1)), ahead=ahead)
 
     @staticmethod
     def build(pending: int, at: int, draft: Draft) -> Rows:
-        """The pending token at position `at`, the draft's tree below it, then its scouts."""
+        """Return rows for the pending token at position `at`, the draft's tree below it, then its lookahead rows."""
         if not draft.ids and draft.scouts is None:
             return Rows.chain([pending], at, draft.ahead)
         parent = [-1, *(p + 1 for p in draft.parent)]  # node i of the draft is row i + 1
@@ -94,12 +95,12 @@ class Rows:
         offset = [0, *draft.depth()]
         ids = [pending, *draft.ids]
         n = tree + (len(draft.scouts.ids) if draft.scouts is not None else 0)
-        sees = np.zeros((n, n), dtype=np.bool_)  # numpy's: a row of torch takes six times as long
-        sees.flat[:: n + 1] = True  # as `eye`, in a fifth of the time
+        sees = np.zeros((n, n), dtype=np.bool_)  # numpy is faster: updating one row in torch takes six times as long
+        sees.flat[:: n + 1] = True  # like `eye`, in a fifth of the time
         for row, p in enumerate(parent[1:], start=1):
             sees[row] |= sees[p]
         if draft.scouts is not None:
-            sees[tree:, 0] = True  # a scout continues the text: it reads the pending token, never a guess
+            sees[tree:, 0] = True  # a lookahead row attends to the pending token, never to a draft token
             sees[tree:, tree:] = draft.scouts.sees
             ids, offset = ids + draft.scouts.ids, offset + draft.scouts.offset
         return Rows(
@@ -112,12 +113,12 @@ class Rows:
         )
 
     def only(self, rows: Sequence[int]) -> Rows:
-        """Of a chain these alone, rising. With gaps it has no parents to walk."""
+        """Return only these rows of a chain, in rising order. With gaps the result has no parents."""
         assert self.sees is None, "rows of a tree go together"
         return Rows(_picked(self.ids, rows), _picked(self.pos, rows), sees=None, tree=len(rows), parent=())
 
     def children(self) -> list[list[int]]:
-        """children()[i] lists the tree rows whose parent is row i."""
+        """Return the child rows of each tree row: children()[i] lists those whose parent is row i."""
         below: list[list[int]] = [[] for _ in range(self.tree)]
         for row, p in enumerate(self.parent):
             if p >= 0:
@@ -125,7 +126,7 @@ class Rows:
         return below
 
     def ancestors(self, row: int) -> list[int]:
-        """Tree rows that this one sees: itself and its ancestors, the nearest first."""
+        """Return the tree rows that a row attends to: itself and its ancestors, nearest first."""
         found = []
         while row >= 0:
             found.append(row)
@@ -134,5 +135,5 @@ class Rows:
 
 
 def _picked(of: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
-    """Of a run a run: that of a chain's positions stays a range."""
+    """Select elements. A range of consecutive rows is sliced, so that the positions of a chain remain a range."""
     return of[rows.start : rows.stop] if isinstance(rows, range) else [of[row] for row in rows]

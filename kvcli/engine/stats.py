@@ -1,4 +1,4 @@
-"""Stats: what a run of steps amounts to, acceptance in both definitions and bytes per tier."""
+"""Statistics of one answer: speed, acceptance in both definitions, and bytes per tier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvcli.settings.schema import Order
 
 
-FEW = 32  # tokens; a rate over fewer says more about the moment than about the machine
+FEW = 32  # tokens; a rate over fewer is mostly noise
 
 
 def _nothing(row: int) -> list[float]:
@@ -24,39 +24,40 @@ def _nothing(row: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one pass did. `path` and `new` have the same length: each accepted row yields the token after it."""
+    """The result of one decoding step. `path` and `new` have the same length, because each accepted row yields the next
+    token."""
 
     rows: Rows
-    logits: Tensor  # [N, V], tree rows first, then the scouts whose logits were wanted
+    logits: Tensor  # [N, V], tree rows first, then the wanted lookahead rows
     path: list[int]  # accepted rows, row 0 first
-    new: list[int]  # tokens added to the text
-    seconds: float  # wall time from proposing to committing; of a step that is over, to its end
-    hook_output: Callable[[int], list[float]] = _nothing  # what the drafter takes by its hook from, by row of logits
-    queries: Sequence[Tensor] = ()  # per layer [H, tree, D], where the draft asked to hear them
-    hidden: Tensor | None = None  # by row of logits [N, E], behind the last norm, where the draft asked
+    new: list[int]  # tokens added to the sequence
+    seconds: float  # wall time from proposal to commit; for a finished step, to its end
+    hook_output: Callable[[int], list[float]] = _nothing  # output of the drafter's logits hook, by row of `logits`
+    queries: Sequence[Tensor] = ()  # per layer [H, tree, D], if the draft needs them
+    hidden: Tensor | None = None  # [N, E] by row of `logits`, after the last norm, if the draft needs them
 
     @property
     def n_drafted(self) -> int:
-        """Guessed rows in this pass."""
+        """Number of draft tokens in this pass."""
         return self.rows.tree - 1
 
     @property
     def n_accepted(self) -> int:
-        """Guessed rows that the model agreed with."""
+        """Number of accepted draft tokens."""
         return len(self.path) - 1
 
 
 @dataclass(slots=True)
 class Stats:
-    """Folded steps of one turn. Times in seconds, sizes in bytes, counts in tokens."""
+    """Summed statistics of one answer. Times in seconds, sizes in bytes, counts in tokens."""
 
     prompt: int = 0
     cached: int = 0
-    reused: int = 0  # taken over from other texts
+    reused: int = 0  # prompt tokens whose KV was reused from other sequences
     new: int = 0
     load: float = 0.0
     read: float = 0.0
-    order: Order = "chunks"  # what of the prompt was finished first
+    order: Order = "chunks"  # chunked or layer-wise prefill
     first_token: float = 0.0
     decode: float = 0.0
     passes: int = 0
@@ -64,33 +65,33 @@ class Stats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     paused_passes: int = 0
-    paused_why: str = ""  # in words, while drafting pauses
-    drafts_by: str = ""  # name of a second model that drafts
-    sources: dict[str, int] = field(default_factory=dict)  # source -> accepted guesses that it was surest of
+    paused_why: str = ""  # reason, while drafting is paused
+    drafts_by: str = ""  # name of the draft model
+    # draft source -> accepted tokens for which it was the most confident source
+    sources: dict[str, int] = field(default_factory=dict)
     scout_rows: int = 0
-    scouts_why: str = ""  # in words, while scouts rest
-    free_rows: int | None = None  # rows of a pass that takes at most a tenth longer than one; None = not measured
-    histogram: list[int] = field(default_factory=list)  # histogram[i]: drafted passes that accepted i guesses
-    recent: list[int] = field(default_factory=list)  # tokens gained by each of the last passes, for the sparkline
+    scouts_why: str = ""  # reason, while lookahead is paused
+    free_rows: int | None = None  # rows of a pass that takes at most 10 % longer than one row; None = not measured
+    histogram: list[int] = field(default_factory=list)  # histogram[i]: drafted passes that accepted i tokens
+    recent: list[int] = field(default_factory=list)  # new tokens of each of the last passes, for the sparkline
     kv: dict[str, int] = field(default_factory=dict)  # bytes by tier
-    page_hit_rate: float | None = (
-        None  # share of what recall read of host memory or a disk that was near already; None = none
-    )
-    host_access: str = ""  # how rows reach slots in host memory, in words; "" = there are none
-    kv_fp16: int = 0  # the same slots at 16 bit, for the compression factor
+    # share of the pages selected by sparse attention that were in the page cache already, of those in host memory or on
+    # disk; None = no pages
+    page_hit_rate: float | None = None
+    host_access: str = ""  # how attention reads slots in host memory, in words; "" = none are there
+    kv_fp16: int = 0  # size of the same slots at 16 bit, for the compression factor
     peak: int = 0
-    used: int = 0  # of a GPU, by all programs, as its driver says when the turn ends; 0 = there is none
-    total: int = 0  # that it has
-    estimate: int = 0  # of the peak, before the run; 0 = none was made
-    available: int = 0  # memory there was for the run when it began; 0 = not looked at
+    used: int = 0  # GPU memory used by all programs, from the driver at the end of the answer; 0 = no GPU
+    total: int = 0  # total GPU memory
+    estimate: int = 0  # predicted peak, made before the run; 0 = no prediction
+    available: int = 0  # memory available at the start of the run; 0 = not measured
     context: int = 0
     limit: int = 0
-    shortages: list[str] = field(
-        default_factory=list
-    )  # what was done when memory ran out, or a model that drafts broke, in words
-    approx: str = ""  # what the answer may miss of the text, in words; "" = nothing
-    sampling: dict[str, float] = field(default_factory=dict)  # the sampler's settings, by their keys in a profile
-    plain: list[float] = field(default_factory=list)  # seconds of the last passes that carried no draft
+    # fallback steps taken when memory ran out, and failures of a draft model, in words
+    shortages: list[str] = field(default_factory=list)
+    approx: str = ""  # why the answer is approximate, in words; "" = exact
+    sampling: dict[str, float] = field(default_factory=dict)  # sampler settings, by profile key
+    plain: list[float] = field(default_factory=list)  # seconds of the last passes without a draft
 
     def add_step(self, step: Step) -> None:
         """Count one decoding step."""
@@ -107,7 +108,7 @@ class Stats:
             del self.plain[:-64]
 
     def draft(self, guessed: int, accepted: int) -> None:
-        """Count the guesses of one pass."""
+        """Count the draft tokens of one pass."""
         self.drafted_passes += 1
         self.draft_tokens += guessed
         self.accepted_tokens += accepted
@@ -115,7 +116,7 @@ class Stats:
         self.histogram[accepted] += 1
 
     def add_draft_report(self, before: DraftReport, after: DraftReport) -> None:
-        """What drafting did in this turn, from its reports before and after."""
+        """Add the drafting figures of this answer: the difference of the reports before and after it."""
         self.paused_passes = after.paused_passes - before.paused_passes
         self.paused_why = after.reason if after.paused else ""
         self.sources = {name: n - before.accepted_by.get(name, 0) for name, n in after.accepted_by.items()}
@@ -126,7 +127,7 @@ class Stats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per pass that carried a draft: 1 + accepted / drafted passes."""
+        """Tokens per drafted pass: 1 + accepted / drafted passes."""
         return 1 + self.accepted_tokens / self.drafted_passes if self.drafted_passes else 1.0
 
     @property
@@ -141,17 +142,17 @@ class Stats:
 
     @property
     def rows_per_pass(self) -> float:
-        """Rows of a pass: the pending token, guesses, scouts."""
+        """Mean rows per pass: pending token, draft tokens and lookahead rows."""
         return 1 + (self.draft_tokens + self.scout_rows) / self.passes if self.passes else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted share of all guessed rows."""
+        """Accepted share of all draft tokens."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
     @property
     def per_position(self) -> list[float]:
-        """per_position[i]: share of drafted passes that accepted more than i guesses."""
+        """Acceptance by position: per_position[i] is the share of drafted passes that accepted more than i tokens."""
         total = sum(self.histogram)
         return [sum(self.histogram[i + 1 :]) / total for i in range(len(self.histogram) - 1)] if total else []
 
@@ -165,7 +166,8 @@ class Stats:
 
     @property
     def vs_plain(self) -> float | None:
-        """Decoding speed over that of its passes without a draft; None with none of either kind, or few tokens."""
+        """Decoding speed relative to this answer's passes without a draft. None unless there are passes of both kinds
+        and enough tokens."""
         if not self.plain or not self.drafted_passes or self.decode <= 0 or self.new < FEW:
             return None
         return self.decode_tok_s * median(self.plain)

@@ -1,4 +1,4 @@
-"""What threads compute on: how many of them, torch's own and those of the native kernels, and which GPU."""
+"""Threads and devices of computation: the number of CPU threads (torch and native kernels), and the current GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from kvcli.kernels.native import native
 
 
 def use_device(device: torch.device) -> None:
-    """From now on, in this thread: Triton launches where the thread is, wherever the tensors are."""
-    if device.index:  # every thread begins with the first one
+    """Make this the current CUDA device of this thread. Triton launches on the current device, wherever the tensors
+    are."""
+    if device.index:  # a thread starts on device 0
         torch.cuda.set_device(device)
 
 
 def use_threads(n: int) -> None:
-    """From now on, in the whole process."""
+    """Set the number of threads for the whole process."""
     torch.set_num_threads(n)
     if (kernels := native()) is not None:
         kernels.use_threads(n)
@@ -25,10 +26,10 @@ def use_threads(n: int) -> None:
 
 @contextmanager
 def one_pool(has_pool: bool) -> Iterator[None]:
-    """Torch's own operations on this thread alone, where a model `has_pool`, the native one with threads of its own.
+    """Run torch's operations on one thread if the model has a native thread pool (`has_pool`).
 
-    Torch's threads spin for milliseconds behind each operation that they share. In a step of one token the native
-    layers find a core taken then: two threads were as slow as one.
+    Torch's threads spin for milliseconds after each shared operation and keep a core busy. In a pass of one token the
+    native layers then lack that core: two threads were as slow as one.
     """
     n = torch.get_num_threads()
     torch.set_num_threads(1 if has_pool else n)

@@ -49,6 +49,7 @@ def budget(plan: Plan, has_map: bool, calibration: CalibrationDocument | None) -
         by=policy.scorer.by,
         again=plan.run.again(need.context),
         is_mapped=has_map if policy.headmap == "auto" else bool(policy.headmap),
+        told=spent.describe,
         passes=TEXTS * (3 + spent.heads) if policy.headmap == "auto" else 0,
         map_seconds=_to_map(spent.heads, calibration) if policy.headmap == "auto" else None,
         recall=plan.profile.sparse.describe_read if elsewhere else "",

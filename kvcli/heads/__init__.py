@@ -1,4 +1,4 @@
-"""What each attention head does: where it looks, what it retrieves, and what is lost when it may not look far.
+"""Attention head probes: which tokens a head attends to, what it retrieves, and the loss when its range is restricted.
 
-Heads are KV heads: the query heads that share one are judged together, as memory is theirs together.
+Heads are KV heads: query heads that share a KV head are measured together, because they share its memory.
 """

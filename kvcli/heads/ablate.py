@@ -1,9 +1,9 @@
-"""What is lost when heads see only the first and the newest tokens: the ablation probe.
+"""Ablation probe: the loss when a head attends only to the first and the newest tokens.
 
-A head is a retrieval head if blinkers on it change what the model says (the definition that DuoAttention, arXiv
-2410.10819, learns gates for). Here each head in turn gets them in one short pass behind a text that was read whole.
-Attention statistics of a prompt cannot find heads that this prompt leaves dormant, nor those that read an answer a few
-tokens beside it; what comes out of the model can.
+A head is a retrieval head if restricting it changes the model's output (the definition for which DuoAttention, arXiv
+2410.10819, learns gates). Here each head in turn is restricted in one short pass after an unrestricted prefill.
+Attention statistics of a prompt miss heads that are inactive on this prompt, and heads that attend a few tokens beside
+the answer; the model's output shows both.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ Tell = Callable[[int], None]  # passes done
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What blinkers cost."""
+    """Loss caused by restricted heads."""
 
-    kl: float  # nats, of the next token over the tokens of the answers, mean
-    right: int  # answers whose every token is still the first choice
-    of: int
+    kl: float  # nats per answer token, mean
+    right: int  # answers of which every token is still the likeliest
+    of: int  # number of answers
 
 
 def open_past(model: Model, sample: ProbeSample) -> GenerationSession:
-    """The text of a sample, read whole; its last token is pending."""
+    """Prefill the text of a sample without eviction; its last token is pending."""
     session = whole(model)
     run_to_end(session.read(sample.context))
     return session
 
 
 def answers(session: GenerationSession, sample: ProbeSample, cache: RestrictedHeads | KVCache | None = None) -> Tensor:
-    """[n, V] float32 log-probabilities of each token of the values, in one pass that is not committed."""
+    """Return log-probabilities [n, V] float32 for each token of the values, from one pass that is not committed."""
     rows = sample.rows()
     want = [row for row, _ in sample.scored()]
-    # a pass that is never committed asks a store for nothing but `dtype` and `attend`
+    # a pass that is never committed uses only `dtype` and `attend` of a KV cache
     (made,) = run(
         [ForwardRequest(session.lm, rows, cast("KVCache", cache or session.cache), want=want, states=session.states)]
     )
@@ -59,7 +59,7 @@ def answers(session: GenerationSession, sample: ProbeSample, cache: RestrictedHe
 def ablate(
     session: GenerationSession, sample: ProbeSample, heads: Sequence[tuple[int, int]], reach: HeadWindow, tell: Tell
 ) -> Tensor:
-    """[len(heads)] KL of the answers' tokens when one (layer, KV head) after the other has blinkers."""
+    """Return the KL of the answer tokens [len(heads)] with each (layer, KV head) restricted in turn."""
     lm = session.lm
     truth = answers(session, sample)
     found = torch.zeros(len(heads), dtype=torch.float64)
@@ -72,14 +72,14 @@ def ablate(
 
 
 def restricted(session: GenerationSession, sample: ProbeSample, blind: Tensor, reach: HeadWindow) -> Loss:
-    """What blinkers on all heads in `blind` [L, K] do together."""
+    """Return the loss with all heads in `blind` [L, K] restricted together."""
     truth = answers(session, sample)
     said = answers(session, sample, RestrictedHeads(session.cache, blind.to(session.lm.device), reach))
     return Loss(_kl(truth, said), right(said, sample), len(sample.asked))
 
 
 def right(said: Tensor, sample: ProbeSample) -> int:
-    """Answers of which every token is the first choice in `said` [n, V]."""
+    """Count the answers of which every token is the likeliest in `said` [n, V]."""
     wanted = torch.tensor([token for _, token in sample.scored()], device=said.device)
     hits, n, start = (said.argmax(-1) == wanted).tolist(), 0, 0
     for one in sample.asked:

@@ -1,7 +1,6 @@
-"""Attention of a few rows over all slots, a bounded piece at a time, and what can be said of it.
+"""Attention of a few rows over all slots, computed in pieces of bounded size, and statistics of it.
 
-A row of n weights is all that ever exists at once at any context length; how many rows go together follows from
-MOST_BYTES.
+Memory is bounded at any context length: MOST_BYTES sets the rows per piece, and one row of n weights is the minimum.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from kvcli.engine.policy.policy import LayerContext
 from kvcli.engine.sequence.token_kinds import END, NEWLINE, PUNCT, SPECIAL
 from kvcli.kv.slots import Slots
 
-MOST_BYTES = 64 << 20  # of one piece of weights
-COPIES = 8  # of such a piece that live at the same time: scores, weights, sorted ones, distances, bins
-SHARES = (0.5, 0.9, 0.95, 0.99)  # of the mass, for which tokens are counted
+MOST_BYTES = 64 << 20  # memory per piece
+COPIES = 8  # tensors of a piece's size in memory at once: scores, weights, sorted weights, distances, bins
+SHARES = (0.5, 0.9, 0.95, 0.99)  # shares of the attention mass for which tokens are counted
 FAR = 24  # bins of the distance histogram: 0, 1, 2-3, 4-7, ... tokens
-TOP = 12  # tokens named for each head
+TOP = 12  # tokens listed per head
 
 
 class ScoreTransform(Protocol):
-    """What a layer does to scores: a sight, or a moment."""
+    """Scale and softcap that a layer applies to scores: AttentionParams or LayerContext."""
 
     @property
     def scale(self) -> float: ...
@@ -36,23 +35,23 @@ class ScoreTransform(Protocol):
 
 @dataclass(slots=True)
 class HeadRows:
-    """Some rows of one KV head."""
+    """Attention of some rows for one KV head."""
 
-    rows: slice  # of the queries heard
+    rows: slice  # of the recorded queries
     q_pos: Tensor  # [R]
     pos: Tensor  # [S] positions of the slots; -1 = empty
     p: Tensor  # [G, R, S] float32, rows sum to 1
 
 
 def pieces(s: Slots, at: LayerContext, head: int, most: int = MOST_BYTES) -> Iterator[HeadRows]:
-    """What the queries of a moment look at, for the query heads of one KV head."""
+    """Yield the attention of the recorded queries, for the query heads of one KV head."""
     pos = s.pos[head].long()
     for rows, score in _scores(s, at, head, at.window, most):
         yield HeadRows(rows, at.q_pos[rows].to(pos.device), pos, score.softmax(-1))
 
 
 def _scores(s: Slots, at: LayerContext, head: int, window: int | None, most: int) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows after the other, and [G, R, S] of their scores; -inf where a row sees nothing."""
+    """Yield slices of rows and their scores [G, R, S]; -inf for slots that a row cannot attend to."""
     group = at.q.shape[0] // s.k.shape[0]
     q = at.q[head * group : (head + 1) * group].float()  # [G, w, D]
     k, pos = s.k[head].float(), s.pos[head].long()
@@ -69,24 +68,24 @@ def _scores(s: Slots, at: LayerContext, head: int, window: int | None, most: int
 
 @dataclass(slots=True)
 class AttentionSummary:
-    """Where one KV head looks: means over its query heads and rows."""
+    """Attention statistics of one KV head: means over its query heads and rows."""
 
     entropy: float = 0.0  # nats
-    needed: list[float] = field(default_factory=lambda: [0.0] * len(SHARES))  # tokens that hold each of SHARES
+    needed: list[float] = field(default_factory=lambda: [0.0] * len(SHARES))  # tokens with each share of SHARES
     sink: float = 0.0  # mass on the first tokens
-    local: float = 0.0  # on the newest tokens before the row, the row's own included
-    far: float = 0.0  # on all others
-    worst: float = 0.0  # `far` of the tenth of rows where it is largest
+    local: float = 0.0  # mass on the newest tokens up to and including the row
+    far: float = 0.0  # mass on all other tokens
+    worst: float = 0.0  # `far` over the tenth of rows where it is largest
     kinds: dict[str, float] = field(default_factory=dict)  # mass by kind of token
     distances: list[float] = field(default_factory=list)  # mass by log2 of the distance
-    top: list[tuple[int, float]] = field(default_factory=list)  # (position, mass) of the tokens looked at most
+    top: list[tuple[int, float]] = field(default_factory=list)  # (position, mass) of the tokens with most attention
 
 
 NAMES = {"special": (SPECIAL,), "punct": (PUNCT, END), "newline": (NEWLINE,)}
 
 
 def gaze(s: Slots, at: LayerContext, head: int, sinks: int, recent: int, most: int = MOST_BYTES) -> AttentionSummary:
-    """One head's. `sinks` first tokens and `recent` newest ones are told apart from the rest."""
+    """Compute the statistics of one head. The `sinks` first and `recent` newest tokens are counted separately."""
     found, far = AttentionSummary(distances=[0.0] * FAR), list[Tensor]()
     kinds = at.kinds.to(s.pos.device)[s.pos[head].clamp(min=0).long()]  # [S]
     column = torch.zeros(s.pos.shape[1], device=s.pos.device)
@@ -99,7 +98,7 @@ def gaze(s: Slots, at: LayerContext, head: int, sinks: int, recent: int, most: i
         running = p.sort(-1, descending=True).values.cumsum_(-1)
         for i, share in enumerate(SHARES):
             found.needed[i] += float((running < share).sum()) + rows
-        beyond = piece.q_pos.unsqueeze(1) - piece.pos  # [R, S] distance, negative where nothing is seen
+        beyond = piece.q_pos.unsqueeze(1) - piece.pos  # [R, S] distance, negative for slots after the row
         first = piece.pos < sinks
         near = (beyond < recent) & ~first
         found.sink += float(p[..., first].sum())
@@ -135,11 +134,11 @@ def _divide(found: AttentionSummary, n: int) -> None:
 
 
 def normaliser(s: Slots, at: LayerContext, head: int, most: int = MOST_BYTES) -> Tensor:
-    """[G, w] log-sum-exp of each row's scores, over all that is before it."""
+    """Return the log-sum-exp [G, w] of each row's scores over all slots up to the row."""
     return torch.cat([score.logsumexp(-1) for _, score in _scores(s, at, head, None, most)], 1)
 
 
 def scaled_scores(score: Tensor, at: ScoreTransform) -> Tensor:
-    """Products of queries and keys as the layer's softmax sees them."""
+    """Apply the layer's scale and softcap to products of queries and keys."""
     score = score * at.scale
     return at.softcap * torch.tanh(score / at.softcap) if at.softcap > 0 else score

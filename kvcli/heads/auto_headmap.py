@@ -1,4 +1,4 @@
-"""The model's own head map: made once, by what is lost when a head forgets, and kept for all later runs."""
+"""Automatic head map of a model: computed once by the ablation probe and saved for later runs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from kvcli.chat.model import Model
     from kvcli.engine.hf.lm import LM
 
-FORMAT = "kvcli.heads/1"  # another one where the probe, or what it is asked, changes
-FIELDS = ("kvcli", "torch", "transformers", "weights", "files", "config", "load.quant", "load.dtype")  # of an identity
+FORMAT = "kvcli.heads/1"  # to be changed when the probe or its request changes
+FIELDS = ("kvcli", "torch", "transformers", "weights", "files", "config", "load.quant", "load.dtype")  # of a cache key
 
 
 def auto_headmap(model: Model, folder: Path, tell: Callable[[str], None] = lambda said: None) -> Path:
-    """Its file below `folder`, made if it is not there: of `ablate`, which sees heads that act through others too.
+    """Return the path of the model's head map in `folder`, computed if missing.
 
-    Raises BadConfig for weights that lie in no files, and BadModel where heads cannot be told apart.
+    The `ablate` probe is used, because it also finds heads that act through other heads. Raises BadConfig for weights
+    that are in no files, and BadModel if heads share their keys (MLA).
     """
     if (path := place(model.lm, folder)) is None:
         raise BadConfig(
@@ -47,18 +48,18 @@ def auto_headmap(model: Model, folder: Path, tell: Callable[[str], None] = lambd
 
 
 def was_made(model: str, folder: Path) -> bool:
-    """Is there a map of a model of this name, whose files may have changed since?"""
+    """Return True if there is a map for a model of this name, whose files may have changed since."""
     for path in folder.glob("*.json"):
         try:
             if json.loads(path.read_text(encoding="utf-8")).get("model") == model:
                 return True
-        except (OSError, ValueError, AttributeError):  # read or made anew where it is wanted
+        except (OSError, ValueError, AttributeError):  # reported or recomputed when it is used
             continue
     return False
 
 
 def place(lm: LM, folder: Path) -> Path | None:
-    """Where the map of a loaded model is kept, made or not; None where its weights lie in no files."""
+    """Return the path of a loaded model's head map, which may not exist; None if its weights are in no files."""
     known = cache_key(lm)
     if not known:
         return None

@@ -1,7 +1,7 @@
-"""A policy for each head: the cheapest that recovers enough, or the best that a common budget buys.
+"""Choose a FastGen candidate per head: the cheapest that recovers enough, or the best within a shared budget.
 
-Candidates of every head lie side by side with their recovered mass and their cost in tokens; the last one is the full
-cache. The same rules as FastGen's own, on masses that are already there, so that another threshold costs nothing.
+Each head has candidates with recovered attention mass and cost in tokens; the last candidate is the full cache. The
+rules are those of FastGen, applied to masses already measured, so that another threshold needs no new passes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def choose(mass: Tensor, cost: Tensor, settings: FastGen, full: Tensor) -> Tensor:
-    """mass, cost [C, L, K] -> [L, K] index of a candidate. `full` [L, K] bool: heads that keep everything."""
+    """Choose a candidate index [L, K] from mass and cost [C, L, K]. `full` [L, K] bool: heads that keep everything."""
     last = mass.shape[0] - 1
     if settings.keep > 0:
         return _shared(mass, cost, settings.keep, full)
@@ -29,9 +29,9 @@ def choose(mass: Tensor, cost: Tensor, settings: FastGen, full: Tensor) -> Tenso
 
 
 def _shared(mass: Tensor, cost: Tensor, keep: float, full: Tensor) -> Tensor:
-    """`keep` of all that is stored, shared out."""
+    """Choose candidates within the budget `keep`, a share of all stored tokens."""
     last, forced = mass.shape[0] - 1, full | torch.full_like(full, keep >= 1)
-    cost = torch.where(forced, cost[last:], cost)  # every candidate costs what everything does
+    cost = torch.where(forced, cost[last:], cost)  # every candidate gets the cost of the full cache
     value = mass.masked_fill(forced, 0.0)
     value[last] = value[last].masked_fill(forced, 1.0)
     chosen = solve(value.flatten(1).T.tolist(), cost.flatten(1).T.tolist(), keep * float(cost[last].sum()))

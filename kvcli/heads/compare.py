@@ -1,4 +1,4 @@
-"""Two runs side by side: what changed head by head, and whether the ranks agree."""
+"""Compare two head profiles: differences per head, and rank correlation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def compare(document: HeadsDocument, path: Path, shown: str, scalar: str) -> HeadsCompare:
-    """`document` against the run in `path`: one of ours, or another tool's head map. Raises BadInput."""
+    """Compare `document` with the profile in `path`, which may be another tool's head map. Raises BadInput."""
     theirs, policies = _tables(path, shown)
     name = scalar if scalar in theirs and scalar in document.scalars else "retrieval"
     mine, other = document.scalars[name], theirs[name]
@@ -38,7 +38,7 @@ def compare(document: HeadsDocument, path: Path, shown: str, scalar: str) -> Hea
 
 
 def _tables(path: Path, shown: str) -> tuple[dict[str, list[list[float]]], list[list[str]] | None]:
-    """Scalars by name, and the policy of each head where the run chose some."""
+    """Return the tables of scalars by name, and the policy of each head if the run chose policies."""
     tables = {"retrieval": read_map(path, shown)}
     file = path / PROFILE if path.is_dir() else path
     if file.suffix != ".json" or not file.is_file():
@@ -53,7 +53,7 @@ def _tables(path: Path, shown: str) -> tuple[dict[str, list[list[float]]], list[
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Rank correlation, ties sharing their mean rank; None where either is the same everywhere."""
+    """Return the rank correlation, ties sharing their mean rank; None if all values of `a` or of `b` are equal."""
     try:
         return max(-1.0, min(1.0, correlation(_ranks(a), _ranks(b))))
     except StatisticsError:  # no spread, or a single head

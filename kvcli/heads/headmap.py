@@ -1,7 +1,7 @@
-"""The head map: a number from 0 to 1 for each head, from which on it needs the whole past.
+"""Head map: a number from 0 to 1 for each head; heads from 0.5 on need the full KV cache.
 
-Scores of a probe have no unit in common, and KL spans many powers of ten. So a head's number is s / (s + t), where t is
-the least score among the heads that together carry most of the whole: from 0.5 on a head is one of these.
+Scores of different probes have no common unit, and KL spans many powers of ten. So a head's number is s / (s + t),
+where t is the lowest score among the top heads that together have most of the score sum. These heads get 0.5 or more.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-CARRY = 0.9  # of the sum of all scores, carried by the heads that are kept full
-FULL = 0.5  # the number from which on
+CARRY = 0.9  # share of the score sum in the heads that keep the full cache
+FULL = 0.5  # heads from this number on keep the full cache
 
 
 def headmap(score: Tensor, carry: float = CARRY, least: int = 0) -> Tensor:
-    """score [L, K], not negative -> [L, K] in 0..1; all 0 where no head has any score.
+    """Convert scores [L, K], not negative, to a head map [L, K] in 0..1; all 0 if all scores are 0.
 
-    At least `least` heads get 0.5 or more, if so many have a score.
+    At least `least` heads get 0.5 or more, if so many have a score above 0.
     """
     ranked = score.flatten().double().sort(descending=True).values
     total = float(ranked.sum())
@@ -30,6 +30,6 @@ def headmap(score: Tensor, carry: float = CARRY, least: int = 0) -> Tensor:
 
 
 def full_heads(heads: Tensor) -> list[tuple[int, int]]:
-    """(layer, KV head) of those that need the whole past, by what they carry."""
+    """Return (layer, KV head) of the heads that need the full KV cache, highest number first."""
     order = heads.flatten().argsort(descending=True, stable=True).tolist()
     return [divmod(i, heads.shape[1]) for i in order if float(heads.flatten()[i]) >= FULL]

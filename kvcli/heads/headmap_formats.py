@@ -1,7 +1,7 @@
-"""Head maps in the forms other tools read: DuoAttention's table, Retrieval_Head's line, and our own document.
+"""File formats of head maps: DuoAttention's table, Retrieval_Head's line, and kvcli's document.
 
-DuoAttention (arXiv 2410.10819) keeps `full_attention_heads.tsv`, one line of gates from 0 to 1 for each layer, beside a
-`config.json` with its window. Retrieval_Head (arXiv 2404.15574) keeps {"layer-head": [scores]} by query head.
+DuoAttention (arXiv 2410.10819) writes `full_attention_heads.tsv`, one line of gates from 0 to 1 per layer, and a
+`config.json` with its window. Retrieval_Head (arXiv 2404.15574) writes {"layer-head": [scores]} by query head.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ Map = list[list[float]]  # [layers][KV heads]
 
 
 def duo_tsv(heads: Sequence[Sequence[float]]) -> str:
-    """As numpy.savetxt writes it."""
+    """Return DuoAttention's table, as numpy.savetxt writes it."""
     return "".join("\t".join(f"{value:.6f}" for value in row) + "\n" for row in heads)
 
 
 def duo_config(document: HeadsDocument) -> str:
-    """Their names for sinks and window."""
+    """Return DuoAttention's `config.json`, with its names for sinks and window."""
     said = {"sink_size": document.suggest.sinks, "recent_size": document.suggest.window, "model": document.model}
     return json.dumps(said, indent=2) + "\n"
 
 
 def retrieval_line(document: HeadsDocument) -> str:
-    """One line of scores by query head; empty if no needle was looked for."""
+    """Return Retrieval_Head's line of scores by query head; empty if the needle probe was not run."""
     table = document.query.get("needle")
     if table is None:
         return ""
@@ -43,7 +43,7 @@ def retrieval_line(document: HeadsDocument) -> str:
 
 
 def arrays(document: HeadsDocument) -> bytes:
-    """All tables as one .npz."""
+    """Return all tables as the bytes of one .npz file."""
     import numpy as np
 
     tables = {"heads": document.heads, **{f"scalar_{k}": v for k, v in document.scalars.items()}}
@@ -63,7 +63,7 @@ def arrays(document: HeadsDocument) -> bytes:
 
 
 def read_map(path: Path, shown: str) -> Map:
-    """A head map from our document, a DuoAttention table, or the folder of either. Raises BadInput."""
+    """Read a head map from a kvcli document, a DuoAttention table, or a folder with either. Raises BadInput."""
     file = path
     if path.is_dir():
         found = [path / name for name in (PROFILE, TSV) if (path / name).is_file()]

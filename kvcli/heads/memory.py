@@ -1,4 +1,4 @@
-"""Bytes of keys and values at a context: whole, under the policies chosen, and under the head map."""
+"""KV cache bytes at a context length: full, under the chosen policies, and under the head map."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def kv_bytes(
     model: Model, context: int, judged: Judged | None, chosen: Tensor | None, suggest: HeadsSuggest, ask: ProbeRequest
 ) -> HeadsKv:
-    """What `context` tokens take. Policies grow as their sets do: shares of the text in proportion, the guard not."""
+    """Return the KV bytes of `context` tokens. Sets of policies grow in proportion to the text, the guard does not."""
     lm = model.lm
-    token = 2 * lm.head_dim * model.new_session().cache.dtype.itemsize  # of one head
+    token = 2 * lm.head_dim * model.new_session().cache.dtype.itemsize  # bytes per token of one head
     whole = torch.tensor([[float(_seen(context, w))] * lm.n_kv_heads for w in lm.windows])
     least = torch.minimum(whole, torch.tensor(float(suggest.sinks + suggest.window)))
     mapped = least.clone()
@@ -33,14 +33,14 @@ def kv_bytes(
     if judged is not None and chosen is not None:
         kept = _grown(judged, chosen, context, ask.settings.guarded)
         for layer in range(lm.n_layers):
-            if float(judged.cost[-1, layer].max()) <= 0:  # not judged
+            if float(judged.cost[-1, layer].max()) <= 0:  # not measured
                 kept[layer] = whole[layer]
         policy = int(torch.minimum(kept, whole).sum()) * token
     return HeadsKv(context=context, whole=int(whole.sum()) * token, policy=policy, headmap=int(mapped.sum()) * token)
 
 
 def suggested_layers(ask: ProbeRequest, n_layers: int) -> tuple[int, ...]:
-    """Layers that were looked at; the others stay whole."""
+    """Return the probed layers; the others keep the full cache."""
     return ask.layers or tuple(range(n_layers))
 
 
@@ -49,7 +49,7 @@ def _seen(context: int, window: int | None) -> int:
 
 
 def _grown(judged: Judged, chosen: Tensor, context: int, guard: int) -> Tensor:
-    """[L, K] tokens at `context`."""
+    """Return the tokens [L, K] that the chosen candidates keep at `context`."""
     cost = judged.cost.gather(0, chosen.unsqueeze(0))[0]
     n = max(1.0, float(judged.cost[-1].max()))
     beyond = (cost - guard).clamp(min=0) * context / n

@@ -1,7 +1,7 @@
-"""Copy heads: where the rows that write a hidden value look (after Wu et al., arXiv 2404.15574).
+"""Needle probe for copy heads: attention of the rows that generate a hidden value (after Wu et al., arXiv 2404.15574).
 
-A head need not look at the very token that is to be written: it may read one next to it, or one behind the value that
-carries it. So the weight is taken at every offset from -4 to +8 around it and the best offset counts.
+A head need not attend to the very token to be generated: it may attend to a token next to it, or to one after the value
+that carries its information. So attention is measured at every offset from -4 to +8, and the best offset counts.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ OFFSETS = range(-4, 9)
 
 
 def needle(session: GenerationSession, sample: ProbeSample) -> Tensor:
-    """[L, H, O] weight of each query head at each of OFFSETS from the token its row has to write, mean over rows."""
+    """Return attention [L, H, O] of each query head at each of OFFSETS from the token to generate, mean over rows."""
     target = torch.tensor(sample.targets(), device=session.lm.device).unsqueeze(1)
     around = target + torch.tensor(OFFSETS, device=session.lm.device)  # [w, O]
     return torch.stack([_around(layer, around) for layer in looks(session, sample)])
 
 
 def _around(layer: Iterable[tuple[Tensor, Tensor]], around: Tensor) -> Tensor:
-    """[H, O] of one layer."""
+    """Return attention [H, O] at the positions `around` in one layer, mean over rows."""
     found = []
     for weight, pos in layer:
         past = weight[..., : len(pos)]
         slot = torch.searchsorted(pos.long(), around.clamp(min=0)).clamp(max=past.shape[-1] - 1)
-        there = (pos[slot] == around).to(past.dtype)  # [w, O]: an offset may lie outside the text
+        there = (pos[slot] == around).to(past.dtype)  # [w, O]: an offset may be outside the text
         found.append((past.gather(2, slot.expand(past.shape[0], -1, -1)) * there).mean(1))
     return torch.cat(found)
 
 
 def looks(session: GenerationSession, sample: ProbeSample) -> Iterator[Iterator[tuple[Tensor, Tensor]]]:
-    """By layer, and in it by KV head: weights [G, w, S + N] of the rows that write the values, over what is stored at
-    positions [S] and over the pass; of one pass that is not committed.
+    """Yield by layer and KV head the attention [G, w, S + N] of the rows that generate the values, over the stored
+    slots and the rows of the pass, with the slots' positions [S]. The one forward pass is not committed.
     """
     rows, scored = sample.rows(), [row for row, _ in sample.scored()]
     feed = ForwardRequest(session.lm, rows, session.cache, want=scored, record_queries=scored, states=session.states)
@@ -71,5 +71,5 @@ def _weights(feed: ForwardRequest, kv: KVCache, made: ForwardResult, layer: int)
 
 
 def _scores(q: Tensor, k: Tensor, sight: AttentionParams) -> Tensor:
-    """q [G, w, D], k [S, D] -> [G, w, S]."""
+    """Return the scores of q [G, w, D] and k [S, D] -> [G, w, S]."""
     return scaled_scores(torch.matmul(q, k.float().T), sight)

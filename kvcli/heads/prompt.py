@@ -1,4 +1,4 @@
-"""The prompt probe: where each head looks while one text is read as always, and which policy that would allow."""
+"""Prompt probe: attention statistics of each head during a normal prefill, and the FastGen candidates they allow."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ if TYPE_CHECKING:
     from kvcli.methods.policies.fastgen.policy import FastGen
 
 CRITERIA: tuple[Criterion, ...] = ("cvar10", "mean", "p05")
-BINS = 4096  # of the token strip
-GAZED = 1 << 21  # rows times tokens that are sorted for each query head
-FEWEST = 16  # rows
-LAST = 32  # newest rows that a stability run hears
-LEAST = 4  # rows below which nothing is said
-AGAIN = 4  # times that it asks again
+BINS = 4096  # bins of the token strip
+GAZED = 1 << 21  # most rows times tokens sorted for each query head
+FEWEST = 16  # least rows summarized
+LAST = 32  # newest rows recorded by a stability run
+LEAST = 4  # fewer new rows are not measured
+AGAIN = 4  # measurements repeated while generating
 
-Tell = Callable[[int], None]  # tokens read or written
+Tell = Callable[[int], None]  # tokens prefilled or generated
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What each candidate would keep of one layer's attention."""
+    """Attention mass that each candidate would keep in one layer, and its cost."""
 
     mass: Mapping[Criterion, Tensor]  # [C, K] each
-    groups: Tensor  # [C, H] mean over rows, before a group is taken together
-    cost: Tensor  # [C, K] tokens
+    groups: Tensor  # [C, H] mean over rows, per query head
+    cost: Tensor  # [C, K] tokens kept
 
     @staticmethod
     def of(found: Recovery, gqa: Literal["mean", "min"]) -> Judged:
-        """The figures without the rows."""
+        """Reduce a recovery measurement over its rows."""
         mass = {name: found.value(name, gqa).float().cpu() for name in CRITERIA}
         return Judged(mass, found.mass.mean(-1).flatten(1).float().cpu(), found.cost.float().cpu())
 
 
 @dataclass(slots=True)
 class Reading:
-    """What the probe found."""
+    """Result of the prompt probe."""
 
     ids: list[int]
     settings: FastGen
-    rows: int = 0  # heard
+    rows: int = 0  # number of recorded rows
     gazes: dict[tuple[int, int], AttentionSummary] = field(default_factory=dict)  # by (layer, KV head)
     layers: dict[int, Judged] = field(default_factory=dict)
     frequent: dict[int, Tensor] = field(default_factory=dict)  # layer -> [K, B] uint8: 255 = all of a bin's tokens
     kinds: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int8))  # [T]
-    later: list[tuple[int, dict[int, Judged]]] = field(default_factory=list)  # tokens written, judged anew
+    later: list[tuple[int, dict[int, Judged]]] = field(default_factory=list)  # (tokens generated, new measurement)
 
     @property
     def width(self) -> int:
-        """Tokens of a bin."""
+        """Tokens per bin."""
         return -(-len(self.ids) // BINS)
 
 
@@ -75,7 +75,7 @@ def read_prompt(
     tell: Tell = lambda tokens: None,
     every: int = 0,
 ) -> Reading:
-    """Read `ids` and look at `layers`; `kinds` [V] by id. `every` > 0: write on, and ask again each so many tokens."""
+    """Prefill `ids` and measure `layers`; `kinds` [V] by id. `every` > 0: generate, and measure each `every` tokens."""
     found = Reading(ids, settings)
 
     def hear(s: Slots, at: LayerContext) -> None:
@@ -111,7 +111,7 @@ def _judged(s: Slots, at: LayerContext, settings: FastGen) -> Recovery:
 
 
 def _thinned(at: LayerContext, n: int) -> LayerContext:
-    """The moment with fewer rows where rows are long: sorting all of them takes minutes a layer and shows no more."""
+    """Return the context with fewer rows if rows are long: sorting all takes minutes per layer and shows no more."""
     m = at.q_pos.shape[0]
     rows = min(m, max(FEWEST, GAZED // n))
     keep = torch.arange(rows, device=at.q_pos.device) * m // rows
@@ -120,7 +120,7 @@ def _thinned(at: LayerContext, n: int) -> LayerContext:
 
 def _later(found: Reading, s: Slots, at: LayerContext) -> None:
     new = at.q_pos >= at.n_prompt
-    if int(new.sum()) < LEAST:  # the prompt's end lies just before a boundary
+    if int(new.sum()) < LEAST:  # the prompt ended just before a compression point
         return
     at = replace(at, q=at.q[:, new], q_pos=at.q_pos[new])
     settings = found.settings
@@ -137,14 +137,14 @@ def _write(session: GenerationSession, every: int, tell: Tell) -> None:
 
 
 def _binned(pos: Tensor, kept: Tensor, width: int, n: int) -> Tensor:
-    """pos, kept [K, S] -> [K, B] uint8."""
+    """Return the share of kept tokens per bin, uint8 [K, B], from positions and mask [K, S]."""
     total = torch.zeros(pos.shape[0], -(-n // width), device=pos.device)
     total.scatter_add_(1, pos.clamp(min=0).long() // width, (kept & (pos >= 0)).float())
     return (total / width * 255).round().to(torch.uint8).cpu()
 
 
 def stacked(layers: Mapping[int, Judged], n_layers: int) -> Judged:
-    """All layers as one: mass and cost [C, L, K], groups [C, L, H]. Layers not judged keep all, for 0 tokens."""
+    """Stack all layers: mass and cost [C, L, K], groups [C, L, H]. Layers not measured keep all, at a cost of 0."""
     like = next(iter(layers.values()))
     c, k = like.cost.shape
     mass = {name: torch.ones(c, n_layers, k) for name in CRITERIA}
@@ -158,7 +158,7 @@ def stacked(layers: Mapping[int, Judged], n_layers: int) -> Judged:
 
 
 def scalar(found: Reading, shape: Sequence[int], of: Callable[[AttentionSummary], float]) -> Tensor:
-    """[L, K] of one figure; 0 where nothing was looked at."""
+    """Return a table [L, K] of one statistic; 0 for heads not measured."""
     table = torch.zeros(*shape, dtype=torch.float64)
     for (layer, head), one in found.gazes.items():
         table[layer, head] = of(one)

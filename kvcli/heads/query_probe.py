@@ -1,4 +1,4 @@
-"""Hearing the queries of a prompt while it is read as always: a policy that keeps everything."""
+"""Query probe: a policy that evicts nothing and passes the recorded queries of a prompt to a callback."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from kvcli.kv.slots import Slots
 
 Hear = Callable[["Slots", LayerContext], None]
-Rows = Callable[[int], Sequence[int]]  # tokens of the prompt -> positions to hear, rising
+Rows = Callable[[int], Sequence[int]]  # tokens of the prompt -> positions to record, rising
 
 
 @dataclass(frozen=True)
 class QueryProbe(PerLayerPolicy):
-    """Hands each layer's stored slots, with the queries at the probed positions, to `hear`; evicts nothing."""
+    """Policy that passes each layer's slots and the queries at the probed positions to `hear`, and evicts nothing."""
 
     rows: Rows
     hear: Hear
@@ -42,16 +42,16 @@ class QueryProbe(PerLayerPolicy):
 
 
 def whole(model: Model) -> GenerationSession:
-    """A session with nothing evicted and no drafts, whatever the model's profile."""
+    """Return a session without eviction and drafting, regardless of the model's profile."""
     return model.with_profile(full_profile(model.profile)).new_session()
 
 
 def listening(
     model: Model, rows: Rows, hear: Hear, kinds: Tensor | None = None, *, recent: int = 0, every: int | None = None
 ) -> GenerationSession:
-    """A greedy session of its own that hears these rows once its prompt is read. `kinds` [V] by id.
+    """Return a new greedy session that calls `hear` with the queries of `rows` after prefill. `kinds` [V] by id.
 
-    While it writes, each `compression_interval` tokens, it hears them and the `recent` newest ones.
+    While generating, it calls `hear` each `compression_interval` tokens with these and the `recent` newest queries.
     """
     plain = whole(model)
     policy = QueryProbe(rows, hear, recent)

@@ -1,9 +1,9 @@
-"""Heads that reason over what they retrieve: the score of HeadKV-R2 (Fu et al., arXiv 2410.19258).
+"""Reasoning probe: heads that retrieve a fact through another fact, by the score of HeadKV-R2 (arXiv 2410.19258).
 
-A fact has to be found by way of another: which depot stands beside the one that is named, and what its code is, while
-codes of other depots stand in the text, too. Of each row that writes the answer a head's highest weights count, as many
-as the fact's sentence has tokens, where they fall on that sentence: their sum by those tokens and those of the answer,
-times ten, as in the authors' code. Of texts that are answered wrong nothing counts.
+The question needs two facts (Fu et al.): which depot is beside the named one, and the code of that depot, among codes
+of other depots. For each row that generates the answer, a head's highest attention weights are taken, as many as the
+fact's sentence has tokens, and those on that sentence are summed. The sum is divided by the tokens of the sentence and
+of the answer, times ten, as in the authors' code. Texts with a wrong answer are not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.heads.sample import ProbeSample
 
-DEPOTS = 4  # with codes; one of them is asked for
+DEPOTS = 4  # depots with codes; the question asks for one of them
 
 
 def _beside(draw: SampleSeed, size: int) -> Context:
@@ -46,7 +46,7 @@ TASK = Task("beside", "a code found by way of another fact", _beside, share_of_r
 def reason(
     model: Model, texts: Sequence[ProbeSample], kinds: Tensor, tell: Callable[[int], None]
 ) -> tuple[Tensor, int]:
-    """[L, H] mean over texts that are answered right, and how many are; `kinds` [V] by id."""
+    """Return the mean score [L, H] over texts answered right, and their number; `kinds` [V] by id."""
     total, n = torch.zeros(model.lm.n_layers, model.lm.n_heads, dtype=torch.float64), 0
     for sample in texts:
         session = open_past(model, sample)
@@ -58,7 +58,7 @@ def reason(
 
 
 def score(session: GenerationSession, sample: ProbeSample, at: range) -> Tensor:
-    """[L, H] of one text, whose fact stands at these positions."""
+    """Return the score [L, H] of one text, whose fact is at the positions `at`."""
     found = []
     for layer in looks(session, sample):
         for weight, pos in layer:  # [G, w, S + N]
@@ -70,7 +70,7 @@ def score(session: GenerationSession, sample: ProbeSample, at: range) -> Tensor:
 
 
 def sentence(sample: ProbeSample, kinds: Tensor) -> range:
-    """The tokens of the sentence that holds the value asked for."""
+    """Return the token positions of the sentence with the requested value."""
     ends = [kinds[i] == END for i in sample.context]
     at = sample.asked[0].needle
     start = next((i + 1 for i in range(at - 1, -1, -1) if ends[i]), 0)

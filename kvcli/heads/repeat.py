@@ -1,7 +1,7 @@
-"""Induction: whether a head looks at what came behind the same token before, on random tokens said twice.
+"""Induction probe: attention to the token after the earlier copy of the current token, on repeated random tokens.
 
-The score of a row is its weight on that one token: a product of two vectors over the row's normaliser, so no map of
-rows and tokens is made (after Olsson et al., arXiv 2209.11895).
+The score of a row is its attention to that one token: a product of two vectors over the row's normaliser, so no
+matrix of rows and tokens is needed (after Olsson et al., arXiv 2209.11895).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from kvcli.engine.policy.policy import LayerContext
     from kvcli.kv.slots import Slots
 
-ROWS = 64  # of the second half that are heard
-LONGEST = 512  # tokens said twice
+ROWS = 64  # rows of the second copy that are recorded
+LONGEST = 512  # most tokens that are repeated
 
 
 def repeat(model: Model, length: int, seed: int) -> Tensor:
-    """[L, H] mean weight of each query head on the token behind the earlier copy; `length` tokens are read."""
+    """Return the mean attention [L, H] to the token after the earlier copy, on a prompt of about `length` tokens."""
     half = max(2, min(LONGEST, length // 2 - 1))
     ids, start = twice(model, half, seed)
     rows = sorted({start + half + i * (half - 1) // ROWS for i in range(ROWS)})
@@ -51,7 +51,7 @@ def repeat(model: Model, length: int, seed: int) -> Tensor:
 
 
 def twice(model: Model, half: int, seed: int) -> tuple[list[int], int]:
-    """Random ids, the same again, one more so that all of them are stored; and how many stand in front."""
+    """Return random ids, repeated once, plus one id so that all are stored; and the number of ids before them (BOS)."""
     rng, special = Random(f"repeat {seed}"), special_ids(model.tokenizer)
     bos = model.tokenizer.bos_token_id
     plain = [i for i in range(min(model.lm.vocab, len(model.tokenizer))) if i not in special]

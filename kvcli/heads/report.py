@@ -1,4 +1,4 @@
-"""Findings as a document, and what only a page shows: the tokens of the prompt."""
+"""Convert probe findings to a document, and to the token strip shown in the HTML page."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ ONE_PROMPT = (
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """The prompt as a page shows it: in bins of a few tokens where it is long."""
+    """Token strip of the prompt for the HTML page, in bins of several tokens if the prompt is long."""
 
     texts: list[str]  # [B]
-    kinds: list[int]  # [B] of the first token of each (kvcli.engine.sequence.token_kinds)
-    punct: list[int]  # the kinds that policies take for punctuation here
-    width: int  # tokens of a bin
+    kinds: list[int]  # [B] kind of the first token of each bin (kvcli.engine.sequence.token_kinds)
+    punct: list[int]  # kinds that count as punctuation here
+    width: int  # tokens per bin
     tokens: int
-    frequent: dict[int, list[bytes]]  # layer -> [K] one byte for each bin: 255 = all of its tokens are frequent
+    frequent: dict[int, list[bytes]]  # layer -> [K] one byte per bin: 255 = all of its tokens are frequent
 
 
 def document(model: Model, ask: ProbeRequest, found: Findings) -> HeadsDocument:
-    """All figures."""
+    """Return all findings as a document."""
     lm = model.lm
     shape = (lm.n_layers, lm.n_kv_heads)
     judged = stacked(found.reading.layers, lm.n_layers) if found.reading else None
@@ -92,7 +92,7 @@ def document(model: Model, ask: ProbeRequest, found: Findings) -> HeadsDocument:
 
 
 def strip(model: Model, reading: Reading | None) -> Strip | None:
-    """The tokens of the prompt, and which of them each head finds frequent."""
+    """Return the token strip of the prompt, with the frequent tokens of each head; None without the prompt probe."""
     if reading is None:
         return None
     width, n = reading.width, len(reading.ids)
@@ -108,9 +108,9 @@ def strip(model: Model, reading: Reading | None) -> Strip | None:
 
 
 def _forced(ask: ProbeRequest, found: Findings, shape: tuple[int, int]) -> Tensor:
-    """[L, K] bool: heads that keep everything whatever they look at, by this run's map and by the profile's own."""
+    """Return the heads [L, K] that keep everything by this run's head map or by the profile's head map."""
     forced = torch.zeros(shape, dtype=torch.bool)
-    if found.ranked_by != "prompt":  # a prompt alone is no veto against its own choice
+    if found.ranked_by != "prompt":  # a map from the prompt probe must not override the choice from the same probe
         forced |= found.full
     if ask.settings.headmap and found.reading is not None:
         forced |= torch.tensor(read_headmap(ask.settings.headmap)) >= ask.settings.headmap_from
@@ -123,7 +123,7 @@ def _policy(ask: ProbeRequest, judged: Judged, chosen: Tensor, seen: Tensor, for
     by_budget = settings.keep > 0
 
     def of(table: Tensor) -> Tensor:
-        """[heads that see all] the figure of the candidate chosen."""
+        """Return the value of the chosen candidate for each head of full-attention layers."""
         return table.gather(0, chosen.unsqueeze(0))[0][seen]
 
     return HeadsPolicy(
@@ -168,7 +168,7 @@ def _check(found: Findings) -> HeadsCheck | None:
 def _stability(
     ask: ProbeRequest, reading: Reading | None, chosen: Tensor | None, judged: Judged | None, forced: Tensor
 ) -> HeadsStability | None:
-    """Choices made anew while an answer was written, against those at the end of the prompt."""
+    """Compare choices made while generating with those at the end of the prompt."""
     if reading is None or chosen is None or judged is None or not reading.later:
         return None
     changed, drift = [], []

@@ -1,7 +1,7 @@
-"""A store as heads with blinkers see it: the first tokens and the newest ones, nothing between.
+"""Cache view with restricted heads: they attend only to the first and the newest tokens.
 
-What eviction would do to these heads once the text is read, without evicting anything: the store stays whole and serves
-one pass after another, each with other heads in blinkers.
+The view simulates eviction for these heads after prefill, without evicting any slot. So one KV cache serves many
+passes, each with other restricted heads.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from kvcli.kv.tiers.device_tables import DeviceCache
 
 @dataclass(frozen=True, slots=True)
 class HeadWindow:
-    """How far a head in blinkers still sees."""
+    """Slots that a restricted head can attend to."""
 
     sinks: int = 4  # first tokens
-    recent: int = 64  # newest tokens, of those stored
+    recent: int = 64  # newest stored tokens
 
     def covers(self, pos: Tensor, rows: Sequence[int]) -> Tensor:
-        """Which slots at positions [K, S] rows at positions [N] see: [K, N, S] bool."""
+        """Return which slots at positions [K, S] rows at positions [N] can attend to: bool [K, N, S]."""
         near = pos.unsqueeze(1) > window_start(rows, self.recent, pos.device)
         return (near | (pos < self.sinks).unsqueeze(1)) & (pos >= 0).unsqueeze(1)
 
 
 class RestrictedHeads:
-    """Reads `store`; heads whose `blind` [L, K] is True see only what `reach` covers. For passes never committed."""
+    """Cache view of `store` in which heads with `blind` [L, K] set attend only to slots in `reach`; never committed."""
 
     def __init__(self, store: KVCache, blind: Tensor, reach: HeadWindow) -> None:
         self.dtype = store.dtype
         self._store, self._blind, self._reach = store, blind, reach
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """Why it needs the host."""
+        """Return why captured passes cannot read this view."""
         return DeviceCache(why_not="heads are blinkered")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> the store's parts without these heads, theirs, and their pass."""
+        """Return the partial attention of q [H, N, D]: unrestricted heads, restricted heads, and the pass's new KV."""
         blind = self._blind[layer]  # [K]
         if not bool(blind.any()):
             return self._store.attend(layer, q, sight, pos, own)
@@ -69,13 +69,13 @@ class RestrictedHeads:
         return [*left, PartialAttention(out, lse), *rest]
 
     def _near(self, s: Slots, pos: Sequence[int]) -> Slots:
-        """The slots that any of the rows sees."""
+        """Return the slots that any row can attend to."""
         first = min(pos) - self._reach.recent
         return compact(s, (s.pos < self._reach.sinks) | (s.pos > first))
 
 
 def _without(part: PartialAttention, rows: Tensor) -> PartialAttention:
-    """The part as if these query heads [H] had seen nothing."""
+    """Return the partial attention with these query heads [H] emptied."""
     return PartialAttention(
         part.out.masked_fill(rows.view(-1, 1, 1), 0.0), part.lse.masked_fill(rows.view(-1, 1), -torch.inf)
     )

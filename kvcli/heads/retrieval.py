@@ -1,4 +1,4 @@
-"""Hidden facts asked for: which heads read them, what their loss costs, and which heads are enough."""
+"""Retrieval probes: which heads read hidden facts, the loss when they are restricted, and which heads suffice."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Tell = Callable[[int], None]  # passes done
 
 @dataclass(slots=True)
 class RetrievalResult:
-    """What the samples showed."""
+    """Result of the retrieval probes over all samples."""
 
-    kl: Tensor | None  # [L, K] nats a token, mean over samples; None: not ablated
-    read: Tensor | None  # [L, H, O] weight around the needle; None: not asked for
-    right: int  # answers that are right with nothing restricted
+    kl: Tensor | None  # [L, K] nats per token, mean over samples; None: `ablate` not run
+    read: Tensor | None  # [L, H, O] attention around the needle; None: `needle` not run
+    right: int  # right answers without restricted heads
     of: int
 
 
@@ -38,7 +38,7 @@ def probe_retrieval(
     reach: HeadWindow,
     tell: Tell,
 ) -> RetrievalResult:
-    """Ablate each head of `layers` in turn, and see where the answers' rows look, as `probes` ask for."""
+    """Restrict each head of `layers` in turn, and measure the attention of answer rows, according to `probes`."""
     lm = model.lm
     heads = long_range_heads(model, layers, reach)
     found = RetrievalResult(None, None, 0, 0)
@@ -63,13 +63,13 @@ def probe_retrieval(
 
 
 def long_range_heads(model: Model, layers: Collection[int], reach: HeadWindow) -> list[tuple[int, int]]:
-    """Heads of `layers` that blinkers can take anything from: a sliding layer that sees no farther is left out."""
+    """Return the heads of `layers` that `reach` restricts; sliding-window layers with a smaller window are left out."""
     seen = [w is None or w > reach.recent for w in model.lm.windows]
     return [(layer, head) for layer in sorted(layers) if seen[layer] for head in range(model.lm.n_kv_heads)]
 
 
 def check(model: Model, texts: Sequence[ProbeSample], blind: Tensor, reach: HeadWindow, tell: Tell) -> Loss:
-    """The answers with blinkers on all heads in `blind` [L, K]."""
+    """Return the loss over all texts with all heads in `blind` [L, K] restricted."""
     losses = []
     for sample in texts:
         losses.append(restricted(open_past(model, sample), sample, blind, reach))

@@ -1,4 +1,4 @@
-"""The probes one after another, and what they say together."""
+"""Run the head probes one after another and combine their results."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from kvcli.methods.policies.fastgen.policy import FastGen
     from kvcli.schemas.heads import Probe
 
-Tell = Callable[[int, int, str], None]  # done, of how many, what is under way
-LEAST = 64  # tokens
-ROUNDS = 3  # in which the set of suggested heads may grow
+Tell = Callable[[int, int, str], None]  # steps done, of how many, current step
+LEAST = 64  # least tokens of a context
+ROUNDS = 3  # rounds in which the set of suggested heads may grow
 QUESTION = "Summarise the main findings."
 
 
 @dataclass(slots=True)
 class Findings:
-    """What all probes found. Tables are [L, K] by KV head, [L, H] by query head."""
+    """Findings of all probes. Tables are [L, K] by KV head, [L, H] by query head."""
 
     layers: tuple[int, ...]
     reach: HeadWindow
@@ -47,9 +47,9 @@ class Findings:
     fetched: RetrievalResult | None = None
     induction: Tensor | None = None  # [L, H]
     reasoning: Tensor | None = None  # [L, H]
-    reasoned: int = 0  # texts of that probe that were answered right
+    reasoned: int = 0  # texts of the reasoning probe with a right answer
     ranked_by: Probe = "prompt"
-    score: Tensor = field(default_factory=lambda: torch.zeros(0))  # [L, K] of the probe that ranks
+    score: Tensor = field(default_factory=lambda: torch.zeros(0))  # [L, K] scores of the probe that ranks
     heads: Tensor = field(default_factory=lambda: torch.zeros(0))  # [L, K] the head map
     kept_full: Loss | None = None  # all but the suggested heads restricted
     taken: Loss | None = None  # only the suggested heads restricted
@@ -59,7 +59,7 @@ class Findings:
 
     @property
     def full(self) -> Tensor:
-        """[L, K] bool: the heads that the map names."""
+        """Heads that keep the full cache by the head map, bool [L, K]."""
         table = torch.zeros_like(self.heads, dtype=torch.bool)
         for layer, head in full_heads(self.heads):
             table[layer, head] = True
@@ -67,10 +67,10 @@ class Findings:
 
 
 def probe(model: Model, ask: ProbeRequest, tell: Tell = lambda done, total, label: None) -> Findings:
-    """Run the probes asked for. `tell` may raise to stop: nothing is left half done.
+    """Run the requested probes. `tell` may raise to stop, without leaving partial results.
 
-    Raises ContextOverflow, BadInput or UsageError before anything is read, and BadModel for a model without heads that
-    see the whole text.
+    Raises ContextOverflow, BadInput or UsageError before any prefill, and BadModel for a model without full-attention
+    heads.
     """
     refuse_latents(model.lm, "a profile of heads")
     found = Findings(_layers(model, ask), HeadWindow(ask.settings.sinks, ask.recent))
@@ -131,7 +131,7 @@ def _check(model: Model, ask: ProbeRequest, found: Findings) -> None:
 
 
 def _steps(model: Model, ask: ProbeRequest, found: Findings, ids: Sequence[int], texts: int) -> int:
-    """Units of progress: a pass over a text, or a short pass behind one."""
+    """Return the number of progress steps: a prefill of a text, or a short pass after one."""
     heads = len(long_range_heads(model, found.layers, found.reach)) if "ablate" in ask.probes else 0
     chunks = -(-len(ids) // model.profile.prefill.chunk) + 4 * ask.stability if ids else 0
     reasons = ask.texts if "reason" in ask.probes else 0
@@ -145,7 +145,7 @@ def _timed(found: Findings, name: str, work: Callable[[], None]) -> None:
 
 
 def prompt_ids(model: Model, ask: ProbeRequest) -> list[int]:
-    """The documents with a question behind them, cut to the context; a field report where there are none."""
+    """Return ids of the documents followed by a question, cut to the context; without documents a field report."""
     if not ask.documents:
         return prompt_of("summary", {}, model.tokenizer, model.lm.vocab, ask.context, seed=ask.seed)
     text = with_documents("", ask.documents).strip()
@@ -167,7 +167,7 @@ def _prompt(model: Model, ask: ProbeRequest, found: Findings, ids: list[int], te
 
 
 def _settled(model: Model, ask: ProbeRequest) -> FastGen:
-    """The settings as the policy itself reads them for this model: how many rows `auto` is, and a map that fits.
+    """Return the settings as the policy resolves them for this model (number of rows for `auto`).
 
     Raises BadInput for a head map of another model.
     """
@@ -203,9 +203,9 @@ def _fetch(model: Model, ask: ProbeRequest, found: Findings, texts: Sequence[Pro
 
 
 def _confirm(model: Model, found: Findings, texts: Sequence[ProbeSample], tell: Tell) -> None:
-    """Do the suggested heads do? With the others in blinkers, and the other way round.
+    """Check that the suggested heads suffice: restrict all others, and then only the suggested ones.
 
-    Heads that stand in for each other seem dispensable one by one, so the set is doubled while answers are missing.
+    Heads that replace each other seem dispensable one by one, so the set is doubled while answers are wrong.
     """
     assert found.fetched is not None
 
@@ -226,7 +226,7 @@ def _confirm(model: Model, found: Findings, texts: Sequence[ProbeSample], tell: 
 
 
 def _score(model: Model, found: Findings) -> Tensor:
-    """[L, K] of the probe that ranks."""
+    """Return the scores [L, K] of the probe that ranks."""
     shape = (model.lm.n_layers, model.lm.n_kv_heads)
     if found.ranked_by == "ablate":
         assert found.fetched is not None
@@ -247,10 +247,10 @@ def _score(model: Model, found: Findings) -> Tensor:
 
 
 def by_kv_head(table: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[L, H] -> [L, K]: the best of the query heads that share a KV head."""
+    """Reduce [L, H] to [L, K] by the maximum over the query heads of a KV head."""
     return table.double().view(*shape, -1).amax(-1)
 
 
 def prompt_hash(ids: Sequence[int]) -> str:
-    """Of the token ids."""
+    """Return the SHA-256 of the token ids."""
     return sha256(repr(list(ids)).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Facts hidden in a text and asked for: what shows which heads fetch something from far back."""
+"""Probe samples: texts with hidden facts and questions about them, to find heads that retrieve distant tokens."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvcli.quality.tasks.needles import ask, fact
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
 
-KEYS = 4  # facts in one text, all of them asked for
+KEYS = 4  # facts in one text, with a question about each
 TWIN = str.maketrans("0123456789", "5678901234")
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeQuestion:
-    """A question with its right answer, as ids."""
+    """A question with its right answer, as token ids."""
 
     ids: list[int]
-    value: range  # which of `ids` are the value
+    value: range  # indices of the value in `ids`
     needle: int  # position in the text where the same value begins
 
 
@@ -38,21 +38,21 @@ class ProbeSample:
     asked: tuple[ProbeQuestion, ...]
 
     def draft(self) -> Draft:
-        """All questions with their answers as branches below the last token of the text: one pass answers them all."""
+        """Return all questions with answers as branches of a draft tree after the text, so that one pass covers all."""
         ids: list[int] = []
         parent: list[int] = []
         for one in self.asked:
             start = len(ids)
-            ids += one.ids[:-1]  # nothing is asked of the row behind the answer
+            ids += one.ids[:-1]  # the row after the answer is not needed
             parent += [-1, *range(start, len(ids) - 1)]
         return Draft(ids, parent)
 
     def rows(self) -> Rows:
-        """The pass that reads the questions, behind a text of which all but the last token is stored."""
+        """Return the rows of the pass over the questions, after a text whose last token is pending."""
         return Rows.build(self.context[-1], len(self.context) - 1, self.draft())
 
     def scored(self) -> list[tuple[int, int]]:
-        """(row of that pass, the token it has to name) for each token of each value."""
+        """Return (row of that pass, token it has to predict) for each token of each value."""
         found, start = [], 1
         for one in self.asked:
             found += [(start + j - 1 if j else 0, one.ids[j]) for j in one.value]
@@ -60,16 +60,16 @@ class ProbeSample:
         return found
 
     def targets(self) -> list[int]:
-        """Where in the text the same token stands, for each of `scored`."""
+        """Return the position of the same token in the text, for each entry of `scored`."""
         return [one.needle + i for one in self.asked for i in range(len(one.value))]
 
 
 def samples(
     model: Model, n: int, length: int, seed: int, haystack: str | None = None, task: Task | None = None
 ) -> list[ProbeSample]:
-    """`n` texts of about `length` tokens with four facts each, drawn by `seed`. `haystack` replaces the prose.
+    """Generate `n` texts of about `length` tokens with four facts each, by `seed`. `haystack` replaces the prose.
 
-    `task`: another one whose questions have one answer each. Raises BadInput where that many tokens do not hold them.
+    `task`: another task whose questions have one answer each. Raises BadInput if the facts do not fit into `length`.
     """
     prompts, prose = Prompts(model.tokenizer), Prose(haystack)
     task = task or Task("recall", "facts hidden in prose, all asked for", _recall, share_of_references, is_binary=True)
@@ -90,7 +90,7 @@ def _recall(draw: SampleSeed, size: int) -> Context:
 
 
 def _asked(prompts: Prompts, context: Context, ids: list[int], question: Question) -> ProbeQuestion:
-    """The value is found, in the text and in the answer, where both differ from their twins with another value."""
+    """Locate the value in text and answer by comparing their ids with those of twins with another value."""
     (value,) = question.references
     twin = value.translate(TWIN)
 
@@ -105,7 +105,7 @@ def _asked(prompts: Prompts, context: Context, ids: list[int], question: Questio
 
 
 def _differ(a: Sequence[int], b: Sequence[int]) -> range:
-    """From the first to the last place where `a` is not `b`."""
+    """Return the range in `a` from its first to its last difference from `b`."""
     short = min(len(a), len(b))
     start = next((i for i in range(short) if a[i] != b[i]), short)
     same = next((i for i in range(short - start) if a[-1 - i] != b[-1 - i]), short - start)

@@ -1,4 +1,4 @@
-"""Findings as tables of a document: [layers][KV heads], or [layers][query heads]."""
+"""Convert findings to tables of a document: [layers][KV heads], or [layers][query heads]."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvcli.schemas.heads import HeadsTop
 if TYPE_CHECKING:
     from kvcli.chat.model import Model
 
-DIGITS = 6  # of a figure in a document
+DIGITS = 6  # decimals of numbers in a document
 Figure = TypeVar("Figure")
 
 
 def head_map(found: Findings) -> Tensor:
-    """The head map; a layer that was not looked at keeps everything."""
+    """Return the head map; layers that were not probed get 1."""
     heads = found.heads.clone()
     for layer in set(range(heads.shape[0])) - set(found.layers):
         heads[layer] = 1.0
@@ -30,7 +30,7 @@ def head_map(found: Findings) -> Tensor:
 
 
 def scalars(found: Findings, shape: tuple[int, int]) -> dict[str, Tensor]:
-    """What a map can be coloured by."""
+    """Return the tables by which the head grid can be coloured."""
     tables: dict[str, Tensor] = {"retrieval": head_map(found)}
     if found.fetched is not None and found.fetched.kl is not None:
         tables["ablate"] = found.fetched.kl
@@ -57,7 +57,7 @@ _FIGURES: Mapping[str, Callable[[AttentionSummary], float]] = {
 
 
 def query(found: Findings, judged: Judged | None) -> dict[str, Tensor]:
-    """Scores of query heads."""
+    """Return the scores of query heads."""
     tables = {}
     if found.fetched is not None and found.fetched.read is not None:
         tables["needle"] = found.fetched.read.amax(-1)
@@ -66,12 +66,12 @@ def query(found: Findings, judged: Judged | None) -> dict[str, Tensor]:
     if found.induction is not None:
         tables["repeat"] = found.induction
     if judged is not None:
-        tables["recovered"] = judged.groups[0]  # by the cheapest candidate: dissent within a group shows there
+        tables["recovered"] = judged.groups[0]  # of the cheapest candidate, where groups differ most
     return tables
 
 
 def offsets(found: Findings, shape: tuple[int, int]) -> list[list[int]] | None:
-    """The offset of the best query head of each KV head."""
+    """Return the needle offset with most attention over the query heads of each KV head."""
     if found.fetched is None or found.fetched.read is None:
         return None
     of_group = found.fetched.read.view(*shape, -1, len(OFFSETS)).amax(2)
@@ -82,7 +82,7 @@ def offsets(found: Findings, shape: tuple[int, int]) -> list[list[int]] | None:
 def by_head(
     reading: Reading | None, shape: tuple[int, int], of: Callable[[AttentionSummary], list[Figure]]
 ) -> list[list[list[Figure]]] | None:
-    """A list of figures of each head; empty where nothing was looked at."""
+    """Return a list of values per head; empty for heads not measured."""
     if reading is None:
         return None
     return [
@@ -92,7 +92,7 @@ def by_head(
 
 
 def kinds(reading: Reading | None, shape: tuple[int, int]) -> dict[str, list[list[float]]] | None:
-    """Mass by kind of token."""
+    """Return the attention mass by kind of token."""
     if reading is None or not reading.gazes:
         return None
     names = next(iter(reading.gazes.values())).kinds
@@ -100,7 +100,7 @@ def kinds(reading: Reading | None, shape: tuple[int, int]) -> dict[str, list[lis
 
 
 def top(model: Model, reading: Reading | None, shape: tuple[int, int]) -> list[list[list[HeadsTop]]] | None:
-    """The tokens that each head looks at most."""
+    """Return the tokens with most attention of each head."""
     ids = reading.ids if reading is not None else []
 
     def of(gaze: AttentionSummary) -> list[HeadsTop]:
@@ -114,6 +114,6 @@ def top(model: Model, reading: Reading | None, shape: tuple[int, int]) -> list[l
 
 
 def rounded(table: Tensor) -> list[list[float]]:
-    """Rows with as many digits as a document holds."""
+    """Round a table to the decimals of a document."""
     rows: Sequence[Sequence[float]] = table.double().tolist()
     return [[round(value, DIGITS) for value in row] for row in rows]

@@ -1,1 +1,1 @@
-"""Methods, one file each: dataclasses whose fields are the keys of their table in a profile."""
+"""Methods, one file each: each is a dataclass whose fields are the keys of its table in a profile."""

@@ -1,1 +1,1 @@
-"""Finding, fetching and opening models; their tokenizers and templates."""
+"""Model files: finding, downloading and opening models, their tokenizers and chat templates."""

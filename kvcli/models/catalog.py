@@ -1,7 +1,7 @@
-"""The one list of real models in several sizes: what to type, where each comes from, its licence, and what it takes.
+"""Catalog of real models: the name to type, source, licence and memory need of each.
 
-Designs that the tests build. What a model needs is reckoned from its sizes alone: this is asked before torch is
-imported. `kvcli fit` plans no more, and at most a fifth less (tests/fit/test_catalog.py).
+The architectures are those that the tests build. The memory need is computed from the sizes alone, because it is asked
+for before torch is imported. `kvcli fit` plans no more, and at most a fifth less (tests/fit/test_catalog.py).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from kvcli.models.pip_packages import GEMMA, GEMMA_TERMS, SMOLLM2, PackagedFile
 from kvcli.models.shape import Shape
 from kvcli.models.sizes import sizes_of
 
-TOKENS = 8192  # of a text, which what is named has room for
-PROGRAM = 640 << 20  # bytes of the program and its libraries
-PASSES = 0.6  # bytes that a pass computes with, for each byte of keys and values: both grow with heads and tokens
-PACKED = {"none": 2.0, "int8": 1.0, "int4": 0.6}  # bytes of a weight of a linear layer, with its scales
-TOGETHER = 9  # bytes of each number of one projection of a layer's experts, at most
-PENALTY = {"repetition_penalty": 1.1}  # SmolLM2-135M: by its card it goes round in loops over documents
-SHARES = (1 / 4, 1 / 2, 1)  # of the memory: quick, comfortable, the most
+TOKENS = 8192  # tokens of context for which a suggested model must have memory
+PROGRAM = 640 << 20  # bytes of the Python process and its libraries
+PASSES = 0.6  # bytes of activations of a forward pass per byte of KV: both grow with heads and tokens
+PACKED = {"none": 2.0, "int8": 1.0, "int4": 0.6}  # bytes per weight of a linear layer, scales included
+TOGETHER = 9  # bytes per weight of one projection of a layer's experts while they are stacked, at most
+PENALTY = {"repetition_penalty": 1.1}  # SmolLM2-135M: its model card reports repetition loops over documents
+SHARES = (1 / 4, 1 / 2, 1)  # shares of the memory: fast, medium and largest model
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What has to be accepted before a model is fetched."""
+    """Terms that a user has to accept before a model is downloaded."""
 
     title: str
     address: str
@@ -34,32 +34,33 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class CatalogModel:
-    """A model of the list."""
+    """A model of the catalog."""
 
-    name: str  # to type
-    id: str  # of the hub
+    name: str  # the name to type
+    id: str  # hub id
     parameters: int
     about: str
     shape: Shape
     licence: str = "Apache-2.0"
-    package: PackagedFile | None = None  # a GGUF file, which comes instead of what the hub has
+    package: PackagedFile | None = None  # a GGUF file, downloaded instead of the files on the hub
     terms: Terms | None = None
-    sampling: Mapping[str, float] = field(default_factory=dict)  # that its card recommends, if its files state none
+    # sampling settings of its model card, where its files state none
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def download(self) -> int:
-        """Bytes to fetch."""
+        """Bytes to download."""
         return self.package.download if self.package else self.weights()
 
     def weights(self, quant: str = "none") -> int:
-        """Bytes in memory, 16-bit numbers where nothing packs them or has packed them."""
+        """Bytes in memory. Weights that are not quantized count 16 bits each."""
         linear = self.shape.linear
         each = self.package.each if self.package and quant == "none" else PACKED[quant]
         return int(2 * (self.parameters - linear) + each * linear)
 
     def needs(self, quant: str = "none", tokens: int = TOKENS) -> int:
-        """Bytes of a run over so many tokens, and of loading: a layer's experts are put together, then packed, and what
-        else is packed is once all is there."""
+        """Bytes of a run over `tokens` tokens, loading included. While loading, a layer's experts are stacked before
+        they are quantized, and the other linear layers are quantized after all weights are read."""
         weights, shape = self.weights(quant), self.shape
         of_layer = shape.hidden * shape.inner * shape.experts
         others = shape.linear - 3 * shape.layers * of_layer if quant != "none" and shape.experts else 0
@@ -67,13 +68,13 @@ class CatalogModel:
         return max(needs(weights, shape, tokens), loading)
 
     def room(self, usable: int, quant: str = "none") -> int:
-        """Tokens that fit into so many bytes, at most its window."""
+        """Tokens that fit into `usable` bytes, at most the context window."""
         each = needs(0, self.shape, 1) - PROGRAM
         return max(0, min(self.shape.limit, (usable - PROGRAM - self.weights(quant)) // each))
 
 
 def needs(weights: int, shape: Shape, tokens: int = TOKENS) -> int:
-    """Bytes of a run of a model whose weights take so many, over so many tokens."""
+    """Bytes of a run over `tokens` tokens of a model whose weights take `weights` bytes."""
     return PROGRAM + weights + int((1 + PASSES) * 2 * shape.kv_per_token * min(tokens, shape.limit))
 
 
@@ -81,7 +82,7 @@ def _known(
     name: str, id: str, parameters: int, about: str, *sizes: int, tied: bool = True, experts: tuple[int, int] = (0, 0),
     window: tuple[int, int] = (0, 1), **more: Any,
 ) -> CatalogModel:  # fmt: skip
-    """`window`: tokens that most layers see, and how many layers go to one that sees all."""
+    """Build a catalog entry. `window`: sliding window of most layers in tokens, and layers per full-attention layer."""
     layers, hidden, heads, kv_heads, head_dim, inner, vocab, limit = sizes
     windows = tuple(None if (i + 1) % window[1] == 0 else window[0] for i in range(layers))
     shape = Shape(layers, hidden, heads, kv_heads, head_dim, inner, vocab, limit, windows, tied, *experts)
@@ -91,7 +92,7 @@ def _known(
 _SMOLLM2 = {"temperature": 0.2, "top_p": 0.9}
 _GEMMA = Terms("the Gemma Terms of Use, with the uses that they prohibit", "ai.google.dev/gemma/terms", GEMMA_TERMS)
 
-CATALOG = (  # layers, hidden, heads, KV heads, numbers of a head, inner, vocabulary, limit
+CATALOG = (  # columns: layers, hidden size, heads, KV heads, head size, inner size, vocabulary, context window
     _known("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008, "to try things out, English",
            30, 576, 9, 3, 64, 1536, 49152, 8192, package=SMOLLM2, sampling=PENALTY),
     _known("gemma-3-270m", "google/gemma-3-270m", 268_098_176, "goes on with a text, follows no instructions",
@@ -121,7 +122,7 @@ CATALOG = (  # layers, hidden, heads, KV heads, numbers of a head, inner, vocabu
            tied=False, experts=(128, 8)),
 )  # fmt: skip
 BY_NAME = {known.name: known for known in CATALOG}
-# what cards recommend for all models of a family, or for those of it with such a vocabulary
+# sampling that model cards recommend for a family, or for models of a family with this vocabulary size
 _OF_FAMILY: Mapping[tuple[str, int], Mapping[str, float]] = {
     ("gemma3_text", 0): {"temperature": 1.0, "top_k": 64, "top_p": 0.95},
     ("llama", 128256): {"temperature": 0.6, "top_p": 0.9},  # Llama 3
@@ -133,7 +134,7 @@ _OF_FAMILY: Mapping[tuple[str, int], Mapping[str, float]] = {
 
 
 def recommended(config: Mapping[str, Any], name: str) -> Mapping[str, float]:
-    """The sampling for a model whose files state none: of the model of the list with its sizes, else of its family."""
+    """Return the sampling for a model whose files state none: of the catalog model of its sizes, else of its family."""
     sizes, family = sizes_of(config, name), str(config.get("model_type"))
     keys = ("layers", "hidden", "heads", "inner", "vocab")
     alike = [k.sampling for k in CATALOG if k.sampling and all(getattr(k.shape, key) == sizes[key] for key in keys)]
@@ -141,9 +142,9 @@ def recommended(config: Mapping[str, Any], name: str) -> Mapping[str, float]:
 
 
 def choices(usable: int, quants: Sequence[str] = ("none", "int8")) -> list[tuple[CatalogModel, str]]:
-    """For a quick answer, in comfort, and the largest that `usable` bytes hold; packed weights where more then fits.
+    """Suggest models for `usable` bytes: a fast, a medium and the largest one, quantized where a larger one then fits.
 
-    What has terms to accept is not among them.
+    Models with terms to accept are left out.
     """
     found: dict[str, tuple[CatalogModel, str]] = {}
     free = [known for known in CATALOG if not known.terms]

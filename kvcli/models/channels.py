@@ -1,4 +1,4 @@
-"""An answer's channels: its text, and what a model thinks or tells tools beside it, however a family marks that."""
+"""Channels of an answer: split the text from thoughts and tool calls, by the marks of each model family."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvcli.models.text import Detokenizer, StopStrings, decode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Piece = tuple[bool, str]  # whether it is a thought, and its text
+Piece = tuple[bool, str]  # True if the piece is a thought; its text
 
-TAIL = 32  # tokens of a prompt that say how its answer begins
+TAIL = 32  # last tokens of a prompt, which show how its answer begins
 _TAG = r"(?:\w+[:_])?(?:think(?:ing)?|thoughts?|reasoning)"
 _CLOSE = rf"</{_TAG}(?::\w+)?>|<\|(?:/|end_(?:of_)?){_TAG}\|>|<\|{_TAG}_end\|>|\[/think\]|◁/think▷|<\|inner_suffix\|>"
 _CLOSE += r"|<channel\|>|\[unused17\]|<unused95>|(?-i:Here(?: is|['’]s) my response:)"
 _LABELLED = r"(?:<\|channel>|<unused94>)"  # a line with the channel's name may follow
 _BEGIN = rf"<{_TAG}(?::\w+)?>|<\|{_TAG}(?:_start)?\|>|\[think\]|◁think▷|<\|inner_prefix\|>|\[unused16\]"
 _BEGIN += rf"|(?-i:Here(?: is|['’]s) my thought process:)|{_LABELLED}(?:\w+[ \t]*\n)?"
-# OPEN stands before what a control token spells. A message of harmony has a header: start, role, channel, its name
+# OPEN precedes the text of a control token. A Harmony message has a header: start, role, channel, its name
 _HEAD = rf"(?:{OPEN}<\|(?:start|channel)\|>[^{OPEN}]*)+"
 _MARK = re.compile(
     rf"(?P<head>{_HEAD}(?:{OPEN}<\|message\|>|\Z))|{OPEN}<\|(?:message|end|call|return)\|>|"
@@ -31,15 +31,18 @@ _MARK = re.compile(
 _PHRASES = [f"Here{is_} my {what}:" for is_ in (" is", "'s", "’s") for what in ("thought process", "response")]
 _PHRASE = "|".join({phrase[:n] for phrase in _PHRASES for n in range(1, len(phrase))})
 _TORN = rf"{_HEAD}|{OPEN}?{_LABELLED}\w*[ \t]*|<[|/]?[\w:]{{0,40}}\|?|\[/?\w{{0,9}}|◁/?\w{{0,9}}|^[ \t]*(?:{_PHRASE})"
-_PART = re.compile(rf"(?:{_TORN})\Z", re.MULTILINE)  # of a mark, perhaps
-_BEGUN = re.compile(rf"(?:{_BEGIN})(?:thought)?\s*\Z", re.IGNORECASE)  # by the prompt
+_PART = re.compile(rf"(?:{_TORN})\Z", re.MULTILINE)  # perhaps the beginning of a mark
+_BEGUN = re.compile(rf"(?:{_BEGIN})(?:thought)?\s*\Z", re.IGNORECASE)  # a thought that the prompt began
 _HEADED = re.compile(r"<\|start\|>(?:(?!<\|(?:start|end)\|>).)*\Z", re.DOTALL)
 _HARMONY = re.compile(r"<\|(?:start|channel|message|end|call|return)\|>")
 _NAME = re.compile(r"\A\s*(?:assistant)?\s*(analysis|commentary|final|)")
 
 
 class Channels:
-    """Ids in, pieces of each channel out. One token or many may spell a mark; one that the answer quotes is text."""
+    """Splitter of token ids into text pieces of each channel.
+
+    A mark may span several tokens. A mark that the answer quotes is text.
+    """
 
     def __init__(
         self,
@@ -49,8 +52,8 @@ class Channels:
         *,
         is_split: bool = True,
     ) -> None:
-        """`prompt`: its end may begin a thought. `stops`: of the text. Without `is_split` all is text, as of JSON."""
-        self.text = self.thinking = ""  # so far
+        """`prompt`: its end may begin a thought. `stops`: stop strings. `is_split` false: all is text, as for JSON."""
+        self.text = self.thinking = ""  # text and thoughts so far
         self._words, self._stops, self._is_split = Detokenizer(tokenizer), stops or StopStrings(()), is_split
         self._marks = mark_ids(tokenizer) if is_split else {}
         tail = decode(tokenizer, prompt[-TAIL:]) if prompt and is_split else ""
@@ -61,14 +64,14 @@ class Channels:
         self._held = _HARMONY.sub(lambda mark: OPEN + mark[0], headed[0]) if headed and has_messages else ""
 
     def push(self, token: int) -> list[Piece]:
-        """The pieces that became certain with this token."""
+        """Return the pieces that became certain with this token."""
         if token in self._marks:
             return self._take(f"{self._words.finish()}{OPEN}{self._marks[token]}")
         self._is_gap |= self._is_split and token in self._words.special
         return self._take(self._words.push([token]))
 
     def finish(self) -> list[Piece]:
-        """What was held back, for the end of the answer."""
+        """Return the pieces held back until the end of the answer."""
         found, rest = self._take(self._words.finish(), whole=True), self._stops.finish()
         self.text += rest
         return [*found, (False, rest)] if rest else found
@@ -84,7 +87,7 @@ class Channels:
         return found + self._say(text[at:])
 
     def _acts(self, mark: re.Match[str], before: str) -> bool:
-        """Whether a mark that is text is one, and not spoken of."""
+        """True if a mark spelled as text switches the channel; false if the text only quotes the mark."""
         is_phrase = mark[0].startswith("Here")
         if self._thinks:
             return mark["close"] is not None and (not is_phrase or self._opener.startswith("Here"))
@@ -96,7 +99,7 @@ class Channels:
         return mark["frame"] is None or bool(self.thinking)
 
     def _go(self, mark: re.Match[str]) -> list[Piece]:
-        """Into the channel that a mark leads to."""
+        """Switch to the channel that a mark leads to."""
         is_orphan = mark["close"] is not None and not (self._thinks or self.thinking) and self.text
         self._is_seam, self._thinks = True, mark["begin"] is not None
         if self._thinks:
@@ -106,7 +109,7 @@ class Channels:
             is_whole = mark["head"].endswith("<|message|>")
             self._thinks = name != "final" and bool(name or (is_whole and rest.strip()))
             return [] if is_whole else self._say(rest)
-        elif is_orphan:  # all so far was a thought that nothing began
+        elif is_orphan:  # all text so far was a thought without an opening mark
             self.thinking, self.text = self.text, ""
             return [(False, "\n")]
         return []
@@ -116,7 +119,8 @@ class Channels:
         text = text.lstrip() if self._is_seam else text
         if not text:
             return []
-        is_glued = self._is_gap and before[-1:].isalnum() and text[0].isalnum()  # a control token stood between
+        # a control token separated the two words
+        is_glued = self._is_gap and before[-1:].isalnum() and text[0].isalnum()
         if is_glued or (self._is_seam and before and not before.endswith("\n")):
             text = f"\n{text}"
         self._is_seam = self._is_gap = False
@@ -129,7 +133,7 @@ class Channels:
 
 
 def mark_ids(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Control tokens that lead from one channel to another, by id."""
+    """Ids and names of the control tokens that switch channels."""
     added = {i: (str(token), token.special) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     names = {name for name, _ in added.values()}
     marks = {i: name for i, (name, is_special) in added.items() if is_special and _MARK.fullmatch(name)}

@@ -1,5 +1,5 @@
-"""Checkpoints that come packed in few bits: what reads them and what they unpack to, by config.json and headers alone.
-Standard library only."""
+"""Quantized checkpoints: packages that load a format and the dtype it unpacks to, by config.json and headers. Standard
+library only."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any
 from kvcli.errors import BadModel
 from kvcli.installing import pip
 
-# Packages that transformers reads a format with, by its `quant_method`, beside accelerate, which puts what stays packed
-# on a GPU.
+# Packages with which transformers loads a format, by its `quant_method`. accelerate places quantized weights on a GPU.
 _READ_WITH: dict[str, tuple[str, ...]] = {
     "bitsandbytes": ("accelerate", "bitsandbytes"),
     "fp8": ("accelerate",),
@@ -29,36 +28,33 @@ _READ_WITH: dict[str, tuple[str, ...]] = {
     "bitnet": ("accelerate",),
     "quanto": ("optimum-quanto", "accelerate"),
 }
-_MODULES = {"optimum-quanto": "optimum.quanto"}  # of packages that are imported by another name
-_UNPACK = {"fp8", "mxfp8", "mxfp4", "compressed-tensors"}  # to the numbers of the run, while loading
-_BY_KERNELS = {
-    "fp8",
-    "mxfp8",
-    "mxfp4",
-}  # ... but on CUDA with the package `kernels`, whose products read them as they are
+_MODULES = {"optimum-quanto": "optimum.quanto"}  # import names that differ from the package's name
+_UNPACK = {"fp8", "mxfp8", "mxfp4", "compressed-tensors"}  # dequantized to the dtype of the run while loading
+# formats that stay quantized on CUDA if the package `kernels` is installed, because it multiplies them directly
+_BY_KERNELS = {"fp8", "mxfp8", "mxfp4"}
 _GPU_ONLY = {"eetq", "fbgemm_fp8", "fp_quant", "higgs", "spqr", "vptq"}
 _UNSERVED = {
     "nvfp4": "transformers packs weights so, and reads no files of them",
     "torchao": "its weights are tensors of a class of its own, which no product here takes",
 }
 _WIDTHS = {"I32": 32, "U8": 8, "I8": 8}
-_BESIDE = re.compile(
-    r"qzeros|weight\.|SCB|weight_format|channel_scale|\.scales$|g_idx"
-)  # GPTQ's, AWQ's and bitsandbytes'
-_SCALES = ("_scale", "_scale_inv", "_scales", "_zero_point", "weight_shape", "_g_idx", ".scale")  # and the like
+# tensors of GPTQ, AWQ and bitsandbytes that hold no weights
+_BESIDE = re.compile(r"qzeros|weight\.|SCB|weight_format|channel_scale|\.scales$|g_idx")
+# names of scales and similar tensors
+_SCALES = ("_scale", "_scale_inv", "_scales", "_zero_point", "weight_shape", "_g_idx", ".scale")
 INSTEAD = "GGUF, or the unpacked model with --quant int4"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFormat:
-    """How the weights of a checkpoint are packed."""
+    """Quantization format of a checkpoint's weights."""
 
-    method: str = ""  # by the name that transformers has for it; "" = they are not
+    method: str = ""  # `quant_method` of transformers; "" = not quantized
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> CheckpointFormat:
-        """By config.json of the model, or the part of it that is about text."""
+        """Read the format from config.json of a model or from its text part."""
         text = config.get("text_config")
         for at in (config, text if isinstance(text, dict) else {}):
             if isinstance(found := at.get("quantization_config"), dict):
@@ -70,31 +66,31 @@ class CheckpointFormat:
 
     @property
     def is_unserved(self) -> bool:
-        """Whether no device runs it."""
+        """True if no device can run the format."""
         return self.method in _UNSERVED
 
     def unpacks(self, kind: str) -> bool:
-        """Whether loading makes 16-bit numbers of it on such a device, so that the model is then like any other."""
+        """True if loading on this kind of device dequantizes the weights to 16 bits, as in an unquantized model."""
         by_kernels = self.method in _BY_KERNELS and kind == "cuda" and _is_there("kernels")
         return self.method in _UNPACK and not by_kernels
 
     def stays(self, kind: str) -> bool:
-        """Whether its weights are multiplied as they are packed, which `load.quant` cannot change."""
+        """True if the weights stay quantized when multiplied, so `load.quant` cannot change them."""
         return bool(self.method) and not self.unpacks(kind)
 
     def missing(self, kind: str) -> list[str]:
-        """Packages to install before it can be loaded."""
+        """Packages that must be installed before the checkpoint can be loaded."""
         placed = ("accelerate",) if self.stays(kind) and kind != "cpu" else ()
         wanted = dict.fromkeys((*_READ_WITH.get(self.method, ()), *placed))
         return [package for package in wanted if not _is_there(_MODULES.get(package, package.replace("-", "_")))]
 
     def shape(self, name: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Of the weight that a stored tensor unpacks to, (0,) of what serves it; None where it stays as it is."""
+        """Shape of the weight that a tensor unpacks to; (0,) for scales and the like, None if it is not unpacked."""
         if self.method not in _UNPACK:
             return None
         if name.endswith(_SCALES):
             return (0,)
-        if name.endswith("_blocks") and len(shape) > 1:  # two in a byte, 32 to a scale
+        if name.endswith("_blocks") and len(shape) > 1:  # two weights per byte, 32 per scale
             return (*shape[:-2], shape[-2] * shape[-1] * 2)
         if name.endswith("weight_packed") and shape:
             each = _WIDTHS.get(dtype, 32) // self._bits
@@ -102,7 +98,7 @@ class CheckpointFormat:
         return shape if dtype.startswith("F8") or dtype == "I8" else None
 
     def weights(self, name: str, dtype: str, shape: tuple[int, ...]) -> int:
-        """Weights that a stored tensor stands for: of scales and their like none, of a packed one several a number."""
+        """Number of weights in a stored tensor: 0 for scales and the like, several per number of a packed tensor."""
         if not self.method:
             return prod(shape)
         if (unpacked := self.shape(name, dtype, shape)) is not None:
@@ -123,7 +119,7 @@ class CheckpointFormat:
 
 
 def refuse_unpackable(name: str, config: Mapping[str, Any], kind: str) -> None:
-    """A checkpoint that comes packed where nothing can read it: on such a device, or without a package."""
+    """Raise BadModel for a quantized checkpoint that this kind of device cannot load or that lacks a package."""
     packing = CheckpointFormat.of(config)
     is_elsewhere = packing.method in _GPU_ONLY and kind != "cuda"
     if why := _UNSERVED.get(packing.method) or ("transformers reads it on a GPU only" if is_elsewhere else ""):
@@ -147,5 +143,5 @@ def refuse_unpackable(name: str, config: Mapping[str, Any], kind: str) -> None:
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be part of
+    except ModuleNotFoundError:  # the parent package is missing
         return False

@@ -1,4 +1,4 @@
-"""config.json and its like: settings of a model, read with a limit."""
+"""Settings of a model: config.json and similar files, read with a size limit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvcli.settings.small_file import Unfit, parse_object, read_small
 
 Config = dict[str, Any]
 
-CONFIG = 4 << 20  # bytes; the longest list the layers and what is not quantized
+CONFIG = 4 << 20  # bytes; the longest lists are layer types and layers that are not quantized
 
 
 def read_config(path: Path, name: str) -> Config:
-    """config.json of a folder, or an error with line and column."""
+    """Read config.json of a model folder. Raises BadModel with line and column."""
     file = path / "config.json"
     if not lexists(file):
         lines = [f"looked for {file}"]
@@ -37,13 +37,13 @@ def read_config(path: Path, name: str) -> Config:
 
 
 def text_config(config: Config) -> Config:
-    """The settings of the text decoder inside `config`, or `config` itself."""
+    """Return the settings of the text decoder inside `config`, or `config` itself."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 
 
 def read_json(file: Path, name: str, most: int = CONFIG) -> Config:
-    """The object in a file of at most so many bytes, or an error with line and column."""
+    """Read the JSON object of a file of at most `most` bytes. Raises BadModel with line and column."""
     try:
         return parse_object(read_small(file, most))
     except Unfit as error:
@@ -56,6 +56,6 @@ def read_json(file: Path, name: str, most: int = CONFIG) -> Config:
 
 
 def unread(path: Path) -> list[str]:
-    """Weights that are there and cannot be read."""
+    """Describe the weight files of a folder that transformers does not load."""
     other = sorted(f.name for f in path.glob("*.safetensors"))
     return [f"found {', '.join(other[:3])}, which transformers does not look for"] if other else []

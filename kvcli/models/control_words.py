@@ -1,7 +1,7 @@
-"""Control words: what a vocabulary holds as one token that acts (<|end|>, <start_of_turn>, [INST]).
+"""Control words: vocabulary entries that act as one control token (<|end|>, <start_of_turn>, [INST]).
 
-Those of a template must become their tokens. Those in a text must not, whatever flag the tokenizer puts on the token:
-they are fenced, and read letter by letter.
+Control words of a chat template must become control tokens. Control words in a message must not, whatever flag the
+tokenizer gives the token: kvcli fences them, so that they are tokenized letter by letter.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Noncharacters, which Unicode keeps free for such inner use: around text that is to be read letter by letter, for a
-# control word that acts, inside one that does not, and for a message while it is found out where a template writes it.
+# Unicode noncharacters, which are reserved for internal use. They mark text to tokenize letter by letter (OPEN, CLOSE),
+# replace a control word that acts (STANDS), split one that must not act (CUT), and mark a message while its position in
+# the rendered template is searched (PLACE).
 OPEN, CLOSE, STANDS, CUT, PLACE = "\ufdd0", "\ufdd1", "\ufdd4{}\ufdd5", "\ufdd6", "\ufdd7{}\ufdd8"
 FENCED = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
 _OURS = dict.fromkeys(map(ord, OPEN + CLOSE + (STANDS + CUT + PLACE).format("", "")))
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-Words = Sequence[tuple[str, dict[str, bool]]]  # that are added to a vocabulary, with their flags
+Words = Sequence[tuple[str, dict[str, bool]]]  # words added to a vocabulary, with their flags
 _SHAPE = re.compile(r"<[^\s<>]+>|\[/?[A-Z][A-Z_]*\]|\[\|[^\s|]+\|\]")
-_SHAPES = re.compile(f"(?=({_SHAPE.pattern}))")  # also where one lies in another
+_SHAPES = re.compile(f"(?=({_SHAPE.pattern}))")  # overlapping matches too
 _TURN = re.compile(r"[<\[][|\uff5c].*[|\uff5c][>\]]")
-# bytes, and tags of HTML, of which some vocabularies have tokens: words like others
+# byte tokens and HTML tags, which some vocabularies have as tokens: ordinary words
 _PLAIN = re.compile(
     r"<0x[0-9A-F]{2}>|</?(?:[abipsu]|h[1-6]|[bht]r|[dlt][dhilt]|[ou]l|em|su[bp]|div|pre|img|code|span|table|caption"
     r"|t(?:head|body|foot)|strong|center|blockquote)/?>"
@@ -32,27 +33,27 @@ _PLAIN = re.compile(
 
 
 def spelled(text: str) -> list[str]:
-    """What looks like a control word in a text, in order."""
+    """Substrings of a text that have the shape of a control word, in order."""
     return [word for word in _SHAPES.findall(text) if not _PLAIN.fullmatch(word)]
 
 
 def acting(tokenizer: PreTrainedTokenizerBase, written: str) -> set[str]:
-    """The words of the vocabulary that act: flagged, of that shape, or in `written`, what a template writes.
+    """Words of the vocabulary that act as control words: flagged, of that shape, or in `written`, the template's text.
 
-    Runs of spaces and words of letters are none: vocabularies have tokens for these as well.
+    Runs of spaces and words of letters are excluded, because vocabularies have tokens for them as well.
     """
     added = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
     return flagged(tokenizer) | {w for w in added if spelled(w) or (w in written and re.search(r"[^\w\s]", w))}
 
 
 def flagged(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Those that the tokenizer calls special."""
+    """Words that the tokenizer flags as special."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return {str(token) for token in added if token.special} | set(getattr(tokenizer, "all_special_tokens", ())) - {""}
 
 
 def fence(tokenizer: PreTrainedTokenizerBase, text: str, words: Iterable[str]) -> str:
-    """The text with fences around each of `words`. What was in the text like fences is dropped."""
+    """Put fences around each of `words` in a text. Fence characters already in the text are dropped."""
     text = _as_read(tokenizer, text.translate(_OURS))
     shaped = set(_SHAPES.findall(text))
     found = {word for word in words if (word in shaped if _SHAPE.fullmatch(word) else word in text)}
@@ -60,7 +61,7 @@ def fence(tokenizer: PreTrainedTokenizerBase, text: str, words: Iterable[str]) -
 
 
 def _as_read(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The text as the tokenizer tidies it up first, where that makes a control word of what is none."""
+    """Return the text as the tokenizer normalizes it if that would create a control word, else the text unchanged."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     words = [str(token) for token in added if token.normalized and spelled(str(token))]
     tidy = _read(tokenizer, normalize, text) if words and getattr(tokenizer, "is_fast", False) else text
@@ -72,10 +73,10 @@ def unfenced(text: str) -> str:
 
 
 def encode_fenced(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text with fences, read as a whole: nothing is added beside what is fenced.
+    """Encode a text with fences as a whole. No token is added around the fenced words.
 
-    The same vocabulary and rules serve a second tokenizer, to which the fenced words are no tokens. Where they act,
-    others stand for them.
+    A second tokenizer has the same vocabulary and rules, but the fenced words are no tokens of it. Where such a word
+    acts as a control word, a placeholder replaces it.
     """
     known: Any = tokenizer.backend_tokenizer
     named, fenced = tokenizer.added_tokens_decoder, set(FENCED.findall(text))
@@ -85,7 +86,7 @@ def encode_fenced(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     words.append((CUT, {"normalized": True}))
     pieces, inert = FENCED.split(text), {known.token_to_id(word) for word in fenced}
     pieces[::2] = [re.sub(_any(stands) or "(?!)", lambda m: stands[m[0]], unfenced(piece)) for piece in pieces[::2]]
-    for mark in ("", CUT):  # a model that has the word in its vocabulary may find it in its letters
+    for mark in ("", CUT):  # a model with the word in its vocabulary may form it again from the letters
         pieces[1::2] = [word[:1] + mark + word[1:] for word in pieces[1::2]]
         tokens = [(word, i) for word, i in _read(tokenizer, encode_among, "".join(pieces), words) if word != CUT]
         if not any(i in inert and word not in ids for word, i in tokens):
@@ -94,14 +95,13 @@ def encode_fenced(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def _read(tokenizer: PreTrainedTokenizerBase, does: Callable[..., Any], text: str, *given: Any) -> Any:
-    """The result of one of the next two functions; a loaded tokenizer runs it in a process of its own where it must."""
+    """Call `encode_among` or `normalize`. A loaded tokenizer runs it in a separate process where necessary."""
     read = getattr(tokenizer, "read_guarded", None)
     return read(does, text, *given) if read else does(tokenizer.backend_tokenizer, text, *given)
 
 
 def encode_among(known: Any, text: str, words: Words) -> list[tuple[str, int]]:
-    """Tokens and ids of a text by the model and rules of a tokenizer of `tokenizers`, to which these words are added
-    and no others."""
+    """Tokens and ids of a text by the model and rules of a `tokenizers` tokenizer with only these added words."""
     from tokenizers import AddedToken, Tokenizer
 
     other = Tokenizer(known.model)
@@ -112,7 +112,7 @@ def encode_among(known: Any, text: str, words: Words) -> list[tuple[str, int]]:
 
 
 def normalize(known: Any, text: str) -> str:
-    """A text as the normalizer of a tokenizer of `tokenizers` leaves it."""
+    """Return a text as normalized by a tokenizer of `tokenizers`."""
     return str(known.normalizer.normalize_str(text)) if known.normalizer else text
 
 
@@ -121,9 +121,9 @@ def _any(words: Iterable[str]) -> str:
 
 
 def admit(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Have the control words of a vocabulary read as one token each, though nobody added them to it; were there any?
+    """Add the vocabulary's control words that are no added tokens, so that each is read as one token. True if any were.
 
-    Those are words like <|end|>, and what the chat template spells and the vocabulary's own rules cut up.
+    These are words such as <|end|>, and words that the chat template contains and the vocabulary's rules split.
     """
     from tokenizers import AddedToken
 
@@ -135,7 +135,7 @@ def admit(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def cut_up(tokenizer: PreTrainedTokenizerBase, written: Sequence[str]) -> list[str]:
-    """The control words in `written`, pieces of a prompt, that the vocabulary has and reads as something else."""
+    """Control words in `written` (pieces of a prompt) that the vocabulary contains but splits into other tokens."""
     words = Counter(spelled("\n".join(written)))
     if not words or not hasattr(tokenizer, "get_added_vocab"):
         return []

@@ -1,8 +1,8 @@
-"""What comes with a model to draft for it: layers in its files, or a head in files of its own. Standard library only.
+"""Drafting layers and heads that come with a model, in its files or in separate files. Standard library only.
 
-MTP layers draft (engine/drafting/mtp.py), and so do Gemma 4's assistants, in files of their own
-(engine/drafting/gemma4_assistant.py). Other heads read several layers' hidden states, which are handed to no drafter;
-an early exit has no weights of its own.
+MTP layers (engine/drafting/mtp.py) and Gemma 4's assistants (engine/drafting/gemma4_assistant.py, separate files) are
+used for drafting. Other heads need hidden states of several layers, which no drafter gets. An early exit has no weights
+of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from kvcli.models.config_file import read_json
 if TYPE_CHECKING:
     from kvcli.models.source import Source
 
-_MTP = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")  # what families call their number
-_SIGNS = {  # in the names of architectures, types and algorithms, small letters -> what it is
+# names that families use for the number of MTP layers
+_MTP = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+_SIGNS = {  # lower-case parts of architectures, types and algorithms -> kind of head
     "eagle3": "an EAGLE-3 head",
     "eagle": "an EAGLE head",
     "dflash": "a DFlash head",
@@ -26,21 +27,21 @@ _SIGNS = {  # in the names of architectures, types and algorithms, small letters
     "_assistant": "an assistant that shares the past of the model it was made for",
     "mlp_speculator": "an MLP speculator",
 }
-# families of which transformers builds the layers, by the type of their text; of others it drops them
+# families whose MTP layers transformers builds, by text model type; it drops those of other families
 _BUILT = {"bailing_hybrid", "deepseek_v3", "glm4_moe", "mellum", "step3p7"}
-_BUILT |= {"qwen3_5_text", "qwen3_5_moe_text"}  # told to by `_name_layers`
+_BUILT |= {"qwen3_5_text", "qwen3_5_moe_text"}  # built because `_name_layers` configures them
 WHY = "it reads hidden states of several layers of the model that writes: kvcli hands those to no drafter"
 _ASSISTANTS = {"gemma4_assistant", "gemma4_unified_assistant"}
 
 
 def found_in(source: Source) -> list[str]:
-    """What drafts in the model's own files, and how, or why it is not used, one line each."""
+    """Describe each way to draft with the model's own files, with its settings or the reason it is unused, as lines."""
     return [*_early_exit(source), *_mtp(source)]
 
 
 def _early_exit(source: Source) -> list[str]:
-    """Whether its files name a layer to end at (LayerSkip, arXiv 2404.16710), by the key of transformers' `generate`:
-    no family's config.json has one for it."""
+    """Describe an early exit layer (LayerSkip, arXiv 2404.16710) named by `assistant_early_exit` in
+    generation_config.json. This is a key of transformers' `generate`; no family's config.json has one."""
     file, layers = source.path / "generation_config.json", source.text_config.get("num_hidden_layers")
     stop = read_json(file, source.id).get("assistant_early_exit") if file.is_file() else None
     if not (isinstance(stop, int) and isinstance(layers, int) and 1 < stop < layers):
@@ -50,7 +51,7 @@ def _early_exit(source: Source) -> list[str]:
 
 
 def has_mtp(source: Source) -> bool:
-    """Whether `spec.method = "mtp"` finds in its files what it needs, as far as their names say."""
+    """True if, by tensor names, the files contain the layers that `spec.method = "mtp"` needs."""
     return bool(_said(source) and _held(source) and _is_built(source))
 
 
@@ -69,12 +70,12 @@ def _mtp(source: Source) -> list[str]:
 
 
 def _said(source: Source) -> int:
-    """How many its config states."""
+    """Number of MTP layers stated in the config."""
     return next((n for key in _MTP if type(n := source.text_config.get(key)) is int and n > 0), 0)
 
 
 def _held(source: Source) -> list[str]:
-    """Names of their tensors."""
+    """Names of the tensors of the MTP layers."""
     layers = source.text_config.get("num_hidden_layers")
     beyond = f"layers.{layers}." if isinstance(layers, int) else "mtp."
     names = [name for file in source.files for name in file.tensors]
@@ -87,12 +88,12 @@ def _is_built(source: Source) -> bool:
 
 
 def is_assistant(config: Mapping[str, Any]) -> bool:
-    """Whether `spec.method = "assistant"` takes it."""
+    """True if `spec.method = "assistant"` can use the model."""
     return config.get("model_type") in _ASSISTANTS
 
 
 def assistant_for(found: Source, here: Mapping[str, Source]) -> str:
-    """The name of the smallest of these that may be this model's assistant, by their configs; "" = none is."""
+    """Name of the smallest of these models that, by its config, may be this model's assistant; "" if none is."""
     of = found.text_config
     sizes = of.get("model_type"), of.get("hidden_size"), of.get("vocab_size")
 
@@ -108,7 +109,7 @@ def assistant_for(found: Source, here: Mapping[str, Source]) -> str:
 
 
 def refuse_head(config: Mapping[str, Any], name: str, *, may_assist: bool = False) -> None:
-    """Raises BadModel for what drafts for one model and is none by itself. `may_assist`: an assistant is wanted."""
+    """Raise BadModel for a draft head, which is no complete model. `may_assist`: allow a Gemma 4 assistant."""
     if may_assist and is_assistant(config):
         return
     kinds = [config.get(key) for key in ("model_type", "speculators_model_type")]

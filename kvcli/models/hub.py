@@ -1,24 +1,24 @@
-"""Models of the Hugging Face hub: what its cache on this machine has, and what is fetched into it."""
+"""Models of the Hugging Face hub: the local cache, and downloads into it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from os.path import exists, isdir  # unlike those of Path they say no to a name that cannot be
+from os.path import exists, isdir  # unlike Path's methods, False for an impossible name
 from pathlib import Path
 from typing import Any
 
 from kvcli.errors import BadModel, writing
 from kvcli.models.headers import TensorHeader, WeightFile
 
-# of the hub: OWNER/NAME, or OWNER/NAME:FILE.gguf for one of its files
+# hub id: OWNER/NAME, or OWNER/NAME:FILE.gguf for one of its files
 ID = re.compile(r"(?P<id>[\w-][\w.-]*/[\w.-]+)(:(?P<file>(?!.*\.\.)[\w-][\w./-]*\.gguf))?")
-_CACHED = "models--"  # before the folder of a model in the cache, whose / is written --
+_CACHED = "models--"  # prefix of a model's folder in the cache, whose / is written --
 _DOWNLOAD = ["model*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md"]
 
 
 def cached(name: str, file: str, revision: str | None, at: str, offline: bool) -> tuple[Path, str]:
-    """The snapshot folder of a hub id, or `file` in it, and its commit, without the network."""
+    """Snapshot folder of a hub id in the cache, or `file` in it, and its commit, without network access."""
     if not isdir(cached_folder(name)):  # before half a second of imports
         raise _not_cached(name, at, offline)
     from huggingface_hub import snapshot_download
@@ -51,7 +51,7 @@ def _no_name(name: str, error: Exception) -> BadModel:
 
 
 def download(name: str, file: str, revision: str | None, at: str) -> tuple[Path, str]:
-    """The same, fetched. Raises BadModel."""
+    """Download the snapshot of a hub id, or `file` of it; return its path and commit. Raises BadModel."""
     path = _fetched(name, revision, at, [file] if file else _DOWNLOAD)
     if file and not exists(path / file):
         raise BadModel(
@@ -61,7 +61,7 @@ def download(name: str, file: str, revision: str | None, at: str) -> tuple[Path,
 
 
 def headers(name: str, revision: str | None, at: str) -> tuple[Path, str, tuple[WeightFile, ...]]:
-    """What `download` would bring but for the weights: of these only what their files announce. Raises BadModel."""
+    """Download all but the weights, and return the headers of the weights. Raises BadModel."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
@@ -93,10 +93,10 @@ def _fetched(name: str, revision: str | None, at: str, patterns: list[str]) -> P
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except HFValidationError as error:
         raise _no_name(name, error) from error
-    except LocalEntryNotFoundError as error:  # what the hub's library makes of a connection that fails
+    except LocalEntryNotFoundError as error:  # the error of the hub's library for a failed connection
         raise _no_network(f"{at} is not on this machine", error) from error
     except (HfHubHTTPError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the hub
+        if isinstance(error, OSError) and error.errno is not None:  # an error of the disk, not of the hub
             with writing(f"{at} into {_cache()}"):
                 raise
         raise BadModel(
@@ -117,19 +117,19 @@ def _no_network(why: str, error: Exception) -> BadModel:
 
 
 def _wire() -> tuple[type[Exception], ...]:
-    """What a connection that fails raises, by whichever client the hub's library is built on."""
+    """Exceptions of a failed connection, whichever HTTP client the hub's library uses."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return tuple(kind for kind in HfHubHTTPError.__mro__[1:] if issubclass(kind, Exception) and kind is not Exception)
 
 
 def _first(error: BaseException) -> str:
-    """The first line of what it says, its name where it says nothing."""
+    """First line of the error's message, or its class name if it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def verify(name: str, revision: str) -> None:
-    """Hold what was downloaded of a hub id against the checksums that the hub has. Raises BadModel."""
+    """Compare the downloaded files of a hub id with the hub's checksums. Raises BadModel."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -139,7 +139,8 @@ def verify(name: str, revision: str) -> None:
         raise _no_network(f"{name} cannot be held against its checksums", error) from error
     wrong = seen.mismatches
     for file in [seen.verified_path / one["path"] for one in wrong]:
-        file.resolve().unlink(missing_ok=True)  # a link to it, as the cache has them; the next download brings it again
+        # the file that the cache's link points to; the next download replaces it
+        file.resolve().unlink(missing_ok=True)
         file.unlink(missing_ok=True)
     if wrong:
         raise BadModel(
@@ -151,17 +152,17 @@ def verify(name: str, revision: str) -> None:
 
 
 def may_fetch(name: str, error: BadModel) -> bool:
-    """Whether what was not found here may be at the hub."""
+    """True if a model not found locally may be on the hub."""
     return error.code in ("model_not_found", "model_incomplete") and ID.fullmatch(name) is not None
 
 
 def cached_ids() -> list[str]:
-    """Models of the Hugging Face cache, whole or not, sorted."""
+    """Ids of models in the Hugging Face cache, complete or not, sorted."""
     return sorted(folder.name.removeprefix(_CACHED).replace("--", "/") for folder in _cache().glob(f"{_CACHED}*"))
 
 
 def cached_folder(id: str) -> Path:
-    """Where the cache keeps a model, whole or not, if it does."""
+    """Folder of a model in the cache, whether it exists or not."""
     return _cache() / f"{_CACHED}{id.replace('/', '--')}"
 
 

@@ -1,7 +1,7 @@
-"""How a model's chat template writes a conversation, and whether all that was said stands in what it wrote.
+"""Layout of a conversation in a model's chat template, and a check that the prompt contains every message.
 
-A template is a stranger's program: it may drop a role, all but the last turn, or every text that does not come as a
-list of parts. It is tried with a mark in place of each text first. Where the marks come out, the texts must.
+A template is an untrusted program: it may drop a role, all but the last turn, or every text that is not a list of
+parts. It is first rendered with a mark in place of each text. Where the marks appear, the texts must appear.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, str]]
 
-LEAST = 0.5  # of the words of a text: with fewer it counts as left out
+LEAST = 0.5  # share of the words of a text; with fewer found, the text counts as left out
 _PLACES, _WORD = re.compile(PLACE.format(r"(\d+)")), re.compile(r"\w+")
-_THOUGHT = re.compile(r".*(?:</[^<>\s]+>|\[/[A-Z_]+\])", re.DOTALL)  # of an answer; templates may drop it
+_THOUGHT = re.compile(r".*(?:</[^<>\s]+>|\[/[A-Z_]+\])", re.DOTALL)  # thought of an answer; templates may drop it
 _NAMES = {"user": "question", "assistant": "answer", "system": "system text"}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a template writes which of the messages; without one they stand as they are, blank lines between them."""
+    """Positions of the messages in a rendered template. Without a template, messages are joined by blank lines."""
 
     messages: Messages
     has_template: bool = True
-    folds: bool = False  # the system text into the first question: it knows no such role
-    in_parts: frozenset[str] = frozenset()  # roles whose text it takes as a list of parts
-    own: Sequence[str] = ()  # what it writes itself, before each place and behind the last
-    order: Sequence[int] = ()  # of the messages in the places
-    stands: Sequence[tuple[int, int] | None] = ()  # of a prompt: from where to where the message in each place stands
+    folds: bool = False  # the system text is put into the first question, because the template knows no system role
+    in_parts: frozenset[str] = frozenset()  # roles whose text the template takes as a list of parts
+    own: Sequence[str] = ()  # text of the template before each message and after the last
+    order: Sequence[int] = ()  # message index at each position
+    stands: Sequence[tuple[int, int] | None] = ()  # character range in the prompt of the message at each position
 
     @property
     def lost(self) -> list[int]:
-        """The messages that have a text and no place; the first question for a system text that heads it."""
+        """Messages with text but without a position; for a system text put into the first question, that question."""
         lost = (i for i, m in enumerate(self.messages) if m["content"].strip() and i not in self.order)
         return sorted({i or int(self.folds) for i in lost})
 
     @property
     def between(self) -> str:
-        """What it writes before all but answers: the words that end and begin turns."""
+        """Template text before all messages but answers: it has the words that end and begin turns."""
         return "".join(w for w, i in zip(self.own, self.order, strict=False) if not self.is_answer(i))
 
     @property
     def changed(self) -> list[int]:
-        """The messages that do not stand in the prompt as they are."""
+        """Messages that the prompt does not contain unchanged."""
         return sorted({*self.order} - {i for i, at in zip(self.order, self.stands, strict=True) if at is not None})
 
     def is_answer(self, i: int) -> bool:
@@ -65,9 +65,9 @@ class Layout:
 
 
 def layout(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> Layout:
-    """The first way of handing the messages to the template in which it has a place for each, but for answers.
+    """Return the first layout in which the template renders every message, apart from answers.
 
-    Raises BadModel where there is none, and what the template itself says where it refuses them all.
+    Raises BadModel if there is none, and the template's own error if it refuses all layouts.
     """
     if not getattr(tokenizer, "chat_template", None):
         n = len(messages)
@@ -104,7 +104,7 @@ def _tried(tokenizer: PreTrainedTokenizerBase, laid: Layout) -> Layout:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, laid: Layout, texts: Sequence[str]) -> str:
-    """The prompt of the messages with these texts."""
+    """Render the prompt of the messages with these texts."""
     from jinja2 import TemplateError
 
     if not laid.has_template:
@@ -129,10 +129,11 @@ def render(tokenizer: PreTrainedTokenizerBase, laid: Layout, texts: Sequence[str
 
 
 def placed(laid: Layout, texts: Sequence[str], prompt: str) -> Layout:
-    """The same with where each message stands in the prompt, but for space at its ends and thoughts of answers.
+    """Add to the layout the position of each message in the prompt, apart from outer white space and thoughts of
+    answers.
 
-    `texts`: of all messages. Each is looked for directly behind what the template wrote before it, or anywhere later
-    where it writes otherwise with these texts. Raises BadModel where most of one is missing.
+    `texts`: of all messages. Each text is searched directly after the template's text before it, or anywhere later if
+    the template's text differs with these messages. Raises BadModel if most of a text is missing.
     """
     at, stands = 0, list[tuple[int, int] | None]()
     for own, i in zip(laid.own, laid.order, strict=False):

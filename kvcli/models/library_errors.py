@@ -1,4 +1,4 @@
-"""Whose fault an exception is: that of the data a library was given, or ours, which stays an internal error."""
+"""Errors raised by libraries, split into faults of the input files and internal errors of kvcli."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvcli.errors import KvcliError, is_out_of_memory
 
 @contextmanager
 def blame_files(say: Callable[[str], KvcliError]) -> Iterator[None]:
-    """Around a call into a library with files that a stranger wrote: whatever it raises is said as their fault.
+    """Convert exceptions of a library call on untrusted files into an error about the files.
 
-    `say` makes the error from one line that begins with the exception's class. Out of memory passes, and so does what
-    was raised in a line of kvcli's own: that is a bug, whatever the files are.
+    `say` makes the error from one line that begins with the exception's class. Out of memory is re-raised, and so is an
+    exception raised in kvcli's own code, because that is a bug whatever the files are.
     """
     try:
         yield
@@ -26,7 +26,7 @@ def blame_files(say: Callable[[str], KvcliError]) -> Iterator[None]:
 
 
 def _is_foreign(error: BaseException) -> bool:
-    rusts = type(error) is Exception or type(error).__name__ == "PanicException"  # which has no line of its own
+    rusts = type(error) is Exception or type(error).__name__ == "PanicException"  # has no traceback line of the library
     if is_out_of_memory(error) or not (isinstance(error, Exception) or rusts):
         return False
     at = error.__traceback__
@@ -36,6 +36,6 @@ def _is_foreign(error: BaseException) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line with content; one that ends with a colon only announces the next."""
+    """First non-empty line of the message; a line that ends with a colon only announces the next."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if not line.endswith(":")), lines[0] if lines else "")[:300]

@@ -1,4 +1,4 @@
-"""What this machine has: processor, devices, memory, and what kvcli makes of them."""
+"""Hardware of this machine: processor, devices, memory, and the kernels that kvcli uses on them."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ import psutil
 FLAGS = ("avx2", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8")
 ARM_FLAGS = ("asimd", "asimddp", "bf16", "i8mm", "sve")
 
-KEPT_FREE = 1 << 30  # bytes, at most; less where there is little, because an estimate is good to a tenth
+KEPT_FREE = 1 << 30  # bytes, at most; less on a small machine, because an estimate is accurate to a tenth
 UNSURE = 0.1
 NEVER = "kvcli has never run there, MLX and llama.cpp are made for it"
-OF_CARD = 0.03  # of a GPU, on which nothing is swapped and little else moves: what the driver takes on the way
+OF_CARD = 0.03  # share of a GPU's memory that the driver takes meanwhile; a GPU does not swap and little else uses it
 
 
 def kept_free(available: int, card: int = 0) -> int:
-    """Of what is available, the part that nothing plans with; `card`: bytes of the GPU that it is of."""
+    """Bytes of the available memory that planning leaves free. `card`: total bytes if it is a GPU's memory."""
     return min(available, int(OF_CARD * card)) if card else min(KEPT_FREE, int(UNSURE * available))
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """A device torch can compute on."""
+    """A device that torch can compute on."""
 
     kind: str  # cpu, cuda:0, mps
     name: str
     total: int | None  # bytes
     free: int | None
-    capability: tuple[int, int] | None = None  # of an NVIDIA card
-    unserved: str = ""  # why fused kernels do not run on a GPU; "" = they do
+    capability: tuple[int, int] | None = None  # compute capability of an NVIDIA GPU
+    unserved: str = ""  # reason why fused kernels do not run on a GPU; "" = they do
 
 
 def devices() -> Iterator[DeviceInfo]:
-    """The CPU first."""
+    """Devices of this machine, the CPU first."""
     import torch
 
     from kvcli.kernels.triton_support import why_not
@@ -48,7 +48,7 @@ def devices() -> Iterator[DeviceInfo]:
     yield DeviceInfo("cpu", cpu_name() or platform.machine(), memory.total, memory.available)
     for i in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(i)
-        is_nvidia = torch.version.hip is None  # which torch for AMD calls cuda, too
+        is_nvidia = torch.version.hip is None  # torch for AMD calls its devices cuda, too
         capability = torch.cuda.get_device_capability(i) if is_nvidia else None
         why = why_not(torch.device("cuda", i), torch.bfloat16)
         yield DeviceInfo(f"cuda:{i}", torch.cuda.get_device_name(i), total, free, capability, why)
@@ -57,14 +57,14 @@ def devices() -> Iterator[DeviceInfo]:
 
 
 def threads() -> int:
-    """Threads torch computes with."""
+    """Number of threads that torch computes with."""
     import torch
 
     return torch.get_num_threads()
 
 
 def cpu_name() -> str | None:
-    """The processor's own name, where the system tells."""
+    """Name of the processor, if the system reports one."""
     for line in _cpuinfo():
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Processor"):
@@ -73,7 +73,7 @@ def cpu_name() -> str | None:
 
 
 def cpu_flags() -> list[str]:
-    """Of the instruction sets that matter here, those this processor has."""
+    """Instruction sets of FLAGS and ARM_FLAGS that this processor has."""
     have: set[str] = set()
     for line in _cpuinfo():
         key, _, value = line.partition(":")
@@ -84,7 +84,7 @@ def cpu_flags() -> list[str]:
 
 
 def installed(package: str) -> str | None:
-    """Its version, without importing it."""
+    """Version of an installed package, read without importing it."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -92,13 +92,12 @@ def installed(package: str) -> str | None:
 
 
 def cores() -> int | None:
-    """Cores this process may use, which is less than the machine has in a container."""
+    """Cores this process may use; in a container, fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def kernels() -> list[tuple[str, str, str, str]]:
-    """(device, op, choice, reason) of everything that dispatches, for each kind of device; and of each GPU, whether it
-    has kernels of its own."""
+    """(device, op, choice, reason) for each dispatched op and kind of device, and on each GPU's fused kernels."""
     import torch
 
     from kvcli.kernels.dispatch import explain
@@ -117,7 +116,7 @@ def kernels() -> list[tuple[str, str, str, str]]:
 
 
 def quant_backends() -> dict[str, str]:
-    """What runs quantized weights, by device."""
+    """Software that runs quantized weights, by device."""
     words = {"cpu": "packed int8 and int4", "mps": "none: MLX and llama.cpp have it"}
     on_gpu = {True: "fused int8, int4 (packed as on a CPU) and nf4", False: "bitsandbytes int8, fp4 and nf4"}
     return {found.kind: words.get(found.kind) or on_gpu[not found.unserved] for found in devices()}

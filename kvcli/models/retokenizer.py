@@ -1,4 +1,4 @@
-"""Two tokenizers of one text: what the words of either are in the ids of the other."""
+"""Retokenizer between two vocabularies: maps text between the token ids of two tokenizers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvcli.safe_output import BROKEN
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAME = 0.95  # of the larger vocabulary: with so many tokens alike two models read each other's ids as they are
-_SEAM = "\n"  # before a piece of text: some tokenizers treat the first word of a text otherwise
+SAME = 0.95  # share of the larger vocabulary: with this many equal tokens two models can read each other's ids
+_SEAM = "\n"  # prefix of a piece of text, because some tokenizers treat the first word of a text differently
 
 
 class Words:
-    """One tokenizer: pieces of text from and to ids, control tokens left out."""
+    """A tokenizer that converts pieces of text to and from ids, without control tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -27,12 +27,12 @@ class Words:
             self.opening: Sequence[int] = opening_ids(tokenizer)
 
     def text(self, ids: Sequence[int], before: Sequence[int] | None = None) -> str:
-        """What `ids` spell behind `before`, None = somewhere; the last character perhaps in part: it is BROKEN then."""
+        """Text of `ids` after the ids `before` (None = any context). An incomplete last character is BROKEN."""
         before = self._seam if before is None else before
         return decode(self._tokenizer, [*before, *ids])[len(decode(self._tokenizer, before).rstrip(BROKEN)) :]
 
     def ids(self, text: str, *, is_first: bool = False) -> list[int]:
-        """What spells `text`, at the beginning of everything or somewhere in it."""
+        """Ids of `text`, at the beginning of a sequence or within it."""
         n = len(self._seam)
         if not is_first and (found := self._encode(_SEAM + text))[:n] == self._seam:
             return found[n:]
@@ -44,7 +44,7 @@ class Words:
 
 
 class TokenMapping:
-    """The words of a model that drafts, beside those of the one that writes."""
+    """Mapping between the vocabularies of the target model and the draft model."""
 
     def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
         self.target, self.draft = Words(target), Words(draft)
@@ -52,15 +52,14 @@ class TokenMapping:
         self.marks_back = {its: i for i, its in reversed([*self.marks.items()]) if its is not None}
 
     def __deepcopy__(self, memo: object) -> TokenMapping:
-        """Itself: texts that are copied share it."""
+        """Return itself, because copied sequences share the mapping."""
         return self
 
 
 def spelling(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> TokenMapping | None:
-    """How to read what one writes in the other's ids; None where these are the same.
+    """Return the mapping between two vocabularies; None if they are the same.
 
-    Tokens that were added to a vocabulary do not count: of these, such as the marks of a chat template, siblings often
-    have their own.
+    Added tokens, such as the marks of a chat template, do not count, because related models often differ in them.
     """
     known, drafted = (_ordinary(tokenizer) for tokenizer in (target, draft))
     alike = sum(drafted.get(word) == i for word, i in known.items())
@@ -73,7 +72,7 @@ def _ordinary(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def _marks(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> Mapping[int, int | None]:
-    """Control tokens -> those of the draft: of the same name, or of the same office; None = it has none."""
+    """Map control tokens to the draft's token of the same name or role (bos, eos); None if it has none."""
     its, offices = special_ids(draft), dict[int, int]()
     for office in ("bos_token_id", "eos_token_id"):
         mine, other = getattr(target, office, None), getattr(draft, office, None)

@@ -1,4 +1,4 @@
-"""The numbers of a model that memory and time follow from, read from its config."""
+"""Model sizes that determine memory and time, read from the config."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from kvcli.models.sizes import NAMES, count, sizes_of
 if TYPE_CHECKING:
     from kvcli.models.source import Source
 
-_ENDLESS = 1 << 20  # tokens, where no limit is stated: what `lm.py` takes then
+_ENDLESS = 1 << 20  # tokens, if no limit is stated: the value that `lm.py` uses then
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder in numbers."""
+    """Sizes of a decoder."""
 
     layers: int
     hidden: int
     heads: int
-    kv_heads: int  # as the next: the most of any layer
-    head_dim: int  # numbers of a key
-    inner: int  # width of the feed-forward part, of one expert where there are experts
+    kv_heads: int  # this and the next: the maximum over layers
+    head_dim: int  # head size of keys
+    inner: int  # feed-forward width, of one expert in a mixture of experts
     vocab: int
-    limit: int  # positions the model was made for
-    windows: tuple[int | None, ...]  # per layer: tokens a sliding layer sees; None = all
-    is_tied: bool = False  # the head uses the embeddings
+    limit: int  # context window the model was trained for
+    windows: tuple[int | None, ...]  # sliding window of each layer in tokens; None = full attention
+    is_tied: bool = False  # the output head uses the embeddings
     experts: int = 0  # 0 = no experts
-    active: int = 0  # experts a token goes through
-    is_capped: bool = False  # attention scores are bent, which takes plain products
+    active: int = 0  # experts used per token
+    is_capped: bool = False  # attention scores are soft-capped, which needs plain matrix products
     is_endless: bool = False  # the config states no limit
-    uneven: tuple[LayerKVShape, ...] = ()  # what each layer stores, where they are not all alike
-    folds: RecurrentShapes = NONE  # layers that keep a state
+    uneven: tuple[LayerKVShape, ...] = ()  # KV sizes of each layer, if layers differ
+    folds: RecurrentShapes = NONE  # recurrent layers
 
     @property
     def stores(self) -> tuple[LayerKVShape, ...]:
-        """What each layer stores of a token."""
+        """KV sizes of one token in each layer."""
         return self.uneven or (LayerKVShape(self.kv_heads, self.head_dim, self.head_dim),) * self.layers
 
     @property
     def expanded(self) -> Shape:
-        """Where latents cannot be stored: every head's keys and values are."""
+        """Sizes with latents expanded to keys and values of every head, for when latents cannot be stored."""
         stores = tuple(LayerKVShape(self.heads, *of.expanded) if of.rank else of for of in self.stores)
         return replace(self, kv_heads=self.heads, head_dim=max(of.key for of in stores), uneven=stores)
 
     @property
     def kv_per_token(self) -> int:
-        """Numbers that keys and values of one token have in all layers."""
+        """Numbers of KV per token, summed over layers."""
         return sum(of.numbers for of in self.stores)
 
     @property
     def linear(self) -> int:
-        """Weights of the linear layers, all experts."""
+        """Weights of the linear layers, all experts included."""
         return self._attention + self.layers * 3 * self.hidden * self.inner * max(1, self.experts)
 
     @property
     def linear_active(self) -> int:
-        """Of these, the ones a token goes through."""
+        """Weights of the linear layers that one token uses."""
         return self._attention + self.layers * 3 * self.hidden * self.inner * max(1, self.active)
 
     @property
@@ -79,9 +79,9 @@ class Shape:
 
 
 def of_source(source: Source) -> Shape:
-    """Of a model by its files: the one place that knows its sizes and its context before it is loaded."""
+    """Read the sizes of a model from its files. No other function gives sizes and context window before loading."""
     config: Mapping[str, Any] = source.text_config
-    if not is_complete(config):  # its family's defaults say the rest, which only transformers knows, if it knows it
+    if not is_complete(config):  # the family's defaults, known to transformers alone, may state the rest
         from kvcli.models.family import with_defaults
 
         with suppress(BadModel):
@@ -90,7 +90,7 @@ def of_source(source: Source) -> Shape:
 
 
 def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
-    """From the text part of config.json; raises BadModel naming what it does not say."""
+    """Read the sizes from the text part of config.json. Raises BadModel that names the missing sizes."""
     found = sizes_of(config, name)
     missing = [NAMES[key][0] for key in ("layers", "hidden", "heads", "vocab") if not found[key]]
     if missing:
@@ -103,7 +103,7 @@ def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
         )
     hidden, heads, layers = found["hidden"], found["heads"], found["layers"]
     if config.get("model_type") == "longcat_flash" and not config.get("num_hidden_layers"):
-        layers *= 2  # each has two attentions
+        layers *= 2  # each layer has two attention blocks
     kv_heads, dim = 1 if _is_multi_query(config) else found["kv_heads"] or heads, found["head_dim"] or hidden // heads
     stores = stores_of(config, LayerKVShape(kv_heads, dim, dim), layers, heads, name)
     is_even = len(set(stores)) == 1 and stores[0].key == stores[0].value and not stores[0].rank
@@ -128,18 +128,18 @@ def shape_of(config: Mapping[str, Any], name: str = "the model") -> Shape:
 
 
 def is_complete(config: Mapping[str, Any]) -> bool:
-    """Whether a config states its sizes and which layers slide; some leave out what their family's defaults say."""
+    """True if a config states its sizes and its sliding layers; some leave out their family's defaults."""
     sizes = all(any(config.get(name) for name in NAMES[key]) for key in ("layers", "hidden", "heads", "vocab", "limit"))
     return sizes and (not config.get("sliding_window") or isinstance(config.get("layer_types"), list))
 
 
 def _is_multi_query(config: Mapping[str, Any]) -> bool:
-    """One head of keys and values for all, in words of its own (gpt_bigcode, the first Falcons)."""
+    """True if all heads share one KV head, by the keys of gpt_bigcode and the first Falcons."""
     return bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
 
 
 def _limit(config: Mapping[str, Any], stated: int, name: str) -> int:
-    """What the loaded model will say (`lm.py`): with dynamic rope, the length before keys change."""
+    """Context limit that the loaded model will report (`lm.py`). With dynamic RoPE, keys change beyond this length."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
     for one in (r for r in ropes if isinstance(r, dict)):
@@ -150,7 +150,7 @@ def _limit(config: Mapping[str, Any], stated: int, name: str) -> int:
 
 
 def _windows(config: Mapping[str, Any], layers: int, name: str) -> tuple[int | None, ...]:
-    """Tokens that each layer sees; None = all."""
+    """Sliding window of each layer in tokens; None = full attention."""
     stated = None if config.get("use_sliding_window") is False else config.get("sliding_window")
     if not stated:
         return (None,) * layers
@@ -158,6 +158,6 @@ def _windows(config: Mapping[str, Any], layers: int, name: str) -> tuple[int | N
     kinds, pattern = kinds_of(config, layers), config.get("sliding_window_pattern")
     if kinds:
         return tuple(window if "sliding" in str(kind) else None for kind in kinds)
-    if isinstance(pattern, int) and pattern > 0:  # every so-many-th layer sees all
+    if isinstance(pattern, int) and pattern > 0:  # every `pattern`-th layer has full attention
         return tuple(None if (i + 1) % pattern == 0 else window for i in range(layers))
     return (window,) * layers

@@ -1,4 +1,4 @@
-"""The weight files of a model folder, one or several shards with an index, checked by their headers."""
+"""Weight files of a model folder: one file, or several shards with an index, checked by their headers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvcli.models.config_file import read_json, unread
 from kvcli.models.headers import WeightFile, read_header
 from kvcli.settings.small_file import Unfit, open_regular
 
-INDEX = 32 << 20  # bytes, of half a million tensors
+INDEX = 32 << 20  # bytes, enough for half a million tensors
 
 
 def weights(path: Path, name: str, allow_pickle: bool) -> tuple[tuple[WeightFile, ...], bool]:
-    """Every weight file transformers will read, checked; and whether they are pickles."""
+    """Return every weight file that transformers will read, checked, and True if they are pickles."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         is_pickle = suffix == "bin"
         single, index = path / f"{stem}.{suffix}", path / f"{stem}.{suffix}.index.json"
@@ -44,7 +44,7 @@ def weights(path: Path, name: str, allow_pickle: bool) -> tuple[tuple[WeightFile
 
 
 def _weight_map(index: Path, name: str) -> dict[str, str]:
-    """Tensor -> the file it lies in, by the index of a model in several files."""
+    """Map tensor names to shard files, by the index of a model in several files."""
     weight_map = read_json(index, name, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(s, str) for s in weight_map.values()):
         raise BadModel(

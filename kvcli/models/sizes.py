@@ -1,4 +1,4 @@
-"""The numbers of a model's config, typed, and held against what its weight files announce. Standard library only."""
+"""Sizes in a model's config, type-checked and compared with the headers of its weight files. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from kvcli.errors import BadModel
 from kvcli.models.headers import WeightFile
 
-# what families call the same number, the usual name first
+# keys of families for the same size, the usual one first
 NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -22,21 +22,21 @@ NAMES = {
     "active": ("num_experts_per_tok", "num_experts_per_token"),
     "expert_inner": ("moe_intermediate_size",),
 }
-_NEEDED = ("layers", "hidden", "heads", "vocab", "limit")  # one number each, where they are stated at all
-_LAYERS = 1 << 16  # no model has as many
-_MOST = 1 << 48  # nor a number as large
+_NEEDED = ("layers", "hidden", "heads", "vocab", "limit")  # sizes that must be one number each, if stated
+_LAYERS = 1 << 16  # more layers than any model has
+_MOST = 1 << 48  # a larger number than any model has
 
 
 def sizes_of(config: Mapping[str, Any], name: str) -> dict[str, int]:
-    """From the text part of config.json; 0 = nothing, or one number a layer where families have that.
+    """Read the sizes from the text part of config.json. A size is 0 if it is missing, or listed per layer.
 
-    Raises BadModel for a number that is none.
+    Raises BadModel for a size that is no number.
     """
     return {key: _stated(config, key, name) for key in NAMES}
 
 
 def count(value: object, key: str, name: str, least: int = 1, most: int = _MOST) -> int:
-    """The value as a whole number that a model can have; raises BadModel naming its key."""
+    """Return the value as a whole number in the allowed range. Raises BadModel that names its key."""
     if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most and value % 1 == 0:
         return int(value)
     raise BadModel(
@@ -49,9 +49,10 @@ def count(value: object, key: str, name: str, least: int = 1, most: int = _MOST)
 
 
 def hold(config: Mapping[str, Any], text: Mapping[str, Any], files: Sequence[WeightFile], name: str) -> None:
-    """Refuse a config that speaks of more than its files can hold, before anything is made by it.
+    """Refuse a config whose sizes exceed its weight files, before anything is allocated by it.
 
-    Each layer has a tensor, and a weight takes a bit at the very least; pickles say nothing before they are run.
+    Each layer has at least one tensor, and each weight takes at least one bit. Pickles state no sizes before they
+    run.
     """
     n_tensors = sum(len(file.tensors) for file in files)
     n_bits = 8 * sum(file.nbytes for file in files)
@@ -74,7 +75,7 @@ def hold(config: Mapping[str, Any], text: Mapping[str, Any], files: Sequence[Wei
 
 
 def _stated(config: Mapping[str, Any], key: str, name: str) -> int:
-    """The number under the first of its names that the config uses."""
+    """Return the size under the first of its keys that the config has."""
     for alias in NAMES[key]:
         value = config.get(alias)
         if value is None or (isinstance(value, list) and key not in _NEEDED):
@@ -85,7 +86,7 @@ def _stated(config: Mapping[str, Any], key: str, name: str) -> int:
 
 
 def _layers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """How many layers the config and those nested in it speak of: of the text, of pictures, ..."""
+    """Layer counts of the config and of configs nested in it (text, vision, ...)."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from _layers(value)

@@ -1,4 +1,4 @@
-"""Find the files of a model and check them before anything heavy is loaded. Standard library only."""
+"""Model files: find them and check them before anything heavy is loaded. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from os.path import exists, expanduser, lexists  # unlike those of Path they say no to a name that cannot be
+from os.path import exists, expanduser, lexists  # unlike Path's methods, False for an impossible name
 from pathlib import Path
 
 from kvcli.demo import BUNDLED, weights_dir
@@ -26,24 +26,24 @@ _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.js
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model on disk whose files are all there."""
+    """A model on disk with all its files present."""
 
-    id: str  # as the user named it
+    id: str  # the name that the user typed
     path: Path
-    revision: str  # commit of the hub, "" for a folder
+    revision: str  # commit on the hub, "" for a folder
     config: Config
     files: tuple[WeightFile, ...]
     is_pickle: bool
-    is_gguf: bool = False  # `path` is the file itself, and `config` what its metadata stands for
-    made_of: tuple[Path, ...] = ()  # of a folder that was made of a GGUF file: this file
+    is_gguf: bool = False  # `path` is the GGUF file, and `config` is built from its metadata
+    made_of: tuple[Path, ...] = ()  # the GGUF file that a folder was converted from
 
     @property
     def family(self) -> str:
-        return str(self.config["model_type"])[:64]  # of strangers a page long
+        return str(self.config["model_type"])[:64]  # untrusted, perhaps a page long
 
     @property
     def text_config(self) -> Config:
-        """The decoder's own settings: nested in `text_config` where the checkpoint also has a vision part."""
+        """Settings of the text decoder: nested in `text_config` if the checkpoint also has a vision part."""
         return text_config(self.config)
 
     @property
@@ -53,18 +53,18 @@ class Source:
 
     @property
     def parameters(self) -> int:
-        """Weights, 0 if unknown: as many as a loaded model has, however its files pack them."""
+        """Weights of the loaded model, however its files pack them; 0 if unknown."""
         packing = CheckpointFormat.of(self.config)
         return sum(packing.weights(name, t.dtype, t.shape) for f in self.files for name, t in f.tensors.items())
 
     @property
     def has_words(self) -> bool:
-        """Whether a vocabulary lies beside the weights, in a file or in code that makes one."""
+        """True if the folder has a vocabulary, in a file or in code that makes one."""
         return self.is_gguf or any(file.match(pattern) for file in self.path.iterdir() for pattern in _VOCABULARIES)
 
     @property
     def dtype(self) -> str:
-        """The dtype of most bytes, as safetensors spells it; "" if unknown."""
+        """The dtype of most bytes, in safetensors' spelling; "" if unknown."""
         held: Counter[str] = Counter()
         for file in self.files:
             for t in file.tensors.values():
@@ -82,12 +82,12 @@ def find(
     tell: Callable[[str], None] | None = None,
     may_assist: bool = False,
 ) -> Source:
-    """A bundled model, a folder, a GGUF file, or a hub id, with every file checked.
+    """Find a bundled model, a folder, a GGUF file or a hub id, and check every file.
 
-    A hub id is looked for in the local cache. It is downloaded only when `offline` is false and there is a `tell` to
-    say so to: a library that was given nobody to tell stays off the network. A name without an owner is never asked
-    for: it is a typing error far more often than one of the few models that have none. `may_assist`: a model that only
-    drafts for a Gemma 4 is one, too.
+    A hub id is looked up in the local cache. It is downloaded only if `offline` is false and `tell` is given, so a
+    library call without `tell` stays off the network. A name without an owner is never looked up on the hub, because it
+    is far more often a typing error than one of the few models without an owner. `may_assist`: accept a Gemma 4
+    assistant too.
     """
     at = f"{name} at {revision}" if revision else name
     if name in BUNDLED:
@@ -112,7 +112,7 @@ def find(
 
 
 def look_up(name: str, revision: str | None = None) -> Source:
-    """Of a hub id what its headers say: config and words are fetched, weights stay there."""
+    """Read the headers of a hub model: config and vocabulary are downloaded, weights are not."""
     if ":" in name:
         raise BadModel(
             f"{name} is a GGUF file of the hub, whose headers are read here alone",
@@ -133,7 +133,7 @@ def _checked(name: str, path: Path, commit: str, allow_pickle: bool, may_assist:
     _refuse(config, name, path, may_assist=may_assist)
     files, is_pickle = weights(path, name, allow_pickle)
     hold(config, text_config(config), files, name)
-    if lexists(path / "generation_config.json"):  # transformers goes on without it where it cannot read it
+    if lexists(path / "generation_config.json"):  # transformers continues without a file that it cannot read
         read_json(path / "generation_config.json", name)
     return Source(name, path, commit, config, files, is_pickle)
 
@@ -166,7 +166,7 @@ def _refuse(config: Config, name: str, path: Path, *, may_assist: bool = False) 
 
 
 def _only_gguf(path: Path, name: str) -> Path | None:
-    """The GGUF file of a folder that holds one and no other weights."""
+    """Return the GGUF file of a folder with exactly one and no other weights."""
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
     if not files or any(any(path.glob(other)) for other in ("model*.safetensors*", "pytorch_model*.bin*")):
         return None
@@ -180,7 +180,7 @@ def _only_gguf(path: Path, name: str) -> Path | None:
     return files[0]
 
 
-# ---- where ----
+# ---- locations ----
 
 
 def _bundled(name: str, demo_dir: Path | None) -> Path:

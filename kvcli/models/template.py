@@ -1,7 +1,7 @@
-"""A model's chat template, which may come from a stranger, run where it can do no harm: in a process shut in for good.
+"""Chat templates of untrusted models, rendered in a sandboxed process.
 
-A template is a program. The sandbox of jinja2 keeps it from our objects, but not from looping for ever or filling
-memory; a process can be killed. It starts with the tokenizer, to be ready when the weights are, and lives as long.
+A template is a program. The sandbox of jinja2 protects our objects, but not from endless loops or full memory; a
+process can be killed. It starts with the tokenizer, to be ready when the weights are, and lives as long.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROOM = 8 << 20  # bytes of a conversation for which the first process is sized
-BASE, FOLD = 256 << 20, 24  # bytes of address space: whatever the conversation, and for each byte of it
-OUTPUT = 1 << 20  # bytes of an answer, the conversation aside: no model's own words are as long
-LONGER = 8  # bytes of an answer for each byte of the conversation, on top
-LIFE = 3600  # s of processor time for all that one process renders
-START, SECONDS, PACE = 60.0, 5.0, 1 << 21  # s to get ready, s to render, bytes of conversation for one s more
+BASE, FOLD = 256 << 20, 24  # bytes of address space: fixed, and per byte of conversation
+OUTPUT = 1 << 20  # bytes of rendered text beyond the conversation: no model's own words are as long
+LONGER = 8  # bytes of rendered text per byte of conversation, in addition
+LIFE = 3600  # s of CPU time for everything that one process renders
+START, SECONDS, PACE = 60.0, 5.0, 1 << 21  # s to start, s to render, bytes of conversation per further s
 REPAIR = "get the model again, or repair its chat_template.jinja or tokenizer_config.json"
 ASKED = {"tokenize": False, "add_generation_prompt": True}
 
 
 class Chats(Guarded):
-    """Stands in for the `apply_chat_template` of a tokenizer, for text with the beginning of an answer."""
+    """Replacement for a tokenizer's `apply_chat_template`: renders text with the beginning of an answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer)
@@ -36,8 +36,8 @@ class Chats(Guarded):
         self.start = self._standby.start
 
     def __call__(self, conversation: Sequence[Mapping[str, str]], *others: Any, **options: Any) -> str:
-        """The chat as text. Raises jinja2.TemplateError if the template refuses it, BadModel if it is no good."""
-        if others or options != ASKED:  # transformers would run the template here, where it can do harm
+        """Render the chat as text. Raises jinja2.TemplateError if the template refuses it, BadModel if it is bad."""
+        if others or options != ASKED:  # transformers would run the template in this process, without the sandbox
             raise UsageError(
                 "the chat template of a model that kvcli loaded makes the text of a prompt, and nothing else",
                 lines=["it runs in a process of its own, which takes no other options"],
@@ -61,7 +61,7 @@ class Chats(Guarded):
     def _source(self) -> str:
         try:
             return str(self._tokenizer.get_chat_template())
-        except ValueError as error:  # several, and none of them the default
+        except ValueError as error:  # several templates without a default
             raise broken(str(error)) from None
 
 

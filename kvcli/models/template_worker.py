@@ -1,4 +1,4 @@
-"""The process in which a model's chat template runs: jinja2, set up as transformers does it. See template.py."""
+"""Process that renders a model's chat template: jinja2, set up as in transformers. See template.py."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from kvcli.sandbox import preload, serve, set_limits
 
 
 def main(parent: int, limits: dict[str, Any], file: None) -> int:
-    """Render what each line on standard input says."""
+    """Render each request line of standard input."""
     set_limits(parent, limits)
     preload("jinja2", "encodings")
     return serve(rendered)
 
 
 def rendered(asked: dict[str, Any] | None) -> dict[str, str]:
-    """{"text": ...}, or {"refused": ...} by the template's own words."""
+    """Return {"text": ...}, or {"refused": ...} with the template's own message."""
     if asked is None:
         return {}
     try:
-        now = datetime.fromisoformat(asked["now"])  # told, as the table of time zones is behind the door
+        now = datetime.fromisoformat(asked["now"])  # passed in, because the sandbox blocks the time zone table
         return {"text": compiled(asked["template"]).render(**asked["variables"], strftime_now=now.strftime)}
     except (TemplateSyntaxError, SecurityError):
         raise
@@ -40,7 +40,7 @@ def rendered(asked: dict[str, Any] | None) -> dict[str, str]:
 
 @lru_cache
 def compiled(source: str) -> Template:
-    """As transformers.utils.chat_template_utils compiles it, which tests hold this against."""
+    """Compile a template as transformers.utils.chat_template_utils does; tests compare the two."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
@@ -50,7 +50,7 @@ def compiled(source: str) -> Template:
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what a model said, for those who train it; here it changes nothing."""
+    """Tag `{% generation %}`, which marks answers for training and has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -74,7 +74,7 @@ class Dict:
 
 
 class Attributes(Namespace):
-    """`namespace` that holds no private names."""
+    """`namespace` that refuses private names."""
 
     def __init__(*pairs: Any, **named: Any) -> None:
         self, *rest = pairs

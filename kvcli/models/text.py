@@ -1,4 +1,4 @@
-"""Words at the edge of a program of ids: chat template, pieces of text, stop strings."""
+"""Conversion between text and token ids: chat template, detokenizer, stop strings."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, str]]
 Note = Callable[[str], None]
 
-WINDOW = 4  # tokens kept as context; an unfinished character has at most three bytes, so at most three tokens
+WINDOW = 4  # context tokens; an unfinished character has at most three bytes, so at most three tokens
 
 
 # --- ids to text
 
 
 class Detokenizer:
-    """Ids in, text out, whole characters only. The pieces together are what decoding all ids at once would give.
+    """Detokenizer that returns whole characters only. The pieces joined equal the decoding of all ids at once.
 
-    Each push decodes a few tokens, however long the text is. Context tokens stand before the new ones because
-    some decoders treat the first token differently (they strip its space).
+    Each push decodes a few tokens, however long the text is. Context tokens precede the new ones because some decoders
+    treat the first token differently (they strip its space).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -36,11 +36,11 @@ class Detokenizer:
         self.special = special_ids(tokenizer)
         self._bytes = byte_ids(tokenizer)
         self._window: list[int] = []
-        self._shown = 0  # characters of the decoded window that were handed out
-        self._held: list[int] = []  # a run of byte tokens: whether they are characters shows at its end
+        self._shown = 0  # characters of the decoded window already returned
+        self._held: list[int] = []  # a run of byte tokens: whether they form characters shows at its end
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that became certain with these ids; often a word, sometimes nothing."""
+        """Return the text that became certain with these ids; often a word, sometimes ""."""
         before = len(self._window)
         for i in ids:
             if i in self.special:
@@ -52,7 +52,7 @@ class Detokenizer:
         return self._take(whole=False) if len(self._window) > before else ""
 
     def finish(self) -> str:
-        """What was still held back, for the end of the text."""
+        """Return the text still held back, at the end of the sequence."""
         self._window += self._held
         self._held = []
         return self._take(whole=True)
@@ -62,14 +62,14 @@ class Detokenizer:
         end = len(text) - (not whole and len(text) > self._shown and text.endswith(BROKEN))
         piece = text[self._shown : end]
         unsure = len(text) - end
-        # cutting inside a character is harmless: UTF-8 finds its place again at the next first byte
+        # cutting inside a character is harmless: UTF-8 resynchronizes at the next first byte
         self._window = self._window[-WINDOW:]
         self._shown = len(decode(self._tokenizer, self._window)) - unsure
         return piece
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Ids to text as the decoder has it: no tidying of spaces; control tokens show only if they are in `ids`."""
+    """Decode ids without tidying of spaces. Control tokens show only if they are in `ids`."""
     with blame_files(tokenizer_failed):
         text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
@@ -77,21 +77,21 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of control tokens, the ones with a name (end of text, ...) and all others."""
+    """Ids of control tokens: named ones (end of text, ...) and all others."""
     with blame_files(tokenizer_failed):
         added, named = getattr(tokenizer, "added_tokens_decoder", {}), tokenizer.all_special_ids
     return frozenset(named) | {i for i, token in added.items() if token.special}
 
 
 def byte_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of the tokens <0x00> to <0xFF>, with which some vocabularies spell what they have no token for."""
+    """Ids of the tokens <0x00> to <0xFF>, with which some vocabularies spell text they have no token for."""
     with blame_files(tokenizer_failed):
         ids = tokenizer.convert_tokens_to_ids([f"<0x{b:02X}>" for b in range(256)])
     return frozenset(i for i in ids if i is not None and i != tokenizer.unk_token_id)
 
 
 class StopStrings:
-    """Ends a text where one of the strings begins, however it is cut into pieces."""
+    """Stop strings, which end a text where one of them begins, however the text is cut into pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [s for s in stops if s]
@@ -99,7 +99,7 @@ class StopStrings:
         self.is_hit = False
 
     def push(self, piece: str) -> str:
-        """The text that cannot be part of a stop string any more. After a hit, nothing."""
+        """Return the text that cannot be part of a stop string any more. After a match, return ""."""
         if self.is_hit or not self._stops:
             return "" if self.is_hit else piece
         text = self._held + piece
@@ -112,13 +112,13 @@ class StopStrings:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """What was held back, when the text ends without a stop string."""
+        """Return the text held back, when the text ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that is a beginning of `stop`."""
+        """Length of the longest suffix of `text` that is a prefix of `stop`."""
         return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
@@ -126,11 +126,11 @@ class StopStrings:
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, note: Note | None = None) -> list[int]:
-    """The ids that ask the model for the next answer. `note` hears what had to be done differently.
+    """Return the prompt ids for the next answer. `note` is called with each deviation.
 
-    A template without a system role gets the system text at the head of the first user message; a tokenizer
-    without a template gets the plain texts, blank lines between them. Messages that spell a control token
-    (`<|end|>` in a document, say) cannot act as one: they are read letter by letter.
+    A template without a system role gets the system text at the head of the first user message. A tokenizer without a
+    template gets the plain texts, blank lines between them. Control tokens spelled in messages (`<|end|>` in a
+    document, say) have no effect, because they are tokenized letter by letter.
     """
     text, has_template = render_text(tokenizer, messages, note=note)
     return encode(tokenizer, text, special=not has_template)
@@ -139,18 +139,18 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, not
 def render_text(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, *, note: Note | None = None
 ) -> tuple[str, bool]:
-    """The prompt as text for `encode`, and whether a chat template made it (it then has its control tokens)."""
+    """Render the prompt as text for `encode`. True if a chat template rendered it, with its control tokens."""
     text, laid = lay_out(tokenizer, messages, note or (lambda _: None))
     return text, laid.has_template
 
 
 def lay_out(tokenizer: PreTrainedTokenizerBase, messages: Messages, tell: Note) -> tuple[str, Layout]:
-    """The same text, and where in it each message stands."""
+    """Render the prompt as in `render_text`, with the position of each message in it."""
     if not messages:
         raise BadInput("there is nothing to ask", code="empty_prompt")
     laid = layout(tokenizer, messages)
     words = control_words.acting(tokenizer, "".join(laid.own))
-    # in an answer stand the model's own marks of a thought, for the template to find
+    # answers contain the model's own marks of a thought, which the template looks for
     of_answers = control_words.flagged(tokenizer) | {word for word in words if word in laid.between}
     inert = [of_answers if laid.is_answer(i) else words for i in range(len(messages))]
     texts = [control_words.fence(tokenizer, m["content"], of) for m, of in zip(messages, inert, strict=True)]
@@ -174,7 +174,7 @@ def lay_out(tokenizer: PreTrainedTokenizerBase, messages: Messages, tell: Note) 
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
-    """Rendered text to ids; `special` adds what the tokenizer puts around a text, its first token for example."""
+    """Encode rendered text. `special` adds tokens that the tokenizer puts before a text, such as its first token."""
     with blame_files(tokenizer_failed):
         opening = opening_ids(tokenizer) if special else []
         if not FENCED.search(text):
@@ -188,13 +188,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False)
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before a text. What it puts behind one has no place in a text that goes on."""
+    """Tokens that the tokenizer puts before a text. Those after a text are dropped, because the sequence continues."""
     whole, bare = ([*map(int, tokenizer.encode("a", add_special_tokens=special))] for special in (True, False))
     return whole[: next((n for n in range(len(whole)) if whole[n : n + len(bare)] == bare), 0)]
 
 
 def encode_with_places(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ids of a text, and the characters (first, behind the last) that each stands for. Fast tokenizers only."""
+    """Encode a text, with the character range (first, end) of each token. Fast tokenizers only."""
     with blame_files(tokenizer_failed):
         whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     places = [(int(start), int(end)) for start, end in whole["offset_mapping"]]
@@ -202,7 +202,7 @@ def encode_with_places(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[l
 
 
 def tokenizer_failed(said: str) -> BadModel:
-    """For `blame_files`, around calls of a model's tokenizer."""
+    """Return the error for `blame_files` around calls of a model's tokenizer."""
     return BadModel(
         "the model's tokenizer cannot read this text",
         code="bad_tokenizer",
@@ -214,10 +214,10 @@ def tokenizer_failed(said: str) -> BadModel:
 def resume_ids(
     tokenizer: PreTrainedTokenizerBase, text: str, heard: tuple[str, Sequence[int]], *, special: bool = False
 ) -> list[int]:
-    """Ids of `text`, beginning with the ids already heard where `text` begins with what was heard.
+    """Ids of `text`, beginning with the known ids if `text` begins with the text of `heard`.
 
-    A model may spell its answer in other tokens than the tokenizer would, and then nothing after that place
-    could be reused. So the heard ids stay, and only the text after them is taken from the tokenizer.
+    A model may spell its answer in other tokens than the tokenizer would, and then nothing after that position could be
+    reused. So the known ids are kept, and only the text after them is encoded by the tokenizer.
     """
     known, ids = heard
     usable = known and text.startswith(known) and OPEN not in text and getattr(tokenizer, "is_fast", False)

@@ -1,4 +1,4 @@
-"""The tokenizer that lies beside the weights."""
+"""Tokenizer of a model, loaded from its folder."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
     from kvcli.models.source import Source
 
-_LARGEST = 128 << 20  # bytes of one of its files; those of a vocabulary of 260,000 have a quarter
+_LARGEST = 128 << 20  # bytes of one of its files; a vocabulary of 260,000 words takes a quarter
 _READ = (".json", ".jinja", ".txt", ".model")
-_ADDS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # words to the vocabulary
+# files that add words to the vocabulary
+_ADDS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Read it from the model's folder, with no limit of its own. Raises BadModel."""
+    """Load the tokenizer from the model's folder, without a length limit. Raises BadModel."""
     refuse_wordless(found)
     files = sorted(f for f in found.path.iterdir() if f.suffix in _READ)
     for file in files:
@@ -49,18 +50,18 @@ def load_tokenizer(found: Source, trust_remote_code: bool) -> PreTrainedTokenize
         n_words = len(tokenizer.get_vocab())
     if not n_words:
         raise _unreadable(found, "its vocabulary is empty")
-    tokenizer.model_max_length = 1 << 40  # the window is checked here, with numbers; no second warning
-    # one that renders by code of its own asks no template
+    tokenizer.model_max_length = 1 << 40  # kvcli checks the context window itself; this avoids a second warning
+    # a tokenizer class with its own rendering code uses no template
     if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
         tokenizer.apply_chat_template = chats = Chats(tokenizer)
         if tokenizer.chat_template:
             chats.start()
-    # and one that cuts text by code of its own, or in Python, is not run in a process of its own
+    # a class with its own splitting code, or a Python tokenizer, does not run in a separate process
     if is_cut_by_library := getattr(type(tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus:
         _guard(tokenizer)
     with blame_files(partial(_unreadable, found)):
         if tokenizer.is_fast and admit(tokenizer) and is_cut_by_library:
-            _guard(tokenizer)  # anew: a process that has begun knows other words
+            _guard(tokenizer)  # again: a running worker process has the old vocabulary
     return tokenizer
 
 
@@ -71,20 +72,20 @@ def _guard(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def refuse_wordless(found: Source) -> None:
-    """A model whose text cannot be made ids, by the names of its files."""
+    """Raise BadModel for a model without a vocabulary, by the names of its files."""
     if not found.has_words:
         raise _unreadable(found, "its folder holds no vocabulary")
 
 
 def _refuse_unread(found: Source) -> None:
-    """A vocabulary that a missing package would read; transformers names the last one that it tries."""
+    """Raise BadModel if the vocabulary needs a missing package; transformers names only the last one it tries."""
     from transformers.utils.import_utils import is_protobuf_available, is_sentencepiece_available, is_tiktoken_available
 
     held = [found.path / name for name in ("tokenizer.json", "vocab.json", "tekken.json", "tokenizer.model")]
     if not (file := next((f for f in held if f.is_file()), held[0])).match("*.model"):
         return
     with file.open("rb") as stream:
-        is_pieces = stream.read(1) == b"\n"  # the first field of sentencepiece's
+        is_pieces = stream.read(1) == b"\n"  # the first field of a sentencepiece file
     has = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
     has = has if is_pieces else {"tiktoken": is_tiktoken_available()}
     if missing := " ".join(name for name, is_there in has.items() if not is_there):

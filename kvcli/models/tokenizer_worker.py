@@ -1,4 +1,4 @@
-"""The process in which a tokenizer of a stranger cuts and joins what might take it long. See tokenizing.py."""
+"""Process in which an untrusted tokenizer encodes and decodes slow inputs. See tokenizing.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcli.sandbox import preload, serve, set_limits
 
 
 def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
-    """Do what each line on standard input says, with the tokenizer.json of the descriptor."""
+    """Run each request line of standard input with the tokenizer.json of the descriptor."""
     set_limits(parent, limits)
     preload("encodings")
     made = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
@@ -28,7 +28,7 @@ def main(parent: int, limits: dict[str, Any], descriptor: int) -> int:
         return its
 
     def answered(asked: Any) -> dict[str, Any]:
-        """What the function of this name makes of what is given, once the tokenizer is there."""
+        """Return the result of the named function, after loading the tokenizer."""
         its, (name, *given) = tokenizer(), asked or ["check", "[]"]
         return {"made": DOES[name](its, *given)}
 
@@ -46,7 +46,7 @@ def decode(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
 
 
 def check(tokenizer: Tokenizer, words: str) -> None:
-    """Every string in these, JSON, goes through."""
+    """Encode every string of a JSON text, to test the tokenizer."""
     for word in re.findall(r'"(?:[^"\\]|\\.)*"', words):
         tokenizer.encode(json.loads(word))
 

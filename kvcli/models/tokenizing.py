@@ -1,8 +1,9 @@
-"""Where a model's tokenizer, which may come from a stranger, cuts and joins text: here, or where it can do no harm.
+"""Encoding and decoding by an untrusted tokenizer, in this process or in a sandboxed one.
 
-A tokenizer.json is a program of a kind: its steps may let a text grow a million times, and its patterns go back and
-forth for hours, in a library that hears no Ctrl-C. So short texts go through plain steps here, which take time in
-proportion to the text and are those of nearly all models; all others in a process that is shut in and can be killed.
+A tokenizer.json is a kind of program. Its steps may lengthen a text a million times, and its patterns may backtrack for
+hours, in a library that ignores Ctrl-C. So short texts with plain steps run in this process: plain steps take time in
+proportion to the text, and nearly all models have no others. Everything else runs in a sandboxed process that can be
+killed.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ from kvcli.worker_process import Limits, Standby, WorkerProcess
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PIECE = 1 << 18  # characters that are cut here: in less than a second, for which Ctrl-C waits
-GROWTH = 8  # times that plain steps make a text longer, at most
-LONGEST = 1 << 10  # characters of a token, and of a word looked up piece by piece, where that is plain
-BASE, FOLD, EACH = 768 << 20, 24, 512  # bytes of address space: in any case, for each of tokenizer.json, of a text
-OUTPUT, LONGER, TOKEN = 1 << 16, 64, 1 << 10  # bytes of an answer: in any case, for each of a text, for each token
-START, SECONDS, PACE = 20.0, 5.0, 1 << 17  # s to get ready, for any text, bytes of a text for one s more
+PIECE = 1 << 18  # characters encoded in this process, in less than a second, during which Ctrl-C has no effect
+GROWTH = 8  # factor by which plain steps may lengthen a text, at most
+LONGEST = 1 << 10  # characters of a token, and of a word looked up piece by piece, that still count as plain
+BASE, FOLD, EACH = 768 << 20, 24, 512  # bytes of address space: fixed, per byte of tokenizer.json, per byte of a text
+OUTPUT, LONGER, TOKEN = 1 << 16, 64, 1 << 10  # bytes of an answer: fixed, per byte of a text, per token
+START, SECONDS, PACE = 20.0, 5.0, 1 << 17  # s to start, s for any text, bytes of a text per further s
 PLAIN = frozenset(
     "NFC NFD NFKC NFKD Nmt Lowercase Strip StripAccents BertNormalizer ByteLevel Digits Punctuation Metaspace "
     "Whitespace WhitespaceSplit BertPreTokenizer UnicodeScripts CharDelimiterSplit ByteFallback Fuse WordPiece "
     "BPEDecoder TemplateProcessing BertProcessing RobertaProcessing".split()
 )
 
-# Patterns that do not go back: what repeats ends an alternative, or what stands behind it need not be there.
+# Patterns without backtracking: a repetition ends an alternative, or the pattern after it is optional.
 _ONE = r"(?:\[(?:\\.|(?!&&)[^\\\[\]])+\]|\\p\{\^?\w+\}|\\[acdefhnrstvwDHSW]|\\\W|[^\\()\[\]{}|?*+^$.])"  # a character
 _WORDS = r"\(\?i?:[^()\[\]{}\\*+?.^$]{1,60}\)"
 _SAME, _MAY = rf"{_ONE}(?:\{{\d\}})?(?![*+?{{])", rf"{_ONE}(?:\?|\{{\d,\d\}})(?![*+?{{])"
 _MANY = rf"{_ONE}[*+](?![*+?{{])(?:{_ONE}[*?](?![*+?{{])|{_WORDS}\?)*"
-# Or goes back once: `\s+` but for its last, and `\s*\n+`, where the next alternative is `\s+` and takes all of it.
+# Or with one backtracking step: `\s+` but for its last, and `\s*\n+` if the next alternative `\s+` takes all of it.
 _ONCE = rf"\\s\+\(\?!\\S\)|(?P<may>{_ONE}\?)?(?P<run>{_ONE})\*{_ONE}\+(?:{_WORDS}\?)?(?=\|(?P=may)?(?P=run)\+)"
 _EACH = rf"(?:{_ONCE}|(?:{_WORDS})?(?:{_SAME})*(?:{_MAY}(?:{_SAME})*){{0,2}}(?:{_MANY})?)"
 _PATTERN = re.compile(rf"(?:{_EACH}(?:\||\Z))+", re.DOTALL)
 
 
 class Tokenizing(Guarded):
-    """Stands in for what cuts and joins text in a tokenizer of the library `tokenizers`."""
+    """Replacement for the encoding and decoding methods of a tokenizer of the library `tokenizers`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer)
@@ -59,7 +60,7 @@ class Tokenizing(Guarded):
     def _cuts_here(self) -> bool:
         tokenizer = self._tokenizer
         its, longest = tokenizer.backend_tokenizer, max(map(len, tokenizer.get_vocab()))
-        # of tokens that take the spaces before them, each is looked for from the beginning of the text
+        # each token that takes the spaces before it is searched from the beginning of the text
         goes_back = any(token.lstrip for token in tokenizer.added_tokens_decoder.values())
         is_long = max(longest, getattr(its.model, "max_input_chars_per_word", 0)) > LONGEST
         steps = map(_state, (its.normalizer, its.pre_tokenizer, its.post_processor))
@@ -70,7 +71,7 @@ class Tokenizing(Guarded):
         return is_plain(_state(self._tokenizer.backend_tokenizer.decoder))
 
     def encode(self, text: Any, text_pair: Any = None, **options: Any) -> Any:
-        """As `_encode_plus` of transformers."""
+        """Encode as `_encode_plus` of transformers."""
         tokenizer, is_text = self._tokenizer, isinstance(text, str)
         if self._cuts_here and not (is_text and len(text) > PIECE):
             return type(tokenizer)._encode_plus(tokenizer, text, text_pair, **options)
@@ -83,13 +84,13 @@ class Tokenizing(Guarded):
         return BatchEncoding({"input_ids": ids, "attention_mask": [1] * len(ids), "offset_mapping": places})
 
     def read(self, does: Callable[..., Any], text: str, *given: Any) -> Any:
-        """What a function of control_words makes of a text by the rules of this tokenizer."""
+        """Run a function of control_words on a text by the rules of this tokenizer."""
         if self._cuts_here and len(text) <= PIECE:
             return does(self._tokenizer.backend_tokenizer, text, *given)
         return _made(self._standby, does.__name__, text, *given)
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> str:
-        """As `_decode` of transformers, but for spaces, which are not tidied elsewhere."""
+        """Decode as `_decode` of transformers, but without tidying spaces in the worker process."""
         tokenizer = self._tokenizer
         if self._joins_here:
             return str(type(tokenizer)._decode(tokenizer, token_ids, skip_special_tokens, **options))
@@ -98,14 +99,14 @@ class Tokenizing(Guarded):
 
 
 def check_load(file: IO[bytes], beside: Sequence[str]) -> None:
-    """Raises BadModel if to load this tokenizer.json takes too much: words that are added are normalized then.
+    """Raise BadModel if this tokenizer.json is too costly to load. Loading normalizes the added words.
 
-    `beside`: the other files, JSON, that may add some.
+    `beside`: the other JSON files that may add words.
     """
     text = file.read().decode("utf-8", "replace")
     key = re.search(r'"normalizer"\s*:\s*', text)
     try:
-        # without parsing a vocabulary of megabytes, where no other key can mean the same
+        # avoids parsing a vocabulary of megabytes, if no other key can mean the same
         if key is not None and text.count('"normalizer"') == 1 and not re.search(r"\\u00[4-7]", text):
             step = json.JSONDecoder().raw_decode(text, key.end())[0]
         else:
@@ -119,7 +120,7 @@ def check_load(file: IO[bytes], beside: Sequence[str]) -> None:
 
 
 def is_plain(*steps: Any) -> bool:
-    """Whether these steps, as tokenizer.json has them, take time and memory in proportion to a text."""
+    """True if these steps of a tokenizer.json take time and memory in proportion to a text."""
     growth, waiting = 1.0, list(steps)
     while waiting:
         if (step := waiting.pop()) is None:
@@ -141,7 +142,7 @@ def is_plain(*steps: Any) -> bool:
 
 
 def _made(standby: Standby, does: str, *given: Any, n: int = 0) -> Any:
-    """What a function of the worker makes of it; `n` tokens are given. Raises BadModel."""
+    """Return the result of a worker function on `n` tokens. Raises BadModel."""
     longer = OUTPUT + TOKEN * n
     return standby.ask([does, *given], lambda size: (SECONDS + size / PACE, longer + LONGER * size)).get("made")
 

@@ -1,4 +1,4 @@
-"""Whether two models on disk share their tokens, by some of the words in their files. Standard library only."""
+"""Comparison of the vocabularies of two models on disk, by a sample of their words. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvcli.settings.small_file import Unfit, parse_object, read_small
 if TYPE_CHECKING:
     from kvcli.models.source import Source
 
-SAME = 0.95  # of the words looked at
+SAME = 0.95  # share of the compared words
 _LARGEST = 128 << 20  # bytes of a tokenizer.json
 
 Words = Sequence[str | None]
 
 
 def sample(source: Source) -> Words:
-    """Words of the ids `header.SAMPLE`, behind the letters that all vocabularies begin with; none: nobody can tell."""
+    """Words of the ids `header.SAMPLE`, after the letters that all vocabularies begin with; empty if unknown."""
     if source.is_gguf:
         listed = header.read(source.path).meta.get("tokenizer.ggml.tokens")
         return listed.words if isinstance(listed, header.Listed) else ()
@@ -27,7 +27,7 @@ def sample(source: Source) -> Words:
     except (Unfit, OSError):
         return ()
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocab, list):  # of pairs, a word and its score
+    if isinstance(vocab, list):  # pairs of a word and its score
         return [str(vocab[i][0]) if i < len(vocab) else None for i in header.SAMPLE]
     if not isinstance(vocab, dict):
         return ()
@@ -36,6 +36,6 @@ def sample(source: Source) -> Words:
 
 
 def alike(one: Words, other: Words) -> bool:
-    """Whether models with these words read each other's ids."""
+    """True if models with these words can read each other's ids."""
     same = sum(a == b for a, b in zip(one, other, strict=False) if a is not None)
     return same > 0 and same >= SAME * max(sum(word is not None for word in words) for words in (one, other))

@@ -1,1 +1,1 @@
-"""Policies: which slots to keep."""
+"""Eviction policies choose the slots of the KV cache to keep."""

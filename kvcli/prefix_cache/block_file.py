@@ -1,8 +1,8 @@
-"""A block: keys and values of a run of tokens, as a file that is whole or not taken for one.
+"""Block: KV of consecutive tokens in one file, which is valid as a whole or rejected.
 
-A safetensors file with a checksum of what is in it: safetensors refuses a file that was cut short, and takes one with
-flipped bits for good. Nothing of it is believed before its sizes are those of the model that asks, nor under another
-name than it was written for: that of its folder is its model's, and that of its file begins with its parent block's.
+It is a safetensors file with a checksum, because safetensors rejects a truncated file but accepts flipped bits. A file
+is used only if its sizes are those of the loaded model, and only under the name it was written for: the folder name is
+a hash of the cache key, and the file name begins with the parent block's hash.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from kvcli.prefix_cache.codec import Codec
 from kvcli.prefix_cache.tensor_codec import coded, decoded
 from kvcli.settings.small_file import Unfit, open_regular, parse_object, read_small
 
-LENGTH = 256  # tokens of a whole one
+LENGTH = 256  # tokens of a full block
 SUM = "crc32"
-HEADER = 1 << 20  # bytes, at most
-# what comes of headers that say what no header does
+HEADER = 1 << 20  # maximum bytes
+# exceptions that invalid headers cause
 UNREADABLE = (Unfit, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 
 
 class CorruptFile(Exception):
-    """The file holds nothing that may be read."""
+    """File that holds no valid block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Tokens that follow each other, and what layers stored of them."""
+    """Block of consecutive tokens, with their KV by layer."""
 
     ids: Sequence[int]  # n
-    kv: Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [K, m, D], v [K, m, E] of the last m; a window lost the rest
+    # by layer: k [K, m, D], v [K, m, E] of the last m tokens; a sliding window dropped the others
+    kv: Mapping[int, tuple[Tensor, Tensor]]
 
     def part(self, layer: int, at: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values of these of its tokens, as views. Raises CorruptFile for what it does not have."""
+        """Return KV of a part of the tokens, as views. Raises CorruptFile for tokens without KV."""
         k, v = self.kv.get(layer, (None, None))
         if k is None or v is None or (first := at.start - len(self.ids) + k.shape[1]) < 0:
             raise CorruptFile("it is another one by now")
@@ -55,7 +56,7 @@ class Block:
         return cut, cut if v is k else v[:, mine]
 
     def write(self, path: Path, codec: Codec) -> int:
-        """As a private file, in one step; returns its bytes. Not waited for: what a power cut damages is read again."""
+        """Write a private file atomically; return its bytes. No fsync: a file damaged by a power cut is recomputed."""
         tensors = {_ids_of(path): torch.tensor(self.ids, dtype=torch.int32)}
         for layer, (k, v) in self.kv.items():
             place = _place(layer, len(self.ids) - k.shape[1])
@@ -68,7 +69,7 @@ class Block:
 
 
 def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
-    """The block of a model with layers of these shapes, stored in numbers of this type. Raises CorruptFile, OSError."""
+    """Read the block of a model with layers of these shapes and this dtype. Raises CorruptFile, OSError."""
     own = [(i, shape) for i, shape in enumerate(shapes) if shape.shared_from is None]
     most = LENGTH * sum(s.numbers for _, s in own) * dtype.itemsize + 4 * LENGTH + HEADER
     try:
@@ -96,7 +97,8 @@ def read(path: Path, shapes: Sequence[LayerShape], dtype: torch.dtype) -> Block:
 
 
 def blamed(error: Exception) -> Exception:
-    """Damaged, unless there was no memory, or the system would not let the file be read, as with too many open ones."""
+    """Return CorruptFile for a damaged file; the error itself if memory ran out or the system refused access, as with
+    too many open files."""
     if is_out_of_memory(error):
         return error
     cause = error.__cause__
@@ -104,8 +106,7 @@ def blamed(error: Exception) -> Exception:
 
 
 def read_tokens(path: Path) -> tuple[np.ndarray, Mapping[int, int]]:
-    """The tokens of a block, int32 [n], and by layer the first that it has, and no numbers. Raises CorruptFile,
-    OSError."""
+    """Read tokens, int32 [n], and by layer the first one with KV, without the KV. Raises CorruptFile, OSError."""
     try:
         with open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
@@ -124,18 +125,18 @@ def read_tokens(path: Path) -> tuple[np.ndarray, Mapping[int, int]]:
 
 
 def _ids_of(path: Path) -> str:
-    """What the tokens of the block of this file are called: behind another parent they have other keys and values."""
+    """Return the tensor name of the tokens of this file's block. It has the parent, because the same tokens after
+    another parent have other KV."""
     return f"ids of {path.parent.name}/{path.name}"
 
 
 def _place(layer: int, first: int) -> str:
-    """What a layer's keys and values are called: "3", or from the 64th token on "3.64"."""
+    """Return the name suffix of a layer's keys and values: "3", or from the 64th token on "3.64"."""
     return f"{layer}.{first}" if first else f"{layer}"
 
 
 def _firsts(names: Iterable[str], n: int) -> dict[int, int]:
-    """By layer, of n tokens the first that it has. Raises CorruptFile for one where no layer begins: slots go by
-    blocks."""
+    """Return by layer the first of n tokens with KV. Raises CorruptFile if it is no multiple of BLOCK."""
     found = {}
     for layer, _, first in (name[2:].partition(".") for name in names if name.startswith("k.")):
         if not layer.isdecimal() or not (first or "0").isdecimal() or len(first) > len(str(LENGTH)):
@@ -147,7 +148,7 @@ def _firsts(names: Iterable[str], n: int) -> dict[int, int]:
 
 
 def _said(data: bytes) -> object:
-    """The checksum that a file names, whose header was read already."""
+    """Return the checksum in the header of a file, which was parsed before."""
     header = parse_object(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return header["__metadata__"][SUM]
 

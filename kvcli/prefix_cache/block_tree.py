@@ -1,8 +1,8 @@
-"""A tree of blocks in a folder: texts that begin alike share the blocks of their beginning (a radix tree over ids).
+"""Tree of blocks in a folder: sequences share the blocks of a common prefix (a radix tree over token ids).
 
-A block's file is named after the block before it and after its own tokens with all that came before them, so the
-folder itself says what follows what: there is no index that could disagree with it. A file is never changed, and at
-most replaced by one that has more, so processes need no locks, and a kill at any moment leaves what was there.
+A file name has the hash of the parent block, and the hash of the block's tokens and all before them. The folder itself
+is the index, so no index can disagree with it. A file is never changed and at most replaced by one with more KV.
+Processes need no locks, and a kill at any moment leaves a valid folder.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import numpy as np
 
 from kvcli.prefix_cache.block_file import LENGTH, CorruptFile, read_tokens
 
-SIZE = 16  # bytes of a name: too many for anybody to find two texts with one
+SIZE = 16  # bytes of a hash: enough to rule out collisions
 ROOT = "0" * 2 * SIZE
 ENDS = ".kv"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMatch:
-    """A block that has the next tokens of a text."""
+    """Block that holds the next tokens of a sequence."""
 
     path: Path
-    start: int  # in the text
-    n: int  # tokens that are the text's, of its first
-    firsts: Mapping[int, int]  # by layer: the position from which on it has keys and values
+    start: int  # position in the sequence
+    n: int  # first tokens of the block that match
+    firsts: Mapping[int, int]  # by layer: the first position with KV
 
     @property
     def end(self) -> int:
@@ -39,17 +39,17 @@ class BlockMatch:
 
 
 class BlockTree:
-    """The blocks of one model as it is loaded now."""
+    """Tree of the blocks of one model under one cache key."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, parent: str, own: str) -> Path:
-        """Where a block lies."""
+        """Return the file path of a block."""
         return self.folder / f"{parent}-{own}{ENDS}"
 
     def match_prefix(self, ids: Sequence[int]) -> Iterator[BlockMatch]:
-        """Blocks that hold the beginning of a text, in order."""
+        """Yield the blocks that hold a prefix of `ids`, in order."""
         text, after, parent = np.asarray(ids, np.int32), self.children(), ROOT
         for at in range(0, len(text), LENGTH):
             found = self._longest(after.get(parent, {}), parent, text, at)
@@ -61,7 +61,7 @@ class BlockTree:
             parent = name_of(parent, text[at : found.end])
 
     def places(self, ids: Sequence[int]) -> Iterator[tuple[Path, slice]]:
-        """Where the blocks of a text belong, the last of which may be a short one, and which tokens are theirs."""
+        """Yield the path and the tokens of each block of a sequence; the last block may be short."""
         text, parent = np.asarray(ids, np.int32), ROOT
         for at in range(0, len(text), LENGTH):
             mine = slice(at, min(at + LENGTH, len(text)))
@@ -70,7 +70,7 @@ class BlockTree:
             parent = own
 
     def drop_shorter(self, path: Path, ids: Sequence[int]) -> None:
-        """Remove the short blocks that this one, of these tokens, goes on from."""
+        """Remove the short blocks whose tokens are a prefix of this block's tokens `ids`."""
         parent, text = path.name.partition("-")[0], np.asarray(ids, np.int32)
         for own in self.children().get(parent, {}):
             other = self.path(parent, own)
@@ -79,9 +79,9 @@ class BlockTree:
                     other.unlink()
 
     def children(self) -> dict[str, dict[str, None]]:
-        """By block: those that follow it."""
+        """Return by block the blocks that follow it."""
         found: dict[str, dict[str, None]] = defaultdict(dict)
-        with suppress(OSError):  # there is none
+        with suppress(OSError):  # the folder does not exist
             for name in sorted(os.listdir(self.folder)):
                 parent, _, own = name.removesuffix(ENDS).partition("-")
                 if name.endswith(ENDS) and own:
@@ -89,7 +89,7 @@ class BlockTree:
         return found
 
     def _longest(self, after: dict[str, None], parent: str, text: np.ndarray, at: int) -> BlockMatch | None:
-        """The block behind `parent` that has most of the text's tokens from `at` on, in all layers together."""
+        """Return the block after `parent` with the most matching tokens from `at` on, summed over layers."""
         own = name_of(parent, mine := text[at : at + LENGTH])
         best, most = None, (0, 0)
         for name in [own] if own in after else after:
@@ -98,7 +98,7 @@ class BlockTree:
                 ids, firsts = read_tokens(path)
                 if name != name_of(parent, ids):
                     raise CorruptFile("it is named after other tokens")
-            except CorruptFile:  # if it stayed, it would be taken for one that need not be written
+            except CorruptFile:  # a corrupt file must be deleted, else its block would never be written again
                 with suppress(OSError):
                     path.unlink()
                 continue
@@ -111,11 +111,11 @@ class BlockTree:
 
 
 def name_of(parent: str, ids: np.ndarray) -> str:
-    """Of a block with these tokens behind `parent`."""
+    """Return the name of a block with these tokens after `parent`."""
     return blake2b(ids.astype("<i4").tobytes(), digest_size=SIZE, key=parent.encode()).hexdigest()
 
 
 def _alike(a: np.ndarray, b: np.ndarray) -> int:
-    """How many first tokens are the same."""
+    """Return the length of the common prefix."""
     n = min(len(a), len(b))
     return n if (same := a[:n] == b[:n]).all() else int(same.argmin())

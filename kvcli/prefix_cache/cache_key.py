@@ -1,4 +1,4 @@
-"""What keys and values depend on beside the text: the same in every field, or what was kept is another model's."""
+"""Cache key: the fields besides the token ids on which KV depends. All fields must match to use saved KV."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
 
 FORMAT = "kvcli.block/3"
-NAMES = ("transformers_version", "_name_or_path", "_attn_implementation")  # in a config, and nothing to the numbers
+NAMES = ("transformers_version", "_name_or_path", "_attn_implementation")  # in a config, without effect on the numbers
 
 
 def cache_key(lm: LM) -> dict[str, str]:
-    """By field; {} for weights that lie in no files.
+    """Return the fields; {} for weights that are in no files.
 
-    Bits of a model differ between kinds of processors and between releases of what computes, so all are fields. Files
-    count as they were when the model was loaded. Raises BadModel where they were replaced since and never hashed.
+    Bits of a model differ between kinds of processors and between library releases, so all of these are fields. Files
+    count as they were when the model was loaded. Raises BadModel if they were replaced since and never hashed.
     """
     files = lm.files or (model_files(Path(lm.info.path)) if lm.info.path else {})
     if not files.get("weights"):

@@ -1,4 +1,4 @@
-"""The `[prefix_cache]` table: how a file stores keys and values. It imports no torch, as profiles are read before it."""
+"""Encoding of keys and values in files: the `[prefix_cache]` table. No torch, because profiles are read first."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ if TYPE_CHECKING:
 
 
 class Codec(Protocol):
-    """The `[prefix_cache]` table of a profile, shared by all texts."""
+    """Codec: the `[prefix_cache]` table of a profile, shared by all sequences."""
 
     def encode(self, t: Tensor) -> bytes | None:
-        """A tensor on the host that lies in one piece as bytes; None where it is better kept as it is."""
+        """Encode a contiguous tensor on the host; None = store it unchanged."""
 
 
 @dataclass(frozen=True)
 class Uncompressed:
-    """Every number as it lies in memory."""
+    """No compression: keys and values are saved as they are in memory."""
 
     def encode(self, t: Tensor) -> bytes | None:
-        """None."""
+        """Return None: no tensor is encoded."""
         return None
 
 
 @dataclass(frozen=True)
 class Lossless:
-    """The same bits in three quarters of the bytes: of numbers whose exponents are much alike, as in bf16."""
+    """Lossless compression: three quarters of the bytes for bf16, whose exponents are mostly alike."""
 
     def encode(self, t: Tensor) -> bytes | None:
-        """With exponents in four bits; None where that takes no fewer bytes."""
+        """Encode with exponents in four bits; None if that takes no fewer bytes."""
         from kvcli.prefix_cache.exponent_coding import encode
 
         return encode(t)

@@ -1,4 +1,4 @@
-"""Room on a shelf: what was not used for longest goes first, before what is new is written."""
+"""Disk quota of a prefix cache: the least recently used files are evicted before new ones are written."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 from kvcli.prefix_cache.block_tree import ENDS
 
-LEFT = 0.9  # of the room: where it is full, files go until no more than this is taken
+LEFT = 0.9  # share of the quota to which files are evicted when it is exceeded
 TICK = 0.001  # seconds
 
 
 def evict_lru(folder: Path, most: int, fresh: int = 0) -> None:
-    """Have files below a folder go, where with so many bytes more there would be more than `most`."""
+    """Evict the least recently used files of a folder if `fresh` more bytes would exceed `most`."""
     stats = []
     for path in folder.glob(f"*/*{ENDS}"):
-        with suppress(FileNotFoundError):  # another run made room
+        with suppress(FileNotFoundError):  # evicted by another process
             stats.append((path, path.stat()))
     total = sum(stat.st_size for _, stat in stats) + fresh
     if total <= most:
@@ -31,7 +31,7 @@ def evict_lru(folder: Path, most: int, fresh: int = 0) -> None:
 
 
 def touch(paths: Sequence[Path]) -> None:
-    """As used now, those further on a little earlier: without what comes before it, a block serves nobody."""
+    """Mark files as used now, later blocks slightly earlier, because they are useless without those before."""
     now = time.time()
     for i, path in enumerate(paths):
         with suppress(OSError):

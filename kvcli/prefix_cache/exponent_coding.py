@@ -1,8 +1,9 @@
-"""Numbers with their exponents in four bits: a quarter fewer bytes of bf16, and every bit as it was.
+"""Lossless encoding of numbers with exponents in four bits: a quarter fewer bytes for bf16.
 
-Sign and mantissa of keys and values are noise, but their exponents are one of a dozen: each is kept as how far it is
-below the greatest, those further below by themselves. Huffman's code (zlib) takes a twelfth of the bytes more away and
-is read at a tenth of the speed, other coders of the standard library at less (docs/lab-log.md).
+Signs and mantissas of keys and values are noise, but their exponents have about a dozen values. Each exponent is stored
+as its distance below the greatest; those too far below are stored separately. Huffman coding (zlib) saves another
+twelfth of the bytes and decodes at a tenth of the speed, other coders of the standard library at less
+(docs/lab-log.md).
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import torch
 from torch import Tensor
 
 UNSIGNED = {torch.bfloat16: np.uint16, torch.float32: np.uint32}  # both have eight bits of exponent
-MOST = 15  # that an exponent is below the greatest
-HEAD = 5  # bytes: the greatest, and how many are further below
+MOST = 15  # largest distance of an exponent in four bits
+HEAD = 5  # bytes: the greatest exponent, and the number of those stored separately
 
 
 def encode(t: Tensor) -> bytes | None:
-    """A tensor on the host that lies in one piece; None where it takes no fewer bytes so."""
+    """Encode a contiguous tensor on the host; None if that takes no fewer bytes."""
     if t.dtype not in UNSIGNED or not t.numel():
         return None
     numbers = t.view(-1).view(torch.uint8).numpy().view(UNSIGNED[t.dtype])
     size = t.element_size()
-    turned = (numbers << 1) | (numbers >> (8 * size - 1))  # the sign goes last
+    turned = (numbers << 1) | (numbers >> (8 * size - 1))  # the sign becomes the lowest bit
     *rest, top = ((turned >> (8 * i)).astype(np.uint8) for i in range(size))
     below = top.max() - top
     far = np.flatnonzero(below >= MOST).astype("<u4")
@@ -39,7 +40,7 @@ def encode(t: Tensor) -> bytes | None:
 
 
 def decode(data: bytes, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What `encode` had. Raises ValueError for what is no such tensor; no more is made than that has bytes."""
+    """Decode the data of `encode`. Raises ValueError if invalid; allocates no more than the tensor's bytes."""
     n, size = math.prod(shape), dtype.itemsize
     half, most = (n + 1) // 2, int.from_bytes(data[:1], "little")
     n_far = int.from_bytes(data[1:HEAD], "little")

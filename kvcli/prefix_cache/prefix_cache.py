@@ -1,9 +1,9 @@
-"""The shelf: where sessions put what they have read, and look before they read.
+"""On-disk prefix cache. A session saves its KV cache here and, before prefill, loads the longest saved prefix.
 
-One folder for each way of loading a model (cache_key.py), and of making a past. Where a past is whole, texts share what
-they begin with: a tree of blocks (block_tree.py). One that settings shaped serves the very text that it was made of,
-and is kept in one piece (snapshot_file.py). It is a cache: all of it can be made again, so what is damaged, foreign or
-cannot be written costs time and nothing else.
+It has one folder per way of loading a model (cache_key.py) and of making a KV cache. Caches that hold all KV unchanged
+are saved as a tree of blocks (block_tree.py), so sequences share the blocks of a common prefix. A cache that settings
+changed can only continue the exact sequence it was made from, so it is saved as one snapshot (snapshot_file.py). All
+files can be recomputed: a file that is corrupt, foreign or cannot be written costs time only.
 """
 
 from __future__ import annotations
@@ -39,30 +39,31 @@ if TYPE_CHECKING:
     from kvcli.engine.prefill import span_reuse
     from kvcli.engine.sequence.session import GenerationSession
 
-FEW = 32  # tokens: as many are read as fast as they are found
-WORTH = 1 << 35  # weights times tokens: less is read in a moment, and not worth writing to a disk
-HEAD = 1 << 14  # bytes of a block beside its numbers, about
-FIELDS, MODEL = "identity.json", "model"  # the file, and what a model is called in it
+FEW = 32  # tokens: a prefill of so few is as fast as loading them
+WORTH = 1 << 35  # model parameters times tokens: a shorter prefill takes a moment, and saving it is not worthwhile
+HEAD = 1 << 14  # approximate bytes of a block besides its KV
+FIELDS, MODEL = "identity.json", "model"  # the file, and its key for the model name
 UNKEPT = "what was read is not kept"
 STOPPED = f"{UNKEPT}: stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """What keeping a text came to."""
+    """Result of saving a sequence."""
 
     nbytes: int = 0  # newly written
     why_not: str = ""
-    shelf: PrefixCache | None = None  # where there was none before
+    shelf: PrefixCache | None = None  # the prefix cache, if its folder was created by this save
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConditions:
-    """What made a past of a text, beside the model."""
+    """Cache conditions: the settings that made a KV cache, besides the model."""
 
-    is_whole: bool = True  # nothing: it holds every key and value as it was made
-    settings: Mapping[str, str] = field(default_factory=dict)  # by key; of a whole one those that say so
-    codec: Codec = field(default_factory=Uncompressed)  # how it lies in files
+    is_whole: bool = True  # True if the cache holds all KV unchanged
+    # settings by key; for an unchanged cache only those that show that it is unchanged
+    settings: Mapping[str, str] = field(default_factory=dict)
+    codec: Codec = field(default_factory=Uncompressed)  # encoding of tensors in files
 
 
 WHOLE = CacheConditions()
@@ -70,25 +71,25 @@ WHOLE = CacheConditions()
 
 @dataclass(frozen=True, slots=True)
 class PendingWrite:
-    """A file that is to be."""
+    """Write of one file, not yet done."""
 
     path: Path
-    nbytes: int  # about
+    nbytes: int  # approximate
     write: Callable[[], int]
-    drop: Callable[[], None]  # what it takes the place of
+    drop: Callable[[], None]  # removes the files that this one replaces
 
 
 class PrefixCache:
-    """What texts over one model have read, in a folder with room for `most` bytes."""
+    """Prefix cache of one model: a folder of at most `most` bytes."""
 
     def __init__(self, folder: Path, most: int, lm: LM, *, worth: int = WORTH) -> None:
-        """`worth`: weights times tokens from which on a text is kept."""
+        """`worth`: model parameters times tokens from which a sequence is saved."""
         self.folder, self.most, self._lm, self._worth = folder, most, lm, worth
         self._fields = cache_key(lm)
-        self._seen: dict[str, BlockIndexEntry] = {}  # blocks, by name
+        self._seen: dict[str, BlockIndexEntry] = {}  # by block name
 
     def load_prefix(self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions = WHOLE) -> int:
-        """Give a session that is to read `ids` what lies here of their beginning; returns how many need no reading."""
+        """Load the saved KV of the longest prefix of `ids` into a session; return the tokens that need no prefill."""
         if not self._is_in_blocks(shaping):
             self._go_on(session, ids, shaping)
             return session.committed
@@ -99,13 +100,14 @@ class PrefixCache:
             if n - have < FEW:
                 if not have or not any(one.end - have >= FEW and self._begins(found, 0, one.end) for one in found):
                     break
-                have = session.rewind(0)  # what a window has there ends before what lies here of it begins
+                # start over, because the saved blocks do not reach the start of a sliding window
+                have = session.rewind(0)
                 continue
             try:
                 session.adopt(ids, n, self._past(session, found, have, n, ids))
             except CorruptFile:
-                continue  # its file is gone: to what comes before it
-            except OSError:  # it stays, and would be found again
+                continue  # the corrupt file was deleted: try the blocks before it
+            except OSError:  # the file remains and would be found again
                 break
             touch([one.path for one in found])
             break
@@ -114,7 +116,7 @@ class PrefixCache:
     def find_spans(
         self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions
     ) -> Iterator[span_reuse.Found]:
-        """Runs of `ids`, behind what a session has of them, that stand in other texts, and what lies here of these."""
+        """Yield spans of `ids` after the session's tokens that match other saved sequences, with their KV."""
         if self._fields and session.reusing is not None:
             here, dtype, start = self._folder(session, shaping), session.cache.dtype, session.committed
             yield from find_spans(here, self._lm, dtype, ids[:-1], start, session.reusing.min_span, self._seen)
@@ -122,8 +124,8 @@ class PrefixCache:
     def save(
         self, session: GenerationSession, cancel: Callable[[], bool] = lambda: False, shaping: CacheConditions = WHOLE
     ) -> SaveResult:
-        """Write what a session has stored and is not here yet, until `cancel()` says so between files."""
-        session.rewind(session.committed + 1)  # of a prompt that it is reading nothing counts
+        """Save the part of a session's cache that is not saved yet, until `cancel()` is True between two files."""
+        session.rewind(session.committed + 1)  # a running prefill does not count
         n = session.committed
         if not self._fields or n < FEW or n * self._lm.info.parameters < self._worth:
             return SaveResult()
@@ -133,7 +135,7 @@ class PrefixCache:
         return SaveResult(why_not=f"{UNKEPT}: {lacks[0].message}") if lacks else kept
 
     def mismatch(self, session: GenerationSession, shaping: CacheConditions = WHOLE) -> list[str]:
-        """Why nothing that was kept of a model so called serves it as it is loaded: in what the nearest differs."""
+        """Return why saved files of this model cannot be used: the fields in which the nearest folder differs."""
         mine, found = self._of(session, shaping), list[list[str]]()
         for other in self.folder.glob(f"*/{FIELDS}") if self._fields else ():
             with suppress(Unfit):
@@ -171,13 +173,13 @@ class PrefixCache:
         return SaveResult(written, shelf=self if is_first else None)
 
     def _is_in_blocks(self, shaping: CacheConditions) -> bool:
-        """Whether keys and values are all that is kept: a state is of the whole text, and goes with all of a past."""
+        """True if only KV is saved. A recurrent state belongs to a whole sequence and is saved in a snapshot."""
         return shaping.is_whole and not self._lm.mixers
 
     def _blocks(
         self, session: GenerationSession, tree: BlockTree, codec: Codec
     ) -> tuple[int, list[Path], list[PendingWrite]]:
-        """Bytes of a whole past, where its blocks belong, and those that are not there."""
+        """Return the bytes of a whole cache, the paths of its blocks, and the writes of missing blocks."""
         n = session.committed
         places = list(tree.places(session.ids[:n]))
         held = _held(session)
@@ -198,7 +200,7 @@ class PrefixCache:
     def _past_of(
         self, session: GenerationSession, folder: Path, codec: Codec
     ) -> tuple[int, list[Path], list[PendingWrite]]:
-        """The same of a past in one piece."""
+        """Return the same for a cache saved as one snapshot."""
         ids = session.ids[: session.committed]
         if (path := snapshot_file.path_of(folder, ids)).exists():
             return 0, [path], []
@@ -216,7 +218,7 @@ class PrefixCache:
         )
 
     def _go_on(self, session: GenerationSession, ids: Sequence[int], shaping: CacheConditions) -> None:
-        """Have a session that is to read `ids` go on from the longest past of their beginning, if one is worth it."""
+        """Restore the longest useful snapshot of a prefix of `ids` into the session."""
         for n, path in snapshot_file.match_prefix(self._folder(session, shaping), ids[:-1]) if self._fields else ():
             if n - session.committed < FEW:
                 return
@@ -225,11 +227,11 @@ class PrefixCache:
                 if session.ids[:n] != list(ids[:n]):
                     session.rewind(0)
                     raise SnapshotMismatch("it is of another text")
-                session.resume(ids)  # as every question begins
+                session.resume(ids)  # as each question starts
                 return touch([path])
             except (CorruptFile, SnapshotMismatch):
                 path.unlink(missing_ok=True)
-            except OSError:  # it stays
+            except OSError:  # the file remains
                 return
 
     def _of(self, session: GenerationSession, shaping: CacheConditions) -> dict[str, str]:
@@ -240,9 +242,11 @@ class PrefixCache:
         return self.folder / name
 
     def _begins(self, found: Sequence[BlockMatch], have: int, n: int) -> dict[int, int]:
-        """By layer: the position from which on rows behind n tokens are given what is kept, as far back as windows keep
-        it; {} where these lack some of what they see. Behind `have` tokens there is no gap, whatever a window hides: a
-        sum over slots that lie otherwise has other bits.
+        """Return by layer the position from which saved KV is loaded for rows after n tokens, as far back as sliding
+        windows keep it; {} if a window lacks slots that rows attend to.
+
+        From `have` tokens on there must be no gap, even outside of windows, because a sum over slots in another layout
+        has other bits.
         """
         windows, begins = windows_of(self._lm.shapes, self._lm.sights), dict[int, int]()
         for layer, shape in enumerate(self._lm.shapes):
@@ -253,7 +257,7 @@ class PrefixCache:
                 low, seen = windows[layer].window_start(n), max(0, n - windows[layer].size + 1)
             at = n
             for one in reversed(found):
-                if at <= low or at > one.end:  # as much as is wanted, or a gap
+                if at <= low or at > one.end:  # enough slots, or a gap
                     break
                 at = min(at, one.firsts.get(layer, at))
             if at > seen:
@@ -264,9 +268,8 @@ class PrefixCache:
     def _past(
         self, session: GenerationSession, found: Sequence[BlockMatch], have: int, n: int, ids: Sequence[int]
     ) -> Iterator[tuple[int, Tensor, Tensor, int]]:
-        """Layers, keys and values of tokens from `have` to n, and where these begin: a block at a time, as all of them
-        would take the room of the past once more. Raises CorruptFile, OSError.
-        """
+        """Yield layer, keys, values and first position of tokens from `have` to n, one block at a time because all at
+        once would need the memory of the cache twice. Raises CorruptFile, OSError."""
         begins = self._begins(found, have, n)
         for one in found:
             last = min(one.end, n)
@@ -288,15 +291,15 @@ class PrefixCache:
 
 
 def fields_of(made_by: Mapping[str, str], session: GenerationSession, shaping: CacheConditions) -> dict[str, str]:
-    """All that a past depends on beside the text, by field; `made_by`: the identity of the model."""
+    """Return all fields besides the token ids on which a cache depends; `made_by`: the cache key of the model."""
     return {**made_by, **shaping.settings, "kv.dtype": str(session.cache.dtype).removeprefix("torch.")}
 
 
-Held = Mapping[int, tuple[int, Tensor, Tensor]]  # by layer: its first position, k [K, S, D], v [K, S, E]
+Held = Mapping[int, tuple[int, Tensor, Tensor]]  # by layer: first position, k [K, S, D], v [K, S, E]
 
 
 def _held(session: GenerationSession) -> Held:
-    """What lies in the store, where that is a run of positions."""
+    """Return the KV of the cache, which must be a range of positions."""
     found = {}
     for layer, shape in enumerate(session.lm.shapes):
         if shape.shared_from is None:
@@ -308,7 +311,7 @@ def _held(session: GenerationSession) -> Held:
 
 
 def _cut(held: Held, mine: slice) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """What layers still have of these tokens: the last of them."""
+    """Yield the KV of these tokens that layers still hold: the last ones."""
     for layer, (first, k, v) in held.items():
         if (start := _first(first, mine)) < mine.stop:
             at = slice(start - first, mine.stop - first)
@@ -317,12 +320,12 @@ def _cut(held: Held, mine: slice) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]
 
 
 def _first(first: int, mine: slice) -> int:
-    """Of these tokens the first to be written, where a layer begins at position `first`: slots go by whole blocks."""
+    """Return the first of these tokens to write, if a layer begins at `first`: slots are saved in whole blocks."""
     return int(max(mine.start, -(-first // BLOCK) * BLOCK))
 
 
 def _has_less(path: Path, held: Held, mine: slice) -> bool:
-    """Whether what lies there has less of these tokens than `held`, in some layer, and in none more."""
+    """True if the file at `path` has fewer of these tokens than `held` in some layer, and more in none."""
     try:
         its = read_tokens(path)[1]
     except (CorruptFile, OSError):

@@ -1,8 +1,8 @@
-"""A past: all that a session goes on from, as one file that is whole or not taken for one.
+"""Snapshot: the whole state of a session in one file, which is valid as a whole or rejected.
 
-A safetensors file: tensors by their names in the tree joined by "/", its numbers and a checksum in the header. Written
-one tensor at a time. Read, every size is held against the file's own before room is made for it, so no more is
-allocated than there are bytes; what the tensors must be is for those to say who take them (kv/snapshot.py).
+It is a safetensors file: tensors are named by their path in the tree, joined by "/"; the header has the numbers of the
+tree and a checksum. It is written one tensor at a time. The reader compares every size with the file size before it
+allocates, so no more is allocated than the file has bytes. The users of the tensors validate them (kv/snapshot.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvcli.prefix_cache.block_file import SUM, UNREADABLE, CorruptFile, blamed
 from kvcli.prefix_cache.block_tree import ENDS
 from kvcli.settings.small_file import open_regular, parse_object
 
-HEADER, MOST, DEEP = 1 << 24, 1 << 17, 8  # bytes, tensors and their dimensions, at most
+HEADER, MOST, DEEP = 1 << 24, 1 << 17, 8  # maximum bytes, tensors, and tensor dimensions
 NUMBERS = "numbers"
 DTYPES = {
     "F64": torch.float64,
@@ -45,7 +45,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a file, before there is room for it."""
+    """Tensor of a file, before its memory is allocated."""
 
     name: str
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Entry:
 
 
 def write(path: Path, state: State, of: str = "") -> int:
-    """As a private file, in one step, `of` what made it; returns its bytes. What a power cut damages is read again."""
+    """Write a private file atomically, `of` its maker; return its bytes. A power cut may corrupt the file."""
     tensors, numbers = _parted(state)
     with replacing(path, is_lasting=False) as file:
         file.write(_header(tensors, numbers, 0))
@@ -73,12 +73,12 @@ def write(path: Path, state: State, of: str = "") -> int:
 
 
 def path_of(folder: Path, ids: Sequence[int]) -> Path:
-    """Where the past of exactly these tokens belongs."""
+    """Return the path of the snapshot of exactly these tokens."""
     return folder / f"{len(ids)}-{digest(ids)}{ENDS}"
 
 
 def match_prefix(folder: Path, ids: Sequence[int]) -> Iterator[tuple[int, Path]]:
-    """The pasts of beginnings of a text, and of how many tokens they are, the longest first."""
+    """Yield the snapshots of prefixes of `ids` and their token counts, the longest first."""
     names = [path.name.removesuffix(ENDS).partition("-") for path in folder.glob(f"*-*{ENDS}")]
     counts = {int(n) for n, _, _ in names if n.isdecimal() and len(n) < 12}
     for n in sorted((n for n in counts if n <= len(ids)), reverse=True):
@@ -87,18 +87,18 @@ def match_prefix(folder: Path, ids: Sequence[int]) -> Iterator[tuple[int, Path]]
 
 
 def digest(ids: Sequence[int]) -> str:
-    """Of a text: too long for anybody to find two with one."""
+    """Return the hash of a sequence, long enough to rule out collisions."""
     return blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=16).hexdigest()
 
 
 def nbytes(state: State) -> int:
-    """What it takes as a file."""
+    """Return the bytes of the file."""
     tensors, numbers = _parted(state)
     return len(_header(tensors, numbers, 0)) + sum(t.nbytes for t in tensors.values())
 
 
 def read(path: Path, of: str = "") -> State:
-    """The tree that was written. Raises CorruptFile, or OSError where the system would not let it be read."""
+    """Read the tree. Raises CorruptFile, or OSError if the system refused access."""
     try:
         with open_regular(path) as file:
             entries, numbers, said = _entries(file)
@@ -118,7 +118,7 @@ def read(path: Path, of: str = "") -> State:
 
 
 def _entries(file: IO[bytes]) -> tuple[list[Entry], dict[str, int | float], str]:
-    """What the file says it holds, which is what it has bytes for; the numbers of the tree; the checksum."""
+    """Return the tensors in the header, whose sizes must match the file; the numbers of the tree; the checksum."""
     end, size = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
     if not 0 < size <= min(HEADER, end - 8):
         raise CorruptFile("it has no header")
@@ -160,10 +160,10 @@ def _header(tensors: Mapping[str, Tensor], numbers: Mapping[str, Leaf], total: i
 
 
 def _seed(numbers: Mapping[str, Leaf], of: str) -> int:
-    """What the checksum begins with."""
+    """Return the initial value of the checksum."""
     return zlib.crc32(json.dumps(numbers, sort_keys=True).encode(), zlib.crc32(of.encode()))
 
 
 def _bytes(t: Tensor) -> memoryview:
-    """Of a tensor on the host that lies in one piece, to read and to write."""
+    """Return the bytes of a contiguous tensor on the host, for reading and writing."""
     return t.reshape(-1).view(torch.uint8).numpy().data if t.numel() else memoryview(bytearray())

@@ -1,7 +1,7 @@
-"""What a prompt shares with kept texts behind another beginning than theirs: found by content, in runs.
+"""Find token spans of a prompt in saved sequences with another prefix, by content.
 
-Of each block the first and the last tokens are looked up among those of the prompt, by one number each. Only texts of
-which a block is found so are compared token by token, and no more than a few of them.
+The first and the last tokens of each block are looked up in the prompt by rolling hashes. Only sequences with such a
+block are compared token by token, and only a few of them.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from kvcli.prefix_cache.disk_quota import touch
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
 
-MOST = 1 << 14  # blocks that are looked at, those nearest to the beginning of their text first
-TEXTS = 8  # that one prompt is compared with
+MOST = 1 << 14  # blocks that are searched, those nearest to the beginning of their sequence first
+TEXTS = 8  # sequences that one prompt is compared with
 
 
 @dataclass(frozen=True, slots=True)
 class BlockIndexEntry:
-    """A block at a glance. Its file never has less."""
+    """Index entry of a block. Its file may be replaced only by one with more KV."""
 
     path: Path
     parent: str
     ids: np.ndarray  # int32 [n]
-    first: int  # token that all layers have, with those behind it; n where a window lost all of one
+    first: int  # first token with KV in all layers, also after it; n if a sliding window dropped all of a layer
 
     @property
     def shown(self) -> np.ndarray:
-        """Its tokens that may be taken, -1 in place of others."""
+        """Tokens that may be reused, -1 in place of others."""
         return np.where(np.arange(len(self.ids)) < self.first, -1, self.ids)
 
 
 @dataclass(frozen=True, eq=False)
 class BlockChain:
-    """Blocks from the beginning of a text on."""
+    """Blocks of a sequence from its beginning on."""
 
     blocks: Sequence[BlockIndexEntry]
-    ids: Sequence[int]  # of all of them
+    ids: Sequence[int]  # of all blocks
     lm: LM
     dtype: torch.dtype
 
     def held(self, first: int, n: int) -> Held:
-        """Read from their files. Those before them say where they stand, so none of these may go first."""
+        """Load KV of n tokens from `first` on. Earlier blocks are marked as used, too: they determine the positions."""
         found: dict[int, list[tuple[Tensor, Tensor]]] = {}
         last = -(-(first + n) // LENGTH)
         for i in range(first // LENGTH, last):
@@ -72,7 +72,7 @@ class BlockChain:
                 with suppress(OSError):
                     seen.path.unlink()
                 raise SpanSourceGone from error
-            except OSError as error:  # it stays
+            except OSError as error:  # the file remains
                 raise SpanSourceGone from error
         touch([seen.path for seen in self.blocks[:last]])
         each = {layer: zip(*parts, strict=True) for layer, parts in found.items()}
@@ -89,9 +89,11 @@ def find_spans(
     least: int,
     known: dict[str, BlockIndexEntry],
 ) -> Iterator[Found]:
-    """Runs of `least` tokens or more of `ids` from `start` on, and the texts that have them; some more than once.
+    """Yield the spans of at least `least` tokens of `ids` from `start` on, and the sequences that hold them.
 
-    `known`: blocks seen before, by name. A run that begins and ends within one block is not found.
+    A span may occur more than once.
+
+    `known`: index entries by block name, reused between calls. A span within one block is not found.
     """
     width = min(least, LENGTH)
     blocks = dict(_blocks(folder, lm, known)) if len(ids) - start >= least else {}
@@ -104,8 +106,8 @@ def find_spans(
     for _ in range(TEXTS):
         if not hits:
             return
-        way, at = list[BlockIndexEntry](), next(reversed(hits))  # furthest from the beginning of its text
-        there = list[int]()  # how far from there those are that were found
+        way, at = list[BlockIndexEntry](), next(reversed(hits))  # the farthest from the beginning of its sequence
+        there = list[int]()  # distances from there of the blocks found
         while at in blocks:
             if at in hits:
                 del hits[at]
@@ -121,7 +123,7 @@ def find_spans(
 
 
 def _blocks(folder: Path, lm: LM, known: dict[str, BlockIndexEntry]) -> Iterator[tuple[str, BlockIndexEntry]]:
-    """All whose beginning is known, by name, those of a text in order."""
+    """Yield the index entries of all blocks reachable from the root, by name, those of a sequence in order."""
     tree, layers = BlockTree(folder), _owners(lm)
     after, ahead, left = tree.children(), deque([ROOT]), MOST
     while ahead and left:
@@ -143,5 +145,5 @@ def _blocks(folder: Path, lm: LM, known: dict[str, BlockIndexEntry]) -> Iterator
 
 
 def _owners(lm: LM) -> set[int]:
-    """Layers that store."""
+    """Return the layers that store KV."""
     return {layer for layer, shape in enumerate(lm.shapes) if shape.shared_from is None}

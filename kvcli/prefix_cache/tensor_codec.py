@@ -1,6 +1,6 @@
-"""How keys and values lie in a file: as they are, or coded in fewer bytes with every bit as it was.
+"""Tensors of a KV cache in files: unchanged, or losslessly encoded in fewer bytes.
 
-A coded tensor is bytes; nothing of what they say decides how much memory is taken. Whoever reads takes either.
+An encoded tensor is bytes; its contents do not decide how much memory is allocated. Readers accept both forms.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from kvcli.kv.snapshot import SnapshotMismatch, State, leaves, tree_of
 from kvcli.prefix_cache import exponent_coding
 from kvcli.prefix_cache.codec import Codec
 
-FEW = 1 << 12  # bytes that are worth coding
-SIZES = 8  # of a tensor, at most
-DTYPES = tuple(exponent_coding.UNSIGNED)  # of a past, numbered in its file
-CODED, TYPE = "coded", "type"  # in place of a tensor: its bytes, beside its type and its sizes "0", "1", ..
+FEW = 1 << 12  # minimum bytes of a tensor that is encoded
+SIZES = 8  # maximum dimensions of a tensor
+DTYPES = tuple(exponent_coding.UNSIGNED)  # dtypes of a cache, by their number in the file
+CODED, TYPE = "coded", "type"  # keys that replace a tensor: its bytes, its dtype, and its sizes "0", "1", ..
 
 
 def coded(t: Tensor, codec: Codec) -> Tensor:
-    """A tensor on the host as it is to lie in a file: as it is, or as bytes, uint8 [n]."""
+    """Return a tensor as it is saved: unchanged on the host, or as bytes, uint8 [n]."""
     t = t.cpu().contiguous()
     data = codec.encode(t)
     return t if data is None else torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def decoded(t: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The inverse: of this type and shape, and not a byte more is made. Raises ValueError for what is none such."""
+    """Decode a tensor of this dtype and shape, allocating no byte more. Raises ValueError for anything else."""
     if t.dtype == dtype and t.shape == torch.Size(shape):
         return t
     if t.dtype != torch.uint8 or t.dim() != 1:
@@ -38,7 +38,7 @@ def decoded(t: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def coded_state(state: State, codec: Codec) -> State:
-    """A past as it is to lie in a file: what is large is coded."""
+    """Return a snapshot as it is saved: large tensors are encoded."""
     found = dict(leaves(state))
     for path, t in list(found.items()):
         if (
@@ -54,7 +54,7 @@ def coded_state(state: State, codec: Codec) -> State:
 
 
 def decoded_state(state: State) -> State:
-    """The inverse. Raises SnapshotMismatch for what is none; it takes twice the memory of what is coded, at most."""
+    """Decode a snapshot, in at most twice the memory of the encoded one. Raises SnapshotMismatch if it is invalid."""
     return {name: _decoded(of) if isinstance(of, Mapping) else of for name, of in state.items()}
 
 

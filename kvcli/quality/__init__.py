@@ -1,4 +1,4 @@
-"""What a compressed past costs in answers: generated tasks, scored against the full cache on the same samples.
+"""Quality of answers with a compressed KV cache: generated tasks, compared with the full cache on the same samples.
 
 from kvcli.quality.run import run_quality
 result = run_quality(model, [profile], n=4)

@@ -1,7 +1,7 @@
-"""Agreement with the full cache on any text: no labels, no questions, every token counts.
+"""Agreement with the full cache on any text, measured per token, without labels or questions.
 
-A window of the text is read and compressed; the tokens behind it are then predicted one by one, each given the true
-ones before it, from the compressed past and from the full one.
+A window of the text is prefilled and compressed. The tokens after it are then predicted one by one, each given the true
+tokens before it, from the compressed KV cache and from the full one.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from kvcli.engine.sequence.session import GenerationSession
     from kvcli.settings.profile import Profile
 
-CONTEXT = 768  # tokens read and compressed, at most
-SCORED = 256  # tokens predicted behind them
-WINDOWS = 8  # stretches of the text, at most
-LEAST = 64  # tokens of a text below which nothing can be said
+CONTEXT = 768  # most tokens prefilled and compressed per window
+SCORED = 256  # tokens predicted after them
+WINDOWS = 8  # most windows of the text
+LEAST = 64  # least tokens of a text
 
 
 @dataclass(frozen=True, slots=True)
 class TextWindow:
-    """One window, as ids."""
+    """One window of the text, as token ids."""
 
     context: list[int]
     scored: list[int]
@@ -47,16 +47,16 @@ class TextWindow:
 
 @dataclass(frozen=True, slots=True)
 class PredictionDistance:
-    """How far predictions are from those of the full cache, token by token: all [n]."""
+    """Distance of predictions from those of the full cache, per token: all [n]."""
 
-    same: Tensor  # bool: the likeliest token is the full cache's
-    kl: Tensor  # nats from the full cache's distribution to this one
-    nll: Tensor  # nats of the true token
-    delta: Tensor  # of those, more than with the full cache
+    same: Tensor  # bool: the likeliest token is that of the full cache
+    kl: Tensor  # KL from the full cache's distribution to this one, nats
+    nll: Tensor  # negative log-likelihood of the true token, nats
+    delta: Tensor  # nll minus that of the full cache
 
     @staticmethod
     def of(said: Tensor, truth: Tensor, scored: Sequence[int]) -> PredictionDistance:
-        """said, truth [n, V] log-probabilities."""
+        """Compare the log-probabilities `said` with those of the full cache, `truth`: [n, V]."""
         at = torch.tensor(scored, device=said.device).unsqueeze(1)
         nll, full = -said.gather(1, at).squeeze(1), -truth.gather(1, at).squeeze(1)
         kl = (truth.exp() * (truth - said)).sum(-1)
@@ -65,7 +65,7 @@ class PredictionDistance:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """One row in one window: means over its tokens."""
+    """Result of one row in one window: means over its tokens."""
 
     kept: float
     agreement: float
@@ -91,10 +91,10 @@ def agreement(
     tell: Tell = lambda done, total, label: None,
     cancel: Cancel = lambda: False,
 ) -> AgreementDocument | None:
-    """Top-1 agreement, KL and added negative log-likelihood of `profiles` and the two controls against the full cache.
+    """Measure top-1 agreement, KL and added negative log-likelihood of `profiles` and the controls vs. the full cache.
 
-    Windows of `context` + `scored` tokens are spread evenly over the text; a shorter text is one window, a quarter of
-    it scored. None when cancelled before the first window; raises BadInput for a text that is too short.
+    Windows of `context` + `scored` tokens are spread evenly over the text. A shorter text is one window, with a quarter
+    of it scored. Returns None if cancelled before the first window. Raises BadInput for a text that is too short.
     """
     _check(model, context, scored, windows)
     parts = cuts(_ids(model, text, context + scored), context, scored, windows)
@@ -114,7 +114,7 @@ def agreement(
 def _windows(
     model: Model, table: Sequence[Row], parts: Sequence[TextWindow], tell: Tell, cancel: Cancel
 ) -> Iterator[list[_Window]]:
-    """Window by window, one entry a row; a window that was cancelled halfway is left out."""
+    """Yield the results of each window, one per row; a window that was cancelled halfway is left out."""
     done, total = 0, len(parts) * len(table)
     for lot, cut in enumerate(parts):
         far: list[_Window] = []
@@ -158,7 +158,7 @@ def _ids(model: Model, text: str, wanted: int) -> list[int]:
 
 
 def cuts(ids: list[int], context: int, scored: int, windows: int) -> list[TextWindow]:
-    """Windows from the start to the end of the text; they do not overlap."""
+    """Return windows from the start to the end of the text, without overlaps."""
     wide = context + scored
     if len(ids) < wide:
         behind = min(scored, max(1, len(ids) // 4))
@@ -169,7 +169,7 @@ def cuts(ids: list[int], context: int, scored: int, windows: int) -> list[TextWi
 
 
 def predicted(session: GenerationSession, scored: Sequence[int]) -> Tensor:
-    """[n, V] log-probabilities of each scored token given the ones before it. The session stays as it is."""
+    """Return log-probabilities [n, V] for each scored token given the ones before it. The session is not changed."""
     lm, past = session.lm, session.cache
     rows = Rows.chain([session.ids[-1], *scored[:-1]], session.committed)
     with torch.inference_mode():

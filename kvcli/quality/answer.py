@@ -1,4 +1,4 @@
-"""Reading a context, compressing it, and answering: what one profile makes of one context."""
+"""Prefill a context, compress it, and answer its questions under one profile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class QualityJob:
-    """One context of a task, with the ids of its text and its questions."""
+    """One context of a task, with the token ids of its text and its questions."""
 
     task: Task
     context: Context
@@ -28,9 +28,9 @@ class QualityJob:
 
 
 def answers(model: Model, prompts: Prompts, job: QualityJob, *, is_visible: bool) -> tuple[list[Answer], float]:
-    """Answers to all questions of the job, and the share of slots held once the past was compressed.
+    """Return answers to all questions of the job, and the share of slots kept after compression.
 
-    `is_visible`: the past is compressed when a question was read too, not before.
+    `is_visible`: the KV cache is compressed after the question is prefilled, not before.
     """
     if job.context.is_dialogue:
         return _dialogue(model, prompts, job, is_visible)
@@ -38,34 +38,34 @@ def answers(model: Model, prompts: Prompts, job: QualityJob, *, is_visible: bool
 
 
 def open_session(model: Model) -> GenerationSession:
-    """A past of its own under the model's profile, greedy and without a penalty: answers repeat the text."""
+    """Open a session under the model's profile, greedy and without penalty, because answers repeat the text."""
     session = model.new_session()
     session.start_answer([], Sampler())
     return session
 
 
 def kept(session: GenerationSession) -> float:
-    """Slots held over tokens read, averaged over layers and heads; those that a policy moved down do not count."""
+    """Return slots kept divided by tokens prefilled, averaged over layers and heads; demoted slots do not count."""
     layers = session.lm.storing
     held = sum(float((session.cache.slots(layer).pos >= 0).sum(1).float().mean()) for layer in layers)
     return held / (len(layers) * max(1, session.committed))
 
 
 def _hidden(model: Model, job: QualityJob) -> tuple[list[Answer], float]:
-    """One past for all questions, each of which sees what the context alone has left."""
+    """Answer all questions from one KV cache that was compressed before the questions."""
     session = open_session(model)
     run_to_end(session.read(job.ids))
     held, said = kept(session), []
     for i, (question, ids) in enumerate(zip(job.context.questions, job.questions, strict=True)):
         one = session if i == len(job.questions) - 1 else session.fork()
-        one.policy = None  # nothing more is evicted: the question stays whole whatever the policy
+        one.policy = None  # no more eviction, so that the question is complete under any policy
         run_to_end(one.read(ids))
         said.append(_answer(model, one, job.task, question))
     return said, held
 
 
 def _visible(model: Model, job: QualityJob) -> tuple[list[Answer], float]:
-    """A past of its own for each question, compressed behind it."""
+    """Answer each question from a separate KV cache that was compressed after the question."""
     said, held = [], 1.0
     for question, ids in zip(job.context.questions, job.questions, strict=True):
         session = open_session(model)
@@ -77,8 +77,8 @@ def _visible(model: Model, job: QualityJob) -> tuple[list[Answer], float]:
 
 
 def _dialogue(model: Model, prompts: Prompts, job: QualityJob, is_visible: bool) -> tuple[list[Answer], float]:
-    """One conversation. The past is compressed once a turn: behind the question if that is visible, else behind
-    the answer."""
+    """Answer the questions in one chat. The KV cache is compressed once per turn: after the question if `is_visible`,
+    else after the answer."""
     session = open_session(model)
     policy, held = session.policy, 1.0
     said: list[Answer] = []
@@ -103,7 +103,7 @@ def _dialogue(model: Model, prompts: Prompts, job: QualityJob, is_visible: bool)
 
 
 def _answer(model: Model, session: GenerationSession, task: Task, question: Question) -> Answer:
-    """Decode and score."""
+    """Generate an answer and score it."""
     stop = model.lm.stop_ids
     new = [i for step in iterate_events(session.stream(question.max_new, stop)) for i in step.new]
     text = question.prefix + decode(model.tokenizer, [i for i in new if i not in stop])

@@ -1,6 +1,6 @@
-"""The rows that every table has: everything kept, and two controls with the memory of what is measured.
+"""Rows of every quality table: the full cache, the profiles, and two controls with the same memory as the profiles.
 
-A method that does not beat tokens drawn by lot, or the newest tokens alone, has found nothing.
+The controls are random eviction and StreamingLLM. A method that does not beat them has no useful score.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from kvcli.settings.profile import Profile
 Role = Literal["full", "profile", "control"]
 
 SINKS = 4  # first tokens that both controls keep
-NEWEST = 64  # tokens that the random control keeps at the end, at most a quarter of its budget
-SHARE = 0.25  # of the context, when no profile says how much it keeps
+NEWEST = 64  # newest tokens that the random control keeps, at most a quarter of its budget
+SHARE = 0.25  # share of the context that controls keep if no profile evicts
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. `at` gives its profile for a context of `n` tokens; `lot` is drawn anew for each."""
+    """One row of the quality table: a profile, or a control that adapts to the context."""
 
     name: str
     role: Role
@@ -29,7 +29,7 @@ class Row:
     policy: str = ""
 
     def at(self, n: int, lot: int = 0) -> Profile:
-        """Controls follow the budget; all others are what they are."""
+        """Return the row's profile for a context of `n` tokens; controls adapt to the budget. `lot`: random seed."""
         if self.budget is None:
             return self.base
         policy = _policy(self.policy, self.budget.at(n), lot)
@@ -38,27 +38,27 @@ class Row:
 
 @dataclass(frozen=True)
 class ControlBudget:
-    """How many tokens of a context the controls keep: as many as the leanest profile, if one evicts at all."""
+    """Token budget of the controls: as many as the leanest profile keeps, if any profile evicts."""
 
     lean: tuple[Profile, ...]  # profiles that evict at the lengths measured
 
     @staticmethod
     def of(profiles: Sequence[Profile], lengths: Sequence[int]) -> ControlBudget:
-        """The budget for texts of these lengths."""
+        """Return the budget for texts of these lengths."""
         return ControlBudget(tuple(p for p in profiles if any(p.policy.slots(n) < n for n in lengths)))
 
     def at(self, n: int) -> int:
-        """Tokens kept of `n`; all of them where the leanest profile keeps all of so few."""
+        """Return the tokens kept of `n`; all `n` if the leanest profile keeps all of them."""
         return min((p.policy.slots(n) for p in self.lean), default=max(1, int(SHARE * n)))
 
     def words(self) -> str:
-        """Where the budget comes from."""
+        """Describe the source of the budget in words."""
         names = list(dict.fromkeys(p.name for p in self.lean))
         return f"as much as {' or '.join(names)}" if names else f"{SHARE:.0%} of the context"
 
 
 def rows(profiles: Sequence[Profile], full: Profile, lengths: Sequence[int]) -> list[Row]:
-    """Full first, then the profiles in their order without what equals full, then the controls."""
+    """Return the rows: the full cache, the profiles in their order except those equal to it, and the controls."""
     asked: dict[str, Row] = {}
     for profile in profiles:
         if profile.hash != full.hash:
@@ -70,7 +70,7 @@ def rows(profiles: Sequence[Profile], full: Profile, lengths: Sequence[int]) -> 
 
 
 def full_profile(loaded: Profile) -> Profile:
-    """Nothing evicted, rounded or guessed, of weights loaded as they are."""
+    """Return a profile without eviction, quantization or drafting, for weights loaded as in `loaded`."""
     exact = Profile.load("exact")
     changed = {k: v for k, v in asdict(loaded.load).items() if v != getattr(exact.load, k)}
     return exact.replace(load=changed) if changed else exact

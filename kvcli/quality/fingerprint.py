@@ -1,4 +1,4 @@
-"""Which weights answered: equal for the same files loaded alike, different for others."""
+"""Fingerprint of a loaded model: equal for the same files loaded the same way, different otherwise."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PLAIN = ("family", "parameters", "layers", "heads", "kv_heads", "head_dim", "voc
 
 
 def fingerprint(model: Model) -> str:
-    """Sixteen digits from the bytes of the model's files, the shape, a look at the embedding, and the bytes of this
-    package: in a checkout, an answer of the code before a change says nothing of the code behind it.
+    """Return sixteen digits from hashes of the model's files, the shape, the first embedding weights, and the bytes of
+    this package. The package counts because, in a checkout, answers from before a code change are not valid after it.
     """
     facts = asdict(model.info)
     said: list[object] = [__version__, code_hash(), [facts[key] for key in PLAIN]]

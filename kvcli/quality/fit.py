@@ -1,4 +1,4 @@
-"""Contexts of a wanted length: the largest size whose prompt and answer fit, found with the model's own tokenizer."""
+"""Fit contexts to a length: find the largest size whose prompt and answer fit, with the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SPARE = 16  # ... and this many tokens on top
 
 
 def fitted(task: Task, draw: SampleSeed, prompts: Prompts) -> Context:
-    """The context of this draw that comes nearest to `draw.length` tokens from below.
+    """Return the longest context of this draw with at most `draw.length` tokens.
 
-    Raises BadInput when even the smallest form of the task is longer.
+    Raises BadInput if even the smallest form of the task is longer.
     """
 
     def written(size: int) -> tuple[Context, int]:
@@ -48,6 +48,6 @@ def fitted(task: Task, draw: SampleSeed, prompts: Prompts) -> Context:
 
 
 def _with_room(context: Context, prompts: Prompts) -> Context:
-    """The same with the room each answer may take, which depends on the tokenizer."""
+    """Return the context with the token limit of each answer, which depends on the tokenizer."""
     asked = [replace(q, max_new=ceil(ROOM * prompts.tokens(q.expected)) + SPARE) for q in context.questions]
     return replace(context, questions=tuple(asked))

@@ -1,4 +1,4 @@
-"""Results line by line, so that a run that was stopped goes on where it was."""
+"""Results of finished contexts, saved line by line so that a stopped run can be resumed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvcli.errors import BadInput, reading, writing
 from kvcli.files import append
 
 SCHEMA = "kvcli.quality-sample/1"
-HEAD = '{"schema": "kvcli.quality-sample/'  # how a line begins, in every version
+HEAD = '{"schema": "kvcli.quality-sample/'  # start of a line, in every version
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What an answer depends on. Equal keys, equal answers."""
+    """All inputs that an answer depends on. Equal keys mean equal answers."""
 
     model: str  # fingerprint of the weights
     profile: str  # hash of its settings
@@ -25,7 +25,7 @@ class Key:
     length: int
     index: int
     query_visible: bool
-    prompt: str  # digest of the ids read, so that another haystack or template is another sample
+    prompt: str  # digest of the prompt ids, so that another haystack or template is another sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one row made of one context."""
+    """Result of one row for one context."""
 
     key: Key
     answers: tuple[Answer, ...]
-    context: int  # tokens read before the past was compressed
-    kept: float  # of them still stored afterwards: mean over layers and heads
+    context: int  # tokens prefilled before compression
+    kept: float  # share of them still stored afterwards, mean over layers and heads
 
     @property
     def score(self) -> float:
@@ -53,9 +53,9 @@ class Outcome:
 
 
 class Partial:
-    """Outcomes known so far, in memory and, with a path, in a file open to its owner only.
+    """Outcomes so far, in memory and, with a path, in a file readable by its owner only.
 
-    A line is written whole once its context is done; a broken one, left by a crash, is passed over.
+    A whole line is written when its context is done; a broken line, left by a crash, is skipped.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -68,7 +68,7 @@ class Partial:
         return self._known.get(key)
 
     def add(self, outcome: Outcome) -> None:
-        """Remember it, on disk at once."""
+        """Store an outcome, and write it to disk at once."""
         self._known[outcome.key] = outcome
         if self._path is not None:
             line = json.dumps({"schema": SCHEMA, **asdict(outcome)}, ensure_ascii=False) + "\n"
@@ -81,7 +81,7 @@ class Partial:
         for n, line in enumerate(data.decode(errors="replace").split("\n"), 1):
             if not line.startswith(HEAD) and not HEAD.startswith(line):
                 raise _foreign(path, n)
-            if (outcome := _parsed(line)) is not None:  # else another version's, which is run again
+            if (outcome := _parsed(line)) is not None:  # None: written by another version, and run again
                 self._known[outcome.key] = outcome
         with writing(path):
             append(path, "")

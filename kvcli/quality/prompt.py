@@ -1,6 +1,6 @@
-"""Prompts in two pieces: what is read before the question is known, and what comes behind it.
+"""Prompts in two pieces: the context, which is prefilled before the question is known, and the question.
 
-The pieces are cut before they become ids, so the context has the same ids whatever is asked about it.
+The pieces are split before tokenization, so the context has the same ids for every question.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kvcli.quality.sample import Context, Question
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CUT = "\ufdd2"  # a noncharacter, which no text holds and no template touches
+CUT = "\ufdd2"  # a noncharacter, which no text contains and no template changes
 
 
 class Prompts:
-    """The model's chat template around contexts and questions; plain text for a tokenizer without one."""
+    """Prompt builder with the model's chat template; plain text for a tokenizer without a template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -26,41 +26,41 @@ class Prompts:
         self._between = self._turn() if self.has_template else "\n\n"
 
     def context(self, text: str) -> list[int]:
-        """Ids of everything in front of the first question."""
+        """Return the ids of the prompt before the first question."""
         whole, _ = render_text(self.tokenizer, [{"role": "user", "content": f"{text.replace(CUT, '')}\n\n{CUT}"}])
         return encode(self.tokenizer, whole.partition(CUT)[0], special=not self.has_template)
 
     def question(self, question: Question) -> list[int]:
-        """Ids of a question and of how its answer begins."""
+        """Return the ids of a question and of the prefix of its answer."""
         if not self.has_template:
             return self._encode(f"{question.text}\nAnswer: {question.prefix}".rstrip())
         return self._encode(self._letters(question.text) + self._suffix + question.prefix)
 
     def next_question(self, question: Question, last: int) -> list[int]:
-        """Ids of a further question in a conversation whose last answer ended with the token `last`."""
+        """Return the ids of a further question in a chat whose last answer ended with the token `last`."""
         ids = self._encode(self._between)
         return ids[ids[:1] == [last] :] + self.question(question)
 
     def longest(self, context: Context) -> int:
-        """Tokens of the context with its longest question and answer, or with all of them in a dialogue."""
+        """Return the tokens of the context with its longest question and answer, or with all of them in a dialogue."""
         parts = [len(self.question(q)) + q.max_new for q in context.questions]
         between = len(self._encode(self._between)) * (len(parts) - 1)
         return len(self.context(context.text)) + (sum(parts) + between if context.is_dialogue else max(parts))
 
     def tokens(self, text: str) -> int:
-        """How many tokens a text is."""
+        """Return the number of tokens of a text."""
         return len(self._encode(text))
 
     def _encode(self, text: str) -> list[int]:
         return encode(self.tokenizer, text) if text else []
 
     def _letters(self, text: str) -> str:
-        """The question as the template would write it, with what spells a control token fenced."""
+        """Return the question as the template renders it, with text that spells control tokens escaped."""
         whole, _ = render_text(self.tokenizer, [{"role": "user", "content": f"{CUT}{text}{CUT}"}])
         return whole.split(CUT)[1]
 
     def _turn(self) -> str:
-        """What stands between an answer and the question after it."""
+        """Return the template's text between an answer and the next question."""
         messages = [
             {"role": "user", "content": "-"},
             {"role": "assistant", "content": CUT},

@@ -1,6 +1,6 @@
-"""Text to hide things in, and the names and numbers hidden: seeded, unlimited, in no tokenizer's favour.
+"""Prose in which facts are hidden, and the hidden names and numbers: seeded, unlimited, without tokenizer bias.
 
-The sentences are those of the demo's field reports, so that the bundled model can be measured too.
+The sentences are those of the demo's field reports, so that the bundled model can be measured, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvcli.errors import BadInput
 
 
 class Prose:
-    """Sentences without end: generated, or cut from the user's own text."""
+    """Unlimited source of sentences: generated, or split from the user's text."""
 
     def __init__(self, haystack: str | None = None) -> None:
         found = re.split(r"(?<=[.!?])\s+|\n{2,}", haystack or "")
@@ -24,7 +24,7 @@ class Prose:
             raise BadInput("the haystack holds no text", code="empty_haystack", try_=["a text file with sentences"])
 
     def sentences(self, rng: Random, n: int) -> list[str]:
-        """`n` of them; a longer list begins as a shorter one does."""
+        """Return `n` sentences; a longer list begins with the sentences of a shorter one."""
         if not self._own:
             return [filler(rng) for _ in range(n)]
         start = words.between(rng, 0, len(self._own) - 1)
@@ -32,7 +32,7 @@ class Prose:
 
 
 def name(rng: Random) -> str:
-    """A pseudo-word of two or three syllables with a capital."""
+    """Return a capitalized pseudo-word of two or three syllables."""
     return words.place(rng)
 
 
@@ -41,13 +41,13 @@ def number(rng: Random) -> str:
 
 
 def uuid(rng: Random) -> str:
-    """32 hexadecimal digits in the usual groups."""
+    """Return 32 hexadecimal digits in the usual groups."""
     digits = [words.pick(rng, "0123456789abcdef") for _ in range(32)]
     return "-".join("".join(digits[a:b]) for a, b in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32)))
 
 
 def distinct(rng: Random, n: int, draw: Callable[[Random], str]) -> list[str]:
-    """`n` different strings, none of which is the beginning of another."""
+    """Draw `n` different strings, none of which is a prefix of another."""
     found: list[str] = []
     while len(found) < n:
         new = draw(rng)
@@ -57,7 +57,7 @@ def distinct(rng: Random, n: int, draw: Callable[[Random], str]) -> list[str]:
 
 
 def hide(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> str:
-    """One text: each needle stands where its share of the sentences is over; needles at one place keep their order."""
+    """Insert each needle after its share of the sentences and join all; needles at the same place keep their order."""
     out: list[str] = []
     waiting = sorted(needles, key=lambda pair: pair[0])
     for i in range(len(sentences) + 1):
@@ -68,5 +68,5 @@ def hide(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> str:
 
 
 def listed(items: Sequence[str]) -> str:
-    """ "a, b and c"."""
+    """Join items as "a, b and c"."""
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + f" and {items[-1]}"

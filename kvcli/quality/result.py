@@ -1,4 +1,4 @@
-"""From outcomes to a table: means, differences to the full cache with their intervals, and the worst task."""
+"""Compute the quality table from outcomes: means, differences to the full cache with intervals, the worst task."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Spot:
-    """Which context: equal for all rows."""
+    """Identifier of a context, equal for all rows."""
 
     task: str
     length: int
@@ -45,7 +45,7 @@ Cells = Mapping[Spot, Outcome]
 
 @dataclass(frozen=True)
 class QualityResult:
-    """What every row has done, contexts that some row lacks left out."""
+    """Outcomes of all rows, restricted to the contexts that every row has done."""
 
     args: Mapping[str, Any]
     table: Sequence[Row]
@@ -53,11 +53,11 @@ class QualityResult:
     is_complete: bool
 
     def cells(self, row: int) -> dict[Spot, Outcome]:
-        """The outcomes of one row."""
+        """Return the outcomes of one row."""
         return {spot: outcomes[row] for spot, outcomes in self.outcomes.items()}
 
     def document(self) -> QualityDocument:
-        """As kvcli.quality/1. Raises KvcliError when no context was done by every row."""
+        """Return the result as a kvcli.quality/1 document. Raises KvcliError if no context was done by every row."""
         if not self.outcomes:
             raise KvcliError("the quality suite was stopped before its first result", code="no_result")
         full, seed = self.cells(0), int(self.args["seed"])
@@ -104,13 +104,13 @@ def _task(name: str, cells: Cells, full: Cells, seed: int, is_full: bool) -> Qua
 
 
 def _worst(tasks: Sequence[QualityTask]) -> WorstTask:
-    """The largest loss; among equal ones, and for the full cache, the lowest score."""
+    """Return the task with the largest loss; among equal losses, and for the full cache, with the lowest score."""
     task = min(tasks, key=lambda t: (t.difference.mean if t.difference else 0.0, t.mean))
     return WorstTask(task=task.task, score=task.mean, difference=task.difference.mean if task.difference else None)
 
 
 def _difference(cells: Cells, full: Cells, seed: int) -> Difference:
-    """Contexts are drawn anew within their task and length; tasks and lengths themselves are fixed."""
+    """Compute the difference with its interval: contexts are resampled within each task and length, which are fixed."""
     groups: dict[str, list[float]] = {}
     for spot, outcome in cells.items():
         groups.setdefault(f"{spot.task} {spot.length}", []).append(outcome.score - full[spot].score)
@@ -147,7 +147,7 @@ def _turns(cells: Cells) -> list[TurnScore]:
 
 
 def _scores(cells: Cells) -> dict[str, list[float]]:
-    """By task and length, one number a context."""
+    """Group scores by task and length, one number per context."""
     groups: dict[str, list[float]] = {}
     for spot, outcome in cells.items():
         groups.setdefault(f"{spot.task} {spot.length}", []).append(outcome.score)

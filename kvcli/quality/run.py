@@ -1,4 +1,4 @@
-"""The quality suite: every row answers the same questions about the same contexts."""
+"""Run the quality suite: every row answers the same questions about the same contexts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LENGTHS = (512, 1024)  # tokens, prompt and answer together
 N = 6  # contexts for each task and length
 
-Tell = Callable[[int, int, str], None]  # contexts done, of how many, and what is next
+Tell = Callable[[int, int, str], None]  # contexts done, of how many, and label of the next
 Cancel = Callable[[], bool]
 
 
@@ -45,17 +45,17 @@ def run_quality(
     tell: Tell = lambda done, total, label: None,
     cancel: Cancel = lambda: False,
 ) -> QualityResult:
-    """Scores of the full cache, of `profiles`, and of two controls with as much memory as the leanest of them.
+    """Score the full cache, `profiles`, and two controls with as much memory as the leanest profile.
 
-    `tasks` by name, None = all. `haystack` replaces the generated prose around the needles. What `partial` holds is
-    not run again. `cancel` is asked between contexts; the result then covers what every row has done.
-    Raises KvcliError subclasses, all but those of a broken model before anything is read.
+    `tasks` by name, None = all. `haystack` replaces the generated prose around the needles. Outcomes in `partial` are
+    not run again. `cancel` is called between contexts; the result then covers the contexts that every row has done.
+    Raises KvcliError subclasses, before any prefill except for errors of a broken model.
     """
     kinds, lengths = chosen(tasks), list(dict.fromkeys(lengths))
     _check(model, lengths, n)
     table = rows(profiles, full_profile(model.profile), lengths)
     for row in table:
-        model.with_profile(row.at(min(lengths))).new_session()  # refuses now what it would refuse later
+        model.with_profile(row.at(min(lengths))).new_session()  # raise errors of a profile now, not later
     suite = _Suite(model, table, Prompts(model.tokenizer), Partial(partial), fingerprint(model), query_visible)
     draws = list(_draws(kinds, lengths, n, seed, Prose(haystack)))
     for task, draw in draws[: len(kinds) * len(lengths)]:  # the first round has each task at each length
@@ -71,7 +71,7 @@ def run_quality(
 
 @dataclass(frozen=True)
 class _Suite:
-    """What all contexts have in common."""
+    """Settings shared by all contexts of a run."""
 
     model: Model
     table: list[Row]
@@ -81,7 +81,7 @@ class _Suite:
     query_visible: bool
 
     def outcomes(self, draws: Sequence[tuple[Task, SampleSeed]], tell: Tell, cancel: Cancel) -> Iterator[Outcome]:
-        """Context by context, and for each of them row by row."""
+        """Yield the outcomes by context and row."""
         done, total = 0, len(draws) * len(self.table)
         for task, draw in draws:
             job = self.job(task, draw)
@@ -94,13 +94,13 @@ class _Suite:
         tell(done, total, "")
 
     def job(self, task: Task, draw: SampleSeed) -> QualityJob:
-        """The context of one draw, fitted and as ids."""
+        """Return the context of one draw, fitted to its length, with token ids."""
         context = fitted(task, draw, self.prompts)
         questions = [self.prompts.question(question) for question in context.questions]
         return QualityJob(task, context, self.prompts.context(context.text), questions)
 
     def _outcome(self, job: QualityJob, draw: SampleSeed, row: Row) -> Outcome:
-        # a conversation grows to its whole length, and so does what a profile keeps of it
+        # a chat grows to its whole length, and so does the number of slots that a profile keeps
         profile = row.at(draw.length if job.context.is_dialogue else len(job.ids), draw.index)
         key = self._key(job, draw, profile.hash)
         if (known := self.known.get(key)) is not None:
@@ -133,7 +133,7 @@ def _check(model: Model, lengths: Sequence[int], n: int) -> None:
 def _draws(
     kinds: Sequence[Task], lengths: Sequence[int], n: int, seed: int, prose: Prose
 ) -> Iterator[tuple[Task, SampleSeed]]:
-    """Round by round through lengths and tasks, so that a run that is stopped has some of each."""
+    """Yield draws in rounds over lengths and tasks, so that a stopped run has some of each."""
     for index in range(max(task.rounds(n) for task in kinds)):
         for length in lengths:
             for task in kinds:

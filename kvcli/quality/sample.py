@@ -1,4 +1,4 @@
-"""What a task writes and how it is scored: a context, its questions, and the dice they are drawn with."""
+"""Types of a quality sample: the task, its context and questions, the scoring function, and the random seed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Question:
     """One question about a context."""
 
     text: str
-    prefix: str  # how the answer begins; the model goes on from there
-    references: tuple[str, ...]  # what the answer has to hold
-    expected: str  # a right answer behind the prefix; its length in tokens sets how long an answer may get
+    prefix: str  # start of the answer, which the model continues
+    references: tuple[str, ...]  # strings that the answer has to contain
+    expected: str  # a right answer after the prefix; its length in tokens sets the limit of an answer
     meta: Mapping[str, object] = field(default_factory=dict)
     max_new: int = 0  # tokens; set when the context is fitted
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A text and what is asked about it. Questions are asked one by one, each of the same past."""
+    """A text and questions about it. Each question is asked separately, from the same KV cache."""
 
     text: str
     questions: tuple[Question, ...]
@@ -37,26 +37,26 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class SampleSeed:
-    """The dice for one context. A longer form of a context is the same one with more between its needles."""
+    """Random seed of one context. A longer form of a context has the same needles with more text between them."""
 
     task: str
     seed: int
-    length: int  # tokens wanted, prompt and answer together
+    length: int  # requested tokens, prompt and answer together
     index: int
     prose: Prose
 
     def rng(self) -> Random:
-        """The same numbers every time."""
+        """Return a random generator with the same numbers every time."""
         return Random(f"{self.seed} {self.task} {self.length} {self.index}")
 
     @property
     def depth(self) -> float:
-        """Where the needle goes, as a share of the text: the golden ratio spreads any number of contexts evenly."""
+        """Depth of the needle, as a share of the text; the golden ratio spreads any number of contexts evenly."""
         return (Random(f"{self.seed} {self.task} {self.length}").random() + self.index * GOLDEN) % 1
 
 
 def as_many(n: int) -> int:
-    """Contexts at one length: as many as were asked for."""
+    """Return the number of contexts at one length: as many as requested."""
     return n
 
 
@@ -69,10 +69,10 @@ class Task:
     """A kind of question. `make(draw, size)` writes a context of a size that grows with its length in tokens."""
 
     name: str
-    about: str  # one line for people
+    about: str  # one-line description for users
     make: Make
     score: Callable[[str, Question], float]  # the answer, prefix included -> 0 to 1
     is_binary: bool = False  # scores are 0 or 1
     least: int = 1  # the smallest size
-    rounds: Rounds = as_many  # contexts at one length, from what was asked for
-    detail: Callable[[str, Question], Mapping[str, bool]] | None = None  # parts of the score that are shown beside it
+    rounds: Rounds = as_many  # contexts at one length, from the requested number
+    detail: Callable[[str, Question], Mapping[str, bool]] | None = None  # parts of the score, shown separately

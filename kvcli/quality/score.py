@@ -1,4 +1,4 @@
-"""Scores of an answer, 0 to 1."""
+"""Scoring functions for answers, 0 to 1."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from kvcli.quality.sample import Question
 
 
 def has(answer: str, reference: str) -> bool:
-    """Whether the reference stands in the answer as words of its own, whatever their case."""
+    """Return True if the answer contains the reference as whole words, ignoring case."""
     return re.search(rf"(?<!\w){re.escape(reference)}(?!\w)", answer, re.IGNORECASE) is not None
 
 
 def share_of_references(answer: str, question: Question) -> float:
-    """How many of the references the answer holds. The prefix the answer was given does not count."""
+    """Return the share of references that the answer contains, without the given prefix."""
     said = answer.removeprefix(question.prefix)
     return sum(has(said, reference) for reference in question.references) / len(question.references)
 
 
 def likeness(answer: str, question: Question) -> float:
-    """1 - edit distance in words over the longer text; what is written behind the span costs nothing."""
+    """Return 1 - edit distance in words / words of the reference; text after as many words is not counted."""
     want = question.references[0].split()
     got = answer.removeprefix(question.prefix).split()[: len(want)]
     return 1 - edit_distance(got, want) / len(want)
 
 
 def edit_distance(a: Sequence[str], b: Sequence[str]) -> int:
-    """The fewest insertions, deletions and replacements that turn one into the other (Levenshtein)."""
+    """Return the Levenshtein distance: the fewest insertions, deletions and replacements from `a` to `b`."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         before, row[0] = row[0], i
@@ -38,7 +38,7 @@ def edit_distance(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def share_of_fields(answer: str, question: Question) -> float:
-    """How many fields of the expected object the answer's first JSON object has right; 0 if it holds none."""
+    """Return the share of the expected object's fields that the answer's first JSON object has right; 0 without one."""
     want = json.loads(question.references[0])
     found = first_object(answer)
     if found is None:
@@ -48,7 +48,7 @@ def share_of_fields(answer: str, question: Question) -> float:
 
 
 def first_object(text: str) -> dict[str, object] | None:
-    """The first JSON object in the text."""
+    """Return the first JSON object in the text, or None."""
     start = text.find("{")
     if start < 0:
         return None

@@ -1,4 +1,4 @@
-"""Is a difference more than luck: paired bootstrap intervals, and McNemar's exact test."""
+"""Significance of differences: paired bootstrap intervals, and McNemar's exact test."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def bootstrap(
     most: float = inf,
     rounds: int = ROUNDS,
 ) -> tuple[float, float] | None:
-    """The 95 % interval of the mean over groups of the mean in each; samples are drawn anew within their group.
+    """Return the 95 % interval of the mean over groups of group means; samples are redrawn within their group.
 
-    One number per context (not per question: questions about one text are not independent). The spread of a group of
-    n is widened by sqrt(n / (n - 1)), which is what resampling falls short of in small groups. None if a group has a
-    single number, which tells nothing of its spread. Ends are cut at `least` and `most`, which no mean can pass.
+    Samples are contexts, not questions, because questions about one text are not independent. The spread of a group of
+    n is widened by sqrt(n / (n - 1)), because resampling underestimates it in small groups. None if a group has a
+    single number, because its spread is unknown. The ends are clipped to `least` and `most`, the bounds of a mean.
     """
     import numpy as np
 
@@ -39,14 +39,14 @@ def bootstrap(
 
 
 def mean_of_means(groups: Mapping[str, Sequence[float]]) -> float:
-    """Each group counts alike, however many numbers it has."""
+    """Return the mean of group means: each group has the same weight, regardless of its size."""
     return fmean(fmean(values) for values in groups.values())
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The exact two-sided p of so many samples right on one side alone, were both sides equally good.
+    """Return the exact two-sided p-value for the counts of samples right on one side only, if both are equally good.
 
-    Under that hypothesis each such sample is a fair coin (McNemar 1947, in its binomial form).
+    Under that hypothesis each such sample is a fair coin toss (McNemar 1947, in its binomial form).
     """
     n, k = only_first + only_second, min(only_first, only_second)
     return min(1.0, 2 * sum(comb(n, i) for i in range(k + 1)) / 2**n) if n else 1.0

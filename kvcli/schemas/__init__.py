@@ -1,1 +1,1 @@
-"""The JSON documents kvcli prints, a file for each command; `documents.py` lists them by name."""
+"""JSON documents that kvcli prints, a file for each command; `documents.py` lists them by name."""

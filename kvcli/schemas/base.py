@@ -1,4 +1,4 @@
-"""What all JSON documents are made of: the base class, and numbers with their units."""
+"""Base class of all JSON documents, and numbers with their units."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Json(BaseModel):
 
     @classmethod
     def from_attributes(cls, *sources: object, **said: Any) -> Self:
-        """With the fields said, and the others from attributes of their names, of the first source that has one."""
+        """Build a document from the given fields, and others from attributes of the first source that has them."""
         rest = cls.model_fields.keys() - said.keys() - {"schema_"}
         named = {key: getattr(one, key) for one in reversed(sources) for key in rest if hasattr(one, key)}
         return cls(**named | said)
 
     def document(self) -> dict[str, Any]:
-        """As plain data. Stand-ins for bytes of a name that is not UTF-8 would be no valid JSON: they are replaced."""
+        """Plain data of the document. Surrogates for bytes of a non-UTF-8 name are replaced: they are no valid JSON."""
         made: dict[str, Any] = _valid(self.model_dump(mode="json", by_alias=True))
         return made
 

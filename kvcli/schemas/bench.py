@@ -1,4 +1,4 @@
-"""A benchmark: sides on the same prompts, each repetition kept; and the earlier ones as a trend."""
+"""Benchmark documents: sides on the same prompts with every repetition, and earlier results as a trend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BenchModel(Json):
 
 
 class BenchEnv(Json):
-    """Where and when it was measured."""
+    """Environment of the measurement."""
 
     date: str = Field(description="ISO 8601 with the offset to UTC")
     system: str
@@ -48,7 +48,7 @@ class BenchEnv(Json):
 
 
 class BenchArgs(Json):
-    """What was asked for, with the defaults filled in."""
+    """Arguments of the benchmark, with the defaults filled in."""
 
     model: str
     profiles: list[str]
@@ -80,7 +80,7 @@ class BenchArgs(Json):
 
 
 class Samples(Json):
-    """One number for each repetition, in the order they ran."""
+    """A number for each repetition, in the order they ran."""
 
     tok_s: list[Rate] = Field(
         description="decoding speed after the pass that gave the first token; 0 where nothing came after it"
@@ -90,7 +90,7 @@ class Samples(Json):
 
 
 class Figures(Json):
-    """One statistic of each list of `samples`; null where there is none."""
+    """A statistic of each list of `samples`; null where there is none."""
 
     tok_s: float | None
     read_tok_s: float | None
@@ -130,7 +130,7 @@ class Accept(Json):
 
 
 class Same(Json):
-    """The text beside the baseline's, token by token up to the first difference."""
+    """Agreement with the baseline's text, token by token up to the first difference."""
 
     tokens: Count = Field(description="equal ones before the first difference")
     of: Count
@@ -142,7 +142,7 @@ class Same(Json):
 
 
 class BenchRow(Json):
-    """One side at one context length on one workload."""
+    """Result of one side at one context length on one workload."""
 
     profile: str = Field(description="the side: a profile, hf, hf-lookup, llama.cpp, kvpress, or a file's row")
     ctx: Count
@@ -182,7 +182,7 @@ class BenchLine(BenchRow):
 
 
 class Check(Json):
-    """One --fail-if on one row."""
+    """Result of one --fail-if on one row."""
 
     expression: str
     profile: str
@@ -216,7 +216,7 @@ class PlannedSide(Json):
 
 
 class BenchPlanDocument(Json):
-    """What would be measured; printed by --dry-run."""
+    """The planned measurements; printed by --dry-run."""
 
     schema_: Literal["kvcli.bench_plan/1"] = Field(default="kvcli.bench_plan/1", alias="schema")
     args: BenchArgs
@@ -228,7 +228,7 @@ class BenchPlanDocument(Json):
 
 
 class HistoryEntry(Json):
-    """One row of an earlier benchmark."""
+    """A row of an earlier benchmark."""
 
     date: str
     commit: str | None

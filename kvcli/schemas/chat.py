@@ -1,4 +1,4 @@
-"""A conversation as it is kept: what `kvcli chat -c` goes on with."""
+"""Saved chat that `kvcli chat -c` continues."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvcli.api import Finish
 from kvcli.schemas.base import Json
 
 SCHEMA: Final = "kvcli.chat/1"
-KEPT = ConfigDict(extra="ignore", strict=True)  # extra: a later version may know more
+KEPT = ConfigDict(extra="ignore", strict=True)  # extra: a later version may have more fields
 
 
-Whole = Annotated[int, Field(ge=0, lt=1 << 63)]  # as a database holds it
+Whole = Annotated[int, Field(ge=0, lt=1 << 63)]  # the range of a database integer
 
 
 class SavedDocument(Json):
@@ -24,7 +24,7 @@ class SavedDocument(Json):
 
 
 class Figures(Json):
-    """What an answer took; null is what was not measured."""
+    """Figures of an answer; null if not measured."""
 
     model_config = KEPT
     prompt: Whole | None = Field(default=None, description="tokens of the prompt")
@@ -46,7 +46,7 @@ class SavedMessage(Json):
 
 
 class LeftOut(Json):
-    """What the model is shown no more, as the conversation is longer than its window."""
+    """Messages that are no longer shown to the model, because the chat exceeds its context window."""
 
     model_config = KEPT
     messages: Annotated[int, Field(ge=2, multiple_of=2)] = Field(description="from the first on")

@@ -1,7 +1,7 @@
-"""The JSON documents kvcli prints, as models: what writes them and what `kvcli config schema NAME` prints.
+"""List of the JSON documents kvcli prints, as models for writing them and for `kvcli config schema NAME`.
 
-Bytes are integers, times seconds, text is not shortened. What is not known, or has no meaning here, is null.
-Adding a field keeps the number behind the name; anything else raises it.
+Bytes are integers, times seconds, text is not shortened. A value that is unknown or does not apply is null. Adding a
+field keeps the number behind the name; any other change raises it.
 """
 
 from __future__ import annotations

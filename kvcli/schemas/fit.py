@@ -1,4 +1,4 @@
-"""Whether a model fits, what a machine can do, and what earlier runs needed."""
+"""Documents of memory planning: model fit, machine calibration, and the memory of earlier runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvcli.schemas.base import Bytes, Count, Json, Seconds
 from kvcli.settings.schema import Order
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Duration = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # seconds, of something that takes some
+Duration = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # seconds, more than 0
 
 
 class FitChange(Json):
-    """A change with which it fits, tried and not guessed."""
+    """A change with which the model fits, verified by a plan."""
 
     type: str = Field(description="what to type behind the command")
     total: Bytes = Field(description="peak with it")
@@ -38,7 +38,7 @@ class FitRuns(Json):
 
 
 class FitSplit(Json):
-    """A model larger than the card: the first layers, and embeddings, are with the CPU."""
+    """Split of a model larger than the GPU: the first layers and the embeddings are on the CPU."""
 
     layers: Count = Field(description="on the GPU, the last ones")
     of: Count = Field(description="layers of the model")
@@ -49,7 +49,7 @@ class FitSplit(Json):
 
 
 class FitRung(Json):
-    """Where slots lie under `memory.budget`, from staying whole to being gone."""
+    """Precision level of `memory.budget`, from full precision to dropped."""
 
     bits: Count = Field(description="16: as they come; 0: elsewhere or nowhere")
     is_found: bool = Field(description="is it another place, whose bytes are not the device's?")
@@ -59,7 +59,7 @@ class FitRung(Json):
 
 
 class FitBudget(Json):
-    """What `memory.budget` is spent on."""
+    """Division of `memory.budget`."""
 
     asked: str = Field(description='memory.budget; "": only memory.max_loss says how much')
     lose: float = Field(ge=0, lt=1, description="memory.max_loss: share of a text's worth that may go")
@@ -84,7 +84,7 @@ class FitBudget(Json):
 
 
 class FitPart(Json):
-    """What takes memory."""
+    """Memory use of one component."""
 
     name: str
     bytes: Bytes
@@ -92,7 +92,7 @@ class FitPart(Json):
 
 
 class FitPlan(Json):
-    """One profile at one context."""
+    """Memory plan of one profile at one context."""
 
     profile: str
     profile_hash: str
@@ -131,7 +131,7 @@ class FitPlan(Json):
 
 
 class FitDocument(Json):
-    """What a model needs, profile by profile."""
+    """Memory needs of a model, profile by profile."""
 
     schema_: Literal["kvcli.fit/2"] = Field(default="kvcli.fit/2", alias="schema")
     kvcli: str
@@ -152,7 +152,7 @@ class FitDocument(Json):
 
 
 class PassTime(Json):
-    """One pass of so many rows over so many stored tokens."""
+    """Time of a pass of `rows` rows over `context` stored tokens."""
 
     rows: Count
     context: Count
@@ -173,13 +173,13 @@ class ModelTimes(Json):
 
 
 class QuickTimes(ModelTimes):
-    """Pass times from a short look at one model: none of one that was too slow for it."""
+    """Pass times from a short measurement of one model; empty if the model was too slow for it."""
 
     passes: list[PassTime]
 
 
 class CalibrationDocument(Json):
-    """What this machine can do, measured."""
+    """Measured speed of this machine."""
 
     schema_: Literal["kvcli.calibration/2"] = Field(default="kvcli.calibration/2", alias="schema")
     kvcli: str
@@ -198,7 +198,7 @@ class CalibrationDocument(Json):
 
 
 class RunEntry(Json):
-    """A line of the run log: one for each turn, of which the last of a process counts. No text of the user."""
+    """A line of the run log: one for each turn, of which the last of a process counts. It has no text of the user."""
 
     schema_: Literal["kvcli.run/2"] = Field(default="kvcli.run/2", alias="schema")
     kvcli: str

@@ -1,4 +1,4 @@
-"""What each attention head of a model does."""
+"""Documents of `kvcli profile-heads`: the measured role of each attention head of a model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvcli.schemas.base import Bytes, Count, Json, Seconds, Share
 Probe = Literal["prompt", "ablate", "needle", "reason", "repeat"]
 ByHead = list[list[float]]  # [layers][KV heads]
 
-SAMPLE = 1024  # tokens of a text with hidden facts, at most: retrieval shows in short ones, and it is read many times
+SAMPLE = 1024  # tokens of a text with hidden facts, at most: short texts show retrieval, and each is read many times
 TEXTS = 4  # texts with four hidden facts each
 
 
 class HeadsPrompt(Json):
-    """What the prompt probe read. The text itself is not kept."""
+    """The prompt of the prompt probe. The text itself is not stored."""
 
     name: str
     sha256: str = Field(description="of the token ids")
@@ -25,7 +25,7 @@ class HeadsPrompt(Json):
 
 
 class HeadsPolicy(Json):
-    """FastGen's choice for each head on this prompt, and all it chose from."""
+    """FastGen's policy for each head on this prompt, and all candidates."""
 
     criterion: str = Field(description="how recovered mass is read: cvar10 (worst tenth of rows), mean, p05")
     recovery: Share | None = Field(description="mass that each head's policy recovers; null: a budget was given")
@@ -44,7 +44,7 @@ class HeadsPolicy(Json):
 
 
 class HeadsTop(Json):
-    """A token that a head looks at much."""
+    """A token with a large attention mass for a head."""
 
     position: Count
     text: str
@@ -52,7 +52,7 @@ class HeadsTop(Json):
 
 
 class HeadsKv(Json):
-    """Bytes of keys and values, whole and when only some heads keep all."""
+    """Bytes of keys and values, in full and if only some heads keep all tokens."""
 
     context: Count
     whole: Bytes
@@ -61,7 +61,7 @@ class HeadsKv(Json):
 
 
 class HeadsSuggest(Json):
-    """Heads that keep everything; the others keep the first and the newest tokens."""
+    """Heads that keep all tokens; the others keep the first and the newest tokens."""
 
     full: list[tuple[int, int]] = Field(description="(layer, KV head), the most important first")
     carried: Share = Field(description="share of all scores that these heads hold")
@@ -70,7 +70,7 @@ class HeadsSuggest(Json):
 
 
 class HeadsCheck(Json):
-    """Questions about hidden facts, answered with nothing restricted and with all heads but the suggested ones."""
+    """Questions about hidden facts, answered with all heads full, and with only the suggested heads full."""
 
     of: Count
     whole: Count = Field(description="right with everything kept")
@@ -80,7 +80,7 @@ class HeadsCheck(Json):
 
 
 class HeadsCompare(Json):
-    """The same model on something else, or something else altogether."""
+    """Comparison with another prompt or another head profile."""
 
     name: str
     scalar: str = Field(description="which scalar was compared")
@@ -90,7 +90,7 @@ class HeadsCompare(Json):
 
 
 class HeadsStability(Json):
-    """The prompt probe again while an answer is written."""
+    """The prompt probe repeated while an answer is generated."""
 
     every: Count
     tokens: list[Count] = Field(description="written when it was asked again")
@@ -99,7 +99,7 @@ class HeadsStability(Json):
 
 
 class HeadsDocument(Json):
-    """Where each KV head looks, what it fetches, and how much of the past it needs."""
+    """Attention of each KV head, its retrieval, and the share of the KV cache that it needs."""
 
     schema_: Literal["kvcli.heads/1"] = Field(default="kvcli.heads/1", alias="schema")
     kvcli: str

@@ -1,4 +1,4 @@
-"""What is on this machine: models, profiles, places, devices; and what a run would do."""
+"""Listings: models, profiles, folders and devices of this machine, and the plan of a run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ProfileDocument(Json):
 
 
 class ProfilesDocument(Json):
-    """What the commands under `kvcli profiles` print; fields that a command has nothing for are left out."""
+    """Output of the commands under `kvcli profiles`; fields that do not apply to a command are left out."""
 
     schema_: Literal["kvcli.profiles/1"] = Field(default="kvcli.profiles/1", alias="schema")
     profiles: list[ProfileEntry] | list[ProfileDocument] | list[str]
@@ -88,7 +88,7 @@ class ModelsDocument(Json):
 
 
 class CheckMemory(Json):
-    """What a run of so many tokens needs."""
+    """Memory needed for a run of `ctx` tokens."""
 
     ctx: Count = Field(description="tokens")
     bytes: Bytes = Field(description="that must be free")
@@ -96,7 +96,7 @@ class CheckMemory(Json):
 
 
 class CheckDocument(Json):
-    """A model that runs, by its headers; one that does not ends in kvcli.error/1."""
+    """A supported model, by its headers; an unsupported one ends in kvcli.error/1."""
 
     schema_: Literal["kvcli.check/1"] = Field(default="kvcli.check/1", alias="schema")
     model: str
@@ -119,11 +119,11 @@ class CheckDocument(Json):
     notes: list[str]
 
 
-Group = Literal["with ease", "takes most", "does not fit"]  # of the memory
+Group = Literal["with ease", "takes most", "does not fit"]  # shares of the memory
 
 
 class Suggestion(Json):
-    """A model of the list, and what it would be here."""
+    """A model of the catalog, and its fit on this machine."""
 
     name: str
     id: str = Field(description="of the hub")
@@ -143,7 +143,7 @@ class Suggestion(Json):
 
 
 class SuggestionsDocument(Json):
-    """Real models, those first that suit this machine best."""
+    """Real models, those that suit this machine best first."""
 
     schema_: Literal["kvcli.suggestions/1"] = Field(default="kvcli.suggestions/1", alias="schema")
     device: str
@@ -153,7 +153,7 @@ class SuggestionsDocument(Json):
 
 
 class PlanDocument(Json):
-    """What a run would do; printed by --dry-run."""
+    """The plan of a run; printed by --dry-run."""
 
     schema_: Literal["kvcli.plan/1"] = Field(default="kvcli.plan/1", alias="schema")
     model: ModelEntry
@@ -172,7 +172,7 @@ class PlanDocument(Json):
 
 
 class PathsDocument(Json):
-    """Where kvcli reads and writes."""
+    """Folders that kvcli reads and writes."""
 
     schema_: Literal["kvcli.paths/1"] = Field(default="kvcli.paths/1", alias="schema")
     paths: dict[str, str]
@@ -188,7 +188,7 @@ class CacheKind(Json):
 
 
 class CacheDocument(Json):
-    """What is kept only to be faster the next time."""
+    """Cached data, which only saves time."""
 
     schema_: Literal["kvcli.cache/1"] = Field(default="kvcli.cache/1", alias="schema")
     folder: str

@@ -1,4 +1,4 @@
-"""A pack as it says what it is: documents that were read once, with their keys and values."""
+"""Description of a pack: documents that were prefilled once, with their KV cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PackedFile(Json):
 
 
 class PackDocument(Json):
-    """What documents were read by, and what came of it."""
+    """Model, settings and documents of a pack."""
 
     model_config = KEPT
     schema_: Literal["kvcli.pack/1"] = Field(alias="schema")

@@ -1,4 +1,4 @@
-"""What compression costs in answers: scores by profile and task, and agreement with the full cache."""
+"""Documents of the quality suite: scores by profile and task, and agreement with the full cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class McNemar(Json):
 
 
 class QualityTask(Json):
-    """One task of one row."""
+    """Scores of one task in one row."""
 
     task: str
     mean: Share
@@ -41,7 +41,7 @@ class QualityTask(Json):
 
 
 class WorstTask(Json):
-    """Where this row loses most against the full cache; for the full cache itself its lowest score."""
+    """The task in which this row loses most against the full cache; for the full cache itself its lowest score."""
 
     task: str
     score: Share
@@ -62,7 +62,7 @@ class TurnScore(Json):
 
 
 class QualityRow(Json):
-    """One profile."""
+    """Scores of one profile."""
 
     profile: str
     role: Role = Field(description="control: evicts by lot or by age, with the memory of the profiles measured")
@@ -79,7 +79,7 @@ class QualityRow(Json):
 
 
 class QualityArgs(Json):
-    """What was asked for, with the defaults filled in."""
+    """Arguments of the suite, with the defaults filled in."""
 
     lengths: list[Count] = Field(description="tokens, prompt and answer together")
     n: Count = Field(description="contexts for each task and length")
@@ -97,7 +97,7 @@ class Estimate(Json):
 
 
 class AgreementRow(Json):
-    """One profile on the user's text, token by token, each given the tokens before it."""
+    """Agreement of one profile on the user's text, token by token, each given the tokens before it."""
 
     profile: str
     role: Role
@@ -109,7 +109,7 @@ class AgreementRow(Json):
 
 
 class AgreementDocument(Json):
-    """Label-free: how far a compressed past moves predictions on a text."""
+    """Change of predictions on a text by a compressed cache, measured without labels."""
 
     schema_: Literal["kvcli.agreement/1"] = Field(default="kvcli.agreement/1", alias="schema")
     windows: Count

@@ -1,4 +1,4 @@
-"""Documents of `kvcli spec`: how a profile's drafting fares on a model here, and which settings fare best."""
+"""Documents of `kvcli spec`: measured drafting of a profile on this machine, and its best settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcli.schemas.fit import PassTime
 
 
 class Range(Json):
-    """Over the repetitions."""
+    """Range over the repetitions."""
 
     low: float
     median: float
@@ -19,7 +19,7 @@ class Range(Json):
 
 
 class Kind(Json):
-    """First choices of one kind that a source named, verified or only compared with what came."""
+    """Top-1 draft tokens of one kind from a source, verified or only compared with the sampled token."""
 
     kind: str = Field(description="tokens that matched, or nats between the best and the next")
     made: Count
@@ -35,7 +35,7 @@ class ScoutFigures(Json):
 
 
 class Difference(Json):
-    """Where the texts with and without drafting part first."""
+    """First difference between the texts with and without drafting."""
 
     token: Count = Field(description="of the new ones, from 1")
     near_tie: bool = Field(description="whether rounding explains it")
@@ -44,7 +44,7 @@ class Difference(Json):
 
 
 class SpecDocument(Json):
-    """What `kvcli spec doctor` found."""
+    """Result of `kvcli spec doctor`."""
 
     schema_: Literal["kvcli.spec/1"] = Field(default="kvcli.spec/1", alias="schema")
     kvcli: str
@@ -78,7 +78,7 @@ class SpecDocument(Json):
 
 
 class Tried(Json):
-    """One setting of [spec] on all texts."""
+    """Result of one setting of [spec] on all texts."""
 
     name: str
     spec: dict[str, str | int | float | bool | list[str]]
@@ -88,7 +88,7 @@ class Tried(Json):
 
 
 class SpecTuneDocument(Json):
-    """What `kvcli spec tune` tried, the best first."""
+    """Settings that `kvcli spec tune` tried, the fastest first."""
 
     schema_: Literal["kvcli.spec_tune/1"] = Field(default="kvcli.spec_tune/1", alias="schema")
     kvcli: str

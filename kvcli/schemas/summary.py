@@ -1,4 +1,4 @@
-"""A summary, its sources and its citations; and the plan of one, which --dry-run prints."""
+"""Documents of a summary: its sources and citations, and its plan, which --dry-run prints."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SummaryTurn(Json):
 
 
 class SummaryDocument(Json):
-    """What a text says in short, and where it says so."""
+    """Summary of a text, with the places it cites."""
 
     schema_: Literal["kvcli.summary/1"] = Field(default="kvcli.summary/1", alias="schema")
     kvcli: str
@@ -82,7 +82,7 @@ class PartFacts(Json):
 
 
 class SummaryPlanDocument(Json):
-    """How a summary would be made; printed by `kvcli summarize --dry-run`."""
+    """Plan of a summary; printed by `kvcli summarize --dry-run`."""
 
     schema_: Literal["kvcli.summary_plan/1"] = Field(default="kvcli.summary_plan/1", alias="schema")
     kvcli: str
@@ -111,7 +111,7 @@ class Extracted(Json):
 
 
 class ExtractDocument(Json):
-    """Documents as they are read; printed by `kvcli summarize --extract-only`."""
+    """Text extracted from documents; printed by `kvcli summarize --extract-only`."""
 
     schema_: Literal["kvcli.extract/1"] = Field(default="kvcli.extract/1", alias="schema")
     kvcli: str

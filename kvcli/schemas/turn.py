@@ -1,4 +1,4 @@
-"""One question answered: the finished turn, its events, and the error that may end it."""
+"""Answered question: the finished turn, its events, and the error that may end it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Memory(Json):
 
 
 class TurnDocument(Json):
-    """One question answered."""
+    """Result of one answered question."""
 
     schema_: Literal["kvcli.turn/1"] = Field(default="kvcli.turn/1", alias="schema")
     kvcli: str
@@ -103,7 +103,7 @@ class TurnDocument(Json):
 
 
 class ErrorDocument(Json):
-    """What went wrong. `code` is stable."""
+    """Error of a command. `code` is stable."""
 
     schema_: Literal["kvcli.error/1"] = Field(default="kvcli.error/1", alias="schema")
     code: str

@@ -1,1 +1,1 @@
-"""Profiles and settings: TOML, layers, what may stand beside what."""
+"""Profiles and settings: TOML files, sources in order of precedence, and conflicts between settings."""

@@ -1,4 +1,4 @@
-"""What all config files say together: models, defaults and profiles by name, and everything that is wrong with them."""
+"""Merged config files: models, defaults and profiles by name, and all problems found in them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from kvcli.settings.toml_positions import Keys, Level, toml_value
 from kvcli.settings.values import WrongValue, check, keys_of, noun
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-REFUSED = {"trust_remote_code", "allow_pickle"}  # a cloned repository must not decide whose code runs
+# keys refused in a project file: a cloned repository must not decide whose code runs
+REFUSED = {"trust_remote_code", "allow_pickle"}
 
 
 @dataclass
 class Config:
-    """All files merged, profiles not yet resolved. Made by `read_config`."""
+    """All config files merged, profiles not yet resolved. Made by `read_config`."""
 
     top: dict[str, Setting] = field(default_factory=dict)
     models: dict[str, Settings] = field(default_factory=dict)
@@ -32,7 +33,7 @@ class Config:
     problems: list[Problem] = field(default_factory=list)
 
     def note(self, setting: Setting, keys: Keys, message: str, hint: str) -> None:
-        """Keep a problem of a key itself."""
+        """Record a problem of a key."""
         self.problems.append(setting.problem(keys, message, hint))
 
     @property
@@ -46,7 +47,7 @@ class Config:
         return bool(setting.value) if setting else Top.keep_chats
 
     def prefix_cache_size(self, free: int) -> int:
-        """Bytes; where nobody says how many, at most a tenth of those that are `free` on the disk."""
+        """Size limit of the prefix cache in bytes; by default at most a tenth of the bytes `free` on the disk."""
         setting = self.top.get("prefix_cache_size")
         return size_of(str(setting.value)) if setting else min(size_of(Top.prefix_cache_size), free // 10)
 
@@ -56,7 +57,7 @@ class Config:
         return str(setting.value) if setting else Top.default_profile
 
     def names(self) -> list[str]:
-        """All profiles, by what they are for and then by name; what comes from papers stands last."""
+        """All profile names, ordered by purpose and then by name; profiles of papers are last."""
         order = get_args(Purpose)
 
         def place(name: str) -> tuple[int, str]:
@@ -66,7 +67,7 @@ class Config:
         return sorted(self.profiles, key=place)
 
     def unknown_profiles(self) -> list[Problem]:
-        """Profile names outside profiles that nothing defines."""
+        """Problems of profile names that are used outside profiles and that no file defines."""
         top = self.top.get("default_profile")
         named = [
             (("default_profile",), top),
@@ -79,14 +80,14 @@ class Config:
         ]
 
     def model(self, name: str | None = None) -> Model:
-        """What the name stands for; a name that no file defines stands for itself. None = the default model."""
+        """Return the model of a name. A name that no file defines is used as the path. None = the default model."""
         name = name or self.default_model
         values = {keys[0]: setting.value for keys, setting in self.models.get(name, {}).items()}
         values["path"] = values.get("path") or name
         return Model(**values)  # type: ignore[arg-type]  # each value was checked against its field
 
     def chosen_by_project(self, name: str | None) -> Setting | None:
-        """The project file's setting that decides which model this is, if there is one."""
+        """The project file's setting that selects this model, if there is one."""
         path = self.models.get(name or self.default_model, {}).get(("path",))
         default = self.top.get("default_model") if not name and path is None else None
         return next((s for s in (path, default) if s is not None and s.by_project), None)
@@ -105,7 +106,7 @@ def read_config(sources: Sources) -> Config:
 
 
 def load_config(sources: Sources) -> Config:
-    """Read and merge all files; raises one BadConfig with all problems."""
+    """Read and merge all files. Raises one BadConfig with all problems."""
     config = read_config(sources)
     if config.problems:
         raise bad_config(config.problems)
@@ -113,7 +114,7 @@ def load_config(sources: Sources) -> Config:
 
 
 def chosen_profile(name: str | None, config: Config, environ: Mapping[str, str], model: str | None) -> str:
-    """The profile to use: asked for, of the environment, of the model, or the default one."""
+    """Name of the profile to use: requested, or set in the environment, for the model, or as the default."""
     asked = name or environ.get("KVCLI_PROFILE")
     if asked:
         if asked in config.profiles:
@@ -138,7 +139,7 @@ def _unknown_profile(setting: Setting, keys: Keys, config: Config) -> Problem:
 
 
 def no_such_profile(name: str, config: Config, whence: str = "") -> BadConfig:
-    """The error for a name that was typed."""
+    """Return the error for an unknown profile name."""
     near = did_you_mean(name, config.profiles)
     return BadConfig(
         f"no profile is called {toml_value(name)}",
@@ -249,13 +250,13 @@ _OWN = "your own config file and the command line may"
 
 
 def _is_outside(value: object) -> bool:
-    """Whether a model path leaves the project; ids such as Qwen/Qwen3-8B and folders inside do not."""
+    """True if a model path is outside the project; ids such as Qwen/Qwen3-8B and folders inside are not."""
     path = PurePath(str(value))
     return path.is_absolute() or ".." in path.parts or str(value).startswith("~")
 
 
 def _take(config: Config, keys: Keys, setting: Setting, table: type) -> bool:
-    """Check one value of a flat table; a problem is noted, and the setting left out."""
+    """Check one value of a flat table. False if it is wrong: a problem is recorded and the setting left out."""
     known = keys_of(table)
     if keys[0] not in known:
         hint = did_you_mean(keys[0], known) or f"keys here: {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Settings that cannot both be kept, keys that change nothing, and what a profile does not do on a device."""
+"""Conflicts between settings, keys without effect, and settings that a device does not support."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvcli.settings.schema import METHODS, size_of
 if TYPE_CHECKING:
     from kvcli.settings.profile import Profile
 
-PROMISES = ("exact", "certified", "approx")  # of `exactness`, the strictest first
+PROMISES = ("exact", "certified", "approx")  # values of `exactness`, the strictest first
 
 
 def clashes(profile: Profile) -> list[Conflict]:
-    """Settings that cannot both be kept."""
+    """Conflicts between settings of a profile."""
     found = promise_clashes(profile)
     found += memory_clashes(profile)
     found += form_clashes(profile)
@@ -34,7 +34,7 @@ def clashes(profile: Profile) -> list[Conflict]:
 
 
 def promise_clashes(profile: Profile) -> list[Conflict]:
-    """Of `exactness`: it promises what store, policy and prefill leave unchanged."""
+    """Conflicts of `exactness` with settings of cache, policy and prefill that change the text more than it allows."""
     promised, kv, recall, rounds = profile.exactness, profile.kv, profile.sparse, "which rounds keys and values"
     if promised == "approx":
         return []
@@ -62,7 +62,8 @@ def promise_clashes(profile: Profile) -> list[Conflict]:
 
 
 def check_clashes(profile: Profile) -> list[Conflict]:
-    """Of a past that guesses beside one that checks: they do not share budgets, and neither changes on the way."""
+    """Conflicts of a compressed cache that drafts with the full cache that verifies: both use separate budgets, and
+    neither may change during an answer."""
     if not profile.is_checked:
         return []
     cannot, found = "cannot be kept where a whole past checks what a smaller one guesses", list[Conflict]()
@@ -75,7 +76,7 @@ def check_clashes(profile: Profile) -> list[Conflict]:
 
 
 def step_clashes(profile: Profile) -> list[Conflict]:
-    """Of `[reasoning_steps]`: it changes the text, and needs a KV cache that no policy chooses."""
+    """Conflicts of `[reasoning_steps]` with drafting, query-scoring policies, and reviving pruners."""
     if not profile.reasoning_steps.takes:
         return []
     others = {
@@ -88,7 +89,7 @@ def step_clashes(profile: Profile) -> list[Conflict]:
 
 
 def overflow_clashes(profile: Profile) -> list[Conflict]:
-    """Of a chat whose beginning is held in fewer slots: those of a past that is whole, as it was stored."""
+    """Conflicts of a chat whose beginning is compressed: compression needs the full cache, as it was stored."""
     if profile.context.on_overflow != "compress":
         return []
     key, cannot = "context.on_overflow", '"compress" cannot be kept'
@@ -102,7 +103,7 @@ def overflow_clashes(profile: Profile) -> list[Conflict]:
 
 
 def _shapes(profile: Profile) -> dict[str, bool]:
-    """What keeps less of a past than was read, elsewhere or in other numbers, and whether it does."""
+    """Settings that store less of a cache, elsewhere or in another format, and whether each is set."""
     kv, memory = profile.kv, profile.memory
     return {
         "policy.name": profile.policy.compression_interval is not None,
@@ -116,7 +117,7 @@ def _shapes(profile: Profile) -> dict[str, bool]:
 
 
 def return_clashes(profile: Profile) -> list[Conflict]:
-    """Of tokens that may come back: each must see what is older than itself, and drafts must leave them a pass."""
+    """Conflicts of revived tokens: each must attend to all older tokens, and some passes must be free of drafts."""
     prune, found = profile.prune, list[Conflict]()
     if prune.compression_interval is None:
         return []
@@ -128,7 +129,7 @@ def return_clashes(profile: Profile) -> list[Conflict]:
 
 
 def order_clashes(profile: Profile) -> list[Conflict]:
-    """Of `prefill.order`: who judges at the end of each chunk needs chunks, who judges between layers needs all."""
+    """Conflicts of `prefill.order`: a policy scores after each chunk, so it needs chunks; a pruner needs layers."""
     key, order, prunes = "prefill.order", profile.prefill.order, bool(profile.prune.describe_read)
     if order == "chunks" and prunes:
         return [Conflict(key, "prune.method", '"chunks" cannot be kept', "which judges a whole prompt between layers")]
@@ -138,7 +139,7 @@ def order_clashes(profile: Profile) -> list[Conflict]:
 
 
 def reuse_clashes(profile: Profile) -> list[Conflict]:
-    """Of `[reuse]`: it rests on a past of which nothing was let go, and that was read in full."""
+    """Conflicts of `[reuse]` with eviction, pruning and sparse attention: it needs a full cache of all tokens."""
     if not profile.reuse.describe_reused:
         return []
     cannot, others = (
@@ -153,7 +154,7 @@ def reuse_clashes(profile: Profile) -> list[Conflict]:
 
 
 def memory_clashes(profile: Profile) -> list[Conflict]:
-    """Of `[kv]` and `[memory]`: a step must be one that can be taken."""
+    """Conflicts of `[kv]` and `[memory]`: fallback steps must have an effect."""
     found, memory = list[Conflict](), profile.memory
     bits = {f"kv.{key}": getattr(profile.kv, key) for key in ("k_bits", "v_bits")}
     set_by = dict.fromkeys(bits, "")  # an earlier step, or the profile
@@ -180,12 +181,12 @@ def memory_clashes(profile: Profile) -> list[Conflict]:
 
 
 def form_clashes(profile: Profile) -> list[Conflict]:
-    """Of `[kv_format]`: what it cannot keep of `[kv]`, and slots that heads must let go together."""
+    """Conflicts of `[kv_format]` with unsupported keys of `[kv]`, and with policies whose heads evict apart."""
     form, key = profile.kv_format, "kv_format.method"
     cannot = f'"{form.method}" cannot be kept'
     if form.rope == "before" and not _packs(profile):
         idle = '"before" changes nothing while kv.k_bits and kv.v_bits are 16'
-        return [Conflict("form.rope", "kv.k_bits", idle, "so nothing is packed")]
+        return [Conflict("kv_format.rope", "kv.k_bits", idle, "so nothing is packed")]
     values = profile.values
     found = [
         Conflict(key, other, f"{cannot} with {other} = {json.dumps(values[other])}", because)
@@ -212,7 +213,7 @@ def form_clashes(profile: Profile) -> list[Conflict]:
 
 
 def demotion_clashes(profile: Profile) -> list[Conflict]:
-    """Of `memory.evicted`: somebody must let go, somewhere else must be to go to, and the room must be known."""
+    """Conflicts of `memory.evicted`: demotion needs a policy that evicts, a lower tier, and a known capacity."""
     memory, packs, key = profile.memory, profile.kv_format.is_active(profile.kv), "memory.evicted"
     if not memory.demotes:
         return []
@@ -235,7 +236,7 @@ def demotion_clashes(profile: Profile) -> list[Conflict]:
 
 
 def budget_clashes(profile: Profile) -> list[Conflict]:
-    """Of `memory.budget` and `memory.max_loss`: one policy spends them, on rungs of its own, of one past."""
+    """Conflicts of `memory.budget` and `memory.max_loss`: one policy spends them, on its levels, in one cache."""
     memory, key, spends = profile.memory, "memory.budget", profile.policy.method == "budget"
     bits, fresh = json.dumps(list(memory.bits)), type(memory)().bits
     if memory.sequences > 1 and memory.budget != "fit":
@@ -282,7 +283,7 @@ def budget_clashes(profile: Profile) -> list[Conflict]:
 
 
 def cautions(profile: Profile, device: str) -> list[str]:
-    """What a profile asks for that a device of this type does not have, one line each."""
+    """Notes on settings that have no effect on a device of this type, one line each."""
     found = []
     if profile.memory.host == "auto" and device != "cuda":
         found.append("memory.host = auto holds nothing here: without a GPU keys and values are in host memory already")
@@ -290,12 +291,12 @@ def cautions(profile: Profile, device: str) -> list[str]:
 
 
 def idle_keys(profile: Profile) -> list[Conflict]:
-    """Keys of `[kv]` that say how to pack or move, where nothing is ever packed or moved."""
+    """Unused keys of `[kv]` for quantizing or moving KV, in a profile that never quantizes or moves any."""
     kv, memory = profile.kv, profile.memory
     packs = _packs(profile) or memory.spends
     moves = _is_there(memory.host) or _is_there(memory.disk)
     moves = moves or any(step.startswith("memory.") for step in memory.fallbacks)
-    moves = moves or memory.device != "auto"  # its budget counts what stays in the top
+    moves = moves or memory.device != "auto"  # its budget counts the KV in the top tier
     bits, sizes = "kv.k_bits and kv.v_bits are 16", "[memory] has no budget"
     packing = (packs, "kv.k_bits", bits, "so nothing is packed")
     moving = (packs or moves, "kv.k_bits", f"{bits} and {sizes}", "so nothing is packed, and nothing moves")
@@ -322,8 +323,8 @@ def idle_keys(profile: Profile) -> list[Conflict]:
 
 
 def unread_keys(profile: Profile) -> list[Conflict]:
-    """Keys of `[spec]` that its method does not read as the others are, where somebody asked for another value. Those
-    of a shipped profile go with what is laid over it."""
+    """Keys of `[spec]` that its method ignores because of other keys, if their value was changed. Keys of shipped
+    profiles are not reported, because other settings may be laid over such a profile."""
     spec = profile.spec
     found = []
     for key, other in spec.ignored_keys().items():
@@ -335,15 +336,15 @@ def unread_keys(profile: Profile) -> list[Conflict]:
 
 
 def _is_there(size: str) -> bool:
-    """Is this a tier of `[memory]`?"""
+    """True if a size of `[memory]` enables its tier."""
     return size == "auto" or size_of(size) > 0
 
 
 def _packs(profile: Profile) -> bool:
-    """Is anything packed, now or when memory runs out?"""
+    """True if KV is quantized, now or by a fallback step."""
     return bool(profile.kv_format.is_active(profile.kv)) or any(map(_packs_more, profile.memory.fallbacks))
 
 
 def _packs_more(step: str) -> bool:
-    """Does this step of `memory.fallbacks` pack keys or values?"""
+    """True if this step of `memory.fallbacks` quantizes keys or values."""
     return step.startswith(("kv.k_bits", "kv.v_bits"))

@@ -1,4 +1,4 @@
-"""Problems in configuration: where each is, what is wrong and what to write instead, with the line and a caret."""
+"""Problems in configuration: position, message and correction, with the line and a caret."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvcli.errors import BadConfig
 
 @dataclass(frozen=True, slots=True)
 class SourcePosition:
-    """A point in a file, or in something typed (`--set`, an environment variable)."""
+    """A position in a file, or in typed text (`--set`, an environment variable)."""
 
-    source: str  # as people name it: "~/.config/kvcli/config.toml", "--set", "env KVCLI_KV__DTYPE"
+    source: str  # displayed name: "~/.config/kvcli/config.toml", "--set", "env KVCLI_KV__DTYPE"
     text: str = ""  # the line itself
     line: int = 0  # from 1; 0 = the source has no lines
     column: int = 1  # from 1, in characters
@@ -23,15 +23,15 @@ class SourcePosition:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing to change."""
+    """A problem in the configuration."""
 
     place: SourcePosition
     message: str
-    key: str = ""  # dotted, as written at that place
-    hint: str = ""  # stands behind the caret
+    key: str = ""  # dotted, as written in the source
+    hint: str = ""  # shown after the caret
 
     def render(self) -> list[str]:
-        """The lines of cli.md's error form: place and message, the source line, the caret."""
+        """Format the problem as lines: position and message, the source line, the caret (cli.md's error form)."""
         at = self.place
         where = f"{at.source}:{at.line}:{at.column}" if at.line else at.source
         head = ": ".join(part for part in (where, self.key, self.message) if part)
@@ -54,7 +54,7 @@ class Problem:
 
 
 def bad_config(problems: Sequence[Problem]) -> BadConfig:
-    """One error for all of them, in the order of the sources and then of the lines."""
+    """Return one error for all problems, in the order of the sources and then of the lines."""
     unique = list(dict.fromkeys(problems))
     sources = list(dict.fromkeys(p.place.source for p in unique))
     unique.sort(key=lambda p: (sources.index(p.place.source), p.place.line, p.place.column))
@@ -66,18 +66,18 @@ def bad_config(problems: Sequence[Problem]) -> BadConfig:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`did you mean "x"?`, or nothing when no known word is near."""
+    """Return `did you mean "x"?`, or "" if no known word is similar."""
     near = difflib.get_close_matches(word.lower(), list(known), n=1)
     return f'did you mean "{near[0]}"?' if near else ""
 
 
 def any_of(words: Sequence[str]) -> str:
-    """`a, b or c`."""
+    """Join words: `a, b or c`."""
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _blank(text: str) -> str:
-    """Spaces as wide as `text` on a terminal; tabs stay, so that both lines stop at the same place."""
+    """Spaces as wide as `text` on a terminal. Tabs are kept, so that both lines align."""
     return "".join("\t" if c == "\t" else " " * (1 + (unicodedata.east_asian_width(c) in "WF")) for c in text)
 
 

@@ -1,7 +1,7 @@
-"""A profile: every setting of a run, checked, with where each came from.
+"""Profile: every setting of a run, checked, with its origin.
 
-Files, environment, `--set` and flags are laid over each other in `load_profile`. What the tables are is in `schema.py`,
-where the layers come from in `sources.py` and `config.py`, how they are checked in `resolve.py`.
+`load_profile` merges files, environment, `--set` and flags. The tables are defined in `schema.py`, their sources in
+`sources.py` and `config.py`, the checks in `resolve.py`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["Clashes", "Conflict", "Method", "Outcome", "Profile", "Rules", "Sour
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two settings that cannot both be kept. `key` is the one to show, `other` the one in its way."""
+    """Two settings that exclude each other. The conflict is shown at `key`, and `other` is the reason."""
 
     key: str  # dotted
     other: str  # dotted
-    message: str  # of `key`: '"exact" cannot be kept'
-    because: str = ""  # of `other`: "which changes the output"
+    message: str  # about `key`: '"exact" cannot be kept'
+    because: str = ""  # about `other`: "which changes the output"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Method:
     settings: Any  # the method's own frozen dataclass
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and pickling ask before the fields are there
+        if name.startswith("__"):  # copying and pickling read attributes before the fields are set
             raise AttributeError(name)
         return getattr(self.settings, name)
 
@@ -54,19 +54,19 @@ Clashes = Callable[["Profile"], Sequence[Conflict]]
 
 @dataclass(frozen=True)
 class Rules:
-    """Which methods there are, and which settings exclude each other."""
+    """Available methods, and the check for settings that exclude each other."""
 
     registries: Registries
     clashes: Clashes | None = None
 
     @classmethod
     def shipped(cls) -> Rules:
-        """Those that are installed."""
+        """Rules of the installed methods."""
         return cls(registries(), importlib.import_module("kvcli.settings.conflicts").clashes)
 
 
 class _Load:
-    """`Profile.load("ngram")` reads a profile; on a profile, `load` is its table of that name."""
+    """Descriptor: `Profile.load("ngram")` reads a profile; on a profile, `load` is its table of that name."""
 
     @overload
     def __get__(self, profile: None, owner: type[Profile]) -> Callable[..., Profile]: ...
@@ -83,9 +83,9 @@ class Profile:
     name: str
     description: str
     purpose: str
-    exactness: Exactness  # what store, policy and prefill may change; drafting never changes the text
+    exactness: Exactness  # how far cache, policy and prefill may change the text; drafting never changes it
     chain: tuple[str, ...]  # the profile and all it extends, nearest first
-    load_table: Load  # `profile.load`; `Profile.load` is the function that reads one
+    load_table: Load  # `profile.load`; `Profile.load` is the function that reads a profile
     prefill: Prefill
     prune: Method
     reuse: Method
@@ -99,17 +99,17 @@ class Profile:
     reasoning_steps: Method
     sample: Sample
     context: Context
-    settings: Settings = field(repr=False, compare=False)  # what was written somewhere
+    settings: Settings = field(repr=False, compare=False)  # settings with a written origin
     rules: Rules = field(repr=False, compare=False)
 
     load = _Load()
 
     def replace(self, **changes: object) -> Profile:
-        """A copy with other settings: `replace(spec={"max": 4}, name="mine")`, `replace(**{"spec.max": 4})`."""
+        """Return a copy with other settings: `replace(spec={"max": 4}, name="mine")`, `replace(**{"spec.max": 4})`."""
         return self.changed(changes, "replace()")
 
     def changed(self, changes: Mapping[str, object], where: str) -> Profile:
-        """The same, with the place that an error names."""
+        """Return a copy with other settings. `where` is the place that an error names."""
         names = {key: str(changes[key]) for key in ("name", "description") if key in changes}
         new = from_arguments({key: changes[key] for key in changes if key not in names}, where)
         resolved = resolve([self.settings, new], self.rules.registries)
@@ -120,7 +120,7 @@ class Profile:
 
     @property
     def is_checked(self) -> bool:
-        """Is the text that of a whole past, while a smaller one, as `[kv]`, `[policy]` and `[sparse]` say, guesses?"""
+        """True if the full cache verifies drafts of a smaller cache (`[kv]`, `[policy]`, `[kv_format]`, `[sparse]`)."""
         is_smaller = (
             self.policy.compression_interval is not None
             or self.sparse.describe_read
@@ -130,7 +130,7 @@ class Profile:
 
     @cached_property
     def whole(self) -> Profile:
-        """How the past is kept that the text is written by: as this one says, where nothing checks it."""
+        """Profile of the cache that verifies: this profile, or a full cache if drafts are made on a compressed one."""
         if not self.is_checked:
             return self
         kv = {**dataclasses.asdict(Kv()), "dtype": self.kv.dtype}
@@ -140,12 +140,12 @@ class Profile:
 
     @property
     def extends(self) -> tuple[str, ...]:
-        """What the profile itself extends, as its own file says."""
+        """Profiles that the profile itself extends, by its own file."""
         return tuple(extended_names(self.settings.get(("extends",))))
 
     @property
     def foreign(self) -> list[str]:
-        """Which of its methods are code of other packages, in words."""
+        """Notes on methods of the profile that are code of other packages."""
         chosen = [(table, key, getattr(self, table).method) for table, (key, _) in METHODS.items()]
         return [
             f'{table}.{key} = "{name}" is code of {package}'
@@ -167,13 +167,13 @@ class Profile:
 
     @cached_property
     def hash(self) -> str:
-        """Twelve digits that are equal for equal settings, whatever the profile is called."""
+        """Hash of the settings in twelve digits, whatever the profile is called."""
         text = json.dumps(self.values, sort_keys=True, separators=(",", ":"), default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @cached_property
     def origins(self) -> dict[str, str]:
-        """Dotted key -> where it came from: "built-in exact", "~/.config/kvcli/config.toml:30", "--set", "default"."""
+        """Dotted key -> its origin: "built-in exact", "~/.config/kvcli/config.toml:30", "--set", "default"."""
         written = {".".join(keys): setting.origin.name for keys, setting in self.settings.items()}
         return {key: written.get(key, DEFAULT.name) for key in self.values}
 
@@ -188,9 +188,9 @@ def load_profile(
     sets: Sequence[str] = (),
     flags: Mapping[str, tuple[object, str]] | None = None,
 ) -> Profile:
-    """The profile of a run: files, `[models.X].profile`, environment, `--set` and flags, lowest first.
+    """Build the profile of a run: files, `[models.X].profile`, environment, `--set` and flags, lowest first.
 
-    `flags` maps a dotted key to (value, name of the flag). Without `sources`, only built-in profiles are seen.
+    `flags` maps a dotted key to (value, name of the flag). Without `sources`, only built-in profiles are visible.
     Raises one BadConfig with all problems.
     """
     sources = sources or Sources()
@@ -212,7 +212,7 @@ def load_profile(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A profile and what is wrong with it. With problems, only its name and its origins mean anything."""
+    """A profile and its problems. With problems, only its name and its origins are valid."""
 
     profile: Profile
     problems: list[Problem]
@@ -221,12 +221,12 @@ class Outcome:
 def resolve_profile(
     name: str, config: Config, rules: Rules, *, model: str | None = None, above: Settings | None = None
 ) -> Outcome:
-    """One profile of the merged files, `above` laid over it. `name` must be one of `config.profiles`."""
+    """Resolve one profile of the merged files, with `above` laid over it. `name` must be one of `config.profiles`."""
     names, problems = lineage(name, config)
     layers = [_of_model(config, model), *(config.profiles[n] for n in names), above or {}]
     resolved = resolve(layers, rules.registries)
     resolved.problems += problems
-    for keys in (("description",), ("extends",), ("purpose",)):  # not handed down
+    for keys in (("description",), ("extends",), ("purpose",)):  # not inherited
         if keys not in config.profiles[name]:
             resolved.settings.pop(keys, None)
             resolved.header.pop(keys[0], None)
@@ -258,7 +258,7 @@ def _profile(resolved: Resolved, name: str, chain: tuple[str, ...], rules: Rules
 
 
 def clash_problems(profile: Profile) -> list[Problem]:
-    """The clashes of a profile, each at the line of its key and naming the line of the other."""
+    """Conflicts of a profile as problems, each at the line of its key and naming the line of the other."""
     found = profile.rules.clashes(profile) if profile.rules.clashes else ()
     return [_clash_problem(clash, profile.settings) for clash in found]
 
@@ -267,7 +267,7 @@ def _clash_problem(clash: Conflict, settings: Settings) -> Problem:
     key, other = (tuple(dotted.split(".")) for dotted in (clash.key, clash.other))
     here, there = settings.get(key), settings.get(other)
     message = clash.message
-    if here is None:  # a default: only the other one has a line to show
+    if here is None:  # a default: only the other key has a line to show
         here, key, there, message = there or Setting(None, DEFAULT), other, None, f"{clash.key}: {clash.message}"
     problem = here.problem(key, message, clash.because)
     if there is None:
@@ -278,7 +278,7 @@ def _clash_problem(clash: Conflict, settings: Settings) -> Problem:
 
 
 def _borrowed_trust(profile: Profile, config: Config, model: str | None) -> list[Problem]:
-    """Trust that the user's files give meets a model that a project file chose: each alone is fine, both are not."""
+    """Problems of a project file's model that gets trust from the user's files: both together are refused."""
     chosen = config.chosen_by_project(model)
     if chosen is None:
         return []

@@ -1,4 +1,4 @@
-"""The text of a new profile file: every key there is, commented out, with its value now and its meaning."""
+"""Text of a new profile file: every key, commented out, with its current value and meaning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcli.settings.values import comments_of, keys_of
 
 
 def new_profile(name: str, base: Profile) -> str:
-    """A profile that extends `base` and changes nothing yet."""
+    """Text of a profile that extends `base` and changes nothing yet."""
     lines = [
         f"# kvcli chat -P {name}",
         f"# Take the # off a line to set it. What stays commented is as in {base.name}, whose values are shown.",

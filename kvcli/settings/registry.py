@@ -1,8 +1,8 @@
-"""Methods by table and name: the entry points of the group `kvcli.methods`, those of this package and of any other.
+"""Registry of methods by table and name: entry points of the group `kvcli.methods`, of kvcli and of other packages.
 
-`"policy.mine" = "my_package:Mine"` in another package's `[project.entry-points."kvcli.methods"]` makes
-`policy.name = "mine"` a method whose table is the frozen dataclass `Mine`. Nothing of a method is imported before a
-profile names it, and no package replaces a method of kvcli.
+`"policy.mine" = "my_package:Mine"` in another package's `[project.entry-points."kvcli.methods"]` makes `policy.name =
+"mine"` a method whose table is the frozen dataclass `Mine`. A method is imported only when a profile names it, and no
+package can replace a method of kvcli.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUP = "kvcli.methods"
 
 @cache
 def registries() -> Registries:
-    """Methods that are installed: ours, the usual one of a table first, then those of other packages."""
+    """Installed methods: kvcli's, the default of each table first, then those of other packages."""
     found: dict[str, dict[str, str]] = {table: {} for table in METHODS}
     usual = [(f"{table}.{name}", _ours()[f"{table}.{name}"]) for table, (_, name) in METHODS.items()]
     for dotted, target in (*usual, *sorted(_ours().items()), *sorted((point.name, point.value) for point in _others())):
@@ -34,14 +34,15 @@ def registries() -> Registries:
 @cache
 def foreign() -> Mapping[str, str]:
     """Methods of other packages: "module:Class" -> the package and its version."""
-    points = [point for point in _others() if point.value not in _ours().values()]  # another name for one of ours
+    # excludes another name for a kvcli method
+    points = [point for point in _others() if point.value not in _ours().values()]
     return {point.value: f"{point.dist.name} {point.dist.version}" for point in points if point.dist is not None}
 
 
 @cache
 def _ours() -> Mapping[str, str]:
     checkout = Path(__file__).parents[2] / "pyproject.toml"
-    if checkout.is_file():  # it is newer than what was installed of it, and there where nothing was
+    if checkout.is_file():  # the checkout is newer than its installed metadata, and there may be none installed
         project = tomli.loads(checkout.read_text(encoding="utf-8"))["project"]
         if project["name"] == "kvcli":
             points: Mapping[str, str] = project["entry-points"][GROUP]

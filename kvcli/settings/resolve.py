@@ -1,4 +1,4 @@
-"""From layered settings to checked values: who extends whom, which layer wins, and what is wrong on the way."""
+"""Resolution of layered settings to checked values: inheritance of profiles, precedence of layers, and problems."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from kvcli.errors import KvcliError
 from kvcli.settings.config import Config
 from kvcli.settings.problems import Problem, any_of, did_you_mean
 from kvcli.settings.registry import Registries, foreign
-from kvcli.settings.renamed import new_name
 from kvcli.settings.schema import METHODS, ORDER, TABLES, Header
 from kvcli.settings.settings import DEFAULT, Setting, Settings, Typed, merge
 from kvcli.settings.toml_positions import Keys, toml_value
 from kvcli.settings.values import WrongValue, check, keys_of, noun
 
 DEEPEST = 8  # profiles below the chosen one
-# what other programs call a key -> what it is called here
+# key of other programs -> key of kvcli
 ELSEWHERE = {
     **dict.fromkeys(["max_tokens", "num_predict", "n_predict", "max_length", "max_output_tokens"], "max_new_tokens"),
     **dict.fromkeys(["num_ctx", "n_ctx", "max_context", "context_length"], "limit"),
@@ -38,7 +37,7 @@ class Resolved:
 
 
 def lineage(name: str, config: Config) -> tuple[list[str], list[Problem]]:
-    """The profile and all it extends, lowest first, each once."""
+    """The profile and all profiles it extends, lowest first, each once."""
     order: list[str] = []
     problems: list[Problem] = []
 
@@ -64,7 +63,7 @@ def lineage(name: str, config: Config) -> tuple[list[str], list[Problem]]:
 
 
 def extended_names(extends: Setting | None) -> Sequence[str]:
-    """Names in an `extends`; none where its type is wrong, which is reported with all other values."""
+    """Names in an `extends`; empty if its type is wrong, which is reported with all other values."""
     value = extends.value if extends else ()
     if isinstance(value, str):
         return [value]
@@ -82,7 +81,7 @@ def resolve(layers: Iterable[Settings], registries: Registries) -> Resolved:
         found.problems += _outside_methods(layer, found.settings, registries)
         merged = merge(found.settings, layer)
         for table, (key, _) in METHODS.items():
-            # keys that go because another method comes: right or wrong, they were written for the old one
+            # keys dropped because a higher layer selects another method are checked against the old method
             gone = {k: s for k, s in found.settings.items() if k[0] == table and k not in merged and k not in layer}
             if gone:
                 gone[table, key] = found.settings[table, key]
@@ -93,7 +92,7 @@ def resolve(layers: Iterable[Settings], registries: Registries) -> Resolved:
 
 
 def _outside_methods(layer: Settings, below: Settings, registries: Registries) -> list[Problem]:
-    """Problems of one layer, but for the tables of methods, whose keys depend on the layers above."""
+    """Problems of one layer, except in the tables of methods, whose keys depend on the layers above."""
     problems = []
     for keys, setting in layer.items():
         if keys[0] in METHODS and (len(keys) > 1 or setting.value == {}):
@@ -105,7 +104,7 @@ def _outside_methods(layer: Settings, below: Settings, registries: Registries) -
 
 
 def _problem(keys: Keys, setting: Setting, around: Settings, registries: Registries) -> Problem | None:
-    """What is wrong with one setting, if anything."""
+    """Problem of one setting, if there is one."""
     if keys[0] in ORDER and len(keys) == 1:
         if setting.value == {}:
             return None
@@ -124,15 +123,13 @@ def _problem(keys: Keys, setting: Setting, around: Settings, registries: Registr
 
 
 def unknown(keys: Keys, setting: Setting, known: Iterable[str], everywhere: Sequence[str]) -> Problem:
-    """The problem of a key that nothing honours, with the nearest ones that something does."""
-    if now := new_name(keys):
-        return setting.problem(keys, "unknown key", f"its name is {now} now")
+    """Return the problem of an unknown key, with the most similar known keys."""
     table, name = keys[0], ELSEWHERE.get(keys[-1], keys[-1])
     here = f"keys of {table}: {', '.join(known)}" if len(keys) > 1 else f"tables: {', '.join(ORDER)}"
     if not isinstance(setting.origin, Typed):
         near = did_you_mean(name, known if len(keys) > 1 else [*keys_of(Header), *ORDER])
         return setting.problem(keys, "unknown key", near or here)
-    # typed keys are whole paths: the right key of a wrong table is worth naming too
+    # typed keys are whole paths, so the right key in a wrong table is suggested too
     ends = [key for key in everywhere if did_you_mean(name, [key.rpartition(".")[2]])]
     near = did_you_mean(".".join([*setting.origin.keys[:-1], name]), everywhere) or (
         f"did you mean {any_of(ends)}?" if ends else ""
@@ -142,7 +139,7 @@ def unknown(keys: Keys, setting: Setting, known: Iterable[str], everywhere: Sequ
 
 
 def dotted_keys(settings: Settings, registries: Registries) -> list[str]:
-    """Every key there is, given the methods chosen in `settings`."""
+    """All known keys, given the methods chosen in `settings`."""
     found = [f"{table}.{key}" for table, schema in TABLES.items() for key in keys_of(schema)]
     for table, (key, default) in METHODS.items():
         name = settings[table, key].value if (table, key) in settings else default
@@ -152,7 +149,7 @@ def dotted_keys(settings: Settings, registries: Registries) -> list[str]:
 
 
 def method_class(target: str) -> type:
-    """The dataclass that a registry names as "module:Class"."""
+    """Import the dataclass that a registry names as "module:Class"."""
     module, _, name = target.partition(":")
     found = getattr(importlib.import_module(module), name)
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
@@ -161,7 +158,7 @@ def method_class(target: str) -> type:
 
 
 def _fill(found: Resolved, registries: Registries) -> None:
-    """Build the tables from the settings that won; values with problems are left at their defaults."""
+    """Build the tables from the settings that won. Values with problems are left at their defaults."""
     for name, schema in TABLES.items():
         found.tables[name] = schema(**_values(found.settings, schema, name))
     found.header = _values(found.settings, Header)
@@ -179,13 +176,13 @@ def _values(settings: Settings, schema: type, table: str = "") -> dict[str, obje
         if setting is not None:
             try:
                 values[name] = check(key.hint, setting.value)
-            except WrongValue:  # reported by the layer that it stands in
+            except WrongValue:  # reported by the layer that has it
                 continue
     return values
 
 
 def _method(table: str, mine: Settings, registries: Registries, problems: list[Problem]) -> object | None:
-    """The method's own dataclass, filled; None and problems when it cannot be."""
+    """Build the method's dataclass from its settings; None and problems if that fails."""
     key, _ = METHODS[table]
     chosen = mine[table, key]
     registry = registries[table]
@@ -220,9 +217,10 @@ def _method(table: str, mine: Settings, registries: Registries, problems: list[P
 def _stranger(
     keys: Keys, setting: Setting, chosen: Setting, known: Sequence[str], registry: Mapping[str, str]
 ) -> Problem:
-    """A key that the chosen method does not have; perhaps another one has it."""
+    """Return the problem of a key that the chosen method does not have; another method may have it."""
     table, (discriminator, _) = keys[0], METHODS[keys[0]]
-    ours = {name: target for name, target in registry.items() if target not in foreign()}  # no other's code is run
+    # code of other packages is not run
+    ours = {name: target for name, target in registry.items() if target not in foreign()}
     owners = [name for name, target in ours.items() if keys[1] in keys_of(method_class(target))]
     if owners:
         why = f"a key of {table}.{discriminator} = {any_of([toml_value(n) for n in owners])}"
@@ -234,7 +232,7 @@ def _stranger(
 def _built(
     schema: type, values: Mapping[str, object], mine: Settings, table: str, problems: list[Problem]
 ) -> object | None:
-    """The instance; what its own checks refuse becomes a problem at the key that they name."""
+    """Build the dataclass. An error of its own checks becomes a problem at the key that the error names."""
     try:
         built: object = schema(**values)
     except (ValueError, TypeError, KvcliError) as error:

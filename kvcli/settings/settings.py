@@ -1,4 +1,4 @@
-"""A setting: one value and where it was written; and how settings of two layers merge."""
+"""Settings: values with their origin, and the merging of two layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcli.settings.toml_positions import Document, Keys
 
 
 class Origin(Protocol):
-    """Where a setting was written."""
+    """Origin of a setting."""
 
     @property
     def keys(self) -> Keys:
@@ -20,10 +20,10 @@ class Origin(Protocol):
 
     @property
     def name(self) -> str:
-        """As `profiles show --origin` prints it."""
+        """Name that `profiles show --origin` prints."""
 
     def dotted(self, keys: Keys) -> str:
-        """The key as it is written there."""
+        """The key as written at the origin."""
 
     def key_place(self, keys: Keys) -> SourcePosition: ...
 
@@ -32,7 +32,7 @@ class Origin(Protocol):
 
 @dataclass(frozen=True)
 class InFile:
-    """A key of a file; `base` is the table that a profile's own keys stand in, and `keys` the key in it."""
+    """A key of a file. `base` is the table that a profile's own keys are in, and `keys` the key in it."""
 
     document: Document
     base: Keys
@@ -55,11 +55,11 @@ class InFile:
 
 @dataclass(frozen=True)
 class Typed:
-    """Something typed: `--set`, an environment variable, a flag, an argument of the Python API."""
+    """Typed text: `--set`, an environment variable, a flag, an argument of the Python API."""
 
     name: str
     keys: Keys = ()
-    text: str = ""  # what was typed
+    text: str = ""  # the typed text
     value_column: int = 1
 
     def dotted(self, keys: Keys) -> str:
@@ -73,29 +73,29 @@ class Typed:
 
 
 DEFAULT = Typed("default")
-BY = "what fits"  # the name of an origin: where nobody said it, and a plan of memory did
+BY = "what fits"  # name of an origin: a default that memory planning chose
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One value, and where it was written."""
+    """A value and its origin."""
 
     value: object
     origin: Origin
 
     def problem(self, keys: Keys, message: str, hint: str = "", *, of_value: bool = False) -> Problem:
-        """Something wrong with it, shown where its key stands, or its value."""
+        """Return a problem of the setting, positioned at its key or its value."""
         place = self.origin.value_place(keys) if of_value else self.origin.key_place(keys)
         return Problem(place, message, self.origin.dotted(keys), hint)
 
     @property
     def is_shipped(self) -> bool:
-        """Whether a profile of this program says it."""
+        """True if a shipped profile set the value."""
         return isinstance(self.origin, InFile) and self.origin.document.level == "built-in"
 
     @property
     def by_project(self) -> bool:
-        """Whether the project file wrote it: that may be somebody else's repository."""
+        """True if the project file set the value: that file may be from somebody else's repository."""
         return isinstance(self.origin, InFile) and self.origin.document.level == "project"
 
 
@@ -103,7 +103,7 @@ Settings = dict[Keys, Setting]
 
 
 def merge(lower: Settings, higher: Settings) -> Settings:
-    """Key by key. Where the higher one names another method, the keys of the lower one's method go with it."""
+    """Merge two layers key by key. If the higher one selects another method, the lower method's keys are dropped."""
     changed = {
         table
         for table, (key, _) in METHODS.items()
@@ -113,7 +113,7 @@ def merge(lower: Settings, higher: Settings) -> Settings:
 
 
 def flatten(document: Document, base: Keys = ()) -> Settings:
-    """The leaves of the table at `base`. An empty table counts as a leaf, so that a wrong name does not hide."""
+    """Return the leaves of the table at `base`. An empty table counts as a leaf, so that a wrong name is reported."""
     table: object = document.values
     for name in base:
         table = table[name] if isinstance(table, Mapping) else {}
@@ -121,7 +121,7 @@ def flatten(document: Document, base: Keys = ()) -> Settings:
 
 
 def leaves(table: object, above: Keys = ()) -> Iterable[tuple[Keys, object]]:
-    """(path, value) of everything below a table that is no filled table itself."""
+    """(path, value) of every value below a table, where a filled table is no value."""
     if isinstance(table, Mapping) and (table or not above):
         for name, value in table.items():
             if isinstance(value, Mapping) and value:

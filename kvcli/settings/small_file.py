@@ -1,4 +1,4 @@
-"""The one door for small files that somebody else wrote: regular, of bounded size and depth, UTF-8, finite numbers."""
+"""Reader of small untrusted files: regular, of bounded size and depth, UTF-8, finite numbers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-DEEPEST = 64  # levels of JSON; nobody writes as many by hand, and readers of it recurse
+DEEPEST = 64  # levels of JSON; nobody writes this many by hand, and JSON readers recurse
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 class Unfit(ValueError):
-    """The file is not what it should be; reads as the end of a sentence that begins with its name."""
+    """Error of an unusable file. The message is the end of a sentence that begins with the file's name."""
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open for reading what is a file and nothing else: a pipe would keep its reader waiting. Raises Unfit."""
+    """Open a regular file for reading. A pipe is refused, because it would block the reader. Raises Unfit."""
     try:
         # without O_NONBLOCK the call itself waits until somebody writes to a pipe
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -34,7 +34,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """All bytes of a file that has at most so many. Raises Unfit."""
+    """Read a file of at most `most` bytes. Raises Unfit."""
     with open_regular(path) as file:
         try:
             raw = file.read(most + 1)
@@ -46,11 +46,11 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object in these bytes. Raises Unfit."""
+    """Parse bytes as a JSON object. Raises Unfit."""
     try:
         value = json.loads(raw.decode("utf-8"), parse_float=_finite)
         check_depth(value)
-    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of a number with thousands of digits
+    except (ValueError, RecursionError) as error:  # from JSON, from UTF-8, or from a number with thousands of digits
         raise Unfit(f"is not JSON: {_TOO_DEEP if isinstance(error, RecursionError) else error}") from error
     if not isinstance(value, dict):
         raise Unfit("holds no JSON object")
@@ -58,7 +58,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def check_depth(value: object) -> None:
-    """Raises Unfit if lists and tables are nested so deeply that whoever walks them would be in trouble."""
+    """Raise Unfit if lists and tables are nested too deeply for recursive code."""
     level = [value]
     for _ in range(DEEPEST):
         level = [
@@ -73,7 +73,7 @@ _TOO_DEEP = f"it is nested deeper than {DEEPEST} levels"
 
 
 def _finite(text: str) -> float:
-    """1e999 is no number; `Infinity` is what Python itself writes, so who uses a number asks again."""
+    """Parse a number and refuse 1e999. `Infinity` is allowed, because Python writes it; users of a number check it."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text[:40]} is too large for a number")

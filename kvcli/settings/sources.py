@@ -1,4 +1,4 @@
-"""Where settings come from: files in order of precedence, the environment, `--set` and flags, each with its place."""
+"""Sources of settings: files in order of precedence, the environment, `--set` and flags, each with its position."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from os.path import exists  # unlike Path.exists it says no, instead of raising, below a folder it may not enter
+from os.path import exists  # unlike Path.exists, False instead of an error below a folder without access
 from pathlib import Path
 
 import tomli
@@ -21,12 +21,12 @@ PREFIX = "KVCLI_"
 
 @dataclass(frozen=True)
 class Sources:
-    """The outside world of a profile. The default sees nothing but the built-in profiles."""
+    """Inputs of a profile. The default has only the built-in profiles."""
 
     system: Path | None = None  # config.toml of the whole machine
     user: Path | None = None  # the user's folder, with config.toml and profiles/*.toml
     cwd: Path | None = None  # the project file is searched from here upwards
-    home: Path | None = None  # shown as ~, and where the search ends
+    home: Path | None = None  # shown as ~, and the end of the search
     config: Path | None = None  # --config FILE: above the project file
     environ: Mapping[str, str] = field(default_factory=dict)
 
@@ -39,7 +39,7 @@ class Sources:
     def project(self) -> Path | None:
         """The nearest project file, in the repository of `cwd` or else below home.
 
-        Outside both only `cwd` itself counts: anybody may write to /tmp.
+        Outside both, only `cwd` itself is searched, because anybody may write to /tmp.
         """
         if self.cwd is None:
             return None
@@ -51,7 +51,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """One file of the chain. `profile` names the profile that the whole file is."""
+    """A config file. `profile` is its name if the whole file is a profile."""
 
     document: Document
     profile: str = ""
@@ -62,7 +62,7 @@ class ConfigFile:
 
 
 def read_files(sources: Sources) -> list[ConfigFile]:
-    """All files there are, lowest first."""
+    """Read all files that exist, lowest precedence first."""
     found = builtin_files()
     if sources.system is not None and exists(sources.system):
         found.append(ConfigFile(read_document(sources.system, sources.shown(sources.system), "system")))
@@ -71,7 +71,7 @@ def read_files(sources: Sources) -> list[ConfigFile]:
     project = sources.project()
     if project is not None:
         found.append(ConfigFile(read_document(project, sources.shown(project), "project")))
-    if sources.config is not None:  # asked for by name, so it has to exist
+    if sources.config is not None:  # named explicitly, so it has to exist
         found.append(read_any_file(sources.config, sources.shown(sources.config)))
     return found
 
@@ -98,7 +98,7 @@ def _user_files(sources: Sources, folder: Path) -> list[ConfigFile]:
 
 
 def read_any_file(path: Path, shown: str) -> ConfigFile:
-    """A file given by name: a config file, or one profile when its keys are those of a profile."""
+    """Read a file given by name: a config file, or one profile if its keys are those of a profile."""
     document = read_document(path, shown, "--config")
     is_config = not document.values or CONFIG_KEYS & set(document.values)
     return ConfigFile(document, "" if is_config else path.stem)
@@ -108,7 +108,7 @@ CONFIG_KEYS = {"default_model", "default_profile", "keep_chats", "prefix_cache_s
 
 
 def from_environ(environ: Mapping[str, str]) -> Settings:
-    """`KVCLI_SPEC__MAX=6` sets spec.max. Names without a double underscore are no settings; empty means unset."""
+    """Settings of the environment: `KVCLI_SPEC__MAX=6` sets spec.max. Ignores names without `__` and empty values."""
     found: Settings = {}
     for name in sorted(environ):
         if name.startswith(PREFIX) and "__" in name and environ[name]:
@@ -119,7 +119,7 @@ def from_environ(environ: Mapping[str, str]) -> Settings:
 
 
 def from_sets(sets: Sequence[str]) -> tuple[Settings, list[Problem]]:
-    """`--set KEY=VALUE`, a later one over an earlier one."""
+    """Settings of `--set KEY=VALUE`; later ones override earlier ones."""
     found: Settings = {}
     problems = []
     for text in sets:
@@ -134,7 +134,7 @@ def from_sets(sets: Sequence[str]) -> tuple[Settings, list[Problem]]:
 
 
 def typed_value(text: str) -> object:
-    """A TOML value, or else the text itself: `load.device=cpu` needs no quotes."""
+    """Parse a TOML value; other text is returned as it is: `load.device=cpu` needs no quotes."""
     try:
         read = tomli.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -143,12 +143,12 @@ def typed_value(text: str) -> object:
 
 
 def set_value(value: object) -> str:
-    """A value as `--set` takes it: text without quotes."""
+    """Format a value for `--set`: text without quotes."""
     return value if isinstance(value, str) else toml_value(value)
 
 
 def from_flags(flags: Mapping[str, tuple[object, str]]) -> Settings:
-    """Dedicated flags: dotted key -> (value, the flag's name). None means that the flag was not given."""
+    """Settings of dedicated flags: dotted key -> (value, the flag's name). None means that the flag was not given."""
     found: Settings = {}
     for key, (value, flag) in flags.items():
         if value is not None:
@@ -157,7 +157,7 @@ def from_flags(flags: Mapping[str, tuple[object, str]]) -> Settings:
 
 
 def from_arguments(tables: Mapping[str, object], name: str) -> Settings:
-    """Values of the Python API, nested or by dotted keys; `name` is the function that took them."""
+    """Settings of the Python API, nested or by dotted keys; `name` is the called function."""
     found: Settings = {}
     for keys, value in leaves(tables):
         key = ".".join(keys)

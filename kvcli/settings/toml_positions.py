@@ -1,4 +1,4 @@
-"""Read a TOML file and remember where each key and each value stands."""
+"""TOML reader that records the position of each key and value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGEST = 1 << 20  # bytes; a device or a model given by mistake must not be rea
 
 @dataclass(frozen=True, slots=True)
 class KeyPosition:
-    """Where one key stands: (line, column) of the key and of its value, both from 1, and of the value's end."""
+    """Position of one key: (line, column) of the key, of its value, and of the value's end, from 1."""
 
     key: tuple[int, int]
     value: tuple[int, int]
@@ -32,7 +32,7 @@ class KeyPosition:
 
 @dataclass(frozen=True)
 class Document:
-    """One parsed file. With problems, `values` is empty."""
+    """A parsed file. With problems, `values` is empty."""
 
     source: str
     text: str
@@ -45,7 +45,7 @@ class Document:
         return Scan(self.text).marks
 
     def key_place(self, keys: Keys) -> SourcePosition:
-        """Where the key is written; the nearest table around it when it has no place of its own."""
+        """Position of the key; that of the nearest enclosing table if the key has none."""
         return self._place(keys, of_value=False)
 
     def value_place(self, keys: Keys) -> SourcePosition:
@@ -68,7 +68,7 @@ class Document:
 
 
 def read_document(path: Path, source: str, level: Level = "user") -> Document:
-    """Read and parse a file; whatever is wrong with it is in `problems`."""
+    """Read and parse a file; errors are in `problems`."""
     try:
         raw = read_small(path, LARGEST)
     except Unfit as error:
@@ -105,7 +105,7 @@ def parse_document(text: str, source: str, level: Level = "user") -> Document:
 
 
 def toml_value(value: object) -> str:
-    """The value as TOML writes it, on one line."""
+    """Format a value as TOML, on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -120,24 +120,24 @@ def toml_value(value: object) -> str:
 STRING = r"""'{3}.*?'{3,5}|'[^'\n]*'|"{3}(?:\\.|[^\\])*?"{3,5}|"(?:\\.|[^"\\\n])*\""""
 BLANK = re.compile(r"(?:[\s,\]]|#[^\n]*)*")  # between two keys
 NAME = re.compile(rf"[ \t]*({STRING}|[\w-]+)[ \t]*(\.?)", re.DOTALL)
-VALUE = re.compile(rf"=[ \t]*({STRING}|[\[{{]|[^,\]}}#\n]*)", re.DOTALL)  # of one in brackets, the bracket
-TOKEN = re.compile(rf"{STRING}|#[^\n]*|[\[{{]|[\]}}]", re.DOTALL)  # of a value in brackets
+VALUE = re.compile(rf"=[ \t]*({STRING}|[\[{{]|[^,\]}}#\n]*)", re.DOTALL)  # for a value in brackets, the bracket
+TOKEN = re.compile(rf"{STRING}|#[^\n]*|[\[{{]|[\]}}]", re.DOTALL)  # tokens of a value in brackets
 
 
 class Scan:
-    """Where the keys and values of a TOML text stand, found in one pass that goes on after a line it cannot read."""
+    """Positions of keys and values of a TOML text, found in one pass that continues after a broken line."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.marks: dict[Keys, KeyPosition] = {}
         self.twice: list[tuple[Keys, KeyPosition, int]] = []  # a repeat, and the line of the first
-        self._lines = [0, *(newline.end() for newline in re.finditer("\n", text))]  # where each line begins
+        self._lines = [0, *(newline.end() for newline in re.finditer("\n", text))]  # start of each line
         self._written: dict[Keys, int] = {}  # line where a key or table header is written out
-        self._inside: dict[Keys, list[Keys]] = {}  # what the last element of an array of tables has
+        self._inside: dict[Keys, list[Keys]] = {}  # keys of the last element of an array of tables
         self._read(0, len(text), ())
 
     def _read(self, at: int, end: int, table: Keys) -> None:
-        """Note the keys between two offsets: those of the file, or those of a table in braces."""
+        """Record the keys between two offsets: those of the file, or those of a table in braces."""
         text = self.text
         while (at := BLANK.match(text, at).end()) < end:  # type: ignore[union-attr]  # it matches an empty string too
             brackets = 2 if text.startswith("[[", at) else int(text.startswith("[", at))
@@ -150,11 +150,11 @@ class Scan:
                 keys = self._note(table, names, (start, at))
                 if value[1] == "{":
                     self._read(value.end(), at - 1, keys)
-            else:  # the TOML parser has its own words for a broken line
+            else:  # the TOML parser reports broken lines
                 at = (text.find("\n", at) + 1) or len(text)
 
     def _names(self, at: int) -> tuple[list[tuple[str, int]], int]:
-        """The names of a key, dotted or not, each with its offset; and where the key ends."""
+        """Parse the names of a key, dotted or not, each with its offset; and return the end of the key."""
         names: list[tuple[str, int]] = []
         while match := NAME.match(self.text, at):
             try:
@@ -168,7 +168,7 @@ class Scan:
         return names, at
 
     def _closing(self, at: int) -> int:
-        """Where the brackets that open at an offset are closed."""
+        """Offset at which the brackets that open at an offset are closed."""
         depth = 0
         for token in TOKEN.finditer(self.text, at):
             depth += (token[0] in "[{") - (token[0] in "]}")
@@ -179,13 +179,13 @@ class Scan:
     def _note(
         self, table: Keys, names: list[tuple[str, int]], value: tuple[int, int] | None, *, repeatable: bool = False
     ) -> Keys:
-        """Note a key of a table and the tables that a dotted key names on the way; returns its full path."""
+        """Record a key of a table and the tables that a dotted key passes through; return its full path."""
         keys = table + tuple(name for name, _ in names)
         for n, (_, offset) in enumerate(names[:-1], len(table) + 1):
             self.marks.setdefault(keys[:n], KeyPosition(self._place(offset), self._place(offset)))
         at = self._place(names[-1][1])
         mark = KeyPosition(at, *(map(self._place, value) if value else (at,)))
-        if repeatable:  # each element of an array of tables may give the same keys
+        if repeatable:  # each element of an array of tables may have the same keys
             for inner in [keys, *self._inside.get(keys, ())]:
                 self._written.pop(inner, None)
             self._inside[keys] = []
@@ -206,7 +206,7 @@ class Scan:
 def _twice(text: str, source: str) -> list[Problem]:
     try:
         found = Scan(text)
-    except RecursionError:  # then the parser's own words do, which have the line
+    except RecursionError:  # the TOML parser reports this error, with its line
         return []
     document = Document(source, text, {})
     return [

@@ -1,4 +1,4 @@
-"""Check one TOML value against the type of one field, and say in words what the field takes."""
+"""Type check of TOML values against dataclass fields, with a description of the allowed values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvcli.settings.toml_positions import toml_value
 
 
 class WrongValue(ValueError):
-    """A value that its key does not take: what is wrong, and what to write."""
+    """Error for a value that its key does not allow: the message, and a hint what to write."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
@@ -32,11 +32,11 @@ class WrongValue(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One field of a table."""
+    """A field of a table."""
 
     name: str
     hint: object  # its type, with the markers
-    default: object  # dataclasses.MISSING where the method wants it given
+    default: object  # dataclasses.MISSING if the method requires the key
 
 
 @cache
@@ -54,7 +54,7 @@ def keys_of(table: type) -> dict[str, Key]:
 
 
 def _hint(table: type, name: str) -> object:
-    # one field at a time: a class may keep state whose type it imports for the type checker only
+    # by field, because a class may have state whose type it imports for the type checker only
     owner = next(c for c in table.__mro__ if name in inspect.get_annotations(c))
     written = inspect.get_annotations(owner)[name]
     holder = type("Holder", (), {"__annotations__": {name: written}, "__module__": owner.__module__})
@@ -62,7 +62,7 @@ def _hint(table: type, name: str) -> object:
 
 
 def check(hint: object, value: object) -> object:
-    """The value as its field wants it (a list becomes a tuple); raises WrongValue."""
+    """Return the value as its field stores it (a list becomes a tuple). Raises WrongValue."""
     parts, markers = _unpacked(hint)
     for part in parts:
         base, own = _base(part)
@@ -77,10 +77,10 @@ def check(hint: object, value: object) -> object:
 
 @cache
 def _validator(hint: Any) -> Any:
-    """What pydantic's TypeAdapter would make of the type.
+    """Validator of a type, like pydantic's TypeAdapter.
 
     For the types of TOML values it is built from pydantic's core, because importing all of pydantic takes 0.1 s, half
-    of what reading a profile may take.
+    of the time that reading a profile may take.
     """
     from pydantic_core import SchemaValidator
 
@@ -118,7 +118,7 @@ def _base(hint: object) -> tuple[object, tuple[object, ...]]:
 
 
 def _unpacked(hint: object) -> tuple[list[object], tuple[object, ...]]:
-    """The alternatives of a type, None left out (TOML has none), and the markers around them all."""
+    """The alternatives of a type, without None (TOML has none), and the markers around them all."""
     base, markers = _base(hint)
     if typing.get_origin(base) in (typing.Union, types.UnionType):
         return [part for part in typing.get_args(base) if part is not type(None)], markers
@@ -126,7 +126,7 @@ def _unpacked(hint: object) -> tuple[list[object], tuple[object, ...]]:
 
 
 def expected(hint: object) -> str:
-    """What a key takes, in words: `"auto" or a whole number from 1`."""
+    """Describe the values that a key allows: `"auto" or a whole number from 1`."""
     parts, markers = _unpacked(hint)
     return any_of([_expected_one(part, markers) for part in parts])
 
@@ -158,7 +158,7 @@ _NOUNS: Mapping[object, str] = {
 
 
 def noun(value: object) -> str:
-    """What kind of thing a TOML value is."""
+    """Describe the kind of a TOML value."""
     own = {bool: "a true/false value", float: "a decimal number", type(None): "nothing"}
     return own.get(type(value)) or _NOUNS.get(type(value), "a date or time")
 
@@ -175,7 +175,7 @@ def _wrong(hint: object, value: object) -> WrongValue:
 
 
 def words(hint: object) -> list[str]:
-    """Those that a value may be, where it is one of some."""
+    """Allowed words of a type with literals."""
     literals = [_base(part)[0] for part in _unpacked(hint)[0] if typing.get_origin(_base(part)[0]) is Literal]
     return [str(word) for literal in literals for word in typing.get_args(literal)]
 
@@ -189,7 +189,7 @@ def _kind(hint: object) -> object:
 
 @cache
 def comments_of(table: type) -> dict[str, str]:
-    """The comment behind each field of a dataclass: people read it there, so it is written there only."""
+    """The comment of each field of a dataclass. Listings show these comments to users; they are written only there."""
     found: dict[str, str] = {}
     for owner in reversed(table.__mro__):
         if not dataclasses.is_dataclass(owner):

@@ -3,9 +3,9 @@
     python tests/bench/stress_exact.py [--runs 200] [--dtypes bf16,fp32] [--stores dense,minmax,hadamard,...]
 
 Each run asks two questions under a drafting profile with `spec.require_batch_invariance`, as `--exact` does:
-the clock leaps, and what passes are said to take is drawn by lot, so that drafts differ in length from run to run. Every token must be that of
-plain decoding over the same store (`-P exact`). A part of the runs in each dtype, over the stores by turns, greedy and
-at temperature 0.8 by lot. JSON on the last line.
+the clock leaps, and what passes are said to take is drawn by lot, so that drafts differ in length from run to run.
+Every token must be that of plain decoding over the same store (`-P exact`). A part of the runs in each dtype, over the
+stores by turns, greedy and at temperature 0.8 by lot. JSON on the last line.
 """
 
 from __future__ import annotations

@@ -331,7 +331,7 @@ def test_a_trigger_hears_whether_the_first_guess_came_true_and_how_sure_the_next
     assert at.it.needs == "queries"
     at.it.start(at.ids[:40])
     at.it._trigger = ear
-    assert not at.it.hears, "all of such a text is kept"
+    assert not at.it.needs, "all of such a text is kept"
 
 
 def test_only_the_last_accepted_token_is_looked_with() -> None:

@@ -89,8 +89,8 @@ class Oracle:
     """Says what comes next in a text of its own ids, and what it was told of it."""
 
     usage = list
-    missing = 1 << 20
-    name, limit, room = "oracle", 1 << 20, 1 << 20
+    n_uncovered = 1 << 20
+    name, limit, max_depth = "oracle", 1 << 20, 1 << 20
 
     def __init__(self, truth: Sequence[int]) -> None:
         self.truth, self.text, self.passes, self.n = list(truth), list[int](), 0, 0
@@ -104,12 +104,12 @@ class Oracle:
     def newest(self, n: int) -> list[int]:
         return self.text[-n:]
 
-    def read(self, want: int = 1, most: float = math.inf) -> Iterator[Any]:
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Iterator[Any]:
         self.n = len(self.text)
         yield from ()
         return [self.said(self.n - want + 1 + i) for i in range(want)]
 
-    def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Iterator[Any]:
+    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Iterator[Any]:
         assert parents == [self.n - len(self.text) - 1]
         self.n, self.passes = self.n + 1, self.passes + 1
         yield from ()
@@ -197,7 +197,7 @@ class Says(Oracle):
 
     def __init__(self, first: Sequence[int], then: Sequence[int] = (), room: int = 1 << 20) -> None:
         super().__init__([])
-        self.first, self.then, self.room = first, then or first, room
+        self.first, self.then, self.max_depth = first, then or first, room
 
     def said(self, at: int) -> list[float]:
         ids = self.first if self.n == len(self.text) else self.then[min(self.n - len(self.text), len(self.then)) - 1 :]

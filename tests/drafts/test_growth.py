@@ -18,7 +18,7 @@ from kvcli.drafts.tree.tree import grow
 class Says:
     """A guesser that finds each token followed by the same three, and notes the rows of its passes."""
 
-    name, limit, room, missing, hears = "says", 1 << 20, 1 << 20, 1, ""
+    name, limit, max_depth, n_uncovered, needs = "says", 1 << 20, 1 << 20, 1, ""
 
     def __init__(self, leads: Sequence[float] = (2.0, 1.0)) -> None:
         self.leads = leads
@@ -33,11 +33,11 @@ class Says:
     def start(self, ids: Sequence[int]) -> None:
         self.text = list(ids)
 
-    def read(self) -> Generator[None, None, list[list[float]]]:
+    def catch_up(self) -> Generator[None, None, list[list[float]]]:
         yield
         return [self.said(self.text[-1])]
 
-    def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Generator[None, None, list[list[float]]]:
+    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Generator[None, None, list[list[float]]]:
         for token, parent in zip(ids, parents, strict=True):
             assert -1 <= parent < len(self.paths)
             self.paths.append((*(self.paths[parent] if parent >= 0 else ()), token))

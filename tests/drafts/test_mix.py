@@ -25,7 +25,7 @@ def test_without_scouts_neither_rows_nor_a_view_are_planned_for():
 
 def test_what_a_model_keeps_beside_its_guesses_is_planned_for_as_in_a_mix():
     beside = SeparateModelDraft(sources=("stand", "recycle"))
-    learned = Mix(sources=("stand", "recycle")).tables(100)
+    learned = Mix(sources=("stand", "recycle")).index_bytes(100)
     assert learned == 400 * logit_recycling.KEY_BYTES
     assert beside.index_bytes(100) == SeparateModelDraft().index_bytes(100) + learned
     assert SelfDraft(sources=("recycle",), copies=False).index_bytes(100) == 100 * logit_recycling.KEY_BYTES

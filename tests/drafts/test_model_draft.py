@@ -35,10 +35,10 @@ class Known:
     """A sibling that says the right token as often as it is told to, surer where it is right."""
 
     usage = list
-    name, limit, hears = "known", 1 << 20, ""
+    name, limit, needs = "known", 1 << 20, ""
 
     def __init__(self, truth: Sequence[int], share: Callable[[int], float]) -> None:
-        self.truth, self.share, self.room = truth, share, 1 << 20
+        self.truth, self.share, self.max_depth = truth, share, 1 << 20
         self.text: list[int] = []
         self.n = self.asked = 0
 
@@ -50,7 +50,7 @@ class Known:
         self.n = min(self.n, len(self.text) - 1)
 
     @property
-    def missing(self) -> int:
+    def n_uncovered(self) -> int:
         return len(self.text) - self.n
 
     @property
@@ -60,22 +60,22 @@ class Known:
     def newest(self, n: int) -> list[int]:
         return self.text[-n:]
 
-    def over(self, past: object) -> None:
+    def bind(self, cache: object) -> None:
         return
 
-    def hear(self, step: object) -> None:
+    def observe(self, step: object) -> None:
         return
 
-    def study(self) -> Generator[int, None, None]:
+    def prefill(self) -> Generator[int, None, None]:
         self.n = len(self.text) - 1
         yield from ()
 
-    def read(self, want: int = 1, most: float = math.inf) -> Generator[int, None, list[list[float]]]:
-        rows, self.n = int(min(self.missing, most)), len(self.text)
+    def catch_up(self, want: int = 1, most: float = math.inf) -> Generator[int, None, list[list[float]]]:
+        rows, self.n = int(min(self.n_uncovered, most)), len(self.text)
         yield rows
         return [self.said(len(self.text) - want + 1 + i) for i in range(want)]
 
-    def go_on(self, ids: Sequence[int], parents: Sequence[int]) -> Generator[int, None, list[list[float]]]:
+    def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Generator[int, None, list[list[float]]]:
         self.n += 1
         yield 1
         return [self.said(self.n)]

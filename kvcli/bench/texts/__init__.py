@@ -9,5 +9,5 @@ TEXTS = tuple(sorted(file.stem for file in FOLDER.glob("*.txt")))
 
 
 def text_of(name: str) -> str:
-    """One of TEXTS."""
+    """Return a text of TEXTS."""
     return (FOLDER / f"{name}.txt").read_text(encoding="utf-8")

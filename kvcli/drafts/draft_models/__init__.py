@@ -1,1 +1,1 @@
-"""Models that draft: separate ones, the target itself, and heads over its hidden states."""
+"""Draft models: separate models, the target model itself, and heads over its hidden states."""

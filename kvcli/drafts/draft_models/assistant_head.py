@@ -1,9 +1,8 @@
-"""An assistant of Gemma 4: it reads what the model that writes has stored, and says by it what comes behind its next
-token.
+"""Assistant of Gemma 4: a draft model that reads the target model's KV cache to draft after the pending token.
 
-It stores nothing, so nothing of a text has to be read for it: packed, windowed, evicted, in host memory or not, what
-its rows find is what the store has. All of them stand where the newest token does, whose own slot is not stored yet,
-and none sees another: guesses go on from states alone (`SinglePositionMultiTokenCandidateGenerator` in transformers).
+It stores no KV, so it needs no prefill, and it works with every KV cache: quantized, windowed, evicted or offloaded.
+All of its rows are at the position of the newest token, whose own slot is not stored yet, and no row attends to
+another. Draft tokens continue from hidden states alone (`SinglePositionMultiTokenCandidateGenerator` in transformers).
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
     from kvcli.kernels.merge_attention import PartialAttention
     from kvcli.kv.slots import AttentionParams, KVCache, Usage
 
-_WIDER = 2  # tokens: a window is inclusive there, and counted from the newest slot, which is one before the rows
+_WIDER = 2  # tokens; the assistant's window is inclusive and counted from the newest slot, one before its rows
 
 
 class BorrowedCache:
-    """A store as layers of another model read it: each reads one of the model that writes, and its own rows not."""
+    """KV cache of the target model as read by another model: each layer reads one target layer, and no new KV."""
 
     def __init__(self, kv: KVCache, layers: Sequence[int]) -> None:
         self._kv, self._layers, self.dtype = kv, layers, kv.dtype
@@ -43,51 +42,51 @@ class BorrowedCache:
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] at positions pos [N] -> parts over what is stored in the layer that stands for this one."""
+        """q [H, N, D] at positions pos [N] -> partial attention over the target layer that this layer reads."""
         window = None if sight.window is None else sight.window + _WIDER
         return self._kv.attend(self._layers[layer], q, replace(sight, window=window, is_guess=True), pos)
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """Why it needs the host."""
+        """Return the reason why the assistant cannot run as a captured pass."""
         return DeviceCache(why_not="an assistant reads the store of another model")
 
     def usage(self) -> list[Usage]:
-        """Nothing: it is the store's."""
+        """No memory of its own: the KV cache belongs to the target model."""
         return []
 
 
 class AssistantHead(HiddenStateHead):
-    """Follows a text by the state that led to its newest token."""
+    """Draft head of an assistant; it starts from the hidden state that predicted the newest token."""
 
-    n_uncovered = 1  # one row reads the text
+    n_uncovered = 1  # one row attends to the cache
 
     def __init__(self, lm: LM, head: LM) -> None:
         super().__init__(lm, head)
         self._layers = kv_source_layers(lm, head)
 
     def discard_cache(self) -> None:
-        """The state is not known."""
-        self._at, self._state = 0, torch.empty(0)  # [1, E]: of the token before the one at this position
-        self._grown = self._state  # [1 + n, E]: that, then its own, of guesses
+        """Discard the hidden state."""
+        self._at, self._state = 0, torch.empty(0)  # [1, E]: hidden state of the token before this position
+        self._grown = self._state  # [1 + n, E]: that state, then those of draft tokens
 
     def usage(self) -> list[Usage]:
-        """It stores nothing."""
+        """No KV is stored."""
         return []
 
-    # ---- what the text is ----
+    # ---- the sequence ----
 
     def start(self, ids: Sequence[int]) -> None:
-        """The text is now this one."""
+        """Set the sequence to `ids`."""
         if self._text != list(ids):
             self.discard_cache()
         self._text = list(ids)
 
     def extend(self, new: Sequence[int]) -> None:
-        """These joined it."""
+        """Append `new` to the sequence."""
         self._text += new
 
     def observe(self, step: Step) -> None:
-        """The state that led to the newest of the tokens which are about to join the text."""
+        """Keep the hidden state that predicted the newest of the accepted tokens."""
         if step.hidden is not None and step.path:
             row = step.path[-1]
             self._at, self._state = step.rows.pos[row] + 1, step.hidden[row : row + 1].clone()
@@ -95,11 +94,11 @@ class AssistantHead(HiddenStateHead):
     # ---- passes ----
 
     def prefill(self) -> Steps[None]:
-        """Of a prompt it reads nothing."""
+        """No prefill is needed."""
         yield from ()
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
-        """The hook output for the pending token's row; nothing where no token comes before it."""
+        """Return the hook output of the pending token's row; empty if no token comes before it."""
         assert want == 1, "nothing else is passed over"
         end = self.length - 1
         if not end:
@@ -113,13 +112,13 @@ class AssistantHead(HiddenStateHead):
         return made[0]
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
-        """The hook output for the rows of guesses behind it, each with its parent's state."""
+        """Return the hook output of the next draft rows, each with its parent's hidden state."""
         found, states = yield from self._pass(ids, self._grown[[parent + 1 for parent in parents]])
         self._grown = torch.cat([self._grown, states])
         return found
 
     def _pass(self, ids: Sequence[int], states: Tensor) -> Steps[tuple[list[list[float]], Tensor]]:
-        """The hook output for tokens with these states [N, E] before them, and the states that follow."""
+        """Return the hook output of tokens with the hidden states [N, E] before them, and the new hidden states."""
         assert self._past is not None, "there is no past to read"
         n = len(ids)
         rows = Rows(ids, [self.length - 1] * n, sees=None, tree=n, parent=())

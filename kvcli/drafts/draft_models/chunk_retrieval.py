@@ -1,8 +1,9 @@
-"""A second model that keeps of the text what the model that writes looks at (SpecExtend, arXiv 2505.20776).
+"""Draft model that keeps the chunks to which the target model attends (SpecExtend, arXiv 2505.20776).
 
-Beside the first tokens and the newest it has chunks, those that get most attention of the last accepted token; they are
-chosen anew now and then. What is not kept lies ready beside it, or is read when it is first wanted, so a choice costs a
-copy. Which chunks there are decides what guesses come true, and never what is said.
+Its KV cache has the first tokens, the newest tokens, and the chunks with the highest attention mass of the last
+accepted token; the chunks are chosen again from time to time. Other chunks are kept in a chunk store or prefilled when
+they are first chosen, so a new choice costs a copy. The chunks determine which draft tokens are accepted, and never the
+answer.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ if TYPE_CHECKING:
     from kvcli.kv.slots import AttentionParams
 
 SPARE = 2  # chunks by which the newest tokens may grow before chunks are chosen again
-LEFT = 96  # tokens that a chunk is read behind, where it is read by itself
-AT_ONCE = 4  # chunks read so before one guess
-ALIKE = 0.9  # share of what is looked at in the chosen chunks that is held already, from which on no copy is worth it
+LEFT = 96  # tokens of context before chunks that are prefilled separately
+AT_ONCE = 4  # chunks prefilled separately before one draft
+ALIKE = 0.9  # share of the chosen chunks' score already in the cache from which on no copy is made
 
 
 def scored_layers(target: LM, layers: int) -> dict[int, AttentionParams]:
-    """The last layers of the model that writes, those that see all of a text if there are any."""
+    """Return the last `layers` layers of the target model, of those with full attention if it has any."""
     whole = [layer for layer, sight in enumerate(target.sights) if sight.window is None]
     return {layer: target.sights[layer] for layer in (whole or range(target.n_layers))[-layers:]}
 
 
 class ChunkRetrievalModel(SeparateDraftModel):
-    """Stored are the first `sinks` tokens, chosen chunks and, without holes, the text from `_solid` on; `working` at
-    most, guesses aside."""
+    """Draft model whose cache has the first `sinks` tokens, the chosen chunks, and the sequence from `_solid` on
+    without holes; at most `working` tokens, draft tokens aside."""
 
     def __init__(
         self,
@@ -63,8 +64,8 @@ class ChunkRetrievalModel(SeparateDraftModel):
         trigger: Callable[[], Trigger],
         is_far: bool = False,
     ) -> None:
-        """As `SeparateDraftModel`. `size`: of a chunk; `recent`: of the newest tokens stay at least so many. `sights`:
-        layers of the model that writes, whose queries are asked for. `is_far`: what is not kept lies on the host."""
+        """As `SeparateDraftModel`. `size`: of a chunk; `recent`: minimum newest tokens kept. `sights`: layers of the
+        target model whose queries are recorded. `is_far`: chunks outside the cache are stored on the host."""
         self._size, self._recent, self._sights, self._new_trigger = size, recent, sights, trigger
         self._most = (working - sinks - recent - size) // size - SPARE  # chunks beside the newest tokens
         assert self._most > 0, "nothing is left for chunks"
@@ -75,24 +76,24 @@ class ChunkRetrievalModel(SeparateDraftModel):
         super().discard_cache()
         shapes = [self.lm.shapes[layer] for layer in self._layers]
         self._chunks = ChunkStore(shapes, self._size, "cpu" if self._is_far else self.lm.device)
-        self._held: Collection[int] = ()  # chunks that are stored whole, behind the first tokens and nowhere else
+        self._held: Collection[int] = ()  # chunks that are whole in the cache after the first tokens
         self._ask()
 
     def usage(self) -> list[Usage]:
         return [*super().usage(), *self._chunks.usage()]
 
-    # ---- what the text is, and what is looked at ----
+    # ---- the sequence and its scores ----
 
     def start(self, ids: Sequence[int]) -> None:
         self._ask()
         super().start(ids)
 
     def _ask(self) -> None:
-        """Nobody has looked at this text yet."""
+        """Reset the scores: no chunk of this sequence is scored yet."""
         self._trigger = self._new_trigger()
-        self._query: Query | None = None  # of the last accepted row, until it is looked with
-        self._past: DraftContext | None = None  # of the round under way
-        self._score: Sequence[float] = ()  # by chunk, of the last look
+        self._query: Query | None = None  # of the last accepted row, until it is used for scoring
+        self._past: DraftContext | None = None  # cache of the target model in the running step
+        self._score: Sequence[float] = ()  # by chunk, of the last scoring
 
     def _cut(self, n: int) -> None:
         self._chunks.crop(self._number(n))
@@ -110,10 +111,10 @@ class ChunkRetrievalModel(SeparateDraftModel):
 
     def extend(self, new: Sequence[int]) -> None:
         super().extend(new)
-        self._past = None  # it has changed
+        self._past = None  # the cache is no longer that of the sequence
 
     def _looks(self) -> bool:
-        """See what is looked at, if it is time, and the last token that was accepted has been heard."""
+        """Score the chunks if due and the last accepted token's query is recorded; True if chunks may change."""
         past, query = self._past, self._query
         if past is None or query is None or query.at != len(self._text) - 2 or not self._trigger.is_due:
             return False
@@ -138,14 +139,14 @@ class ChunkRetrievalModel(SeparateDraftModel):
         wide = len(found[-1]) // 2
         scores = found[-1][wide:]
         self._trigger.think(1 / sum(exp(score - scores[0]) for score in scores))
-        if want == 1 and self._looks():  # it is at a loss: before it guesses, not after
+        if want == 1 and self._looks():  # the draft model is unsure: choose chunks before it drafts, not after
             self._cut(len(self._text) - 1)
             yield from self._choose()
             found = yield from super().catch_up()
         return found
 
     def _choose(self) -> Steps[None]:
-        """Keep the chunks that are looked at most, those read first that were not."""
+        """Choose the chunks with the highest scores, prefill the missing ones, and rebuild the cache."""
         self._shelve()
         first, most = self._tail(self.n_uncovered)
         among = range(max(0, self._number(first)))
@@ -158,7 +159,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
             self._lay(chosen, first)
 
     def _study(self, chunks: range) -> Steps[None]:
-        """Read these by themselves, behind the first tokens of the text and a few of those before them."""
+        """Prefill these chunks separately, after the first tokens of the sequence and a few tokens before them."""
         first, end = (self._sinks + at * self._size for at in (chunks.start, chunks.stop))
         left = max(self._sinks, first - LEFT)
         apart = Dense(self.lm.shapes, self.lm.dtype, self.lm.device)
@@ -171,14 +172,14 @@ class ChunkRetrievalModel(SeparateDraftModel):
         commit(apart, rows, (yield ForwardRequest(self.lm, rows, apart, is_prompt=True)), range(rows.n_rows))
         self._chunks.put(chunks.start, [self._raw(apart, layer, end - first, 0) for layer in self._layers])
 
-    # ---- what stays ----
+    # ---- the tokens that are kept ----
 
     def _number(self, at: int) -> int:
-        """Of the chunk that position `at` is in, or behind the last one of which it is the end."""
+        """Return the number of the chunk that contains position `at`, or the next one if `at` is a chunk's end."""
         return (at - self._sinks) // self._size
 
     def _tail(self, room: int) -> tuple[int, int]:
-        """Where the newest tokens that stay begin, and how many chunks stay beside them, with room for so many more."""
+        """Return the first of the newest tokens to keep, and how many chunks fit beside them and `room` more tokens."""
         has = max(0, self._working - self._sinks - room)
         first = self._sinks + max(0, self._number(self._n - min(self._recent, has))) * self._size
         while self._n - first > has:
@@ -206,7 +207,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
         super()._settle(newest)
 
     def _shelve(self) -> None:
-        """Put the chunks by that the text is stored of without holes, where they are not."""
+        """Store the chunks that the cache holds without holes and the chunk store lacks."""
         first = max(0, -((self._sinks - self._solid) // self._size))
         new = [chunk for chunk in range(first, self._number(self._n)) if chunk not in self._chunks]
         for some in _runs(new):
@@ -215,14 +216,14 @@ class ChunkRetrievalModel(SeparateDraftModel):
             self._chunks.put(some.start, [self._raw(self._kv, layer, n, behind) for layer in self._layers])
 
     def _raw(self, kv: Dense, layer: int, n: int, behind: int) -> KV:
-        """Of n slots, with so many `behind` them: keys as they were before rotary embedding, if these are turned."""
+        """Return n slots with `behind` slots after them; keys before rotary embedding if positions are contiguous."""
         s = kv.slots(layer)
         at = slice(s.n_slots - behind - n, s.n_slots - behind)
         k, rotary = s.k[:, at], self._turns[layer] if self._turns is not None else None
         return (k if rotary is None else unrotate(_wide(k), s.pos[:, at], rotary).to(k.dtype)), s.v[:, at]
 
     def _lay(self, chosen: Sequence[int], first: int) -> None:
-        """Stored from now on: the first tokens, these chunks, and the text from `first` on."""
+        """Rebuild the cache from the first tokens, these chunks, and the sequence from `first` on."""
         chosen, size, sinks = sorted(chosen), self._size, self._sinks
         gap = first - sinks - len(chosen) * size if self._turns is not None else 0
         starts = torch.tensor([sinks + chunk * size for chunk in chosen], dtype=torch.int32, device=self.lm.device)
@@ -246,7 +247,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
         self._held, self._solid, self._gap = frozenset(chosen), first, gap
 
     def _return_to(self, n: int) -> None:
-        """The text ends inside what is stored in parts: its last whole chunks come back, if they lie ready."""
+        """Handle a rewind into the chosen chunks: restore the last whole chunks of the sequence, if they are stored."""
         end = self._number(n)
         near = range(max(0, end - math.ceil(self._recent / self._size)), end)
         if not near or not all(chunk in self._chunks for chunk in near):
@@ -257,7 +258,7 @@ class ChunkRetrievalModel(SeparateDraftModel):
 
 
 def _runs(chunks: Sequence[int]) -> Iterator[range]:
-    """Rising numbers in runs without gaps."""
+    """Split rising numbers into ranges without gaps."""
     first = 0
     for i, chunk in enumerate(chunks):
         if i + 1 == len(chunks) or chunks[i + 1] != chunk + 1:

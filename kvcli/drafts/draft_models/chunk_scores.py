@@ -1,9 +1,9 @@
-"""Which chunks of a text the model that writes looks at, as its last accepted token saw them (SpecExtend's cross-model
-retrieval, arXiv 2505.20776).
+"""Chunk scores: attention of the target model's last accepted token to each chunk of a sequence (SpecExtend's
+cross-model retrieval, arXiv 2505.20776).
 
-The paper makes the last layer dense in every pass that is to score, all rows of it over the whole text. Here the pass
-is what it always is, and one row's softmax is taken afterwards over the keys that are stored anyway: no more memory
-than a row needs, in whatever form they are stored, and no bit of the pass depends on it.
+The paper makes the last layer dense in every scoring pass, for all rows over the whole sequence. Here the pass is
+unchanged, and the softmax of one row is computed afterwards over the stored keys. This needs memory for one row only,
+works with every KV format, and changes no bit of the pass.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 from kvcli.kernels.attention_mass import attention_mass
 from kvcli.kv.slots import AttentionParams, KVCache
 
-STAYS = 1.1  # a chunk that is held goes for one that is looked at so many times as much
+STAYS = 1.1  # a stored chunk is replaced by one with more than this multiple of its score
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Of one accepted row, by layer."""
+    """Query vectors of one accepted row, by layer."""
 
     of: Mapping[int, Tensor]  # [H, 1, D]
     at: int  # its position
 
 
 def relevance(kv: KVCache, sights: Mapping[int, AttentionParams], query: Query, first: int, size: int) -> list[float]:
-    """Attention that the row gives to each whole chunk of `size` tokens behind the `first` tokens, over all heads of
-    the layers in `sights`. What the store does not show has none."""
+    """Return the attention mass of the row on each whole chunk of `size` tokens after the `first` tokens, summed over
+    all heads of the layers in `sights`. Slots that are not in the cache have none."""
     n = max(0, query.at + 1 - first) // size
     total: Tensor | None = None
     for layer, sight in sights.items():
@@ -38,7 +38,7 @@ def relevance(kv: KVCache, sights: Mapping[int, AttentionParams], query: Query, 
         at = torch.tensor([query.at], device=q.device)
         mass = attention_mass(q, at, s.k, s.pos, sight.scale, softcap=sight.softcap, window=sight.window)  # [K, S]
         chunk = (s.pos - first).div(size, rounding_mode="floor").long()
-        chunk = chunk.where((chunk >= 0) & (chunk < n), n)  # what is in none goes to one more
+        chunk = chunk.where((chunk >= 0) & (chunk < n), n)  # slots outside of all chunks are summed in one more entry
         if total is None:
             total = mass.new_zeros(n + 1)
         total.index_add_(0, chunk.flatten(), mass.flatten())
@@ -46,7 +46,7 @@ def relevance(kv: KVCache, sights: Mapping[int, AttentionParams], query: Query, 
 
 
 def best(score: Sequence[float], among: Sequence[int], held: Collection[int], most: int) -> list[int]:
-    """The `most` chunks that are looked at most, in that order; of several looked at alike the newest come first."""
+    """Return the `most` chunks with the highest scores, best first; of equal ones the newest come first."""
 
     def worth(chunk: int) -> tuple[float, int]:
         seen = score[chunk] if chunk < len(score) else 0.0

@@ -1,38 +1,38 @@
-"""When it is time to look again at what a text is about."""
+"""Triggers that decide when chunks are scored again."""
 
 from __future__ import annotations
 
 import math
 from typing import Protocol
 
-LEAST, MOST = 2, 32  # rounds between two looks
-FALL = 0.15  # of the share of first guesses that come true lately, below that of long ago
-DOUBT = 0.5  # of how sure it is on average, below which it is at a loss
-TRIED, WAITED = 3, 8  # looks without an effect, each awaited for so many rounds, after which it only looks now and then
+LEAST, MOST = 2, 32  # engine steps between two scorings
+FALL = 0.15  # drop of the recent acceptance rate of first draft tokens below the long-term one
+DOUBT = 0.5  # share of the average confidence below which the draft model counts as unsure
+TRIED, WAITED = 3, 8  # scorings without effect, each watched for WAITED steps, after which only periodic ones remain
 
 
 class Trigger(Protocol):
-    """Hears of every round and says when the next look is due. The first is due at once."""
+    """Trigger: observes every step and decides when the next scoring is due. The first one is due at once."""
 
     @property
     def is_near(self) -> bool:
-        """May one be due behind the coming round?"""
+        """True if a scoring may be due after the coming step."""
 
     @property
     def is_due(self) -> bool: ...
 
     def think(self, sure: float) -> None:
-        """How likely the first guess of the coming round is, by who guesses."""
+        """Record the draft model's probability of the coming step's first draft token."""
 
     def hear(self, was_right: bool | None) -> None:
-        """A round is over. Did its first guess come true? None = there was none."""
+        """Record if the first draft token of a finished step was accepted; None = there was none."""
 
     def looked(self) -> None:
-        """A look was taken."""
+        """Record that chunks were scored."""
 
 
 class Every:
-    """Always after so many rounds."""
+    """Trigger with a fixed number of steps between scorings."""
 
     def __init__(self, rounds: int) -> None:
         self._rounds, self._since = rounds, math.inf
@@ -56,20 +56,20 @@ class Every:
 
 
 class Adaptive:
-    """Where guesses fail that came true before, or whoever guesses is at a loss; now and then in any case.
+    """Trigger that is due when acceptance drops or the draft model is unsure, and periodically in any case.
 
-    SpecExtend announces an adaptive trigger and does not say which. A fixed period of 4 or 128 rounds makes a hundredth
-    of difference in its tables, so this one waits for jumps.
+    SpecExtend announces an adaptive trigger without a description. In its tables a fixed period of 4 or 128 rounds
+    differs by a hundredth, so this trigger reacts to sudden drops only.
     """
 
     def __init__(self) -> None:
         self._since = math.inf
         self._short = self._long = self._sure = 0.0
-        self._heard = 0  # rounds with a guess
+        self._heard = 0  # steps with a draft token
         self._misses = 0  # in a row
         self._is_lost = False
-        self._before, self._rose = 0.0, True  # what came true when the last look was taken, and was there more since?
-        self._vain = 0  # looks in a row that were asked for and changed nothing
+        self._before, self._rose = 0.0, True  # acceptance at the last scoring; was it higher since?
+        self._vain = 0  # scorings in a row that were triggered and changed nothing
 
     @property
     def is_near(self) -> bool:
@@ -100,10 +100,10 @@ class Adaptive:
 
     def looked(self) -> None:
         self._vain = 0 if self._rose else self._vain + 1
-        self._rose = self._since >= MOST  # nobody asked for this one
+        self._rose = self._since >= MOST  # a periodic scoring was not triggered, so it cannot fail
         self._since, self._before, self._misses, self._is_lost = 0, self._short, 0, False
 
 
 def trigger(setting: str) -> Trigger:
-    """Of the setting `retrieval`."""
+    """Return the trigger of the setting `spec.retrieval`."""
     return Adaptive() if setting == "adaptive" else Every(int(setting.partition(":")[2]))

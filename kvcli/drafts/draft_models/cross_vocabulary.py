@@ -1,8 +1,8 @@
-"""A model that drafts in a vocabulary of its own: the text is spelled anew for it, and what it says spelled back.
+"""Draft model with another vocabulary: the sequence is tokenized for it, and its tokens are converted back.
 
-As transformers does for greedy text (universal assisted generation). Here tokens are drawn from the model that writes
-and compared with guesses afterwards, so a guess spelled otherwise than it would have been costs a row and no more, and
-that holds at any temperature.
+This is universal assisted generation in transformers, which is limited to greedy decoding. Here tokens are sampled from
+the target model and compared with draft tokens afterwards. A draft token that is tokenized differently costs a row and
+changes no answer, at any temperature.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ if TYPE_CHECKING:
     from kvcli.kv.slots import Usage
     from kvcli.models.retokenizer import TokenMapping
 
-FEW = 8  # candidates of a row that are spelled
-AHEAD = 4  # tokens that it may take until a word is whole
-KEPT = 1 << 16  # spelled candidates that are remembered
+FEW = 8  # candidates of a row that are converted
+AHEAD = 4  # maximum draft model tokens until a word is whole
+KEPT = 1 << 16  # cached conversions
 
 
 class Candidate(NamedTuple):
-    """What one of its tokens would be."""
+    """Candidate: one token of the draft model, converted."""
 
-    ids: tuple[int, ...]  # in the vocabulary of the model that writes; none = it spells no whole character
+    ids: tuple[int, ...]  # in the target vocabulary; empty = ends within a character
     its: int
     score: float
 
 
 class CrossVocabularyModel:
-    """A guesser in another vocabulary. Of one of its tokens come several guesses, without a pass between, or none
-    before the next: where it spells a part of a word that the other has in one token."""
+    """Draft model of another vocabulary. One of its tokens becomes several draft tokens without a pass between, or none
+    before its next token if it is a part of a word that is one token of the target model."""
 
-    needs: Hears = ""  # rows of the one are no rows of the other
+    needs: Hears = ""  # rows of the target model are no rows of the draft model
 
     def __init__(self, guesser: DraftModel, spelling: TokenMapping) -> None:
         self._it, self._to = guesser, spelling
         self._text = RetokenizedText(spelling)
         self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._parts: Counter[int] = Counter()  # tokens of its that were parts of words lately
+        self._parts: Counter[int] = Counter()  # draft model tokens that were parts of words lately
         self._forget_guesses()
 
     def _forget_guesses(self) -> None:
-        self._row: list[Candidate] = []  # of the pass behind, the likeliest first
-        self._path: list[int] = []  # guesses since then
-        self._stem: list[int] = []  # its tokens that were read and are no guess yet
-        self._n_read = 0  # its tokens that were read behind the text
+        self._row: list[Candidate] = []  # of the last pass, the likeliest first
+        self._path: list[int] = []  # draft tokens since then
+        self._stem: list[int] = []  # draft model tokens that have been through a pass and are no draft token yet
+        self._n_read = 0  # draft model tokens after the sequence that have been through a pass
 
     @property
     def name(self) -> str:
@@ -70,12 +70,12 @@ class CrossVocabularyModel:
 
     @property
     def n_uncovered(self) -> int:
-        """In its tokens."""
+        """Uncovered tokens, in tokens of the draft model."""
         return self._it.n_uncovered
 
     @property
     def max_depth(self) -> int:
-        """In its tokens, of which a guess may take several; `_go_on` sees to that."""
+        """Maximum depth in draft model tokens. A draft token may need several, so `_go_on` checks the limit."""
         return self._it.max_depth
 
     def newest(self, n: int) -> list[int]:
@@ -85,7 +85,7 @@ class CrossVocabularyModel:
     def usage(self) -> list[Usage]:
         return self._it.usage()
 
-    # ---- what the text is ----
+    # ---- the sequence ----
 
     def start(self, ids: Sequence[int]) -> None:
         self._text.start(ids)
@@ -111,7 +111,7 @@ class CrossVocabularyModel:
         self._it.bind(past)
 
     def observe(self, step: Step) -> None:
-        """Of rows that are not its own there is nothing to learn."""
+        """No data: rows of the target model are not this model's."""
 
     # ---- passes ----
 
@@ -120,17 +120,17 @@ class CrossVocabularyModel:
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
         self._forget_guesses()
-        if not self._text.its:  # nothing but marks that it does not have
+        if not self._text.its:  # only control tokens that the draft model lacks
             return [[]] * want
         if want > 1 or most < math.inf:
             return (yield from self._look(want))
         (row,) = yield from self._it.catch_up()
-        if self._text.is_torn:  # of a character that has begun it knows nothing
+        if self._text.is_torn:  # the draft model cannot continue within a character
             return [[]]
         return [(yield from self._named(row))]
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
-        """One behind the other."""
+        """Return the hook output after one more draft token; the draft is a chain."""
         (guess,) = ids
         self._path.append(guess)
         alive = self._alive()
@@ -144,20 +144,20 @@ class CrossVocabularyModel:
         self._path, self._stem = [], []
         is_part = self._spelled((*word, int(row[0])))[: len(taken.ids)] != taken.ids
         self._parts[taken.its] = min(4, self._parts[taken.its] + 1) if is_part else max(0, self._parts[taken.its] - 1)
-        if is_part:  # the two together are another token: what was guessed is wrong
+        if is_part:  # both tokens together are another target token, so the draft token is wrong
             self._row = []
             return [[]]
         return [(yield from self._named(row))]
 
     def _look(self, want: int) -> Steps[list[list[float]]]:
-        """What it would have said behind the last `want` tokens, where one of its own ends there as well: as far as
-        that is behind the newest cut, and was not read before."""
+        """Run a trial pass: return the predictions after those of the last `want` tokens at which a draft model token
+        ends as well. Tokens before the newest cut and tokens covered before have none."""
         n_its = len(self._text.its)
         most = len(self._it.newest(max(1, min(self._it.n_uncovered, n_its - self._text.at[1]))))
         ends = self._text.ends(want, most)
         n = n_its - min((its for _, its in ends), default=n_its) + 1
         rows = yield from self._it.catch_up(n, most=n)
-        at = {end: n - n_its + its - 1 for end, its in ends}  # a token's end -> its row
+        at = {end: n - n_its + its - 1 for end, its in ends}  # end of a target token -> row
         found: list[list[float]] = []
         for end in range(len(self._text.ids) - want + 1, len(self._text.ids) + 1):
             self._row = self._candidates(rows[at[end]]) if end in at else []
@@ -166,7 +166,7 @@ class CrossVocabularyModel:
         return found
 
     def _go_on(self, its: int) -> Steps[list[float] | None]:
-        """The hook output behind one more of its tokens; None where it has no room for it."""
+        """Return the hook output after one more draft model token; None if it exceeds the maximum depth."""
         if self._n_read >= self._it.max_depth:
             return None
         (row,) = yield from self._it.continue_from([its], [self._n_read - 1])
@@ -174,7 +174,8 @@ class CrossVocabularyModel:
         return row
 
     def _named(self, row: Sequence[float]) -> Steps[list[float]]:
-        """What it names next; where that is a part of a word, or of a character, once it has said the rest."""
+        """Return the hook output for the next token. If the best candidate is a part of a word or of a character, the
+        draft model continues until it is whole."""
         self._row = self._candidates(row)
         while len(self._stem) < AHEAD and self._row and (not self._row[0].ids or self._parts[self._row[0].its] > 0):
             part = self._row[0].its
@@ -184,7 +185,7 @@ class CrossVocabularyModel:
             self._row = self._candidates(more)
         return self._hook_output()
 
-    # ---- words ----
+    # ---- conversion ----
 
     def _candidates(self, row: Sequence[float]) -> list[Candidate]:
         wide = len(row) // 2
@@ -192,7 +193,7 @@ class CrossVocabularyModel:
         return [Candidate(self._spelled((*self._stem, int(i))), int(i), score) for i, score in pairs]
 
     def _spelled(self, its: tuple[int, ...]) -> tuple[int, ...]:
-        """What such tokens are to the model that writes; nothing where they end within a character."""
+        """Return the target tokens of these draft model tokens; empty if they end within a character."""
         if (found := self._known.get(its)) is None:
             found = self._spell(its)
             if len(self._known) >= KEPT:
@@ -214,7 +215,7 @@ class CrossVocabularyModel:
         return [c for c in self._row if c.ids[: len(path)] == path and c.ids]
 
     def _hook_output(self) -> list[float]:
-        """The next token of each candidate that agrees with the path, with the score of the best that has it."""
+        """Return the next token of each candidate that agrees with the path, with the best score for that token."""
         n, best = len(self._path), dict[int, float]()
         for c in self._alive():
             if len(c.ids) > n:

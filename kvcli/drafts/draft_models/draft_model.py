@@ -1,4 +1,4 @@
-"""What makes the passes that guesses come from: a second model, or the one that writes in some cheaper way."""
+"""The draft model protocol: a separate model, or the target model run at lower cost."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ if TYPE_CHECKING:
 
 
 class DraftModel(Protocol):
-    """Follows a text, and says by passes of its own what may come next.
+    """Draft model: follows a sequence and proposes its next tokens by draft passes.
 
-    `start`, then in each pass `bind`, `catch_up`, and `continue_from` as often as guesses pay; `observe` and `extend`
-    tell what became of them.
+    Call order: `start`, then in each pass `bind`, `catch_up`, and `continue_from` as often as draft tokens save time.
+    `observe` and `extend` report which draft tokens were accepted.
     """
 
     @property
     def name(self) -> str:
-        """Of what drafts, for people."""
+        """Name of the draft model, for users."""
 
     @property
     def limit(self) -> int:
-        """Tokens that it was made for."""
+        """Context window of the draft model, in tokens."""
 
     @property
     def length(self) -> int:
-        """Tokens of the text."""
+        """Tokens of the sequence."""
 
     @property
     def n_uncovered(self) -> int:
-        """Those of them that are not covered: what `catch_up` has to read."""
+        """Tokens of the sequence that are not covered: `catch_up` must prefill them."""
 
     @property
     def max_depth(self) -> int:
-        """How deep guesses may be, once the text is read."""
+        """Maximum depth of draft tokens after the whole sequence is covered."""
 
     @property
     def needs(self) -> Hears:
-        """What the next step is to hand back of its rows; "" = nothing."""
+        """Outputs that the next step must return for its rows; "" = none."""
 
     def newest(self, n: int) -> list[int]:
-        """The last n tokens, or as many as it may be asked about at once."""
+        """Return the last n tokens, or as many as one trial pass can compare."""
 
     def usage(self) -> list[Usage]:
-        """What it stores."""
+        """Return the memory of the draft model's KV cache."""
 
     def start(self, ids: Sequence[int]) -> None:
-        """The text is now this one."""
+        """Set the sequence to `ids`."""
 
     def extend(self, new: Sequence[int]) -> None:
-        """These joined it."""
+        """Append `new` to the sequence."""
 
     def discard_cache(self) -> None:
-        """Nothing is read of the text: what is stored may be torn."""
+        """Discard the stored KV, which may be incomplete; no token is covered afterwards."""
 
     def bind(self, past: DraftContext | None) -> None:
-        """What is stored of the text, before anything is read of it by the coming passes."""
+        """Set the target model's cache of the sequence, before the coming passes read from it."""
 
     def observe(self, step: Step) -> None:
-        """What one pass of the model that writes did; `extend` follows."""
+        """Record one pass of the target model; `extend` follows."""
 
     def prefill(self) -> Steps[None]:
-        """Read a prompt but for its last token."""
+        """Prefill a prompt except for its last token."""
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
-        """Cover the text to its end, by reading `most` of its newest tokens -> the hook output for the last `want`;
-        nothing where the next step has to be heard first."""
+        """Cover the sequence to its end by a prefill of at most `most` of its newest tokens -> the hook output of the
+        last `want` rows; empty if hidden states of the next step are needed first."""
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
-        """The hook output for the rows of further guesses. `parents`: which guess each follows, counted from the first
-        since `catch_up`; -1 = the text."""
+        """Draft further and return the hook output of these rows. `parents`: index of the draft token that each row
+        follows, counted from the first since `catch_up`; -1 = the sequence."""

@@ -1,4 +1,4 @@
-"""What heads that follow a text by hidden states of the model that writes have in common."""
+"""Common base of draft heads that read hidden states of the target model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class HiddenStateHead:
-    """A head over the model that writes, and the text so far, of which the pending token's state alone is known."""
+    """Draft head over the target model; only the hidden state of the pending token is known."""
 
     needs: Hears = "hidden"
 
@@ -23,7 +23,7 @@ class HiddenStateHead:
         self.discard_cache()
 
     def discard_cache(self) -> None:
-        """Nothing is known of the text."""
+        """Discard everything known about the sequence."""
         raise NotImplementedError
 
     @property
@@ -40,13 +40,13 @@ class HiddenStateHead:
 
     @property
     def max_depth(self) -> int:
-        """As deep as the model has positions."""
+        """Positions left in the model's context window."""
         return self.limit - self.length
 
     def newest(self, n: int) -> list[int]:
-        """The pending token: of others it is known what came next, and the states are not kept."""
+        """Return the pending token. Earlier tokens have known successors, and their states are not kept."""
         return self._text[-1:]
 
     def bind(self, past: DraftContext | None) -> None:
-        """What the model that writes has stored."""
+        """Set the target model's cache."""
         self._past = past

@@ -1,7 +1,7 @@
-"""Which layers guesses of the model itself leave out: found while it writes, or known of an earlier text.
+"""Choose the layers that self-drafting skips: by a search while decoding, or from an earlier sequence.
 
-Layers that share slots go together, and the first never goes. A chooser is asked before each draft, and may ask for
-passes of its own.
+Layers that share slots are skipped together, and the first layer never is. A chooser is asked before each draft and may
+run passes for its search.
 """
 
 from __future__ import annotations
@@ -28,33 +28,34 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import CacheReader, KVCache
 
-SEEN = 32  # tokens by which a set is judged
-_BEFORE = 256  # tokens before them that its rows read
-_ENOUGH, _TRIES = 0.93, 300  # share that keeps the text's token, and sets, after which the search ends
-_NEAR = 0.9  # cosine of texts that are alike: in SmolLM2-135M 0.87 to 0.97 within a kind, 0.59 to 0.87 across, mostly
-_SHARE = 0.05  # of the time since the text began, for searching
+SEEN = 32  # tokens by which a layer set is scored
+_BEFORE = 256  # earlier tokens that the scored rows attend to
+_ENOUGH, _TRIES = 0.93, 300  # the search ends at this share of right tokens, or after this many layer sets
+_NEAR = 0.9  # cosine of similar texts: in SmolLM2-135M mostly 0.87 to 0.97 within a kind, 0.59 to 0.87 across kinds
+_SHARE = 0.05  # share of the time since the sequence began that is spent on the search
 
 
 class LayerSkip(Protocol):
-    """Says which layers guesses go through."""
+    """Layer chooser for self-drafting."""
 
     @property
     def runs(self) -> Sequence[range]:
-        """Of neighbours among them; () = all."""
+        """Ranges of consecutive layers that drafts run; () = all."""
 
     @property
     def about(self) -> str:
-        """What is left out, and how it was chosen, in words; "" = nothing is."""
+        """Number of skipped layers and how they were chosen, in words; "" = none."""
 
     def start(self) -> None:
-        """Another text, or an earlier point of this one."""
+        """Start another sequence, or rewind this one."""
 
     def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
-        """Before a draft. `past`: how guesses read `kv`; `newest`: of `length` tokens, the pending one last."""
+        """Improve the choice before a draft. `cache`: how drafts read `kv`; `newest`: newest of `length` tokens, the
+        pending one last."""
 
 
 class AllLayers:
-    """All layers."""
+    """Layer chooser that skips no layer."""
 
     runs: Sequence[range] = ()
     about = ""
@@ -67,12 +68,12 @@ class AllLayers:
 
 
 class _Chosen:
-    """A number of the units between the first and the last."""
+    """Base of choosers that skip a fixed number of the units between the first and the last."""
 
     def __init__(self, lm: LM, share: float) -> None:
-        """`share`: of those, how many are left out."""
+        """`share`: of those units, the share that is skipped."""
         if lm.straight is None:
-            lm.check_layer_gates()  # raises BadModel where rows cannot be stopped between layers
+            lm.check_layer_gates()  # raises BadModel if rows cannot be stopped between layers
         self._lm, self._units = lm, spans(lm.shapes)
         self._n = min(len(self._units) - 2, round(share * (len(self._units) - 2)))
         self._random = Random(0)
@@ -87,7 +88,7 @@ class _Chosen:
         return f"without {self._lm.n_layers - sum(map(len, self.runs))} of {self._lm.n_layers} layers"
 
     def _without(self, skipped: Iterable[int]) -> list[range]:
-        """The layers of all other units, in runs."""
+        """Return the layers of all other units, as ranges of consecutive layers."""
         left, found = set(skipped), list[range]()
         for i, unit in enumerate(self._units):
             if i in left:
@@ -99,8 +100,8 @@ class _Chosen:
 
 
 class Early(_Chosen):
-    """The first layers, then norm and head (LayerSkip, arXiv 2404.16710): what others leave out between the first and
-    the last goes at the end. Checkpoints that were trained with early exits guess well so."""
+    """Early exit: run the first layers, then norm and head (LayerSkip, arXiv 2404.16710). The skipped layers are the
+    last ones instead of ones in the middle. Checkpoints trained with early exits draft well this way."""
 
     def __init__(self, lm: LM, share: float) -> None:
         super().__init__(lm, share)
@@ -112,21 +113,21 @@ class Early(_Chosen):
 
 
 class Swift(_Chosen):
-    """Tries sets by chance and keeps the best (SWIFT, arXiv 2410.06916): that by which most of the newest tokens would
-    have been guessed, which one pass over all of them shows."""
+    """Random search that keeps the best layer set (SWIFT, arXiv 2410.06916): the one that predicts most of the newest
+    tokens, tested by one pass over all of them."""
 
     def start(self) -> None:
-        """What was found for one text is as good a start as any for the next."""
+        """Reset the search; the layers of the last sequence are the first candidate."""
         self._began, self._spent, self._tries, self._best = perf_counter(), 0.0, 0, -1.0
 
     def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
-        """Try another set, while there is time."""
+        """Score another layer set, while time is left."""
         began = perf_counter()
         is_over = self._best >= _ENOUGH or self._tries >= _TRIES or self._n < 1
         if is_over or len(newest) <= SEEN or self._spent > _SHARE * (began - self._began):
             return
         runs = self.runs
-        if self._best >= 0:  # the first is the one in use
+        if self._best >= 0:  # the first candidate is the set in use
             runs = self._without(self._random.sample(range(1, len(self._units) - 1), self._n))
         score = yield from self._score(runs, kv, newest[-SEEN - 1 :], length - SEEN - 1)
         self._tries += 1
@@ -135,7 +136,7 @@ class Swift(_Chosen):
         self._spent += perf_counter() - began
 
     def _score(self, runs: Sequence[range], kv: KVCache, ids: Sequence[int], at: int) -> Steps[float]:
-        """Of tokens `ids`, the first at position `at`, the share that the one before it would have led to."""
+        """Return the share of `ids`, the first at position `at`, that these layers predict from the token before."""
         before = newest_before(self._lm, kv, at, chain.from_iterable(runs))
         rows, hidden = Rows.chain(ids[:-1], at), None
         for run in runs[:-1]:
@@ -147,7 +148,7 @@ class Swift(_Chosen):
 
 
 def newest_before(lm: LM, kv: KVCache, at: int, layers: Iterable[int]) -> Dense:
-    """A copy of what SEEN rows or fewer from position `at` on read in these layers, as far back as it matters most."""
+    """Return a copy of the newest slots before position `at` that SEEN rows or fewer attend to in these layers."""
     before = Dense(lm.shapes, kv.dtype, lm.device)
     for layer in (layer for layer in layers if lm.shapes[layer].shared_from is None):
         s = kv.newest(layer, _BEFORE + SEEN)
@@ -157,17 +158,17 @@ def newest_before(lm: LM, kv: KVCache, at: int, layers: Iterable[int]) -> Dense:
 
 
 class Knn(Swift):
-    """Begins with what was found for the earlier text that is most like this one (KNN-SSD, arXiv 2505.16162), and
-    searches on where that search had not come to its end; from scratch where no text was near."""
+    """Layer search that starts from the set of the most similar earlier sequence (KNN-SSD, arXiv 2505.16162). An
+    unfinished search is continued; without a similar sequence the search starts from scratch."""
 
     def __init__(self, lm: LM, share: float, known: SavedLayerSets) -> None:
-        """`known`: of this model's texts, each with as many layers left out."""
+        """`known`: layer sets of this model's earlier sequences, with the same number of skipped layers."""
         self._known = known
         super().__init__(lm, share)
 
     def start(self) -> None:
         super().start()
-        self._found: LayerSet | None = None  # for this text
+        self._found: LayerSet | None = None  # layer set of this sequence
         self._how = ""
 
     @property
@@ -175,7 +176,7 @@ class Knn(Swift):
         return super().about + self._how
 
     def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
-        """Before the first draft one pass says where the text is, among others."""
+        """Embed the sequence by one pass before the first draft and look up the nearest earlier one."""
         if self._n < 1 or len(newest) < 2:
             return
         if self._found is None:
@@ -188,7 +189,8 @@ class Knn(Swift):
                 self._how = ", by search: no text that is known is like this one"
                 self._found = LayerSet(like, self.runs)
             self.runs, self._tries = self._found.runs, self._found.tries
-            self._best = self._found.best if self._found.best >= _ENOUGH else -1.0  # what a text says of another's
+            # a score below _ENOUGH is discarded, because it was measured on another sequence
+            self._best = self._found.best if self._found.best >= _ENOUGH else -1.0
             self._spent += perf_counter() - began
         yield from super().improve(kv, cache, newest, length)
         if self._best >= 0:
@@ -196,7 +198,7 @@ class Knn(Swift):
             self._known.keep(self._found)
 
     def _place(self, kv: KVCache, ids: Sequence[int], at: int) -> Steps[Tensor]:
-        """[E] of length 1: the mean of what tokens `ids`, the first at position `at`, bring to the last layer."""
+        """Return the normalized mean hidden state [E] before the last layers of `ids`, the first at position `at`."""
         below = range(self._units[-1].start)
         made = yield ForwardRequest(self._lm, Rows.chain(ids, at), newest_before(self._lm, kv, at, below), layers=below)
         assert made.hidden is not None
@@ -205,16 +207,16 @@ class Knn(Swift):
 
 @dataclass(slots=True, eq=False)
 class LayerSet:
-    """What a search found for a text."""
+    """Layer set found for one sequence."""
 
-    like: Tensor  # [E] of length 1: where the text is
+    like: Tensor  # [E] of length 1: embedding of the sequence
     runs: Sequence[range]
-    best: float = -1.0  # share of tokens that would have been guessed; -1 = nobody looked
-    tries: int = 0  # sets
+    best: float = -1.0  # share of tokens predicted; -1 = not scored
+    tries: int = 0  # layer sets scored
 
 
 class SavedLayerSets:
-    """What was found for earlier texts of one model, the one asked for last at the end."""
+    """Layer sets of earlier sequences of one model, the most recently used last."""
 
     MOST = 32
 
@@ -222,11 +224,11 @@ class SavedLayerSets:
         self._found: list[LayerSet] = []
 
     def __deepcopy__(self, memo: object) -> SavedLayerSets:
-        """Itself: texts that are copied share it."""
+        """Return itself, because copies of a sequence share it."""
         return self
 
     def near(self, like: Tensor) -> tuple[LayerSet | None, float]:
-        """That of the text most like one at `like`, None where none is near; and the cosine."""
+        """Return the layer set of the sequence nearest to embedding `like`, None if none is near; and the cosine."""
         if not self._found:
             return None, 0.0
         cosines = torch.stack([found.like for found in self._found]) @ like
@@ -235,22 +237,23 @@ class SavedLayerSets:
         return (self._found[best] if near >= _NEAR else None), near
 
     def keep(self, found: LayerSet) -> None:
-        """Remember it, and forget what was not asked for the longest time."""
+        """Add a layer set, and drop the least recently used one if there are too many."""
         self._found = [*(one for one in self._found if one is not found), found][-self.MOST :]
 
 
 class Clasp(_Chosen):
-    """Layers without which a token's hidden state stays closest to what all of them make of it (CLaSp, arXiv
-    2505.24196): a dynamic programme over layers and how many were left out, a row for each number."""
+    """Layer search by dynamic programming (CLaSp, arXiv 2505.24196): skips the layers without which a token's hidden
+    state stays closest to the full model's. The programme runs over layers; each row has one number of skipped
+    layers."""
 
-    EVERY = 16  # drafts
+    EVERY = 16  # drafts between two searches
 
     def start(self) -> None:
-        """Anew."""
+        """Restart the draft count."""
         self._drafts = 0
 
     def improve(self, kv: KVCache, cache: CacheReader, newest: Sequence[int], length: int) -> Steps[None]:
-        """One pass of the pending token, layer by layer: its state with j of the layers left out is row j."""
+        """Run the pending token layer by layer in one pass; row j is its hidden state with j layers skipped."""
         self._drafts += 1
         if self._drafts % self.EVERY != 1 or self._n < 1:
             return
@@ -263,7 +266,7 @@ class Clasp(_Chosen):
             through, whole = made.hidden, made.hidden[:1].float()
             if i and hidden is not None:
                 kept, gone = (torch.cosine_similarity(t.float(), whole) for t in (through[1:], hidden[:-1]))
-                # with j of j layers left out so far there is no choice
+                # if j of j layers were skipped so far, there is no choice
                 skips = ((gone > kept) | (torch.arange(1, n, device=gone.device) >= i)).tolist()
                 takes = [False, *(skip and j < i for j, skip in enumerate(skips))]
                 hidden = torch.stack([hidden[j - 1] if take else through[j] for j, take in enumerate(takes)])

@@ -1,9 +1,10 @@
-"""A head that reads hidden states of the model that writes, and says by them what comes behind its next token.
+"""MTP head: a draft head that reads hidden states of the target model to draft after the pending token.
 
-Of each accepted token it is handed the state that led to it (`Step.hidden`), and stores one layer's keys and values of
-it. Guesses go on from its own states, as in EAGLE (arXiv 2401.15077). States that nobody heard, of a prompt or of
-passes without drafts, leave holes; those of the newest tokens are made again, beside the store. Where layers keep a
-state of the text they cannot be, and the head says nothing until it has heard one more step.
+For each accepted token the head gets the hidden state that predicted it (`Step.hidden`) and stores one layer's KV.
+Draft tokens continue from the head's own hidden states, as in EAGLE (arXiv 2401.15077). Hidden states that were not
+recorded, of a prompt or of passes without drafts, leave holes. Those of the newest tokens are recomputed without
+changing the KV cache. If the model has recurrent layers they cannot be recomputed, and the head drafts nothing until
+one more step is recorded.
 """
 
 from __future__ import annotations
@@ -32,40 +33,40 @@ if TYPE_CHECKING:
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
 
-MOST = 256  # states that wait to be read; older ones become a hole
+MOST = 256  # hidden states waiting for the head's next pass; older ones become a hole
 
 
 class MtpHead(HiddenStateHead):
-    """Follows a text by what it hears of it. A row at position p is token p and the state of the one before it."""
+    """Draft head with a KV cache. Its row at position p takes token p and the hidden state of the token before it."""
 
     def discard_cache(self) -> None:
-        """Nothing is read of the text: what is stored may be torn."""
+        """Discard the stored KV, which may be incomplete, and all hidden states."""
         self._kv = Dense(self._head.shapes, self._head.dtype, self._head.device)
-        self._end = 0  # no position from here on is stored
-        self._at: list[int] = []  # positions that wait to be read, rising
-        self._states = torch.empty(0)  # [len(at), E], of the tokens before these, in the numbers of the model
-        self._last = self._states  # [1, E], of the last row that was read
+        self._end = 0  # no position is stored from this one on
+        self._at: list[int] = []  # positions waiting for the head's pass, rising
+        self._states = torch.empty(0)  # [len(at), E], of the tokens before these, in the model's dtype
+        self._last = self._states  # [1, E], of the last row in the cache
         self._past = None
         self._drop()
 
     def _drop(self) -> None:
-        """The draft under way."""
+        """Discard the running draft."""
         self._ahead: DraftTreeKV | None = None
-        self._grown = torch.empty(0)  # [1 + n, E]: its own states, of the text's end and of guesses behind it
+        self._grown = torch.empty(0)  # [1 + n, E]: hidden states of the head, of the sequence's end and of draft tokens
 
     @property
     def n_uncovered(self) -> int:
-        """Those that wait."""
+        """Number of rows of the next `catch_up` pass."""
         return max(1, len(self._at))
 
     def usage(self) -> list[Usage]:
-        """What it stores, as a tier of its own."""
+        """Memory of the head's KV cache, as tier "draft"."""
         return [replace(use, tier="draft") for use in self._kv.usage()]
 
-    # ---- what the text is ----
+    # ---- the sequence ----
 
     def start(self, ids: Sequence[int]) -> None:
-        """The text is now this one."""
+        """Set the sequence to `ids`."""
         n = min(shared(self._text, ids), len(ids) - 1)
         if n < self._end:
             self._kv.crop(n)
@@ -76,33 +77,33 @@ class MtpHead(HiddenStateHead):
         self._drop()
 
     def extend(self, new: Sequence[int]) -> None:
-        """These joined it."""
+        """Append `new` to the sequence."""
         self._text += new
-        self._past = None  # it has changed
+        self._past = None  # the cache is no longer that of the sequence
         self._drop()
 
     def observe(self, step: Step) -> None:
-        """The states that led to the tokens which are about to join the text."""
+        """Queue the hidden states that predicted the accepted tokens."""
         if step.hidden is not None:
             path = torch.tensor(step.path, device=step.hidden.device)
             self._wait([step.rows.pos[row] + 1 for row in step.path], step.hidden.index_select(0, path))
 
     def _wait(self, at: Sequence[int], states: Tensor) -> None:
-        """For positions behind all that are stored or wait."""
+        """Queue hidden states of positions after all that are stored or queued."""
         self._at = [*self._at, *at][-MOST:]
         self._states = torch.cat([self._states.to(states), states])[-MOST:] if len(self._states) else states
 
     # ---- passes ----
 
     def prefill(self) -> Steps[None]:
-        """States of a prompt are not kept."""
+        """No prefill: hidden states of a prompt are not recorded."""
         yield from ()
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
-        """The hook output for the pending token's row; nothing where what led to it is not known."""
+        """Return the hook output of the pending token's row; empty if the hidden state before it is unknown."""
         assert want == 1, "nothing else is passed over"
         self._drop()
-        if self._end == self.length:  # it may be asked again, where the pass that was to check its guesses broke
+        if self._end == self.length:  # called again after the verification pass failed
             self._kv.crop(self.length - 1)
             self._end, self._at, self._states = self.length - 1, [self.length - 1], self._last
         elif not self._at or self._at[-1] < self.length - 1:
@@ -122,10 +123,10 @@ class MtpHead(HiddenStateHead):
         return [made.hook_output(0)]
 
     def _hear_again(self) -> Steps[None]:
-        """Of its newest tokens."""
+        """Recompute the hidden states of the newest tokens."""
         assert self._past is not None, "there is no past to read"
         end = self.length - 1
-        if not end:  # before the first token there is none
+        if not end:  # the first token has no token before it
             self._wait([0], torch.zeros(1, self._lm.model.config.get_text_config().hidden_size, dtype=self._lm.dtype))
             return
         first, states = yield from recompute_hidden_states(self._lm, self._past, self._text)
@@ -134,7 +135,7 @@ class MtpHead(HiddenStateHead):
         self._wait(new, states[-len(new) :].clone())
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
-        """The hook output for the rows of guesses behind it, each with its parent's state."""
+        """Return the hook output of the next draft rows, each with its parent's hidden state."""
         assert self._ahead is not None, "read first"
         states = self._grown[[parent + 1 for parent in parents]]
         made = yield from self._ahead.add(ids, parents, logits_hook=top, hidden=states, shows=True)
@@ -144,8 +145,8 @@ class MtpHead(HiddenStateHead):
 
 
 def recompute_hidden_states(lm: LM, past: DraftContext, text: Sequence[int]) -> Steps[tuple[int, Tensor]]:
-    """States [n, E] of the newest tokens but for the pending one, and the position of the first: by a pass of the model
-    that writes, with part of their past."""
+    """Return hidden states [n, E] of the newest tokens except the pending one, and the position of the first, by a pass
+    of the target model over part of the KV cache."""
     end = len(text) - 1
     first = max(0, end - SEEN)
     before = newest_before(lm, past.cache, first, range(lm.n_layers))

@@ -1,7 +1,7 @@
-"""One text in the ids of two vocabularies, the second kept in step while the first grows.
+"""One text tokenized in two vocabularies; the second token sequence is updated while the first grows.
 
-A piece of text has other tokens than its parts have, so what stands at the end is spelled anew each time; far behind
-it, where a word begins, the text is cut, and what stands before a cut stays as it is.
+Tokens of a text are not the tokens of its parts, so the newest text is tokenized again each time. The text is cut at
+word beginnings far before its end, and tokens before a cut are final.
 """
 
 from __future__ import annotations
@@ -14,44 +14,43 @@ from kvcli.safe_output import BROKEN
 if TYPE_CHECKING:
     from kvcli.models.retokenizer import TokenMapping
 
-PIECE = 48  # tokens between two cuts, or fewer
-OPEN = 24  # newest tokens that are spelled anew, at least
+PIECE = 48  # maximum tokens between two cuts
+OPEN = 24  # minimum newest tokens that are tokenized again
 
 
 class RetokenizedText:
-    """`ids`, and `its`: the same text in the draft's. It is torn while it ends within a character."""
+    """Text as `ids` of the target model and `its` ids of the draft model. Torn: it ends within a character."""
 
     def __init__(self, spelling: TokenMapping) -> None:
         self._to = spelling
         self.ids: list[int] = []
         self.its: list[int] = list(spelling.draft.opening)
         self.is_torn = False
-        self._cuts = [(0, len(self.its))]  # tokens of either at which both part
+        self._cuts = [(0, len(self.its))]  # token counts (target, draft) at cuts of both sequences
 
     def start(self, ids: Sequence[int]) -> None:
-        """The text is now this one."""
+        """Set the sequence to `ids`."""
         both = min(len(self.ids), len(ids))
         same = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), both)
-        while (
-            len(self._cuts) > 1 and self._cuts[-2][0] + PIECE + OPEN > same
-        ):  # it was made with an eye on what is gone
+        # a cut depends on the PIECE + OPEN tokens after the cut before it, so one that read changed tokens is dropped
+        while len(self._cuts) > 1 and self._cuts[-2][0] + PIECE + OPEN > same:
             self._cuts.pop()
         self.ids = list(ids)
         self._spell()
 
     def extend(self, new: Sequence[int]) -> None:
-        """These joined it."""
+        """Append `new` to the sequence."""
         self.ids += new
         self._spell()
 
     @property
     def at(self) -> tuple[int, int]:
-        """Tokens of either before the newest cut: what stands behind it may still be spelled otherwise."""
+        """Token counts (target, draft) before the newest cut; tokens after it may still change."""
         return self._cuts[-1]
 
     def ends(self, n: int, n_its: int) -> list[tuple[int, int]]:
-        """Behind the newest cut, of the last n tokens and the last `n_its` of its: how many of either there are up to
-        where a token of both ends."""
+        """Return the pairs (target tokens, draft tokens) after the newest cut at which a token ends in both
+        vocabularies, among the last n target tokens and the last `n_its` draft tokens."""
         (at, its_at), to = self._cuts[-1], self._to
         mine, other = self.ids[at:], self.its[its_at:]
         before, its_before = self.ids[max(0, at - 1) : at], self.its[max(0, its_at - 1) : its_at]
@@ -75,7 +74,7 @@ class RetokenizedText:
         self.is_torn = self._put(at, len(self.ids))
 
     def _next(self, at: int) -> int | None:
-        """The next place to cut: before a control token, or far behind the end where a word begins."""
+        """Return the next cut: before a control token, or at a word beginning far before the end."""
         far = self.ids[at : at + PIECE + OPEN]
         if (mark := next((i for i, token in enumerate(far) if token in self._to.marks), None)) is not None:
             return at + mark
@@ -86,12 +85,12 @@ class RetokenizedText:
         return begins or next((i for i in places if not self._text(at, i).endswith(BROKEN)), at + PIECE)
 
     def _begins_word(self, at: int) -> bool:
-        """Does a space begin here? Between two of them there is no seam."""
+        """True if a word begins here: a space that follows no space, because spaces may be merged into one token."""
         before, both = self._text(at - 1, at), self._text(at - 1, at + 1)
         return both[len(before) :].startswith(" ") and not before.endswith(" ")
 
     def _put(self, at: int, end: int) -> bool:
-        """Spell what stands between; True where it ends within a character, which is left out."""
+        """Tokenize the text of these ids. Returns True if it ends within a character, which is left out."""
         if at == end:
             return False
         text = self._text(at, end)
@@ -102,6 +101,6 @@ class RetokenizedText:
     def _text(self, at: int, end: int) -> str:
         befores = (self.ids[max(0, at - n) : at] for n in range(1, 5))
         found = (self._to.target.text(self.ids[at:end], before) for before in befores)
-        # the last byte of a character alone spoils all bytes that follow it, the whole character does not
+        # a character's last byte, decoded alone, makes the bytes after it undecodable; the whole character does not
         text = next(found)
         return text if BROKEN not in text else max([text, *found], key=lambda text: len(text.rstrip(BROKEN)))

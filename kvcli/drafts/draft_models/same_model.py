@@ -1,8 +1,8 @@
-"""The model that writes drafts for itself: for guesses it reads less of the past, or in fewer bits, or by fewer layers.
+"""Self-drafting: the target model drafts with part of the KV cache, with fewer bits, or with fewer layers.
 
-MagicDec (arXiv 2408.11049) and TriForce (arXiv 2404.11912) guess over a part of the past, QuantSpec (arXiv 2502.10424)
-over its coarse half; layer_skip.py has those that leave layers out. Keys and values of guesses lie beside the past
-until the next step, and then go: the text's store is read and never written.
+MagicDec (arXiv 2408.11049) and TriForce (arXiv 2404.11912) draft over part of the KV cache, QuantSpec (arXiv
+2502.10424) over the upper half of its codes; layer_skip.py has the methods that skip layers. KV of draft tokens is kept
+outside the KV cache until the next step and then discarded: drafting reads the KV cache and never writes to it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NEWEST = 64  # tokens that are remembered
 
 
 class SelfDraftModel:
-    """Guesses with the model that writes. The pending token is the first row of each draft: nothing else is missing."""
+    """Draft model that is the target model itself. Only the pending token is uncovered: the first row of each draft."""
 
     needs: Hears = ""
     n_uncovered = 1
@@ -42,13 +42,13 @@ class SelfDraftModel:
     def __init__(self, lm: LM, skipping: LayerSkip) -> None:
         self.lm, self._skipping = lm, skipping
         self.length = 0
-        self._newest: list[int] = []  # tokens, by which layers are chosen
+        self._newest: list[int] = []  # newest tokens, by which skipped layers are chosen
         self._past: DraftContext | None = None
-        self._ahead: DraftTreeKV | None = None  # the draft under way, the pending token first
+        self._ahead: DraftTreeKV | None = None  # the running draft, the pending token first
 
     @property
     def name(self) -> str:
-        """Of the model, and what of it guesses leave out."""
+        """Name of the model, and the layers that drafts skip."""
         about = self._skipping.about
         return f"{self.lm.info.id} ({about})" if about else self.lm.info.id
 
@@ -58,45 +58,45 @@ class SelfDraftModel:
 
     @property
     def max_depth(self) -> int:
-        """As deep as the model has positions."""
+        """Positions left in the model's context window."""
         return self.lm.limit - self.length
 
     def newest(self, n: int) -> list[int]:
-        """The pending token: of others it is stored what comes next."""
+        """Return the pending token. Earlier tokens need no trial, because their successors are known."""
         return self._newest[-1:]
 
     def usage(self) -> list[Usage]:
-        """Nothing that outlasts a draft; a view says itself what it takes."""
+        """No KV outlasts a draft, and a cache view reports its memory itself."""
         return []
 
     def start(self, ids: Sequence[int]) -> None:
-        """The text is now this one."""
+        """Set the sequence to `ids`."""
         self.length, self._newest = len(ids), list(ids[-_NEWEST:])
         self._skipping.start()
         self.discard_cache()
 
     def extend(self, new: Sequence[int]) -> None:
-        """These joined it."""
+        """Append `new` to the sequence."""
         self.length, self._newest = self.length + len(new), [*self._newest, *new][-_NEWEST:]
         self.discard_cache()
 
     def discard_cache(self) -> None:
-        """Drop the draft under way, and what it reads: a past is not to be held by who only looks at it."""
+        """Discard the running draft and release the cache, because a draft model must not keep one alive."""
         self._past = self._ahead = None
 
     def bind(self, past: DraftContext | None) -> None:
-        """What drafts read: the part of it that the view asks for, else what its store shows to guesses."""
+        """Set the cache that drafts read: its cache view if one is configured, else all of it as `DraftCacheView`."""
         self._past = past
 
     def observe(self, step: Step) -> None:
-        """Nothing that `extend` does not say."""
+        """No further data: `extend` has the new tokens."""
 
     def prefill(self) -> Steps[None]:
-        """The past is what the text's own pass has read."""
+        """No prefill: the target model's own passes fill the cache."""
         yield from ()
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
-        """The hook output for the pending token's row."""
+        """Return the hook output of the pending token's row."""
         assert want == 1, "nothing else is passed over"
         assert self._past is not None, "there is no past to read"
         view, kv = self._past.view, self._past.cache
@@ -106,27 +106,27 @@ class SelfDraftModel:
         return (yield from self._ahead.grow(self._newest[-1:], [-1], top, self._skipping.runs))
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
-        """The hook output for the rows of guesses behind it, in the tree of which it is the root."""
+        """Return the hook output of draft rows after the pending token, which is the root of their tree."""
         assert self._ahead is not None, "read first"
         return (yield from self._ahead.grow(ids, [parent + 1 for parent in parents], top, self._skipping.runs))
 
 
 class DraftCacheView:
-    """A past as its store shows it to rows whose finds are checked later."""
+    """Cache view for draft rows: the cache may show them fewer bits or slots, because they are verified later."""
 
     def __init__(self, past: Attendable, dtype: torch.dtype) -> None:
         self.dtype, self._past = dtype, past
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """Why it needs the host."""
+        """Return the reason why drafting cannot run as a captured pass."""
         return DeviceCache(why_not="guesses of the model itself read less than the past")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> parts."""
+        """q [H, N, D] of rows at positions pos [N] -> partial attention."""
         return self._past.attend(layer, q, replace(sight, is_guess=True), pos, own)
 
     def usage(self) -> list[Usage]:
-        """Nothing of its own."""
+        """No memory beyond the cache's."""
         return []

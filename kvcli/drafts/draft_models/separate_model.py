@@ -1,8 +1,8 @@
-"""A second model over the same text: what it has read of it, and what it thinks comes next.
+"""Separate draft model with a KV cache of the same sequence.
 
-Of what it has read, first tokens and the newest stay, as in StreamingLLM (arXiv 2309.17453): drafts gain little from
-more, and a pass over few tokens is what makes them cheap (SpecExtend, arXiv 2505.20776). Positions are those of the
-text, or closed up where tokens went, so that a model made for short texts meets none beyond its own.
+Its KV cache keeps the first and the newest tokens, as in StreamingLLM (arXiv 2309.17453). Drafts gain little from more
+tokens, and passes over few tokens are cheap (SpecExtend, arXiv 2505.20776). Positions are those of the sequence, or
+contiguous after evictions, so that a model with a short context window gets no position beyond it.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.stats import Step
 
-CHUNK = 512  # tokens read in one pass
-CHECKPOINTS = 4  # of states, where some of its layers keep one
-SPARE = 8  # of the newest tokens an eighth goes at once: letting them go copies the others
+CHUNK = 512  # tokens of one prefill pass
+CHECKPOINTS = 4  # of recurrent states, if the model has recurrent layers
+SPARE = 8  # an eighth of the newest tokens is evicted at once, because eviction copies the others
 
 
 class SeparateDraftModel:
-    """Reads a text in a store of its own. What it made of guesses is stored as far as the text takes them.
+    """Draft model with a KV cache of its own. KV of draft tokens is committed when the tokens are accepted.
 
-    Layers that keep a state know all that was read, tokens that did not stay among it, and none that was passed over.
+    Recurrent states include all tokens of its passes, also evicted ones, and no skipped tokens.
 
-    A token is covered if it is stored or was passed over. Stored positions are those of the text less `_gap`, from
-    `_solid` on without holes.
+    A token is covered if it is stored or was skipped. Stored positions are those of the sequence less `_gap`, without
+    holes from `_solid` on.
     """
 
     def __init__(
         self, lm: LM, working: int = 0, sinks: int = 0, *, sees: int | None = None, closes: bool = False
     ) -> None:
-        """`working`: tokens that stay, 0 = all, the first `sinks` of the text among them. `sees`: how many of the
-        newest each chunk of a prompt finds, no fewer than stay, 0 = all; None = what would not stay is not read.
-        `closes`: positions close up where tokens went; raises BadModel where no fixed table says how its keys turn."""
+        """`working`: tokens kept, including the first `sinks`; 0 = all. `sees`: newest tokens that each chunk of a
+        prompt attends to, at least the kept ones; 0 = all; None = tokens that would be evicted are not prefilled.
+        `closes`: positions are contiguous after evictions; raises BadModel if keys cannot be rotated by a fixed
+        table."""
         self.lm, self._sees = lm, sees
         self._sinks, self._newest = sinks, working - sinks if working else math.inf
         self._turns: Sequence[Rotary | None] | None = rotaries(lm) if closes and working else None
@@ -60,11 +61,11 @@ class SeparateDraftModel:
         self.discard_cache()
 
     def discard_cache(self) -> None:
-        """Nothing is read of the text: what is stored may be torn."""
+        """Discard the stored KV, which may be incomplete; no token is covered afterwards."""
         self._kv = Dense(self.lm.shapes, self.lm.dtype, self.lm.device)
         self._states = RecurrentStates(self.lm.mixers.like, CHECKPOINTS)
         self._n = self._solid = self._gap = 0
-        self._guessed: DraftTreeKV | None = None  # behind the text
+        self._guessed: DraftTreeKV | None = None  # draft tokens after the sequence
 
     @property
     def name(self) -> str:
@@ -76,12 +77,12 @@ class SeparateDraftModel:
 
     @property
     def n_uncovered(self) -> int:
-        """Tokens of the text that are not covered."""
+        """Tokens of the sequence that are not covered."""
         return len(self._text) - self._n
 
     @property
     def length(self) -> int:
-        """Tokens of the text."""
+        """Tokens of the sequence."""
         return len(self._text)
 
     @property
@@ -89,28 +90,28 @@ class SeparateDraftModel:
         return ""
 
     def newest(self, n: int) -> list[int]:
-        """The last n of them, or as many as may stay."""
+        """Return the last n tokens, or as many as may be kept."""
         return self._text[-int(min(n, self._newest)) :]
 
     @property
     def max_depth(self) -> int:
-        """How many guesses have a position that the model was made for, once the text is read."""
+        """Return how many draft tokens have a position in the context window, once the sequence is covered."""
         stays = self._sinks + self._newest if self._turns is not None else math.inf
         return self.lm.limit - int(min(len(self._text) - self._gap, stays))
 
     def usage(self) -> list[Usage]:
-        """What it stores, as a tier of its own."""
+        """Memory of its KV cache and recurrent states, as tier "draft"."""
         return [replace(use, tier="draft") for use in (*self._kv.usage(), *self._states.usage())]
 
-    # ---- what the text is ----
+    # ---- the sequence ----
 
     def start(self, ids: Sequence[int]) -> None:
-        """The text is now this one."""
+        """Set the sequence to `ids`."""
         self._cut(min(shared(self._text, ids), len(ids) - 1))
         self._text = list(ids)
 
     def extend(self, new: Sequence[int]) -> None:
-        """These joined it: guesses that were right have been read."""
+        """Append `new` to the sequence, and commit the KV of accepted draft tokens."""
         if self._guessed is not None:
             right = self._guessed.path(self._known(new[:-1]))
             self._guessed.commit_path(self._kv, right)
@@ -119,7 +120,7 @@ class SeparateDraftModel:
         self._text += new
 
     def _cut(self, n: int) -> None:
-        """Cover n tokens and no more; none at all, where what stands before them is gone."""
+        """Cover n tokens and no more, or none if tokens before n were evicted."""
         if n < self._n:
             n = self._states.reaches(n)
             self._n = n if n >= self._solid else 0
@@ -130,20 +131,20 @@ class SeparateDraftModel:
         self._guessed = None
 
     def bind(self, past: DraftContext | None) -> None:
-        """It reads a past of its own."""
+        """No effect: the model reads its own KV cache."""
 
     def observe(self, step: Step) -> None:
-        """Nothing that `extend` does not say."""
+        """No further data: `extend` has the new tokens."""
 
     # ---- passes ----
 
     def prefill(self) -> Steps[None]:
-        """Read the text but for its last token."""
+        """Prefill the sequence except for its last token."""
         sees = self._sees
         if sees is None:
             yield from self._pass_over(self._newest)
         most, step = self._newest if sees is None else sees or math.inf, CHUNK
-        if self._turns is not None:  # as far as it has positions
+        if self._turns is not None:  # as far as the model has positions
             most = min(most, max(self._newest, self.lm.limit // 2))
             step = min(step, self.lm.limit - self._sinks - int(most))
         while self.n_uncovered > 1:
@@ -152,8 +153,9 @@ class SeparateDraftModel:
         self._settle(self._newest)
 
     def catch_up(self, want: int = 1, most: float = math.inf) -> Steps[list[list[float]]]:
-        """Cover the text to its end, by reading `most` of its newest tokens -> the hook output for the last `want`."""
-        self._cut(len(self._text) - 1)  # it may be asked again, where the pass that was to check its guesses broke
+        """Cover the sequence to its end by a prefill of at most `most` of its newest tokens -> the hook output of the
+        last `want` rows."""
+        self._cut(len(self._text) - 1)  # `catch_up` is called again after the verification pass failed
         yield from self._pass_over(min(most, self._newest))
         while self.n_uncovered > max(CHUNK, want):
             self._make_room(CHUNK)
@@ -163,14 +165,15 @@ class SeparateDraftModel:
         return (yield from self._feed(self._text[self._n :], want))
 
     def continue_from(self, ids: Sequence[int], parents: Sequence[int]) -> Steps[list[list[float]]]:
-        """The hook output for the rows of guesses behind the text, which has been read."""
+        """Return the hook output of draft rows after the sequence, which must be covered."""
         if self._guessed is None:
             states = self._states if self.lm.mixers else None
             self._guessed = DraftTreeKV(self.lm, self._kv, self._n - self._gap, states)
         return (yield from self._guessed.grow(self._known(ids), parents, top))
 
     def _known(self, ids: Sequence[int]) -> list[int]:
-        return [min(i, self.lm.vocab - 1) for i in ids]  # padded tokens of the other model have no row in this one
+        # padding ids of the other vocabulary have no embedding in this model
+        return [min(i, self.lm.vocab - 1) for i in ids]
 
     def _feed(self, ids: Sequence[int], want: int = 0) -> Steps[list[list[float]]]:
         rows = Rows.chain(self._known(ids), self._n - self._gap)
@@ -185,12 +188,12 @@ class SeparateDraftModel:
         self._n += n
         return [made.hook_output(i) for i in range(want)]
 
-    # ---- what stays ----
+    # ---- the tokens that are kept ----
 
     def _pass_over(self, most: float) -> Steps[None]:
-        """Leave out what is missing but for the first tokens of the text and `most` of the newest.
+        """Skip the uncovered tokens except for the first tokens of the sequence and `most` of the newest.
 
-        Where those are all that may stay, what was stored before goes, too.
+        If those are all that may be kept, earlier slots are evicted, too.
         """
         if self.n_uncovered <= most:
             return
@@ -206,12 +209,12 @@ class SeparateDraftModel:
         self._gap += hole if self._turns is not None else 0
 
     def _make_room(self, n: int) -> None:
-        """Of the newest tokens only so many stay that n more may be stored."""
+        """Evict the oldest tokens after the first ones if n more would exceed the limit."""
         if self._kv.n_slots(self._layers[0]) + n > self._sinks + self._newest:
             self._settle(max(0, self._newest - max(n, self._newest // SPARE)))
 
     def _settle(self, newest: float) -> None:
-        """Of what is stored the first tokens stay and so many of the newest."""
+        """Evict all stored tokens except for the first ones and `newest` of the newest."""
         stored = self._kv.n_slots(self._layers[0])
         if (gone := stored - self._sinks - newest) <= 0:
             return
@@ -226,7 +229,7 @@ class SeparateDraftModel:
         self._gap += int(gone) if self._turns is not None else 0
 
     def _moved(self, k: Tensor, pos: Tensor, rotary: Rotary | None, by: int) -> tuple[Tensor, Tensor]:
-        """Keys behind the first tokens turned to where they now stand, `by` positions before."""
+        """Return the keys after the first tokens rotated to positions lower by `by`, and the new positions."""
         new = pos.where(pos < self._sinks, pos - by)
         if rotary is None:
             return k, new
@@ -235,5 +238,5 @@ class SeparateDraftModel:
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """With how many tokens both begin."""
+    """Return the length of the common prefix."""
     return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))

@@ -1,1 +1,1 @@
-"""Measuring whether drafts are worth their time."""
+"""Measure whether drafting saves time."""

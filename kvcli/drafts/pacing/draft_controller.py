@@ -1,9 +1,9 @@
-"""Decide from the clock when drafting pays.
+"""Decide from measured pass times when to draft and how many draft tokens to verify.
 
 The rule is the marginal one of Sequoia (arXiv 2402.12374): a row is worth verifying when its chance of acceptance
-exceeds what the row costs at the present rate. Costs are measured while decoding, in passes: one unit is the time of a
-pass with one row, so that a context that grows or a machine that slows down moves both sides alike. What is decided
-here changes the speed and never the text.
+exceeds its cost at the present rate. Costs are measured while decoding, in units: one unit is the time of a pass with
+one row. A growing context or a slower machine therefore changes both sides alike. The decisions change the speed and
+never the text.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from enum import Enum
 from kvcli.drafts.pacing.pass_timer import PassTimer
 from kvcli.engine.drafting.report import DraftReport
 
-_WARM_UP = 2  # first passes, whose times count for nothing (allocation, caches, compilation)
-_FIRST_PLAIN = 3  # plain passes measured before any claim
-_WINDOW = 32  # passes with a look-up over which the speed is judged
-_EARLY, _CLEARLY = 16, 0.08  # passes after which drafting that is clearly slower by so much need not go on
+_WARM_UP = 2  # first passes, whose times are ignored (allocation, caches, compilation)
+_FIRST_PLAIN = 3  # plain passes measured before the first draft
+_WINDOW = 32  # drafting passes over which the speed is judged
+_EARLY, _CLEARLY = 16, 0.08  # passes after which drafting stops early if it is slower by this much
 _PAUSE, _LONGEST_PAUSE = 64, 1024  # passes; a pause doubles each time drafting fails again
 _RELAPSE = 128  # passes after a pause within which another failure doubles the next one
-_PAPER_EVERY = 8  # passes between two guesses on paper during a pause
-_ABSURD = 0.6  # units; a pass with guesses that seems cheaper means that the plain time is wrong
-_DOUBTS, _LATELY = 2, 128  # so often within so many passes the plain time is measured anew; after that it is noise
+_PAPER_EVERY = 8  # passes between two dry-run drafts during a pause
+_ABSURD = 0.6  # units; if a pass with draft tokens seems faster than this, the plain time is wrong
+# at most 2 times in 128 passes the plain time is measured again; after that, differences are noise
+_DOUBTS, _LATELY = 2, 128
 _MARGINAL = 1.2  # multiple of plain speed
-_FEW = 0.25  # share of passes with guesses that makes a slow window drafting's own fault
-_SAFE = 4  # guesses of a second model that are made before the cost of verifying so many is known
-_ENOUGH = 4  # guesses on paper in a row that end any pause
+_FEW = 0.25  # share of passes with draft tokens from which a slow window is attributed to drafting
+_SAFE = 4  # draft tokens of a draft model that are made before the cost of verifying as many is measured
+_ENOUGH = 4  # correct dry runs in a row that end any pause
 
 
 class Mode(Enum):
-    """What the next pass is for."""
+    """Purpose of the next pass."""
 
-    DRAFT = "draft"  # look up, and verify what pays
-    PAPER = "paper"  # look up, verify nothing, see whether the guess comes true
-    PLAIN = "plain"  # nothing: one row, timed as the yardstick
+    DRAFT = "draft"  # draft, and verify the tokens that save time
+    PAPER = "paper"  # draft, verify no token, and compare the draft with the text that follows
+    PLAIN = "plain"  # no draft: one row, timed as the baseline
 
 
 @dataclass(frozen=True, slots=True)
 class TimedPass:
-    """One pass on the books."""
+    """Record of one pass."""
 
     guesses: int
     tokens: int
@@ -49,11 +50,11 @@ class TimedPass:
 
 
 class PassHistory:
-    """The last so many passes, and what they come to: asked several times a pass."""
+    """The newest passes and their speed, which is cached because it is read several times a pass."""
 
     def __init__(self, most: int) -> None:
         self._passes: deque[TimedPass] = deque(maxlen=most)
-        self._rate: float | None = 0.0  # None = to be worked out
+        self._rate: float | None = 0.0  # None = must be recomputed
 
     def __len__(self) -> int:
         return len(self._passes)
@@ -79,59 +80,60 @@ class PassHistory:
 
 
 class DraftController:
-    """Says what each pass is for and how many guesses it verifies, and hears how long it took."""
+    """Draft controller: chooses the purpose of each pass and its number of draft tokens, and records pass times."""
 
     def __init__(self, min_speedup: float = 0.98, baseline_interval: int = 64) -> None:
         self.min_speedup = min_speedup  # multiple of plain speed below which drafting pauses
-        self.baseline_interval = baseline_interval  # passes between two plain passes timed as the yardstick
+        self.baseline_interval = baseline_interval  # passes between two plain passes timed as the baseline
         self.paused_passes = 0
         self._clock = PassTimer()
         self._passes = 0
-        self._owed = _FIRST_PLAIN  # plain passes to time
-        self._timed = 0  # pass in which a plain one was last timed
-        self._doubts: list[int] = []  # passes in which the plain time was thrown away
-        self._window = PassHistory(_WINDOW)  # passes with a look-up
+        self._owed = _FIRST_PLAIN  # plain passes still to be timed
+        self._timed = 0  # pass in which a plain pass was last timed
+        self._doubts: list[int] = []  # passes in which the plain time was discarded
+        self._window = PassHistory(_WINDOW)  # drafting passes
         self._recent = PassHistory(2 * _WINDOW)  # all passes
         self._left = 0  # passes until the pause ends
         self._pause = _PAUSE
-        self._kept = 0  # guesses on paper that came true in a row
+        self._kept = 0  # correct dry runs in a row
         self._resumed = -_RELAPSE  # pass in which the last pause ended
         self._why = ""
         self._mode = Mode.PLAIN
 
     def expect(self, costs: Mapping[int, float]) -> None:
-        """Begin with these costs: rows -> time in plain passes."""
+        """Set initial costs of passes: rows -> time in plain passes."""
         self._clock.expect(costs)
 
     def restart(self) -> None:
-        """The text has changed, and with it perhaps the time of a plain pass; what rows cost in units is kept."""
+        """Start a new sequence. The plain time is measured again; the cost of rows in units is kept."""
         self._window.clear()
         self._owed = max(self._owed, 1)
 
     def mode(self) -> Mode:
-        """What the coming pass is for."""
+        """Choose the purpose of the coming pass."""
         if self._left:
             self._mode = Mode.PAPER if self._left % _PAPER_EVERY == 0 else Mode.PLAIN
         else:
-            # where drafting gains little a plain pass costs little, and the yardstick must be good
+            # when drafting gains little, a plain pass costs little, and an accurate baseline matters
             every = self.baseline_interval // 4 if self._window.rate < _MARGINAL else self.baseline_interval
             due = self._passes < _WARM_UP or self._owed or self._passes - self._timed >= every
             self._mode = Mode.PLAIN if due else Mode.DRAFT
         return self._mode
 
     def rows(self, chances: Sequence[float], safe: int) -> int:
-        """How many of the guesses to verify; `chances` of acceptance, falling.
+        """Return how many draft tokens to verify; `chances` of acceptance, falling.
 
-        Past `safe` a stair at a time, each of which must have been timed before the next one is tried.
+        Beyond `safe`, the row count grows one stair at a time, and each stair must be timed before the next one is
+        tried.
         """
         return self._best(chances, safe)[0]
 
     def worth(self, chances: Sequence[float], safe: int) -> float:
-        """Tokens that verifying the best number of these guesses brings beyond what it costs at the present speed."""
+        """Return the tokens gained by verifying the best number of draft tokens, less the cost at the present speed."""
         return self._best(chances, safe)[1]
 
     def _best(self, chances: Sequence[float], safe: int) -> tuple[int, float]:
-        """How many to verify, and what that is worth."""
+        """Return the best number of draft tokens to verify, and their net gain in tokens."""
         costs = self._clock.costs(len(chances) + 1)
         rate, reach = max(self._window.rate, 1.0), self._clock.reach
         best, most, tokens = 0, 0.0, 0.0
@@ -144,14 +146,14 @@ class DraftController:
         return best, most
 
     def deeper(self, chances: Sequence[float], most: int, mean: float, each: float, beside: float = 0.0) -> bool:
-        """Does it pay to guess on behind guesses of these `chances`, up to `most`, where a guess takes a pass first?
+        """True if more draft tokens after those of `chances`, up to `most`, gain more than the draft passes they need.
 
-        `mean`: how often further ones come true, as far as is known before they are made; `each`: plain passes of one;
-        `beside`: what guesses that take none are `worth` at this place.
+        `mean`: expected acceptance of further draft tokens; `each`: draft pass time in plain passes; `beside`: net gain
+        in tokens (`worth`) of draft tokens that need no pass.
         """
         n, chance, gain = len(chances), chances[-1] if chances else 1.0, 0.0
         rate = max(self._window.rate, 1.0)
-        if chance * mean <= rate * each:  # further ones come true no more often
+        if chance * mean <= rate * each:  # further draft tokens are accepted no more often
             return False
         costs = self._clock.costs(most + 2)
         for further in range(1, min(most, max(_SAFE, self._clock.reach - 1)) - n + 1):
@@ -162,26 +164,26 @@ class DraftController:
         return False
 
     def costs(self, most: int) -> list[float]:
-        """Plain passes of one with 1, 2, ... `most` rows."""
+        """Return the cost of passes with 1, 2, ... `most` rows, in plain passes."""
         return self._clock.costs(most)
 
     @property
     def plain(self) -> float:
-        """Seconds of a pass with one row, 0 = not measured."""
+        """Seconds of a pass with one row; 0 = not measured."""
         return self._clock.plain
 
     @property
     def speed(self) -> float:
-        """Tokens by the time of a plain pass, lately; 0 = not measured."""
+        """Recent tokens per plain-pass time; 0 = not measured."""
         return self._recent.rate
 
     def surcharge(self, rows: int) -> float:
-        """Plain passes that a pass takes longer with so many rows on top of one and a few guesses: an estimate."""
+        """Estimate how many plain passes longer a pass takes with this many rows added to a few draft tokens."""
         costs = self._clock.costs(rows + 4)
         return costs[-1] - costs[3]
 
     def wants_alone(self, guesses: int) -> bool:
-        """Should these guesses go without scouts, so that it stays known what they cost?"""
+        """True if these draft tokens should be verified without lookahead rows, so that their cost stays measured."""
         return self._clock.is_fading(1 + guesses)
 
     @property
@@ -189,10 +191,10 @@ class DraftController:
         return self._left > 0
 
     def observe(self, guesses: int, tokens: int, seconds: float, scouts: int = 0, ahead: float = 0.0) -> float | None:
-        """The pass verified this many guesses, beside so many scouts, and yielded this many tokens. `ahead`: of the
-        seconds, those of passes by which the guesses were made.
+        """Record a pass that verified `guesses` draft tokens beside `scouts` lookahead rows and yielded `tokens`
+        tokens. `ahead`: the part of `seconds` spent in draft passes.
 
-        Returns how many plain passes longer it took for the scouts, if that can be said.
+        Returns the extra time caused by the lookahead rows in plain passes, or None if it is unknown.
         """
         self._passes += 1
         self._clock.tick()
@@ -208,8 +210,8 @@ class DraftController:
         before = ahead / self._clock.plain
         units = seconds / self._clock.plain - before
         if (guesses or scouts) and units < _ABSURD and self._doubt(_FIRST_PLAIN):
-            return None  # it was timed while warming up, or the machine has become faster
-        # one stall (a boundary, another program) says nothing about drafting
+            return None  # the plain time was measured while warming up, or the machine has become faster
+        # a single stall (a compression point, another program) is no evidence about drafting
         usual, is_known = self._clock.costs(guesses + 1)[-1], self._clock.knows(guesses + 1)
         if guesses and not scouts:
             self._clock.time(guesses + 1, units)
@@ -217,7 +219,7 @@ class DraftController:
         return units - usual if scouts else None
 
     def observe_dry_run(self, came_true: bool) -> None:
-        """How a guess on paper turned out: one that came true ends a first pause, twice as many each relapse."""
+        """Record a dry run. 1 correct dry run ends a first pause; the number doubles with each relapse."""
         self._kept = self._kept + 1 if came_true else 0
         if self._left and self._kept >= min(_ENOUGH, self._pause // _PAUSE):
             self._resume()
@@ -236,9 +238,9 @@ class DraftController:
         )
 
     def _doubt(self, owed: int) -> bool:
-        """Forget the plain time and owe so many measurements of it; False if it was doubted often enough lately.
+        """Discard the plain time and request `owed` new measurements; False if it was discarded too often lately.
 
-        On a machine that other programs use, passes never agree. Measuring on and on would mean never to draft.
+        On a machine shared with other programs, pass times never agree. Without the limit, drafting would never start.
         """
         self._doubts = [when for when in self._doubts if self._passes - when < _LATELY]
         if len(self._doubts) >= _DOUBTS:
@@ -259,7 +261,7 @@ class DraftController:
                 self._judge()
 
     def _judge(self) -> None:
-        """Pause if the window was slower than plain decoding, for longer if drafting itself made it so once more."""
+        """Pause drafting if the window was slower than plain decoding, twice as long if drafting caused a relapse."""
         rate = self._window.rate
         if rate >= self.min_speedup:
             return

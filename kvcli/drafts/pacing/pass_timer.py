@@ -1,4 +1,4 @@
-"""How long passes take, by rows, in units of a pass with one row: as calibrated, then as measured while decoding."""
+"""Measure pass times by row count, in units of a pass with one row. Calibrated times serve until measured."""
 
 from __future__ import annotations
 
@@ -7,42 +7,43 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median, median_low
 
-# Kernels take rows in blocks, so pass times are a staircase; counts up to the same one of these are timed together.
+# Kernels process rows in blocks, so pass times are a staircase. Row counts that round up to the same stair share times.
 _STAIRS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 257)
-_SLOPE = 0.03  # units per row, the guess for row counts that were never timed
+_SLOPE = 0.03  # units per row, assumed for row counts that were never timed
 _STALE = 1024  # passes after which the cost of a row count is forgotten
-_STEADY = 1.33  # plain passes further apart than this factor are not of one kind
+_STEADY = 1.33  # plain passes further apart than this factor are not comparable
 
 
 class PassTimer:
-    """How long passes take, by rows. Medians, for a shared machine is noisy."""
+    """Pass times by row count. Medians are used because times on a shared machine are noisy."""
 
     def __init__(self) -> None:
         self._now = 0  # passes
         self._plain: deque[float] = deque(maxlen=5)  # seconds
-        self._units: dict[int, deque[float]] = {}  # stair -> what passes on it took
-        self._medians: dict[int, float] = {}  # of those that were timed more than once
-        self._timed: dict[int, int] = {}  # stair -> the pass it was last timed in
-        self._prior: dict[int, float] = {}  # stair -> units, from a calibration; counts until the stair is timed
-        self._stairs: list[float] = []  # units of 1, 2, ... rows as far as known; empty = to be worked out
+        self._units: dict[int, deque[float]] = {}  # stair -> units of passes on it
+        self._medians: dict[int, float] = {}  # stair -> median, for stairs timed more than once
+        self._timed: dict[int, int] = {}  # stair -> pass in which it was last timed
+        self._prior: dict[int, float] = {}  # stair -> units from a calibration; used until the stair is timed
+        # units of 1, 2, ... rows up to the largest known stair; empty = must be recomputed
+        self._stairs: list[float] = []
 
     @property
     def plain(self) -> float:
-        """Seconds of a pass with one row, 0 = not measured."""
+        """Seconds of a pass with one row; 0 = not measured."""
         return median(self._plain) if self._plain else 0.0
 
     @property
     def measured(self) -> dict[int, float]:
-        """Stair -> units. It takes two passes, of which the faster counts: a first one includes its preparation."""
+        """Stair -> units. Of the first two passes the faster one counts, because the first includes preparation."""
         return dict(sorted(self._medians.items()))
 
     def expect(self, costs: Mapping[int, float]) -> None:
-        """What passes took when the machine was calibrated: rows -> units."""
+        """Set calibrated pass times: rows -> units."""
         self._prior = {_stair(rows): units for rows, units in costs.items() if rows > 1}
         self._stairs = []
 
     def tick(self) -> None:
-        """A pass has gone by. Costs nobody has paid for long are forgotten: they may have been one bad moment."""
+        """Count a pass. Costs that were not measured for long are dropped: they may come from one bad moment."""
         self._now += 1
         for stair in [stair for stair, when in self._timed.items() if self._now - when > _STALE]:
             del self._units[stair], self._timed[stair]
@@ -50,15 +51,15 @@ class PassTimer:
             self._stairs = []
 
     def agrees(self, seconds: float) -> bool:
-        """Is this a plain pass like the ones before?"""
+        """True if the plain pass took about as long as the ones before."""
         return not self.plain or 1 / _STEADY < seconds / self.plain < _STEADY
 
     def time_plain(self, seconds: float) -> None:
-        """A plain pass took this long."""
+        """Record the time of a plain pass."""
         self._plain.append(seconds)
 
     def time(self, rows: int, units: float) -> None:
-        """A pass of `rows` rows, more than one, took as long as `units` plain passes."""
+        """Record that a pass of `rows` rows, more than one, took as long as `units` plain passes."""
         stair = _stair(rows)
         times = self._units.setdefault(stair, deque(maxlen=9))
         times.append(units)
@@ -71,14 +72,14 @@ class PassTimer:
         self._plain.clear()
 
     def costs(self, most: int) -> list[float]:
-        """Units of a pass with 1, 2, ... `most` rows; between known stairs a straight line."""
+        """Return the units of passes with 1, 2, ... `most` rows, interpolated linearly between known stairs."""
         known = self._stairs = self._stairs or self._climb()
         return known[:most] + [known[-1] + _SLOPE * i for i in range(1, most - len(known) + 1)]
 
     def _climb(self) -> list[float]:
         measured, costs, least = [], [1.0], math.inf
         for stair, units in sorted((self._prior | self._medians).items(), reverse=True):
-            least = max(1.0, min(least, units))  # fewer rows cannot take longer: that was noise
+            least = max(1.0, min(least, units))  # fewer rows cannot take longer: a higher value is noise
             measured.append((stair, least))
         for stair, units in reversed(measured):
             step = (units - costs[-1]) / (stair - len(costs))
@@ -87,15 +88,15 @@ class PassTimer:
 
     @property
     def reach(self) -> int:
-        """Rows that a pass may have for its cost to be known soon: one stair beyond what was timed lately."""
+        """Largest row count whose cost can be measured next: one stair above the stairs timed lately."""
         return _stair(max(self._medians, default=1) + 1)
 
     def knows(self, rows: int) -> bool:
-        """Have passes of this many rows or more been timed lately?"""
+        """True if passes of this many rows or more were timed lately."""
         return rows <= max(self._medians, default=1)
 
     def is_fading(self, rows: int) -> bool:
-        """Is the cost of this many rows unknown, or on its way to being forgotten?"""
+        """True if the cost of this many rows is unknown or will soon be dropped."""
         stair = _stair(rows)
         return stair > 1 and (len(self._units.get(stair, ())) < 2 or self._now - self._timed[stair] > _STALE // 4)
 

@@ -1,9 +1,10 @@
-"""Whether a source is worth its time: what it brings, by counterfactual, against what it costs, by the clock.
+"""Switch a draft source off while it costs more time than it saves.
 
-Every guess is verified whoever named it, so each pass shows what it would have accepted without one source. The
-difference, in tokens a pass, must pay for the longer passes at the present speed: those of scouts have more rows, and
-whoever listens to logits and ranks guesses takes time between passes. Where it does not pay, a source rests, twice as
-long each time, and is then tried again in one burst: what it can name takes several passes to come about.
+Draft tokens of all sources are verified alike, so each pass shows how many tokens would have been accepted without one
+source. The difference in tokens per pass must pay for the longer passes at the present speed. Lookahead rows make
+passes longer; learning from logits and ranking draft tokens takes time between passes. A source that costs more is
+switched off. The pause doubles each time; afterwards the source is tested for several passes in a row, because its
+draft tokens take several passes to build up.
 """
 
 from __future__ import annotations
@@ -12,43 +13,43 @@ from collections import deque
 from statistics import median_low
 
 _BURST = 16  # passes with a source before it is judged
-_FIRST = 3  # of them, after which a source that no text could pay for is stopped
-# tokens a pass that it brings at best: Lookahead accepts 1.64 a pass on Spec-Bench, one of them plain
+_FIRST = 3  # of those, passes after which a source too expensive for any text is switched off
+# the most tokens a pass a source adds: Lookahead accepts 1.64 a pass on Spec-Bench, one of them plain
 _HOPELESS = 0.6
-_REST, _LONGEST_REST = 128, 4096  # passes; a rest doubles each time it fails again
+_REST, _LONGEST_REST = 128, 4096  # passes; the pause doubles each time the source fails again
 
 
 class SourcePayoff:
-    """Says whether the next pass has the source, `what` in words, and hears what it brought and cost."""
+    """Payoff of one draft source (`what` in words): decides if the next pass uses it, and records its gain and cost."""
 
     def __init__(self, wait: int = 16, what: str = "lookahead") -> None:
-        """`wait`: passes before the first with it. By then it is known how fast it goes without."""
+        """`wait`: passes before the first one with the source, in which the speed without it is measured."""
         self._what = what
-        self._brought: deque[int] = deque(maxlen=_BURST)  # tokens that only this source had named
-        self._cost: deque[float] = deque(maxlen=9)  # plain passes that a pass with it takes longer
+        self._brought: deque[int] = deque(maxlen=_BURST)  # accepted tokens that only this source proposed
+        self._cost: deque[float] = deque(maxlen=9)  # plain passes that a pass with the source takes longer
         self._wait = wait
-        self._left = 0  # passes until it is tried again
+        self._left = 0  # passes until the source is tested again
         self._rest = _REST
         self.rested_passes = 0
         self._why = ""
 
     @property
     def cost(self) -> float | None:
-        """Plain passes that a pass with it takes longer; None = not measured."""
+        """Plain passes that a pass with the source takes longer; None = not measured."""
         return median_low(self._cost) if len(self._cost) > 1 else None
 
     @property
     def why(self) -> str:
-        """In words, while it rests."""
+        """Reason in words while the source is switched off."""
         return self._why if self._left else ""
 
     @property
     def brought(self) -> float | None:
-        """Tokens a pass that only it had named, lately."""
+        """Recent tokens per pass that only this source proposed."""
         return sum(self._brought) / len(self._brought) if self._brought else None
 
     def due(self, cost: float, speed: float) -> bool:
-        """Does the coming pass have it? `cost`: estimated, counts until it is measured; `speed`: over plain."""
+        """True if the coming pass uses the source. `cost`: estimate used until measured; `speed`: multiple of plain."""
         if self._wait:
             self._wait -= 1
             return False
@@ -59,11 +60,12 @@ class SourcePayoff:
         self._left -= 1
         self.rested_passes += 1
         if not self._left:
-            self._cost.clear()  # measured in another context or a bad moment: it must not forbid the next try
+            # measured in another context or a bad moment: an old cost must not prevent the next test
+            self._cost.clear()
         return False
 
     def observe(self, brought: int, cost: float | None, speed: float) -> None:
-        """A pass with it: tokens that only it had named, what it took longer, speed as a multiple of plain."""
+        """Record a pass with it: tokens only it proposed, extra time in plain passes, speed as a multiple of plain."""
         self._brought.append(brought)
         if cost is not None:
             self._cost.append(max(0.0, cost))

@@ -1,1 +1,1 @@
-"""Draft sources that need no model, and the one that runs a draft model."""
+"""Draft sources that need no model, and the draft source that runs a draft model."""

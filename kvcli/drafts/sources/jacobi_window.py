@@ -1,9 +1,10 @@
-"""The Jacobi window: scout rows that guess several places ahead at once and become n-grams pass by pass.
+"""The Jacobi window: lookahead rows that predict several positions ahead and become n-grams pass by pass.
 
-Lookahead Decoding (Fu et al., arXiv 2402.02057). `levels` x `width` tokens; level l of column i stands l + i places
-behind the pending token, which is the corner (0, 0) and no scout. A scout sees the top level up to its column, and its
-own column above it. The last level's predictions complete one n-gram a column and become the new last level; the rest
-moves up. The window advances one place a pass, however many tokens were accepted.
+Lookahead Decoding (Fu et al., arXiv 2402.02057). The window has `levels` x `width` tokens; level l of column i is l+i
+positions after the pending token, which is the corner (0, 0) and no lookahead row. A lookahead row attends to the top
+level up to its column, and to the levels of its column up to its level. The predictions of the last level complete
+one n-gram per column and become the new last level; the other levels move up. The window advances one position a pass,
+however many tokens were accepted.
 """
 
 from __future__ import annotations
@@ -20,40 +21,40 @@ if TYPE_CHECKING:
 
 
 class JacobiWindow:
-    """Tokens of the scouts, and what becomes of them."""
+    """Jacobi window: the tokens of the lookahead rows, and the n-grams they complete."""
 
     def __init__(self, width: int, ngram: int, ends: Collection[int] = ()) -> None:
         self.width, self.levels = width, ngram - 1
-        self._ends = frozenset(ends)  # an end token in the window would only breed more of them
-        self._text: Sequence[int] = ()  # where fillers are taken from
+        self._ends = frozenset(ends)  # an end token in the window would only produce more of them
+        self._text: Sequence[int] = ()  # source of filler tokens
         self._random = Random(0)
-        self._tokens: list[list[int]] = []  # [levels][width]; the corner is the pending token's and not read
-        self._age = 0  # passes since it was filled
+        self._tokens: list[list[int]] = []  # [levels][width]; the corner is the pending token's and not used
+        self._age = 0  # passes since the window was filled
         places = [(level, column) for level, column in product(range(self.levels), range(width)) if level or column]
         self._offset = [level + column for level, column in places]
         self._order = places
         self._last = [i for i, (level, _) in enumerate(places) if level == self.levels - 1]
-        self._sees: Tensor | None = None  # [F, F] bool, always the same
+        self._sees: Tensor | None = None  # [F, F] bool, constant
 
     @property
     def rows(self) -> int:
-        """Scouts in a pass."""
+        """Number of lookahead rows in a pass."""
         return len(self._order)
 
     @property
     def reach(self) -> int:
-        """Places behind the pending token that the farthest scout stands at."""
+        """Distance from the pending token to the farthest lookahead row, in positions."""
         return max(self._offset, default=0)
 
     def start(self, ids: Sequence[int]) -> None:
-        """Fill all levels from the text, as if by chance but always alike."""
+        """Fill all levels with random tokens of the sequence, reproducibly: the random seed is its length."""
         self._text = [t for t in ids[-4096:] if t not in self._ends]
         self._random = Random(len(ids))
         self._tokens = [[self._filler() for _ in range(self.width)] for _ in range(self.levels)] if self._text else []
         self._age = 0
 
     def scouts(self) -> LookaheadRows | None:
-        """The rows of this pass; None while there is no text to fill them from."""
+        """Return the lookahead rows of this pass; None while no tokens exist to fill them with."""
         import torch
 
         from kvcli.engine.rows import LookaheadRows
@@ -67,8 +68,9 @@ class JacobiWindow:
         return LookaheadRows(ids, self._offset, self._sees, self._last)
 
     def harvest(self, before: Sequence[int], last: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Roll on by one place. `before` is the text up to the pending token, `last` what each column of the last
-        level predicts. Yields (what the run follows, run), once every level has been predicted and not filled."""
+        """Advance the window by one position. `before` is the sequence up to the pending token, `last` holds the
+        prediction of each column of the last level. Yields (tokens before the n-gram, n-gram) once every level holds
+        predictions and no filler."""
         rows, top = self._tokens, self._tokens[0]
         if self._age >= self.levels - 1:
             for i in range(self.width):
@@ -82,7 +84,7 @@ class JacobiWindow:
 
 
 def _sees(a: tuple[int, int], b: tuple[int, int]) -> bool:
-    """Does the scout at (level, column) `a` see the one at `b`?"""
+    """True if the lookahead row at (level, column) `a` attends to the one at `b`."""
     if b[0] == 0:
         return b[1] <= a[1]
     return b[1] == a[1] and b[0] <= a[0]

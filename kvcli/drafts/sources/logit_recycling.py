@@ -1,9 +1,9 @@
-"""What the model itself thought might come next, kept from rows whose logits were computed anyway.
+"""Recycled logits: draft tokens from the top logits of earlier rows, which were computed anyway.
 
-Token Recycling (Luo et al., arXiv 2408.08696) keeps the top successors of every token, newest first; STAND (Song et
-al., arXiv 2506.04708) keeps probabilities by n-gram and draws its guesses with Gumbel noise. Here one class is both.
-Guesses for sampled text are ranked with the very noise that the sampler will add at that position (coupled sampling,
-Daliri et al., arXiv 2408.07978), so what is likely to be drawn is guessed, and not just what is likely.
+Token Recycling (Luo et al., arXiv 2408.08696) keeps the top successors of every token, newest first. STAND (Song et
+al., arXiv 2506.04708) keeps probabilities by n-gram and draws its draft tokens with Gumbel noise. One class implements
+both. Draft tokens for sampled text are ranked with the same noise that the sampler will add at that position (coupled
+sampling, Daliri et al., arXiv 2408.07978), so the draft is the token likely to be drawn, and not just the likeliest.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ if TYPE_CHECKING:
     from kvcli.engine.drafting.report import AcceptanceByMatch
     from kvcli.engine.sequence.sampler import Sampler
 
-TOP, WIDE = 8, 32  # successors kept for a key, and those among which probabilities are shared out
-PART = 64  # rows of the table that a vocabulary is laid out in
-KEYS = 1 << 14  # at most; the oldest go first
-KEY_BYTES = 830  # of a key and its successors, as Python holds them; measured with tracemalloc
-LENGTHS = {"token-recycling": (1, 1), "stand": (2, 4)}  # of the keys, shortest and longest
-_MEAN = 8  # tellings after which a mean moves as if it were of so many
-# Rows: how far the guess leads the next one (a first choice) or trails the best (a later one), in nats.
+TOP, WIDE = 8, 32  # successors kept per key, and successors over which probabilities are normalized
+PART = 64  # rows of the table into which a vocabulary is reshaped
+KEYS = 1 << 14  # maximum; the oldest keys are evicted first
+KEY_BYTES = 830  # of a key and its successors as Python objects; measured with tracemalloc
+LENGTHS = {"token-recycling": (1, 1), "stand": (2, 4)}  # shortest and longest keys
+_MEAN = 8  # updates after which a mean moves as if it had this many
+# Rows: lead of the draft token over the next one (a first choice) or distance from the best (a later one), in nats.
 GAPS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 NAMES = ("<0.25", "<0.5", "<1", "<2", "<4", "<8", "8+")
-# Columns: the first choice, the second, later ones. A first choice that leads is better, one that trails is worse.
+# Columns: the first choice, the second, later ones. A larger lead makes a first choice better, a larger distance a
+# later choice worse.
 START = (
     (0.35, 0.25, 0.15),
     (0.4, 0.25, 0.15),
@@ -49,7 +50,7 @@ START = (
 
 
 class Entry:
-    """The likeliest successors of a key, in order of falling log-probability. Lists: numpy is slow on eight numbers."""
+    """Successors of a key, in order of falling log-probability. Lists, because numpy is slow on eight numbers."""
 
     __slots__ = ("ids", "logp", "told")
 
@@ -57,7 +58,7 @@ class Entry:
         self.ids, self.logp, self.told = ids, logp, 1
 
     def blend(self, ids: list[int], logp: list[float]) -> None:
-        """The running mean of the probabilities, over the tokens that either list has."""
+        """Update the running mean of the probabilities, over the tokens of either list."""
         self.told = min(self.told + 1, _MEAN)
         weight = 1 / self.told
         mean = {token: (1 - weight) * exp(lp) for token, lp in zip(self.ids, self.logp, strict=True)}
@@ -69,31 +70,31 @@ class Entry:
 
 
 class RecycledLogits:
-    """Entries by the last `shortest` to `longest` tokens, and the record of how their guesses fared."""
+    """Recycled logits by the last `shortest` to `longest` tokens, with the acceptance rates of their draft tokens."""
 
     def __init__(self, name: str, shortest: int, longest: int) -> None:
         self.name, self.shortest, self.longest = name, shortest, longest
-        self.sampler: Sampler | None = None  # how tokens will be drawn; None = greedily
-        self.rests = False  # does it name nothing for the time being?
-        self.spent = 0.0  # seconds of naming tokens, until somebody takes them off
+        self.sampler: Sampler | None = None  # sampler of the answer; None = greedy decoding
+        self.rests = False  # is this source switched off for now?
+        self.spent = 0.0  # seconds spent on proposing tokens; the caller resets it
         self._entries: dict[tuple[int, ...], Entry] = {}
-        self._tail: list[int] = []  # the last `longest` tokens of the text
-        self._at = 0  # position of the last of them
+        self._tail: list[int] = []  # the last `longest` tokens of the sequence
+        self._at = 0  # position of the last of those tokens
         self._odds = AcceptanceRates(START, NAMES)
 
     def start(self, ids: Sequence[int]) -> None:
-        """What was learned under another text stays: it is the model's view of these tokens."""
+        """Start a sequence. Entries of earlier sequences are kept, because they are predictions of the same model."""
         self._tail, self._at = list(ids[-self.longest :]), len(ids) - 1
 
     def extend(self, ids: Sequence[int]) -> None:
         self._tail, self._at = [*self._tail, *ids][-self.longest :], self._at + len(ids)
 
     def root(self, depth: int) -> Any:
-        """A state is the last tokens, guessed ones included."""
+        """Return the state: the last tokens, drafted ones included."""
         return self.behind((), depth)
 
     def behind(self, path: Sequence[int], depth: int) -> Any:
-        """The same where a text would stand that went on like this."""
+        """Return the state of a sequence extended by `path`."""
         return None if self.rests else (*self._tail, *path)[-self.longest :]
 
     def offers(self, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:
@@ -113,11 +114,11 @@ class RecycledLogits:
         self._odds.learn(row, column, was_right, is_first=not column)
 
     def add(self, before: Sequence[int], ids: list[int], logp: list[float]) -> None:
-        """After a text that ends with `before` the model gave these tokens the highest log-probabilities, in order."""
+        """Record the tokens with the highest log-probabilities after a sequence that ends with `before`, in order."""
         for n in range(self.shortest, min(self.longest, len(before)) + 1):
             key = tuple(before[-n:])
             entry = self._entries.pop(key, None)
-            if entry is None or n == 1:  # a single token's newest successors say more than their mean
+            if entry is None or n == 1:  # the newest successors of a single token predict better than their mean
                 entry = Entry(ids, logp)
             else:
                 entry.blend(ids, logp)
@@ -139,24 +140,24 @@ class RecycledLogits:
 
 
 def learners(names: Sequence[str]) -> list[RecycledLogits]:
-    """Each of these once, knowing nothing."""
+    """Return an empty instance per name, without duplicates."""
     return [RecycledLogits(name, *LENGTHS[name]) for name in dict.fromkeys(names)]
 
 
 def learned_bytes(names: Sequence[str], n: int) -> int:
-    """Of what these remember of n tokens, at most."""
+    """Return the maximum bytes that these sources hold for n tokens."""
     keys = [longest - shortest + 1 for shortest, longest in (LENGTHS[name] for name in set(names))]
     return sum(KEY_BYTES * min(KEYS, each * n) for each in keys)
 
 
 def cell(scores: Sequence[float], rank: int) -> tuple[int, int]:
-    """Where the odds of a choice are kept, by the scores of all, falling."""
+    """Return the cell of a choice's acceptance rate, by the scores of all choices, falling."""
     other = scores[rank] if rank else scores[1] if len(scores) > 1 else -inf
     return bisect(GAPS, scores[0] - other), min(rank, 2)
 
 
 def rank_with_noise(ids: list[int], logp: list[float], at: int, s: Sampler | None) -> tuple[list[int], list[float]]:
-    """Tokens in the order in which the sampler would prefer them behind position `at`, and their scores."""
+    """Return the tokens in the order in which the sampler would prefer them after position `at`, and their scores."""
     if s is None or s.temperature == 0:
         return ids, logp
     most = s.top_k or len(ids)
@@ -173,7 +174,7 @@ def rank_with_noise(ids: list[int], logp: list[float], at: int, s: Sampler | Non
 
 
 def top(logits: Tensor) -> Tensor:
-    """logits [n, V] -> the WIDE likeliest tokens of each row in order, as float64, and behind them their logits."""
+    """logits [n, V] -> the WIDE likeliest tokens of each row in order, as float64, followed by their logits."""
     import torch  # late: reading a profile must not import it
 
     vocab = logits.shape[-1]
@@ -182,7 +183,7 @@ def top(logits: Tensor) -> Tensor:
         return torch.cat((best.indices.double(), best.values), 1)
     if logits.is_cpu:
         return torch.stack([torch.from_numpy(_top(row)) for row in logits.float().numpy()])
-    # the likeliest lie in as many columns of a table, those whose largest are largest
+    # the WIDE likeliest tokens are in the WIDE columns of a table whose maxima are largest
     table = logits.reshape(len(logits), PART, -1)  # [n, PART, V / PART]
     which = table.amax(1).topk(WIDE).indices  # [n, WIDE]
     best = table.gather(2, which.unsqueeze(1).expand(-1, PART, -1)).flatten(1).topk(WIDE)
@@ -191,10 +192,10 @@ def top(logits: Tensor) -> Tensor:
 
 
 def _top(row: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The same of one row on the host, where a tensor's calls would take longer than the work."""
+    """Return `top` of one row on the host, where tensor calls would take longer than the work."""
     import numpy as np
 
-    # nothing below the WIDE-th of the columns' largest can be among the WIDE largest of all
+    # no value below the WIDE-th largest column maximum can be among the WIDE largest of all
     least = np.partition(row.reshape(PART, -1).max(0), -WIDE)[-WIDE]
     ids = np.flatnonzero(~(row < least))  # NaN counts as the largest
     best = ids[np.argsort(-row[ids], kind="stable")[:WIDE]]
@@ -202,8 +203,10 @@ def _top(row: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def likeliest(hook_output: Sequence[float]) -> tuple[list[int], list[float]]:
-    """A row of `top` -> its TOP likeliest tokens and their log-probabilities among the WIDE likeliest: a sum over the
-    whole vocabulary would take longer than the rest. On the host, where 32 numbers take a tenth of a tensor's time.
+    """A row of `top` -> its TOP likeliest tokens and their log-probabilities among the WIDE likeliest.
+
+    A sum over the whole vocabulary would take longer than the rest. It runs on the host, where 32 numbers take a tenth
+    of a tensor's time.
     """
     wide = len(hook_output) // 2
     scores = hook_output[wide:]

@@ -1,7 +1,7 @@
-"""What a second model says comes next, pass by pass, as far as another one pays.
+"""Draft source that runs a draft model: it drafts as long as another draft pass saves time.
 
-Its guesses are ranked with the noise that the sampler will add (coupled sampling, Daliri et al., arXiv 2408.07978). A
-guess is trusted by how far it leads the next one, at the rate at which such guesses came true lately.
+Draft tokens are ranked with the noise that the sampler will add (coupled sampling, Daliri et al., arXiv 2408.07978).
+The chance of a draft token is the recent acceptance rate of draft tokens that led the next one by as much.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvcli.drafts")
 
-LOOK = 64  # tokens of a look
-_FIRST = 5  # and of the one that comes before anything is drafted
-_SHARE = 0.005  # of the time of plain decoding, spent on looks
-_FEW = 5  # rows of a pass that counts as one of drafting
-_START_MEAN = 0.6  # share of first choices that come true, before any is known
-_PLAN = 32  # drafts after which a fixed shape is made anew
-_COPY = 0.5  # chance of a copied token below which it is not checked beside a guess
+LOOK = 64  # tokens of a trial pass
+_FIRST = 5  # tokens of the first trial pass, before the first draft
+_SHARE = 0.005  # share of plain decoding time spent on trial passes
+_FEW = 5  # largest row count of a pass that is timed as a draft pass
+_START_MEAN = 0.6  # share of first choices that are accepted, before any is measured
+_PLAN = 32  # drafts after which a fixed shape is recomputed
+_COPY = 0.5  # chance of a copied token below which it is not added to the draft pass
 
-Pays = Callable[[Sequence[float]], bool]  # chances of the guesses so far -> is another one worth its pass?
-Costs = Callable[[int], Sequence[float]]  # n -> plain passes of one with 1, 2, ... n rows
+Pays = Callable[[Sequence[float]], bool]  # chances of the draft tokens so far -> is another one worth its pass?
+Costs = Callable[[int], Sequence[float]]  # n -> cost of passes with 1, 2, ... n rows in plain passes
 
 
 class ModelDraft:
-    """A source that asks for passes: `extend_draft` comes before the tree is grown.
+    """Draft source of a draft model. It makes forward passes: `extend_draft` runs before the tree is grown.
 
-    What it would have said of tokens that came without it is found out now and then (a look): one pass over the newest
-    of them, in which every row is a guess. So drafting begins and goes on when it would pay, and is not tried to find
-    that out.
+    While no draft is made, a trial pass from time to time compares the predictions of the draft model with the newest
+    tokens of the sequence; every row is one prediction. So the acceptance rate is known without drafting, and drafting
+    starts when it would save time.
     """
 
     def __init__(
@@ -62,42 +62,43 @@ class ModelDraft:
         cascade: tuple[PromptLookup, int] | None = None,
         name: str = "model",
     ) -> None:
-        """`depth`: guesses in a row, at most; `vocab`: of the model that writes; `share`: what a pass takes of one of
-        that model's, until it is measured. `cascade`: who guesses for the one that guesses, and how many tokens."""
+        """`depth`: maximum draft tokens in a row; `vocab`: of the target model; `share`: time of a draft pass in plain
+        passes, until measured. `cascade`: prompt lookup that drafts for the draft model, and its maximum number of
+        tokens."""
         self.name = name
-        self.sampler: Sampler | None = None  # how tokens will be drawn; None = greedily
+        self.sampler: Sampler | None = None  # sampler of the answer; None = greedy decoding
         self.guesser = guesser
-        self.spent = 0.0  # seconds of passes before the step under way
-        self.why = ""  # why it says nothing, in words
-        self.fault = ""  # what broke in this text
+        self.spent = 0.0  # seconds of draft passes before the running step
+        self.why = ""  # reason in words why no draft is made
+        self.fault = ""  # error that occurred in this sequence
         self.depth, self._vocab, self._share, self._ends = depth, vocab, share, frozenset(ends)
-        self._seconds: deque[float] = deque(maxlen=9)  # of a pass of few rows
-        self._look, self._waited = 0.0, 0  # seconds of the last one, and passes since it was asked anything
+        self._seconds: deque[float] = deque(maxlen=9)  # seconds of passes with few rows
+        self._look, self._waited = 0.0, 0  # seconds of the last trial pass, and passes since the draft model last ran
         self._growth, self._cascade = growth or Growth(), cascade
-        self._places: list[TreeNode] = []  # of the text's end, and of guesses that passes were made of
-        self._shape: TreeShape | None = None  # of all trees, where that is fixed
-        self._until_plan = 0  # drafts
-        self._n_rows = 0  # of passes over guesses
-        self._seen: set[int] | None = None  # tokens of the text, where the sampler punishes those
+        self._places: list[TreeNode] = []  # the sequence's end, and the draft tokens that have been through a pass
+        self._shape: TreeShape | None = None  # shape of all trees, if fixed
+        self._until_plan = 0  # drafts until the shape is recomputed
+        self._n_rows = 0  # rows of passes over draft tokens
+        self._seen: set[int] | None = None  # tokens of the sequence, if the sampler has a repetition penalty
         self._odds, self._all = AcceptanceRates(START, NAMES), AcceptanceRates(((_START_MEAN,),), ("all",))
-        # by rank: a shape that is the same wherever the text is asks for no more
+        # acceptance rates by rank: all that a shape independent of the position needs
         self._ranks = AcceptanceRates(([_START_MEAN * 0.3**rank for rank in range(self._growth.branches)],), ("all",))
 
     @property
     def mean(self) -> float:
-        """How often first choices came true lately."""
+        """Recent acceptance rate of first choices."""
         return self._all.chance(0, 0)
 
     def cost(self, plain: float) -> float:
-        """One of its passes in plain ones, which take `plain` seconds."""
+        """Return the time of a draft pass in plain passes, which take `plain` seconds."""
         return median_low(self._seconds) / plain if plain and self._seconds else self._share
 
     @property
     def is_untried(self) -> bool:
-        """Was it asked nothing yet, though tokens of the text can be looked at?"""
+        """True if no draft pass was made yet and the sequence has tokens for a trial pass."""
         return not self._seconds and not self._look and len(self.guesser.newest(2)) > 1
 
-    # ---- the text ----
+    # ---- the sequence ----
 
     def start(self, ids: Sequence[int]) -> None:
         self.guesser.start(ids)
@@ -114,15 +115,17 @@ class ModelDraft:
     # ---- passes ----
 
     def study(self) -> Steps[None]:
-        """Read a prompt."""
+        """Prefill the prompt."""
         if self._can_go_on():
             with self._giving_up():
                 yield from self.guesser.prefill()
 
     def extend_draft(self, room: int, pays: Pays, plain: float, costs: Costs) -> Steps[bool]:
-        """Draft the next tokens, at most `room` deep, while that pays; else perhaps take a look: True if it was taken.
+        """Draft the next tokens, at most `room` deep, while that saves time; otherwise run a trial pass if one is due.
+        Returns True if a trial pass was run.
 
-        `plain`: seconds of a plain pass; `costs`: of verification."""
+        `plain`: seconds of a plain pass; `costs`: of verification.
+        """
         began, looked = perf_counter(), False
         if not self._can_go_on():
             return False
@@ -139,14 +142,14 @@ class ModelDraft:
 
     def _draft(self, most: int, pays: Pays) -> Steps[None]:
         growth, newest, promised = self._growth, 0, 0.0
-        chances = list[float]()  # that the text gets behind one of the guesses of a level
+        chances = list[float]()  # chances that a draft token of each level is accepted
         while True:
             began, rows = perf_counter(), self.guesser.n_uncovered
             found = yield from self.guesser.catch_up()
             if not found:
                 return
             self._time(rows, began)
-            # what a pass takes is weighed from the first draft on, and the first one timed includes its preparation
+            # the first timed pass includes its preparation, so a second one is timed before passes are weighed
             if len(self._seconds) != 1:
                 break
         self._n_rows = 0
@@ -158,7 +161,7 @@ class ModelDraft:
             if growth.least:
                 before, promised = promised, growth.promised(self._places)
                 is_worth_it = promised - before > growth.least
-            else:  # of guesses none of which is above another one at most comes true
+            else:  # the chances add up, because at most one draft token of a level is accepted
                 levels, reach = 1 + max(len(place.path) for place in self._places), sum(tip.chance for tip in tips)
                 chances += [1.0] * (levels - len(chances))
                 chances[-1] = min(1.0, reach)
@@ -169,7 +172,7 @@ class ModelDraft:
             yield from self._pass(tips, most)
 
     def _pass(self, tips: Sequence[Leaf], most: int) -> Steps[None]:
-        """One over these, and over what is copied behind the first."""
+        """Run one draft pass over these leaves, and over tokens copied by prompt lookup after the first leaf."""
         began, first, n = perf_counter(), self._n_rows, len(tips)
         ids, parents = [self._token(tip) for tip in tips], [self._places[tip.place].row for tip in tips]
         copied = self._copied((*self._places[tips[0].place].path, ids[0]), most)
@@ -183,14 +186,14 @@ class ModelDraft:
         for row, (token, hook_output) in enumerate(zip(copied, found[n:], strict=True), start=first + n):
             place = self._places[at]
             if token not in (offered := place.ids[: len(place.chances)]):
-                break  # it would have gone on otherwise
+                break  # the draft model would have continued differently
             at = self._go_below(at, offered.index(token), row, hook_output)
 
     def _token(self, tip: Leaf) -> int:
         return self._places[tip.place].ids[tip.rank]
 
     def _copied(self, path: tuple[int, ...], most: int) -> list[int]:
-        """What the cascade's source is sure of behind these guesses."""
+        """Return the tokens that the cascade's prompt lookup drafts after this path, up to the first uncertain one."""
         if self._cascade is None:
             return []
         source, n = self._cascade
@@ -205,7 +208,7 @@ class ModelDraft:
         return found
 
     def _go_below(self, place: int, rank: int, row: int, hook_output: Sequence[float]) -> int:
-        """The place behind a choice."""
+        """Add the node after a choice and return its index."""
         of = self._places[place]
         of.below[of.ids[rank]] = len(self._places)
         shape = of.shape.below[rank] if of.shape is not None else None
@@ -227,7 +230,7 @@ class ModelDraft:
             self._seconds.append(perf_counter() - began)
 
     def _plan(self, plain: float, costs: Costs) -> None:
-        """A fixed shape, made anew now and then."""
+        """Recompute the fixed shape every few drafts."""
         if self._growth.kind == "sequoia" and not self._until_plan:
             rates = [self._ranks.chance(0, rank) for rank in range(self._growth.branches)]
             most = self._growth.nodes
@@ -245,7 +248,7 @@ class ModelDraft:
         self._time(len(newest), began)
 
     def _is_due(self, plain: float) -> bool:
-        """A look is due when the passes since it was last asked took long enough."""
+        """True if enough time has passed since the last draft pass for a trial pass."""
         if self.is_untried:
             return plain > 0 and self.guesser.n_uncovered >= _FIRST
         units = self._look / plain if self._look and plain else 4 * self._share
@@ -254,8 +257,8 @@ class ModelDraft:
     def _choices(
         self, hook_output: Sequence[float], path: Sequence[int], off: int = 0
     ) -> tuple[list[int], list[float]]:
-        """What may come behind these guesses, in the sampler's order, and the scores. `off`: how much longer the
-        text was then."""
+        """Return the candidate tokens after this path, in the sampler's order, and their scores. `off`: offset of the
+        row from the end of the sequence."""
         wide, at = len(hook_output) // 2, self.guesser.length - 1 + len(path) + off
         known = [(lp, int(i)) for i, lp in zip(hook_output[:wide], hook_output[wide:], strict=True) if i < self._vocab]
         if self._seen is not None and self.sampler is not None:
@@ -272,7 +275,7 @@ class ModelDraft:
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Whatever breaks in its passes costs guesses, and no text: it then says nothing more in this one."""
+        """If a draft pass fails, log the error and stop drafting for this sequence; the answer is not affected."""
         try:
             yield
         except Exception as error:
@@ -287,10 +290,10 @@ class ModelDraft:
             self.why, self._places = self.fault, []
             self.guesser.discard_cache()
 
-    # ---- a source of the tree ----
+    # ---- the protocol DraftSource ----
 
     def root(self, depth: int) -> Any:
-        """A state is a place."""
+        """Return the root: a state of this source is the index of a node."""
         return 0 if self._places else None
 
     def offers(self, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:
@@ -301,7 +304,7 @@ class ModelDraft:
         return found
 
     def safe(self, offer: DraftCandidate) -> int:
-        """They were drafted because they pay."""
+        """Return all nodes, because they were drafted for a gain."""
         return len(self._places)
 
     def learn(self, offer: DraftCandidate, was_right: bool) -> None:

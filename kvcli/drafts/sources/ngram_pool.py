@@ -1,7 +1,8 @@
-"""The pool of n-grams that scouts harvest: short keys of the text so far -> runs of tokens that may follow.
+"""The pool of n-grams that lookahead rows produce: the last tokens of a sequence -> n-grams that may follow.
 
-Lookahead Decoding (Fu et al., arXiv 2402.02057) keys by the last token, FAFO (Le et al., ICML 2026) by up to three;
-here every length up to `key_max` is a key and the longest is looked up first. Within a key the newest run comes first.
+Lookahead Decoding (Fu et al., arXiv 2402.02057) keys by the last token, FAFO (Le et al., ICML 2026) by up to three.
+Here every length up to `key_max` is a key, and the longest key is looked up first. Within a key the newest n-gram comes
+first.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from kvcli.drafts.tree.tree import DraftCandidate
 if TYPE_CHECKING:
     from kvcli.engine.drafting.report import AcceptanceByMatch
 
-KEYS = 1 << 14  # at most; the oldest go first
-KEY_BYTES = 520  # of a key and its runs, as Python holds them; measured with tracemalloc
+KEYS = 1 << 14  # maximum; the oldest keys are evicted first
+KEY_BYTES = 520  # of a key and its n-grams as Python objects; measured with tracemalloc
 # Rows: keys of 1, 2, 3, 4 tokens and more. Columns: the first choice, a later one.
 _START = ((0.3, 0.1), (0.45, 0.15), (0.6, 0.2), (0.7, 0.25))
 _NAMES = ("1", "2", "3", "4+")
@@ -25,22 +26,23 @@ Run = tuple[int, ...]
 
 
 class NgramPool:
-    """n-grams by key, and the record of how they fared."""
+    """Pool of n-grams by key, and their acceptance rates."""
 
     name = "lookahead"
 
     def __init__(self, key_max: int, per_key: int, guesses: int, seeds: int = 0) -> None:
-        """`seeds`: tokens of the n-grams that the text itself gives it, as in FAFO's release; 0 = none."""
+        """`seeds`: length of the n-grams taken from the sequence itself, as in FAFO's release; 0 = none."""
         self.key_max, self.per_key, self.guesses, self._seeds = key_max, per_key, guesses, seeds
-        self._runs: dict[Run, dict[Run, None]] = {}  # key -> runs, oldest first
-        self._tail: list[int] = []  # the last tokens of the text: `key_max`, or as many as a seed has
+        self._runs: dict[Run, dict[Run, None]] = {}  # key -> n-grams, oldest first
+        # the last tokens of the sequence: `key_max`, or the length of a seed if that is more
+        self._tail: list[int] = []
         self._odds = AcceptanceRates(_START, _NAMES)
 
     def __len__(self) -> int:
         return len(self._runs)
 
     def put(self, before: Sequence[int], run: Sequence[int]) -> None:
-        """`run` may follow a text that ends with `before`."""
+        """Add the n-gram `run`, which may follow a sequence that ends with `before`."""
         value = tuple(run)
         for n in range(1, min(self.key_max, len(before)) + 1):
             key = tuple(before[-n:])
@@ -54,7 +56,7 @@ class NgramPool:
             del self._runs[next(iter(self._runs))]
 
     def start(self, ids: Sequence[int]) -> None:
-        """What was harvested under another text stays: a wrong guess costs a row, not the text."""
+        """Start a sequence. N-grams of earlier ones are kept, because a wrong draft token costs only a row."""
         self._tail = []
         self.extend(ids)
 
@@ -62,11 +64,11 @@ class NgramPool:
         text = [*self._tail, *ids]
         if n := self._seeds:
             for end in range(max(n, len(self._tail) + 1), len(text) + 1):
-                self.put(text[end - n : end - n + 1], text[end - n + 1 : end])  # by one token, as there
+                self.put(text[end - n : end - n + 1], text[end - n + 1 : end])  # keyed by one token, as in FAFO
         self._tail = text[-max(self.key_max, n) :]
 
     def root(self, depth: int) -> Any:
-        """A state is the (run, key length) pairs that agree so far."""
+        """Return the (n-gram, key length) pairs that match the end of the sequence: a state of this source."""
         found: dict[Run, int] = {}
         for n in range(min(self.key_max, len(self._tail)), 0, -1):
             for run in reversed(self._runs.get(tuple(self._tail[-n:]), {})):
@@ -87,7 +89,7 @@ class NgramPool:
         return found
 
     def safe(self, offer: DraftCandidate) -> int:
-        """One run of the usual length."""
+        """Return the rows of one n-gram of the usual length."""
         return 4
 
     def learn(self, offer: DraftCandidate, was_right: bool) -> None:

@@ -1,8 +1,8 @@
-"""What followed the same words earlier in the text: the source that costs next to nothing.
+"""Prompt lookup: drafts the tokens that followed an earlier match in the sequence, at almost no cost.
 
-Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) copies one place; SuffixDecoding (arXiv 2411.04975) merges
-all places into a tree by frequency, and SAM-Decoding (arXiv 2411.10666) trusts a guess by the length of its match. Here
-a guess is trusted by match length and by how many places agree, which says more than length does for short matches.
+Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) copies from one match. SuffixDecoding (arXiv 2411.04975)
+merges all matches into a tree by frequency. SAM-Decoding (arXiv 2411.10666) estimates acceptance by match length. Here
+acceptance is estimated by match length and by how many matches agree, which predicts short matches better than length.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvcli.drafts.tree.tree import DraftCandidate
 if TYPE_CHECKING:
     from kvcli.engine.drafting.report import AcceptanceByMatch
 
-_PLACES = 16  # earlier places merged into one tree; 32 found nothing more in replayed code and docs
-_SHORTER = 0.25  # weight of a place per token that its match is shorter than the longest
-# Rows: matches of 1, 2-3, 4-7, 8-15, 16-31, 32+ tokens. Columns: the first choice of 1, of 2, of 3 or more places, and
-# any later choice, apart because the best of several shares is more luck than it seems.
-# From replayed Python files and Markdown docs, rounded down.
+_PLACES = 16  # earlier matches merged into one tree; 32 gained nothing on replayed code and docs
+_SHORTER = 0.25  # weight factor of a match per token that it is shorter than the longest
+# Rows: matches of 1, 2-3, 4-7, 8-15, 16-31, 32+ tokens. Columns: the first choice of 1, of 2, of 3 or more matches, and
+# any later choice. Later choices have their own column because the best of several shares is partly luck. The values
+# are from replayed Python files and Markdown docs, rounded down.
 _START = (
     (0.3, 0.5, 0.7, 0.5),
     (0.5, 0.75, 0.9, 0.6),
@@ -33,19 +33,19 @@ _START = (
 _NAMES = ("1", "2-3", "4-7", "8-15", "16-31", "32+")
 
 
-TOKEN_BYTES = 24  # of the index, a token: the text, its places, and their sorting
+TOKEN_BYTES = 24  # index bytes per token: the sequence, the positions, and their sorting
 
 
 class PromptLookup:
-    """Owns the index of the text and the record of its guesses."""
+    """Prompt lookup over the index of one sequence, with the acceptance rates of its draft tokens."""
 
     name = "prompt-lookup"
 
     def __init__(self, min_match: int, max_match: int) -> None:
         self.index = SuffixIndex(min_match, max_match)
         self._odds = AcceptanceRates(_START, _NAMES)
-        self._ahead: list[list[int]] = []  # [places][depth] what followed each place that matches the text's end
-        self._lengths: list[int] = []  # [places] of the match, longest first
+        self._ahead: list[list[int]] = []  # [matches][depth] tokens that followed each match of the sequence's end
+        self._lengths: list[int] = []  # [matches] match lengths, longest first
         self._weight: list[float] = []
 
     def start(self, ids: Sequence[int]) -> None:
@@ -56,12 +56,12 @@ class PromptLookup:
         self.index.extend(ids)
 
     def root(self, depth: int) -> Any:
-        """A state is the places that agree so far."""
+        """Return the matches of the sequence's end: a state of this source is the matches that agree so far."""
         self._ahead, self._lengths, self._weight = [], [], []
         return self.behind((), depth)
 
     def behind(self, path: Sequence[int], depth: int) -> Any:
-        """The same where a text would stand that went on like this."""
+        """Return the state of a sequence extended by `path`."""
         found = self.index.find(_PLACES, path)
         if not found.ends:
             return None
@@ -72,7 +72,7 @@ class PromptLookup:
         return range(first, len(self._ahead))
 
     def offers(self, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:
-        if len(state) == 1:  # as far down as most of a tree is
+        if len(state) == 1:  # most nodes of a tree have a single match
             (place,) = state
             match = self._lengths[place] + depth
             row = by_bits(match, len(_START) - 1)
@@ -87,14 +87,14 @@ class PromptLookup:
         found = []
         for rank, token in enumerate(sorted(weights, key=weights.__getitem__, reverse=True)[:branches]):
             agree, share = named[token], weights[token] / total
-            match = self._lengths[agree[0]] + depth  # places come longest match first
+            match = self._lengths[agree[0]] + depth  # matches are sorted, longest first
             row, column = by_bits(match, len(_START) - 1), 3 if rank else min(len(agree), 3) - 1
             chance = share * self._odds.chance(row, column)
             found.append(DraftCandidate(token, chance, agree, (row, column, share, match)))
         return found
 
     def safe(self, offer: DraftCandidate) -> int:
-        """About two rows per matched token."""
+        """Return about two rows per matched token."""
         match: int = offer.about[3]
         return 2 * match + 1
 

@@ -1,10 +1,11 @@
-"""Find where the end of a text occurred before.
+"""Find earlier occurrences of the end of a sequence.
 
 SAM-Decoding (arXiv 2411.10666) keeps a suffix automaton and SuffixDecoding (arXiv 2411.04975) a suffix tree; both find
-the longest match in amortised constant time. A sorted table of token pairs finds the same match: all earlier places of
-the last two tokens are one run of an array, and numpy compares the run backwards at once. It is built by one sort,
-takes 12 bytes a token where an automaton of Python dicts took 480, knows every place rather than one per state, and
-forgets dropped tokens by a filter, which an automaton cannot do. `tests/bench/ngram_index.py` measures it.
+the longest match in amortised constant time. A sorted table of token pairs finds the same match: all earlier positions
+of the last two tokens are one range of an array, and numpy compares the range backwards at once. The table is built by
+one sort, takes 12 bytes a token where an automaton of Python dicts took 480, and holds every position rather than one
+per state. It removes dropped tokens by a filter, which an automaton cannot do. `tests/bench/ngram_index.py` measures
+it.
 """
 
 from __future__ import annotations
@@ -17,36 +18,37 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-# One table entry is token, previous token, position in 19 + 19 + 25 bits. Wider ids collide, and `_measured`, which
-# compares the tokens themselves, drops the collisions.
+# A table entry is token, previous token, position in 19 + 19 + 25 bits. Wider ids collide; `_measured` removes the
+# collisions because it compares the tokens themselves.
 _ID_BITS, _POS_BITS = 19, 25
 _ID_MASK, _POS_MASK = (1 << _ID_BITS) - 1, (1 << _POS_BITS) - 1
 
-_FOLD = 4096  # tokens at the end that are scanned and not yet sorted: scanning them costs about what one search does
-_CROWD = 4096  # latest places of a pair that are looked at; only pairs as common as a line break have more
-_HERD = 512  # the same from three matched tokens on
+_FOLD = 4096  # newest tokens that are scanned and not yet sorted: scanning them costs about as much as one search
+_CROWD = 4096  # newest positions of a pair that are compared; only pairs as common as a line break have more
+_HERD = 512  # the same limit from three matched tokens on
 
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """Earlier places that end as the text does: the longest match first, then the most recent."""
+    """Earlier matches of the sequence's end: the longest match first, then the most recent."""
 
     ends: list[int]  # position of the last matched token
     lengths: list[int]  # tokens matched, at most the index's `longest`
 
 
 class SuffixIndex:
-    """A text that grows at its end and is searched for its own end."""
+    """Index of a growing token sequence that finds earlier matches of its end."""
 
     def __init__(self, shortest: int = 2, longest: int = 32) -> None:
-        self.shortest = shortest  # tokens a match must have
+        self.shortest = shortest  # minimum tokens of a match
         self.longest = longest  # tokens beyond which matches count as equally long
         self._back = longest - np.arange(longest)
-        self._padded = np.full(1024 + longest, -1, dtype=np.int32)  # no token before the text; grows by doubling
+        # -1 = no token before the sequence; grows by doubling
+        self._padded = np.full(1024 + longest, -1, dtype=np.int32)
         self._n = 0
-        self._table = np.empty(0, dtype=np.int64)  # [folded - 1] entries in order
+        self._table = np.empty(0, dtype=np.int64)  # [folded - 1] sorted entries
         self._folded = 0
-        self._recent: dict[int, array[int]] = {}  # pair -> positions behind the table, as far as they are noted
+        self._recent: dict[int, array[int]] = {}  # pair -> positions after the table, up to `_noted`
         self._noted = 0
 
     def __len__(self) -> int:
@@ -54,16 +56,16 @@ class SuffixIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the buffers."""
         return self._padded.nbytes + self._table.nbytes
 
     @property
     def _text(self) -> NDArray[np.int32]:
-        """[capacity]."""
+        """Tokens of the sequence, [capacity]."""
         return self._padded[self.longest :]
 
     def shared(self, ids: Sequence[int]) -> int:
-        """Length of the prefix that the text and `ids` have in common."""
+        """Return the length of the prefix that the sequence shares with `ids`."""
         n = min(len(ids), self._n)
         same = self._text[:n] == np.asarray(ids[:n], dtype=np.int32)
         return n if same.all() else int(same.argmin())
@@ -81,7 +83,7 @@ class SuffixIndex:
             self._fold()
 
     def truncate(self, n: int) -> None:
-        """Forget the tokens from position `n` on."""
+        """Remove the tokens from position `n` on."""
         self._n = min(n, self._n)
         if self._n < self._folded:
             self._table = self._table[(self._table & _POS_MASK) < self._n]
@@ -89,15 +91,15 @@ class SuffixIndex:
         self._forget_recent()
 
     def tail(self, n: int) -> list[int]:
-        """The last `n` tokens."""
+        """Return the last `n` tokens."""
         return list(self._text[max(0, self._n - n) : self._n].tolist())
 
     def find(self, limit: int = 16, path: Sequence[int] = ()) -> Matches:
-        """Up to `limit` earlier places whose last `shortest` or more tokens are the last tokens of the text, as it
-        would be if it went on with `path`."""
+        """Return up to `limit` earlier positions where at least `shortest` tokens match the end of the sequence
+        extended by `path`."""
         if self._n < 2:
             return Matches([], [])
-        ours = self._padded[self._n : self._n + self.longest]  # the text's last tokens
+        ours = self._padded[self._n : self._n + self.longest]  # the last tokens of the sequence
         if path:
             ours = np.concatenate([ours, np.asarray(path, dtype=np.int32)])[-self.longest :]
         ours = ours[::-1]
@@ -115,17 +117,17 @@ class SuffixIndex:
         if spare <= 0:
             ends = ends[-limit:]
         elif shorter is not ends:
-            # the latest of the shorter matches fill the list up: where the longest leads nowhere, one of them may
+            # the newest shorter matches fill the list up: one of them may be right where the longest match is not
             ends = np.array(sorted({*ends.tolist(), *shorter[-spare:].tolist()}))
         return self._measured(ends, ours)
 
     def following(self, ends: Sequence[int], n: int) -> list[list[int]]:
-        """The `n` tokens after each position but the last; past the end of the text its last stretch repeats."""
+        """Return the `n` tokens after each position but the last; at the end of the sequence the tail repeats."""
         at = np.asarray(ends, dtype=np.int64)[:, None]  # [places, 1]
         return list(self._text[at + 1 + np.arange(n) % (self._n - 1 - at)].tolist())
 
     def _of_pair(self, previous: int, token: int) -> NDArray[np.int64]:
-        """Positions before the last that close this pair of tokens, ascending."""
+        """Return the positions before the last one that end this pair of tokens, ascending."""
         self._note()
         ends = np.array(self._recent.get(previous << 32 | token, ()), dtype=np.int64)
         if self._folded:
@@ -135,7 +137,7 @@ class SuffixIndex:
         return ends[:-1] if len(ends) and ends[-1] == self._n - 1 else ends
 
     def _note(self) -> None:
-        """Catch up with the positions behind the table."""
+        """Record the pairs at positions after the table."""
         first = max(self._noted, self._folded, 1)
         text: list[int] = self._text[first - 1 : self._n].tolist()
         for at, (previous, token) in enumerate(pairwise(text), start=first):
@@ -146,12 +148,12 @@ class SuffixIndex:
         self._recent, self._noted = {}, 0
 
     def _of_token(self, token: int) -> NDArray[np.int64]:
-        """Positions before the last that hold this token, ascending."""
+        """Return the positions before the last one that hold this token, ascending."""
         return np.flatnonzero(self._text[: self._n - 1] == token)
 
     def _measured(self, ends: NDArray[np.int64], ours: NDArray[np.int32]) -> Matches:
-        """The same places with their match lengths, best first, too short ones left out. `ours`: the last tokens, the
-        last one first."""
+        """Return these positions with their match lengths, best first, without those that are too short. `ours`: the
+        last tokens, the last one first."""
         differs = np.empty((len(ends), self.longest + 1), dtype=np.bool_)
         differs[:, -1] = True
         np.not_equal(self._padded[ends[:, None] + self._back], ours, out=differs[:, :-1])
@@ -161,14 +163,14 @@ class SuffixIndex:
         return Matches([end for _, end in found], [n for n, _ in found])
 
     def _fold(self) -> None:
-        """Sort the scanned end into the table."""
+        """Sort the scanned tokens into the table."""
         fresh = np.sort(self._entries(np.arange(max(self._folded, 1), self._n)))
         self._table = np.insert(self._table, np.searchsorted(self._table, fresh), fresh)
         self._folded = self._n
         self._forget_recent()
 
     def _entries(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Table entries of the positions `at`, all above 0."""
+        """Return the table entries of the positions `at`, all above 0."""
         token = self._text[at].astype(np.int64) & _ID_MASK
         previous = self._text[at - 1].astype(np.int64) & _ID_MASK
         return (token << (_ID_BITS + _POS_BITS)) | (previous << _POS_BITS) | at

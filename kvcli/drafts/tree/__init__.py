@@ -1,1 +1,1 @@
-"""The draft tree: candidates of all sources, how it grows and when it stops."""
+"""The draft tree: candidates of all sources, how it grows, and when it stops."""

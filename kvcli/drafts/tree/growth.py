@@ -1,8 +1,9 @@
-"""Which guesses of a second model its next pass is made of: a chain, or a tree that several may be right in.
+"""Choose the draft tokens that the next pass of a draft model expands: a chain, or a tree with alternatives.
 
-OPT-Tree (arXiv 2406.17276, as SpecExtend has it) goes level by level; DySpec (arXiv 2410.11744) takes the likeliest
-places wherever they are; Sequoia (arXiv 2402.12374) one shape for all, the best one at the measured acceptance by rank
-and the measured times of passes; CaPE (GliDe, arXiv 2402.02082) a chain with more alternatives where it is unsure.
+OPT-Tree (arXiv 2406.17276, as in SpecExtend) expands level by level. DySpec (arXiv 2410.11744) expands the likeliest
+leaves at any depth. Sequoia (arXiv 2402.12374) has one shape for all trees, the best one at the measured acceptance by
+rank and the measured pass times. CaPE (GliDe, arXiv 2402.02082) is a chain with more alternatives where the draft model
+is unsure.
 """
 
 from __future__ import annotations
@@ -14,57 +15,57 @@ from heapq import nlargest
 from typing import Literal, NamedTuple
 
 Kind = Literal["chain", "opt", "best", "sequoia", "cape"]
-_UNSURE = ((0.8, 1), (0.6, 3), (0.3, 5), (0.0, 7))  # CaPE: so many choices where the first one's chance is above
+_UNSURE = ((0.8, 1), (0.6, 3), (0.3, 5), (0.0, 7))  # CaPE: number of choices where the first one's chance is above
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """A node of a tree: how it goes on behind its first choice, its second, ..."""
+    """Node of a fixed tree shape: the shapes after its first choice, its second, ..."""
 
     below: tuple[TreeShape, ...] = ()
 
 
 @dataclass(slots=True)
 class TreeNode:
-    """What may come behind a guess that a pass was made of, or behind the text."""
+    """Node of a draft tree after its draft pass, with the choices that follow; the root is the sequence's end."""
 
-    row: int  # of that pass, among all of guesses; -1 = of the text
-    path: tuple[int, ...]  # guesses from the text on
-    chance: float  # that the text gets there
+    row: int  # row in all passes over draft tokens; -1 = the sequence's end
+    path: tuple[int, ...]  # draft tokens from the sequence's end
+    chance: float  # chance that this node is accepted
     ids: list[int]  # choices, the best first
     scores: list[float]
-    chances: list[float]  # of those that are offered, given that the text gets there
+    chances: list[float]  # of the offered choices, given that this node is accepted
     shape: TreeShape | None = None  # Sequoia's, from here down
-    below: dict[int, int] = field(default_factory=dict)  # choice -> its place
+    below: dict[int, int] = field(default_factory=dict)  # choice -> index of its node
 
 
 class Leaf(NamedTuple):
-    """A choice that no pass was made of."""
+    """Choice that has not been through a draft pass."""
 
-    chance: float  # that the text gets behind it
-    place: int
+    chance: float  # chance that it is accepted
+    place: int  # index of the node
     rank: int
 
 
 @dataclass(frozen=True)
 class Growth:
-    """One way to grow."""
+    """Growth rule of a draft tree."""
 
     kind: Kind = "chain"
-    branches: int = 3  # choices at one place, at most
-    wide: int = 4  # rows of a pass, at most; a chain has one
-    nodes: int = 15  # guesses that will be verified, at most
-    least: float = 0.0  # accepted tokens that another pass must promise; 0 = what it costs by the clock
+    branches: int = 3  # maximum choices at one node
+    wide: int = 4  # maximum rows of a pass; a chain has one
+    nodes: int = 15  # maximum draft tokens that will be verified
+    least: float = 0.0  # gain in accepted tokens required for another pass; 0 = decided by measured times
 
     def offered(self, first: float, shape: TreeShape | None) -> int:
-        """Choices at a place, the first of which comes true as often as `first`."""
+        """Return the number of choices at a node whose first choice has the chance `first`."""
         if self.kind == "cape":
             return min(self.branches, next(n for above, n in _UNSURE if first >= above))
         return self.branches if shape is None else len(shape.below)
 
     def tips(self, places: Sequence[TreeNode], newest: int, depth: int) -> list[Leaf]:
-        """What the next pass is made of, the likeliest first. `newest`: the first place of the last pass; `depth`:
-        guesses in a row, at most, the last of which needs no pass."""
+        """Return the leaves that the next pass expands, the likeliest first. `newest`: first node of the last pass;
+        `depth`: maximum draft tokens in a row, the last of which needs no pass."""
         if self.kind in ("chain", "cape"):
             at = 0
             while places[at].ids and places[at].ids[0] in places[at].below:
@@ -82,13 +83,13 @@ class Growth:
         return nlargest(wide, found)
 
     def promised(self, places: Sequence[TreeNode]) -> float:
-        """Accepted tokens to be expected of what would be verified, choices of the last pass among it."""
+        """Return the expected accepted tokens of the best nodes, choices of the last pass included."""
         return sum(nlargest(self.nodes, [place.chance * chance for place in places for chance in place.chances]))
 
 
 def sequoia(rates: Sequence[float], most: int, depth: int, each: float, costs: Sequence[float]) -> TreeShape:
-    """The shape that gives most tokens by time. `rates`: how often the first choice comes true, the second, ...;
-    `most`: guesses; `each`: plain passes of a level; `costs[n]`: of verifying n guesses."""
+    """Return the shape with the most tokens per time. `rates`: acceptance rate of the first choice, the second, ...;
+    `most`: draft tokens; `each`: time of a level in plain passes; `costs[n]`: of verifying n draft tokens."""
     tree = _programme(tuple(rates))
     sizes = ((nodes, levels) for levels in range(1, depth + 1) for nodes in range(levels, most + 1))
     best = max(sizes, key=lambda size: (1 + tree(*size)[0]) / (size[1] * each + costs[size[0]]))
@@ -96,11 +97,11 @@ def sequoia(rates: Sequence[float], most: int, depth: int, each: float, costs: S
 
 
 def _programme(rates: tuple[float, ...]) -> Callable[[int, int], tuple[float, TreeShape]]:
-    """(guesses, levels) -> accepted tokens of the best tree of so many at most, and its shape."""
+    """Return a function: (draft tokens, levels) -> expected accepted tokens of the best tree, and its shape."""
 
     @cache
     def under(n: int, levels: int, rank: int) -> tuple[float, tuple[TreeShape, ...]]:
-        """The best n guesses below a node, as its children from this rank on."""
+        """Return the best n draft tokens below a node, as its children from this rank on."""
         if not n or not levels or rank == len(rates):
             return 0.0, ()
         found: tuple[float, tuple[TreeShape, ...]] = (0.0, ())

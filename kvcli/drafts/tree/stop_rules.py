@@ -1,10 +1,10 @@
-"""When a second model has guessed enough: rules that stop sooner than the marginal one of draft_controller.py, never
-later.
+"""Rules that stop a draft sooner than the marginal one of draft_controller.py, never later.
 
-SpecDec++ (Huang et al., arXiv 2405.19715) stops once a rejection among all guesses is likelier than a bound; DISCO
-(Mamou et al., arXiv 2405.04304) has a classifier judge each guess by itself. Theirs were trained beforehand. Here the
-first takes its chances from the record of such guesses, and the second is fitted while decoding. Only guesses whose
-parents were taken teach: what lies behind a rejection was never tested, and says nothing.
+SpecDec++ (Huang et al., arXiv 2405.19715) stops once the probability of a rejection among all draft tokens exceeds a
+bound. DISCO (Mamou et al., arXiv 2405.04304) has a classifier judge each draft token by itself. The papers train their
+classifiers beforehand. Here the first rule takes its chances from the measured acceptance rates, and the second is
+fitted while decoding. Only draft tokens whose parents were accepted are learned from, because the others were never
+tested.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from math import exp, log
 from typing import Literal, Protocol
 
 Rule = Literal["marginal", "reject", "disco"]
-_RATE = 0.05  # of learning, a guess
+_RATE = 0.05  # learning rate, per draft token
 
 
 class StopRule(Protocol):
-    """Asked behind each guess."""
+    """Rule that is asked after each draft token."""
 
     def goes_on(self, chances: Sequence[float]) -> bool:
-        """Is another guess to be made behind some with these chances of being taken, the ones before them included?"""
+        """True if another draft token may follow tokens whose cumulative chances of acceptance are `chances`."""
 
     def learn(self, chances: Sequence[float], was_right: bool) -> None:
-        """All of them but the last were taken; was that?"""
+        """Record if the last of these tokens was accepted; all before it were."""
 
 
 def rule(name: Rule, risk: float) -> StopRule | None:
-    """None = the marginal rule alone."""
+    """Return the stop rule of this name; None = the marginal rule alone."""
     if name == "marginal":
         return None
     return Reject(risk) if name == "reject" else Disco(risk)
 
 
 class Reject:
-    """Until one of all guesses is rejected with probability `risk` (SpecDec++)."""
+    """Stop rule: stops when one of all draft tokens is rejected with a probability above `risk` (SpecDec++)."""
 
     def __init__(self, risk: float) -> None:
         self._risk = risk
@@ -44,15 +44,15 @@ class Reject:
         return 1 - chances[-1] <= self._risk
 
     def learn(self, chances: Sequence[float], was_right: bool) -> None:
-        """The record that chances come from has heard of it."""
+        """Record no further data: the acceptance rates behind `chances` are already updated."""
 
 
 class Disco:
-    """Until the newest guess is rejected with probability `risk`, by a logistic regression (DISCO)."""
+    """Stop rule: stops when the newest token's chance of rejection exceeds `risk`, by logistic regression (DISCO)."""
 
     def __init__(self, risk: float) -> None:
         self._risk = risk
-        self._weights = [0.0, 1.0, 0.0, 0.0]  # at first what the record says of such a guess
+        self._weights = [0.0, 1.0, 0.0, 0.0]  # start: the log odds of the measured chance
 
     def goes_on(self, chances: Sequence[float]) -> bool:
         return 1 - self._chance(_features(chances)) <= self._risk
@@ -68,7 +68,7 @@ class Disco:
 
 
 def _features(chances: Sequence[float]) -> tuple[float, float, float, float]:
-    """A constant, log odds of the newest guess by itself and of all, and how deep it is."""
+    """Return a constant, the log odds of the newest draft token alone and of the whole path, and the depth."""
     alone = chances[-1] / chances[-2] if len(chances) > 1 else chances[-1]
     return 1.0, _odds(alone), _odds(chances[-1]), len(chances) / 8
 

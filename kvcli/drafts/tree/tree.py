@@ -1,8 +1,8 @@
-"""One tree of guesses from several sources: the likeliest first, shared beginnings once.
+"""One draft tree from several sources: the likeliest tokens first, shared prefixes once.
 
-Merging retrieval and logits in one tree is RACER's direction (arXiv 2604.14885); best-first admission under a budget of
-rows is SuffixDecoding's (arXiv 2411.04975). A token that two sources name at one place costs one row, and is expanded
-by both.
+Merging retrieval and logits in one tree follows RACER (arXiv 2604.14885); best-first admission under a budget of rows
+follows SuffixDecoding (arXiv 2411.04975). A token that two sources propose at one node costs one row, and both sources
+expand it.
 """
 
 from __future__ import annotations
@@ -15,61 +15,63 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from kvcli.engine.drafting.report import AcceptanceByMatch
 
-FAINT = 0.02  # chance of acceptance below which a row is not even considered, where rows have to pay
-_LIKELY = 0.2  # chance of a guess above which other sources are asked how it goes on
-SURE = 0.8  # chance of a token above which no further source is asked about its place
+FAINT = 0.02  # chance of acceptance below which a row is not considered, if rows have to save time
+_LIKELY = 0.2  # chance of a draft token above which other sources are asked to continue after it
+SURE = 0.8  # chance of a token above which no further source is asked at its node
 
 
-Beyond = Callable[[Sequence[int], int], Any]  # guesses from the text on, the deepest there may be -> a state or None
+# draft tokens from the sequence's end, the maximum depth -> a state or None
+Beyond = Callable[[Sequence[int], int], Any]
 
 
-class DraftCandidate(NamedTuple):  # dozens are made each pass, and making a frozen dataclass takes four times as long
-    """A token that one source names at one place of the tree."""
+# a NamedTuple: dozens are made each pass, and making a frozen dataclass takes four times as long
+class DraftCandidate(NamedTuple):
+    """Token that one source proposes at one node of the draft tree."""
 
     id: int
-    chance: float  # that the model takes it, given that it took all before it
-    state: Any  # where the source stands behind it
-    about: Any  # what the source wants back when it learns what came
+    chance: float  # that the token is accepted, given that all tokens before it were
+    state: Any  # state of the source after this token
+    about: Any  # data that the source needs to learn from the verification of this token
 
 
 class DraftSource(Protocol):
-    """Names tokens that may come next, and learns how often it is right.
+    """Draft source: proposes draft tokens, and learns how often they are accepted.
 
-    `start`, then in each pass `root` and `offers` as often as the tree grows, `learn` for each offer that was decided,
-    and `extend`. A state is the source's own; the tree hands it back unread.
+    Call order: `start`, then in each pass `root` and `offers` as often as the tree grows, `learn` for each candidate
+    that was verified, and `extend`. A state belongs to its source; the tree passes it back unread.
     """
 
     name: str
 
     def start(self, ids: Sequence[int]) -> None:
-        """The committed text is now `ids`; what it shares with the text before may be kept."""
+        """Set the committed sequence to `ids`; data of the shared prefix may be kept."""
 
     def extend(self, ids: Sequence[int]) -> None:
-        """`ids` joined the text."""
+        """Append `ids` to the sequence."""
 
     def root(self, depth: int) -> Any:
-        """Where it stands at the text's end; None = nothing to offer. No path will be deeper than `depth`."""
+        """Return the state at the sequence's end; None = no candidates. No path will be deeper than `depth`."""
 
     def offers(self, state: Any, depth: int, branches: int) -> Sequence[DraftCandidate]:
-        """At most `branches` different tokens behind `state`, which is `depth` tokens below the text's end."""
+        """Return at most `branches` different tokens after `state`, `depth` tokens after the sequence's end."""
 
     def safe(self, offer: DraftCandidate) -> int:
-        """Rows that a tree beginning with this offer may have before their cost has been measured."""
+        """Return the rows that a tree beginning with this candidate may have before their cost is measured."""
 
     def learn(self, offer: DraftCandidate, was_right: bool) -> None:
-        """The model took the offer's parent, and then this token or another."""
+        """Record the verification of this candidate, whose parent was accepted."""
 
     def record(self) -> tuple[AcceptanceByMatch, ...]:
-        """How often first choices were right, in the source's own classes, since its beginning."""
+        """Return the acceptance rates of first choices since the start, in the source's own classes."""
 
 
 class DraftToken(NamedTuple):
-    """One row that could be verified."""
+    """Draft token: one row that may be verified."""
 
     id: int
-    parent: int  # index among the guesses, -1 = follows the text
+    parent: int  # index among the draft tokens; -1 = the sequence's end
     chance: float  # of being accepted, ancestors included
-    named: tuple[tuple[int, DraftCandidate], ...]  # by whom: index of the source, what it offered
+    named: tuple[tuple[int, DraftCandidate], ...]  # index of each source that proposed the token, and its candidate
 
 
 def grow(
@@ -80,19 +82,21 @@ def grow(
     min_chance: float = FAINT,
     beyond: Sequence[tuple[int, Beyond]] = (),
 ) -> list[DraftToken]:
-    """Up to `most` guesses, the likeliest first, none deeper than `room`; a parent comes before its children.
+    """Return up to `most` draft tokens, the likeliest first, none deeper than `room`; a parent comes before its
+    children.
 
-    `beyond`: sources that go on, where all end, behind what others named, and how they do.
+    `beyond`: sources that can continue after other sources' tokens where all states end, and their functions.
     """
     if most < 1 or room < 1:
         return []
     deepest = min(most, room)
     guesses: list[DraftToken] = []
-    order = count()  # the heap must not compare guesses; equal chances go by recency
+    # makes entries unequal, so that the heap never compares draft tokens; equal chances are ordered by age
+    order = count()
     heap: list[tuple[float, int, DraftToken, int]] = []
 
     def offer(parent: int, chance: float, depth: int, states: Sequence[tuple[int, Any]]) -> None:
-        """Put what the sources name below `parent` on the heap."""
+        """Push the candidates below `parent` on the heap."""
         for share, named in _merged(sources, states, depth, branches):
             if (p := chance * share) >= min_chance:
                 heappush(heap, (-p, next(order), DraftToken(named[0][1].id, parent, p, named), depth + 1))
@@ -112,7 +116,7 @@ def grow(
 
 
 def _path(guesses: Sequence[DraftToken]) -> list[int]:
-    """The tokens down to the last one."""
+    """Return the tokens down to the last draft token."""
     path, at = [], len(guesses) - 1
     while at >= 0:
         path.append(guesses[at].id)
@@ -123,12 +127,12 @@ def _path(guesses: Sequence[DraftToken]) -> list[int]:
 def _merged(
     sources: Sequence[DraftSource], states: Sequence[tuple[int, Any]], depth: int, branches: int
 ) -> list[tuple[float, tuple[tuple[int, DraftCandidate], ...]]]:
-    """(chance, who named it) of at most `branches` tokens; a token's chance is that of the source surest of it."""
+    """Return (chance, candidates by source) of at most `branches` tokens; a token gets its highest chance."""
     if len(states) == 1:
         ((i, state),) = states
         return [(found.chance, ((i, found),)) for found in sources[i].offers(state, depth, branches)]
     by_token: dict[int, list[tuple[int, DraftCandidate]]] = {}
-    for i, state in states:  # the cheapest source comes first
+    for i, state in states:  # sources are ordered by cost, the cheapest first
         offers = sources[i].offers(state, depth, branches)
         for found in offers:
             by_token.setdefault(found.id, []).append((i, found))
@@ -142,9 +146,9 @@ def _merged(
 
 
 def decided(guesses: Sequence[DraftToken], new: Sequence[int]) -> list[tuple[DraftToken, bool]]:
-    """Each guess whose parent the text `new` took, and whether it took the guess; in order of depth.
+    """Return each draft token whose parent was accepted, and if the token was accepted; in order of depth.
 
-    Rows that were not verified are decided as well, and cost nothing.
+    Rows that were not verified are compared with `new` as well, at no cost.
     """
     below: dict[int, list[int]] = {}
     for i, guess in enumerate(guesses):

@@ -1,4 +1,4 @@
-"""One drafter of several sources: their tree, the clock that limits it, and the scouts that feed one of them."""
+"""Drafter that merges several draft sources into one tree, limits it by measured times, and sends lookahead rows."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from kvcli.engine.stats import Step
     from kvcli.kv.slots import Usage
 
-_PATIENT, _EAGER = 64, 16  # passes before the first scouts, beside other sources and alone
-_PAPER = 8  # tokens that a guess on paper must get right
-_HEARING = 0.02  # of a plain pass, spent on hearing rows beside the one that ended the path
-_TAIL = 8  # tokens by which a text is known again, and that keys are made of
+_PATIENT, _EAGER = 64, 16  # passes before the first lookahead rows, with other sources and alone
+_PAPER = 8  # tokens of a dry-run draft, all of which must be right
+_HEARING = 0.02  # share of a plain pass spent on learning from rows other than the one that ended the path
+_TAIL = 8  # last tokens by which a sequence is recognized, and from which keys are made
 
 
 class TreeDrafter:
-    """Owns its sources, the tree of the pass under way, and the pace."""
+    """Tree drafter: holds the draft sources, the draft tree of the running pass, and the draft controller."""
 
     def __init__(
         self,
@@ -48,30 +48,31 @@ class TreeDrafter:
         beyond: Sequence[tuple[int, Beyond]] = (),
         stop: StopRule | None = None,
     ) -> None:
-        """`successors` are those of the sources that learn from logits, the pool of `scouting` is one of them, too, and
-        so is `chain`, which comes last and whose guesses take passes; `stop` may end them sooner than the clock does.
-        `beyond`: as `grow` has it."""
+        """`successors`: the sources that learn from logits. The n-gram pool of `scouting` is one of the sources, and so
+        is `chain`, which comes last and needs draft passes; `stop` may end its drafts sooner than measured times do.
+        `beyond`: as in `grow`."""
         self._config, self._sources, self._successors = config, list(sources), successors
         self._window: JacobiWindow | None = scouting[0] if scouting else None
         self._pool: NgramPool | None = scouting[1] if scouting else None
         self._view, self._chain, self._beyond, self._stop = view, chain, beyond, stop
-        self._asked: list[float] = []  # chances of the second model's guesses in the pass under way, as far as asked
+        # cumulative chances of the draft model's tokens in the running pass, up to the last question
+        self._asked: list[float] = []
         self._pace = DraftController(config.min_speedup, config.baseline_interval)
         self._credit = SourcePayoff(_PATIENT if len(self._sources) > 1 else _EAGER)
         self._thrift = SourcePayoff(0, "recycled logits")
-        self._rest = config.adaptive and len(successors) < len(self._sources)  # may successors, beside other sources?
+        # may recycled logits be switched off? only beside other sources
+        self._rest = config.adaptive and len(successors) < len(self._sources)
         self._costs: Costs | None = None
-        self._sampler: Sampler | None = None  # how tokens will be drawn; None = greedily
-        self._n = 0  # tokens of the text that the sources know
-        self._tail: list[int] = []  # the last of them
-        self._guesses: list[DraftToken] | None = (
-            None  # of the pass under way, verified or not; None = no pass under way
-        )
-        self._scouts: LookaheadRows | None = None  # of the pass under way
-        self._mode = Mode.DRAFT  # of the pass under way
-        self._listens = True  # to its logits, where a source learns from them: not while all rest
+        self._sampler: Sampler | None = None  # sampler of the answer; None = greedy decoding
+        self._n = 0  # tokens of the sequence that the sources know
+        self._tail: list[int] = []  # the last of those tokens
+        # of the running pass, verified or not; None = no running pass
+        self._guesses: list[DraftToken] | None = None
+        self._scouts: LookaheadRows | None = None  # of the running pass
+        self._mode = Mode.DRAFT  # of the running pass
+        self._listens = True  # are logits learned from? False while all such sources are switched off
         self._accepted_by = dict.fromkeys((source.name for source in sources), 0)
-        self._paper: list[int] = []  # tokens still to come true
+        self._paper: list[int] = []  # tokens of a dry-run draft still to be compared
 
     @property
     def view(self) -> ViewSpec | None:
@@ -79,7 +80,7 @@ class TreeDrafter:
 
     @property
     def logits_hook(self) -> LogitsHook | None:
-        """The likeliest tokens of each row, where a source learns from them."""
+        """The hook that returns the likeliest tokens of each row, if a source learns from them."""
         if self._scouts is None and not (self._listens and any(not source.rests for source in self._successors)):
             return None
         from kvcli.drafts.sources.logit_recycling import top  # late: it needs torch
@@ -87,11 +88,11 @@ class TreeDrafter:
         return top
 
     def expect(self, costs: Costs) -> None:
-        """Begin each text with these costs of passes, until they are measured here."""
+        """Set the costs of passes with which each sequence starts, until they are measured."""
         self._costs = costs
 
     def usage(self) -> list[Usage]:
-        """What a second model stores of the text."""
+        """Return the memory of a draft model's KV cache."""
         return self._chain.guesser.usage() if self._chain is not None else []
 
     def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Steps[None] | None:
@@ -126,14 +127,14 @@ class TreeDrafter:
         return self._proposal(mode, room)
 
     def _ahead(self, chain: ModelDraft, mode: Mode, room: int) -> Steps[Draft]:
-        """The proposal, once the second model has had its passes."""
+        """Return the proposal after the passes of the draft model."""
         is_asked = mode is Mode.DRAFT and self._pays(()) and not (self._config.adaptive and chain.is_untried)
         if is_asked and self._config.adaptive and len(self._sources) > 1:
             others = [source for source in self._sources if source is not chain]
             named = grow(others, self._config.max, room, self._config.branches)
             chances = [guess.chance for guess in named]
             is_sure = bool(chances) and chances[0] >= SURE
-            # what they name takes no pass: the model has to be worth more, with what its passes take
+            # draft tokens of other sources need no pass, so the model's tokens must gain more and pay for its passes
             is_asked = not is_sure and self._pays((), self._pace.worth(chances, self._safe(named)))
         looked = yield from chain.extend_draft(room if is_asked else 0, self._pays, self._pace.plain, self._pace.costs)
         if looked and mode is Mode.PAPER:
@@ -176,7 +177,7 @@ class TreeDrafter:
         if self._chain is not None:
             self._chain.guesser.observe(step)
         self._extend(step.new)
-        # what is done here between two passes is time that plain decoding would not take
+        # work between two passes counts, because plain decoding would not need it
         spent = perf_counter() - began if self._mode is Mode.DRAFT else 0.0
         seconds = step.seconds + spent
         surcharge = self._pace.observe(step.n_drafted, len(step.new), seconds, scouts, ahead)
@@ -185,7 +186,7 @@ class TreeDrafter:
         self._guesses, self._scouts = None, None
 
     def report(self) -> DraftReport:
-        """What `/spec` shows."""
+        """Return the figures that `/spec` shows."""
         by_source = {source.name: source.record() for source in self._sources}
         credit, scouts = self._credit, None
         if self._window is not None:
@@ -197,11 +198,11 @@ class TreeDrafter:
             report = replace(report, paused=True, reason=chain.why) if chain.why else report
         return replace(report, by_source=by_source, scouts=scouts, accepted_by=dict(self._accepted_by))
 
-    # ---- the pass to come ----
+    # ---- the coming pass ----
 
     def _pays(self, chances: Sequence[float], beside: float = 0.0) -> bool:
-        """Is one more guess of the second model worth its pass, behind some with these chances? `beside`: what those of
-        others are worth."""
+        """True if one more token of the draft model is worth its pass, after tokens with these chances. `beside`: gain
+        in tokens of the other sources' drafts."""
         chain = self._chain
         if chain is None or not self._config.adaptive:
             return True
@@ -211,8 +212,8 @@ class TreeDrafter:
         return self._pace.deeper(chances, chain.depth, chain.mean, chain.cost(self._pace.plain), beside)
 
     def _teach(self, stop: StopRule, found: Sequence[tuple[DraftToken, bool]]) -> None:
-        """How the second model's first choices fared, down to the first rejected one: others were not tested."""
-        theirs: dict[int, tuple[float, bool]] = {}  # parent -> its best guess: chance, and whether it was right
+        """Teach the stop rule by the draft model's first choices up to the first rejection; later ones are untested."""
+        theirs: dict[int, tuple[float, bool]] = {}  # parent -> its best draft token: chance, accepted
         for guess, is_right in found:
             for i, offer in guess.named:
                 if self._sources[i] is self._chain and offer.chance > theirs.get(guess.parent, (0.0, False))[0]:
@@ -235,13 +236,13 @@ class TreeDrafter:
         return chain
 
     def _rows(self, guesses: Sequence[DraftToken]) -> int:
-        """How many of the guesses to verify: as many as are safe, more or fewer once the clock says so; or all."""
+        """Return how many draft tokens to verify: as safe or as measured times allow; all if not adaptive."""
         if not guesses or not self._config.adaptive:
             return len(guesses)
         return self._pace.rows([g.chance for g in guesses], self._safe(guesses))
 
     def _safe(self, guesses: Sequence[DraftToken]) -> int:
-        """Rows that these may have before their cost is known."""
+        """Return the rows that these draft tokens may have before their cost is measured."""
         return max((self._sources[i].safe(offer) for guess in guesses[:1] for i, offer in guess.named), default=0)
 
     def _send(self, mode: Mode, room: int, guesses: int) -> LookaheadRows | None:
@@ -254,10 +255,10 @@ class TreeDrafter:
             return None
         return window.scouts() if self._credit.due(self._pace.surcharge(window.rows), self._pace.speed) else None
 
-    # ---- the pass behind ----
+    # ---- the finished pass ----
 
     def _brought(self, step: Step, sources: Sequence[DraftSource | None]) -> int:
-        """Accepted tokens that only these had named, and those behind them."""
+        """Return the number of accepted tokens from the first one on that only these sources proposed."""
         guesses = self._guesses or []
         theirs = {i for i, source in enumerate(self._sources) if source in sources}
         for depth, row in enumerate(step.path[1:]):
@@ -266,7 +267,7 @@ class TreeDrafter:
         return 0
 
     def _harvest(self, step: Step) -> None:
-        """N-grams from the scouts' logits, drawn as the text will be."""
+        """Add n-grams from the logits of the lookahead rows, sampled as the answer will be."""
         from kvcli.drafts.sources.logit_recycling import likeliest, rank_with_noise  # late: it needs torch
 
         if self._window is None or self._pool is None:
@@ -279,13 +280,13 @@ class TreeDrafter:
             self._pool.put(before, run)
 
     def _hear_logits(self, step: Step) -> None:
-        """Successors from the logits of the tree's rows: as many of them as there is time for."""
+        """Record recycled logits from the rows of the tree, as many as time allows."""
         from kvcli.drafts.sources.logit_recycling import likeliest  # late: it needs torch
 
         if all(source.rests for source in self._successors):
             return
         began, plain, rows = perf_counter(), self._pace.plain, step.rows
-        # the row that ended the path first, then others of it, which were copied, then those that were not taken
+        # the row that ended the path first, then the rest of the path (copied tokens), then rejected rows
         path = step.path[::-1]
         for row in [*path, *(row for row in range(1, rows.tree) if row not in path)]:
             ids, logp = likeliest(step.hook_output(row))
@@ -313,7 +314,7 @@ class TreeDrafter:
         self._n, self._tail = len(ids), list(ids[-_TAIL:])
 
     def _hear_paper(self, new: Sequence[int]) -> None:
-        """Compare the guess on paper, made before this pass or earlier, with what came."""
+        """Compare the dry-run draft, made before this pass or earlier, with the new tokens."""
         if not self._paper:
             return
         n = min(len(new), len(self._paper))

@@ -1,7 +1,7 @@
-"""A device that does again what it did once, in one call: CUDA graphs. The one file that knows their rules.
+"""Capture and replay of operations on a GPU: CUDA graphs. This is the only file that knows their rules.
 
-What is recorded may not allocate, wait, or look at the host; it reads and writes the same addresses each time. Python
-runs while it is recorded, and never again.
+Captured operations may not allocate, wait, or read anything on the host. They read and write the same addresses in each
+replay. Python code runs during capture only.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ T = TypeVar("T")
 
 
 class Graphs(Protocol):
-    """What frames ask of a device."""
+    """Protocol of the device functions that captured passes need."""
 
     def apart(self) -> Graphs:
-        """The same device, with memory of its own for what it records.
+        """Return an object for the same device with a separate memory pool.
 
-        What is recorded later may lie in what an earlier one computes with and lets go, so that doing the earlier one
-        again destroys what the later one gave. Those that are done again in any order are recorded apart.
+        A later capture may reuse intermediate memory of an earlier one in the same pool, so that replaying the earlier
+        one overwrites the later one's results. Captures that are replayed in any order need separate pools.
         """
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """What `work` gives, which lies still from now on, and how to have it filled anew. Only what is done again has
-        been done: `work` may have run before, to warm up, so it may change nothing that matters by then.
+        """Capture `work`. Return its result, which remains at the same address, and the function that replays it. Only
+        a replay counts: `work` may run before as a warm-up, so it may not change anything of importance then.
 
-        Raises RuntimeError where it asks for the host.
+        Raises RuntimeError if `work` synchronizes with the host.
         """
 
     def host(self, n: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the host that the device can read and write by itself, zeros."""
+        """Return zeroed host memory that the device can access directly."""
 
     def send(self, here: Tensor, there: Tensor) -> None:
-        """From the host; `here` may be written to once the device was waited for."""
+        """Copy to the device; `here` may be overwritten after the next wait for the device."""
 
     def fetch(self, there: Tensor, here: Tensor) -> Callable[[], None]:
-        """To the host: how to wait for it. All that was sent before has then arrived, too."""
+        """Copy to the host and return the function that waits for the copy. By then all earlier copies have finished
+        too."""
 
 
 class HostSyncInCapture(Exception):
-    """A model asks for the host where nobody may: in words, for what."""
+    """Raised with a reason if a model synchronizes with the host during capture."""
 
 
 def captured(graphs: Graphs, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-    """As `record`; raises HostSyncInCapture where it asks for the host."""
+    """Capture `work` with `record`; raises HostSyncInCapture if it synchronizes with the host."""
     try:
         with torch.inference_mode():
             return graphs.record(work)
@@ -58,10 +59,10 @@ def captured(graphs: Graphs, work: Callable[[], T]) -> tuple[T, Callable[[], Non
 
 
 class CudaGraphs:
-    """Of one device; all that is recorded here takes its memory from one pool."""
+    """CUDA graphs of one device. All captures of one object share a memory pool."""
 
     def __init__(self, device: torch.device, side: torch.cuda.Stream | None = None) -> None:
-        """`side`: the stream to record on; cuBLAS keeps a workspace for each that it meets, so there is one."""
+        """`side`: the stream to capture on. cuBLAS keeps a workspace per stream, so there is only one."""
         self._device = device
         self._side: torch.cuda.Stream = side or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
@@ -70,14 +71,14 @@ class CudaGraphs:
         return CudaGraphs(self._device, self._side)
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """On a side stream: Triton compiles there, and cuBLAS takes its workspace."""
+        """Warm up on a side stream, where Triton compiles and cuBLAS allocates its workspace, then capture."""
         side, now = self._side, torch.cuda.current_stream(self._device)
         side.wait_stream(now)
         with torch.cuda.stream(side):
             work()
         now.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # other threads of this process go on with what they do
+        # other threads of this process continue
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             made = work()
         self._pool = self._pool or graph.pool()

@@ -1,9 +1,10 @@
-"""Frames: passes of a fixed shape that a device records once and replays, with one wait of the host in each.
+"""Captured passes: forward passes of a fixed shape that a GPU captures once and replays, with one wait of the host in
+each.
 
-A frame is as many rows as its size, unused ones included, over places of texts in memory: what changes from pass to
-pass (ids, positions, the tree, how long a past is) lies in buffers that the device reads. A pass is one copy there, one
-call, and one copy back. Where the next one is known to be a single row behind it, it is under way before the host has
-read this one: the device feeds itself what it drew.
+A captured pass has a fixed number of rows, unused ones included, and reads the KV caches at fixed addresses. The inputs
+that change (ids, positions, the tree, the length of the cache) are in buffers on the device. A replay is one copy to
+the device, one launch and one copy back. If the next pass is known to be the single row that follows, it is launched
+before the host has read the results of this one: the sampled token remains on the device.
 """
 
 from __future__ import annotations
@@ -40,28 +41,28 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import AttentionParams
 
-MOST = 12  # frames of a model that are kept
-NONE = -1  # in place of a row or a path
+MOST = 12  # most captured passes kept per model
+NONE = -1  # fills unused entries of rows and paths
 
 log = logging.getLogger("kvcli.engine")
 
 
 class CapturedPasses:
-    """Of one model. What they cannot serve runs one operation at a time; `eager` counts such passes, by why."""
+    """The captured passes of one model. Other passes launch one operation at a time; `eager` counts them by reason."""
 
     def __init__(self, graphs: Graphs, sizes: Sequence[int] = FRAMES) -> None:
-        """`sizes`: rows of a frame, rising."""
+        """`sizes`: row counts of captured passes, rising."""
         self.graphs, self._sizes = graphs, sizes
-        self._frames: dict[tuple[object, ...], CapturedBatch] = {}  # the latest last
-        self._over: list[object] = []  # layers of some of them that ended, or lie elsewhere
+        self._frames: dict[tuple[object, ...], CapturedBatch] = {}  # the most recently used last
+        self._over: list[object] = []  # layers of caches that ended or moved
         self.eager: Counter[str] = Counter()
-        self.why = ""  # nothing of this model can be recorded
+        self.why = ""  # reason why no pass of this model can be captured
 
     def run(self, feeds: Sequence[ForwardRequest]) -> list[ForwardResult] | None:
-        """One pass, the rows of all feeds side by side; None where it has to run otherwise."""
+        """Run one captured pass over the rows of all requests; None if it cannot be captured."""
         self.release()
         if any(feed.is_prompt or feed.layers is not None or feed.only_kv for feed in feeds):
-            return None  # meant to run otherwise
+            return None  # prefill and partial passes are not captured
         try:
             return self._run(feeds)
         except torch.OutOfMemoryError:
@@ -78,9 +79,10 @@ class CapturedPasses:
         return None
 
     def release(self) -> None:
-        """Let go of what was recorded over pasts that are no more, and of its memory.
+        """Drop captured passes over KV caches that no longer exist, and free their memory.
 
-        Not where such a past goes: that may be while another frame is recorded, when no memory may be given back.
+        This cannot be done when such a cache is freed, because another capture may be running, during which no memory
+        may be freed.
         """
         if self._over:
             self._over.clear()
@@ -108,14 +110,14 @@ class CapturedPasses:
         return "" if list(hear) == list(range(len(hear))) else "some rows of a tree are heard"
 
     def _size(self, feed: ForwardRequest) -> tuple[int, int]:
-        """Rows and paths."""
+        """Return the numbers of rows and paths."""
         rows = next(size for size in self._sizes if size >= feed.rows.n_rows)
         return rows, 1 if feed.rows.sees is None else rows
 
     def _frame(
         self, feeds: Sequence[ForwardRequest], sizes: Sequence[tuple[int, int]], pasts: Sequence[DeviceCache]
     ) -> CapturedBatch:
-        self.release()  # what `pasts` moved away from
+        self.release()  # drop captured passes over the former memory of these caches
         told = ((bool(feed.record_queries), feed.record_hidden_states) for feed in feeds)
         key = (*sizes, *told, *(id(lying) for its in pasts for lying in its.layers))
         frame = self._frames.pop(key, None)
@@ -128,26 +130,26 @@ class CapturedPasses:
 
 
 class NotCaptured(Exception):
-    """This pass runs one operation at a time: why, in words."""
+    """Raised with a reason if a pass must launch one operation at a time."""
 
 
 class PassInputs:
-    """Numbers of one text's rows, side by side in a block of int32, on the host or on the device."""
+    """The input numbers of one sequence's rows, in a block of int32, on the host or on the device."""
 
     def __init__(self, block: Tensor, rows: int, paths: int) -> None:
-        """`block`: of `words(rows, paths)` numbers."""
+        """`block`: as many numbers as the last entry of `_starts(rows, paths)`."""
         seed, self.ids, self.pos, self.depth, self.path_of, path, self.kept, self.count = (
             block[a : a + n] for a, n in zip(_starts(rows, paths), _lengths(rows, paths), strict=False)
         )
         self.seed, self.path = seed.view(torch.int64)[0], path.view(paths, rows)
-        self.accepted = block[_starts(rows, paths)[-3] :]  # `kept` and `count`
+        self.accepted = block[_starts(rows, paths)[-3] :]  # covers `kept` and `count`
 
     @property
     def tree(self) -> Tree:
         return Tree(self.path, self.path_of, self.depth, self.pos)
 
     def fill(self, feed: ForwardRequest) -> None:
-        """On the host. Unused rows repeat the first one, and lie on no path."""
+        """Fill in a request, on the host. Unused rows repeat the first one and are on no path."""
         rows, n = feed.rows, feed.rows.n_rows
         for to, given in ((self.ids, rows.ids), (self.pos, rows.pos)):
             numbers = to.numpy()
@@ -171,12 +173,12 @@ def _lengths(rows: int, paths: int) -> list[int]:
 
 
 def _starts(rows: int, paths: int) -> list[int]:
-    """Each at a multiple of 16 bytes; the last is the end."""
+    """Return the start of each input, at multiples of 16 bytes; the last entry is the end."""
     return list(accumulate((-(-n // 4) * 4 for n in _lengths(rows, paths)), initial=0))
 
 
 class CapturedForward:
-    """Stands where a pass does while a frame is recorded: one text's rows, all that they read on the device."""
+    """A stand-in for ForwardPass during a capture: the rows of one sequence, with all their inputs on the device."""
 
     last, hidden = -1, None
     shown: Tensor | None = None
@@ -193,11 +195,11 @@ class CapturedForward:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sight: AttentionParams, sink: Tensor | None
     ) -> Tensor:
-        """As a pass does (forward.py)."""
+        """Run attention in one layer, as in `ForwardPass` (forward.py)."""
         cast = k.to(self._dtype)
         q, k, v = q.to(self._dtype), cast, cast if v is k else v.to(self._dtype)
-        if _in_rows(k) != _in_rows(v):  # one table says where both lie
-            k, v = (t.contiguous().flatten().view(t.shape) for t in (k, v))  # a row alone may have any stride
+        if _in_rows(k) != _in_rows(v):  # one table has the addresses of both
+            k, v = (t.contiguous().flatten().view(t.shape) for t in (k, v))  # a single row may have any stride
         if (source := self._shapes[layer].shared_from) is not None:
             k, v = self.fresh[source].k, self.fresh[source].v
         else:
@@ -210,7 +212,7 @@ class CapturedForward:
 
 
 class CapturedBatch:
-    """Some texts' rows over where their pasts lie, of which it holds nothing itself."""
+    """A captured pass over the rows of some sequences. It refers to their KV caches weakly."""
 
     def __init__(
         self,
@@ -221,9 +223,9 @@ class CapturedBatch:
         pasts: Sequence[DeviceCache],
         over: Callable[[object], None],
     ) -> None:
-        """`sizes`: rows and paths of each text. `over` is told once a layer lies elsewhere. Raises
+        """`sizes`: rows and paths of each sequence. `over` is called when a layer's memory moves. Raises
         HostSyncInCapture."""
-        self._graphs = graphs = graphs.apart()  # other frames run between this one's pass and what is stored of it
+        self._graphs = graphs = graphs.apart()  # other captured passes run between this one and the commit of its rows
         self._over = [ref(lying, over) for its in pasts for lying in its.layers]
         ends = [0, *accumulate(_starts(*size)[-1] for size in sizes)]
         self._here = graphs.host(ends[-1], torch.int32)
@@ -232,7 +234,7 @@ class CapturedBatch:
             [PassInputs(block[a:b], *size) for (a, b), size in zip(pairwise(ends), sizes, strict=True)]
             for block in (self._here, self._there)
         )
-        for rows in self._of_host:  # of which `count` are stored while it is recorded: none
+        for rows in self._of_host:  # `count` is 0, so no row is stored during capture
             rows.path_of.fill_(NONE)
         graphs.send(self._here, self._there)
         self._under_way: PendingPass | None = None
@@ -248,14 +250,14 @@ class CapturedBatch:
             (logits, shown, passes), self._pass = captured(graphs, work)
         each = [rows for rows, _ in sizes]
         self._logits, self._queries = torch.split(logits, each), [p.queries for p in passes]
-        self._shown = None if shown is None else torch.split(shown, each)  # by text, [N, E]
-        stores, self._alive = [], list[Tensor]()  # what is read by what was recorded
+        self._shown = None if shown is None else torch.split(shown, each)  # by sequence, [N, E]
+        stores, self._alive = [], list[Tensor]()  # tensors that the captured operations read
         for past, made in zip(pasts, passes, strict=True):
             fresh = [(made.fresh[layer].k, made.fresh[layer].v) for layer in past.owners]
             store, alive = storing([past.layers[layer].table for layer in past.owners], fresh)
             stores.append(store)
             self._alive += alive
-        self._keep = [  # by text: stores the accepted rows
+        self._keep = [  # by sequence: commits the accepted rows
             captured(graphs, partial(store, rows.kept, rows.count, rows.pos))[1]
             for store, rows in zip(stores, self._rows, strict=True)
         ]
@@ -263,11 +265,11 @@ class CapturedBatch:
 
     @property
     def is_alive(self) -> bool:
-        """Whether all lies where it did."""
+        """True if all layers are still at the same addresses."""
         return all(lying() is not None for lying in self._over)
 
     def run(self, feeds: Sequence[ForwardRequest], pasts: Sequence[DeviceCache]) -> list[ForwardResult]:
-        """One pass of feeds of these sizes. Raises HostSyncInCapture."""
+        """Run one pass for requests of these sizes. Raises HostSyncInCapture."""
         drawing, told = self._drawings.of(feeds), [lying.synced_length for its in pasts for lying in its.layers]
         under_way, self._under_way = self._under_way, None
         if under_way is None or not under_way.serves(feeds, drawing, told):
@@ -294,7 +296,7 @@ class CapturedBatch:
         return self._made(feeds, pasts, backs, is_stored=True)
 
     def _drawn_apart(self, feeds: Sequence[ForwardRequest], pasts: Sequence[DeviceCache]) -> list[ForwardResult]:
-        """By operations that run one at a time."""
+        """Sample with operations that are launched one at a time."""
         each = zip(feeds, self._logits, strict=True)
         backs = [Readback(feed, logits[: feed.rows.n_rows]) for feed, logits in each]
         fetch(backs)
@@ -312,7 +314,8 @@ class CapturedBatch:
     ) -> list[ForwardResult]:
         made = []
         for i, (feed, back) in enumerate(zip(feeds, backs, strict=True)):
-            logits = self._none if is_stored else self._logits[i][: feed.rows.n_rows]  # else they are the next pass's
+            # otherwise the buffer has the logits of the next pass
+            logits = self._none if is_stored else self._logits[i][: feed.rows.n_rows]
             queries = [q[:, : len(feed.record_queries)] for q in self._queries[i]] if feed.record_queries else []
             keep = partial(self._kept, i, feed, pasts[i], is_stored)
             shown = (
@@ -322,7 +325,7 @@ class CapturedBatch:
         return made
 
     def _kept(self, i: int, feed: ForwardRequest, past: DeviceCache, is_stored: bool, path: Sequence[int]) -> None:
-        """These rows are part of the text."""
+        """Commit these rows."""
         if not is_stored:
             here, there = self._of_host[i], self._rows[i]
             here.kept.numpy()[: len(path)], here.count.numpy()[0] = path, len(path)
@@ -332,12 +335,13 @@ class CapturedBatch:
         past.grew(len(path), feed.rows.pos[path[0]])
 
     def _through(self, lm: LM, passes: Sequence[CapturedForward]) -> tuple[Tensor, Tensor | None]:
-        """Logits [N, V] of all rows, and what the output layer was given, where that is wanted."""
+        """Return the logits [N, V] of all rows, and the input of the output layer if requested."""
         ids, pos = (torch.cat(of).long() for of in zip(*((rows.ids, rows.pos) for rows in self._rows), strict=True))
         way = passes[0] if len(passes) == 1 else BatchedPass(passes)
         return call(lm.model, ids, pos, device=lm.device, its_pass=way, trial=way.trial), way.shown
 
 
 def _in_rows(t: Tensor) -> list[float]:
-    """How far heads, and rows, of t [K, N, D] lie apart, in rows: keys and values may differ in their size."""
+    """Return the strides of heads and rows of t [K, N, D] in units of rows, because keys and values may differ in
+    size."""
     return [stride / t.shape[2] for stride in t.stride()[:2]]

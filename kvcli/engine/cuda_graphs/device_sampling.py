@@ -1,4 +1,4 @@
-"""How a frame's texts draw their tokens: on the device, by operations that are recorded once for each way to draw."""
+"""Sampling in a captured pass: on the device, by operations captured once for each set of sampler settings."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DeviceSampling:
-    """What the host reads of a pass, and how the device goes on by itself."""
+    """Captured sampling, and the captured step that makes the sampled token the next input."""
 
-    numbers: Tensor  # float64, which holds ids exactly: of each text the drawn ids, then what is hook_output
+    numbers: Tensor  # float64, which represents ids exactly: per sequence the sampled ids, then the hook output
     start: Callable[[], None]
-    here: list[Tensor]  # on the host, in turn: one is read while the other is written
-    wide: Sequence[int]  # by text: numbers of hook output for a row
-    go_on: Callable[[], None] | None = None  # stores the row that was run, and makes what was drawn the next one
+    here: list[Tensor]  # on the host, alternating: one is read while the other is written
+    wide: Sequence[int]  # by sequence: numbers of hook output per row
+    go_on: Callable[[], None] | None = None  # commits the row that was run and makes the sampled token the next row
 
     def read(self, graphs: Graphs) -> tuple[Tensor, Callable[[], None]]:
-        """What is drawn on its way to the host, and how to wait for it."""
+        """Sample and start the copy to the host. Return the host buffer and the function that waits for it."""
         self.start()
         self.here.reverse()
         return self.here[0], graphs.fetch(self.numbers, self.here[0])
@@ -40,7 +40,7 @@ class DeviceSampling:
     def backs(
         self, feeds: Sequence[ForwardRequest], sizes: Sequence[int], logits: Sequence[Tensor], here: Tensor
     ) -> list[Readback]:
-        """What the host reads of each text, whose rows in the frame are so many, from the numbers of all."""
+        """Split the numbers into the results of each sequence, whose rows in the captured pass are `sizes`."""
         numbers: list[float] = here.tolist()
         backs = []
         for feed, size, of, wide in zip(feeds, sizes, logits, self.wide, strict=True):
@@ -52,19 +52,19 @@ class DeviceSampling:
 
 
 class DeviceSamplers:
-    """Of one frame."""
+    """The captured samplers of one captured pass."""
 
     def __init__(
         self, graphs: Graphs, rows: Sequence[PassInputs], logits: Sequence[Tensor], stores: Sequence[Storing]
     ) -> None:
-        """By text: its rows on the device, their logits, and what makes rows of it slots."""
+        """By sequence: its rows on the device, their logits, and the function that commits rows."""
         self._graphs, self._rows, self._logits, self._stores = graphs, rows, logits, stores
-        # the first row and its number, which is none while that is recorded
+        # index of the first row, and the number of rows to commit: 0 during capture
         self._first, self._one = (torch.zeros(1, dtype=torch.int32, device=logits[0].device) for _ in range(2))
         self._made: dict[tuple[Hashable, ...], DeviceSampling] = {}
 
     def of(self, feeds: Sequence[ForwardRequest]) -> DeviceSampling | None:
-        """How their tokens are drawn; None where more than the pass decides."""
+        """Return the sampling of these requests; None if it depends on more than the pass."""
         draws = [feed.draw for feed in feeds if feed.draw is not None]
         if any(draw.constraint is not None or draw.sampler.needs_text for draw in draws):
             return None
@@ -80,7 +80,7 @@ class DeviceSamplers:
         return drawing
 
     def _draw(self, how: Sequence[tuple[Sampler, LogitsHook | None]]) -> tuple[Tensor, list[int]]:
-        """The numbers of a drawing, and how many of hook output each row of a text."""
+        """Return the sampled ids and hook outputs, and per sequence the numbers of hook output per row."""
         parts, wide = [], []
         for rows, logits, (sampler, logits_hook) in zip(self._rows, self._logits, how, strict=True):
             parts.append(sampler.on_device(logits, rows.pos.long(), seed=rows.seed).double())
@@ -94,34 +94,34 @@ class DeviceSamplers:
         at = 0
         for rows, store in zip(self._rows, self._stores, strict=True):
             store(self._first, self._one, rows.pos)
-            rows.ids.copy_(numbers[at : at + 1].clamp(min=0).expand_as(rows.ids))  # where nothing could be drawn: any
+            rows.ids.copy_(numbers[at : at + 1].clamp(min=0).expand_as(rows.ids))  # if sampling failed, any valid id
             rows.pos.add_(1)
             at += len(rows.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingPass:
-    """A pass that nobody has asked for yet."""
+    """A pass that was launched before its request."""
 
     drawing: DeviceSampling
     here: Tensor
     wait: Callable[[], None]
-    rows: Sequence[tuple[int, int, int]]  # of each text: id, position, seed
-    told: Sequence[int]  # as it was when this began
+    rows: Sequence[tuple[int, int, int]]  # per sequence: id, position, seed
+    told: Sequence[int]  # lengths at the time of the launch
 
     def serves(self, feeds: Sequence[ForwardRequest], drawing: DeviceSampling | None, told: Sequence[int]) -> bool:
-        """Whether it is the pass of these feeds, over pasts of which nobody but the device has changed anything."""
+        """True if this is the pass of these requests, and only the device has changed their KV caches since."""
         return drawing is self.drawing and [first(feed) for feed in feeds] == self.rows and told == self.told
 
 
 def can_run_ahead(feed: ForwardRequest) -> bool:
-    """Whether the row that it draws is the next pass, of which nothing else is wanted."""
+    """True if the sampled token is the only row of the next pass, and no other output is requested."""
     return (
         bool(feed.rows.ahead) and not feed.record_queries and not feed.record_hidden_states and feed.logits_hook is None
     )
 
 
 def first(feed: ForwardRequest) -> tuple[int, int, int]:
-    """Of its first row: id, position, seed."""
+    """Return id, position and seed of the first row."""
     assert feed.draw is not None
     return feed.rows.ids[0], feed.rows.pos[0], feed.draw.sampler.seed

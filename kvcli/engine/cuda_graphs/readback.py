@@ -1,8 +1,7 @@
-"""What the host learns of a pass: the tokens that were drawn, and numbers that a drafter asked for.
+"""Reading back results of a forward pass: sampled tokens, and numbers that a drafter requested.
 
-A device that is not the host's is asked once, for all rows of all texts: each question more would empty its queue. On
-a CPU, where a draw takes as long for each row as for one, a row is asked for when somebody wants it, since most guesses
-are not reached.
+A GPU is read once, for all rows of all sequences, because each further read would empty its queue. On a CPU, sampling a
+row takes as long in any batch, so a row is sampled when it is needed; most draft tokens are never reached.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ if TYPE_CHECKING:
 
 
 class Readback:
-    """Of one text, by the logits [len(want), V] of its feed."""
+    """The results of one sequence, from the logits [len(want), V] of its request."""
 
     def __init__(self, feed: ForwardRequest, logits: Tensor, has_pool: bool = False) -> None:
-        """`has_pool`: of the model that made them (threads.py)."""
-        # Apple's GPU has no float64, in which noise is made and chances are summed
+        """`has_pool`: as of the model (threads.py)."""
+        # Apple's GPU has no float64, in which noise is made and probabilities are summed
         self._feed, self._logits = feed, logits.cpu() if logits.device.type == "mps" else logits
         self._has_pool = has_pool
-        self.ids: list[int] = []  # of all tree rows as they were drawn, or none yet
-        self._hook_output: dict[int, list[float]] = {}  # of wanted rows, so far
+        self.ids: list[int] = []  # sampled ids of all tree rows, or empty
+        self._hook_output: dict[int, list[float]] = {}  # of wanted rows, as far as computed
 
     def drawn(self, row: int) -> int:
-        """The token behind a tree row.
+        """Return the token sampled after a tree row.
 
-        Raises BadModel where its logits are no numbers, BadInput where a constraint allows nothing.
+        Raises BadModel if its logits are NaN or infinite, BadInput if a constraint allows no token.
         """
         token = self.ids[row] if self.ids else int(self._draw(range(row, row + 1))[0])
         if token == STUCK:
@@ -56,15 +55,15 @@ class Readback:
         return token
 
     def hook_output(self, index: int) -> list[float]:
-        """The hook output for the logits of want[index]."""
+        """Return the hook output for the logits of want[index]."""
         if index not in self._hook_output:
-            tree = self._feed.rows.tree  # behind which who asks for one asks for all
+            tree = self._feed.rows.tree  # the drafter needs all lookahead rows or none, so they are computed together
             which = slice(index, index + 1) if index < tree else slice(tree, None)
             self._hook_output.update(enumerate(self._run_hook(which).tolist(), start=which.start))
         return self._hook_output[index]
 
     def numbers(self) -> Tensor:
-        """All of it in one row of float64, which holds ids exactly."""
+        """Return all results as one row of float64, which represents ids exactly."""
         parts = [torch.empty(0, dtype=torch.float64, device=self._logits.device)]
         if self._feed.draw is not None:
             parts.append(self._draw(range(self._feed.rows.tree)).double())
@@ -73,7 +72,7 @@ class Readback:
         return torch.cat(parts)
 
     def fill(self, numbers: list[float]) -> None:
-        """The same, on the host."""
+        """Set the results from that row, on the host."""
         n = self._feed.rows.tree if self._feed.draw is not None else 0
         self.ids, rest = [int(i) for i in numbers[:n]], numbers[n:]
         wide = len(rest) // max(1, len(self._feed.want))
@@ -81,7 +80,7 @@ class Readback:
 
     def _draw(self, which: range) -> Tensor:
         assert self._feed.draw is not None, "nothing was to be drawn"
-        with one_pool(self._has_pool):  # the next step waits for it
+        with one_pool(self._has_pool):  # the next step waits for this
             return self._feed.draw.behind(self._feed.rows, which, self._logits)
 
     def _run_hook(self, which: slice) -> Tensor:
@@ -91,7 +90,7 @@ class Readback:
 
 
 def fetch(texts: Sequence[Readback]) -> None:
-    """Wait for the device, once, for all of them."""
+    """Read the results of all sequences, with one wait for the device."""
     numbers = [text.numbers() for text in texts]
     rest: list[float] = torch.cat(numbers).tolist()
     for text, of in zip(texts, numbers, strict=True):

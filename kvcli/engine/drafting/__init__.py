@@ -1,1 +1,1 @@
-"""What drafters and the engine share: the protocol, the KV of draft tokens, reports, draft heads."""
+"""Drafters' common parts: the protocol, the KV of draft tokens, reports, draft heads."""

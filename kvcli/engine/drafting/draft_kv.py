@@ -1,8 +1,8 @@
-"""Guesses that passes were made of: their keys and values, outside of any store until the text takes them.
+"""KV of draft tokens. It is kept outside the KV cache until verification accepts the tokens.
 
-They form a tree behind what is stored, as in SpecInfer (arXiv 2305.09781). A row of a further pass reads what is
-stored, then its ancestors from the first one down, then itself: the order in which a text would read them, so that the
-bits are those of a text.
+Draft tokens form a tree after the stored tokens, as in SpecInfer (arXiv 2305.09781). A row of a further pass attends to
+the KV cache, then to its ancestors from the first one down, then to itself. This is the order of plain decoding, so the
+bits are the same.
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ if TYPE_CHECKING:
 
 
 class DraftTreeKV:
-    """Grows by passes, each of which reads `past` and what grew before. It is what their rows attend to."""
+    """The KV of a draft tree. It grows by passes, whose rows attend to `cache` and to their ancestors in the tree."""
 
     def __init__(self, lm: LM, cache: CacheReader, at: int, states: RecurrentStates | None = None) -> None:
-        """`past`: what all rows see, at positions below `at`; it may not change while this grows. `states`: what mixers
-        know of it; with them each further row of a pass follows the one before."""
+        """`cache`: KV that all rows attend to, at positions below `at`; it may not change while the tree grows.
+        `states`: the recurrent states after it; with them the rows of a pass must form a chain."""
         self._lm, self._past, self._at, self._states = lm, cache, at, states
-        self._folds: list[
-            tuple[Callable[[int], None], RecurrentStates, int]
-        ] = []  # by row: of its pass, and how many rows
+        # by row: state update of its pass, states, number of rows of the pass to apply
+        self._folds: list[tuple[Callable[[int], None], RecurrentStates, int]] = []
         self.dtype = cache.dtype
         self.ids: list[int] = []
-        self.parents: list[int] = []  # which row each follows; -1 = what is stored
-        self._above: list[list[int]] = []  # a row's ancestors, the first one first, and itself
-        self._pos: list[int] = []  # of all, those of the pass under way included
-        self._line = torch.empty(0)  # [n, M + n] bool, of the pass under way: whom of all its rows see
+        self.parents: list[int] = []  # parent row; -1 = the last stored token
+        self._above: list[list[int]] = []  # a row's ancestors from the root, then the row itself
+        self._pos: list[int] = []  # of all rows, those of the running pass included
+        self._line = torch.empty(0)  # [n, M + n] bool, of the running pass: rows that its rows attend to
         self._sees: dict[int | None, Tensor] = {}  # by window, on the device
-        self._sent: dict[Any, Any] = {}  # as in a pass
+        self._sent: dict[Any, Any] = {}  # as in ForwardPass
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer that stores, k [K, M, D] and v [K, M, E]
-        self._grown: dict[int, tuple[Tensor, Tensor]] = {}  # the same with the pass under way
+        self._grown: dict[int, tuple[Tensor, Tensor]] = {}  # the same with the running pass
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -54,8 +53,8 @@ class DraftTreeKV:
     def grow(
         self, ids: Sequence[int], parents: Sequence[int], logits_hook: LogitsHook, layers: Sequence[range] = ()
     ) -> Steps[list[list[float]]]:
-        """The hook output for a pass of further rows; a parent comes before its children. `layers`: runs of those that
-        they go through, to the last one; () = all."""
+        """Run a pass of further rows and return its hook output; a parent comes before its children. `layers`: ranges
+        of layers to run, up to the last one; () = all."""
         made = yield from self.add(ids, parents, logits_hook=logits_hook, layers=layers)
         return [made.hook_output(i) for i in range(len(ids))]
 
@@ -70,7 +69,7 @@ class DraftTreeKV:
         hidden: Tensor | None = None,
         shows: bool = False,
     ) -> Steps[ForwardResult]:
-        """What a pass of further rows makes. `hidden`, `shows`: as a feed has them."""
+        """Run a pass of further rows. `hidden`, `shows`: `hidden` and `record_hidden_states` of the request."""
         had, n, above = len(self), len(ids), list(self._above)
         line = np.zeros((n, had + n), dtype=np.bool_)
         for row, parent in enumerate(parents):
@@ -78,7 +77,7 @@ class DraftTreeKV:
             line[row, above[-1]] = True
         self._line, self._sees, self._grown, self._sent = torch.from_numpy(line), {}, {}, {}
         self._pos = [self._at + len(seen) - 1 for seen in above]
-        among = (-1,) * n  # nobody walks down these rows
+        among = (-1,) * n  # these rows are never verified
         states = None if self._states is None else self._behind(parents[0], self._states)
         assert states is None or [*parents[1:]] == [*range(had, had + n - 1)], "a state is of one line of rows"
         sees = self._line[:, had:] if n > 1 and states is None else None
@@ -105,13 +104,14 @@ class DraftTreeKV:
         return made
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """Why it needs the host."""
+        """Name the reason why passes over this cache are not captured."""
         return DeviceCache(why_not="guesses of a draft lie beside the store")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, n, D] of the pass under way, at positions pos [n] -> parts over all that they see."""
+        """Return partial attention of q [H, n, D] of the running pass, at positions pos [n], over all rows and slots it
+        attends to."""
         assert own is not None, "rows see themselves"
         source = self._lm.shapes[layer].shared_from
         holder = layer if source is None else source
@@ -120,7 +120,7 @@ class DraftTreeKV:
             self._grown[holder] = torch.cat([k, own.k], 1), torch.cat([v, own.v], 1)
         k, v = self._grown[holder]
         sees = self._seen(sight.window, q)
-        # by `dataclasses.replace` it takes four times as long
+        # `dataclasses.replace` takes four times as long
         both = NewRows(k, v, self._pos, self._line, sees, own.sink, own.before, self._sent)
         return self._past.attend(layer, q, sight, pos, both)
 
@@ -134,7 +134,7 @@ class DraftTreeKV:
         return self._sees[window]
 
     def path(self, ids: Sequence[int]) -> list[int]:
-        """The rows that a text took that went on like this."""
+        """Return the rows whose tokens match the beginning of `ids`, from the root on."""
         found, at = [], -1
         for token in ids:
             below = (i for i in range(at + 1, len(self)) if self.parents[i] == at and self.ids[i] == token)
@@ -144,7 +144,7 @@ class DraftTreeKV:
         return found
 
     def _behind(self, row: int, states: RecurrentStates) -> RecurrentStates:
-        """Of a text that ends with this row; -1 = with what is stored."""
+        """Return the recurrent states after this row; -1 = after the stored tokens."""
         found = RecurrentStates()
         found.now = states.now if row < 0 else self._known(row)
         return found
@@ -155,22 +155,22 @@ class DraftTreeKV:
         return states.now
 
     def above(self, row: int) -> list[int]:
-        """A row's ancestors, the first one first, and itself."""
+        """Return a row's ancestors from the root, then the row itself."""
         return self._above[row]
 
     def held(self, path: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor, int]]:
-        """Keys and values of these rows, one behind the other, by layer, and where they begin (`Text.adopt`)."""
+        """Return keys and values of these rows in order, by layer, and their first position (`SequenceState.adopt`)."""
         for layer, (k, v) in self._held.items() if path else ():
             at = torch.tensor(path, device=k.device)
             yield layer, k.index_select(1, at), v.index_select(1, at), self._at
 
     def commit_path(self, kv: KVCache, path: Sequence[int]) -> None:
-        """These become slots."""
+        """Commit the KV of these rows."""
         for layer, k, v, at in self.held(path):
             kv.append(layer, k, v, at)
         if self._states is not None and path:
             self._states.advance(self._known(path[-1]))
 
     def usage(self) -> list[Usage]:
-        """Nothing that lasts."""
+        """No lasting memory."""
         return []

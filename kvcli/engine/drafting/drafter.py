@@ -1,4 +1,4 @@
-"""What a drafter is: something that proposes rows, and hears what became of them."""
+"""Protocol of a drafter, which proposes draft tokens and observes how many were accepted."""
 
 from __future__ import annotations
 
@@ -17,75 +17,76 @@ if TYPE_CHECKING:
     from kvcli.models.retokenizer import TokenMapping
 
 
-# tokens of context -> rows of a pass -> its time in passes of one row
+# tokens of context -> rows of a pass -> its time, in passes of one row
 Costs = Callable[[int], Mapping[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class ViewSpec:
-    """How scouts or guesses read the past: what a policy keeps, chosen anew every `every` tokens."""
+    """Specification of a cache view for lookahead rows or draft tokens: the slots that a policy selects anew every
+    `every` tokens."""
 
-    kind: str  # "stream" or "quest"; which policy that is, kvcli/assemble.py knows
-    settings: Mapping[str, int]  # of the policy
+    kind: str  # "stream" or "quest"; kvcli/assemble.py maps it to a policy
+    settings: Mapping[str, int]  # settings of the policy
     every: int
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ModelPair:
-    """The model that writes, and the one that drafts for it, which may be the same."""
+    """The target model and the draft model, which may be the same."""
 
     target: LM
     draft: LM
-    spelling: TokenMapping | None = None  # of text in both their ids; None = they share them
+    spelling: TokenMapping | None = None  # retokenization between their ids; None = they share a tokenizer
 
 
 class DraftContext(Protocol):
-    """What is stored of a text, for passes of guesses to read: nothing of theirs is ever stored in it."""
+    """The KV of a sequence that passes of a drafter read. KV of draft tokens is never stored there."""
 
     @property
     def cache(self) -> KVCache:
-        """The past of what is written."""
+        """The KV cache of the target model."""
 
     @property
     def view(self) -> CacheView | None:
-        """The part of it that the drafter's view asks for."""
+        """The cache view that the drafter's `view` specifies."""
 
 
 class Drafter(Protocol):
-    """Proposes guesses. Nothing it does can change the text: the engine samples, then matches.
+    """Protocol of a drafter. A drafter cannot change the text, because the engine samples first and then matches the
+    draft.
 
-    `start`, `propose` and `observe` may be generators, which ask for passes of a model of their own
-    (forward_request.py).
+    `start`, `propose` and `observe` may be generators that request passes of a draft model (forward_request.py).
     """
 
     @property
     def view(self) -> ViewSpec | None:
-        """How scouts read the past; None = they read all of it."""
+        """Cache view of the lookahead rows; None = they read the whole KV cache."""
 
     @property
     def logits_hook(self) -> LogitsHook | None:
-        """What it wants to know of each row's logits, by `Step.hook_output`; None = nothing."""
+        """Function of each row's logits whose result is in `Step.hook_output`; None = none."""
 
     def expect(self, costs: Costs) -> None:
-        """What passes take, as measured on this machine before: a start, no more."""
+        """Set the pass times measured earlier on this machine, as initial values only."""
 
     def start(self, ids: Sequence[int], sampler: Sampler | None = None) -> Steps[None] | None:
-        """The committed text is now `ids` (a new prompt, or an earlier point after an undo).
+        """Start from the committed text `ids` (a new prompt, or an earlier point after an undo).
 
-        `sampler`: how its tokens will be drawn, for guesses to be drawn alike; None = greedily.
+        `sampler`: how tokens will be sampled, so that draft tokens are sampled alike; None = greedily.
         """
 
     def propose(self, ids: Sequence[int], room: int, past: DraftContext) -> Steps[Draft] | Draft:
-        """Guesses for what follows `ids`; no path deeper than `room` tokens. May be empty.
+        """Propose draft tokens after `ids`, with no path deeper than `room` tokens. The draft may be empty.
 
-        `past` holds all but the last of them, and changes between two steps.
+        `past` holds the KV of all ids but the last, and changes between two steps.
         """
 
     def observe(self, step: Step) -> Steps[None] | None:
-        """What one step made of the proposal; called once after each step, in order."""
+        """Observe the result of a decoding step; called once after each step, in order."""
 
     def usage(self) -> list[Usage]:
-        """Bytes of keys and values of its own."""
+        """Return the bytes of the drafter's own KV."""
 
     def report(self) -> DraftReport | None:
-        """How drafting fares and why it pauses, for people; None if there is nothing to say."""
+        """Return figures on drafting and why it pauses, for users; None if there is nothing to report."""

@@ -1,7 +1,7 @@
-"""Small models that come beside Gemma 4 to say more than its next token, as a model whose layers store nothing: a row
-is a token, embedded by the model that writes, and the hidden state of the one before it.
+"""Gemma 4 assistant: a small draft model that comes with Gemma 4 and stores no KV. A row is a token, embedded by the
+target model, and the hidden state of the token before it.
 
-Their layers hand over queries alone, and read what the last layer of the same kind of that model stored.
+Its layers compute queries only and read the slots of the target model's last layer of the same kind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from kvcli.settings.schema import Load
 
 
 class Output(nn.Module):
-    """The output layer. It is given the state that the next guess goes on from beside its own: that one is shown."""
+    """The output layer. It also gets the hidden state that the next draft token continues from, so that this state can
+    be recorded."""
 
     def __init__(self, assistant: Any) -> None:
         super().__init__()
@@ -33,21 +34,21 @@ class Output(nn.Module):
         self.weight = self.table.weight
 
     def forward(self, _: Tensor, x: Tensor) -> Tensor:
-        """Logits [1, n, V]."""
+        """Return logits [1, n, V]."""
         logits: Tensor = self.table(x) if self.masked is None else self.masked(x, self.table.weight)
         return logits
 
 
 class Assistant(PreTrainedModel):  # type: ignore[misc]
-    """Over transformers' own layers and projections."""
+    """The assistant as a model, made of transformers' layers and projections."""
 
     _supports_sdpa = True
 
     def __init__(self, assistant: Any, embeds: nn.Module) -> None:
-        """`embeds`: the table of the model that writes, which holds it."""
+        """`embeds`: the embedding table, which belongs to the target model."""
         super().__init__(assistant.config)
         self.it, self.says = assistant, Output(assistant)
-        self.__dict__["embeds"] = embeds  # none of its modules: neither moved nor counted with it
+        self.__dict__["embeds"] = embeds  # not a submodule: neither moved nor counted with it
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -64,7 +65,8 @@ class Assistant(PreTrainedModel):  # type: ignore[misc]
         logits_to_keep: Tensor | None = None,
         use_cache: bool = False,
     ) -> CausalLMOutput:
-        """input_ids, position_ids [1, N] -> logits [1, n, V]. Hidden states [N, E] come with the pass."""
+        """Run the assistant: input_ids, position_ids [1, N] -> logits [1, n, V]. The pass supplies hidden states [N,
+        E]."""
         embedded = self.embeds(input_ids).to(self.dtype)  # [1, N, E]
         before = target_hidden_states(embedded)
         text = self.config.get_text_config()
@@ -72,7 +74,7 @@ class Assistant(PreTrainedModel):  # type: ignore[misc]
         x = self.it.model(
             inputs_embeds=self.it.pre_projection(torch.cat([embedded, before], -1)),
             position_ids=position_ids,
-            attention_mask=dict.fromkeys(nothing),  # there is none: what is read lies in a store
+            attention_mask=dict.fromkeys(nothing),  # no mask: attention reads the KV cache
             shared_kv_states=nothing,
             use_cache=False,
         ).last_hidden_state
@@ -81,45 +83,48 @@ class Assistant(PreTrainedModel):  # type: ignore[misc]
 
     @staticmethod
     def _nothing(like: Tensor, of: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, K, N, D] in the place of those that its rows do not have."""
+        """Return placeholder keys and values [1, K, N, D], because the rows have none."""
         none = like.new_zeros(1, of[0], like.shape[1], of[1])
         return none, none
 
 
 def _kinds(text: Any) -> dict[str, tuple[int, int]]:
-    """KV heads and numbers of a key, by the kind of layer."""
+    """Return the KV heads and the head size, by kind of layer."""
     each = zip(text.layer_types, text.per_layer_config, strict=False)
     return {kind: (of.num_key_value_heads, of.head_dim) for kind, of in each}
 
 
 def kv_source_layers(target: LM, head: LM) -> list[int]:
-    """By layer of `head`: the layer of `target` whose slots it reads, the last of the same kind that stores."""
+    """Return, for each layer of `head`, the layer of `target` whose slots it reads: the last one of the same kind that
+    stores KV."""
     last = {target.windows[layer] is not None: layer for layer in target.storing}
     return [last[window is not None] for window in head.windows]
 
 
 def load_assistant(target: LM, source: Source, wants: Load) -> LM:
-    """What lies in these files, where `target` is. Raises BadModel where it was made for another model."""
+    """Load an assistant on the device of `target`. Raises BadModel if it was made for another model."""
     packing = CheckpointFormat.of(source.config)
     refuse_quant(source.id, wants.quant, target.device.type, is_quantized=packing.stays(target.device.type))
     with quiet():
         config = read_config(source, trust_remote_code=False)
         _refuse_misfit(target, config, source.id)
         model, notes = weights.load_weights(source, config, wants.dtype, target.device, False, wants.quant)
-        if model.device.type != target.device.type:  # at once: what embeds its tokens is there, for the first trial too
+        # at once: the embedding table is on that device, for the first probe too
+        if model.device.type != target.device.type:
             model.to(target.device)
         return wrap_layers(target, model, id=source.id, path=str(source.path), quant=wants.quant, notes=notes)
 
 
 def wrap_layers(target: LM, assistant: Any, **about: Any) -> LM:
-    """One that is built already. `about`: as `LM.of` has it. Raises BadModel where it was made for another model."""
+    """Wrap an assistant that is built already. `about`: as in `LM.of`. Raises BadModel if it was made for another
+    model."""
     name = about.setdefault("id", "assistant")
     _refuse_misfit(target, assistant.config, name)
     return LM.of(Assistant(assistant, target.model.get_input_embeddings()), device=target.device, **about)
 
 
 def _refuse_misfit(target: LM, config: Any, name: str) -> None:
-    """Raises BadModel where this one cannot read what `target` stores."""
+    """Raise BadModel if the assistant cannot read the KV of `target`."""
     if target.is_split:
         raise BadModel(
             f"{name} cannot read what {target.info.id} stores: its layers are on two devices",

@@ -1,8 +1,8 @@
-"""Layers that come with a model to say more than its next token (multi-token prediction, arXiv 2404.19737), as a model
-of one layer: a row is a token and the hidden state of the one before it.
+"""Multi-token prediction layers of a model (arXiv 2404.19737) as a draft model of one layer. A row is a token and the
+hidden state of the token before it.
 
-Layer, projection and norms are transformers' `MtpModel`; embedding, rotary table and output layer are those of the
-model itself, held once.
+Layer, projection and norms are transformers' `MtpModel`. Embedding, rotary table and output layer are shared with the
+target model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvcli.models.library_errors import blame_files
 
 
 class Mtp(PreTrainedModel):  # type: ignore[misc]
-    """The first of the layers, alone: further ones would each need the one before it to have seen the same rows."""
+    """The first MTP layer alone, because each further layer would need the one before it to have run the same rows."""
 
     _supports_sdpa = True
 
@@ -54,7 +54,7 @@ class Mtp(PreTrainedModel):  # type: ignore[misc]
         logits_to_keep: Tensor | None = None,
         use_cache: bool = False,
     ) -> CausalLMOutput:
-        """input_ids, position_ids [1, N] -> logits [1, n, V]. Hidden states [N, E] come with the pass."""
+        """Run the layer: input_ids, position_ids [1, N] -> logits [1, n, V]. The pass supplies hidden states [N, E]."""
         embedded = self.mtp.embed_tokens(input_ids)  # [1, N, E]
         before = target_hidden_states(embedded)
         x = self.mtp.forward_layer(0, before, position_ids, cache, inputs_embeds=embedded)
@@ -62,8 +62,8 @@ class Mtp(PreTrainedModel):  # type: ignore[misc]
 
 
 def mtp_of(lm: LM) -> LM:
-    """Those that lie in the files of this model, loaded once. Raises BadModel where there are none that can be used,
-    CacheFull where they find no room."""
+    """Return the MTP layers in the files of this model, loaded once. Raises BadModel if there are none that can be
+    used, CacheFull if memory is too small."""
     if Mtp not in lm.remembers:
         config = lm.model.config.get_text_config()
         with quiet(), blame_files(lambda said: _refusal(lm, said)):
@@ -80,13 +80,14 @@ def mtp_of(lm: LM) -> LM:
 
 
 def wrap_layers(lm: LM, layers: MtpModel) -> LM:
-    """Layers that are built already. Raises BadModel for those whose attention is not one we serve."""
+    """Wrap layers that are built already. Raises BadModel if their attention is not supported."""
     return LM.of(Mtp(layers), id=f"{lm.info.id} (MTP)", path=lm.info.path, revision=lm.info.revision)
 
 
 def _name_layers(config: Any) -> None:
-    """Tell transformers of the layers of Qwen3.5 and Qwen3-Next, whose number has another name there: full attention,
-    like the last of the model, and files that are named like those of families it knows."""
+    """Set transformers' config keys for the MTP layers of Qwen3.5 and Qwen3-Next, whose count has another name there.
+    The layers use full attention, like the last layer of the model, and their files are named like those of known
+    families."""
     n = getattr(config, "mtp_num_hidden_layers", None)
     if n and getattr(config, "num_mtp_layers", None) is None:
         config.num_mtp_layers, config.mtp_layer_types = n, ["full_attention"] * n

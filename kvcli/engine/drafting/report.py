@@ -1,4 +1,4 @@
-"""How drafting fares, for people: what a drafter reports and `/spec` and `kvcli spec doctor` show."""
+"""Reports on drafting, for users: shown by `/spec` and `kvcli spec doctor`."""
 
 from __future__ import annotations
 
@@ -9,44 +9,45 @@ from itertools import takewhile
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceByMatch:
-    """How first choices that continue a match of some length have fared, verified or only compared with what came."""
+    """Acceptance of first choices after a match of some length, either verified or compared with the later text."""
 
-    match: str  # tokens, a range
-    made: int  # guesses
-    share: float  # of them right
+    match: str  # match length in tokens, a range
+    made: int  # draft tokens
+    share: float  # share of them accepted
 
 
 @dataclass(frozen=True, slots=True)
 class LookaheadReport:
-    """What scouts brought and cost."""
+    """Gain and cost of lookahead rows."""
 
-    rows: int  # in a pass that carries them
-    brought: float | None  # tokens a pass that only they had named, lately
-    cost: float | None  # plain passes that a pass with them takes longer, None = not measured
+    rows: int  # rows of a pass with lookahead
+    brought: float | None  # recent tokens per pass that only lookahead proposed
+    cost: float | None  # extra time of a pass with lookahead, in plain passes; None = not measured
     rested_passes: int
-    why: str  # in words, while they rest
+    why: str  # reason for a pause, in words
 
 
 @dataclass(frozen=True, slots=True)
 class DraftReport:
-    """What `/spec` shows. Seconds, passes, and speed as a multiple of plain decoding."""
+    """The report that `/spec` shows, in seconds, passes, and speed as a multiple of plain decoding."""
 
     paused: bool
     reason: str  # why drafting pauses, in words
     paused_passes: int
-    plain_pass: float  # median seconds of a pass with one row, 0 = not measured
-    gain: float | None  # speed over plain decoding in the last passes, None = not measured
-    row_cost: dict[int, float]  # rows in a pass, up to so many -> its time in plain passes; measured ones only
+    plain_pass: float  # median seconds of a pass with one row; 0 = not measured
+    gain: float | None  # speedup over plain decoding in the last passes; None = not measured
+    row_cost: dict[int, float]  # rows of a pass (upper bound) -> its time in plain passes; measured ones only
     by_source: Mapping[str, tuple[AcceptanceByMatch, ...]] = field(default_factory=dict)
-    scouts: LookaheadReport | None = None  # None = the drafter sends none
-    ahead: float | None = None  # plain passes that one of a second model's takes; None = there is none
-    by: str = ""  # its name
-    fault: str = ""  # what broke in it, in words: the text went on without
-    accepted_by: Mapping[str, int] = field(default_factory=dict)  # source -> accepted guesses that it was surest of
+    scouts: LookaheadReport | None = None  # None = the drafter has no lookahead
+    ahead: float | None = None  # time of a draft model's pass, in plain passes; None = no draft model
+    by: str = ""  # name of the draft model
+    fault: str = ""  # failure of the draft model, in words; decoding continued without it
+    # draft source -> accepted tokens for which it was the most confident source
+    accepted_by: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def free_rows(self) -> int | None:
-        """Rows of a pass that takes at most a tenth longer than one of a single row; None = not measured."""
+        """Rows of a pass that takes at most 10 % longer than a pass of one row; None = not measured."""
         if not self.row_cost:
             return None
         free = takewhile(lambda cost: cost[1] <= 1.1, sorted(self.row_cost.items()))

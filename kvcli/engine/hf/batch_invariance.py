@@ -1,10 +1,11 @@
-"""Whether a row's bits depend on which other rows share its pass: tried on a loaded model.
+"""Test whether a loaded model is batch invariant, that is, whether a row has the same bits whatever else is in the
+pass.
 
-Where they do not, drafting gives the text of plain decoding in 16 bits too, and the size of a chunk or another text in
-the pass changes nothing. It rests on every op of the model: our own are made so, for the others only a trial can say.
-On a device apart it is claimed of rows that are written, as fused kernels promise it: of passes of few rows. A chunk of
-a prompt is read by whatever is fastest, and the same chunks are read with drafting and without. What no kernel of ours
-computes is chosen there by a table of shapes, so that a trial of a few of them would prove nothing.
+If it is, drafting gives the text of plain decoding in 16 bits too, and chunk sizes or other sequences in a pass change
+nothing. It depends on every operation of the model: our kernels are batch invariant, other operations can only be
+tested. On a GPU it is claimed for decoding rows only, in passes of few rows, as the fused kernels guarantee it. Prompt
+chunks use the fastest kernels there, and the chunks are the same with and without drafting. Operations without a kernel
+of ours select algorithms by a table of shapes there, so testing a few shapes would prove nothing.
 """
 
 from __future__ import annotations
@@ -24,29 +25,31 @@ from kvcli.kv.tiers.dense import Dense
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
 
-STORED = 70  # tokens read first: past the first block of native attention, not at the end of the second
-CHUNK = 14  # of them, the second time: fewer than torch takes at once, so that each number is computed by itself
-DEPTH, WIDTH = 3, 5  # of the tree; the text goes through its last branches
-WIDE = 11  # of one that fills a tile of 32 rows and begins another
+STORED = 70  # tokens prefilled first: past the first block of native attention, not at the end of the second
+# chunk size of the second prefill: fewer rows than torch processes at once, so that each element is computed alone
+CHUNK = 14
+DEPTH, WIDTH = 3, 5  # size of the tree; the text follows its last branches
+WIDE = 11  # width of a tree that fills a tile of 32 rows and begins another
 
 
 def is_batch_variant(lm: LM) -> bool:
-    """Whether logits of a text differ when its rows run among guesses or in other chunks. Random tokens, fixed."""
+    """True if logits differ when rows run in a draft tree or in other chunks. Uses fixed random tokens."""
     n = min(STORED, lm.limit - DEPTH)
     if n < 1 or (lm.is_apart and triton_support.why_not(lm.device, lm.dtype)):
         return True
-    # a recurrence adds up a chunk otherwise than a row, which 16 bits hide from a short trial
+    # a recurrence sums a chunk in another order than single rows, which 16 bits hide from a short test
     if lm.mixers.like.rec and not lm.mixers.are_by_row:
         return True
     ids = torch.randint(0, lm.vocab, (n + DEPTH,), generator=torch.Generator().manual_seed(0)).tolist()
-    widths = (1,) if lm.mixers else (WIDTH, WIDE) if lm.is_apart else (WIDTH,)  # rows of mixers are a chain
+    widths = (1,) if lm.mixers else (WIDTH, WIDE) if lm.is_apart else (WIDTH,)  # rows of recurrent layers are a chain
     return any(_differ(lm, ids, n, width) for width in widths)
 
 
 def _differ(lm: LM, ids: list[int], n: int, width: int) -> bool:
-    """Whether rows behind the first n tokens do, alone and in a tree of this width."""
+    """True if rows after the first n tokens differ between plain decoding and a tree of this width."""
     (alone, of_alone), (cut, of_cut) = _past(lm, ids[:n], n), _past(lm, ids[:n], n if lm.is_apart else CHUNK)
-    # all rows of a chunk: torch's sigmoid of one number a row, as gates of experts are, rounds by the row's place
+    # compare all rows of a chunk: torch's sigmoid of one number per row, as in gates of experts, rounds by the row's
+    # index
     for layer in () if lm.is_apart else lm.storing:
         its, other = alone.slots(layer), cut.slots(layer)
         if not (torch.equal(its.k, other.k) and torch.equal(its.v, other.v)):
@@ -70,7 +73,7 @@ def _differ(lm: LM, ids: list[int], n: int, width: int) -> bool:
 
 
 def _past(lm: LM, ids: list[int], chunk: int) -> tuple[Dense, RecurrentStates]:
-    """A store that has read these in chunks of this size, and what mixers know behind them."""
+    """Prefill these ids in chunks of this size. Return the KV cache and the recurrent states."""
     kv, states = Dense(lm.shapes, lm.dtype, lm.device), RecurrentStates(lm.mixers.like)
     for start in range(0, len(ids), max(1, chunk)):
         some = ids[start : start + max(1, chunk)]

@@ -1,4 +1,5 @@
-"""What layers get as their cache in a call of a model, and of which pass it is: both reach those that drop keywords."""
+"""The cache object that layers get in a model call, and the stack of running passes. Both also reach layers that drop
+unknown keyword arguments."""
 
 from __future__ import annotations
 
@@ -19,30 +20,31 @@ if TYPE_CHECKING:
 
 
 class CacheShim:
-    """What layers get as their cache in one call of a model: only what they ask of one, and no transformers Cache.
+    """A stand-in for a transformers Cache in one model call, with only the members that layers use.
 
-    It stores nothing: keys and values are handed on to attention, whose pass knows the past. Of layers that expand
-    what they store it notes that, and leaves them nothing to expand.
+    It stores nothing. Keys and values are passed on to attention, whose pass has the KV cache. For layers that expand
+    latents it notes the latents, and lets the layer expand nothing.
     """
 
     is_compileable = False
-    is_sliding: tuple[bool, ...] = ()  # by layer, of which it has none
+    is_sliding: tuple[bool, ...] = ()  # by layer; there are none
     layers: tuple[object, ...] = ()
-    parts: Sequence[SequenceSlice] = ()  # of its texts, where mixers ask for their states (recurrent_layers.py)
+    # slices per sequence, for recurrent layers that read their states (recurrent_layers.py)
+    parts: Sequence[SequenceSlice] = ()
 
     def __init__(
         self, latents: Mapping[int, LatentProjection] = MappingProxyType({}), *, may_expand: bool = False
     ) -> None:
-        """`latents`: by layer, of those that expand what they store; `may_expand`: where that pays they do."""
+        """`latents`: by layer, projections of layers that store latents; `may_expand`: expand them if that is
+        faster."""
         self.latents, self.may_expand = latents, may_expand
         self.noted: dict[int, Tensor] = {}  # by layer: keys [1, N, R + T] over latents
-        self.expanded: dict[
-            int, tuple[LatentProjection, Tensor, Tensor, Tensor]
-        ] = {}  # and q, k, v [H, N, ..] made of them
+        # by layer: the projection, and expanded q, k, v [H, N, ..]
+        self.expanded: dict[int, tuple[LatentProjection, Tensor, Tensor, Tensor]] = {}
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, K, N, D] of the rows of the call, as they came; or latents and turned parts [1, 1, N, ..]
-        for which one row of nothing is given back where they are not to be expanded."""
+        """Return the keys and values [1, K, N, D] of the rows unchanged. For latents and rotary parts [1, 1, N, ..]
+        that are not to be expanded, return a single placeholder row."""
         if (latent := self.latents.get(layer_idx)) is None:
             return k, v
         self.noted[layer_idx] = torch.cat((k, v), -1)[0]
@@ -51,47 +53,48 @@ class CacheShim:
         return latent.nothing(k), v[:, :, :1]
 
     def advance_state(self, i: int) -> Callable[[int], None] | None:
-        """What has the states of its i-th text take in so many of its rows (recurrent_layers.py); None = there are
-        none."""
+        """Return the function that advances the recurrent states of the i-th sequence by so many rows
+        (recurrent_layers.py); None = no recurrent layers."""
         return None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: rows bring their positions, and those of several texts in one call have no common past.
+        """Zero: rows have explicit positions, and the sequences in one call share no cache.
 
-        Nor may a recorded call ask how long one is.
+        A captured call could not read a length anyway.
         """
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """0, as above."""
+        """Zero, as above."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """How many keys a mask is over, and where they begin: the rows of the call."""
+        """Return the number of keys under a mask and the first of them: the rows of the call."""
         return query_length, 0
 
 
 @lru_cache(64)
 def cache_name(model: Any) -> str | None:
-    """What this class calls its cache: renamed in transformers 5.24, which warns in each call under the old name."""
+    """Return the name of the cache argument of this class. transformers 5.24 renamed it and warns in each call with the
+    old name."""
     told = signature(getattr(model, "forward", model)).parameters
     return next((name for name in ("cache", "past_key_values") if name in told), None)
 
 
 class _Stack(threading.local):
-    """Of each thread its own: engines in two threads know nothing of each other, over one model or several."""
+    """The stack of running passes of one thread. Engines in two threads are independent, over one model or several."""
 
     def __init__(self) -> None:
         self.passes: list[tuple[object, CacheShim]] = []
 
 
-_stack = _Stack()  # a registered function is all that a model calls: what it finds its pass by is a process's, too
+# process-wide, because a model calls only the registered attention function, which finds its pass here
+_stack = _Stack()
 
 
 @contextmanager
 def active_pass(its_pass: object, trial: CacheShim | None = None) -> Iterator[None]:
-    """For the length of a call it is of this pass, or of what travels in its place; None = of none. `trial`: what
-    layers get as their cache."""
+    """Make this the running pass for the length of a model call; None = no pass. `trial`: the layers' cache."""
     _stack.passes.append((its_pass, trial or CacheShim()))
     try:
         yield
@@ -100,19 +103,19 @@ def active_pass(its_pass: object, trial: CacheShim | None = None) -> Iterator[No
 
 
 def current() -> Any:
-    """Of which pass the innermost call of this thread is; None = of none."""
+    """Return the innermost running pass of this thread; None = no pass."""
     return _stack.passes[-1][0] if _stack.passes else None
 
 
 def target_hidden_states(like: Tensor) -> Tensor:
-    """Hidden states of the model that writes, as they came with the innermost pass, in the type and shape of `like`
-    [1, N, E]; zeros where the call is of none, or brings none."""
+    """Return the target model's hidden states from the innermost pass, in the dtype and shape of `like` [1, N, E];
+    zeros without a pass or without hidden states."""
     given: Tensor | None = getattr(current(), "hidden", None)
     return torch.zeros_like(like) if given is None else given.to(like).unsqueeze(0)
 
 
 def latent_notes(layer: int) -> tuple[LatentProjection, Tensor] | None:
-    """What the innermost call of this thread noted of a layer that stores latents: what expands them, and the keys of
-    its rows [1, N, R + T]; None = the layer stores what it hands to attention."""
+    """Return the latent projection of a layer and the keys of its rows [1, N, R + T], noted in the innermost call of
+    this thread; None = the layer stores what it passes to attention."""
     trial = _stack.passes[-1][1]
     return (trial.latents[layer], trial.noted[layer]) if layer in trial.noted else None

@@ -1,8 +1,8 @@
-"""A pass straight through a model of the common form: embedding, native layers, norm, head.
+"""Direct forward pass through a model of standard decoder layers: embedding, native layers, norm, output layer.
 
-Between these transformers looks up settings by name, asks for masks that nobody wants and keeps records of what went
-by, which takes as long as the layers of a small model. As with what is fused, trial rows decide: where they do not give
-the same bits both ways, as in a model that scales its embeddings or its logits, its own loop stays.
+transformers' own loop looks up settings by name, makes unneeded masks and records outputs, which takes as long as the
+layers of a small model. As for fused layers, probe rows decide: if both ways do not give the same bits, as in a model
+that scales its embeddings or logits, the model's own loop is used.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from kvcli.engine.forward import BatchedPass, ForwardPass
     from kvcli.engine.hf.lm import LM
 
-BLOCK = 256  # positions turned at once
-KEPT = 64  # of these: layer by layer a prompt comes by as often as there are layers
+BLOCK = 256  # positions whose cosines and sines are computed at once
+KEPT = 64  # blocks cached: in layer-wise prefill the positions recur in every layer
 
 
 class RopeTable:
-    """Cosines and sines by position as the model's own module makes them, of a block at once."""
+    """Cosines and sines by position, computed by the model's own module in blocks."""
 
     def __init__(self, module: nn.Module, like: Tensor) -> None:
-        """`like`: of the model's type and device."""
+        """`like`: a tensor of the model's dtype and device."""
         self._module, self._like = module, like
         self._block = lru_cache(KEPT)(lambda i: self._asked(range(i * BLOCK, (i + 1) * BLOCK)))
 
     def __call__(self, pos: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """cos, sin [N, R]."""
+        """Return cos, sin [N, R]."""
         first, last = min(pos), max(pos)
         is_run = isinstance(pos, range) or all(b == a + 1 for a, b in pairwise(pos))
         blocks = range(first // BLOCK, last // BLOCK + 1)
-        if len(blocks) > (KEPT if is_run or len(pos) > BLOCK else 1):  # of a pruned prompt many rows, with gaps
+        if len(blocks) > (KEPT if is_run or len(pos) > BLOCK else 1):  # a pruned prompt has many rows with gaps
             return self._asked(pos)
         each = [self._block(i) for i in blocks]
         cos, sin = (torch.cat(of) if len(of) > 1 else of[0] for of in zip(*each, strict=True))
@@ -53,7 +53,7 @@ class RopeTable:
         return cos[rows], sin[rows]
 
     def is_fixed(self, limit: int) -> bool:
-        """Whether a position turns alike however far other rows of the pass are."""
+        """True if the rotation of a position does not depend on the positions of other rows in the pass."""
         near = range(min(32, limit))
         alone, among = self._asked(near), self._asked([*near, limit - 1])
         return all(torch.equal(a, b[: len(near)]) for a, b in zip(alone, among, strict=True))
@@ -64,12 +64,12 @@ class RopeTable:
 
 
 class DirectForward:
-    """Holds parts of the model, and not the model."""
+    """A direct forward pass. It holds modules of the model, but not the model."""
 
     def __init__(
         self, embedding: nn.Module, turns: RopeTable | None, layers: Sequence[FusedLayer], norm: Any, head: nn.Module
     ):
-        """`norm`: of what the last layer gives."""
+        """`norm`: the final norm."""
         self._embedding, self._turns, self._layers, self._norm, self._head = embedding, turns, layers, norm, head
         self._weight = embedding.weight if type(embedding) is nn.Embedding else None
 
@@ -82,10 +82,10 @@ class DirectForward:
         layers: range | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Logits [len(want), V] of these rows; None = of all.
+        """Return the logits [len(want), V] of these rows; None = of all rows.
 
-        `layers`: through these alone, of which the first is given `hidden` [N, E], or the embeddings. What they give
-        [N, E] where they end below the last.
+        `layers`: run these layers only, with the input `hidden` [N, E] or the embeddings. If they end below the last
+        layer, return their output [N, E].
         """
         through = range(len(self._layers)) if layers is None else layers
         with torch.inference_mode():
@@ -96,7 +96,7 @@ class DirectForward:
             if through.stop < len(self._layers):
                 return x
             x = self._norm(x if want is None else x[want])
-            if getattr(its_pass, "shows", False):  # no hook hears what calls no module
+            if getattr(its_pass, "shows", False):  # hooks do not run, because no module is called
                 its_pass.shown = x  # type: ignore[union-attr]
             logits: Tensor = self._head.forward(x)
         return logits
@@ -109,7 +109,8 @@ class DirectForward:
 
 
 def direct_forward_of(lm: LM, layers: Iterable[nn.Module]) -> DirectForward | None:
-    """A way straight through a model all of whose layers are fused; None where its own loop does anything else."""
+    """Return the direct forward pass of a model whose layers are all fused; None if its own loop computes anything
+    else."""
     every = list(layers)
     inside = {id(module) for layer in every for module in layer.modules()}
     ways = [way for layer in every if isinstance(way := vars(layer).get("forward"), FusedLayer)]
@@ -126,7 +127,7 @@ def direct_forward_of(lm: LM, layers: Iterable[nn.Module]) -> DirectForward | No
 
 
 def _is_same(lm: LM, straight: DirectForward, positions: Sequence[int]) -> bool:
-    """Whether it gives the model's logits to the bit: random tokens, of all rows and of some."""
+    """True if it gives the model's logits to the bit: for random tokens, for all rows and for some."""
     pos = [p % lm.limit for p in positions]
     ids = torch.randint(0, lm.vocab, (len(pos),), generator=torch.Generator().manual_seed(0)).tolist()
     return all(

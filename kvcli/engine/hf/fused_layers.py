@@ -1,8 +1,8 @@
-"""What stands between products and attention made native: norms, MLPs, and whole decoder layers around their attention.
+"""Native norms, MLPs and whole decoder layers around their attention.
 
-A module is replaced by what it does, not by its name: trial rows go through both, and it stays where they differ. Norms
-and layers must agree to the bit; in an MLP e^x may be rounded to the other side. Of MLPs and layers that are alike but
-for their weights two are tried.
+A module is replaced by its behavior, not by its name: probe rows run through both, and it is unchanged if they differ.
+Norms and layers must agree to the bit; in an MLP e^x may round the other way. Of MLPs and layers that are alike but for
+their weights, two are tested.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import AttentionParams
 
-TRIAL = (0, 1, 2, 5, 26, 27, 131)  # of the trial rows
+TRIAL = (0, 1, 2, 5, 26, 27, 131)  # positions of the probe rows
 
 
 def fuse_(lm: LM, layers: Sequence[nn.Module]) -> str:
-    """Make native what can be, in a model whose linear layers are; says what that is, "" = nothing."""
+    """Replace modules with native ones, in a model whose linear layers are native. Return a description; "" = none
+    replaced."""
     norms, mlps = norm_(lm.model), mlp_(lm.model)
     done = 0
     if mlps and layers:
         trials = _trials(lm, layers)
         done = sum(_fuse_alike(lm, layers, group, trials) for group in kinds(lm, layers))
-    make_activations_invariant_(lm.model)  # of MLPs that are not gated, and of rows that no native layer serves
+    make_activations_invariant_(lm.model)  # for ungated MLPs, and for rows that no native layer supports
     found = {"norms": norms, "MLPs": mlps, "whole layers": done}
     return ", ".join(f"{n} {what}" for what, n in found.items() if n)
 
 
 def _fuse_alike(lm: LM, layers: Sequence[nn.Module], group: Sequence[int], trials: Mapping[int, _Trial]) -> int:
-    """All layers of a kind, if those that are tried agree. Returns how many."""
+    """Replace all layers of a kind if the tested ones agree. Return their number."""
     first = trials[group[0]]
     for turns in (True, False):
         asked = [replace(first.asked, layer=i) for i in group]
@@ -62,7 +63,7 @@ def _fuse_alike(lm: LM, layers: Sequence[nn.Module], group: Sequence[int], trial
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """What a layer handed to its attention."""
+    """The arguments that a layer passed to its attention."""
 
     layer: int
     made: tuple[Tensor, Tensor, Tensor]  # q, k, v
@@ -71,12 +72,14 @@ class AttentionInputs:
 
 
 class FusedLayer:
-    """One layer in two calls. Holds its weights and no module: a module that held itself would outlive its model."""
+    """A decoder layer in two native calls. It holds its weights and no module, because a module that refers to itself
+    would outlive its model."""
 
     def __init__(
         self, layer: Layer, keeps: Sequence[object], asked: AttentionInputs, turns: bool, own: Callable[..., Any]
     ) -> None:
-        """`keeps`: what holds the weights that `layer` points to; `own`: the module's forward, for what is no pass."""
+        """`keeps`: owners of the weights that `layer` points to; `own`: the module's forward, used outside of a
+        pass."""
         self.layer, self._keeps, self._turns = layer, keeps, turns
         self._index, self._sight = asked.layer, asked.sight
         self._dtype = torch.float32 if layer.mlp.is_wide else torch.bfloat16
@@ -84,7 +87,7 @@ class FusedLayer:
         self.kind = turns
 
     def __call__(self, hidden_states: Tensor, *args: Any, **told: Any) -> Any:
-        """hidden_states [1, N, E] -> the same of the next layer."""
+        """Run the layer: hidden_states [1, N, E] -> hidden states after it [1, N, E]."""
         its_pass = current()
         if its_pass is None or hidden_states.shape[0] != 1 or hidden_states.dtype != self._dtype:
             own: Any = self._own()
@@ -95,17 +98,18 @@ class FusedLayer:
     def run(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, its_pass: ForwardPass | BatchedPass | RecordingPass
     ) -> Tensor:
-        """x [N, E] in the layer's type -> the same of the next layer; cos, sin [N, R], if any layer turns."""
+        """Run the layer: x [N, E] in its dtype -> hidden states after it; cos, sin [N, R] if it has rotary
+        embedding."""
         q, k, v = before(self.layer, x, cos, sin) if self._turns else before(self.layer, x, None, None)
         out = its_pass.attend(self._index, q, k, v, self._sight, None).transpose(0, 1)
         return after(self.layer, x, out if out.dtype is x.dtype else out.to(x.dtype))
 
 
-# ---- trials ----
+# ---- tests of fused layers ----
 
 
 class RecordingPass:
-    """Travels in place of a pass. A row attends to itself."""
+    """A stand-in for a forward pass that records attention arguments. A row attends to itself."""
 
     def __init__(self) -> None:
         self.asked: list[AttentionInputs] = []
@@ -119,7 +123,7 @@ class RecordingPass:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """What came into a layer, what it was told, asked and gave."""
+    """The input, keyword arguments, attention arguments and output of a layer in a test."""
 
     hidden: Tensor  # [1, N, E]
     told: dict[str, Any]
@@ -128,7 +132,7 @@ class _Trial:
 
 
 def _trials(lm: LM, layers: Sequence[nn.Module]) -> dict[int, _Trial]:
-    """By layer, those that are tried: from a pass of random tokens."""
+    """Run random tokens and return a test case for each layer to be tested."""
     ids = torch.randint(0, lm.vocab, (len(TRIAL),), generator=torch.Generator().manual_seed(0)).tolist()
     pos = [p % lm.limit for p in TRIAL]
     listener, seen = RecordingPass(), list[tuple[Tensor, dict[str, Any], Any]]()
@@ -148,7 +152,7 @@ def _trials(lm: LM, layers: Sequence[nn.Module]) -> dict[int, _Trial]:
 
 
 def _is_same(fused: FusedLayer, trial: _Trial) -> bool:
-    """Whether it hands the same to its attention and gives the same, to the bit."""
+    """True if the fused layer passes the same tensors to attention and has the same output, to the bit."""
     listener = RecordingPass()
     with active_pass(listener):
         gave = fused(trial.hidden, **trial.told)
@@ -161,7 +165,7 @@ def _is_same(fused: FusedLayer, trial: _Trial) -> bool:
 
 
 def _fused(layer: nn.Module, trial: _Trial, turns: bool) -> FusedLayer | None:
-    """The layer by its parts, were it of the common form; None where it has others."""
+    """Return the fused layer, if the layer is a standard decoder layer; None if it has other modules."""
     parts = [vars(child).get("forward") for child in layer.children()]
     norms = [part for part in parts if isinstance(part, NativeNorm)]
     mlps = [part for part in parts if isinstance(part, NativeMlp)]

@@ -1,4 +1,4 @@
-"""Whether rows can be stopped between the layers of a model, and go on later: refused by name where they cannot."""
+"""Check whether rows can be stopped between the layers of a model and continue later; refuse the model if not."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 
 def verify_partial_passes(lm: LM) -> None:
-    """Random tokens, some of which stop half way up and go on once the others are read, against one pass that hides
-    them from these by a mask; raises BadModel where what is read behind them differs.
+    """Run random tokens, some of which stop midway and continue after the others, and compare with one pass that hides
+    them by a mask. Raises BadModel if later logits differ.
 
-    Whatever a model carries from layer to layer beside the rows it is given shows: each layer is a pass of its own, and
-    the upper ones get fewer rows. In half precision rounding alone may do it, as in `seam.compare`.
+    The check finds any state that a model carries between layers besides the hidden states, because each layer is a
+    separate pass and upper layers get fewer rows. In half precision rounding alone may cause a difference, as in
+    `model_probe.verify_logits`.
     """
     kind, is_half = f"{lm.info.id} ({lm.info.family})", lm.dtype.itemsize < 4
     if lm.is_split:
@@ -38,7 +39,7 @@ def verify_partial_passes(lm: LM) -> None:
     layers, n = spans(lm.shapes), min(24, lm.limit)
     stop, n_read = layers[len(layers) // 2].start, 2 * n // 3
     if not stop or not n_read:
-        return  # nowhere to stop
+        return  # no layer to stop at
     on = [row for row in range(n_read) if row % 3 or row == n_read - 1]
     noise = torch.Generator().manual_seed(0)
     for _ in range(3 if is_half else 1):
@@ -58,7 +59,8 @@ def verify_partial_passes(lm: LM) -> None:
 
 
 class _Hiding(ForwardPass):
-    """All rows go through all layers. From one of these on, those that go on see nothing of those that stop."""
+    """A pass of all rows through all layers. From layer `stop` on, rows that continue do not attend to rows that
+    stop."""
 
     def __init__(self, feed: ForwardRequest, stop: int, on: Sequence[int]) -> None:
         super().__init__(feed)
@@ -77,7 +79,7 @@ class _Hiding(ForwardPass):
 
 
 def _stopping(lm: LM, rows: Rows, want: range, stop: int, on: Sequence[int]) -> Steps[Tensor]:
-    """Logits of the wanted rows behind the others, which are read layer by layer."""
+    """Return the logits of the wanted rows after layer-wise prefill of the other rows."""
     kv, behind = Dense(lm.shapes, lm.dtype, lm.device), AuxCache(lm, None)
     read = rows.only(range(want.start))
     prompt = LayerwisePrefill(lm, kv, read, read.n_rows, (), lambda at, _: on if at == stop else None, comes_back=True)

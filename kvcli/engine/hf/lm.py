@@ -1,4 +1,4 @@
-"""Load a Hugging Face decoder, register our attention with transformers, and check that both give the same logits."""
+"""Load a Hugging Face decoder, register our attention with transformers, and verify that both give the same logits."""
 
 from __future__ import annotations
 
@@ -53,48 +53,52 @@ _PROBE = "kvcli_probe"
 
 
 class LM:
-    """A causal language model whose attention is ours. Weights only: no state of any text."""
+    """A causal language model that runs with our attention. It holds weights only, no state of any sequence."""
 
     def __init__(
         self, model: Any, shape: model_probe.ModelLayout, info: ModelInfo, places: Sequence[torch.device] | None = None
     ) -> None:
-        """`places`: of its layers, where they are not all where the model is."""
+        """`places`: the device of each layer, if they differ from the model's."""
         self.model = model
-        self.n_layers = len(shape.attentions)  # that attend
-        self.mixers = shape.mixers  # of layers that keep a state; none in most models
+        self.n_layers = len(shape.attentions)  # layers with attention
+        self.mixers = shape.mixers  # recurrent layers; none in most models
         self.mixers.settle()
-        self.heads = shape.heads  # of queries, by layer; what keys and values are is in `shapes`
+        self.heads = shape.heads  # query heads by layer; keys and values are described in `shapes`
         self.vocab = info.vocab
         self.dtype: torch.dtype = model.dtype
-        self.entry: torch.device = model.device  # where ids go in
-        self.device = places[-1] if places is not None else self.entry  # where logits come out
+        self.entry: torch.device = model.device  # device of the token ids
+        self.device = places[-1] if places is not None else self.entry  # device of the logits
         self.is_split = places is not None
-        self.is_apart = self.device.type != "cpu"  # each time that the host asks for a result empties a queue
+        self.is_apart = self.device.type != "cpu"  # on a GPU each result that the host reads empties a queue
         self.shapes = with_devices(shape.stored, places, self.device)  # per layer
-        self.storing = [layer for layer, of in enumerate(self.shapes) if of.shared_from is None]  # others read theirs
+        # other layers read their slots
+        self.storing = [layer for layer, of in enumerate(self.shapes) if of.shared_from is None]
         self.attentions = shape.attentions  # per layer
-        self.latents = shape.latents  # by layer, of those that store latents
+        self.latents = shape.latents  # by layer, for layers that store latents
         self.sights = shape.sights  # per layer
-        self.sinks = shape.attention_sink_logits  # per layer, [H] learned logits of attention; None = it has none
-        self.windows = tuple(sight.window for sight in self.sights)  # None = a layer sees all
+        self.sinks = shape.attention_sink_logits  # per layer, [H] learned sink logits of attention; None = none
+        self.windows = tuple(sight.window for sight in self.sights)  # None = full attention
         self.sliding = [layer for layer, window in enumerate(self.windows) if window is not None]
-        self.n_heads, self.n_kv_heads, self.head_dim = info.heads, info.kv_heads, info.head_dim  # the most of any layer
+        # the largest number of any layer
+        self.n_heads, self.n_kv_heads, self.head_dim = info.heads, info.kv_heads, info.head_dim
         self.limit = info.limit  # tokens
         self.stop_ids = model_settings.stop_ids(model, info.id)
         self.stop_strings = model_settings.stop_strings(model)
         self.generation = model_settings.generation_defaults(model, info.id)
         self.info = info
-        self.files: dict[str, list[Stamped]] = {}  # that it was loaded from, as they were then
-        self.hashes = Hashes()  # of these, and where somebody said so those of earlier runs
-        self.is_row_invariant = False  # known to: a row has the same bits whoever shares its pass
-        self.has_pool = False  # native kernels share its steps among threads of their own, once laid out (threads.py)
-        self.straight: DirectForward | None = None  # a way through it that leaves transformers' loop out, once laid out
-        self.frames: CapturedPasses | None = None  # passes that its device records, where it does
-        self.turns: tuple[Rotary | None, ...] | None = None  # of keys, by layer, once somebody asked (rope.py)
-        self.remembers: dict[object, Any] = {}  # what its texts taught drafters for those to come, by what it is
+        self.files: dict[str, list[Stamped]] = {}  # files that it was loaded from, with their state at that time
+        self.hashes = Hashes()  # hashes of these files, and those of earlier runs if set
+        # batch invariant, as tested: a row has the same bits whatever else is in the pass
+        self.is_row_invariant = False
+        self.has_pool = False  # native kernels run on threads of their own, once installed (threads.py)
+        self.straight: DirectForward | None = None  # forward pass without transformers' loop, once installed
+        self.frames: CapturedPasses | None = None  # captured passes, if the device supports them
+        # rotary embedding of keys by layer, once requested (rope.py)
+        self.turns: tuple[Rotary | None, ...] | None = None
+        self.remembers: dict[object, Any] = {}  # what drafters learned from earlier sequences, by kind
         self._layers = model_probe.decoder_layers(model, shape)
-        self._has_gates = False  # and is known to take them
-        self._is_shown = False  # what its output layer is given
+        self._has_gates = False  # layer gates are installed and work
+        self._is_shown = False  # input of the output layer is recorded
 
     @staticmethod
     def of(
@@ -109,12 +113,12 @@ class LM:
         verify: bool = False,
         notes: tuple[str, ...] = (),
     ) -> LM:
-        """Wrap a transformers causal LM that is already built; its layers are left as they are, but for what expands
-        latents, which is wrapped.
+        """Wrap a transformers causal LM that is already built. Its layers are unchanged, except that modules that
+        expand latents are wrapped.
 
-        With `quant` the decoder's linear layers are packed here, by what serves `device` (None: where the model is).
-        With `layers_on_gpu` so many of the last ones and the head go to `device`, the rest stays where it is.
-        Raises BadModel for a model whose attention is not one we serve.
+        With `quant` the decoder's linear layers are quantized for `device` (None: the model's device). With
+        `layers_on_gpu` so many last layers and the output layer move to `device`; the rest remains. Raises BadModel if
+        the model's attention is not supported.
         """
         began = time.perf_counter()
         _register()
@@ -174,10 +178,10 @@ class LM:
         verify: bool = True,
         graphs: str = "auto",
     ) -> LM:
-        """Load the files of `source`. Never touches the network and prints nothing; raises BadModel or UsageError.
+        """Load the files of `source`. Never uses the network and prints nothing; raises BadModel or UsageError.
 
-        `quant` int8, int4 or nf4: packed, on CUDA by bitsandbytes where no fused kernels serve it. `graphs`: "auto" or
-        "off".
+        `quant` int8, int4 or nf4: quantized weights, on CUDA by bitsandbytes if no fused kernels support them.
+        `graphs`: "auto" or "off".
         """
         began = time.perf_counter()
         where = weights.find_device(device)
@@ -213,29 +217,29 @@ class LM:
         return lm
 
     def __deepcopy__(self, memo: object) -> LM:
-        """Itself: texts that are copied share it."""
+        """Return itself: copied sequences share the model."""
         return self
 
     @property
     def batch_variant_reason(self) -> bool:
-        """Whether a row's numbers may depend on how many rows share its pass, by more than fp32 shows."""
+        """True if a row's numbers may depend on how many rows share its pass, by more than float32 rounding."""
         return self.dtype.itemsize < 4 and not self.is_row_invariant
 
     @property
     def max_invariant_rows(self) -> int | None:
-        """Rows that are written, up to which a pass leaves each its bits, without those of a prompt; None = any."""
+        """Most decoding rows of a pass without prompt rows that is still batch invariant; None = any number."""
         return MOST if self.is_apart and self.is_row_invariant else None
 
     def check_layer_gates(self) -> None:
-        """Raises BadModel where rows cannot be stopped between layers; asked when a feed first wants that.
+        """Raise BadModel if rows cannot be stopped between layers; called by the first request that needs it.
 
-        Gates come with it: a call more in each layer of each pass, which most models never need.
+        It installs the gates. They add a call per layer and pass, and most models never need them.
         """
         if self._has_gates:
             return
         try_ = ["--set prefill.order=chunks", "--set prune.method=none", "--set reuse.method=none"]
         self.mixers.refuse(self.info.id, "rows cannot be stopped between them", try_)
-        self._has_gates = True  # for the passes of the check
+        self._has_gates = True  # set for the passes of the check
         try:
             layer_gates.install(self._layers or ())
             layer_gate_check.verify_partial_passes(self)
@@ -244,15 +248,15 @@ class LM:
             raise
 
     def enable_hidden_states(self) -> None:
-        """Have passes that want it note what the output layer is given; asked when a feed first wants that."""
+        """Record the input of the output layer in passes that request it; called by the first such request."""
         if not self._is_shown:
             self._is_shown = True
             self.model.get_output_embeddings().register_forward_pre_hook(_show)
 
     def install_kernels(self) -> None:
-        """Have linear layers multiplied as their device does it fastest: natively or fused, where that is served.
+        """Replace linear layers with the fastest kernels of their device, native or fused, where supported.
 
-        Then a trial says whether rows are independent of each other to the bit.
+        Afterwards a test finds out whether the model is batch invariant.
         """
         widened = "in oneDNN's blocks" if multiplies(self.dtype) else "multiplied in float32"
         native, experts = "layers in native panels", "weights of experts and routers in native panels"
@@ -267,7 +271,7 @@ class LM:
         self.mixers.settle()
         if self.mixers.are_by_row:
             self.info = replace(self.info, backend=f"{self.info.backend}, {len(self.mixers)} recurrences row by row")
-        if self.is_split:  # what is fused takes all layers for one device's
+        if self.is_split:  # fused layers expect all layers on one device
             return
         layers = list(() if self.mixers else self._layers or ())
         if fused := fuse_(self, layers):
@@ -277,8 +281,8 @@ class LM:
             self.is_row_invariant = not is_batch_variant(self)
 
     def enable_graph_capture(self, graphs: str) -> None:
-        """Have its device record passes and replay them (captured_pass.py), where it can; the backend says so, or why
-        not."""
+        """Enable captured passes (captured_pass.py) if the device supports them. The backend's description names them,
+        or why not."""
         whys = (
             triton_support.why_not(self.device, self.dtype) if graphs == "auto" else f"load.graphs = {graphs}",
             "its layers are on two devices" if self.is_split else "",
@@ -292,11 +296,11 @@ class LM:
 
     @cached_property
     def free_device_bytes(self) -> int:
-        """Bytes of its device that were free beside the weights when somebody first asked: one number for all texts."""
+        """Bytes of the device that were free beside the weights at the first call: one number for all sequences."""
         return free_device_bytes(self.device)
 
     def release(self) -> None:
-        """A text has ended: give back what its device held for it, passes recorded over its past and pinned memory."""
+        """Free the device memory of an ended sequence: captured passes over its KV cache and pinned memory."""
         if self.frames is not None:
             self.frames.release()
         bus_of(self.device).release()
@@ -315,17 +319,18 @@ def _weight_bytes(model: nn.Module) -> int:
     return sum(held.values())
 
 
-# ---- the seam ----
+# ---- registration with transformers ----
 
 
 @cache
 def _register() -> None:
-    """Once a process. Without a mask function of that name transformers makes no mask and asks no device for it."""
+    """Register our attention, once per process. There is no mask function of that name, so transformers makes no
+    mask."""
     AttentionInterface.register(_ATTENTION, forward.attention)
 
 
 def probed(model: Any, n_layers: int, limit: int, name: str) -> model_probe.ModelLayout:
-    """What its layers ask of attention, by one row; raises BadModel for what is not served."""
+    """Run one row to find out how the layers call attention; raises BadModel for unsupported calls."""
     probe = model_probe.Probe()
     AttentionInterface.register(_PROBE, probe.attention)
     AttentionMaskInterface.register(_PROBE, probe.mask)
@@ -333,13 +338,14 @@ def probed(model: Any, n_layers: int, limit: int, name: str) -> model_probe.Mode
         with _attention(model, _PROBE):
             return model_probe.probe_layers(model, probe, n_layers, limit, name)
     finally:
-        probe.layers.clear()  # transformers' registry keeps the probe, and the probe must not keep the model
+        probe.layers.clear()  # transformers' registry keeps the probe, so the probe must not keep the model alive
 
 
 @contextmanager
 def _attention(model: Any, name: str) -> Iterator[None]:
-    """Another attention function for the length of a block."""
-    before = model.config.get_text_config()._attn_implementation  # a class around it may have one that it keeps
+    """Set another attention function for the length of a block."""
+    # an outer class may have another setting, which it keeps
+    before = model.config.get_text_config()._attn_implementation
     with quiet():
         model.set_attn_implementation(name)
         try:
@@ -350,7 +356,7 @@ def _attention(model: Any, name: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No bars and no warnings of transformers: what matters of them comes back as a note or an error."""
+    """Suppress the progress bars and warnings of transformers. Relevant ones are reported as a note or an error."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

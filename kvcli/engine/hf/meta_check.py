@@ -1,4 +1,4 @@
-"""Whether a model would be served, asked of its outline: built where nothing takes memory, with no weight read."""
+"""Check whether a model is supported, from a copy on the meta device: no memory is used and no weight is read."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _NUMBER = (_ATEN._local_scalar_dense.default, _ATEN.item.default, _ATEN.is_nonze
 
 
 def check_on_meta_device(source: Source, kind: str, trust_remote_code: bool) -> str:
-    """Raises BadModel as loading on such a device would; "", or what only loading can tell.
+    """Raise BadModel as loading on such a device would. Return "", or the check that is only possible after loading.
 
-    The outline answers all but what depends on numbers, such as which experts a row goes to.
+    The meta model answers everything that does not depend on values, such as the experts of a row.
     """
     if not source.is_gguf:
         return _examine(source, kind, trust_remote_code)
-    with TemporaryDirectory() as folder:  # transformers takes a config from a folder alone
+    with TemporaryDirectory() as folder:  # transformers reads a config only from a folder
         (Path(folder) / "config.json").write_text(json.dumps(source.config))
         return _examine(replace(source, path=Path(folder), is_gguf=False), kind, trust_remote_code)
 
@@ -61,7 +61,8 @@ def _examine(source: Source, kind: str, trust_remote_code: bool) -> str:
 
 
 class _Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What an outline is asked that only numbers know: of the one row all is true and 0, and no expert is picked."""
+    """Fixed answers to questions about values of meta tensors: every value of the one row is true or 0, and no expert
+    is selected."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         of = args[0] if args else None
@@ -74,9 +75,9 @@ class _Guesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _outline(source: Source, config: Any, loader: Any) -> Any:
-    """The model on the meta device."""
-    config._experts_implementation = "eager"  # grouped products check sizes that an outline does not have
-    build = getattr(loader, "from_config", None) or loader._from_config  # of an Auto class, of one of its own
+    """Build the model on the meta device."""
+    config._experts_implementation = "eager"  # grouped products check sizes that meta tensors do not have
+    build = getattr(loader, "from_config", None) or loader._from_config  # of an Auto class, or of the model's own class
     why = "its config.json does not fit its architecture"
     with limit_to_files(source), blame_files(partial(unreadable, source, why)), torch.device("meta"):
         return build(config, attn_implementation="eager").eval()

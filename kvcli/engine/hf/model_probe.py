@@ -1,4 +1,5 @@
-"""Ask a loaded model how its layers attend, then compare our pass with its own; refuse by name where they part."""
+"""Probe how a loaded model's layers call attention, then compare our logits with its own; refuse the model if they
+differ."""
 
 from __future__ import annotations
 
@@ -24,23 +25,23 @@ from kvcli.kv.slots import AttentionParams, LayerShape
 from kvcli.kv.tiers.dense import Dense
 from kvcli.models.library_errors import blame_files
 
-_SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors our attention may be handed
+_SERVED = {"position_ids", "cache_position", "position_embeddings", "s_aux"}  # tensors that our attention accepts
 # Relative RMS of a row's logits. Stock attention takes its softmax in float32 even in a float64 model.
 WITHIN = {torch.float64: 1e-5, torch.float32: 3e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedLayer:
-    """What one layer handed to the attention function."""
+    """The arguments that one layer passed to the attention function."""
 
     module: nn.Module
     index: int
     heads: tuple[int, int, int, int]  # H, K, key size, value size
     sight: AttentionParams
-    mask: int | None  # which of the model's masks it was handed; None = none, -1 = one changed on the way
-    sink: Tensor | None  # [H] logits that take attention and give nothing
-    extras: tuple[str, ...]  # what it asks of attention that nobody here serves
-    kv: tuple[Tensor, Tensor]  # as handed over: layers that share keys and values hand over the same tensors
+    mask: int | None  # index of the model's mask that it passed; None = none, -1 = a mask changed on the way
+    sink: Tensor | None  # [H] sink logits, which take attention but have no value
+    extras: tuple[str, ...]  # arguments of attention that are not supported
+    kv: tuple[Tensor, Tensor]  # as passed: layers that share keys and values pass the same tensors
 
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -48,7 +49,7 @@ MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(slots=True)
 class Probe:
-    """Travels through a model in place of a pass and notes what each layer asks for."""
+    """A stand-in for a forward pass that notes the arguments of each layer."""
 
     layers: list[ProbedLayer] = field(default_factory=list)
     masks: list[MaskRule] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Probe:
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
     ) -> tuple[Tensor, None]:
-        """Registered with transformers under its own name for the length of the probe."""
+        """The attention function that is registered with transformers during the probe."""
         extras = [k for k, v in asked.items() if k not in _SERVED and isinstance(v, Tensor)]
         if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             extras.append("is_causal=False")
@@ -70,9 +71,10 @@ class Probe:
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def mask(self, *_: Any, mask_function: MaskRule, device: torch.device | str = "cpu", **__: Any) -> Tensor:
-        """A mask whose only entry says which rule made it."""
+        """Return a mask whose only entry is the index of the rule that made it."""
         self.masks.append(mask_function)
-        where = "cpu" if torch.device(device).type == "meta" else device  # it is read, which an outline cannot be
+        # on the CPU, because meta tensors cannot be read
+        where = "cpu" if torch.device(device).type == "meta" else device
         return torch.full((1, 1, 1, 1), len(self.masks) - 1, device=where)
 
     def _which(self, mask: Tensor) -> int:
@@ -82,20 +84,20 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """What our attention and storage need to know of a model."""
+    """The properties of a model that our attention and KV cache need."""
 
-    heads: tuple[int, ...]  # of queries, by layer
+    heads: tuple[int, ...]  # query heads by layer
     sights: tuple[AttentionParams, ...]
     attention_sink_logits: tuple[Tensor | None, ...]
     attentions: tuple[nn.Module, ...]
     stored: tuple[LayerShape, ...]
     mixers: RecurrentLayers
-    latents: Mapping[int, LatentProjection]  # by what a layer calls itself, of those that store latents
+    latents: Mapping[int, LatentProjection]  # by the layer's own index, for layers that store latents
     notes: tuple[str, ...]
 
 
 def probe_layers(model: Any, probe: Probe, n_layers: int, limit: int, name: str) -> ModelLayout:
-    """Send one row through the model with `probe` in place; raises BadModel if any layer asks for what we lack."""
+    """Run one row through the model with `probe` in place; raises BadModel if a layer needs an unsupported feature."""
     kind = f"{name} ({model.config.model_type})"
     finder = RecurrentLayerFinder()
     with blame_files(lambda said: refusal(kind, "a row does not get through it", [said])), finder.watching(model):
@@ -125,7 +127,8 @@ def probe_layers(model: Any, probe: Probe, n_layers: int, limit: int, name: str)
 
 
 def decoder_layers(model: nn.Module, shape: ModelLayout) -> nn.ModuleList | None:
-    """The list of decoder layers, if the model has one: embeddings, head and whatever reads pictures are not in it."""
+    """Return the list of decoder layers, if the model has one. It excludes embeddings, output layer and vision
+    modules."""
     for part in model.modules():
         if not isinstance(part, nn.ModuleList) or len(part) < len(shape.attentions):
             continue
@@ -143,7 +146,7 @@ def _stored(at: ProbedLayer, latent: LatentProjection | None, before: Sequence[P
 
 
 def _owner(at: ProbedLayer, before: Sequence[ProbedLayer]) -> int | None:
-    """The first layer before this one that handed over the same keys and values; None = these are its own."""
+    """Return the first earlier layer that passed the same keys and values; None = the layer has its own."""
     same = (i for i, of in enumerate(before) if all(a is b for a, b in zip(of.kv, at.kv, strict=True)))
     return next(same, None)
 
@@ -168,7 +171,7 @@ def _check_layer(at: ProbedLayer, probe: Probe, limit: int, kind: str) -> None:
 
 
 def _is_causal(rule: MaskRule, window: int | None, limit: int) -> bool:
-    """Whether the model's own mask, far into a text, is what we will do: everything older, or the window."""
+    """True if the model's own mask, far into a sequence, equals ours: all earlier positions, or the window."""
     last = max(limit - 1, 2 * (window or 0), 2)
     first = 0 if window is None else last - window + 1
     seen, hidden = [last, (first + last) // 2, first], [last + 1, *([] if window is None else [first - 1, 0])]
@@ -181,16 +184,17 @@ def _is_causal(rule: MaskRule, window: int | None, limit: int) -> bool:
 
 
 def verify_logits(lm: Any, stock: Callable[[], AbstractContextManager[object]], name: str) -> None:
-    """Random tokens through the model's own attention, in place during `stock()`, and through ours; raises BadModel.
+    """Run random tokens with the model's own attention, in place during `stock()`, and with ours. Raises BadModel if
+    logits differ.
 
-    In half precision rounding alone may send a token to another expert, which changes its row and what later rows
-    read. A fault in the seam changes most rows of every text: so there half of the rows and two of three texts may
-    be off.
+    In half precision, rounding alone may send a token to another expert, which changes its row and what later rows
+    attend to. An error in our attention changes most rows of every sequence. So in half precision, half of the rows and
+    two of three sequences may differ.
     """
     is_half = lm.dtype in (torch.bfloat16, torch.float16)
     kind, bound = f"{name} ({lm.info.family})", WITHIN.get(lm.dtype, 0.05)
     small = [w for w in lm.windows if w is not None and w <= 64]
-    n = min(max([16, *(3 * w for w in small)]), lm.limit)  # most rows leave a small window
+    n = min(max([16, *(3 * w for w in small)]), lm.limit)  # most rows are longer than a small window
     noise = torch.Generator().manual_seed(0)
     for _ in range(3 if is_half else 1):
         ids = torch.randint(0, lm.vocab, (n,), generator=noise).tolist()
@@ -216,27 +220,27 @@ def verify_logits(lm: Any, stock: Callable[[], AbstractContextManager[object]], 
 
 
 def relative_rms(mine: Tensor, theirs: Tensor, nth: int) -> float:
-    """Relative RMS between rows of logits [N, V]: that of the row that is off the most but `nth`."""
+    """Return the relative RMS between rows of logits [N, V]: the largest of any row, after leaving out the `nth` worst
+    rows."""
     off = ((mine - theirs).square().mean(1) / theirs.square().mean(1).clamp_min(1e-30)).sqrt()  # [N]
     return float(off.nan_to_num(torch.inf).sort(descending=True).values[nth])
 
 
 def _stock(lm: Any, ids: Sequence[int]) -> Tensor:
-    """Logits [N, V] of one call with the attention that is in place."""
+    """Return the logits [N, V] of one call with the current attention."""
     return call(lm.model, ids).cpu().double()
 
 
 def _ours(lm: Any, ids: Sequence[int]) -> tuple[Tensor, StateCheckpoint]:
-    """Logits [N, V] of two passes, the second reading what the first stored, and what mixers know behind them: of these
-    a pass between is accepted in part, and one has a single row.
-    """
+    """Return the logits [N, V] of two passes, where the second reads what the first committed, and the recurrent states
+    after them. For recurrent layers, one pass in between is accepted in part, and one has a single row."""
     kv, states = Dense(lm.shapes, lm.dtype, lm.device), RecurrentStates(lm.mixers.like)
     n, half = len(ids), len(ids) // 2
     logits = []
     passes = [(half, half + 5, 2), (half + 2, half + 3, 1), (half + 3, n, n)] if lm.mixers and n > 9 else [(half, n, n)]
-    for a, b, most in ((0, half, n), *passes)[half == 0 :]:  # a window of one token has no half
+    for a, b, most in ((0, half, n), *passes)[half == 0 :]:  # a context window of one token has no half
         rows, taken = Rows.chain(ids[a:b], a), min(most, b - a)
-        last_first = range(b - a - 1, -1, -1)  # a model that ignores it gives other rows
+        last_first = range(b - a - 1, -1, -1)  # a model that ignores `want` would return other rows
         (made,) = run([ForwardRequest(lm, rows, kv, want=last_first, states=states)])
         logits.append(made.logits[: b - a].flip(0)[:taken])
         commit(kv, rows, made, range(taken))
@@ -244,7 +248,7 @@ def _ours(lm: Any, ids: Sequence[int]) -> tuple[Tensor, StateCheckpoint]:
 
 
 def _folded(lm: Any, ids: Sequence[int], known: StateCheckpoint) -> float:
-    """How far what mixers know is from what they know behind one pass of the same tokens, relative RMS."""
+    """Return the relative RMS between these recurrent states and those after one pass of the same tokens."""
     states, rows = RecurrentStates(lm.mixers.like), Rows.chain(ids, 0)
     if not lm.mixers:
         return 0.0

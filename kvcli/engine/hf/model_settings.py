@@ -1,4 +1,4 @@
-"""What a model says of itself: how long its texts get, its rope, what ends them, and how it is sampled."""
+"""Settings from a model's own config: context limit, rope, stop tokens, sampling defaults."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvcli.models.sizes import count
 from kvcli.settings.schema import Sample
 from kvcli.settings.values import WrongValue, check, keys_of
 
-# settings of generation_config.json that change answers and are not kept
+# settings of generation_config.json that change answers and are ignored
 _UNKEPT = """suppress_tokens begin_suppress_tokens bad_words_ids sequence_bias no_repeat_ngram_size min_length num_beams
     min_new_tokens encoder_no_repeat_ngram_size encoder_repetition_penalty forced_bos_token_id forced_eos_token_id top_h
     guidance_scale exponential_decay_length_penalty penalty_alpha typical_p epsilon_cutoff eta_cutoff""".split()
 
 
 def context_limit(text: Any, name: str) -> tuple[int, tuple[str, ...]]:
-    """Positions the model was made for."""
+    """Return the model's context limit in positions, and notes."""
     said = getattr(text, "max_position_embeddings", None)
     if said is None:
         return 1 << 20, ("its config states no context limit",)
@@ -36,14 +36,15 @@ def context_limit(text: Any, name: str) -> tuple[int, tuple[str, ...]]:
 
 
 def _original(rope: Mapping[str, Any], limit: Any, name: str) -> int:
-    """Positions before the rope's own stretching."""
+    """Return the context length before rope scaling."""
     key = "original_max_position_embeddings"
     return count(rope.get(key) or limit, key, name)
 
 
 def settle_rope(model: nn.Module, text: Any, name: str) -> tuple[str, ...]:
-    """longrope has two tables and transformers picks one by the longest position of each call: a text read in chunks
-    would mix them. A model that goes beyond the short table's reach uses the long one throughout."""
+    """Fix the rope table of longrope. It has two tables, and transformers selects one by the longest position of each
+    call, so chunked prefill would mix them. A model whose context exceeds the short table uses the long one
+    throughout."""
     longs = [r for r in _ropes(text) if r.get("rope_type") == "longrope"]
     reach = [_original(r, text.max_position_embeddings, name) for r in longs]
     if not longs or text.max_position_embeddings <= min(reach):
@@ -53,18 +54,19 @@ def settle_rope(model: nn.Module, text: Any, name: str) -> tuple[str, ...]:
             prefix = table.removesuffix("original_inv_freq")
             kind = {"layer_type": prefix.removesuffix("_")} if prefix else {}
             x = torch.zeros(1, dtype=torch.float32, device=getattr(part, table).device)
-            part(x, torch.tensor([[max(reach)]], device=x.device), **kind)  # one position further: the long table
+            # one position further: selects the long table
+            part(x, torch.tensor([[max(reach)]], device=x.device), **kind)
             setattr(part, table, getattr(part, f"{prefix}inv_freq").clone())
     return (f"rope: its table for texts beyond {min(reach):,} tokens is used for shorter ones too",)
 
 
 @contextmanager
 def fixed_ropes(model: nn.Module) -> Iterator[None]:
-    """For a while no table of a rotary embedding changes with the position, for which releases of transformers ask the
-    device. Within the limit, and with tables settled, none would."""
+    """Keep the rope tables fixed within this block: releases of transformers read positions from the device to update
+    them. Within the context limit, and with settled tables, no update is needed."""
     moving = [part for part in model.modules() if re.search("dynamic|longrope", str(getattr(part, "rope_type", "")))]
     for part in moving:
-        part.forward = MethodType(unwrap(type(part).forward), part)  # what the decorator is around
+        part.forward = MethodType(unwrap(type(part).forward), part)  # the undecorated function
     try:
         yield
     finally:
@@ -73,7 +75,7 @@ def fixed_ropes(model: nn.Module) -> Iterator[None]:
 
 
 def _ropes(text: Any) -> list[dict[str, Any]]:
-    """The rope settings, one per kind of layer where a family has several."""
+    """Return the rope settings, one per kind of layer if a family has several."""
     given = getattr(text, "rope_parameters", None)
     if not isinstance(given, dict):
         return []
@@ -81,23 +83,23 @@ def _ropes(text: Any) -> list[dict[str, Any]]:
 
 
 def stop_ids(model: Any, name: str) -> frozenset[int]:
-    """Tokens that end a text, by any of its configs."""
+    """Return the stop tokens in any of the model's configs."""
     stop: set[int] = set()
     for holder in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
         ids = getattr(holder, "eos_token_id", None)
         each = ids if isinstance(ids, list | tuple) else [] if ids is None else [ids]
         stop |= {count(i, "eos_token_id", name, least=-1) for i in each}
-    return frozenset(stop - {-1})  # by which some say that there is none
+    return frozenset(stop - {-1})  # -1 means that there is none
 
 
 def stop_strings(model: Any) -> tuple[str, ...]:
-    """Strings that end an answer, by its generation config."""
+    """Return the stop strings of the generation config."""
     said = getattr(getattr(model, "generation_config", None), "stop_strings", None) or ()
     return (said,) if isinstance(said, str) else tuple(map(str, said))
 
 
 def unkept(model: Any) -> tuple[str, ...]:
-    """A note on what its generation config says of answers and is not done here; 0 and 1 change nothing."""
+    """Return a note on settings of the generation config that are ignored; 0 and 1 have no effect."""
     given = getattr(model, "generation_config", None)
     names = [key for key in _UNKEPT if (value := getattr(given, key, None)) and value != 1]
     return (f"not kept of generation_config.json: {', '.join(names)}",) if names else ()
@@ -107,18 +109,19 @@ _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 
 
 def generation_defaults(model: Any, name: str, usual: Mapping[str, Any] = {}) -> Mapping[str, Any]:
-    """Its own sampling settings, only those it states; `usual` where it states none at all."""
+    """Return the model's own sampling settings, only those it states; `usual` if it states none at all."""
     given = getattr(model, "generation_config", None)
     if all(getattr(given, key, None) is None for key in ("do_sample", *_SAMPLING)):
         return {"temperature": 0.0, **usual}
-    samples = bool(getattr(given, "do_sample", False))  # else transformers is greedy whatever the rest says
+    # otherwise transformers is greedy, whatever the other settings are
+    samples = bool(getattr(given, "do_sample", False))
     said = {k: getattr(given, k, None) for k in (_SAMPLING if samples else _SAMPLING[:1])}
     stated = {k: _sampling(k, v, name) for k, v in said.items() if v is not None}
     return {"temperature": 1.0 if samples else 0.0, **stated}
 
 
 def _sampling(key: str, value: object, name: str) -> object:
-    """A sampling setting of the model, held to what a profile may set. Raises BadModel."""
+    """Check a sampling setting of the model against the range of a profile. Raises BadModel."""
     try:
         return check(keys_of(Sample)[key].hint, value)
     except WrongValue as wrong:

@@ -1,10 +1,10 @@
-"""Mixers: modules that fold the text into a state (recurrent, convolutional, linear attention), and what passes make of
-their states.
+"""Recurrent layers: modules with a recurrent state (recurrent, convolutional, linear attention), and how passes update
+it.
 
-They are found by what they do: they ask for a state where attention asks for keys. Their arithmetic stays their own.
-Of a pass that was accepted in part, the state is made again over the accepted rows: by the kernel that made it, if one
-did (rowwise_recurrence.py); else by calling each mixer once more, with its linear layers answering from what they gave
-then. No weight is read twice, and one way serves every recurrence.
+They are found by their use of the cache: they request a state where attention requests keys. Their arithmetic is
+unchanged. If a pass is accepted in part, the state is computed again over the accepted rows. The kernel that made it
+does so if it can (rowwise_recurrence.py). Otherwise each recurrent layer runs once more, with its linear layers
+replaying their recorded outputs. So no weight is read twice, and this works for every recurrence.
 """
 
 from __future__ import annotations
@@ -30,90 +30,91 @@ from kvcli.kv.recurrent_state import NOTHING, Key, RecurrentStates, StateCheckpo
 if TYPE_CHECKING:
     from kvcli.engine.forward_request import ForwardRequest
 
-# Rows up to which a pass is gone over again row by row: kernels for several take 64 at a time where there is nothing
-# but PyTorch, which on a CPU takes as long as four of those for one (a gated delta net of 12 heads)
+# Most accepted rows that are replayed row by row. Without special kernels PyTorch computes chunks of 64 rows, and on a
+# CPU one chunk takes as long as four single rows (a gated delta net of 12 heads).
 FEW = 3
 
-Call = tuple[Sequence[Any], Mapping[str, Any]]  # what a module was called with
+Call = tuple[Sequence[Any], Mapping[str, Any]]  # arguments of a module call
 
 
 @dataclass
 class SequenceSlice:
-    """The rows of one text in a pass, and what mixers make of its state."""
+    """The rows of one sequence in a pass, and the updates of its recurrent states."""
 
     states: RecurrentStates
     folding: StateUpdate
-    rows: slice  # of the pass
-    tape: dict[RecordedLinear, list[Tensor]] | None = None  # what linear layers gave; None = all rows will be accepted
-    calls: dict[RecurrentLayer, Call | None] = field(default_factory=dict)  # in order; with a tape as they were
-    behind: dict[Key, Callable[[int], Tensor]] = field(default_factory=dict)  # states behind the first rows alone
+    rows: slice  # rows of the pass
+    tape: dict[RecordedLinear, list[Tensor]] | None = None  # outputs of linear layers; None = all rows will be accepted
+    # in order; arguments are kept if there is a tape
+    calls: dict[RecurrentLayer, Call | None] = field(default_factory=dict)
+    # state after the first rows only, by number of rows
+    behind: dict[Key, Callable[[int], Tensor]] = field(default_factory=dict)
     _last: Callable[[int], Tensor] | None = None
 
     def made_by(self, behind: Callable[[int], Tensor]) -> None:
-        """The state that is stored next can be made again behind fewer rows, by `behind`."""
+        """Set the function that recomputes the next stored state after fewer rows."""
         self._last = behind if self.tape is not None else None
 
     def stored(self, key: Key, state: Tensor) -> None:
-        """The state behind these rows."""
+        """Store the state after these rows."""
         self.folding.rec[key] = state
         if self._last is not None:
             self.behind[key], self._last = self._last, None
 
 
 class StateCacheShim(CacheShim):
-    """What layers get as their cache in a pass over a model with mixers: each is given the state of its text."""
+    """The layers' cache in a pass over a model with recurrent layers: each layer gets the state of its sequence."""
 
     def __init__(self, parts: Sequence[SequenceSlice], n_mixers: int, of: CacheShim | None = None) -> None:
-        """`of`: as it would be without mixers."""
+        """`of`: the cache shim for a model without recurrent layers."""
         super().__init__(of.latents, may_expand=of.may_expand) if of is not None else super().__init__()
         self.parts, self._n_mixers = parts, n_mixers
-        self.now = parts[0]  # whose rows a mixer is given
-        self.answers: dict[RecordedLinear, Iterator[Tensor]] | None = (
-            None  # of linear layers, where a pass is gone over again
-        )
+        self.now = parts[0]  # slice that a recurrent layer computes
+        # recorded outputs of linear layers, while a pass is replayed
+        self.answers: dict[RecordedLinear, Iterator[Tensor]] | None = None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """[1, C, W], or None where the text begins."""
+        """Return the state [1, C, W], or None at the start of the sequence."""
         return self.now.folding.conv_state((layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state, or None where the text begins."""
+        """Return the state, or None at the start of the sequence."""
         return self.now.folding.recurrent_state((layer_idx, state_idx))
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """[1, C, N] of these rows -> with the history before them."""
+        """Prepend the history to these rows [1, C, N]."""
         return self.now.folding.join((layer_idx, state_idx), conv_states, conv_kernel_size or conv_states.shape[-1])
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """The state behind these rows."""
+        """Store the state after these rows."""
         self.now.stored((layer_idx, state_idx), recurrent_states)
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """True: a history is not to be written in place."""
+        """True, so that a history is not overwritten in place."""
         return True
 
     @property
     def trial(self) -> StateCacheShim:
-        """Itself: it travels in the place of a pass that is gone over again."""
+        """Itself, because it takes the place of a pass during a replay."""
         return self
 
     def advance_state(self, i: int) -> Callable[[int], None]:
-        """What has the states of its i-th text take in so many of its rows, once these are accepted."""
+        """Return the function that advances the states of the i-th sequence by its accepted rows."""
         part = self.parts[i]
         assert len(part.calls) == self._n_mixers, "a pass ended before a mixer"
         return partial(self._fold, part)
 
     def _fold(self, part: SequenceSlice, n: int) -> None:
         rec: Mapping[Key, Tensor] = part.folding.rec
-        if n < part.folding.n_rows and rec:  # histories can be cut
+        if n < part.folding.n_rows and rec:  # convolution histories are cut instead
             rec = self._again(part, n)
         part.states.advance(part.folding.known(n, rec))
 
     def _again(self, part: SequenceSlice, n: int) -> Mapping[Key, Tensor]:
-        """Recurrent states behind the first n rows of a text."""
+        """Return the recurrent states after the first n rows of a sequence."""
         assert part.tape is not None, "all rows of a prompt are accepted"
         if part.behind:
             return {key: behind(n) for key, behind in part.behind.items()}
@@ -130,7 +131,8 @@ class StateCacheShim(CacheShim):
 
 
 class RecurrentLayer:
-    """One of them, in the place of its own forward: rows of several texts go through it text by text."""
+    """A recurrent layer, as the replacement of its module's forward. The rows of several sequences run one sequence at
+    a time."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._forward = ref(module), _weak(module.forward)
@@ -138,7 +140,7 @@ class RecurrentLayer:
         self._linears = [name for name, inner in module.named_modules() if isinstance(inner, nn.Linear)]
 
     def __call__(self, *args: Any, **told: Any) -> Any:
-        """As the module is called and answers: [1, N, E] -> [1, N, E]."""
+        """Run the layer with the module's signature: [1, N, E] -> [1, N, E]."""
         trial = _trial()
         if trial is None:
             return self._forward()(*args, **told)
@@ -151,16 +153,16 @@ class RecurrentLayer:
         return tree_map(lambda *each: torch.cat(each, dim=1) if isinstance(each[0], Tensor) else each[0], *gave)
 
     def run(self, part: SequenceSlice, call: Call) -> Any:
-        """Over the rows of one text."""
+        """Run the rows of one sequence."""
         part.calls[self] = call if part.tape is not None and self._by_row is None else None
         return (self._by_row or self._forward())(*call[0], **call[1])
 
     def by_row(self) -> RowwiseGatedDelta | None:
-        """What computes it over rows in order, where something does."""
+        """Return the row-by-row kernel of this layer; None if there is none."""
         return by_row(self._held(), _now)
 
     def settle(self, its: RowwiseGatedDelta | None) -> None:
-        """Have it computed so; or else have its linear layers, as they are by now, note what they give."""
+        """Use this row-by-row kernel; with None, record the outputs of the layer's present linear layers."""
         self._by_row, module = its, self._held()
         if its is not None:
             return
@@ -176,13 +178,13 @@ class RecurrentLayer:
 
 
 class RecordedLinear:
-    """A linear layer of a mixer, in the place of its own forward."""
+    """A linear layer inside a recurrent layer, as the replacement of its forward. It records its outputs."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = _weak(forward)
 
     def __call__(self, x: Tensor, *args: Any, **told: Any) -> Tensor:
-        """x [.., N, E] -> [.., N, F], computed, or as it was in the pass that is gone over again."""
+        """Compute x [.., N, E] -> [.., N, F], or replay it from the recording."""
         trial = _trial()
         if trial is not None and trial.answers is not None:
             return next(trial.answers[self])
@@ -193,39 +195,39 @@ class RecordedLinear:
 
 
 class RecurrentLayers:
-    """Those of a model, in the order in which rows go through them."""
+    """The recurrent layers of a model, in the order in which they run."""
 
     def __init__(
         self, found: Sequence[RecurrentLayer] = (), like: StateCheckpoint = NOTHING, *, are_last: bool = False
     ) -> None:
-        """`like`: what they know of one token. `are_last`: rows go through one behind the last layer that attends."""
+        """`like`: their states after one token. `are_last`: a recurrent layer runs after the last attention layer."""
         self.like, self.are_last = like, are_last
-        self.are_by_row = False  # a row's state is made in one way, whatever rows are in its pass
+        self.are_by_row = False  # states are computed row by row, whatever rows share the pass
         self._found = found
 
     def __len__(self) -> int:
         return len(self._found)
 
     def refuse(self, name: str, why: str, try_: Sequence[str]) -> None:
-        """Raises BadModel if there are any: something cannot be done with the model of that name."""
+        """Raise BadModel if there are recurrent layers, because they rule something out for the model of that name."""
         if self._found:
             raise refused(name, why, try_)
 
     def settle(self) -> None:
-        """To be done when the model is where it will be, and whenever linear layers were replaced."""
+        """Choose kernels. Call it when the model is on its device, and whenever linear layers were replaced."""
         found = [mixer.by_row() for mixer in self._found]
-        self.are_by_row = bool(found) and all(found)  # a pass is gone over again in one way
+        self.are_by_row = bool(found) and all(found)  # all layers are replayed in the same way
         for mixer, its in zip(self._found, found, strict=True):
             mixer.settle(its if self.are_by_row else None)
 
     @property
     def why_not_recorded(self) -> str:
-        """Why passes through them are no frames; "" where there are none."""
+        """Reason why passes are not captured; "" without recurrent layers."""
         return "some of its layers keep a state" if self._found else ""
 
     def trial(self, feeds: Sequence[ForwardRequest], plain: CacheShim) -> StateCacheShim:
-        """For a pass of these texts side by side, in place of `plain`. Raises BadModel for rows that are no chain, or
-        know no state."""
+        """Return the layers' cache for a pass over these sequences, in place of `plain`. Raises BadModel if rows are no
+        chain, or have no states."""
         ends = [0]
         for feed in feeds:
             ends.append(ends[-1] + feed.rows.n_rows)
@@ -249,35 +251,35 @@ def _part(feed: ForwardRequest, rows: slice) -> SequenceSlice:
 
 
 def refused(name: str, why: str, try_: Sequence[str]) -> BadModel:
-    """What cannot be done with a model some of whose layers keep a state."""
+    """Return the error for a feature that recurrent layers rule out."""
     return BadModel(f"{name} has layers that fold the text into a state: {why}", code="keeps_states", try_=try_)
 
 
-# ---- finding them ----
+# ---- detection ----
 
 
 class RecurrentLayerFinder(StateCacheShim):
-    """Travels through a model in place of a cache, and notes which module is running when a state is made."""
+    """A layers' cache for one probe call, which notes the module that is running when a state is stored."""
 
     def __init__(self) -> None:
         super().__init__([SequenceSlice(RecurrentStates(), StateUpdate(NOTHING, 1), slice(0, 1))], 0)
         self._running: list[nn.Module] = []
         self._found: dict[nn.Module, None] = {}  # in order
-        self.given: dict[int, tuple[Tensor, Tensor]] = {}  # by what a layer calls itself: what it would store
+        self.given: dict[int, tuple[Tensor, Tensor]] = {}  # by the layer's own index: the tensors that it would store
         self._are_last = False
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **told: Any) -> tuple[Tensor, Tensor]:
-        """A layer attends."""
+        """Note a layer with attention."""
         self._are_last, self.given[layer_idx] = False, (k, v)
         return super().update(k, v, layer_idx, *args, **told)
 
     def update_conv_state(self, *args: Any, **told: Any) -> Tensor:
-        """One keeps a history."""
+        """Note a layer with a convolution history."""
         self._note()
         return super().update_conv_state(*args, **told)
 
     def update_recurrent_state(self, *args: Any, **told: Any) -> Tensor:
-        """One keeps a state."""
+        """Note a layer with a recurrent state."""
         self._note()
         return super().update_recurrent_state(*args, **told)
 
@@ -286,7 +288,7 @@ class RecurrentLayerFinder(StateCacheShim):
         self._are_last = True
 
     def mixers(self) -> RecurrentLayers:
-        """What was found, each in the place of its module's forward from now on."""
+        """Replace the forward of each module that was found, and return the recurrent layers."""
         folding = self.now.folding
         within = {inner for module in self._found for inner in module.modules() if inner is not module}
         outer = [module for module in self._found if module not in within]
@@ -294,7 +296,7 @@ class RecurrentLayerFinder(StateCacheShim):
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """For the length of a call."""
+        """Track the running module during a call."""
 
         def enter(module: nn.Module, _: object) -> None:
             self._running.append(module)
@@ -312,27 +314,27 @@ class RecurrentLayerFinder(StateCacheShim):
 
 
 def _mixer(module: nn.Module) -> RecurrentLayer:
-    """That of a module, which has one already if its model was wrapped before."""
+    """Return the recurrent layer of a module; it exists already if the model was wrapped before."""
     if not isinstance(module.forward, RecurrentLayer):
         module.forward = RecurrentLayer(module)
     return module.forward
 
 
 def _trial() -> StateCacheShim | None:
-    """Of the pass that is under way, if its model has mixers."""
+    """Return the layers' cache of the running pass, if its model has recurrent layers."""
     found = getattr(current(), "trial", None)
     return found if found is not None and found.parts else None
 
 
 def _now() -> SequenceSlice:
-    """Whose rows a mixer is given."""
+    """Return the sequence slice that a recurrent layer currently computes."""
     trial = _trial()
     assert trial is not None, "only of a pass of ours"
     return trial.now
 
 
 def _picked(call: Call, n: int, rows: slice) -> Call:
-    """A call with these of its n rows: what is as long in its second place is by rows."""
+    """Return the arguments of a call for some of its n rows: tensors of n elements in dimension 1 are sliced."""
 
     def pick(t: Any) -> Any:
         return t[:, rows] if isinstance(t, Tensor) and t.dim() > 1 and t.shape[1] == n else t
@@ -342,5 +344,5 @@ def _picked(call: Call, n: int, rows: slice) -> Call:
 
 
 def _weak(forward: Callable[..., Any]) -> Callable[[], Any]:
-    """Held weakly: a module that held itself would outlive its model."""
+    """Return a weak reference, because a module that refers to itself would outlive its model."""
     return WeakMethod(forward) if ismethod(forward) else lambda: forward

@@ -1,7 +1,8 @@
-"""A model cut down to a few layers of each kind: what is alike but for its weights needs one trial, not one each.
+"""A reduced model that runs only a few layers of each kind, because layers that differ only in their weights need one
+test.
 
-What a trial looks for (that a fused layer computes what the layer did, that a row's bits do not depend on its
-neighbours) lies in code, shapes and settings. Both ends of a kind compute, as models differ there if anywhere.
+The tests (whether a fused layer computes the same, whether a row is batch invariant) depend on code, shapes and
+settings. The first and last layer of each kind run, as models differ there if anywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def kinds(lm: LM, layers: Sequence[nn.Module]) -> list[list[int]]:
-    """The layers of a model by kind: also by how they see and store, and by what the config says of each."""
+    """Group the layers of a model by kind: module types, attention parameters, stored shapes, and per-layer config
+    entries."""
     config = vars(lm.model.config.get_text_config()).values()
     listed = [of for of in config if isinstance(of, list | tuple) and len(of) == len(layers)]
 
@@ -31,17 +33,19 @@ def kinds(lm: LM, layers: Sequence[nn.Module]) -> list[list[int]]:
 
 @contextmanager
 def reduced_model(lm: LM, layers: Sequence[nn.Module]) -> Iterator[list[int]]:
-    """Within the block the ends of each kind compute, and the layers between them hand on what they are given.
+    """Within the block, only the first and last layer of each kind run. The layers between pass on their input.
 
-    Yields which compute.
+    Yields the indices of the layers that run.
     """
     tried = {i for group in kinds(lm, layers) for i in first_and_last(group)}
     tried |= {shape.shared_from for shape in lm.shapes if shape.shared_from is not None}
-    ways: list[Any] = [vars(layer).get("forward") for layer in layers]  # a fused layer's is called by itself, too
-    tried |= {i for i, way in enumerate(ways) if way is not None and not hasattr(way, "run")}  # whoever's that is
+    # a fused layer's forward is also called directly
+    ways: list[Any] = [vars(layer).get("forward") for layer in layers]
+    # forwards replaced by others
+    tried |= {i for i, way in enumerate(ways) if way is not None and not hasattr(way, "run")}
     fused = [way for i, way in enumerate(ways) if i not in tried and way is not None]
     plain = [layer for i, layer in enumerate(layers) if i not in tried and ways[i] is None]
-    rest: tuple[Any, ...] | None = None  # what a layer gives beside the rows; None = rows alone
+    rest: tuple[Any, ...] | None = None  # further outputs of a layer; None = hidden states alone
 
     def note(layer: nn.Module, args: object, gave: Any) -> None:
         nonlocal rest

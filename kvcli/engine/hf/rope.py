@@ -1,7 +1,8 @@
-"""The rotary embedding of each layer as numbers, found by asking the model: what keys are stored without and read with.
+"""Rotary embedding of each layer as numbers, found by probing the model: for keys that are stored without rotation, or
+moved to other positions.
 
-transformers keeps frequencies in a module, which layer uses which in each family's code, and how channels pair up in
-another function. So each table is held against keys of one token at several positions, as the layers make them.
+transformers keeps frequencies in a module, but which layer uses which, and how channels pair up, is in each family's
+code. So each table is compared with the keys of one token at several positions, as the layers compute them.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import AttentionParams
 
-NEAR = (0, 1, 5, 26)  # positions tried in one pass; in another, far ones: a table that depends on length differs there
-# relative error of a turned key: keys are rounded to the model's numbers, and a wrong table is off by about 1
+# positions of one test pass; another one has far positions, where a table that depends on length differs
+NEAR = (0, 1, 5, 26)
+# relative error of a rotated key: keys are rounded to the model's dtype, and a wrong table is off by about 1
 _WITHIN = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.04}
 
 
 @dataclass
 class _Listener:
-    """Travels in place of a pass and notes the keys of each layer. Attention gives nothing, so that the position of a
-    row makes no difference but to its own keys."""
+    """A stand-in for a forward pass that records the keys of each layer. Attention outputs zeros, so that a row's
+    position affects only its own keys."""
 
     keys: list[Tensor] = field(default_factory=list)  # per layer [K, N, D]
 
@@ -41,9 +43,9 @@ class _Listener:
 
 
 def rotaries(lm: LM) -> tuple[Rotary | None, ...]:
-    """How each layer turns its keys, whatever the length of the text; None = positions change nothing there.
+    """Return the rotary embedding of each layer's keys, for any length of text; None = no rotation.
 
-    Raises BadModel where no fixed table says it: dynamic NTK, longrope that changes tables on the way, and models
+    Raises BadModel if no fixed table describes it: dynamic NTK, longrope that changes tables on the way, and models
     without rotary embedding.
     """
     if lm.turns is None:
@@ -73,13 +75,13 @@ def _found(lm: LM) -> tuple[Rotary | None, ...]:
 
 
 def _tables(lm: LM) -> Iterator[Rotary]:
-    """Every table in the model, with channels paired in either way."""
+    """Yield every table in the model, with both ways to pair channels."""
     is_any = False
     for module in lm.model.modules():
         for name, inv_freq in module.named_buffers(recurse=False):
             if not name.endswith("inv_freq") or name.endswith("original_inv_freq"):
                 continue
-            kind = name.removesuffix("inv_freq")  # of layer, where one module serves several
+            kind = name.removesuffix("inv_freq")  # kind of layer, if one module serves several
             types = getattr(module, "rope_type", "")
             rope = str(types.get(kind.removesuffix("_"), "") if isinstance(types, dict) else types)
             if "dynamic" in rope:
@@ -93,14 +95,14 @@ def _tables(lm: LM) -> Iterator[Rotary]:
 
 
 def _keys(lm: LM, pos: Tensor) -> list[Tensor]:
-    """Keys [K, N, D] of one token at these positions, in each layer."""
+    """Return the keys [K, N, D] of one token at these positions, in each layer."""
     heard = _Listener()
     call(lm.model, [lm.vocab // 2] * pos.shape[0], pos.tolist(), [0], its_pass=heard)
     return heard.keys
 
 
 def _off(rotary: Rotary | None, pos: Tensor, k: Tensor) -> float:
-    """Relative error of the keys [K, N, D], were they the first one turned to each position."""
+    """Return the relative error of keys [K, N, D], if each were the first key rotated to its position."""
     k = k.to(torch.promote_types(k.dtype, torch.float32))
     first = k[:, :1] if rotary is None else unrotate(k[:, :1], pos[:1], rotary)
     wanted = first.expand_as(k) if rotary is None else rotate(first.expand_as(k), pos, rotary)

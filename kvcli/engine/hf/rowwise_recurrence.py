@@ -1,8 +1,8 @@
-"""Mixers whose recurrence is the gated delta rule, computed over rows in order by a kernel of ours on a CPU.
+"""Recurrent layers with the gated delta rule, computed row by row by our kernel on a CPU.
 
-transformers has two functions for the rule, one for a row and one for 64 at a time, which round differently. A mixer's
-own forward looks them up among the names of its file: here a copy of it, for one module, is given others. What it
-computes beside them, number by number, goes through our kernel as well, as torch's loops round a number by its place.
+transformers has two functions for the rule, one for single rows and one for 64 at a time, which round differently. A
+layer's forward finds them in the globals of its file. Here a copy of that forward, for one module, gets globals with
+our functions. Element-wise functions run in our kernel too, because torch's loops round an element by its index.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ _NUMBERS: dict[Any, str] = {
 
 
 class RowwiseGatedDelta:
-    """The forward of one mixer on rows of a CPU. Holds no module: one that held itself would outlive its model."""
+    """The forward of one recurrent layer on a CPU, with our kernels. It holds no module, because a module that refers
+    to itself would outlive its model."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], now: Callable[[], SequenceSlice]) -> None:
-        """`now`: whose rows the mixer is given."""
+        """`now`: returns the sequence slice that the layer currently computes."""
         self._module, self._now = ref(module), now
         ours = {**dict.fromkeys(RULES, self._rule), CONV: self._conv}
         self._forward = FunctionType(
@@ -49,7 +50,7 @@ class RowwiseGatedDelta:
         self._forward.__kwdefaults__ = forward.__kwdefaults__
 
     def __call__(self, *args: Any, **told: Any) -> Any:
-        """As the module is called and answers: [1, N, E] -> [1, N, E]."""
+        """Run the layer with the module's signature: [1, N, E] -> [1, N, E]."""
         with _Numbers():
             return self._forward(self._module(), *args, **told)
 
@@ -64,7 +65,8 @@ class RowwiseGatedDelta:
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
-        """q, k [1, N, K, Dk], v [1, N, H, Dv], .. -> [1, N, H, Dv], and the state behind them [1, H, Dk, Dv]."""
+        """Compute q, k [1, N, K, Dk], v [1, N, H, Dv], .. -> [1, N, H, Dv], and the state after the rows [1, H, Dk,
+        Dv]."""
         rows = (query[0], key[0], value[0], g[0], beta[0])
         state = None if initial_state is None else initial_state[0]
         out, made = gated_delta(*rows, state, is_normed=use_qk_l2norm_in_kernel)
@@ -74,29 +76,29 @@ class RowwiseGatedDelta:
     def _conv(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **_: Any
     ) -> Tensor:
-        """[1, C, L], rows before these and these -> [1, C, N] of these."""
+        """Compute earlier rows and these [1, C, L] -> these [1, C, N]."""
         n = self._now().folding.n_rows
         return causal_conv(hidden_states[0], weight, bias, n, activation is not None).T[None]
 
 
 def _behind(rows: Rows, state: Tensor | None, is_normed: bool, n: int) -> Tensor:
-    """The state behind the first n rows of a call."""
+    """Return the state after the first n rows of a call."""
     q, k, v, g, beta = (t[:n] for t in rows)
     return gated_delta(q, k, v, g, beta, state, is_normed=is_normed)[1][None]
 
 
 class _Numbers(TorchFunctionMode):
-    """Functions of single numbers by our kernel, whose bits do not depend on where in a tensor a number lies."""
+    """Element-wise functions in our kernel, whose bits do not depend on the index of an element."""
 
     def __torch_function__(self, f: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        is_plain = len(args) == 1 and not any((kwargs or {}).values())  # neither in place, nor of another form
+        is_plain = len(args) == 1 and not any((kwargs or {}).values())  # not in place, no other variant
         if is_plain and (name := _NUMBERS.get(f)) is not None and args[0].dtype in SERVED:
             return numbers(args[0], name)
         return f(*args, **(kwargs or {}))
 
 
 def by_row(module: nn.Module, now: Callable[[], SequenceSlice]) -> RowwiseGatedDelta | None:
-    """What takes the place of its forward on a CPU; None where its recurrence is another, or there is no kernel."""
+    """Return a replacement for the module's forward on a CPU; None if its recurrence differs or there is no kernel."""
     forward = unwrap(type(module).forward)
     weights = [p for p in module.parameters() if p.is_floating_point()]
     is_served = all(p.device.type == "cpu" and p.dtype in SERVED for p in weights) and native.native() is not None
@@ -112,7 +114,7 @@ def by_row(module: nn.Module, now: Callable[[], SequenceSlice]) -> RowwiseGatedD
 @cache
 @torch.inference_mode()
 def _are_known(chunk: Callable[..., Any], recurrent: Callable[..., Any], conv: Callable[..., Any]) -> bool:
-    """Whether these compute what ours do, on random rows of two heads that share a key."""
+    """True if these functions compute what ours do, on random rows of two heads that share a key."""
     noise = torch.Generator().manual_seed(0)
     q, k, v, g, beta = (torch.randn(1, 3, *by, generator=noise) for by in ((1, 8), (1, 8), (2, 5), (2,), (2,)))
     state, x, w = (torch.randn(*by, generator=noise) for by in ((1, 2, 8, 5), (1, 7, 9), (7, 4)))

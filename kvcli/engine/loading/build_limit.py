@@ -1,4 +1,4 @@
-"""A model may be built no larger than the files of its weights, whatever its config says and however it is spelled."""
+"""Limit the size of a model to that of its weight files, whatever its config says."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from kvcli.errors import BadModel
 if TYPE_CHECKING:
     from kvcli.models.source import Source
 
-_SLACK = 1 << 24  # numbers of masks and tables that files do not hold
-_MODULES = 64  # for each tensor of the files; a layer has about as many modules as tensors
+_SLACK = 1 << 24  # numbers allowed for masks and tables that are not in the files
+_MODULES = 64  # modules allowed per tensor of the files; a layer has about as many modules as tensors
 
 
 @contextmanager
 def limit_to_files(source: Source) -> Iterator[None]:
-    """Stop what is built in this block once it has more numbers or parts than the files can fill; raises BadModel.
+    """Stop building a model in this block once it has more numbers or modules than the files can fill; raises BadModel.
 
     transformers builds a model on the meta device, where a size costs nothing and a layer costs milliseconds, and only
-    then reads files: so this ends a config of a billion layers after as many as there are tensors.
+    then reads files. So a config with a billion layers fails after as many modules as the files have tensors.
     """
     budget = _BuildCounter(source)
     hooks = [
@@ -45,17 +45,18 @@ def limit_to_files(source: Source) -> Iterator[None]:
 
 
 class _BuildCounter:
-    """What was registered and is still held: an attribute that is set twice counts once."""
+    """Counter of registered tensors that still exist: an attribute that is set twice counts once."""
 
     def __init__(self, source: Source) -> None:
         stored = source.parameters
-        if not stored or "quantization_config" in source.config:  # pickles say nothing; packed weights take a bit each
+        # pickles do not state it; a quantized number has at least one bit
+        if not stored or "quantization_config" in source.config:
             stored = 8 * source.nbytes
-        # a head that uses the embeddings is built before it is tied to them: at most as large as all that is stored
+        # an output layer is built before it is tied to the embeddings: at most the size of all stored weights
         self.numbers, self.name = 2 * stored + _SLACK, source.id
         self.modules = _MODULES * (sum(len(f.tensors) for f in source.files) or source.nbytes)
         self._held: dict[int, weakref.ref[Tensor]] = {}
-        self._most, self._seen = 0, 0  # an upper bound of the numbers held; modules
+        self._most, self._seen = 0, 0  # upper bound of the existing numbers; number of modules
 
     def add_numbers(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
         if tensor is None:

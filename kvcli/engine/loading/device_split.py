@@ -1,7 +1,7 @@
-"""Layers on two devices: the last ones with the head on a GPU, the first with the embeddings on the CPU.
+"""Layers on two devices: the last ones and the output layer on a GPU, the first ones and the embeddings on the CPU.
 
-So a pass crosses once, upwards, and nothing waits for that: what is drawn is drawn where the logits are. Crossing is
-done in one place, before the layers on the GPU; everything else follows the tensors that it is given.
+A pass moves to the GPU once and the CPU does not wait, because tokens are sampled where the logits are. The move is
+done in one place, before the layers on the GPU; all other code follows the device of its tensors.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from kvcli.engine.hf.cache_shim import current
 
 
 class DeviceTransfer:
-    """What brings the arguments of a pass to a device, each once; shared by all layers there."""
+    """A transfer of a pass's arguments to a device, each once; shared by all layers there."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.count = device, 0  # passes that came over
+        self.device, self.count = device, 0  # number of transferred passes
         self._pass: Callable[[], object] = lambda: None
-        self._brought: dict[int, tuple[Tensor, Tensor]] = {}  # by id: what came, which keeps its id taken, and its copy
+        # by id: the original, kept so that its id stays unique, and its copy
+        self._brought: dict[int, tuple[Tensor, Tensor]] = {}
 
     def bring(self, args: Any, its_pass: object) -> Any:
-        """The same arguments, their tensors on the device; what travels without a pass is brought each time."""
+        """Return the arguments with their tensors on the device. Without a pass they are copied each time."""
         if its_pass is None:
             return tree_map(lambda value: self._moved(value, {}), args)
         if self._pass() is not its_pass:
@@ -44,25 +45,26 @@ class DeviceTransfer:
 
 
 class LayerAfterTransfer:
-    """The forward of a layer behind the crossing."""
+    """The forward of a layer on the GPU, with the transfer of its arguments."""
 
     def __init__(self, forward: Callable[..., Any], crossing: DeviceTransfer) -> None:
-        """`forward`: the layer's own, held weakly: a layer that held itself would outlive its model."""
+        """`forward`: the layer's own forward, held weakly, because a layer that refers to itself would outlive its
+        model."""
         self._forward = WeakMethod(forward) if ismethod(forward) else lambda: forward
         self.crossing = crossing
 
     def __call__(self, *args: Any, **told: Any) -> Any:
-        """As the layer is called, with tensors from anywhere."""
+        """Run the layer with tensors from any device."""
         args, told = self.crossing.bring((args, told), current())
         forward: Any = self._forward()
         return forward(*args, **told)
 
 
 def split_layers_(model: Any, layers: Sequence[nn.Module], on_gpu: int, device: torch.device) -> list[torch.device]:
-    """Move the last `on_gpu` layers and what comes behind them to `device`; where each layer is then.
+    """Move the last `on_gpu` layers and all later modules to `device`. Return the device of each layer.
 
-    Embeddings, and what has no weights, stay: tables of positions are small, and computed once a pass. A head that
-    shares its weight with the embeddings gets one of its own.
+    Embeddings and modules without weights remain: tables of positions are small and computed once per pass. An output
+    layer that shares its weight with the embeddings gets a copy.
     """
     first = max(0, len(layers) - on_gpu)
     crossing, above = DeviceTransfer(device), layers[first:]

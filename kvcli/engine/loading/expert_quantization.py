@@ -1,8 +1,7 @@
-"""Weights of experts packed while transformers loads them, at its official door for quantization.
+"""Quantization of expert weights while transformers loads them, through its official quantizer interface.
 
-Checkpoints hold experts one by one or in one tensor; transformers makes that tensor for a layer when it gets there.
-Packed at once, one of them is in memory in full precision at a time; packed behind loading, all that were put together
-are.
+Checkpoints store experts one by one or in one tensor; transformers builds that tensor layer by layer. If it is
+quantized at once, only one such tensor is in memory in full precision. If it is quantized after loading, all are.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ METHOD = "kvcli_experts"
 
 
 def while_loading(quant: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """What `from_pretrained` takes as quantization_config; None where experts are not packed."""
+    """Return the quantization_config for `from_pretrained`; None if experts are not quantized."""
     if quant not in ("int8", "int4") or (device.type != "cpu" and triton_support.why_not(device, dtype)):
         return None
     return _register()(bits=8 if quant == "int8" else 4, native=device.type == "cpu")
@@ -34,12 +33,12 @@ def while_loading(quant: str, dtype: torch.dtype, device: torch.device) -> Any:
 
 @cache
 def _register() -> Any:
-    """Once in a process."""
+    """Register the quantizer, once per process."""
 
     @register_quantization_config(METHOD)
     class Config(QuantizationConfigMixin):  # type: ignore[misc]  # Any to mypy, as all of transformers
         def __init__(self, bits: Bits = 8, native: bool = True) -> None:
-            """`native`: for the CPU's kernel; otherwise in the order of files, which goes anywhere."""
+            """`native`: in the layout of the CPU kernel; otherwise in the order of files, for any device."""
             self.quant_method, self.bits, self.native = METHOD, bits, native
 
     @register_quantizer(METHOD)
@@ -72,7 +71,7 @@ class QuantizeExperts(ConversionOps):  # type: ignore[misc]  # the same
         self.bits, self.native = bits, native
 
     def convert(self, found: dict[str, Any], *, model: nn.Module, **_: Any) -> dict[str, Any]:
-        """Parameters by their names, packed where they can be."""
+        """Return parameters by name, quantized if possible."""
         return {name: self._packed(name, given, model) for name, given in found.items()}
 
     def _packed(self, full: str, given: Any, model: nn.Module) -> Any:

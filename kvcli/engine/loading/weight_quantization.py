@@ -1,4 +1,4 @@
-"""Bring a model to its devices, its linear layers packed as asked."""
+"""Quantize the linear layers of a model and move the model to its devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from kvcli.models.gguf import quantizer
 def quantize_and_place(
     model: Any, shape: model_probe.ModelLayout, quant: str, device: torch.device
 ) -> tuple[str, tuple[str, ...]]:
-    """Bring the model to `device`, packed as asked: what runs its linear layers, and notes on what stays unpacked."""
+    """Quantize the model and move it to `device`. Return what runs its linear layers, and notes on layers that were not
+    quantized."""
     by = "native" if panels.serves(model.dtype) else "torch"
     if quant == "none":
         if model.device.type != device.type:
@@ -34,7 +35,7 @@ def quantize_and_place(
         said = f"{by} packed int4" if method == quantizer.METHOD else getattr(method, "value", method)
         return ("torch" if given is None else f"{said}, as in the checkpoint"), ()
     layers = model_probe.decoder_layers(model, shape)
-    if layers is None:  # LongCat, of which each layer has two
+    if layers is None:  # LongCat has two attention modules per layer
         why = "its attention modules stand in no list of layers"
         raise BadModel(
             "linear layers of this model cannot be packed", code="model_unsupported", lines=[why], try_=["--quant none"]
@@ -46,7 +47,7 @@ def quantize_and_place(
 
 
 def _packed(layers: nn.Module, quant: str, device: torch.device) -> tuple[str, Swap | None]:
-    """Pack the linear layers below as asked, by what serves `device`; what runs them then."""
+    """Quantize the linear layers below `layers` for `device`. Return the backend that runs them, and the counts."""
     if quant == "none":
         return "torch", None
     if device.type == "cpu":
@@ -61,7 +62,7 @@ def _packed(layers: nn.Module, quant: str, device: torch.device) -> tuple[str, S
 def split(
     model: Any, shape: model_probe.ModelLayout, quant: str, device: torch.device, on_gpu: int
 ) -> tuple[str, tuple[str, ...], list[torch.device]]:
-    """The same with the last layers on `device`, and where each layer is then."""
+    """Quantize the model, with the last layers on `device`. Return also the device of each layer."""
     layers = None if shape.mixers else model_probe.decoder_layers(model, shape)
     if layers is None:
         why = "some keep a state" if shape.mixers else "its attention modules stand in no list of layers"
@@ -81,13 +82,13 @@ def split(
 def with_devices(
     stored: Sequence[LayerShape], places: Sequence[torch.device] | None, device: torch.device
 ) -> tuple[LayerShape, ...]:
-    """What layers store, with where it lies for those that are elsewhere."""
+    """Return the layers' shapes with the device of those on another device."""
     elsewhere = [None if place == device else place for place in places or [device] * len(stored)]
     return tuple(replace(of, device=place) if place else of for of, place in zip(stored, elsewhere, strict=True))
 
 
 def _swap_notes(swap: Swap, quant: str) -> tuple[str, ...]:
-    """What stayed in full precision, one line each."""
+    """Return one note per reason for layers that were not quantized."""
     notes = [f"{count} linear layers stay unpacked: {why}" for why, count in swap.kept.items()]
     if not swap.packed:
         notes.append(f"load.quant = {quant} changed nothing")

@@ -1,4 +1,4 @@
-"""From checked files to a transformers model: device, precision, and every tensor accounted for."""
+"""Load checked files into a transformers model: device, precision, and a check that every tensor was loaded."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def load_weights(
     trust_remote_code: bool,
     quant: str = "none",
 ) -> tuple[Any, tuple[str, ...]]:
-    """The model with every tensor from its files, on the CPU, where they are mapped; and what to tell about them.
+    """Return the model with every tensor from its files, mapped on the CPU, and notes for the user.
 
-    A checkpoint that is quantized already goes to `device` at once: moving it later is not allowed. Experts are packed
-    on their way, as `quant` says.
+    A quantized checkpoint is loaded to `device` directly, because moving it later is not allowed. Experts are quantized
+    during loading, as `quant` says.
     """
     loader = loader_of(source, config, trust_remote_code)
     packing = CheckpointFormat.of(source.config)
@@ -65,7 +65,7 @@ def load_weights(
             dtype="auto" if dtype == "auto" else getattr(torch, NUMBERS[dtype]),
             device_map={"": str(device)} if packing.stays(device.type) and device.type != "cpu" else None,
             **({"quantization_config": packs} if packs else {}),
-            attn_implementation="eager",  # ours comes once the model is built: LM.of asks it how it attends first
+            attn_implementation="eager",  # our attention is set after building: LM.of first probes the model's own
             use_safetensors=not source.is_pickle,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
@@ -82,13 +82,14 @@ def load_weights(
 
 
 def _hush_casts() -> None:
-    """Said at int8 products, by newer releases at each: their inputs go through float16, whatever the model's dtype."""
+    """Silence a warning at int8 products: their inputs are cast to float16, whatever the model's dtype. Newer releases
+    repeat it at each product."""
     warnings.filterwarnings("ignore", "MatMul8bitLt: inputs will be cast")
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def _unloadable(source: Source, said: str) -> BadModel:
-    """`said`: what transformers raised over its files; where that is about a package, nothing is wrong with them."""
+    """`said`: the error of transformers. If it is about a package, the files are not to blame."""
     if not said.startswith(("ImportError", "ModuleNotFoundError")):
         return unreadable(source, "transformers could not load it", said)
     named = re.search(r"pip install (?:-U |--upgrade )?['\"]?([\w.\[\]<>=!~,-]+)|No module named '([\w-]+)", said)
@@ -101,14 +102,14 @@ def _unloadable(source: Source, said: str) -> BadModel:
 
 
 def _have_unpacked(config: Any) -> None:
-    """Ask transformers for plain numbers in place of packed ones, whatever this machine could multiply."""
+    """Ask transformers to dequantize weights, whatever this machine could multiply."""
     for part in (config, config.get_text_config()):
         if isinstance(given := getattr(part, "quantization_config", None), dict):
             given["dequantize"] = True
 
 
 def _unused(model: nn.Module, names: Sequence[str]) -> Iterator[str]:
-    """What to tell about tensors of the checkpoint that were not read."""
+    """Yield notes on tensors of the checkpoint that were not loaded."""
     apart = [name for name in names if _is_left_out(model, name)]
     if apart:
         yield f"pictures and sound are not read: {len(apart)} tensors of parts for them stay on disk"
@@ -117,7 +118,7 @@ def _unused(model: nn.Module, names: Sequence[str]) -> Iterator[str]:
 
 
 def _is_left_out(model: nn.Module, name: str) -> bool:
-    """Whether a tensor is one of a part that the model was built without."""
+    """True if a tensor belongs to a module that the model was built without."""
     part: nn.Module | None = model
     for own in name.split("."):
         if part is None or own not in part._modules:
@@ -127,7 +128,7 @@ def _is_left_out(model: nn.Module, name: str) -> bool:
 
 
 def _check_loading(source: Source, loading: Mapping[str, Any]) -> None:
-    """transformers would go on with random numbers; we do not."""
+    """Raise BadModel for missing or mismatched tensors: transformers would continue with random numbers."""
     missing, wrong = sorted(loading["missing_keys"]), sorted(map(str, loading["mismatched_keys"]))
     if missing:
         raise BadModel(
@@ -150,7 +151,7 @@ def _check_loading(source: Source, loading: Mapping[str, Any]) -> None:
 
 
 def find_device(name: str) -> torch.device:
-    """Raises UsageError where this machine has none such, or nothing here runs on it."""
+    """Return the device of this name. Raises UsageError if this machine does not have it, or it is not supported."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     refuse_device(name)
@@ -168,15 +169,16 @@ def find_device(name: str) -> torch.device:
 
 
 def keeps_quantized(load: Load) -> bool:
-    """Whether weights that come packed in 4 bits stay so: our kernel is for CPUs, not for float64, and `load.quant`
-    packs anew."""
+    """True if 4-bit weights of a checkpoint are kept as they are. Our kernel runs on CPUs and not in float64, and
+    `load.quant` quantizes anew."""
     return load.quant == "none" and load.dtype != "fp64" and find_device(load.device).type == "cpu"
 
 
 def quantize_for_gpu(root: nn.Module, quant: str, device: torch.device) -> tuple[Swap, str]:
-    """Pack every plain `nn.Linear` below `root` on its way to `device`, and say what runs them there.
+    """Quantize every plain `nn.Linear` below `root` while moving it to `device`, and return what runs them there.
 
-    Where the fused kernels serve it, int8 and int4 are the numbers that a CPU has, and nf4 those of bitsandbytes.
+    If the fused kernels support the device, int8 and int4 give the same numbers as on a CPU, and nf4 those of
+    bitsandbytes.
     """
     if why := triton_support.why_not(device, next(root.parameters()).dtype):
         kind = "fp4" if quant == "int4" else quant
@@ -192,9 +194,9 @@ def quantize_for_gpu(root: nn.Module, quant: str, device: torch.device) -> tuple
 
 
 def quantize_with_bitsandbytes(root: nn.Module, quant: str, device: torch.device) -> Swap:
-    """Have every plain `nn.Linear` below `root` in bitsandbytes' form on `device`.
+    """Convert every plain `nn.Linear` below `root` to bitsandbytes' format on `device`.
 
-    Done here and not by transformers, which needs one more package for it and puts whole layers on the device first.
+    transformers could do it, but needs one more package and moves whole layers to the device first.
     """
     import bitsandbytes as bnb
 

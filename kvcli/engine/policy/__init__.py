@@ -1,1 +1,1 @@
-"""What eviction policies and the engine share: the protocol, compression points, recorded queries."""
+"""Eviction policies' common parts: the protocol, compression points, recorded queries."""

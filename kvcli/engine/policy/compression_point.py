@@ -1,4 +1,4 @@
-"""A boundary: what a policy is shown of a text before it says what stays."""
+"""A compression point: the state of a sequence that an eviction policy gets to select the slots to keep."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CompressionPoint:
-    """A text between two passes, all of whose tokens are stored."""
+    """A sequence between two passes whose tokens are all stored, at which slots may be evicted or demoted."""
 
     lm: LM
     kv: KVCache
     heard: QueryRecorder
     guard: ProtectedTokens
     ids: Sequence[int]
-    kinds: Tensor  # [T] int8, by position; [0] for a policy that asks for none
+    kinds: Tensor  # [T] int8, by position; [0] if the policy does not need kinds
     phase: Phase
-    n_prompt: int  # as in a moment
-    is_whole: bool  # was nothing let go so far?
-    memory: Any  # what the policy remembers of the text
-    _protected: dict[int, Tensor] = field(default_factory=dict)  # by layer, of those it looked at
+    n_prompt: int  # as in LayerContext
+    is_whole: bool  # has nothing been evicted so far?
+    memory: Any  # the policy's memory of this sequence
+    _protected: dict[int, Tensor] = field(default_factory=dict)  # by layer, of those requested so far
 
     @property
     def layers(self) -> range:
@@ -40,12 +40,12 @@ class CompressionPoint:
 
     @property
     def open(self) -> list[int]:
-        """Layers without a sliding window, which lets go of its past by itself, and with slots of their own."""
+        """Layers that store slots and have no sliding window, which evicts old slots by itself."""
         layers = zip(self.lm.sights, self.lm.shapes, strict=True)
         return [i for i, (sight, shape) in enumerate(layers) if sight.window is None and shape.shared_from is None]
 
     def layer(self, i: int) -> tuple[Slots, LayerContext]:
-        """What one layer holds, perhaps as a copy: look at one after the other."""
+        """Return the slots of one layer, which may be a copy. Process one layer after the other."""
         slots = self.kv.slots(i)
         if rank := self.lm.shapes[i].rank:
             slots = replace(slots, v=slots.k[..., :rank])
@@ -55,11 +55,11 @@ class CompressionPoint:
         return slots, LayerContext.of(self.lm, i, *of_text)
 
     def ask(self, policy: Policy) -> Steps[Masks]:
-        """What the policy keeps, and its guard."""
+        """Return the masks of the policy with the protected tokens added."""
         masks = yield from await_passes(policy.select(self))
         return [None if mask is None else _guarded(mask, self._protected[i]) for i, mask in enumerate(masks)]
 
 
 def _guarded(mask: Tensor, protected: Tensor) -> Tensor:
-    """With what stays whatever the policy says: in its place, where it names rungs."""
+    """Add the protected slots to a mask; if the mask names levels, they are kept at level 0."""
     return mask | protected if mask.dtype is bool_ else mask.masked_fill(protected, 0)

@@ -1,4 +1,4 @@
-"""What a policy is: the answer to one question, which slots to keep."""
+"""Eviction policies: the protocol for choosing the slots to keep."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from kvcli.kv.slots import Masks, Slots
     from kvcli.kv.snapshot import Snapshottable
 
-# a prompt is being read in chunks; it has been read; the answer is being written
+# prefill in chunks is running; prefill is done; the answer is being decoded
 Phase = Literal["reading", "read", "answering"]
 
 
 @dataclass(frozen=True, slots=True)
 class ProtectedTokens:
-    """What no policy takes away, and no pruner leaves behind: the engine keeps it whatever they say."""
+    """Tokens that no eviction policy and no pruner may drop. The engine adds them back to every mask."""
 
     sinks: int = 0  # first tokens
     recent: int = 0  # newest tokens
-    kinds: frozenset[int] = (
-        frozenset()
-    )  # kinds of tokens (kvcli.engine.sequence.token_kinds), such as those of the system prompt
+    # kinds of tokens (kvcli.engine.sequence.token_kinds), such as those of the system prompt
+    kinds: frozenset[int] = frozenset()
 
     def covers(self, pos: Tensor, kinds: Tensor) -> Tensor:
-        """bool like `pos` [.., S]: of these positions, -1 = empty, those that stay. `kinds` [T] by position."""
+        """Return which of these positions `pos` [.., S] are protected, as bool of the same shape; -1 = empty. `kinds`
+        [T] by position."""
         newest = pos.amax(dim=-1, keepdim=True) if pos.shape[-1] else pos
         mask = (pos < self.sinks) | (pos > newest - self.recent)
         if self.kinds and kinds.shape[0]:
@@ -43,22 +43,22 @@ class ProtectedTokens:
 
 @dataclass(frozen=True, slots=True)
 class LayerContext:
-    """A boundary, as one layer sees it."""
+    """The context of one layer at a compression point."""
 
     layer: int
     n_layers: int
     phase: Phase
-    n: int  # tokens stored: every position is below
-    n_prompt: int  # tokens stored when the last prompt had been read; while one is being read, so far
-    q: Tensor  # [H, w, D] the queries that the policy asked for and no more, after rotary embedding; w may be 0
-    q_pos: Tensor  # [w] their positions, rising; a query sees slots up to its own position
-    kinds: Tensor  # [T] int8, token kinds by position; [0] where neither the policy nor its guard asks for them
-    protected: Tensor  # [K, S] bool: slots that stay whatever the policy says
-    scale: float  # of scores, before the softmax
-    softcap: float = 0.0  # > 0: scores are bent by softcap * tanh(score / softcap)
-    window: int | None = None  # tokens that this layer sees at all; None = all
-    sink: Tensor | None = None  # [H] learned logits that take attention and give nothing (gpt-oss)
-    memory: Any = None  # what the policy remembers of the text
+    n: int  # tokens stored: every position is below it
+    n_prompt: int  # tokens stored at the end of the last prefill; during prefill, so far
+    q: Tensor  # [H, w, D] the queries that the policy requires, after rotary embedding; w may be 0
+    q_pos: Tensor  # [w] their positions, rising; a query attends to slots up to its own position
+    kinds: Tensor  # [T] int8, token kinds by position; [0] if neither the policy nor its protected tokens need them
+    protected: Tensor  # [K, S] bool: protected slots
+    scale: float  # scale of attention scores, before the softmax
+    softcap: float = 0.0  # > 0: attention scores become softcap * tanh(score / softcap)
+    window: int | None = None  # sliding window of this layer in tokens; None = all
+    sink: Tensor | None = None  # [H] learned sink logits, which take attention but have no value (gpt-oss)
+    memory: Any = None  # the policy's memory of the sequence
 
     @classmethod
     def of(
@@ -73,15 +73,16 @@ class LayerContext:
         protected: Tensor,
         memory: Any = None,
     ) -> LayerContext:
-        """In a layer of this model; `heard`: queries and their positions."""
+        """Return the context of a layer of this model. `heard`: recorded queries and their positions."""
         s, sink, (q, pos) = lm.sights[layer], lm.sinks[layer], heard
         of_text = phase, n, n_prompt, q, pos, kinds, protected
         return cls(layer, lm.n_layers, *of_text, s.scale, s.softcap, s.window, sink, memory)
 
     def mass(self, s: Slots, first: int = 0, over: Over = "mean") -> Tensor:
-        """[K, S] float32 at least: attention that slots get from the queries from row `first` on, computed again.
+        """Return the attention mass of each slot, [K, S] in float32 or wider, recomputed for the queries from row
+        `first` on.
 
-        By default its mean over these queries and over the query heads of a KV head; zeros where nothing was heard.
+        By default it is the mean over these queries and over the query heads of a KV head. Without queries it is zero.
         """
         from kvcli.kernels.attention_mass import attention_mass
 
@@ -91,71 +92,75 @@ class LayerContext:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRequirements:
-    """What a policy is to be shown of the texts of one model, and what it begins to remember of each."""
+    """Requirements of a policy for the sequences of one model: recorded queries, kinds of tokens, and a memory."""
 
-    recent: int = 0  # of the latest accepted queries
-    probes: Callable[[int], Sequence[int]] = lambda n: ()  # tokens of a prompt -> positions whose queries to hold
-    lasting: bool = False  # hold those also while the answer is written
-    kinds: bool = False  # tell it the kinds of tokens, beside its guard
-    marks: frozenset[int] = frozenset()  # kinds that are looked for in a prompt only where somebody asks
-    guard: ProtectedTokens = ProtectedTokens()  # what stays whatever it says
-    memory: Callable[[], Snapshottable | None] = lambda: None  # what it knows of a text of which nothing was read
+    recent: int = 0  # number of latest accepted queries to record
+    probes: Callable[[int], Sequence[int]] = lambda n: ()  # prompt tokens -> positions whose queries are recorded
+    lasting: bool = False  # keep the recorded queries while decoding too
+    kinds: bool = False  # the policy needs kinds of tokens, besides its protected tokens
+    marks: frozenset[int] = frozenset()  # kinds that are found in prompts only on request
+    guard: ProtectedTokens = ProtectedTokens()  # protected tokens
+    memory: Callable[[], Snapshottable | None] = lambda: None  # initial memory of a sequence
 
 
 class Policy(Protocol):
-    """Picks slots to keep. What happens to the rest (drop, demote, hide) is not its business.
+    """Protocol of an eviction policy, which selects the slots to keep. The caller decides whether other slots are
+    dropped, demoted or hidden.
 
-    A policy is the `[policy]` table of a profile: each method's frozen dataclass, shared by all texts. What it learns
-    of one lies in that text's memory, and goes when the text does.
+    A policy is the `[policy]` table of a profile: a frozen dataclass per method, shared by all sequences. State of one
+    sequence is in that sequence's memory and is freed with it.
     """
 
     @property
     def compression_interval(self) -> int | None:
-        """Tokens between two boundaries while decoding; None = the past never changes."""
+        """Compression interval: tokens between two compression points while decoding; None = the cache never
+        changes."""
 
     def requirements(self, lm: LM) -> PolicyRequirements:
-        """What it is to be shown. Raises BadModel for a model that it cannot judge, BadInput for a file that it cannot
-        read."""
+        """Return the requirements for this model. Raises BadModel if the policy does not support the model, BadInput
+        for an unreadable file."""
 
     def select(self, at: CompressionPoint) -> Steps[Masks] | Masks:
-        """At a boundary, slots to keep by layer: bool [K, S], heads may keep different numbers; None = all of them.
+        """Select the slots to keep at a compression point, by layer: bool [K, S], heads may keep different numbers;
+        None = all.
 
-        It may ask for passes of its own (kvcli.engine.forward_request).
+        It may request forward passes (kvcli.engine.forward_request).
         """
 
     def slots(self, n: int) -> int:
-        """How many of n slots a head keeps at a boundary, averaged over heads: what memory is planned with."""
+        """Return how many of n slots a head keeps at a compression point, averaged over heads. Memory is planned with
+        it."""
 
     def max_slots_in_prefill(self, n: int) -> int:
-        """How many slots a head holds at most while n tokens are read, the last chunk aside."""
+        """Return the most slots per head during a prefill of n tokens, without the last chunk."""
 
     def extra_rows(self, n: int) -> int:
-        """How many rows run once more behind a prompt of n tokens when it has been read: what its time is planned with.
+        """Return how many rows run again after the prefill of n tokens. The time estimate uses it.
 
-        0 = it is read once. Each such row sees all that was stored by then. What the policy itself computes from its
-        queries is not counted.
+        0 = each row runs once. Each extra row attends to all slots stored by then. Computation by the policy itself
+        from its queries is not counted.
         """
 
     def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
-        """Bytes beside a pass that judging a prompt of n tokens takes, by a layer of so many query heads.
+        """Return the bytes, beside a pass, for scoring n prompt tokens in a layer of `heads` query heads.
 
-        `kind`: of the device. `number`: bytes of a number of attention.
+        `kind`: of the device. `number`: bytes of an attention weight.
         """
 
     @property
     def is_uneven(self) -> bool:
-        """May heads keep different numbers of slots?"""
+        """True if heads may keep different numbers of slots."""
 
     @property
     def describe_kept(self) -> str:
-        """What stays of a text that is too long for it, in words; "" = everything."""
+        """Describe what is kept of a sequence that is too long, in words; "" = everything."""
 
     def describe_result(self, memory: Any) -> str:
-        """What it found out about one text, from what it remembers of it, in words; "" = nothing to tell."""
+        """Describe the result for one sequence, from the policy's memory of it, in words; "" = nothing to report."""
 
 
 class PolicyDefaults:
-    """What most share: nothing to be shown, a text read once, all heads alike."""
+    """Defaults of a policy: no requirements, no extra rows, the same number of slots in all heads."""
 
     is_uneven = False
 
@@ -166,29 +171,29 @@ class PolicyDefaults:
         raise NotImplementedError
 
     def max_slots_in_prefill(self, n: int) -> int:
-        """As many while reading: each chunk's end is a boundary."""
+        """As many as at any compression point, because each chunk ends at one."""
         return self.slots(n)
 
     def extra_rows(self, n: int) -> int:
-        """Nothing is read twice."""
+        """No extra rows."""
         return 0
 
     def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
-        """None."""
+        """Zero bytes."""
         return 0
 
     def describe_result(self, memory: Any) -> str:
-        """Nothing."""
+        """Nothing to report."""
         return ""
 
 
 class PerLayerPolicy(PolicyDefaults):
-    """A policy that judges each layer by itself, as a view of scouts must."""
+    """A policy that selects the slots of each layer independently, as a cache view of lookahead rows requires."""
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
-        """bool [K, S]: slots of one layer that stay."""
+        """Return which slots of one layer to keep, bool [K, S]."""
         raise NotImplementedError
 
     def select(self, at: CompressionPoint) -> Masks:
-        """Layer by layer."""
+        """Select the slots layer by layer."""
         return [self.mask(*at.layer(i)) if at.lm.shapes[i].shared_from is None else None for i in at.layers]

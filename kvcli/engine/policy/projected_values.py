@@ -1,4 +1,4 @@
-"""What a value adds to the residual stream: its head's part of the output projection, of any attention that has one."""
+"""Norms of values after the output projection of their head: what a slot's value can add to the residual stream."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from kvcli.errors import BadModel
 if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
 
-NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # what families of transformers call it
+NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")  # names of the output projection in transformers
 BLOCK = 1024  # values projected at a time
 
 
 class ProjectedValueNorms:
-    """Norms of projected values. Weights are asked for when somebody needs them, packed ones are unpacked for that."""
+    """Norms of projected values. Weights are read when needed; quantized weights are dequantized."""
 
     def __init__(self, lm: LM, who: str) -> None:
-        """`who` needs it, as the user typed. Raises BadModel where heads share what they store, or none is found."""
+        """`who`: the setting that needs the norms, as typed by the user. Raises BadModel if heads share what they
+        store, or if there is no output projection per head."""
         self._modules = [_module(attends) for attends in lm.attentions]
         if None in self._modules or any(of.rank for of in lm.shapes):
             raise BadModel(
@@ -32,11 +33,12 @@ class ProjectedValueNorms:
         self._heads, self._dtype = lm.heads, lm.dtype
 
     def __deepcopy__(self, memo: object) -> ProjectedValueNorms:
-        """Itself: the weights are the model's, and a text that is forked shares them."""
+        """Return itself: the weights are the model's, and a forked sequence shares them."""
         return self
 
     def __call__(self, layer: int, v: Tensor, order: int) -> Tensor:
-        """[K, G, S]: the norm (1 or 2) of v [K, S, D] behind the projection of each query head that reads it."""
+        """Return the norm (1 or 2) of each value after the output projection of each query head that reads it: v [K, S,
+        D] -> [K, G, S]."""
         module = self._modules[layer]
         wide = torch.promote_types(v.dtype, torch.float32)
         (kv, n, d), group = v.shape, self._heads[layer] // v.shape[0]
@@ -55,7 +57,7 @@ def _module(attends: Any) -> Any:
 
 
 def _weight(module: Any, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[width, E]: what it makes of each input alone, as packed weights show themselves in no other way."""
+    """Return the weight [width, E], computed from unit inputs because quantized weights can be read in no other way."""
     with torch.no_grad():
         each = torch.eye(width, dtype=dtype, device=device)
         found: Tensor = module(each) - module(torch.zeros_like(each[:1]))

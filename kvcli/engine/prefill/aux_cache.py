@@ -1,7 +1,7 @@
-"""Tokens that stopped on their way through the layers, and may go on later: LazyLLM's Aux Cache (arXiv 2407.14057).
+"""Deferred tokens, which stopped before a layer and may be revived later: LazyLLM's Aux Cache (arXiv 2407.14057).
 
-Those that go on into a layer are among those that were in the one below, so a token has keys and values in its lowest
-layers and in none above: its depth and one hidden vector, what the next layer would have been given, are all it takes.
+The rows of a layer are a subset of those of the layer below, so a token has KV in its lowest layers and in none above.
+Its depth and one hidden state, the input of the next layer, are all that is stored.
 """
 
 from __future__ import annotations
@@ -22,65 +22,68 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.engine.prefill.prompt_pruner import ActiveRows, PromptPruning
 
-AT_ONCE = 256  # tokens that go on together to the last layer: each has a mask over all that is stored
+AT_ONCE = 256  # tokens revived together up to the last layer: each has a mask over all slots
 
 
 class AuxCache:
-    """Of one text: who stopped where, and with which hidden vector; and the ways on."""
+    """Aux cache of one sequence (LazyLLM): for each deferred token, the layer where it stopped and its hidden state
+    there."""
 
     def __init__(self, lm: LM, pruning: PromptPruning | None) -> None:
         self._lm, self._pruning = lm, pruning
         self._at: Stopped = {}  # positions rise
-        self.is_torn = False  # some layers hold what came back, and others do not
+        self.is_torn = False  # a revival failed midway: only some layers have the KV of the revived tokens
 
     def __len__(self) -> int:
         return sum(len(pos) for pos, _ in self._at.values())
 
     @property
     def positions(self) -> list[int]:
-        """Of all of them, rising."""
+        """Positions of all deferred tokens, rising."""
         return sorted(p for pos, _ in self._at.values() for p in pos)
 
     @property
     def depth(self) -> Mapping[int, int]:
-        """By position: layers for which there are keys and values."""
+        """Number of layers with KV, by position."""
         return {p: layer for layer, (pos, _) in self._at.items() for p in pos}
 
     def at(self, layer: int) -> list[int]:
-        """Positions of those that stopped before this layer, rising."""
+        """Return the positions of the tokens that stopped before this layer, rising."""
         return self._at[layer][0] if layer in self._at else []
 
     def hidden(self, layer: int, pos: Sequence[int]) -> Tensor:
-        """[n, E] of those that stopped before this layer."""
+        """Return the hidden states [n, E] of tokens that stopped before this layer."""
         held, vectors = self._at[layer]
         place = {p: i for i, p in enumerate(held)}
         return vectors[[place[p] for p in pos]]
 
     def clear(self) -> None:
-        """A text begins anew."""
+        """Drop all deferred tokens, for a new sequence."""
         self._at, self.is_torn = {}, False
 
     # ---- a prompt ----
 
     @property
     def comes_back(self) -> bool:
-        """May what stops go on later?"""
+        """True if deferred tokens may be revived later."""
         return self._pruning is not None and self._pruning.compression_interval is not None
 
     def before_prompt(self, kv: KVCache, ids: Sequence[int]) -> Steps[None]:
-        """Another prompt is to be read behind what is stored."""
+        """Revive all tokens before the prefill of another prompt, if pruning says so."""
         if self._pruning is not None and self._pruning.revives_before_prompt:
             yield from self.revive_all(kv, ids)
 
-    # ---- the ways on ----
+    # ---- revival ----
 
     @property
     def compression_interval(self) -> int | None:
-        """Tokens of an answer between two boundaries at which some may come back; None = nobody does."""
+        """Tokens of an answer between two compression points that may revive tokens; None = tokens are never
+        revived."""
         return self._pruning.compression_interval if self._pruning is not None and self else None
 
     def revive(self, kv: KVCache, ids: Sequence[int], written: int) -> Steps[None]:
-        """So far into an answer those go on that its pending token looks at. It goes along; nothing of it is stored."""
+        """Revive the tokens that the pending token attends to, at this point of the answer. The pending token runs in
+        the same pass; its KV is not committed."""
         if self._pruning is None or self.compression_interval is None or written % self.compression_interval:
             return
         trip = RevivalPass(self._lm, kv, ids, self, [len(ids) - 1])
@@ -88,7 +91,7 @@ class AuxCache:
         trip.store()
 
     def revive_all(self, kv: KVCache, ids: Sequence[int]) -> Steps[None]:
-        """All go on to the last layer, the oldest first."""
+        """Revive all tokens up to the last layer, oldest first."""
         while some := set(self.positions[:AT_ONCE]):
             trip = RevivalPass(self._lm, kv, ids, self)
             yield from trip.go(partial(self._onward, some))
@@ -100,13 +103,13 @@ class AuxCache:
         return pos, [p for p in self.at(layer) if p in some]
 
     def remove(self, came: set[int]) -> None:
-        """These went on."""
+        """Remove revived tokens."""
         for layer, (pos, vectors) in list(self._at.items()):
             stay = [i for i, p in enumerate(pos) if p not in came]
             self._put(layer, [pos[i] for i in stay], vectors[stay])
 
     def add(self, stopped: Stopped) -> None:
-        """These stopped."""
+        """Add deferred tokens."""
         for layer, (pos, vectors) in stopped.items():
             both, joined = [*self.at(layer), *pos], vectors
             if layer in self._at:
@@ -119,14 +122,14 @@ class AuxCache:
             del self._at[layer]
 
     def state(self) -> State:
-        """As it stands between passes."""
+        """Return a snapshot; between passes only."""
         found: dict[str, State] = {}
         for layer, (pos, vectors) in self._at.items():
             found[str(len(found))] = {"layer": layer, "pos": torch.tensor(pos, dtype=torch.int32), "x": vectors}
         return found
 
     def restore(self, given: SnapshotReader) -> None:
-        """Become what gave this. Raises SnapshotMismatch."""
+        """Restore a snapshot. Raises SnapshotMismatch."""
         self.clear()
         width = self._lm.model.config.get_text_config().hidden_size
         starts = {span.start for span in spans(self._lm.shapes)[1:]}
@@ -139,5 +142,5 @@ class AuxCache:
             self._put(layer, pos, vectors.to(self._lm.device, copy=True))
 
     def usage(self) -> list[Usage]:
-        """Bytes, by the layer before which they stopped."""
+        """Return the bytes, by the layer before which the tokens stopped."""
         return [Usage(layer, "behind", len(pos), x.nbytes) for layer, (pos, x) in self._at.items()]

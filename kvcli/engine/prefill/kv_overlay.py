@@ -1,4 +1,4 @@
-"""A store, and beside it keys and values of tokens that a pass leaves as they are, between those that it computes."""
+"""A KV cache combined with KV of tokens that are not recomputed, which lie between the tokens of a pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class KVOverlay:
-    """Rows read all that is stored, and of the others what is older than themselves, as if their pass had made it."""
+    """A KV cache with extra KV. Rows attend to all slots of the cache, and to the extra tokens older than themselves as
+    if their pass had computed them."""
 
     def __init__(
         self,
@@ -34,13 +35,14 @@ class KVOverlay:
         self.dtype = store.dtype
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """Why it needs the host."""
+        """Name the reason why passes over this cache are not captured."""
         return DeviceCache(why_not="rows read beside the store what was taken over")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> parts over the store, and over these and their pass."""
+        """Return partial attention of q [H, N, D] at positions pos [N] over the cache, and over the extra KV with the
+        new KV."""
         shares = self._shapes[layer].shared_from
         k, v = self._held[layer if shares is None else shares]
         if own is None:
@@ -54,9 +56,9 @@ class KVOverlay:
         sees = line if sight.window is None else line & (at > rows - sight.window)
         k, v = torch.cat([k, own.k], 1), torch.cat([v, own.v], 1)
         both = replace(own, k=k, v=v, pos=every, line=line, sees=sees.to(q.device))
-        # apart: in one sequence each of these rows, with gaps between them, would be read by itself, which takes long
+        # separate: combined with the cache, rows with gaps between them would each be computed alone, which is slow
         return [*self._store.attend(layer, q, sight, pos), *attend_new_only(q, sight, both)]
 
     def usage(self) -> list[Usage]:
-        """Nothing that lasts."""
+        """No lasting memory."""
         return []

@@ -1,9 +1,9 @@
-"""A prompt on its way through a model layer by layer: all of it goes through one, part by part, before the next.
+"""Layer-wise prefill: the whole prompt runs through one layer, chunk by chunk, before the next layer.
 
-What a part makes in a layer is stored, and settled, before the next part comes. So the same rows meet the same past as
-in reading chunk by chunk, in another order, and make the same bits; what a pass holds on to is of a part and a layer,
-beside the hidden states of the whole prompt. Between layers, when all of the prompt is there, a pruner says who goes
-on: rows that stay behind are no longer computed, and those further on do not see them, as if a mask hid them.
+A chunk's KV in a layer is committed and compressed before the next chunk runs. So the same rows read the same cache as
+in chunked prefill, in another order, and get the same bits. A pass needs memory for one chunk in one layer, besides the
+hidden states of the whole prompt. Between layers, when all rows are there, a pruner selects the rows that continue.
+Deferred rows are no longer computed, and rows that continue do not attend to them, as if masked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def check_model(lm: LM, pruning: PromptPruning | None) -> None:
-    """Raises BadModel where rows cannot be stopped between layers, or be judged there."""
+    """Raise BadModel if rows cannot be stopped between layers, or if pruning does not support the model."""
     if pruning is not None:
         pruning.describe(lm)
     if lm.straight is None:
@@ -35,7 +35,7 @@ def check_model(lm: LM, pruning: PromptPruning | None) -> None:
 
 
 class LayerwisePrefill:
-    """One such prompt. Whoever gives it up undoes in the store what was not there before."""
+    """A layer-wise prefill of one prompt. A caller that abandons it must undo its changes to the KV cache."""
 
     def __init__(
         self,
@@ -48,40 +48,40 @@ class LayerwisePrefill:
         *,
         comes_back: bool = False,
     ) -> None:
-        """`part`: rows of a pass at most; `hear`: rows whose queries are kept. Layers that share slots go together.
+        """`part`: most rows of a pass; `hear`: rows whose queries are kept. Layers that share slots run together.
 
-        `comes_back`: some of it may go through layers later, so windows keep what these will see.
+        `comes_back`: deferred tokens may be revived later, so sliding windows keep the slots that they will attend to.
         """
         self.rows, self.hear, self.pruner = rows, hear, pruner
-        self.queries: list[Tensor] = []  # per layer that it is through [H, len(hear), D]
+        self.queries: list[Tensor] = []  # per finished layer [H, len(hear), D]
         self._lm, self._kv, self._part = lm, kv, part
-        self._comes_back, self.stopped = comes_back, Stopped()  # of those left behind so far, who may come back
-        self._left = spans(lm.shapes)  # layers to come, those that it is in first
+        self._comes_back, self.stopped = comes_back, Stopped()  # of the deferred rows so far, if they may be revived
+        self._left = spans(lm.shapes)  # layers left, the current ones first
         self._hear = frozenset(hear)
-        self._live: Sequence[int] = range(rows.n_rows)  # rows that go through these
-        self._at = 0  # of these, how many did
-        self._given: list[Tensor] = []  # [.., E] what the others are given: in parts, let go of one by one
-        self._gave: list[Tensor] = []  # [.., E] what those gave
-        self._heard: list[Sequence[Tensor]] = []  # by part, of these layers
+        self._live: Sequence[int] = range(rows.n_rows)  # rows that run through the current layers
+        self._at = 0  # number of these rows that are done
+        self._given: list[Tensor] = []  # [.., E] input of the other rows, in chunks that are freed one by one
+        self._gave: list[Tensor] = []  # [.., E] output of the rows that are done
+        self._heard: list[Sequence[Tensor]] = []  # queries by chunk, of the current layers
 
     @property
     def is_over(self) -> bool:
-        """Is it through all layers?"""
+        """True if all layers are done."""
         return not self._left
 
     @property
     def layer(self) -> int:
-        """That it is in."""
+        """The current layer."""
         return self._left[0].start if self._left else self._lm.n_layers
 
     @property
     def active_rows(self) -> ActiveRows:
-        """Its rows as they come to this layer."""
+        """The rows that reached the current layer."""
         return ActiveRows(self._live, None, self.queries[-1] if self.queries else None)
 
     @property
     def n_done(self) -> int:
-        """Rows whose way through all layers would have taken as much, all layers taken for equally long."""
+        """Number of rows through all layers that equals the work done, if all layers take the same time."""
         if not self._left:
             return self.rows.n_rows
         now = self._left[0]
@@ -89,7 +89,7 @@ class LayerwisePrefill:
         return int(share * self.rows.n_rows)
 
     def step(self) -> Steps[None]:
-        """One pass: the next part through its layers."""
+        """Run one pass: the next chunk through the current layers."""
         layers = self._left[0]
         if not self._at:
             self._enter(layers)
@@ -101,7 +101,8 @@ class LayerwisePrefill:
         made = yield ForwardRequest(
             self._lm, rows, self._kv, record_queries=hear, is_prompt=True, layers=layers, hidden=given
         )
-        end = 0 if self._comes_back else rows.pos[-1] + 1  # what windows hide behind it makes room, and then goes
+        # evict slots that windows hide from later rows: before the commit to make room, and after it
+        end = 0 if self._comes_back else rows.pos[-1] + 1
         self._kv.compress((), end, [layer for layer in self._lm.sliding if layer in layers])
         commit(self._kv, rows, made, range(rows.n_rows))
         self._kv.compress((), end, layers)
@@ -109,7 +110,7 @@ class LayerwisePrefill:
             self._heard.append(made.queries)
         self._given, self._at = left, mine.stop
         if made.hidden is not None:
-            gave = made.hidden  # of a pass with other texts it is a part, which would keep theirs
+            gave = made.hidden  # in a batched pass this is a slice, which would keep the other sequences' rows alive
             self._gave.append(gave if gave.untyped_storage().nbytes() == gave.nbytes else gave.clone())
         if self._at == len(self._live):
             self._given, self._gave = self._gave, []
@@ -117,7 +118,8 @@ class LayerwisePrefill:
             self._left, self._at, self._heard = self._left[1:], 0, []
 
     def _enter(self, layers: range) -> None:
-        """Leave behind who does not go on, and make room for those who do: what grows by the part is copied often."""
+        """Defer the rows that the pruner does not select, and reserve memory for the others at once: growing chunk by
+        chunk would copy often."""
         chosen = self.pruner(layers.start, self.active_rows) if self.pruner is not None else None
         if chosen is not None and len(chosen) < len(self._live):
             on = set(chosen)
@@ -135,7 +137,7 @@ class LayerwisePrefill:
 
 
 def _first(parts: Sequence[Tensor], n: int) -> tuple[Tensor | None, list[Tensor]]:
-    """The first n rows of what lies in parts, and the parts of the others; None of nothing."""
+    """Return the first n rows of a list of chunks, and the chunks of the rest; None if there are no chunks."""
     found, left = [], list(parts)
     while n and left:
         found.append(left[0][:n])
@@ -146,7 +148,7 @@ def _first(parts: Sequence[Tensor], n: int) -> tuple[Tensor | None, list[Tensor]
 
 
 def _of_parts(parts: Sequence[Tensor], rows: Sequence[int]) -> Iterator[tuple[Tensor, list[int]]]:
-    """Each part, and which of its rows are among these, which rise."""
+    """Yield each chunk and which of its rows are among `rows`, which rise."""
     at = end = 0
     for part in parts:
         begin, end, first = end, end + len(part), at

@@ -1,4 +1,4 @@
-"""Runs of equal tokens in two texts, wherever they lie in the old one."""
+"""Matching spans: equal token runs of two sequences, at any position of the old one."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-FACTOR = 0x9E3779B97F4A7C15  # odd, of the rolling sums by which runs are looked up
+FACTOR = 0x9E3779B97F4A7C15  # odd multiplier of the rolling hashes by which spans are found
 
 
 @dataclass(frozen=True, slots=True)
 class MatchingSpan:
-    """Equal tokens in two texts."""
+    """A span of equal tokens in two sequences."""
 
-    old: int  # position of the first in the text that was read
-    new: int  # and in the one to be read
+    old: int  # first position in the old sequence
+    new: int  # first position in the new sequence
     n: int
 
     @property
@@ -27,14 +27,15 @@ class MatchingSpan:
         return self.new + self.n
 
     def part(self, start: int, end: int) -> MatchingSpan:
-        """What of it lies between these positions of the text to be read."""
+        """Return the part of the span between these positions of the new sequence."""
         return MatchingSpan(self.old + start - self.new, start, end - start)
 
 
 def find_matching_spans(
     had: Sequence[int] | NDArray[np.int64], ids: Sequence[int], start: int, least: int
 ) -> Iterator[MatchingSpan]:
-    """Runs of `least` tokens or more that stand in both texts, in `ids` from `start` on, rising and apart."""
+    """Yield spans of `least` or more tokens that occur in both sequences, in `ids` from `start` on. They rise and do
+    not overlap."""
     old, new = np.asarray(had, dtype=np.uint64), np.asarray(ids, dtype=np.uint64)
     if min(len(old), len(new) - start) < least:
         return
@@ -42,7 +43,7 @@ def find_matching_spans(
     for i, key in enumerate(rolling_hashes(old, least).tolist()):
         places.setdefault(key, i)
     wanted = rolling_hashes(new, least).tolist()
-    shift, at = 0, start  # where the last run lay: a text that repeats itself goes on there
+    shift, at = 0, start  # offset of the last span: repeated text continues there
     while at < len(wanted):
         i = at + shift
         if not (i >= 0 and i + least <= len(old) and (old[i : i + least] == new[at : at + least]).all()):
@@ -58,7 +59,7 @@ def find_matching_spans(
 
 
 def rolling_hashes(ids: NDArray[np.uint64], n: int) -> NDArray[np.uint64]:
-    """A number for each n tokens in a row, of texts ids [.., T]; equal ones have equal numbers."""
+    """Return a hash of each n consecutive tokens of ids [.., T]; equal spans have equal hashes."""
     found = np.zeros((*ids.shape[:-1], max(0, ids.shape[-1] - n + 1)), dtype=np.uint64)
     for i in range(n):
         found = found * np.uint64(FACTOR) + ids[..., i : i + found.shape[-1]]

@@ -1,4 +1,4 @@
-"""What says which tokens of a text go on between layers, and what it is shown before it does."""
+"""Protocol of prompt pruning: which tokens continue between layers, and the data to select them by."""
 
 from __future__ import annotations
 
@@ -19,62 +19,63 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ActiveRows:
-    """Rows that have come to a layer, all of them through the one below."""
+    """The rows that reached a layer, all of which ran through the layer below."""
 
     rows: Sequence[int]  # rising
-    fresh: NewKV | None  # what the layer below made of them; None before the first, and where that is stored already
-    queries: Tensor | None  # [H, n, D], of the heard rows there
+    fresh: NewKV | None  # new KV of the layer below; None before the first layer, or if it is committed already
+    queries: Tensor | None  # [H, n, D], queries of the recorded rows there
 
 
-# Of one prompt: a layer that it has come to -> those of its rows that go on into it, at least one and all that are
-# heard; None = all. Who stays behind goes into no layer from there on (LazyLLM, arXiv 2407.14057).
+# For one prompt: a layer and the rows that reached it -> the rows that continue, at least one and all recorded ones;
+# None = all. A deferred row runs through none of the later layers (LazyLLM, arXiv 2407.14057).
 Pruner = Callable[[int, ActiveRows], Sequence[int] | None]
 
-# a layer, and what the one below made of tokens at these positions -> those of them that go on, and who comes back
+# a layer, the rows that reached it and their positions -> positions that continue, and positions to revive
 Choose = Callable[[int, ActiveRows, Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
 class PromptPruning(Protocol):
-    """The `[prune]` table of a profile, shared by all texts."""
+    """Protocol of the `[prune]` table of a profile, shared by all sequences."""
 
     @property
     def describe_read(self) -> str:
-        """How much of a long prompt goes through all layers, in words; "" = all of it."""
+        """Describe how much of a long prompt runs through all layers, in words; "" = all of it."""
 
     def describe(self, lm: LM) -> str:
-        """What it does to prompts of this model, in words; "" = nothing. Raises BadModel where it can judge none."""
+        """Describe the effect on prompts of this model, in words; "" = none. Raises BadModel if the model is not
+        supported."""
 
     @property
     def n_scoring_rows(self) -> int:
-        """Newest rows of what is read whose queries it judges by."""
+        """Number of newest rows whose queries score the others."""
 
     @property
     def compression_interval(self) -> int | None:
-        """Tokens of an answer between two boundaries at which some may come back; None = what stays behind is gone."""
+        """Tokens of an answer between two compression points that may revive tokens; None = deferred tokens are
+        dropped."""
 
     @property
     def revives_before_prompt(self) -> bool:
-        """Whether those that are still behind come back before the next prompt is read."""
+        """True if all deferred tokens are revived before the next prefill."""
 
     def n_deferred(self, n: int) -> int:
-        """Of n tokens, how many are kept as one hidden vector at most: what memory is planned with."""
+        """Return how many of n tokens are stored as one hidden state at most. Memory is planned with it."""
 
     @property
     def guard(self) -> ProtectedTokens:
-        """Tokens that go through every layer whatever it judges."""
+        """Tokens that run through every layer whatever their score."""
 
     def group_size(self, n: int, chunk: int) -> int:
-        """How many of the n tokens that are left of a prompt it judges together."""
+        """Return how many of the n remaining prompt tokens are scored together."""
 
     def bind(
         self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int
     ) -> Steps[Pruner | None] | Pruner | None:
-        """For reading these rows behind what is stored, perhaps after a look at them; None = all of them go on.
+        """Return the pruner for a prefill of these rows, perhaps after a scoring pass; None = all rows continue.
 
-        `must`: rows that go through every layer: what the guard covers, and those that are heard. `part`: rows of a
-        pass at most.
+        `must`: rows that run through every layer: protected and recorded ones. `part`: most rows of a pass.
         """
 
     def bind_revival(self, lm: LM, cache: KVCache, behind: AuxCache) -> Choose:
-        """Who comes back on a trip that the newest token makes for that alone (revival_pass.py). Asked where
-        `compression_interval` is set."""
+        """Return the function that selects tokens to revive in a pass of the newest token (revival_pass.py). Called
+        only if `every` is set."""

@@ -1,7 +1,5 @@
-"""Tokens of any age on their way through the layers, some of which come back on it or stop.
-
-One pass a layer, so that whoever comes back into one is in no pass before. A row sees what is older than itself.
-"""
+"""Run tokens through the model one layer per pass, so that deferred tokens (LazyLLM) can join at the layer where they
+stopped. Each row attends only to positions before its own."""
 
 from __future__ import annotations
 
@@ -28,22 +26,23 @@ if TYPE_CHECKING:
     from kvcli.kernels.merge_attention import PartialAttention
     from kvcli.kv.slots import KVCache
 
-Stopped = dict[int, tuple[list[int], Tensor]]  # by the layer that they did not go into: positions, vectors [n, E]
+Stopped = dict[int, tuple[list[int], Tensor]]  # layer before which they stopped -> positions, hidden states [n, E]
 
 
 class RevivalPass:
-    """What these tokens make is stored when it is over. A layer goes by in which nobody is."""
+    """A revival pass of deferred tokens. The new KV is committed after the last layer. Layers with no active rows are
+    skipped."""
 
     def __init__(self, lm: LM, kv: KVCache, ids: Sequence[int], behind: AuxCache, pos: Sequence[int] = ()) -> None:
-        """`pos`: rising positions in `ids` of those that begin with the first layer; nothing of them is kept."""
+        """`pos`: rising positions in `ids` of tokens that start at the first layer; their KV is not committed."""
         self._lm, self._kv, self._ids, self._behind = lm, kv, ids, behind
-        self._pos, self._hidden = list(pos), torch.empty(0)  # of those on their way
-        self._guests = len(pos)  # the newest
+        self._pos, self._hidden = list(pos), torch.empty(0)  # of the active rows
+        self._guests = len(pos)  # number of tokens in `pos`, the newest rows
         self._came, self._stopped = set[int](), Stopped()
         self._made: list[tuple[Rows, ForwardResult]] = []
 
     def go(self, choose: Choose) -> Steps[None]:
-        """A pass a layer."""
+        """Run one pass per layer."""
         for layers in spans(self._lm.shapes):
             if layers.start:
                 self._enter(layers.start, choose)
@@ -78,7 +77,8 @@ class RevivalPass:
         self._pos, self._hidden = pos, hidden
 
     def store(self) -> None:
-        """It is over. What breaks here leaves the store torn: what came back lies among what was there."""
+        """Commit the new KV at the end. An error here leaves the cache inconsistent (`is_torn`), because only some
+        layers have the KV of revived tokens."""
         self._behind.is_torn = True
         for rows, made in self._made:
             commit(self._kv, rows, made, range(rows.n_rows - self._guests))
@@ -88,19 +88,20 @@ class RevivalPass:
 
 
 class PositionMaskedCache:
-    """A store as tokens of any age see it: each what is older than itself."""
+    """A KV cache in which each row attends to the positions before its own, for rows older than stored slots."""
 
     def __init__(self, store: KVCache) -> None:
         self._store, self.dtype = store, store.dtype
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """Why it needs the host."""
+        """Name the reason why passes over this cache are not captured."""
         return DeviceCache(why_not="tokens that come back are older than what is stored")
 
     def attend(
         self, layer: int, q: Tensor, sight: AttentionParams, pos: Sequence[int], own: NewRows | None = None
     ) -> list[PartialAttention]:
-        """q [H, N, D] of rows at positions pos [N] -> a part over what is stored, and those over their pass."""
+        """Return partial attention of q [H, N, D] at positions pos [N]: one part over the cache, the others over the
+        new KV."""
         s = self._store.slots(layer)
         rows = torch.tensor(pos, dtype=s.pos.dtype, device=s.pos.device).view(1, -1, 1)
         at = s.pos.unsqueeze(1)  # [K, 1, S]
@@ -110,5 +111,5 @@ class PositionMaskedCache:
         return [attend(q, s.k, s.v, sight.scale, softcap=sight.softcap, mask=shown), *attend_new_only(q, sight, own)]
 
     def usage(self) -> list[Usage]:
-        """It holds nothing."""
+        """No memory of its own."""
         return []

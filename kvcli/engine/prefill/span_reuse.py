@@ -1,4 +1,4 @@
-"""Keys and values of other texts that a prompt takes over in runs, in place of reading them."""
+"""Span reuse: a prompt takes the KV of matching spans from other sequences instead of computing it."""
 
 from __future__ import annotations
 
@@ -16,71 +16,70 @@ if TYPE_CHECKING:
     from kvcli.engine.hf.lm import LM
     from kvcli.kv.slots import KVCache
 
-Held = dict[int, tuple[Tensor, Tensor]]  # by layer that stores: keys [K, n, D] and values [K, n, E]
-Past = Iterable[tuple[int, Tensor, Tensor, int]]  # what `Text.adopt` takes
+Held = dict[int, tuple[Tensor, Tensor]]  # by layer that stores KV: keys [K, n, D] and values [K, n, E]
+Past = Iterable[tuple[int, Tensor, Tensor, int]]  # argument of `SequenceState.adopt`
 
 
 class SpanSourceGone(Exception):
-    """What a run was to be taken from is no longer there."""
+    """Raised if the source of a span no longer has its KV."""
 
 
 class SpanSource(Protocol):
-    """A text that was read."""
+    """Protocol of a sequence whose KV can be reused."""
 
     @property
     def ids(self) -> Sequence[int]:
-        """Its tokens, as far as anything is to be taken from it."""
+        """Its tokens, up to the end of the reusable part."""
 
     def held(self, first: int, n: int) -> Held:
-        """Of n tokens at positions from `first` on, as they were read there. Raises SpanSourceGone."""
+        """Return the KV of n tokens from position `first` on, as computed there. Raises SpanSourceGone."""
 
 
 Found = tuple[MatchingSpan, SpanSource]
 
 
 class ReusableSpans(Protocol):
-    """Runs of one prompt, which need no reading where the text before them is stored."""
+    """Protocol of the reusable spans of one prompt. They need no prefill once the tokens before them are stored."""
 
     def add(self, found: Iterable[Found]) -> None:
-        """More of them; nothing takes the place of one that is there."""
+        """Add spans; a span never replaces an earlier one."""
 
     def next(self, at: int) -> int | None:
-        """Where the next run begins or goes on, at or behind position `at`; None = there is none."""
+        """Return where the next span begins or continues, at or after position `at`; None = no more spans."""
 
     def load(self, at: int, most: int, kv: KVCache, ids: Sequence[int]) -> Steps[tuple[int, Past]]:
-        """Up to `most` tokens of the run at `at` of `ids`, of which all before that is in `kv`: where they end, and
-        what belongs to them. They end where they begin if they are gone.
-        """
+        """Load up to `most` tokens of the span at `at` of `ids`; `kv` holds all tokens before it. Return their end and
+        their KV. The end is `at` if the source is gone."""
 
 
 class ReuseMethod(Protocol):
-    """The `[reuse]` table of a profile, shared by all texts."""
+    """Protocol of the `[reuse]` table of a profile, shared by all sequences."""
 
     @property
     def describe_reused(self) -> str:
-        """What is taken over that was read behind another text, in words; "" = nothing."""
+        """Describe what is reused from other sequences, in words; "" = nothing."""
 
     @property
     def min_span(self) -> int:
-        """Tokens in a row that are worth taking over."""
+        """Shortest span that is reused, in tokens."""
 
     def check_model(self, lm: LM) -> None:
-        """Raises BadModel where nothing can be taken over."""
+        """Raise BadModel if the model does not support span reuse."""
 
     def bind(self, lm: LM) -> ReusableSpans:
-        """For the next prompt, with nothing in it yet."""
+        """Return an empty set of reusable spans for the next prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedSpan:
-    """What a text had stored of one run before it went back."""
+    """A copy of the KV of one span, made before its sequence was rewound."""
 
     ids: Sequence[int]
     first: int
     of: Held
 
     def held(self, first: int, n: int) -> Held:
-        """As views."""
+        """Return views of the copy."""
         at = slice(first - self.first, first - self.first + n)
         return {layer: (k[:, at], v[:, at]) for layer, (k, v) in self.of.items()}
 
@@ -88,26 +87,26 @@ class CopiedSpan:
 def copy_matching_spans(
     lm: LM, kv: KVCache, had: Sequence[int], ids: Sequence[int], start: int, least: int
 ) -> Iterator[Found]:
-    """Runs of what is stored of `had` that stand in `ids` from `start` on, copied.
+    """Yield copies of the stored spans of `had` that occur in `ids` from `start` on.
 
-    Layers that no longer hold a run all along, as their window moved on, leave it to be read.
+    A span is left out if a layer no longer has all of its slots, because its sliding window has moved on.
     """
     kept: dict[MatchingSpan, Held] = {run: {} for run in find_matching_spans(had, ids, start, least)}
     for layer, shape in enumerate(lm.shapes):
         if shape.shared_from is None and kept:
-            s = kv.slots(layer)  # once, as what is packed is unpacked for it
+            s = kv.slots(layer)  # once per layer, because quantized slots are dequantized for it
             order = s.pos[0].argsort()
             for run in list(kept):
                 if (at := _at(s.pos[0], order, run)) is None:
                     del kept[run]
                 else:
-                    kept[run][layer] = s.each(lambda t: t[:, at])  # copies: what lies there is overwritten
+                    kept[run][layer] = s.each(lambda t: t[:, at])  # copies: the slots will be overwritten
     for run, held in kept.items():
         yield run, CopiedSpan(had, run.old, held)
 
 
 def _at(pos: Tensor, order: Tensor, run: MatchingSpan) -> Tensor | None:
-    """Which slots at positions pos [S], rising in `order`, hold a run; None where some of it is gone."""
+    """Return which slots at positions pos [S], rising in `order`, hold a span; None if some are missing."""
     first = int(torch.searchsorted(pos[order], run.old))
     at = order[first : first + run.n]
     return at if len(at) == run.n and int(pos[at[0]]) == run.old and int(pos[at[-1]]) == run.old + run.n - 1 else None

@@ -1,4 +1,4 @@
-"""Rows that were accepted become slots: their keys and values go from a pass to the store."""
+"""Commit: move the KV of accepted rows from a forward pass into the KV cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def commit(kv: KVCache, rows: Rows, made: ForwardResult, path: Sequence[int]) -> None:
-    """Store keys and values of these rows in each layer that they went through."""
+    """Store the keys and values of these rows in each layer that they ran through."""
     if not path:
         return
     if made.keep is not None:
@@ -28,7 +28,7 @@ def commit(kv: KVCache, rows: Rows, made: ForwardResult, path: Sequence[int]) ->
     is_all = is_run and len(path) == rows.n_rows
     taken = slice(path[0], path[-1] + 1) if is_run else {d: torch.tensor(path, device=d) for d in devices}
     pos = rows.pos if is_all else [rows.pos[row] for row in path]
-    # with gaps, of which a prompt that is pruned has hundreds
+    # prompt pruning leaves hundreds of gaps
     has_gaps = pos[-1] - pos[0] != len(pos) - 1
     at = {d: torch.tensor(pos, dtype=torch.int32, device=d) for d in devices} if has_gaps else None
     for layer, fresh in made.fresh.items():
@@ -38,9 +38,9 @@ def commit(kv: KVCache, rows: Rows, made: ForwardResult, path: Sequence[int]) ->
             kv.append(layer, k, v, pos[0])
         else:
             kv.take(layer, Slots(k, v, at[k.device].expand(k.shape[0], -1)))
-    if made.fold is not None:  # last: what fails before it leaves the state that rows were committed behind
+    if made.fold is not None:  # last: if anything above fails, the states still match the committed rows
         made.fold(len(path))
 
 
 def _picked(t: Tensor, rows: Mapping[torch.device, Tensor] | slice) -> Tensor:
-    return t[:, rows] if isinstance(rows, slice) else t.index_select(1, rows[t.device])  # half the time of an index
+    return t[:, rows] if isinstance(rows, slice) else t.index_select(1, rows[t.device])  # half the time of indexing

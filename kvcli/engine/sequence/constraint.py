@@ -1,6 +1,6 @@
-"""Constraints: which tokens may come next in an answer that is held to something.
+"""Constraints: the tokens allowed next in a structured output.
 
-Those of a grammar take their masks from llguidance.
+Masks of grammars come from llguidance.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from kvcli.models.library_errors import blame_files
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-AHEAD = 16  # tokens that are tried of a grammar before it is taken
+AHEAD = 16  # tokens that are tried with a grammar before it is accepted
 
 
 class Constraint(Protocol):
-    """What an answer is held to."""
+    """A constraint on the answer (structured output)."""
 
     def allowed(self, ids: Sequence[int]) -> Tensor | None:
-        """[V] bool on the CPU: what may follow `ids`, the answer so far; None = anything.
+        """Return the mask [V] (bool, on the CPU) of tokens allowed after `ids`, the answer so far; None = any token.
 
-        A function of the ids alone, whatever was asked before; asked only of ids that it allowed one by one. Stop
-        tokens are allowed where the answer may end. Where nothing is, it cannot go on, an error if it comes that far.
+        The mask depends on the ids alone, not on earlier calls. It is requested only for ids that were allowed one by
+        one. Stop tokens are allowed where the answer may end. If no token is allowed, the answer cannot continue; that
+        is an error if decoding gets there.
         """
         ...
 
 
 def is_whole(constraint: Constraint, ids: Sequence[int], stops: Collection[int]) -> bool:
-    """Whether the answer may end behind `ids`, the stop token not among them."""
+    """True if the answer may end after `ids`, which exclude the stop token."""
     mask = constraint.allowed(ids)
     return mask is None or any(bool(mask[i]) for i in stops)
 
 
 class Vocabulary:
-    """The tokens of a model as llguidance sees them; made in up to seconds, so once for all grammars."""
+    """The tokens of a model in llguidance's format. Building it takes up to seconds, so it is shared by all
+    grammars."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab: int, stops: Collection[int]) -> None:
-        """`vocab`: V of the logits; `stops`: what ends an answer. Raises BadModel where tokens cannot be told."""
+        """`vocab`: V of the logits; `stops`: stop tokens. Raises BadModel if the tokens cannot be read."""
         library()
         from llguidance.hf import from_tokenizer
 
@@ -57,7 +59,7 @@ class Vocabulary:
         self._vocab, self._stops = vocab, sorted(stops)
 
     def constraint(self, grammar: Grammar) -> Constraint:
-        """What holds an answer of the model to the grammar."""
+        """Return the constraint that restricts an answer of the model to the grammar."""
         matcher = library().LLMatcher(self._tokens, grammar.text, log_level=0)
         if matcher.is_error():
             raise refused(grammar.name, matcher.get_error(), "bad_grammar")
@@ -68,7 +70,7 @@ class Vocabulary:
         return held
 
     def _refuse_vast(self, grammar: Grammar, matcher: Any) -> None:
-        """Raises BadInput where the library gives up after a few tokens: it counts as it goes."""
+        """Raise BadInput if the library gives up after a few tokens: it counts rules while it parses."""
         for _ in range(AHEAD):
             allowed = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
             allowed[self._stops] = 0
@@ -80,14 +82,15 @@ class Vocabulary:
 
 
 class _Follows:
-    """A matcher that goes back and forth to where it is asked: the rows of a tree share most of their paths.
+    """A grammar matcher that rolls back and advances to the requested ids. The rows of a draft tree share most of their
+    paths, so few tokens are parsed again.
 
-    Texts of several threads may be held to the same, so one asks at a time.
+    Sequences in several threads may share a matcher, so a lock serializes calls.
     """
 
     def __init__(self, start: Any, vocab: int) -> None:
         self._start, self._vocab = start, vocab
-        self._matcher, self._at = start.deep_copy(), list[int]()  # behind these ids
+        self._matcher, self._at = start.deep_copy(), list[int]()  # ids that the matcher has consumed
         self._lock = Lock()
 
     def allowed(self, ids: Sequence[int]) -> Tensor:
@@ -100,9 +103,9 @@ class _Follows:
             shared -= 1
         self._matcher.rollback(len(self._at) - shared)
         self._matcher.consume_tokens(new[shared:])
-        mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)  # a byte a token
+        mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)  # one byte per token
         self._at = new
-        if self._matcher.is_error():  # the vocabulary spells nothing that fits, or a limit; the mask then says "end"
+        if self._matcher.is_error():  # no token fits the grammar, or a limit is exceeded; the mask then allows the end
             self._matcher, self._at = self._start.deep_copy(), []
             return torch.zeros(self._vocab, dtype=torch.bool)
         return mask[: self._vocab] > 0  # [V]

@@ -1,4 +1,4 @@
-"""Recognise a text that goes round in a loop, by its tokens alone."""
+"""Detect an answer that repeats itself in a loop, from its tokens alone."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-ROUNDS = 4  # times a cycle has to come, however long it is
-LONGEST = 256  # tokens of a cycle
+ROUNDS = 4  # repetitions of a cycle that count as a loop, however long it is
+LONGEST = 256  # longest cycle, in tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """The end of a text: so many tokens that are nothing but a cycle of `period` of them."""
+    """A loop at the end of a text: `length` tokens that repeat a cycle of `period` tokens."""
 
     period: int
     length: int
@@ -24,21 +24,21 @@ class Repetition:
 
 
 class RepetitionDetector:
-    """Hears a text token by token and says when its end has become a loop.
+    """A detector that gets the answer token by token and reports when its end is a loop.
 
-    A cycle counts once it fills `least` tokens and came ROUNDS times; 0 = never. What was read may be copied: a loop
-    that stands in `read`, such as a table of zeros, is none. The verdict depends on the tokens alone, so a text ends at
-    the same one however it was guessed.
+    A cycle counts as a loop once it fills `least` tokens (0 = never) and occurred ROUNDS times. The answer may copy
+    from the prompt, so a loop that occurs in `read`, such as a table of zeros, does not count. The result depends on
+    the tokens alone, so a text ends at the same token with any drafter.
     """
 
     def __init__(self, least: int, read: Sequence[int] = ()) -> None:
         self._least, self._read = least, read
         self._ids: list[int] = []
-        self._seen: dict[int, deque[int]] = {}  # token -> where it stood within the last LONGEST tokens
-        self._runs: dict[int, int] = {}  # period -> tokens in a row that equal the one so far before them
+        self._seen: dict[int, deque[int]] = {}  # token -> its positions within the last LONGEST tokens
+        self._runs: dict[int, int] = {}  # period -> consecutive tokens so far that equal the token one period earlier
 
     def hear(self, token: int) -> Repetition | None:
-        """The next token; the loop that it completes."""
+        """Add the next token. Return the loop that it completes, or None."""
         if not self._least:
             return None
         at = len(self._ids)
@@ -46,7 +46,7 @@ class RepetitionDetector:
         seen = self._seen.setdefault(token, deque())
         while seen and at - seen[0] > LONGEST:
             seen.popleft()
-        self._runs = {at - i: self._runs.get(at - i, 0) + 1 for i in reversed(seen)}  # the shortest period first
+        self._runs = {at - i: self._runs.get(at - i, 0) + 1 for i in reversed(seen)}  # shortest period first
         seen.append(at)
         for period, run in self._runs.items():
             if (n := run + period) >= max(self._least, ROUNDS * period) and not self._is_copy(n):
@@ -62,5 +62,5 @@ class RepetitionDetector:
 
 
 def _text(ids: Sequence[int]) -> str:
-    """A character for each token: strings are searched fast."""
+    """Return one character per token, because string search is fast."""
     return "".join(map(chr, ids))

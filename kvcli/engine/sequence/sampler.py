@@ -1,4 +1,4 @@
-"""The sampler: logits to tokens, with noise keyed by (seed, position), so that one seed gives one text."""
+"""Sampler: turns logits into tokens, with noise keyed by (seed, position), so that one seed gives one text."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from kvcli.kernels.gumbel_noise.reference import signed
 if TYPE_CHECKING:
     from kvcli.engine.sequence.constraint import Constraint
 
-STUCK = -2  # what is drawn where a constraint allows nothing
-COLDEST = 1e-30  # temperature below which logits over it are no numbers any more, and long since the likeliest wins
+STUCK = -2  # returned where a constraint allows no token
+COLDEST = 1e-30  # lowest divisor of logits: smaller ones overflow, and the most likely token wins long before
 
 
 class SeenTokens:
-    """Which tokens the text holds so far, for the repetition penalty."""
+    """The set of tokens in the text so far, for the repetition penalty."""
 
     def __init__(self, vocab: int, device: torch.device | str = "cpu") -> None:
         self._mask = torch.zeros(vocab, dtype=torch.bool, device=device)  # [V]
-        self._new: list[int] = []  # not in the mask yet: few samplers ever ask for it
+        self._new: list[int] = []  # ids not yet in the mask, which few samplers need
 
     @property
     def mask(self) -> Tensor:
-        """[V] bool."""
+        """The seen tokens, [V] bool."""
         if self._new:
             self._mask[self._new] = True
             self._new = []
         return self._mask
 
     def add(self, ids: Iterable[int]) -> None:
-        """Tokens joined the text."""
+        """Add tokens of the text."""
         self._new += ids
 
     def clear(self) -> None:
@@ -46,7 +46,8 @@ class SeenTokens:
         self._new = []
 
     def of(self, rows: Rows, which: Sequence[int]) -> Tensor:
-        """[len(which), V]: what the text holds if it goes on to each of these rows, guesses included."""
+        """Return the seen tokens at each of these rows, [len(which), V]: the text and the row's path of draft
+        tokens."""
         mask = self.mask.repeat(len(which), 1)
         at = [(i, rows.ids[above]) for i, row in enumerate(which) for above in rows.ancestors(row)]
         mask[tuple(torch.tensor(at, device=mask.device).T)] = True
@@ -55,37 +56,40 @@ class SeenTokens:
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the next token is drawn: penalty, temperature, top-k, top-p, min-p in this order, then coupled noise.
+    """Settings that decide how the next token is sampled: repetition penalty, temperature, top-k, top-p and min-p in
+    this order, then coupled noise.
 
-    The order is transformers'. Temperature 0 is greedy and needs none of the rest but the penalty.
+    The order is transformers'. Temperature 0 is greedy and uses only the penalty.
     """
 
     temperature: float = 0.0  # 0 = greedy
-    top_k: int = 0  # keep the k likeliest; 0 = all
-    top_p: float = 1.0  # keep the smallest set with this much probability
-    min_p: float = 0.0  # drop what is less likely than this share of the likeliest
+    top_k: int = 0  # keep the k most likely tokens; 0 = all
+    top_p: float = 1.0  # keep the smallest set with this total probability
+    min_p: float = 0.0  # drop tokens less likely than this share of the most likely one
     repetition_penalty: float = 1.0  # > 1 makes tokens already in the text less likely (CTRL, arXiv 1909.05858)
     seed: int = 0
 
     @property
     def needs_text(self) -> bool:
-        """Whether a token's chance depends on which tokens came before, so that rows must be drawn path by path."""
+        """True if a token's probability depends on earlier tokens, so that each row is sampled with its path."""
         return self.repetition_penalty != 1.0
 
     @property
     def temperature_divisor(self) -> float:
-        """What logits are divided by."""
+        """The divisor of the logits."""
         return max(self.temperature, COLDEST)
 
     def __call__(self, logits: Tensor, pos: Tensor, seen: Tensor | None = None) -> Tensor:
-        """logits [N, V] of rows at positions pos [N], seen [V] or [N, V] bool -> ids [N] of what follows each.
+        """Sample the token after each row: logits [N, V] of rows at positions pos [N], seen [V] or [N, V] bool -> ids
+        [N].
 
-        -1 where the logits are no numbers: a device says so with its answer, and nobody has to wait for it twice.
+        The id is -1 if the logits are NaN or infinite, so that a GPU reports errors with its result and the host waits
+        once.
         """
         if not logits.is_cpu:
             return self.on_device(logits, pos, seen)
         ids, scores = self.scores(logits, pos, seen)
-        # torch takes 30 times as long here to find the largest of 150,000, and five calls around it
+        # numpy: torch takes 30 times as long to find the largest of 150,000, and needs five calls around it
         on_host = scores.numpy()
         at = np.arange(len(on_host)), on_host.argmax(-1)  # NaN counts as the largest
         drawn = at[1] if ids is None else ids.numpy()[at]
@@ -93,21 +97,21 @@ class Sampler:
         return torch.from_numpy(drawn)
 
     def on_device(self, logits: Tensor, pos: Tensor, seen: Tensor | None = None, seed: Tensor | None = None) -> Tensor:
-        """The same without a look at the host. `seed` []: there in place of its own."""
+        """Sample as above without a host synchronization. `seed` []: replaces the sampler's seed."""
         if (at_once := self.fused(logits, pos, seen, seed)) is not None:
             return at_once
         ids, scores = self.scores(logits, pos, seen, seed)
         best = scores.argmax(-1, keepdim=True)
         found = best if ids is None else ids.gather(-1, best)
         top = scores.gather(-1, best)
-        return found.masked_fill(top - top != 0, -1).squeeze(-1)  # as `isfinite`, which takes six calls for it
+        return found.masked_fill(top - top != 0, -1).squeeze(-1)  # like `isfinite`, which launches six operations
 
     def fused(
         self, logits: Tensor, pos: Tensor, seen: Tensor | None = None, seed: Tensor | None = None
     ) -> Tensor | None:
-        """Ids [N] by one kernel; None where it serves no such logits, or candidates have to be sorted.
+        """Sample ids [N] with one kernel. None if it does not support these logits, or if candidates must be sorted.
 
-        `seed` []: on the device, in place of its own.
+        `seed` []: on the device; replaces the sampler's seed.
         """
         if (self.temperature and not self.keeps_all) or argmax.why_not(logits):
             return None
@@ -121,11 +125,11 @@ class Sampler:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether any token may be drawn."""
+        """True if every token may be sampled."""
         return not self.top_k and self.top_p == 1 and not self.min_p
 
     def _punished(self, logits: Tensor, seen: Tensor | None) -> Tensor:
-        """Those of tokens already in the text made less likely, in float32; as they came where nothing is punished."""
+        """Return logits with the repetition penalty, in float32; unchanged if no penalty applies."""
         if not self.needs_text or seen is None:
             return logits
         wide = logits.float() if logits.dtype != torch.float64 else logits
@@ -135,29 +139,29 @@ class Sampler:
     def scores(
         self, logits: Tensor, pos: Tensor, seen: Tensor | None = None, seed: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor]:
-        """What decides: candidates [N, C], None = all of the vocabulary, and their scores; the highest is drawn."""
+        """Return candidates [N, C] (None = the whole vocabulary) and their scores; the highest score is sampled."""
         key = self.seed if seed is None else seed
         logits = self._punished(logits.float() if logits.dtype != torch.float64 else logits, seen)
         if self.temperature == 0:
             return None, logits
         if self.keeps_all:
-            # where nothing is dropped nothing has to be sorted, which took 10 of 15 ms a row of 49,152 tokens
+            # no token is dropped, so no sort is needed, which took 10 of 15 ms per row of 49,152 tokens
             every = torch.arange(logits.shape[-1], device=logits.device)
             return None, (logits / self.temperature_divisor).double() + gumbel(key, pos, every)
         ids, scores = self.warp(logits)  # [N, C], -inf = dropped
         return ids, scores + gumbel(key, pos, ids)
 
     def warp(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Candidates [N, C] in order of falling probability and their log-probabilities, -inf where dropped.
+        """Return candidates [N, C] by falling probability, and their log-probabilities, -inf where dropped.
 
-        Sampling from softmax of the result is the distribution this sampler stands for.
+        The softmax of the result is the distribution that this sampler samples from.
         """
         k = min(self.top_k or logits.shape[-1], logits.shape[-1])
-        scores, ids = torch.topk(logits / self.temperature_divisor, k, dim=-1)  # sorted, ties by torch's own fixed rule
+        scores, ids = torch.topk(logits / self.temperature_divisor, k, dim=-1)  # sorted, ties in torch's fixed order
         scores = torch.log_softmax(scores.double(), dim=-1)
         if self.top_p < 1.0:
             probability = scores.exp()
-            before = probability.cumsum(-1) - probability  # mass ahead of each candidate
+            before = probability.cumsum(-1) - probability  # probability of the candidates before each
             scores = scores.masked_fill(before >= self.top_p, -torch.inf)
         if self.min_p > 0.0:
             scores = scores.masked_fill(scores < scores[..., :1] + torch.tensor(self.min_p).log(), -torch.inf)
@@ -166,18 +170,18 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class SamplingContext:
-    """How the tokens behind the rows of one text are drawn."""
+    """The context in which tokens after the rows of one sequence are sampled."""
 
     sampler: Sampler
     seen: SeenTokens
     constraint: Constraint | None = None
     text: Sequence[int] = ()  # up to the pending token
-    answer_at: int = 0  # where the answer begins, of which the constraint is asked
+    answer_at: int = 0  # start of the answer, which the constraint restricts
 
     def behind(self, rows: Rows, which: range, logits: Tensor) -> Tensor:
-        """Ids [len(which)] of what follows these tree rows, by logits [tree, V].
+        """Sample the token after each of these tree rows, from logits [tree, V] -> ids [len(which)].
 
-        -1 where those are no numbers, STUCK where the constraint allows nothing.
+        The id is -1 if logits are NaN or infinite, STUCK if the constraint allows no token.
         """
         pos = torch.tensor([rows.pos[row] for row in which], device=logits.device)
         seen = self.seen.of(rows, which) if self.sampler.needs_text else None
@@ -188,7 +192,7 @@ class SamplingContext:
         return drawn.masked_fill(~mask.any(-1), STUCK)
 
     def _allowed(self, rows: Rows, which: range, logits: Tensor) -> Tensor | None:
-        """[len(which), V] bool: what may follow these rows, each by its path; None = anything."""
+        """Return the mask [len(which), V] of tokens allowed after each row, by its path; None = any token."""
         if self.constraint is None:
             return None
         every, answer = torch.ones(logits.shape[-1], dtype=torch.bool), self.text[self.answer_at :]
@@ -199,7 +203,7 @@ class SamplingContext:
                 path = [rows.ids[above] for above in rows.ancestors(row)[-2::-1]]  # below the pending token
                 mask = self.constraint.allowed([*answer, *path])
                 found[row] = every if mask is None else mask
-            else:  # nobody gets here, nor below
+            else:  # the row violates the constraint: neither it nor its descendants can be accepted
                 found[row] = torch.zeros_like(every)
         masks = torch.stack([found[row] for row in which])
         # a copy from pageable memory would wait for the device

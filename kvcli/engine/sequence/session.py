@@ -1,4 +1,4 @@
-"""A session: the loop that makes a text (state.py) and its past longer."""
+"""Generation session: prefill and decoding of one sequence (state.py)."""
 
 from __future__ import annotations
 
@@ -29,33 +29,37 @@ if TYPE_CHECKING:
 
 
 class GenerationSession(SequenceState):
-    """Ids in, ids out; one sequence. Its verbs are work for an engine (engine.py): they yield what they want of it.
+    """A generation session of one sequence: ids in, ids out. Its methods are generators that yield forward requests for
+    the engine (engine.py).
 
-    `ids` is the text so far; its last token is pending, the keys and values of all before it are in `kv` once read
-    (`committed` of them). Between steps the two always agree, so a session can stop, rewind or be saved at any moment.
+    `ids` is the sequence so far. The last token is pending; after prefill the KV of all others is in `cache`
+    (`committed` of them). This holds between any two steps, so a session can stop, rewind or be saved there.
     """
 
     def start_answer(
         self, ids: Sequence[int], sampler: Sampler, constraint: Constraint | None = None, spans: Sequence[KindSpan] = ()
     ) -> int:
-        """An answer to `ids`, drawn by `sampler` and held to `constraint`, is to be written once they are read.
+        """Prepare an answer to `ids`, sampled by `sampler` and restricted by `constraint`, to be generated after
+        prefill.
 
-        `spans`: what kinds of text they are. Rewinds to what they share with the text; returns how many of them need no
-        reading.
+        `spans`: kinds of tokens by position. The sequence is rewound to the prefix that it shares with `ids`. Returns
+        how many of `ids` need no prefill.
         """
         self.sampler, self.constraint, self.answer_at, self.spans = sampler, constraint, len(ids), spans
         return self.resume(ids)
 
     def save(self, ids: Sequence[int]) -> None:
-        """Put aside what of the text serves `ids`, which are to be read next, before `start_answer` rewinds."""
-        had, self.spare, self.reused = self.ids[: self.committed], None, 0  # of what was given up
+        """Copy the KV of spans that `ids`, the next prompt, shares with the sequence, before `start_answer` rewinds
+        it."""
+        had, self.spare, self.reused = self.ids[: self.committed], None, 0  # discards earlier copies
         if self.reusing is not None:
             spare = self.reusing.bind(self.lm)
             spare.add(copy_matching_spans(self.lm, self.cache, had, ids[:-1], self._shared(ids), self.reusing.min_span))
             self.spare = spare
 
     def step(self, stop: Collection[int] = (), most: float = math.inf) -> Steps[Step]:
-        """One pass: guess, run, accept, commit. New tokens, at least one and at most `most`, end at one of `stop`."""
+        """Run one decoding step: draft, run, verify, commit. It adds one to `most` tokens and ends at the first of
+        `stop`."""
         assert self.committed == len(self.ids) - 1 < self.lm.limit, "read the text to its end, and stay in the window"
         began = time.perf_counter()
         room = int(min(self.boundary - self.committed, most, self.lm.limit - self.committed)) - 1
@@ -81,20 +85,22 @@ class GenerationSession(SequenceState):
         return done(seconds=time.perf_counter() - began)
 
     def _grows(self, most: float) -> int:
-        """Of so many tokens of an answer, those that come before the past may get smaller."""
+        """Return the tokens, of at most `most`, that are committed before the next point where the cache may shrink."""
         end = min(self.committed + most, self.lm.limit)
         return int(end if self.policy is None else min(end, self.boundary)) - self.committed
 
     def prefill_chunk(self, ids: Sequence[int]) -> Steps[bool]:
-        """Take in the next chunk of `ids`, of which the text is the beginning; False once all of them are read.
+        """Prefill the next chunk of `ids`, which begin with the sequence. False once all of them are prefilled.
 
-        The same pass with a causal chain, every row accepted. Layer by layer it is the next part of a layer, and the
-        prompt counts as read when all are through; whatever breaks, or rewinds, has the text end where it did before.
+        A chunk is a pass over a causal chain in which every row is accepted. In layer-wise prefill it is the next chunk
+        of one layer, and tokens are committed when all layers are done. After an error or a rewind the sequence ends
+        where it did before.
         """
         if new := ids[len(self.ids) :]:
             self.ids += new
             self.seen.add(new)
-            if self.policy is None and self.pruning is None:  # with one, memory is what it leaves, not what is read
+            # with one, memory depends on the tokens that remain, not on those prefilled
+            if self.policy is None and self.pruning is None:
                 self.cache.reserve(len(self.ids))
             self.heard.begin(len(self.ids) - 1)
             yield from self.behind.before_prompt(self.cache, self.ids)
@@ -111,12 +117,12 @@ class GenerationSession(SequenceState):
         else:
             yield from self._read_chunk(self._end(whole if ahead is None else ahead))
         if self.committed > at:
-            self.boundary = self.committed  # for what breaks in settling, which is then done again
+            self.boundary = self.committed  # a compression that fails is repeated
             yield from self.compress_cache("read" if self.committed == whole else "reading")
         return True
 
     def _take_over(self, spare: ReusableSpans) -> Steps[None]:
-        """What begins here and was read behind another text, in place of a chunk; nothing where that is gone."""
+        """Load a reusable span that begins here, in place of a chunk. No effect if the span is no longer available."""
         at = self.committed
         end, past = yield from spare.load(at, self.chunk_rows, self.cache, self.ids)
         if end > at:
@@ -125,7 +131,8 @@ class GenerationSession(SequenceState):
             self.reused += end - at
 
     def _end(self, most: int) -> int:
-        """Where the next chunk ends: with states, where somebody may come back to, as a checkpoint will stand there."""
+        """Return the end of the next chunk. With recurrent states, a chunk also ends where the user may rewind to,
+        because a checkpoint is saved there."""
         return min(self.committed + self.chunk_rows, most, *self.states.checkpoint_positions(edit_points(self.spans)))
 
     def _read_chunk(self, end: int) -> Steps[None]:
@@ -134,17 +141,18 @@ class GenerationSession(SequenceState):
         made = yield ForwardRequest(
             self.lm, rows, self.cache, self.view, record_queries=hear, is_prompt=True, states=self.states
         )
-        self.boundary = end  # a chunk's end is a boundary: what windows hide behind it makes room for the chunk
+        # the end of a chunk is a compression point: slots outside the sliding windows make room for it
+        self.boundary = end
         try:
             self.cache.compress((), self._seen_from(end), self.lm.sliding)
             self._commit(rows, hear, made, range(rows.n_rows))
         except BaseException:
-            if not self.cache.reaches(self.committed):  # what made room is what the chunk would see, read again
+            if not self.cache.reaches(self.committed):  # the chunk needs the evicted slots if it is prefilled again
                 self.rewind(0)
             raise
 
     def _layer_by_layer(self, whole: int) -> Steps[LayerwisePrefill]:
-        """What is left of the prompt, or of it what is judged together where some may stay behind."""
+        """Start layer-wise prefill of the rest of the prompt, or of the next group of tokens to be pruned together."""
         start, pruning, pruner = self.committed, self.pruning, None
         n = whole - start if pruning is None else pruning.group_size(whole - start, self.chunk_rows)
         rows = Rows.chain(self.ids[start : start + n], start)
@@ -176,15 +184,15 @@ class GenerationSession(SequenceState):
             self._is_whole, self._has_left = False, True
         self.behind.add(prompt.stopped)
         self.committed += n
-        self._under_way = None  # last: what fails before it is given up
+        self._under_way = None  # last: on an earlier failure the prompt is abandoned
 
     @property
     def progress(self) -> int:
-        """Tokens of the text that are read, or as many as the work done on a prompt amounts to."""
+        """Number of prefilled tokens; for layer-wise prefill, the equivalent of the work done."""
         return self.committed + (self._under_way.n_done if self._under_way is not None else 0)
 
     def read(self, ids: Sequence[int]) -> Coroutine[int, None]:
-        """Take in `ids` behind the text; says after each pass how much of the text is read."""
+        """Prefill `ids` after the sequence. Yields the number of prefilled tokens after each pass."""
         text = [*self.ids, *ids]
         while (yield from self.prefill_chunk(text)):
             yield self.progress
@@ -192,7 +200,8 @@ class GenerationSession(SequenceState):
     def stream(
         self, new: int, stop: Collection[int] = (), cancel: Callable[[], bool] = lambda: False
     ) -> Coroutine[Step, None]:
-        """Steps until `new` tokens were added, one of `stop` came, or `cancel()` says so between passes."""
+        """Yield decoding steps until `new` tokens were added, one of `stop` was sampled, or `cancel()` is True between
+        passes."""
         left = new
         while left > 0 and not cancel():
             step = yield from self.step(stop, left)
@@ -202,7 +211,7 @@ class GenerationSession(SequenceState):
                 return
 
     def compress_cache(self, phase: Phase = "answering") -> Steps[None]:
-        """A boundary: the past may change now, and only now."""
+        """Run a compression point: evict, demote or quantize slots. The cache changes only here."""
         if phase != "answering":
             self._n_prompt = self.committed
             self.states.mark()
@@ -211,7 +220,7 @@ class GenerationSession(SequenceState):
             masks = yield from self._at(phase).ask(self.policy)
         if phase == "answering":
             yield from self.behind.revive(self.cache, self.ids, self.committed - self._n_prompt)
-        was_whole, self._is_whole = self._is_whole, False  # should it fail half way
+        was_whole, self._is_whole = self._is_whole, False  # in case it fails midway
         self._is_whole = (
             not self.cache.compress(masks, self._seen_from(min(self._n_prompt, self.committed))) and was_whole
         )
@@ -220,11 +229,11 @@ class GenerationSession(SequenceState):
             self.heard.forget()
 
     def _seen_from(self, end: int) -> int:
-        """The first position where a row may still stand, beside those from `end` on."""
+        """Return the first position at which a row may still run, besides positions from `end` on."""
         return min([end, *self.behind.positions[:1]])
 
     def _at(self, phase: Phase) -> CompressionPoint:
-        """What the policy is shown."""
+        """Return the compression point that the policy gets."""
         wants, stored = self._wants, self.ids[: self.committed]
         is_told = wants.kinds or bool(wants.guard.kinds)
         kinds = kinds_of(stored, self.kinds, self.spans) if is_told else kinds_of([], None, [])
@@ -232,8 +241,8 @@ class GenerationSession(SequenceState):
         return CompressionPoint(*past, stored, kinds, phase, self._n_prompt, self._is_whole, self.memory)
 
     def _commit(self, rows: Rows, hear: Sequence[int], made: ForwardResult, path: Sequence[int]) -> None:
-        """Store the accepted rows' keys and values; the others vanish with the pass."""
+        """Commit the KV of the accepted rows. The KV of other rows is discarded with the pass."""
         assert len(path) <= self.boundary - self.committed, "a draft crossed a boundary"
         commit(self.cache, rows, made, path)
         self.heard.take(rows, hear, made.queries, path)
-        self.committed += len(path)  # last: what fails before it has not happened
+        self.committed += len(path)  # last: an earlier failure commits nothing

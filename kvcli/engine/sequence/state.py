@@ -1,4 +1,4 @@
-"""A text and its past: what was read of it, how far it can be taken back, and from where else a past may come."""
+"""Sequence state: token ids, their KV cache, how far it can be rewound, and KV from other places."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class SequenceState:
-    """Ids, of which `committed` are stored in `kv` and the last is pending. What makes it longer is a session's."""
+    """The state of one sequence: ids, of which `committed` are in the KV cache and the last is pending.
+    `GenerationSession` extends it."""
 
     def __init__(
         self,
@@ -49,13 +50,13 @@ class SequenceState:
         reusing: ReuseMethod | None = None,
         checkpoints: int = 8,
     ) -> None:
-        """`chunk` rows a pass while reading; the past may change each `every` committed tokens (None: never).
+        """`chunk`: rows per prefill pass. `every`: committed tokens between two compression points (None: none).
 
-        `kinds` [V] int8: the kind of each id, for policies that tell tokens apart (kvcli.engine.sequence.token_kinds).
-        `pruning`: which rows of a prompt stay behind between layers. `by_layers`: read prompts layer by layer, in parts
-        of `chunk` rows, as is done with `pruning` in any case; a policy then judges once all is read. Raises BadModel
-        for a model whose rows cannot be stopped between layers, or that `pruning` cannot judge. `reusing`: what of a
-        prompt is taken over unread, refused for a model whose keys cannot be turned. `checkpoints`: of states, at most.
+        `kinds` [V] int8: the kind of each id, for policies that distinguish kinds (kvcli.engine.sequence.token_kinds).
+        `pruning`: chooses the prompt rows that are deferred between layers. `by_layers`: layer-wise prefill in chunks
+        of `chunk` rows, always used with `pruning`; the policy then runs once, after prefill. Raises BadModel if the
+        model cannot stop rows between layers, or `pruning` does not support it. `reusing`: span reuse; raises BadModel
+        if the model's keys cannot be rotated to new positions. `checkpoints`: most saved recurrent states.
         """
         self.lm, self.cache, self.drafter, self.sampler = lm, kv, drafter, sampler
         self.states = RecurrentStates(lm.mixers.like, checkpoints)
@@ -63,42 +64,42 @@ class SequenceState:
         self.chunk_rows, self.every = chunk, every
         self.ids: list[int] = []
         self.committed = 0
-        self._n_prompt = 0  # tokens stored once the last prompt was read
-        self.behind = AuxCache(lm, pruning)  # tokens of prompts that may go on later
+        self._n_prompt = 0  # tokens stored at the end of the last prefill
+        self.behind = AuxCache(lm, pruning)  # deferred prompt tokens
         self.boundary = self._next_boundary()
-        self.seen = SeenTokens(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)  # where tokens are drawn
-        self.constraint: Constraint | None = None  # of the answer, which begins at `answer_at`
+        self.seen = SeenTokens(lm.vocab, "cpu" if lm.device.type == "mps" else lm.device)  # the device that samples
+        self.constraint: Constraint | None = None  # of the answer, which starts at `answer_at`
         self.answer_at = 0
         self.kinds = kinds  # by id
         self.spans: Sequence[KindSpan] = ()  # by position
         self._wants = policy.requirements(lm) if policy is not None else PolicyRequirements()
-        self.marks = self._wants.marks  # kinds that its policy wants to be looked for
+        self.marks = self._wants.marks  # kinds that the policy needs to be marked in prompts
         self.heard = QueryRecorder(self._wants.recent, self._wants.probes)
-        self.memory: Snapshottable | None = self._wants.memory()  # the policy's, of this text
-        self._is_whole = True  # the policy never let go of anything
-        self._has_left = False  # a prompt was read of which tokens stayed behind
-        self.order: Order = "layers" if by_layers or pruning is not None else "chunks"  # what of a prompt comes first
-        self._under_way: LayerwisePrefill | None = None  # a prompt that is being read so
+        self.memory: Snapshottable | None = self._wants.memory()  # the policy's memory of this sequence
+        self._is_whole = True  # the policy has evicted nothing
+        self._has_left = False  # tokens of a prompt were deferred
+        self.order: Order = "layers" if by_layers or pruning is not None else "chunks"  # layer-wise or chunked prefill
+        self._under_way: LayerwisePrefill | None = None  # running layer-wise prefill
         if self.order == "layers":
             check_model(lm, pruning)
         if reusing is not None:
             reusing.check_model(lm)
-        self.spare: ReusableSpans | None = None  # of other texts, for the prompt that is read
-        self.reused = 0  # tokens that it took over
-        self._own = math.inf  # so many tokens were read behind what stands before them now
-        self.condensed = 0  # tokens that it begins with stand for more, which each head keeps others of
-        self.worth: Mapping[int, Tensor] = {}  # by layer [K, condensed]: what these were worth to who chose them
+        self.spare: ReusableSpans | None = None  # spans of other sequences, for the current prompt
+        self.reused = 0  # tokens whose KV was reused
+        self._own = math.inf  # the KV of the first `_own` tokens was computed with the prefix that they have now
+        self.condensed = 0  # first tokens that stand for a longer text; each head keeps different tokens of it
+        self.worth: Mapping[int, Tensor] = {}  # by layer [K, condensed]: the scores by which these tokens were chosen
 
     def rewind(self, n: int) -> int:
-        """Go back to the first n ids; returns how many of them are still stored: all but the pending one, or none, or
-        as many as a checkpoint of states has."""
+        """Rewind to the first n ids. Returns how many of them are still stored: all but the pending one, none, or as
+        many as a checkpoint of recurrent states covers."""
         keep = self.states.reaches(max(0, min(self.committed, n - 1)))
         is_back, is_cut = keep < self.committed, self._under_way is not None
-        stays = is_back and (self._forgot or bool(self.heard))  # what was evicted, or heard, does
+        stays = is_back and (self._forgot or bool(self.heard))  # evictions and recorded queries cannot be undone
         stays |= self.behind.is_torn or keep < self.condensed
         if stays or ((is_back or is_cut) and not self.cache.reaches(keep)):
             keep = 0
-        elif is_back and not self._is_whole:  # all is there, though placed by a policy that saw more: it begins anew
+        elif is_back and not self._is_whole:  # no slot is missing, but the policy placed them knowing later tokens
             self.memory = self._wants.memory()
         self.cache.crop(keep)
         self.states.crop(keep)
@@ -117,11 +118,11 @@ class SequenceState:
         return keep
 
     def take_over(self, other: SequenceState) -> None:
-        """Go on with the text and the past of `other`, which is left empty. Both must store alike.
+        """Continue the sequence and KV cache of `other`, which becomes empty. Both must store KV in the same way.
 
-        Each keeps its own way to view a past: that is the drafter's. The store was made for passes of `other`'s.
+        Each keeps its own cache view, which belongs to the drafter. The cache was made for passes of `other`'s size.
         """
-        other.rewind(len(other.ids))  # of a prompt that it is reading nothing counts
+        other.rewind(len(other.ids))  # a prompt in layer-wise prefill is discarded
         self.chunk_rows = min(self.chunk_rows, other.chunk_rows)
         mine, its = self.cache, other.cache
         self.replace_cache(its)
@@ -138,9 +139,10 @@ class SequenceState:
         other.rewind(0)
 
     def adopt(self, ids: Sequence[int], n: int, past: Iterable[tuple[int, Tensor, Tensor, int]]) -> None:
-        """Go on as though the first n of `ids`, of which the text is the beginning, had been read here, and no more.
+        """Continue as if exactly the first n of `ids`, which begin with the sequence, had been prefilled here.
 
-        `past`: layers, keys [K, M, D] and values [K, M, E] of tokens that are not stored yet, and where these begin.
+        `past`: per layer, keys [K, M, D] and values [K, M, E] of tokens not yet stored, and the first position of
+        these.
         """
         assert self.committed < n < len(ids), "the last token is pending"
         self._append(past, n)
@@ -149,7 +151,7 @@ class SequenceState:
         self.boundary = self._next_boundary()
 
     def _append(self, past: Iterable[tuple[int, Tensor, Tensor, int]], n: int) -> None:
-        """Store what belongs to tokens up to n, or nothing."""
+        """Store the KV of the tokens up to n, or nothing if that fails."""
         assert not self.lm.mixers, "keys and values alone are not all that such a model knows of a text"
         try:
             self.cache.reserve(n)
@@ -161,7 +163,8 @@ class SequenceState:
         self.committed = n
 
     def state(self) -> State:
-        """All that what comes behind the stored tokens depends on, settings and sampling aside; between passes."""
+        """Return a snapshot of everything that later tokens depend on, without settings and sampling; between passes
+        only."""
         told = {"n_prompt": self._n_prompt, "is_whole": self._is_whole, "has_left": self._has_left}
         told |= {"own": int(min(self._own, self.committed))}
         parts = {"heard": self.heard.state(), "behind": self.behind.state(), "kv": self.cache.snapshot()}
@@ -171,10 +174,9 @@ class SequenceState:
         return {**told, **parts, "ids": ids, "memory": memory}
 
     def restore(self, state: State, pending: int) -> None:
-        """Become the session that gave this, with another token pending; how it samples is as it was here.
+        """Restore a snapshot, with another pending token. The sampler is kept.
 
-        Raises SnapshotMismatch for the state of another model, or of other settings. Whatever fails leaves an empty
-        text.
+        Raises SnapshotMismatch for a snapshot of another model or other settings. Any failure leaves an empty sequence.
         """
         self.rewind(0)
         try:
@@ -204,31 +206,31 @@ class SequenceState:
         self.boundary = self._next_boundary()
 
     def replace_cache(self, kv: KVCache) -> None:
-        """Go on with a past that lies in `kv`."""
+        """Continue with the KV in the cache `kv`."""
         self.cache = kv
         if self.view is not None:
             self.view = self.view.rebind(kv)
 
     def fork(self) -> Self:
-        """A second session with the same text and a past of its own; the weights are shared."""
+        """Return a second session with the same sequence and a separate KV cache. The weights are shared."""
         return copy.deepcopy(self, {id(self.constraint): self.constraint})
 
     def resume(self, ids: Sequence[int]) -> int:
-        """Rewind to what `ids` shares with the text; returns how many of `ids` need no reading."""
+        """Rewind to the prefix shared with `ids`. Returns how many of `ids` need no prefill."""
         shared = self._shared(ids)
-        if shared == self.committed < len(ids):  # nothing is stored of the pending token: any may be next
+        if shared == self.committed < len(ids):  # the pending token has no stored KV, so any token may replace it
             self.ids[shared:] = ids[shared : shared + 1]
             shared += 1
         return self.rewind(shared)
 
     def _shared(self, ids: Sequence[int]) -> int:
-        """With how many tokens of the text `ids` begin."""
+        """Return how many first tokens the sequence and `ids` share."""
         shared = next((i for i, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), None)
         return min(len(self.ids), len(ids)) if shared is None else shared
 
     @property
     def approximations(self) -> set[Loss]:
-        """What rows of an answer miss of the text so far."""
+        """Losses of the KV cache so far, which make the answer approximate."""
         found: set[Loss] = {use.lost for use in self.cache.usage() if use.lost is not None}
         if self._forgot or self.condensed:
             found.add("forgotten")
@@ -240,15 +242,16 @@ class SequenceState:
 
     @property
     def _forgot(self) -> bool:
-        """Is any of the text stored nowhere?"""
+        """True if the KV of a token is stored nowhere."""
         return self._has_left or (not self._is_whole and self.cache.forgets)
 
     def _next_boundary(self) -> float:
-        """Those of a policy are counted from the beginning of the text, those of who comes back from the answer's."""
+        """Return the next compression point. The policy's are counted from the start of the sequence, those for
+        revivals from the start of the answer."""
         n = self.committed
         return n + min(_until(n, self.every), _until(n - self._n_prompt, self.behind.compression_interval))
 
 
 def _until(n: int, every: int | None) -> float:
-    """Tokens until there is a multiple of `every`, more than n."""
+    """Return the tokens from n to the next larger multiple of `every`."""
     return math.inf if every is None else every - n % every

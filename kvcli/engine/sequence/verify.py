@@ -1,8 +1,8 @@
-"""Verification: which guessed rows the model agrees with, by sampling first and matching after.
+"""Verification of draft tokens: sample first, then match.
 
-At each node the sampler draws the next token as if nothing had been guessed; if a child of the node carries that token
-the walk goes on there, otherwise it ends. The text therefore never depends on the guesses (rule D of Leviathan-style
-schemes; SpecInfer, arXiv 2305.09781, describes the tree walk).
+At each node the sampler draws the next token as if there were no draft. If a child of the node has that token,
+verification continues there; otherwise it ends. So the text never depends on the draft tokens (rule D of
+Leviathan-style schemes; SpecInfer, arXiv 2305.09781, describes the tree walk).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from kvcli.engine.rows import Rows
 
 
 def accepted_path(rows: Rows, drawn: Callable[[int], int], stop: Collection[int] = ()) -> tuple[list[int], list[int]]:
-    """`drawn(row)`: what the sampler draws behind a row -> the rows of the longest path of guesses that equals it,
-    row 0 first, and as many new ids; the last draw is the bonus token. Ends at the first of `stop`.
+    """Return the accepted rows, row 0 first, and one new id per row; the last id is the bonus token.
+
+    `drawn(row)` is the token sampled after a row. The path ends at the first of `stop`.
     """
     below = rows.children()
     path, new = [0], [drawn(0)]

@@ -1,7 +1,7 @@
-"""Draft with the assistant that comes beside a Gemma 4 in files of its own: it reads that model's keys and values where
-they lie, and stores none.
+"""Drafting with the assistant model that Gemma 4 has in separate files: it reads the KV cache of the target model and
+stores none.
 
-Tokens are drawn from the model itself and compared with guesses afterwards, so the text is the same.
+Tokens are sampled from the target model and compared with draft tokens afterwards, so the answer is the same.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AssistantDraft(ModelDraftSettings):
-    """Guess with the assistant made for this Gemma 4, and copy where the text repeats itself."""
+    """Draft tokens of the assistant model made for this Gemma 4, combined with prompt lookup."""
 
     model: str = ""  # the assistant: as after -m
     quant: Quant = "none"  # precision of its weights
     depth: Annotated[int, Range(1, 64)] = 4  # tokens that it guesses in a row, at most
 
-    states: ClassVar[int] = 0  # of layers of the model that drafts that keep one: it has none
+    states: ClassVar[int] = 0  # recurrent states of the draft model: none
 
     @property
     def second(self) -> DraftModelRef:
-        """The model that drafts. Raises BadConfig where none is named."""
+        """Draft model of these settings. Raises BadConfig if none is named."""
         from kvcli.errors import BadConfig
 
         if not self.model:
@@ -44,11 +44,11 @@ class AssistantDraft(ModelDraftSettings):
 
     @property
     def second_rows(self) -> tuple[int, int]:
-        """Rows of its passes, at most: of one that reads, and of one all of whose rows have logits."""
+        """Maximum rows of its passes: of a prefill pass, and of a pass with logits of all rows."""
         return 1, self.branches
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
-        """A drafter that knows no text yet."""
+        """Return a drafter without a sequence."""
         from kvcli.drafts.draft_models.assistant_head import AssistantHead
         from kvcli.drafts.sources.model_draft import ModelDraft
         from kvcli.drafts.sources.prompt_lookup import PromptLookup

@@ -1,8 +1,9 @@
-"""Lookahead decoding, and FAFO: scouts guess several places ahead, in the same pass, with the model itself.
+"""Lookahead decoding and FAFO: lookahead rows predict several positions in the same pass, by the target model itself.
 
-Without a view this is Lookahead Decoding (Fu et al., arXiv 2402.02057): scouts read all of the past. With one it is
-FAFO (Le et al., ICML 2026, PMLR 306): scouts read a small part of it, which costs less and guesses as well. What
-differs from FAFO's released code, and why, is in `docs/fafo.md`; above all, no row sees a slot that holds nothing.
+Without a cache view this is Lookahead Decoding (Fu et al., arXiv 2402.02057): lookahead rows attend to the whole KV
+cache. With a view it is FAFO (Le et al., ICML 2026, PMLR 306): lookahead rows attend to a small part of the KV cache,
+which costs less and drafts as well. `docs/fafo.md` lists the differences from FAFO's released code and their reasons;
+above all, no row attends to an empty slot.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LookaheadSettings(ViewSettings):
-    """Keys of every method that sends scouts."""
+    """Configuration keys of every method with lookahead rows."""
 
-    # two levels of scouts come about in a pass or two; on the demo model longer n-grams found less (docs/fafo.md)
+    # two levels of lookahead rows are filled within a pass or two; longer n-grams found less on the demo model
+    # (docs/fafo.md)
     ngram: Annotated[int, Range(3, 16)] = 3  # tokens of an n-gram, the one it follows included
     window: Annotated[int, Range(1, 64)] = 4  # columns: places ahead that are guessed at once
     key_max: Annotated[int, Range(1, 8)] = 4  # tokens by which an n-gram is found, at most
@@ -36,17 +38,17 @@ class LookaheadSettings(ViewSettings):
 
     @property
     def rows(self) -> int:
-        """Of a pass, at most: the pending token, guesses and scouts."""
+        """Maximum rows of a pass: the pending token, draft tokens and lookahead rows."""
         return self.max + self.window * (self.ngram - 1)
 
     def index_bytes(self, n: int) -> int:
-        """Bytes of the pool, at most, after n tokens."""
+        """Return the maximum bytes of the n-gram pool after n tokens."""
         from kvcli.drafts.sources.ngram_pool import KEY_BYTES, KEYS
 
         return KEY_BYTES * min(KEYS, n * (self.window * self.key_max + self.seeded))
 
     def scouting(self, ends: Collection[int]) -> tuple[JacobiWindow, NgramPool]:
-        """The window and the pool it fills."""
+        """Return the Jacobi window and the n-gram pool that it fills."""
         from kvcli.drafts.sources.jacobi_window import JacobiWindow
         from kvcli.drafts.sources.ngram_pool import NgramPool
 
@@ -56,10 +58,10 @@ class LookaheadSettings(ViewSettings):
 
 @dataclass(frozen=True)
 class Lookahead(LookaheadSettings):
-    """Guess with scouts alone (Lookahead; with a view, FAFO)."""
+    """Lookahead decoding: the model predicts several positions ahead in each pass. With a cache view: FAFO."""
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
-        """A drafter that knows no text yet."""
+        """Return a drafter without a sequence."""
         from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
         window, pool = self.scouting(ends)

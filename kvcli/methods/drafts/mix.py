@@ -1,4 +1,4 @@
-"""Several sources at once: copies, scouts and recycled logits name the guesses of one tree."""
+"""Several draft sources in one tree: prompt lookup, lookahead rows and recycled logits."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Sources = tuple[Literal["prompt-lookup", "lookahead", "stand", "token-recycling"
 
 @dataclass(frozen=True)
 class Mix(LookaheadSettings):
-    """Guess with several sources at once, merged into one tree."""
+    """Draft tokens of several sources, merged into one draft tree."""
 
-    # scouts last: only what nobody else knew counts as theirs
+    # lookahead last: only tokens that no other source proposed count as its gain
     sources: Sources = (
         "prompt-lookup",
         "stand",
@@ -47,7 +47,7 @@ class Mix(LookaheadSettings):
             raise ValueError('sources = [] must name one at least; method = "off" drafts from none')
 
     def ignored_keys(self) -> dict[str, str]:
-        """Keys that nothing reads as the others are: of sources that it does not have."""
+        """Return the keys that have no effect: key -> the key that disables it. Adds keys of sources not in use."""
         scouting = [key for key in keys_of(LookaheadSettings) if key not in keys_of(DraftSettings)]
         needs = {"prompt-lookup": ["min_match", "max_match"], "lookahead": scouting}
         keys = [key for source, keys in needs.items() if source not in self.sources for key in keys]
@@ -55,15 +55,15 @@ class Mix(LookaheadSettings):
 
     @property
     def rows(self) -> int:
-        """Of a pass, at most; scouts only if they are among the sources."""
+        """Maximum rows of a pass; lookahead rows only if they are among the sources."""
         return super().rows if "lookahead" in self.sources else 1 + self.max
 
     def view_slots(self, n: int) -> int:
-        """How many of n slots a head the view keeps a copy of: none, without scouts."""
+        """Return how many of n slots per head the cache view copies: 0 without lookahead."""
         return super().view_slots(n) if "lookahead" in self.sources else 0
 
     def index_bytes(self, n: int) -> int:
-        """Bytes of what its sources remember of n tokens, at most."""
+        """Return the maximum bytes that the sources hold for n tokens."""
         from kvcli.drafts.sources.logit_recycling import LENGTHS, learned_bytes
         from kvcli.drafts.sources.prompt_lookup import TOKEN_BYTES
 
@@ -72,7 +72,7 @@ class Mix(LookaheadSettings):
         return sum(each[name] for name in set(self.sources))
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
-        """A drafter that knows no text yet."""
+        """Return a drafter without a sequence."""
         from kvcli.drafts.sources.logit_recycling import LENGTHS, learners
         from kvcli.drafts.sources.prompt_lookup import PromptLookup
         from kvcli.drafts.tree.tree_drafter import TreeDrafter

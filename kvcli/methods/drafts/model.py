@@ -1,8 +1,8 @@
-"""Draft with a second, smaller model (Leviathan et al., arXiv 2211.17192), over a part of the past that stays small
-however long the text is (SpecExtend, arXiv 2505.20776).
+"""Drafting with a separate, smaller model (Leviathan et al., arXiv 2211.17192), over a part of the sequence that is
+small at any length (SpecExtend, arXiv 2505.20776).
 
-Tokens are drawn from the model that writes and compared with guesses afterwards, so whatever drafts, the text is the
-same.
+Tokens are sampled from the target model and compared with draft tokens afterwards, so the answer is the same with any
+draft model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _READING = Pattern(r"lazy|full|window:[1-9]\d{0,8}", '"lazy", "full" or "window:
 
 @dataclass(frozen=True)
 class SeparateModelDraft(ModelDraftSettings):
-    """Guess with a second, smaller model, and copy where the text repeats itself."""
+    """Draft tokens of a separate, smaller draft model, combined with prompt lookup."""
 
     model: str = ""  # that drafts: as after -m; with another tokenizer the text is spelled anew for it
     quant: Quant = "none"  # precision of its weights
@@ -44,7 +44,7 @@ class SeparateModelDraft(ModelDraftSettings):
     lookup_verify: Annotated[int, Range(0, 32)] = 0  # copied tokens that it checks in one of its passes, at most
     stop: Rule = "marginal"  # it guesses on while that pays by the clock; "reject", "disco": and `risk` is not reached
     risk: Annotated[float, Range(0, 1)] = 0.7  # chance of a rejection, of any guess or of the newest, at which to stop
-    # retrieval: of `working` tokens some are those that the model which writes looks at
+    # retrieval: some of the `working` tokens are chunks to which the target model attends
     retrieval: Annotated[str, _RETRIEVAL] = "off"  # when they are chosen: never; each N passes; where guesses fail
     chunk: Annotated[int, Range(1, 1024)] = 32  # tokens that are chosen together
     recent: Annotated[int, Range(1)] = 256  # newest tokens that stay in any case
@@ -76,7 +76,7 @@ class SeparateModelDraft(ModelDraftSettings):
             )
 
     def ignored_keys(self) -> dict[str, str]:
-        """Keys that nothing reads as the others are."""
+        """Return the keys that have no effect: key -> the key that disables it."""
         needs = {
             "working": (self.working > 0, ("sinks", "positions")),
             "tree": (self.tree not in ("chain", "cape"), ("tree_width",)),
@@ -87,17 +87,17 @@ class SeparateModelDraft(ModelDraftSettings):
 
     @property
     def _least(self) -> int:
-        """Working tokens of which one chunk is chosen."""
+        """Minimum `working` tokens with which a chunk can be chosen."""
         return self.sinks + self.recent + 4 * self.chunk
 
     @property
     def _far(self) -> int:
-        """Tokens of a window in which a prompt is read, 0 = none."""
+        """Tokens of the attention window of the draft model's prefill; 0 = none."""
         return int(self.prefill.partition(":")[2] or 0)
 
     @property
     def second(self) -> DraftModelRef:
-        """The model that drafts. Raises BadConfig where none is named."""
+        """Draft model of these settings. Raises BadConfig if none is named."""
         from kvcli.errors import BadConfig
 
         if not self.model:
@@ -110,14 +110,14 @@ class SeparateModelDraft(ModelDraftSettings):
 
     @property
     def second_rows(self) -> tuple[int, int]:
-        """Rows of its passes, at most: of one that reads, and of one all of whose rows have logits."""
+        """Maximum rows of its passes: of a prefill pass, and of a pass with logits of all rows."""
         from kvcli.drafts.draft_models.separate_model import CHUNK
         from kvcli.drafts.sources.model_draft import LOOK
 
         return CHUNK, LOOK
 
     def draft_slots(self, n: int, device: str = "cpu") -> int:
-        """Of n tokens, those whose keys and values it has there at most: more than stay while it reads, or guesses."""
+        """Return the maximum of n tokens with KV on `device`, in prefill and drafts, when more exist than are kept."""
         from kvcli.drafts.draft_models.separate_model import CHUNK
 
         ready = n if self.retrieval != "off" and (self.chunk_device == "device" or device == "cpu") else 0
@@ -125,18 +125,17 @@ class SeparateModelDraft(ModelDraftSettings):
 
     @property
     def states(self) -> int:
-        """Of layers of the model that drafts that keep one, at most: of its text, of guesses, and of a pass."""
+        """Maximum recurrent states of the draft model: of the sequence, of draft tokens, and of a pass."""
         from kvcli.drafts.draft_models.separate_model import CHECKPOINTS
 
         return 1 + CHECKPOINTS + self.depth + 1
 
     def index_bytes(self, n: int) -> int:
-        """Bytes of what is remembered of n tokens, and of the text, which the model's side keeps as well."""
+        """Return the bytes held for n tokens: by the sources, and by the draft model's copy of the token ids."""
         return 8 * n + super().index_bytes(n)
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
-        """A drafter that knows no text yet. Raises BadConfig where `working` tokens are more than the model that drafts
-        was made for."""
+        """Return a drafter without a sequence. Raises BadConfig if `working` exceeds the draft model's limit."""
         from kvcli.drafts.sources.model_draft import ModelDraft
         from kvcli.drafts.sources.prompt_lookup import PromptLookup
         from kvcli.drafts.tree.growth import Growth

@@ -1,7 +1,7 @@
-"""Who names guesses beside a model whose guesses take passes: copies, and what the model that writes thought likely.
+"""Draft sources that are combined with a draft model: prompt lookup and recycled logits.
 
-All of them are in one tree: a token that several name is one row, and behind what only the model that drafts named,
-where it goes no further, the others go on.
+All sources share one draft tree. A token that several sources propose is one row. Where the draft model's tokens end,
+the other sources continue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelDraftSettings(Ngram):
-    """Keys of every method in which a model is asked for guesses."""
+    """Configuration keys of every method with draft passes of a model."""
 
     copies: bool = True  # guess from the text as well; where a copy is all but sure, the model is not asked
     sources: tuple[
@@ -38,24 +38,22 @@ class ModelDraftSettings(Ngram):
             )
 
     def ignored_keys(self) -> dict[str, str]:
-        """Keys that nothing reads as the others are: of copies, where none are made."""
+        """Return the keys that have no effect: key -> the key that disables it. Adds keys of unused prompt lookup."""
         return super().ignored_keys() | ({} if self.copies else dict.fromkeys(("min_match", "max_match"), "copies"))
 
     def index_bytes(self, n: int) -> int:
-        """Bytes of what is remembered of n tokens, at most."""
+        """Return the maximum bytes that the sources hold for n tokens."""
         from kvcli.drafts.sources.logit_recycling import learned_bytes
 
         return (super().index_bytes(n) if self.copies else 0) + learned_bytes(self.sources, n)
 
     def mixer(self, chain: ModelDraft, copies: PromptLookup, **of: Any) -> TreeDrafter:
-        """The drafter of a chain and its company. `of`: as `TreeDrafter` has it."""
+        """Return the drafter of a draft model and the other sources. `of`: as in `TreeDrafter`."""
         from kvcli.drafts.sources.logit_recycling import learners
         from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
         successors = learners(self.sources)
-        others: list[PromptLookup | RecycledLogits] = [
-            *([copies] if self.copies else []),
-            *successors,
-        ]  # the cheapest first
+        # the cheapest first
+        others: list[PromptLookup | RecycledLogits] = [*([copies] if self.copies else []), *successors]
         beyond = [(i, source.behind) for i, source in enumerate(others)]
         return TreeDrafter(self, [*others, chain], successors=successors, chain=chain, beyond=beyond, **of)

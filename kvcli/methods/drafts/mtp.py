@@ -1,7 +1,7 @@
-"""Draft with the layers for it that come in the model's own files (multi-token prediction, DeepSeek-V3, arXiv
-2412.19437): they read the hidden states of the model that writes.
+"""Drafting with the multi-token prediction layers in the model's own files (MTP, DeepSeek-V3, arXiv 2412.19437), which
+read hidden states of the target model.
 
-Tokens are drawn from the model itself and compared with guesses afterwards, so the text is the same.
+Tokens are sampled from the target model and compared with draft tokens afterwards, so the answer is the same.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MtpDraft(ModelDraftSettings):
-    """Guess with the model's own MTP layer, and copy where the text repeats itself."""
+    """Draft tokens of the model's own multi-token prediction (MTP) layer, combined with prompt lookup."""
 
     depth: Annotated[int, Range(1, 64)] = 3  # tokens that it guesses in a row, at most
 
     def draft_slots(self, n: int, device: str = "cpu") -> int:
-        """Of n tokens, those whose keys and values its layer has: all that it hears of, at most."""
+        """Return the maximum tokens with KV in the MTP layer: all n."""
         return n
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
-        """A drafter that knows no text yet. Raises BadModel where the model's files have no such layer to use."""
+        """Return a drafter without a sequence. Raises BadModel if the model's files have no usable MTP layer."""
         from kvcli.drafts.draft_models.mtp_head import MtpHead
         from kvcli.drafts.sources.model_draft import ModelDraft
         from kvcli.drafts.sources.prompt_lookup import PromptLookup
@@ -39,6 +39,6 @@ class MtpDraft(ModelDraftSettings):
         assert pair is not None, "somebody must draft"
         lm = pair.target
         head = mtp_of(lm)
-        share = 1 / lm.n_layers  # of a pass, until it is measured
+        share = 1 / lm.n_layers  # time of a pass in plain passes, until measured
         chain = ModelDraft(MtpHead(lm, head), depth=self.depth, vocab=lm.vocab, share=share, ends=ends, name="mtp")
         return self.mixer(chain, PromptLookup(self.min_match, self.max_match))

@@ -1,4 +1,4 @@
-"""Draft by copying: what followed the same words earlier in the text is the guess for what follows now."""
+"""Prompt lookup: the tokens that followed an earlier match in the sequence are the draft."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ngram(DraftSettings):
-    """Copy from the text itself; `[spec] method = "ngram"`."""
+    """Prompt lookup: drafts by copying the tokens that followed an earlier match in the prompt or answer."""
 
     min_match: Annotated[int, Range(1, 64)] = 1  # tokens that must match before their continuation is a guess
     max_match: Annotated[int, Range(1, 256)] = 32  # tokens beyond which matches count as equally long
@@ -28,16 +28,15 @@ class Ngram(DraftSettings):
             raise ValueError(f"max_match = {self.max_match} is less than min_match = {self.min_match}")
 
     def index_bytes(self, n: int) -> int:
-        """Bytes of the index of n tokens."""
+        """Return the bytes of the index of n tokens."""
         from kvcli.drafts.sources.prompt_lookup import TOKEN_BYTES
 
         return TOKEN_BYTES * n
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
-        """A drafter that knows no text yet."""
-        from kvcli.drafts.sources.prompt_lookup import (
-            PromptLookup,  # late: reading a profile must import neither torch nor numpy
-        )
+        """Return a drafter without a sequence."""
+        # late: reading a profile must import neither torch nor numpy
+        from kvcli.drafts.sources.prompt_lookup import PromptLookup
         from kvcli.drafts.tree.tree_drafter import TreeDrafter
 
         return TreeDrafter(self, [PromptLookup(self.min_match, self.max_match)])

@@ -1,4 +1,4 @@
-"""No drafting: one row a pass, the yardstick."""
+"""Plain decoding: one token per pass, no draft."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Off:
-    """No drafting: one row a pass, the yardstick."""
+    """Plain decoding without drafts: one token per forward pass. It is the baseline of speed comparisons."""
 
-    require_batch_invariance: ClassVar[bool] = False  # nothing to be strict about
-    second: ClassVar[None] = None  # no model that drafts
-    checks: ClassVar[bool] = False  # nor anything to check
-    rows: ClassVar[int] = 1  # of a pass, at most: what memory is planned with
+    require_batch_invariance: ClassVar[bool] = False  # no draft that could differ in bits
+    second: ClassVar[None] = None  # no draft model
+    checks: ClassVar[bool] = False  # no draft to verify
+    rows: ClassVar[int] = 1  # maximum of a pass; for memory planning
     view: ClassVar[None] = None
     logits_hook: ClassVar[None] = None
 
     def draft_slots(self, n: int, device: str = "cpu") -> int:
-        """Of n tokens, those whose keys and values layers of its own have there: what memory is planned with."""
+        """Return 0 slots for memory planning: no draft model has KV."""
         return 0
 
     def view_slots(self, n: int) -> int:
-        """How many of n slots a head a view keeps a copy of: what memory is planned with."""
+        """Return 0 slots for memory planning: there is no cache view."""
         return 0
 
     def index_bytes(self, n: int) -> int:
-        """Bytes of host memory, at most, of what a drafter remembers of n tokens: what memory is planned with."""
+        """Return 0 bytes of host memory for memory planning: the drafter has no index."""
         return 0
 
     def ignored_keys(self) -> dict[str, str]:
-        """Keys that nothing reads as the others are: key -> the one in whose way it is."""
+        """Return no keys: every key has an effect."""
         return {}
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> Off:
-        """The drafter of these settings, as every method's dataclass makes its own. `ends`: tokens that end a text.
-        `pair`: of the model that writes and the one that drafts, where `second` names one."""
+        """Return the drafter of these settings; here the settings themselves. `ends`: end tokens of a sequence. `pair`:
+        target model and draft model, if `second` names one."""
         return self
 
     def usage(self) -> list[Usage]:

@@ -1,8 +1,7 @@
-"""Draft with the model itself, over a part of the past (MagicDec, arXiv 2408.11049; TriForce, arXiv 2404.11912), or
-over what the store shows to guesses: the coarse half of its codes (QuantSpec, arXiv 2502.10424), or what a profile
-keeps where the whole past checks it.
+"""Self-drafting over a cache view (MagicDec, arXiv 2408.11049; TriForce, arXiv 2404.11912), over the upper half of
+quantized codes (QuantSpec, arXiv 2502.10424), or over a compressed cache that the full cache verifies.
 
-Tokens are drawn over the whole past and compared with guesses afterwards, so the text is the same.
+Tokens are sampled over the full KV cache and compared with draft tokens afterwards, so the answer is the same.
 """
 
 from __future__ import annotations
@@ -22,25 +21,26 @@ if TYPE_CHECKING:
     from kvcli.engine.drafting.drafter import ModelPair
     from kvcli.engine.hf.lm import LM
 
-_UNTRIED = 0.3  # plain passes that a pass is taken for until two were measured: a low price, so that it is tried
+_UNTRIED = 0.3  # draft pass time in plain passes until two were measured: a low value, so that self-drafting is tried
 
 
 @dataclass(frozen=True)
 class SelfDraft(ModelDraftSettings, ViewSettings):
-    """Guess with the model itself over less of the past, and copy where the text repeats itself."""
+    """Self-drafting: the model drafts with part of its KV cache or fewer layers, combined with prompt lookup."""
 
-    checks: ClassVar[bool] = True  # under `exactness = "exact"` what `[kv]` and `[policy]` keep guesses, no more
+    # under `exactness = "exact"` the cache compressed by `[kv]` and `[policy]` only drafts
+    checks: ClassVar[bool] = True
 
     depth: Annotated[int, Range(1, 64)] = 4  # tokens that it guesses in a row, at most
     skip: Literal["none", "swift", "clasp", "knn", "early"] = "none"  # how layers are chosen that guesses leave out
     skipped: Annotated[float, Range(0, 1)] = 0.45  # how many, as a share of those between the first and the last
 
     def ignored_keys(self) -> dict[str, str]:
-        """Keys that nothing reads as the others are."""
+        """Return the keys that have no effect: key -> the key that disables it."""
         return super().ignored_keys() | ({"skipped": "skip"} if self.skip == "none" else {})
 
     def drafter(self, ends: Collection[int] = (), pair: ModelPair | None = None) -> TreeDrafter:
-        """A drafter that knows no text yet."""
+        """Return a drafter without a sequence."""
         from kvcli.drafts.draft_models.same_model import SelfDraftModel
         from kvcli.drafts.sources.model_draft import ModelDraft
         from kvcli.drafts.sources.prompt_lookup import PromptLookup

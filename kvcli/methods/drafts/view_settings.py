@@ -1,4 +1,4 @@
-"""Settings of every method whose rows may read a part of the past."""
+"""Settings of every method whose rows may read through a cache view."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ViewSettings(DraftSettings):
-    """Keys of a view."""
+    """Configuration keys of a cache view."""
 
     view: Literal["all", "stream", "quest"] = "all"  # what is read: all, sinks and newest tokens, or chosen pages
     sinks: Annotated[int, Range(0, 4096)] = 16  # of a view: first tokens
@@ -24,17 +24,17 @@ class ViewSettings(DraftSettings):
     refresh: Annotated[int, Range(1, 4096)] = 32  # of a view: tokens after which it is chosen anew
 
     def ignored_keys(self) -> dict[str, str]:
-        """Keys that nothing reads as the others are: of a view, where there is none of that kind."""
+        """Return the keys that have no effect: key -> the key that disables it. Adds keys of other views."""
         of = {"all": ("sinks", "recent", "refresh", "page", "pages"), "stream": ("page", "pages"), "quest": ()}
         return super().ignored_keys() | dict.fromkeys(of[self.view], "view")
 
     def view_slots(self, n: int) -> int:
-        """How many of n slots a head the view keeps a copy of."""
+        """Return how many of n slots per head the cache view copies."""
         pages = self.page * self.pages if self.view == "quest" else 0
         return 0 if self.view == "all" else min(n, self.sinks + self.recent + pages + self.refresh)
 
     def glance(self) -> ViewSpec | None:
-        """The view; None = everything."""
+        """Return the cache view; None = the whole KV cache."""
         from kvcli.engine.drafting.drafter import ViewSpec
 
         if self.view == "all":

@@ -1,9 +1,9 @@
-"""Products of thin matrices in place of keys and values (CSKV, arXiv 2409.10593; keys as in ShadowKV, 2410.21465).
+"""CSKV: low-rank factors in place of keys and values (arXiv 2409.10593; keys as in ShadowKV, arXiv 2410.21465).
 
-The paper fits one pair of matrices to each layer's weights and trains it. Here each block has directions of its own,
-those that lose least of it, so nothing is trained, and a block must be long (`kv.group`) to save. What is newest stays
-in full (`kv.residual`), as the paper has it. With values as they are, and recall, rows read as in ShadowKV: keys of the
-chosen pages are rebuilt, and their values fetched.
+The paper fits one pair of matrices to each layer's weights and trains it. Here each block has its own directions, those
+of least loss, so nothing is trained, and a block must be long (`kv.group`) to save bytes. The
+newest tokens are kept in full precision (`kv.residual`), as in the paper. With 16-bit values and sparse attention, rows
+read as in ShadowKV: the keys of selected pages are rebuilt, and their values fetched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cskv(BlockFormat):
-    """Keep of a block of keys and one of values their main directions over several heads, and each slot's share."""
+    """Store low-rank factors of each block of keys and of values, over several heads (CSKV)."""
 
     rope: Literal["after", "before"] = "before"  # turned keys have more directions
     k_rank: Annotated[int, Range(1)] = 16  # directions of the keys of a block
@@ -45,7 +45,7 @@ class Cskv(BlockFormat):
     def refuse(self, shape: LayerShape, kv: Kv) -> None:
         h, g = self.heads(shape.n_kv_heads), kv.group
         for key, rank, dim in zip(("k_rank", "v_rank"), (self.k_rank, self.v_rank), shape.parts, strict=True):
-            most = -(-g * h * dim // (g + h * dim)) - 1  # that takes less than the slots themselves
+            most = -(-g * h * dim // (g + h * dim)) - 1  # largest rank that takes less than the slots themselves
             if rank > most:
                 raise BadConfig(
                     f"form.{key} = {rank} saves nothing of {g} slots of {h} heads of {dim} numbers",
@@ -67,10 +67,10 @@ class Cskv(BlockFormat):
 
 
 def _wide(x: Tensor) -> Tensor:
-    """x [B, h, g, D] -> [B, g, h D]."""
+    """Concatenate heads: x [B, h, g, D] -> [B, g, h D]."""
     return x.transpose(1, 2).flatten(2)
 
 
 def _narrow(x: Tensor, dim: int) -> Tensor:
-    """The inverse."""
+    """Invert `_wide`."""
     return grouped(x, x.shape[2] // dim).transpose(1, 2)

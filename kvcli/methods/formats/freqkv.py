@@ -1,8 +1,9 @@
-"""The low frequencies of keys and values along the text (FreqKV, arXiv 2505.00570).
+"""FreqKV: keep the low frequencies of keys and values along the sequence (arXiv 2505.00570).
 
-The paper goes back to fewer slots than went in, and makes a cache of one size smaller each time it is full, so that
-what is oldest is smoothed most. Here a block goes back to as many slots as it had, each at its position, so that an
-undo, a window or a policy finds them; it is smoothed once, and what the old take grows with the text.
+The paper transforms back to fewer slots, and compresses a cache of fixed size each time it is full, so that the oldest
+tokens are smoothed most. Here a block is transformed back to as many slots as it had, each at its position, so that
+cropping, sliding windows and policies still work; it is smoothed once, and the bytes of old tokens grow with the
+sequence.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FreqKV(BlockFormat):
-    """Keep the low frequencies of each channel along the slots of a block (cosine transform), and drop the others."""
+    """Keep the low frequencies of each channel along the tokens of a block, by cosine transform (FreqKV)."""
 
     rope: Literal["after", "before"] = "before"  # turned keys have the frequencies of the turning, too
     retained: Annotated[float, Range(above=0, most=1)] = 0.5  # of the frequencies of a block, the lowest
@@ -40,7 +41,7 @@ class FreqKV(BlockFormat):
         return product(waves, codes[0], exact), product(waves, codes[1], exact)
 
     def _waves(self, g: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """[r, g] of length 1, the lowest first: the type-II cosine transform."""
+        """Return the type-II cosine transform: basis vectors [r, g] of length 1, lowest frequency first."""
         here = "cpu" if device.type == "mps" else device  # Apple's GPU has no float64
         f, s = (torch.arange(n, dtype=torch.float64, device=here) for n in (max(1, round(self.retained * g)), g))
         waves = torch.cos(math.pi / g * f[:, None] * (s + 0.5)) * (2 / g) ** 0.5

@@ -1,4 +1,4 @@
-"""Few bits, and what rounding lost repaired by outliers and a few vectors (GEAR, arXiv 2403.05527)."""
+"""GEAR: quantization to few bits, with the error corrected by outliers and a low-rank term (arXiv 2403.05527)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gear(BlockFormat):
-    """Round keys by channel and values by slot, beside the outliers of each and the error's largest directions."""
+    """Quantize keys per channel and values per token, and store outliers and a low-rank part of the error (GEAR)."""
 
     outliers: Annotated[float, Range(0, 0.5)] = 0.02  # of the numbers of a channel of keys, of a slot of values
     rank: Annotated[int, Range(0)] = 2  # directions of the error that are kept, in 16 bits: of a slot and of a channel

@@ -1,4 +1,4 @@
-"""Each key and value without its smallest numbers: a map of bits, and what is left (Mustafar, arXiv 2505.22913)."""
+"""Mustafar: keys and values without their smallest numbers, stored as a bitmap and the rest (arXiv 2505.22913)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mustafar(BlockFormat):
-    """Keep the largest numbers of each key and value behind a map of where they stand, and read the others as 0."""
+    """Keep the largest numbers of each key and value, with a bitmap of their channels, and drop the rest (Mustafar)."""
 
     k_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # of the numbers of a key, those that are given up
     v_sparsity: Annotated[float, Range(0, below=1)] = 0.5  # of the numbers of a value
@@ -35,7 +35,7 @@ class Mustafar(BlockFormat):
 
 
 def _mapped(x: Tensor, sparsity: float) -> Codes:
-    """x [.., D] -> a bit for each number, in bytes [.., D / 8], and the n that are kept, in their order [.., n]."""
+    """Sparsify x [.., D] -> a bitmap in bytes [.., D / 8], and the n kept numbers in order [.., n]."""
     n = max(1, x.shape[-1] - round(sparsity * x.shape[-1]))
     at = x.abs().topk(n, -1).indices.sort(-1).values
     stands = x.new_zeros(*x.shape[:-1], -(-x.shape[-1] // 8) * 8, dtype=torch.uint8)
@@ -43,6 +43,6 @@ def _mapped(x: Tensor, sparsity: float) -> Codes:
 
 
 def _spread(of: Codes, dim: int, exact: torch.dtype) -> Tensor:
-    """The inverse, with 0 for what was given up."""
+    """Invert `_mapped`, with 0 for the dropped numbers."""
     stands = spread(of[0], 1)[..., :dim].bool()
     return torch.zeros(stands.shape, dtype=exact, device=stands.device).masked_scatter_(stands, of[1].to(exact))

@@ -1,7 +1,7 @@
-"""Outliers apart in 16 bits, the rest of keys by channel and of values by slot (QAQ, arXiv 2403.04643).
+"""QAQ: outliers stored in 16 bits, the rest quantized, keys per channel and values per token (arXiv 2403.04643).
 
-Keys bear less rounding than values: give them more bits (`kv.k_bits`). More bits for what is attended to are a policy's
-choice: `memory.evicted = "demote"` brings down what one lets go, and nothing else.
+Keys tolerate less quantization than values: give them more bits (`kv.k_bits`). Giving more bits to tokens with much
+attention is up to the eviction policy: `memory.evicted = "demote"` quantizes only the tokens that it drops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Qaq(BlockFormat):
-    """Keep the largest and smallest numbers of a block in 16 bits, and round the others in the range that is left."""
+    """Keep the largest and smallest numbers of a block in 16 bits, and quantize the others in a smaller range (QAQ)."""
 
     outliers: Annotated[float, Range(0, 0.5)] = 0.01  # of the numbers of a block that are kept apart
 
@@ -42,5 +42,5 @@ class Qaq(BlockFormat):
         return k, v
 
     def _each(self, t: Tensor) -> int:
-        """At each end of the range of a block t [B, h, g, D]."""
+        """Return the number of outliers at each end of the range of a block t [B, h, g, D]."""
         return round(self.outliers * t.shape[2] * t.shape[3] / 2)

@@ -1,8 +1,8 @@
-"""Keys turned before the rotary embedding and over several heads, channels in the order of their means, sinks apart
-(RotateKV, arXiv 2501.16383).
+"""RotateKV: Hadamard rotation of keys before RoPE and over several heads, channels ordered by mean, sinks stored apart
+(arXiv 2501.16383).
 
-The order is each block's own, where the paper measures one beforehand. Sinks are known by their massive numbers, not by
-their place: the paper sees them in hidden states, a tier in the norm of keys.
+Each block has its own channel order; the paper measures one order beforehand. Attention sinks are detected by massive
+activations, not by position: the paper finds them in hidden states, a tier by the norm of keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RotateKV(BlockFormat):
-    """Turn keys of several heads by one Hadamard matrix, order channels by their means, and round each slot."""
+    """Rotate keys of several heads by one Hadamard matrix, order channels by mean, quantize per token (RotateKV)."""
 
     rope: Literal["after", "before"] = "before"
     joint: Annotated[int, Range(1)] = 4  # heads that are turned together, at most: as many as a power of two divides
@@ -73,14 +73,14 @@ class RotateKV(BlockFormat):
 
 
 def _wide(k: Tensor) -> Tensor:
-    """k [B, h, g, D] -> [B, g, h D]."""
+    """Concatenate heads: k [B, h, g, D] -> [B, g, h D]."""
     return k.transpose(1, 2).flatten(2)
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """x [.., n] by the Hadamard matrix, n a power of two: sums and differences of halves, and its own inverse."""
+    """Multiply x [.., n] by the normalised Hadamard matrix, n a power of two; the transform is its own inverse."""
     n, step = x.shape[-1], 1
-    x = x.movedim(-1, 0).contiguous()  # [n, ..]: so that every sum runs along what lies side by side
+    x = x.movedim(-1, 0).contiguous()  # [n, ..]: so that every sum runs over contiguous memory
     while step < n:
         a, b = x.view(n // (2 * step), 2, step, -1).unbind(1)
         out = torch.empty_like(x)

@@ -1,7 +1,7 @@
-"""Keys rounded so that what is lost lies outside of a subspace that counts (SQuat, arXiv 2503.24358).
+"""SQuat: keys are quantized so that the error is orthogonal to an important subspace (arXiv 2503.24358).
 
-The paper spans it by queries. A tier never sees any, so here it is spanned by the keys of the block themselves: queries
-that find something among them look along these directions.
+The paper spans the subspace by queries. A tier has no queries, so here it is spanned by the keys of the block: queries
+that match any of these keys have components along these directions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Squat(BlockFormat):
-    """Round keys channel by channel, each making up for what those before it lost along the keys' main directions."""
+    """Quantize keys channel by channel, each correcting the error so far along the keys' main directions (SQuat)."""
 
     rank: Annotated[int, Range(1)] = 4  # directions: the keys' own, by singular value
     weight: Annotated[float, Range(above=0, most=1000)] = 10.0  # of an error along them, beside 1 in every direction
@@ -31,7 +31,7 @@ class Squat(BlockFormat):
     def quantize(self, k: Tensor, v: Tensor, kv: Kv) -> Codes:
         _, scale, zero = round_range(k, kv.k_bits, -2)
         step, low, levels = scale.to(k.dtype), zero.to(k.dtype), (1 << kv.k_bits) - 1
-        # block by block, as `factors` does
+        # block by block, as in `low_rank_factors`
         carry = torch.stack([self._carry(block) for block in k])  # [B, h, D, D], upper
         left, codes = k.clone(), torch.empty_like(k, dtype=torch.uint8)
         for c in range(k.shape[-1]):
@@ -46,9 +46,9 @@ class Squat(BlockFormat):
         return dequantize(codes[:3], kv.k_bits, exact), of_slots(codes[3:], kv.v_bits, exact)
 
     def _carry(self, k: Tensor) -> Tensor:
-        """How an error in one channel is made up for by later ones, so that e (1 + weight U U') e' is least.
+        """Return the factors by which later channels correct an error so that e (1 + weight U U') e' is least.
 
-        By the triangle of the inverse, as OPTQ does it (arXiv 2210.17323); U: the main directions of k [h, g, D].
+        They are the Cholesky factor of the inverse, as in OPTQ (arXiv 2210.17323); U: main directions of k [h, g, D].
         """
         inverse = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(k.shape[0], -1, -1).clone()
         for u in singular_vectors(k, self.rank).unbind(-2):

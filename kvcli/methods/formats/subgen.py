@@ -1,9 +1,9 @@
-"""A sketch of keys and values: keys by clusters, values by samples (SubGen, arXiv 2402.06082).
+"""SubGen: a sketch of keys and values, keys by cluster centers, values by samples (arXiv 2402.06082).
 
-The paper opens a cluster for a key that is far from all others, however many these become, and draws values anew with
-each token. Here the key that is farthest opens the next one until there are `centers` (greedy k-centers), in each block
-by itself, so that a block takes the same bytes whatever is in it and is written once. A slot reads its center's key, so
-a center counts in softmax's sum as often as its cluster has slots that were not let go since.
+The paper opens a cluster for each key far from all others, without a limit on their number, and resamples values with
+each token. Here the farthest key opens the next cluster until there are `centers` (greedy k-centers), in each block
+separately, so that a block has a fixed size and is written once. A slot reads the key of its center, so a center counts
+in the softmax sum once per slot of its cluster that is not evicted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SubGen(BlockFormat):
-    """Keep a few keys of a block, each for those near it, and a few values, each for its share of their lengths."""
+    """Keep a few keys of a block as cluster centers, and a few values as weighted samples (SubGen)."""
 
     centers: Annotated[int, Range(1)] = 16  # keys of a block that are kept
     samples: Annotated[int, Range(1)] = 16  # values of a block that are kept: by squared length, a long one repeatedly
@@ -45,9 +45,9 @@ class SubGen(BlockFormat):
 
 
 def _centers(k: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """k [B, h, g, D] -> n of its slots [B, h, n], each the farthest from those before it, the first one first.
+    """Select n slots [B, h, n] of k [B, h, g, D] as centers, starting with slot 0, each farthest from those before.
 
-    And of each slot the center that is nearest [B, h, g].
+    Also returns the nearest center of each slot [B, h, g].
     """
     at = [k.new_zeros(k.shape[:2], dtype=torch.long)]
     far, own = k.new_full(k.shape[:3], torch.inf), k.new_zeros(k.shape[:3], dtype=torch.long)
@@ -61,9 +61,9 @@ def _centers(k: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _drawn(v: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """v [B, h, g, E] -> n slots by their squared length, and what each counts [B, h, n], so that sums stay the same.
+    """Sample n slots of v [B, h, g, E] by squared length; returns slots and weights [B, h, n] that preserve sums.
 
-    At equal steps of the summed lengths, from half a step on: no lots, so that a block always says the same.
+    Samples are at equal steps of the cumulative squared length, from half a step on, so that they are deterministic.
     """
     size = v.square().sum(3)  # [B, h, g]
     summed = size.cumsum(2)

@@ -1,7 +1,7 @@
-"""Scales of channels divided out, then one range for each slot (ZipCache, arXiv 2405.14256).
+"""ZipCache: channel scales are divided out, then each token is quantized with one range (arXiv 2405.14256).
 
-Its bits by saliency are a policy's choice: with `memory.evicted = "demote"` what a policy lets go comes down to
-these bits, and what it keeps stays in full numbers.
+The paper's bits by saliency are up to the eviction policy: with `memory.evicted = "demote"` the slots that a policy
+drops are quantized to these bits, and the slots that it keeps are in full precision.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvcli.kv.formats.quantization import LARGEST, dequantize, quantize
 if TYPE_CHECKING:
     from kvcli.settings.schema import Kv
 
-LEAST = 2.0**-14  # of a scale of a channel: the smallest that float16 holds in full precision
+LEAST = 2.0**-14  # smallest channel scale: the smallest normal float16 number
 
 
 @dataclass(frozen=True)
 class ZipCache(BlockFormat):
-    """Divide each channel by the root of its largest number, and round each slot in one range of its own."""
+    """Divide each channel by the root of its largest number, and quantize each token in its own range (ZipCache)."""
 
     keys: Literal["channel", "separable"] = "channel"  # keys: by channel, as published, or as values are
 
@@ -38,11 +38,11 @@ class ZipCache(BlockFormat):
 
 
 def separated(x: Tensor, bits: int) -> Codes:
-    """x [.., g, D] -> codes, scale and zero of slots [.., g, 1], and c = sqrt(max |x|) of channels [.., 1, D]."""
+    """Quantize x [.., g, D] -> codes, scale, zero of slots [.., g, 1], and c = sqrt(max |x|) of channels [.., 1, D]."""
     c = x.abs().amax(-2, keepdim=True).sqrt().clamp(LEAST, LARGEST).to(torch.float16)
     return *quantize(x / c.to(x.dtype), bits, -1), c
 
 
 def joined(of: Codes, bits: int, exact: torch.dtype) -> Tensor:
-    """The inverse, but for rounding."""
+    """Invert `separated`, up to rounding."""
     return dequantize(of[:3], bits, exact) * of[3].to(exact)

@@ -1,9 +1,10 @@
-"""The beginning of a text in fewer slots: what KVzip keeps of it moves together, keys turned to positions without gaps.
+"""Compress the prefix of a sequence with KVzip: the kept slots move to consecutive positions, their keys re-rotated.
 
-So a text goes on beyond the positions that its model knows. Each head keeps as many slots as every other, of tokens of
-its own choice (Kim et al., arXiv 2505.23416), and its keys are turned to where these stand now, as behind an edit (He
-et al., arXiv 2407.03157). What was condensed before competes with what it was worth then: it is not repeated again.
-Approximate: what is let go is gone, and distances within what is left are shorter than they were read.
+So a sequence can continue beyond the context window of its model. Every head keeps the same number of slots, of tokens
+that it selects itself (KVzip, Kim et al., arXiv 2505.23416), and its keys are rotated to their new positions, as after
+an edit (PIE, He et al., arXiv 2407.03157). Slots compressed before compete with their earlier scores, without another
+repetition. The result is approximate: evicted tokens are lost, and distances between kept tokens are shorter than at
+prefill.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ if TYPE_CHECKING:
     from kvcli.kernels.rope import Rotary
 
 
-PIECE = 64  # tokens repeated at once below which a long text would be repeated in hundreds of passes
+PIECE = 64  # least tokens repeated per pass; with fewer, a long sequence would take hundreds of passes
 
 
 def fits_repetition(limit: int, end: int) -> bool:
-    """Whether so many tokens can be repeated behind themselves, by a model that takes `limit`."""
+    """Return True if `end` tokens can be repeated after themselves within a context window of `limit` tokens."""
     return limit - end >= KVzip().lead + PIECE
 
 
 def compress_prefix(text: SequenceState, end: int, most: int) -> Steps[bool]:
-    """Have the first `end` stored tokens of a text take `most` slots a head; whatever follows is to be read again.
+    """Compress the first `end` stored tokens of a sequence to `most` slots per head; later tokens need prefill again.
 
-    `text.ids` then begins with as many of their ids, in order, those that most heads kept. False where so few cannot
-    hold what is never let go, or a window gave back what is seen from there: then all of them stay. Raises BadModel
-    where no fixed table says how keys turn.
+    `text.ids` then begins with `most` of their ids, in order: those that most heads kept. Returns False, with nothing
+    evicted, if `most` slots cannot hold the protected tokens, or if a sliding window evicted slots visible from `end`.
+    Raises BadModel if the rotary embedding is not a fixed table.
     """
     import torch
 
@@ -73,7 +74,7 @@ def compress_prefix(text: SequenceState, end: int, most: int) -> Steps[bool]:
             worth[i] = score.gather(1, old)
             votes += torch.bincount(old.flatten().cpu(), minlength=end)
             new, first = torch.arange(most, device=old.device), 0
-        else:  # a window moves as it is
+        else:  # a sliding window moves unchanged
             stays = (s.pos >= end - most).expand_as(s.pos)
             old, where = _places(s.pos, stays, int(stays[0].sum()))
             new, first = old - (end - most), int(old[0, 0]) - (end - most)
@@ -87,14 +88,14 @@ def compress_prefix(text: SequenceState, end: int, most: int) -> Steps[bool]:
 
 
 def _places(pos: Tensor, stays: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Of slots at positions pos [K, S] the n of each head that stay: positions, rising, and slots, [K, n] each."""
+    """Return the n kept slots of each head of positions pos [K, S]: rising positions, and slot indices, [K, n] each."""
     where = stays.nonzero()[:, 1].view(-1, n)
     old, order = pos.gather(1, where).long().sort(dim=1)
     return old, where.gather(1, order)
 
 
 def _turned(k: Tensor, old: Tensor, new: Tensor, rotary: Rotary | None) -> Tensor:
-    """Keys k [K, n, D] read at positions old [K, n] as though at new [n] or [K, n]."""
+    """Rotate keys k [K, n, D] from positions old [K, n] to new [n] or [K, n]."""
     import torch
 
     from kvcli.kernels.rope import rotate, unrotate

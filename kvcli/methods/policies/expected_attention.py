@@ -1,8 +1,8 @@
-"""Expected Attention: what queries to come will look at stays, if they are like those heard (arXiv 2510.00636).
+"""Expected Attention: score slots by the attention expected from future queries (arXiv 2510.00636).
 
-The paper takes mean and covariance over all queries of the prompt; here over `samples` of them, spread evenly, and over
-the newest where a prompt has too few. They are turned back to position 0, and forward by the mean rotation over the
-next `horizon` positions.
+Future queries are assumed to be distributed like the recorded ones. The paper takes mean and covariance over all
+queries of the prompt; here over `samples` of them, spread evenly, plus the newest if a prompt has too few. Queries are
+rotated back to position 0, and forward by the mean rotation over the next `horizon` positions.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from kvcli.engine.policy.policy import LayerContext, PolicyRequirements
     from kvcli.kv.slots import Slots
 
-RECENT = 64  # newest queries; where fewer than so many samples are heard, as of a short question, these count too
+RECENT = 64  # newest queries, used too where fewer samples than this are recorded, as of a short question
 
 
 @dataclass(frozen=True)
 class Expected(TopK):
-    """Keep what queries to come are expected to look at, by value norm (Expected Attention, arXiv 2510.00636)."""
+    """Keep tokens by expected attention of future queries times value norm (Expected Attention, arXiv 2510.00636)."""
 
     samples: Annotated[int, Range(2)] = 256  # queries of the prompt that stand for those to come
     horizon: Annotated[int, Range(1)] = 512  # positions ahead over which their rotation is averaged
@@ -39,11 +39,11 @@ class Expected(TopK):
     by: ClassVar[str] = "what later questions should look at"
 
     def requirements(self, lm: LM) -> PolicyRequirements:
-        """Raises BadModel for a model whose rotary frequencies are not found."""
+        """Return the policy's requirements. Raises BadModel if the model's rotary frequencies are not found."""
         from kvcli.engine.hf.rope import rotaries
 
         try:
-            found = rotaries(lm)  # by layer; None in it = positions change nothing there
+            found = rotaries(lm)  # by layer; None = no rotary embedding there
         except BadModel as none:
             raise BadModel(
                 f'policy.name = "expected" needs the rotary frequencies of {lm.info.id}, and does not find them',
@@ -54,13 +54,13 @@ class Expected(TopK):
         return self.want(lm, known=found, recent=RECENT, probes=self.probes, lasting=self.keep_new > 0)
 
     def probes(self, n: int) -> Sequence[int]:
-        """The samples of a prompt of n tokens."""
+        """Return the positions of the sampled queries of a prompt of n tokens."""
         first = min(self.sinks, max(0, n - 1))
         count = min(self.samples, n - first)
         return [first + i * (n - first) // count for i in range(count)]
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
-        """The expected attention, times the value's norm."""
+        """Return the expected attention times the norm of the value."""
         import torch
 
         from kvcli.kernels.rope import unrotate
@@ -68,7 +68,7 @@ class Expected(TopK):
 
         rotary, width = at.memory.known[at.layer], torch.promote_types(at.q.dtype, torch.float32)
         q, q_pos = self._sample(at)
-        if not q.shape[1]:  # no query at all: any key is as likely as another
+        if not q.shape[1]:  # without queries all keys are equally likely
             return expected(s, q.new_zeros(s.k.shape[0], s.k.shape[2], dtype=width), None, 0.0, 0.0, 0.0)
         q = q.to(width) if rotary is None else unrotate(q.to(width), q_pos, rotary)  # [H, w, D]
         turn = mean_turn(rotary, torch.arange(at.n, at.n + self.horizon, device=q.device), q.shape[2], q.dtype)
@@ -79,17 +79,17 @@ class Expected(TopK):
         return expected(s, mean @ turn.T, cov, at.scale, at.softcap, self.epsilon)
 
     def _sample(self, at: LayerContext) -> tuple[Tensor, Tensor]:
-        """The heard queries that were spread evenly, if there are enough of them; else all."""
+        """Return the recorded queries that are spread evenly, if there are enough of them; else all recorded ones."""
         wanted = set(self.probes(at.n_prompt)) if at.n_prompt else set()
         rows = [row for row, pos in enumerate(at.q_pos.tolist()) if pos in wanted]
         return (at.q[:, rows], at.q_pos[rows]) if len(rows) >= min(RECENT, self.samples) else (at.q, at.q_pos)
 
 
 def expected(s: Slots, mean: Tensor, cov: Tensor | None, scale: float, softcap: float, epsilon: float) -> Tensor:
-    """[K, S]: attention of queries drawn from a normal distribution, times value norm.
+    """Return the expected attention of normally distributed queries, times value norm [K, S].
 
-    mean [H, D], cov [H, D, D] of the queries to come, as they will stand to the stored keys; None = the mean alone.
-    E exp(q·k) = exp(mean·k + k·cov·k / 2), normalised over the slots; a softcap bends the exponent.
+    mean [H, D] and cov [H, D, D] of future queries, after the mean rotation; cov None = the mean alone.
+    E exp(q·k) = exp(mean·k + k·cov·k / 2), normalised over the slots; a softcap is applied to the exponent.
     """
     import torch
 
@@ -100,7 +100,7 @@ def expected(s: Slots, mean: Tensor, cov: Tensor | None, scale: float, softcap: 
     mean = mean.view(kv, -1, d)
     z = mean @ k.transpose(1, 2) * scale  # [K, G, S]
     if cov is not None:
-        for g in range(mean.shape[1]):  # one query head of each group at a time: [K, S, D] is all that is made
+        for g in range(mean.shape[1]):  # one query head of each group at a time, so that temporaries are [K, S, D]
             z[:, g] += ((k @ cov.view(kv, -1, d, d)[:, g]) * k).sum(2) * (scale * scale / 2)
     if softcap > 0:
         z = softcap * torch.tanh(z / softcap)

@@ -1,8 +1,7 @@
-"""H2O, heavy hitters: what was looked at most so far stays (arXiv 2306.14048; Scissorhands, 2305.17118).
+"""H2O, heavy hitters: score slots by accumulated attention (arXiv 2306.14048; Scissorhands, arXiv 2305.17118).
 
-While answering, every query is heard once; of a prompt, the last `queries` of each chunk. What is remembered is one
-number a head and position, 1/D of the keys and values of the whole text in 16 bits (float32; float64 in a float64
-model).
+While answering, every query is counted once; of a prompt, the last `queries` of each chunk. One number per head and
+position is stored, float32 (float64 in a float64 model): 1/D of the keys and values of the whole sequence in 16 bits.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def hear(sums: RunningScores, s: Slots, at: LayerContext) -> None:
-    """Count the attention of the queries that came since."""
+    """Add the attention of the queries recorded since the last call to `sums`."""
     first = int((at.q_pos <= sums.last.get(at.layer, -1)).sum())
     if first == at.q.shape[1] or not s.n_slots:
         return
@@ -39,7 +38,7 @@ def hear(sums: RunningScores, s: Slots, at: LayerContext) -> None:
 
 @dataclass(frozen=True)
 class H2O(TopK):
-    """Keep what was looked at most so far: heavy hitters (H2O, arXiv 2306.14048; Scissorhands, 2305.17118)."""
+    """Keep the tokens with most attention so far, heavy hitters (H2O, arXiv 2306.14048; Scissorhands, 2305.17118)."""
 
     keep_new: Annotated[int, Range(0)] = 512  # tokens a head keeps of what was generated since; 0 = all
     queries: Annotated[int, Range(1)] = 64  # newest queries heard at a boundary; at least every, so that all count
@@ -56,20 +55,20 @@ class H2O(TopK):
             )
 
     def requirements(self, lm: LM) -> PolicyRequirements:
-        """The queries since the last boundary."""
+        """Require the queries since the last compression point."""
         return self.want(lm, lambda: RunningScores(lm), recent=self.queries)
 
     def select(self, at: CompressionPoint) -> Steps[Masks] | Masks:
-        """Whether or not anything competes, what was heard counts."""
+        """Add the recorded queries, even if no slot competes now, then select as all score policies do."""
         for i in at.open:
             hear(at.memory.own, *at.layer(i))
         return super().select(at)
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
-        """The sum so far."""
+        """Return the accumulated attention."""
         import torch
 
-        if (total := at.memory.own.total.get(at.layer)) is None:  # nothing was heard yet: all alike, the newest win
+        if (total := at.memory.own.total.get(at.layer)) is None:  # no query counted yet: equal scores, newest win
             return torch.zeros_like(s.pos, dtype=torch.float32)
         found: Tensor = total.gather(1, s.pos.clamp(min=0).long())
         return found

@@ -1,4 +1,4 @@
-"""No policy: every token stays, the yardstick."""
+"""No eviction: every token is kept. This is the reference for all policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KeyDiff: keys that are unlike the others stay (Park et al., arXiv 2504.15364)."""
+"""KeyDiff: score slots by how dissimilar their keys are from the others (Park et al., arXiv 2504.15364)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeyDiff(TopK):
-    """Keep keys that are unlike the others (KeyDiff, arXiv 2504.15364); needs no queries."""
+    """Keep tokens whose keys are dissimilar from the others (KeyDiff, arXiv 2504.15364); needs no queries."""
 
     name: ClassVar[str] = "keydiff"
     by: ClassVar[str] = "how unlike the others its keys are"
     is_share: ClassVar[bool] = False
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
-        """By cosine with the mean direction of all."""
+        """Return minus the cosine of each key with the mean direction of all keys."""
         from torch.nn import functional
 
         from kvcli.policies.scoring.token_units import wide

@@ -1,4 +1,4 @@
-"""L2 norm: the shortest keys stay, as they tend to be looked at (Devoto et al., arXiv 2406.11430)."""
+"""L2 norm: keep slots with the smallest key norms, which tend to get attention (Devoto et al., arXiv 2406.11430)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KNorm(TopK):
-    """Keep the shortest keys (L2 norm, arXiv 2406.11430): cheap, and weaker than lots on retrieval."""
+    """Keep tokens with the smallest key norms (L2 norm, arXiv 2406.11430): cheap, worse than random on retrieval."""
 
     alloc: Alloc = "uniform"
 
@@ -25,7 +25,7 @@ class KNorm(TopK):
     is_share: ClassVar[bool] = False
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
-        """How short."""
+        """Return minus the L2 norm of each key."""
         from kvcli.policies.scoring.token_units import norm
 
         return -norm(s.k)

@@ -1,12 +1,12 @@
-"""Keep what the model needs to repeat the text: KVzip (Kim et al., arXiv 2505.23416).
+"""KVzip: score slots by the attention they get when the model repeats the text (Kim et al., arXiv 2505.23416).
 
-When a prompt has been read, it is run once more behind itself, piece by piece, and the most that any query of a piece
-looks at a slot of that piece is the slot's score. No question is asked, so the text that is left serves any; reading
-takes about twice as long. Of each piece only the stored slots that it repeats count, beside the sinks and the piece
-itself, as in the paper. The paper asks for the repetition in words; here a piece begins with the tokens before it.
+After prefill, the prompt is run once more after itself, piece by piece. A slot's score is the highest attention that
+any query of the piece that repeats it gives it. No question is involved, so the kept slots suit any question; prefill
+takes about twice as long. A piece's attention is normalised over the stored slots that it repeats, the sinks and the
+piece itself, as in the paper. The paper asks for the repetition in words; here a piece begins with the tokens before.
 
-`plus` is KVzip+ (KVzap, arXiv 2601.07891): a mass is multiplied by the L2 norm of what the value adds to the stream and
-divided by that of the stream that goes into the layer where it is asked for. Layers are passed one by one for that.
+`plus` is KVzip+ (KVzap, arXiv 2601.07891): the attention is multiplied by the L2 norm of the projected value (W_o v)
+and divided by that of the query's hidden state at the layer's input. Passes run layer by layer for that.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import Masks, Slots
 
-    Heard = tuple[Tensor, Tensor, Tensor | None]  # of one layer: queries [H, N, D], keys [K, N, D], its input [N, E]
+    Heard = tuple[Tensor, Tensor, Tensor | None]  # one layer's queries [H, N, D], keys [K, N, D], input [N, E]
 
 
 @dataclass(frozen=True)
 class KVzip(TopK):
-    """Keep what the model needs to repeat the text (KVzip): reads every prompt twice, suits any later question."""
+    """Keep the tokens that the model needs to repeat the text (KVzip): prefill twice as long, suits any question."""
 
     alloc: Alloc = "global"  # who shares: heads equally, heads of a layer, layers by height, heads by a file, all heads
     floor: Annotated[float, Range(0, 1)] = 0.0  # share of the average that ada, headmap and global leave every head
@@ -54,11 +54,11 @@ class KVzip(TopK):
             raise ValueError(f"keep_new = {self.keep_new} cannot be kept: what was generated is never repeated")
 
     def extra_rows(self, n: int) -> int:
-        """All of it, piece by piece, and the tokens that each piece but the first begins with."""
+        """Return n rows, plus `lead` rows for each piece but the first."""
         return n + (-(-n // self.piece) - 1) * self.lead if n else 0
 
     def requirements(self, lm: LM) -> PolicyRequirements:
-        """No queries: those that matter are made here. Remembered are scores by layer, 1/D of all keys and values."""
+        """Require no queries, because the repetition computes its own. The stored scores take 1/D of the KV cache."""
         try_ = ["--set policy.name=expected"]
         lm.mixers.refuse(lm.info.id, "a repetition behind it would be of what they know, not of slots", try_)
         if self.plus and any(of.shared_from is not None for of in lm.shapes):
@@ -70,26 +70,27 @@ class KVzip(TopK):
         return self.want(lm, lambda: RunningScores(lm))
 
     def select(self, at: CompressionPoint) -> Steps[Masks]:
-        """As all, once the prompt was repeated. Raises ContextOverflow where none of it fits behind the text."""
+        """Repeat the prompt after prefill, then select as all score policies do. Raises ContextOverflow if no piece
+        fits into the context window after the text."""
         done = at.memory.compressed(at)
         if at.phase == "read":
             yield from self.score_by_repetition(at, done)
         return self.best(at, done)
 
     def score_by_repetition(self, at: CompressionPoint, first: int) -> Steps[None]:
-        """Repeat the tokens from `first` on, whatever was found of them before."""
+        """Repeat the tokens from `first` on and replace their scores."""
         for layer, score in at.memory.own.total.items():
             at.memory.own.total[layer] = score[:, :first]
         for start, end in self.pieces(first, len(at.ids), at.lm.limit):
             yield from self._repeat(at, start, end)
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
-        """What the repetition looked at."""
+        """Return the highest attention in the repetition."""
         found: Tensor = at.memory.own.total[at.layer].gather(1, s.pos.clamp(min=0).long())
         return found
 
     def pieces(self, first: int, n: int, limit: int) -> Sequence[tuple[int, int]]:
-        """Of tokens `first` to n - 1, as large as fit behind all n of them."""
+        """Split tokens `first` to n - 1 into pieces as large as fit into the context window after all n tokens."""
         room = limit - n
         size = min(self.piece, room - self.lead)
         if size < 1:
@@ -105,7 +106,7 @@ class KVzip(TopK):
         return super().weighs or ("plus = true" if self.plus else "")
 
     def _by_layer(self, at: CompressionPoint, rows: Rows) -> Steps[list[Heard]]:
-        """A pass through each layer, as the stream is seen between passes; one through none shows what is embedded."""
+        """Run one pass per layer to get the hidden states between layers; a pass of no layer gives the embeddings."""
         from kvcli.engine.forward_request import ForwardRequest
 
         found: list[Heard] = []
@@ -128,7 +129,7 @@ class KVzip(TopK):
         return found
 
     def _repeat(self, at: CompressionPoint, start: int, end: int) -> Steps[None]:
-        """One pass; nothing of it is stored."""
+        """Repeat one piece and update the scores of its slots; no KV is committed."""
         import torch
 
         from kvcli.engine.rows import Rows
@@ -158,11 +159,10 @@ class KVzip(TopK):
 
 
 def _at_once(at: CompressionPoint, rows: Rows) -> Steps[list[Heard]]:
-    """One pass through all layers."""
+    """Run one pass through all layers."""
     from kvcli.engine.forward_request import ForwardRequest
 
     made = yield ForwardRequest(at.lm, rows, at.kv, record_queries=range(rows.n_rows), is_prompt=True)
-    keys = [
-        made.fresh[i].k if i in made.fresh else made.queries[i] for i in at.layers
-    ]  # of a layer that shares: unread
+    # placeholder for layers that share KV, which is not read
+    keys = [made.fresh[i].k if i in made.fresh else made.queries[i] for i in at.layers]
     return [(q, k, None) for q, k in zip(made.queries, keys, strict=True)]

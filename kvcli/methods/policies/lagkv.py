@@ -1,4 +1,4 @@
-"""LagKV: keys and values that stand out in the range of the part behind theirs stay (arXiv 2504.04704)."""
+"""LagKV: score slots by how far their keys and values deviate, scaled by the next part's range (arXiv 2504.04704)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lag(TopK):
-    """Keep keys and values that stand out in the range of the part behind theirs (LagKV, arXiv 2504.04704)."""
+    """Keep tokens whose keys and values deviate most, compared with the next part of text (LagKV, arXiv 2504.04704)."""
 
     alloc: Alloc = "uniform"
     part: Annotated[int, Range(2)] = 128  # tokens of a part
@@ -27,15 +27,15 @@ class Lag(TopK):
     by: ClassVar[str] = "how far it stands out"
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
-        """Behind the sinks the text is cut in parts. A part is measured by the next one, and its tokens are ranked;
-        `across` leaves out the ranks, so that parts compete. Sinks, and what no whole part follows, score highest.
+        """Return the rank of each token's deviation, scaled by the next part, within its part; `across` skips ranking,
+        so that parts compete. Parts begin after the sinks. Sinks and tokens that no whole part follows score highest.
         """
         import torch
 
         from kvcli.policies.scoring.token_units import wide
 
         size = self.part
-        order = s.pos.where(s.pos >= 0, torch.iinfo(s.pos.dtype).max).argsort(dim=1, stable=True)  # empty ones last
+        order = s.pos.where(s.pos >= 0, torch.iinfo(s.pos.dtype).max).argsort(dim=1, stable=True)  # empty slots last
         count = (s.pos >= 0).sum(1, keepdim=True) - self.sinks  # [K, 1] tokens cut into parts
         parts = (s.n_slots - self.sinks) // size
         out = torch.ones_like(s.pos, dtype=wide(s.k[:, :0]).dtype)
@@ -45,14 +45,14 @@ class Lag(TopK):
         spread = (_spread(s.k, body, size) + _spread(s.v, body, size)) / 2  # [K, parts - 1, size]
         if not self.across:
             spread = spread.argsort(dim=2, stable=True).argsort(dim=2).to(spread.dtype) / size
-        # the part behind it too
+        # the next part has to be whole, too
         whole = (torch.arange(2, parts + 1, device=s.pos.device) * size <= count).unsqueeze(-1)
         spread = spread.where(whole, 1.0)
         return out.scatter_(1, body[:, : (parts - 1) * size], spread.flatten(1))
 
 
 def _spread(x: Tensor, body: Tensor, size: int) -> Tensor:
-    """[K, parts - 1, size]: share of a token's spread over channels in its part."""
+    """Return each token's share of its part's deviation over channels [K, parts - 1, size]."""
     import torch
 
     from kvcli.policies.scoring.token_units import wide
@@ -60,6 +60,6 @@ def _spread(x: Tensor, body: Tensor, size: int) -> Tensor:
     cut = wide(x).gather(1, body.unsqueeze(-1).expand(-1, -1, x.shape[2]))
     cut = cut.view(x.shape[0], -1, size, x.shape[2])  # [K, parts, size, D]
     low, high = cut[:, 1:].amin(2, keepdim=True), cut[:, 1:].amax(2, keepdim=True)
-    room = (high - low).clamp_min(torch.finfo(cut.dtype).tiny)  # a channel that never moves
+    room = (high - low).clamp_min(torch.finfo(cut.dtype).tiny)  # for constant channels
     spread: Tensor = ((cut[:, :-1] - low) / room).std(dim=3).softmax(dim=2)
     return spread

@@ -1,8 +1,8 @@
-"""Pages that the query may want: Quest (Tang et al., arXiv 2406.10774).
+"""Quest: select pages by an upper bound of their attention scores (Tang et al., arXiv 2406.10774).
 
-A page is a run of positions; the channel-wise minimum and maximum of its keys bound every score in it from above, and
-the pages with the highest bound are read. Per KV head, over all its queries: the paper's per-head choice, with the
-group of a KV head sharing one. Sinks and the newest tokens are always read.
+A page is a range of positions. The channel-wise minimum and maximum of its keys bound every score in it from above, and
+the pages with the highest bound are read. The choice is made per KV head, over all queries of its group; the paper
+chooses per query head. Sinks and the newest tokens are always read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Quest(PerLayerPolicy):
-    """Keep sinks, the newest tokens, and the pages with the highest bound on a score."""
+    """Keep attention sinks, the newest tokens, and the pages with the highest bound on attention (Quest)."""
 
     page: Annotated[int, Range(1)] = 16  # tokens
     pages: Annotated[int, Range(1)] = 32  # read by a KV head
@@ -30,7 +30,7 @@ class Quest(PerLayerPolicy):
     recent: Annotated[int, Range(1)] = 64  # newest tokens
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
-        """By the queries of the moment, which as a view's are those of the pass under way."""
+        """Select by the current queries; in a cache view these are the queries of the running forward pass."""
         import torch
 
         q = at.q
@@ -46,10 +46,10 @@ class Quest(PerLayerPolicy):
         high = s.k.new_full((n_kv, count, dim), -torch.inf)
         low.scatter_reduce_(1, wide, s.k.masked_fill(empty, torch.inf), "amin")
         high.scatter_reduce_(1, wide, s.k.masked_fill(empty, -torch.inf), "amax")
-        held = (low <= high).all(-1)  # [K, P]; a page of which a head stores nothing has no bounds
+        held = (low <= high).all(-1)  # [K, P]; a page without stored slots of a head has no bounds
         rows = q.to(s.k.dtype).reshape(n_kv, -1, dim)  # [K, G*w, D]
         low, high = (t.masked_fill(~held.unsqueeze(-1), 0) for t in (low, high))
-        # max(q·low, q·high) by channel, summed: positive parts of q meet the maxima, negative ones the minima
+        # sum over channels of max(q·low, q·high): positive parts of q times maxima, negative parts times minima
         bound = rows.clamp(min=0) @ high.transpose(1, 2) + rows.clamp(max=0) @ low.transpose(1, 2)  # [K, G*w, P]
         score = bound.amax(1).masked_fill(~held, -torch.inf)
         best = score.topk(min(self.pages, count), dim=1).indices

@@ -1,4 +1,4 @@
-"""Tokens drawn by lot: the control that every eviction method has to beat."""
+"""Random eviction: the baseline for every eviction policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Random(PerLayerPolicy):
-    """Keep tokens drawn by lot in each head, beside the first and the newest: a control, not a method."""
+    """Keep random tokens in each head, besides the first and the newest: a baseline for other policies."""
 
     budget: Annotated[int, Range(1)] = 1024  # tokens kept a head, with the sinks and the window
     sinks: Annotated[int, Range(0)] = 4  # first tokens, always kept
@@ -30,7 +30,7 @@ class Random(PerLayerPolicy):
             raise ValueError(f"budget = {self.budget} is less than sinks + window = {self.sinks + self.window}")
 
     def slots(self, n: int) -> int:
-        """Of n tokens, the budget."""
+        """Return the budget, at most n."""
         return min(n, self.budget)
 
     @property
@@ -38,7 +38,7 @@ class Random(PerLayerPolicy):
         return f"{self.budget:,} tokens a head, drawn by lot"
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
-        """The lot of a token is fixed by its position, so what fell out early would not have stayed later either."""
+        """Select by a random number fixed by position, so that a token evicted early would not be kept later either."""
         import torch
 
         from kvcli.kernels.gumbel_noise import gumbel

@@ -1,4 +1,4 @@
-"""SnapKV: what the newest queries look at stays, with its neighbours (Li et al., arXiv 2404.14469)."""
+"""SnapKV: score slots by attention of the newest queries, pooled over neighbours (Li et al., arXiv 2404.14469)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snap(QueryScored):
-    """Keep what the newest queries look at, with its neighbours (SnapKV, arXiv 2404.14469)."""
+    """Keep the tokens that the newest queries attend to, with their neighbours (SnapKV, arXiv 2404.14469)."""
 
     queries: Annotated[int, Range(1)] = 32  # newest tokens whose queries vote
     pool: Annotated[int, Range(1)] = 7  # positions over which a vote is spread; odd
@@ -33,11 +33,11 @@ class Snap(QueryScored):
             raise ValueError(f"pool = {self.pool} has no middle: use an odd number")
 
     def requirements(self, lm: LM) -> PolicyRequirements:
-        """The queries that vote."""
+        """Require the newest `queries` queries."""
         return self.looks(lm, self.queries)
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
-        """Mean attention of the newest `queries`, smoothed over `pool` positions."""
+        """Return the mean attention of the newest `queries`, pooled over `pool` positions."""
         from kvcli.policies.scoring.token_units import pooled
 
         return pooled(at.mass(s), s.pos, at.n, self.pool, self.pooling)

@@ -1,7 +1,7 @@
-"""Sinks and the newest tokens: StreamingLLM (Xiao et al., arXiv 2309.17453).
+"""StreamingLLM: keep attention sinks and the newest tokens (Xiao et al., arXiv 2309.17453).
 
-Positions stay those of the text: the paper renumbers tokens inside its cache so that a model can run past the length
-it was trained for, which here is refused before a token is read.
+Positions are those of the sequence. The paper renumbers tokens inside its cache so that a model can run past its
+trained length; here such a length is refused before prefill.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StreamingLLM(PerLayerPolicy):
     compression_interval: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
 
     def slots(self, n: int) -> int:
-        """Of n tokens, the sinks and the window."""
+        """Return the sinks plus the window, at most n."""
         return min(n, self.sinks + self.window)
 
     @property
@@ -36,5 +36,5 @@ class StreamingLLM(PerLayerPolicy):
         return f"the first {self.sinks} tokens and the newest {self.window:,}"
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
-        """The same in every layer and head: positions below `sinks`, and the last `window` of them."""
+        """Select positions below `sinks` and the last `window` positions, in every layer and head."""
         return ProtectedTokens(self.sinks, self.window).covers(s.pos, at.kinds)

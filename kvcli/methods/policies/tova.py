@@ -1,4 +1,4 @@
-"""TOVA: what the newest query looks at stays, the same in all heads of a layer (Oren et al., arXiv 2401.06104)."""
+"""TOVA: score slots by attention of the newest query, averaged over a layer's heads (Oren et al., arXiv 2401.06104)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tova(QueryScored):
-    """Keep what the newest query looks at, the same in all heads of a layer (TOVA, arXiv 2401.06104)."""
+    """Keep the tokens that the newest query attends to, the same in all heads of a layer (TOVA, arXiv 2401.06104)."""
 
     alloc: Alloc = "uniform"
 
@@ -26,11 +26,11 @@ class Tova(QueryScored):
     by: ClassVar[str] = "what its last token looks at"
 
     def requirements(self, lm: LM) -> PolicyRequirements:
-        """The newest query."""
+        """Require the newest query."""
         return self.looks(lm, 1)
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
-        """Its attention, averaged over the heads of the layer."""
+        """Return the attention of the newest query, averaged over the heads of the layer."""
         from kvcli.policies.scoring.token_units import by_position
 
         one = at.mass(s)

@@ -1,7 +1,7 @@
-"""VATP: what the newest queries look at stays, by the L1 norm of its values (Guo et al., arXiv 2406.12335).
+"""VATP: score slots by attention of the newest queries times the values' L1 norm (Guo et al., arXiv 2406.12335).
 
-`queries` and `sinks` are those of the authors' code over Scissorhands. Over H2O the factor is the same, the attention
-that of all queries so far.
+The defaults of `queries` and `sinks` are those of the authors' code on top of Scissorhands. On top of H2O the factor
+is the same, with the attention of all queries so far.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Vatp(QueryScored):
-    """Keep what the newest queries look at, times the L1 norm of its value (VATP, arXiv 2406.12335)."""
+    """Keep tokens by attention of the newest queries times the L1 norm of their values (VATP, arXiv 2406.12335)."""
 
     alloc: Alloc = "uniform"
     sinks: Annotated[int, Range(0)] = 20
@@ -33,10 +33,10 @@ class Vatp(QueryScored):
     by: ClassVar[str] = "what its end looks at and how large its values are"
 
     def requirements(self, lm: LM) -> PolicyRequirements:
-        """The queries that count."""
+        """Require the newest `queries` queries."""
         return self.looks(lm, self.queries)
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
-        """Mean attention times the sum of the value's absolute entries."""
+        """Return the mean attention times the L1 norm of the value."""
         mass = at.mass(s)
         return mass * s.v.abs().sum(2, dtype=mass.dtype)

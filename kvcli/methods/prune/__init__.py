@@ -1,1 +1,1 @@
-"""Prompt pruning: one file per `[prune] method`."""
+"""Token pruning of prompts: one file per `[prune] method`."""

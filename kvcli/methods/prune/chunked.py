@@ -1,7 +1,7 @@
-"""A prompt pruned chunk by chunk as it comes in, each judged by its own end: nobody has to wait for the question.
+"""Chunk-wise token pruning: each chunk is scored by its own last tokens, so prefill can start before the question.
 
-Group-wise reading that prunes as it goes (QuickVideo, arXiv 2505.16175), with LazyLLM's schedule inside a chunk. Peak
-memory is that of a chunk and of what is kept; what only the question asks for may stay behind.
+Group-wise prefill with pruning (QuickVideo, arXiv 2505.16175), with LazyLLM's schedule inside a chunk. Peak memory is
+that of one chunk and of the kept KV. Tokens that only the question needs may be pruned.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kvcli.settings.schema import Range
 
 @dataclass(frozen=True)
 class Chunked(LazyLLM):
-    """Leave tokens of each chunk behind, by what its own end looks at (after QuickVideo, arXiv 2505.16175)."""
+    """Prune tokens of each chunk, by attention from the end of the chunk (after QuickVideo, arXiv 2505.16175)."""
 
     min_prompt: Annotated[int, Range(1)] = 256  # tokens of a chunk below which all go on
 
     def group_size(self, n: int, chunk: int) -> int:
-        """A chunk."""
+        """Return the tokens of one chunk."""
         return min(n, chunk)

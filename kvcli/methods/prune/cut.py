@@ -1,9 +1,9 @@
-"""One cut: all tokens go through the lower layers, and those that the end of the prompt looks at through the upper.
+"""Token pruning at one layer: all tokens run through the lower layers, the best-scoring ones through the upper layers.
 
-FastKV (Jo et al., arXiv 2502.01068): judged by the newest rows before one layer, pooled so that neighbours stay
-together; the tokens chosen go on. GemFilter (Shi et al., arXiv 2409.17422), `again`: the lower layers are a look alone,
-and the tokens chosen are read again through all layers, seeing each other and nobody else. They keep their positions
-here, where the paper numbers them anew.
+FastKV (Jo et al., arXiv 2502.01068): tokens are scored by attention of the newest rows before one layer, pooled so that
+neighbours are kept together. GemFilter (Shi et al., arXiv 2409.17422), `again`: the lower layers are run for scoring
+only, and the selected tokens are prefilled again through all layers, attending only to each other. They keep their
+positions here; the paper renumbers them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SingleCut(PruneSettings):
-    """Let on once what the end of a prompt looks at (FastKV, arXiv 2502.01068; GemFilter, arXiv 2409.17422)."""
+    """Prune a prompt at one layer, by attention from its end (FastKV, arXiv 2502.01068; GemFilter, 2409.17422)."""
 
     layer: Annotated[float, Range(above=0, below=1)] = 0.5  # first layer that fewer reach, share of depth
     keep: Annotated[float, Range(above=0, most=1)] = 0.2  # of the prompt, that reaches it
@@ -43,27 +43,27 @@ class SingleCut(PruneSettings):
 
     @property
     def n_scoring_rows(self) -> int:
-        """The window."""
+        """Newest rows whose queries score the others."""
         return self.window
 
     @property
     def describe_read(self) -> str:
-        """How much of a long prompt goes through all layers, in words."""
+        """Share of a long prompt that is run through all layers, in words."""
         layers = "all" if self.again else "the upper"
         return f"{self.keep:.0%} of a prompt of {self.min_prompt:,} tokens or more in {layers} layers"
 
     def describe(self, lm: LM) -> str:
-        """Which layers fewer reach. Raises BadModel for a model that cannot be judged."""
+        """Describe the layer that prunes, in words. Raises BadModel if the model has no layer to score tokens in."""
         cut = self.at(lm)
         how = f"through all layers, after a look through {cut}" if self.again else f"from layer {cut}"
         return f"of a prompt of {self.min_prompt:,} tokens or more {self.keep:.0%} go on {how}; {self.always}"
 
     def at(self, lm: LM) -> int:
-        """The first layer that fewer reach."""
+        """Return the first layer run with fewer tokens."""
         return nearest(below_all(lm), self.layer * lm.n_layers)
 
     def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> Steps[Pruner | None]:
-        """None for a short prompt. Raises BadModel for a model that cannot be judged."""
+        """Return the pruner, or None for a short prompt. Raises BadModel if no layer can score tokens."""
         n = rows.n_rows
         if n < self.min_prompt:
             return None
@@ -88,5 +88,5 @@ class SingleCut(PruneSettings):
 
 
 def _at_first(rows: Sequence[int], layer: int, live: ActiveRows) -> Sequence[int] | None:
-    """Lets these on into the first layer, and all of them from there on."""
+    """Return these rows as active in the first layer, and None (no change) for later layers."""
     return rows if layer == 0 else None

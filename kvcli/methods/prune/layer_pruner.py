@@ -1,4 +1,4 @@
-"""Before some layers, the rows of a prompt that are judged highest go on, and those that always do."""
+"""Token pruner for layer-wise prefill: before some layers, only the best-scoring and the protected rows continue."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from kvcli.engine.prefill.prompt_pruner import ActiveRows
     from kvcli.kv.slots import KVCache
 
-# layer below a cut, what it made -> a score of each live row. No closure: a text that is copied has a store of its own
+# (layer below a cut, its active rows) -> score per active row. No closure: a copied sequence has its own KV cache
 Judge = Callable[[int, "ActiveRows"], "Tensor"]
 
 
 class LayerPruner:
-    """One prompt being read."""
+    """Token pruner of one prompt during prefill."""
 
     def __init__(self, cuts: Mapping[int, float], judge: Judge, always: set[int], n: int, *, mass: float = 0.0) -> None:
-        """`cuts`: by layer, which share goes on, of n rows (0 = of those on their way); `mass`: of all scores, that
-        those which go on have at least."""
+        """`cuts`: share of rows that continue, by layer, of n rows (0 = of the active rows); `mass`: least share of the
+        score sum that the continuing rows have."""
         self._cuts, self._judge, self._always, self._n, self._mass = cuts, judge, always, n, mass
 
     def __call__(self, layer: int, live: ActiveRows) -> Sequence[int] | None:
-        """Those judged highest by the layer below."""
+        """Return the rows that continue into `layer`: the best by scores of the layer below, and the protected ones."""
         if layer not in self._cuts:
             return None
         scores = self._judge(layer - 1, live)
@@ -35,7 +35,7 @@ class LayerPruner:
 
 
 def highest(scores: Tensor, n: int, mass: float = 0.0) -> list[int]:
-    """The n highest of scores [N], or as many more as have this share of their sum; the highest first."""
+    """Return the n highest of scores [N], highest first; more if their sum is below the share `mass` of all scores."""
     order = scores.argsort(descending=True, stable=True)
     if mass:
         n = max(n, 1 + int((scores[order].cumsum(0) < mass * scores.sum()).sum()))
@@ -44,7 +44,7 @@ def highest(scores: Tensor, n: int, mass: float = 0.0) -> list[int]:
 
 
 def pooled(scores: Tensor, pool: int) -> Tensor:
-    """[N]: of each of scores [N] the highest of `pool` neighbours, itself in the middle."""
+    """Return the maximum over `pool` neighbours, centred, of each of scores [N]."""
     from torch.nn.functional import max_pool1d
 
     return max_pool1d(scores[None], pool, 1, pool // 2)[0]
@@ -53,9 +53,9 @@ def pooled(scores: Tensor, pool: int) -> Tensor:
 def attention_mass(
     lm: LM, cache: KVCache, layer: int, live: ActiveRows, pos: Sequence[int], n_scoring_rows: int = 1
 ) -> Tensor:
-    """[P + 1]: attention in this layer to each position up to the last row's, P; of rows at positions `pos`.
+    """Return the attention in this layer to each position up to the last row's, P: [P + 1]; rows at positions `pos`.
 
-    The mean over query heads, and over the newest `hears` rows. Positions of which the layer has no key get none.
+    It is the mean over query heads and the newest `n_scoring_rows` rows. Positions without a key in the layer get 0.
     """
     import torch
 

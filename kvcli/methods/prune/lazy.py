@@ -1,8 +1,8 @@
-"""LazyLLM: tokens that the end of a text hardly looks at stay behind, more of them in higher layers.
+"""LazyLLM: token pruning by attention from the end of the prompt, with more tokens deferred in higher layers.
 
-Fu et al., arXiv 2407.14057. Before a layer of the schedule each token is judged by the attention that the newest row
-gave it in the layer below, averaged over the query heads; those judged lowest go no further. What stays behind has keys
-and values in the layers that it reached, and none above; with scope = "prefill+decode" it may go on from there later.
+Fu et al., arXiv 2407.14057. Before a layer of the schedule each token is scored by the attention of the newest row in
+the layer below, averaged over query heads; the lowest-scoring tokens are deferred. A deferred token has keys and values
+in the layers below and none above; with scope = "prefill+decode" it may be revived and continue from there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import KVCache
 
-SPARED = 4  # layers: what a token left behind misses there takes less memory than what it would be kept as
+SPARED = 4  # last layers without pruning: the KV saved there is smaller than the hidden state of a deferred token
 
 
 @dataclass(frozen=True)
 class LazyLLM(Schedule):
-    """Leave tokens of a prompt behind, layer by layer, by what its end looks at (LazyLLM, arXiv 2407.14057)."""
+    """Prune tokens of a prompt, layer by layer, by attention from its end (LazyLLM, arXiv 2407.14057)."""
 
     score_queries: Annotated[int, Range(1)] = 1  # newest rows that judge
     pool: Annotated[int, Range(1)] = 1  # neighbours on their way whose highest score a token shares (FastKV)
@@ -51,30 +51,30 @@ class LazyLLM(Schedule):
 
     @property
     def n_scoring_rows(self) -> int:
-        """Those that judge."""
+        """Newest rows whose queries score the others."""
         return self.score_queries
 
     @property
     def compression_interval(self) -> int | None:
-        """Tokens of an answer between two passes in which some may come back."""
+        """Tokens of an answer between two revival passes; None = deferred tokens are not revived."""
         return self.revive_interval if self.scope == "prefill+decode" else None
 
     @property
     def revives_before_prompt(self) -> bool:
-        """Whether the next prompt finds all of them brought back."""
+        """True if all deferred tokens are revived before the next prompt."""
         return self.compression_interval is not None and self.idle_complete
 
     @property
     def spared(self) -> int:
-        """Last layers that have no cut before them."""
+        """Number of last layers without pruning before them."""
         return SPARED if self.compression_interval is not None else 0
 
     def n_deferred(self, n: int) -> int:
-        """All that the schedule stops, if they may come back."""
+        """Return how many of n tokens the schedule defers, 0 if they cannot be revived."""
         return 0 if self.compression_interval is None or n < self.min_prompt else n - math.ceil(self.last * n)
 
     def describe(self, lm: LM) -> str:
-        """The same, and where one that stays behind takes more than the keys and values that it is spared."""
+        """Describe the schedule, and whether a deferred token's hidden state takes more memory than the KV it saves."""
         said, layer = super().describe(lm), max(self.cuts(lm))
         width = lm.model.config.get_text_config().hidden_size
         spares = sum(of.numbers for of in lm.shapes[layer:])
@@ -83,7 +83,7 @@ class LazyLLM(Schedule):
         return f"{said}; one left behind before layer {layer} is kept as {width:,} numbers, and spares {spares:,}"
 
     def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> LayerPruner | None:
-        """None for a short prompt. Raises BadModel for a model that cannot be judged."""
+        """Return the pruner, or None for a short prompt. Raises BadModel if no layer can score tokens."""
         if rows.n_rows < self.min_prompt:
             return None
         n = rows.n_rows if self.ratio_of == "prompt" else 0
@@ -95,7 +95,7 @@ class LazyLLM(Schedule):
         return pooled(scores[[rows.pos[row] for row in live.rows]], self.pool)
 
     def bind_revival(self, lm: LM, cache: KVCache, behind: AuxCache) -> Choose:
-        """Whom the newest token looks at."""
+        """Return the function that selects tokens to revive by the attention of the newest token."""
         from kvcli.methods.prune.revival import Revival
 
         return Revival(self, lm, cache, behind)

@@ -1,4 +1,4 @@
-"""Every token of a prompt goes through every layer."""
+"""No token pruning: every token of a prompt is run through every layer."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoPruning:
-    """Read all of a prompt in every layer."""
+    """Run all tokens of a prompt through every layer."""
 
     describe_read = ""
     compression_interval = None
 
     def n_deferred(self, n: int) -> int:
-        """Nobody."""
+        """Return 0."""
         return 0
 
     def describe(self, lm: LM) -> str:
-        """Nothing."""
+        """Return "": no pruning."""
         return ""

@@ -1,4 +1,4 @@
-"""Tokens of a prompt that no method leaves behind, and where methods can look."""
+"""Tokens of a prompt that no pruning method may drop, and layers in which tokens can be scored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PruneSettings:
-    """What all methods that leave tokens behind have in common."""
+    """Settings shared by all token pruning methods."""
 
     recent: Annotated[int, Range(1)] = 64  # newest tokens that always go on
     sinks: Annotated[int, Range(0)] = 4  # first tokens that always go on
@@ -25,30 +25,30 @@ class PruneSettings:
 
     @property
     def n_scoring_rows(self) -> int:
-        """The last row's queries judge the others."""
+        """Newest rows whose queries score the others: the last one."""
         return 1
 
     @property
     def compression_interval(self) -> int | None:
-        """Nobody comes back."""
+        """None: pruned tokens are not revived."""
         return None
 
     @property
     def revives_before_prompt(self) -> bool:
-        """Nor is anybody brought back."""
+        """False: pruned tokens are not revived."""
         return False
 
     def n_deferred(self, n: int) -> int:
-        """Nor remembered."""
+        """Return 0: no hidden states of pruned tokens are kept."""
         return 0
 
     def group_size(self, n: int, chunk: int) -> int:
-        """How many of the n tokens that are left of a prompt are read and judged together."""
+        """Return how many of the n remaining prompt tokens are prefilled and scored together."""
         return n
 
     @property
     def guard(self) -> ProtectedTokens:
-        """The first and the newest, and what says what is to be done."""
+        """Protected tokens: the first, the newest and, with `protect`, instructions (system, tools, question)."""
         from kvcli.engine.policy.policy import ProtectedTokens
         from kvcli.engine.sequence.token_kinds import QUESTION, SPECIAL, SYSTEM, TOOLS
 
@@ -58,17 +58,16 @@ class PruneSettings:
 
     @property
     def always(self) -> str:
-        """Who goes on whatever is judged, in words."""
+        """Protected tokens, in words."""
         others = ", the template, the system text and the question" if self.protect else ""
         return f"the first {self.sinks} and the newest {self.recent}{others} always do"
 
 
 def below_all(lm: LM, spared: int = 0) -> list[int]:
-    """Layers before which tokens can be judged: the one below shows all of a text, and `spared` lie above.
-
-    Raises BadModel where there is none.
+    """Return the layers before which tokens can be scored: the layer below attends to the whole sequence, and at least
+    `spared` layers are above. Raises BadModel if there is none.
     """
-    from kvcli.kv.slots import spans  # late: reading a profile must not import torch
+    from kvcli.kv.slots import spans  # imported late, because loading a profile must not import torch
 
     lm.mixers.refuse(lm.info.id, "rows cannot be stopped between them", ["--set prune.method=none"])
     starts = [span.start for span in spans(lm.shapes)[1:] if span.start <= lm.n_layers - spared]
@@ -84,5 +83,5 @@ def below_all(lm: LM, spared: int = 0) -> list[int]:
 
 
 def nearest(layers: Sequence[int], at: float) -> int:
-    """The lower of two that are as near."""
+    """Return the layer nearest to `at`, the lower one of two at equal distance."""
     return min(layers, key=lambda layer: (abs(layer - at), layer))

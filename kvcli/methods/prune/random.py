@@ -1,4 +1,4 @@
-"""Tokens left behind by lot, on LazyLLM's schedule: what a method must beat at the same cost."""
+"""Random token pruning on LazyLLM's schedule: the baseline for pruning methods at the same cost."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Random(Schedule):
-    """Leave as many tokens behind as `lazy` does, by lot: a control."""
+    """Prune as many tokens as `lazy` does, chosen at random: a baseline."""
 
     seed: Annotated[int, Range(0, 2**31 - 1)] = 0  # of the lots
 
     def bind(self, lm: LM, cache: KVCache, rows: Rows, must: set[int], part: int) -> LayerPruner | None:
-        """None for a short prompt."""
+        """Return the pruner, or None for a short prompt."""
         if rows.n_rows < self.min_prompt:
             return None
         import torch

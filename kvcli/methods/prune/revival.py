@@ -1,9 +1,9 @@
-"""Tokens that a prompt left behind come back while an answer is written, when its newest token looks at them.
+"""Revival of deferred tokens while decoding, by the attention of the newest token.
 
-LazyLLM's decoding (arXiv 2407.14057), with caps. Before a layer of the schedule, tokens that got no further are judged
-by the attention of the newest row in the layer below, among all that have keys there; the highest of them go on from
-where they stopped, as far as they are among those that the schedule lets on. Rows see all that their layers hold, where
-the paper's see what it chose.
+LazyLLM's decoding (arXiv 2407.14057), with limits on the number of tokens. Before a layer of the schedule, tokens
+deferred there are scored by the attention of the newest row in the layer below, among all tokens with keys in it. The
+best of them continue from there, if they are among the tokens that the schedule lets continue. Rows attend to all slots
+of their layers; in the paper they attend to the selected tokens only.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Revival:
-    """Chooses for one trip of the newest token."""
+    """Selector of the tokens to revive in one revival pass of the newest token."""
 
     def __init__(self, lazy: LazyLLM, lm: LM, cache: KVCache, behind: AuxCache) -> None:
         self._lazy, self._lm, self._past, self._behind = lazy, lm, cache, behind
         self._cuts = lazy.cuts(lm)
 
     def __call__(self, layer: int, live: ActiveRows, pos: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Of those on their way the ones still looked at, and the newest; and who comes back."""
+        """Return the positions `pos` that continue (the newest always does), and the deferred positions to revive."""
         waiting, lazy = self._behind.at(layer), self._lazy
         if layer not in self._cuts or not (waiting or len(pos) > 1):
             return pos, ()

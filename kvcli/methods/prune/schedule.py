@@ -1,4 +1,4 @@
-"""Which layers fewer tokens reach, and how many do: the five numbers of LazyLLM's authors (arXiv 2407.14057)."""
+"""Pruning schedule: the layers that prune, and the shares they keep; five numbers as in LazyLLM (arXiv 2407.14057)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule(PruneSettings):
-    """Layers at even distances, and shares on a line between the first and the last of them."""
+    """Pruning layers at even distances, with shares on a line between the first and the last of them."""
 
     start_prune_layer: Annotated[float, Range(above=0, below=1)] = 0.3  # first layer that fewer reach, share of depth
     end_prune_layer: Annotated[float, Range(above=0, below=1)] = 0.9  # last such layer, share of depth
@@ -33,7 +33,7 @@ class Schedule(PruneSettings):
 
     @property
     def describe_read(self) -> str:
-        """How much of a long prompt goes through all layers, in words."""
+        """Share of a long prompt that is run through all layers, in words."""
         return f"{self.last:.0%} of a prompt{self._long} in the upper layers"
 
     @property
@@ -48,11 +48,11 @@ class Schedule(PruneSettings):
 
     @property
     def spared(self) -> int:
-        """Last layers that have no cut before them."""
+        """Number of last layers without pruning before them."""
         return 0
 
     def describe(self, lm: LM) -> str:
-        """Which layers fewer reach, and who always does. Raises BadModel for a model that cannot be judged."""
+        """Describe the pruning layers and the protected tokens. Raises BadModel if no layer can score tokens."""
         cuts = self.cuts(lm)
         shares = ", ".join(f"{share:.0%} go on from layer {layer}" for layer, share in cuts.items())
         wanted = {nearest(range(1, lm.n_layers), at) for at in self._wanted(lm.n_layers)}
@@ -62,8 +62,9 @@ class Schedule(PruneSettings):
         return f"of a prompt{self._long} {shares}{moved}; {self.always}"
 
     def cuts(self, lm: LM) -> Mapping[int, float]:
-        """By layer that fewer reach: which share does. A layer whose neighbour below does not see the whole text gives
-        way to the nearest that can judge, and so do the last that are spared."""
+        """Return the share of tokens that continue, by pruning layer. A scheduled layer is replaced by the nearest one
+        that can score if the layer below does not attend to the whole sequence, or if it is one of the last `spared`.
+        """
         shown = below_all(lm, self.spared)
         first, last = self._ends(lm.n_layers)
         found = {}
@@ -74,7 +75,7 @@ class Schedule(PruneSettings):
         return found
 
     def _wanted(self, n_layers: int) -> list[float]:
-        """Where the layers of the schedule would be, if all could show the text."""
+        """Return the pruning layers of the schedule, before replacing those that cannot score."""
         first, last = self._ends(n_layers)
         return [first + (last - first) * i / max(1, self.num_prune - 1) for i in range(self.num_prune)]
 

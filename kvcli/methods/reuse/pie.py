@@ -1,9 +1,9 @@
-"""PIE: behind an edit, keys are turned to their new positions and values stay, so that the edit alone is read.
+"""PIE: after an edit, keys are rotated to their new positions and values are unchanged, so only the edit is prefilled.
 
 He et al., "Let the Code LLM Edit Itself When You Edit the Code" (Positional Integrity Encoding), arXiv 2407.03157.
-What is taken over was read behind the old text and does not know of the new one: an approximation, good where an edit
-changes little of what follows. Runs are found wherever they lie in the old text, so that a document taken out and a
-conversation that lost its beginning cost no reading either.
+The reused KV was computed after the old text and does not depend on the new one. This is an approximation, good where
+an edit changes little of the following text. Spans are found anywhere in the old text, so that removing a document or
+the beginning of a chat needs no prefill either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pie:
-    """Take over what two texts share behind an edit, keys turned to their new positions (PIE, arXiv 2407.03157)."""
+    """Reuse the unchanged text after an edit, with keys rotated to their new positions (PIE, arXiv 2407.03157)."""
 
     min_span: Annotated[int, Range(8)] = 64  # tokens in a row that are worth taking over
 
@@ -29,13 +29,13 @@ class Pie:
         return f"takes over {self.min_span} tokens or more in a row as they were read behind another text"
 
     def check_model(self, lm: LM) -> None:
-        """Raises BadModel where no fixed table says how keys turn."""
+        """Raise BadModel if RoPE is not a fixed table."""
         from kvcli.engine.hf.rope import rotaries
 
         rotaries(lm)
 
     def bind(self, lm: LM) -> ReusableSpans:
-        """Runs as they were read, turned."""
+        """Return the re-rotated spans, without recompute."""
         from kvcli.methods.reuse.rerotated_spans import RerotatedSpans
 
         return RerotatedSpans(lm, self.min_span)

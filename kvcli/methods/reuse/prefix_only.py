@@ -1,4 +1,4 @@
-"""What stands behind another text than before is read again."""
+"""No span reuse: text after another prefix is prefilled again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PrefixOnly:
-    """Take over the beginning that two texts share, and nothing behind it."""
+    """Reuse only the prefix that two prompts share."""
 
     describe_reused = ""

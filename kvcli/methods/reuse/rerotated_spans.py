@@ -1,4 +1,4 @@
-"""Runs of other texts, their keys turned to where they stand now; what of them is read again is for others to say."""
+"""Matching spans of other sequences with keys rotated to their new positions; a callback may recompute some tokens."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from kvcli.engine.rows import Rows
     from kvcli.kv.slots import KVCache
 
-# rows of a run, what is held of them, the store with all before them, where they come from -> what is to be stored
+# (rows of a span, their reused KV, the KV cache with all tokens before, the span, its source) -> the KV to commit
 Again = Callable[["Rows", Held, "KVCache", "MatchingSpan", "SpanSource"], "Steps[Held]"]
 
 
 class RerotatedSpans:
-    """What other texts have for one prompt."""
+    """Reusable spans of other sequences for one prompt."""
 
     def __init__(self, lm: LM, least: int, again: Again | None = None) -> None:
-        """Runs of `least` tokens or more. `again`: reads some of a run's tokens anew, before they are stored."""
+        """Accept spans of at least `least` tokens. `again` recomputes some tokens of a span before it is committed."""
         self._lm, self._least, self._again = lm, least, again
-        self._found: list[Found] = []  # rising and apart
+        self._found: list[Found] = []  # rising, without overlaps
 
     def add(self, found: Iterable[Found]) -> None:
-        """More of them; nothing takes the place of one that is there."""
+        """Add spans, cut where they overlap spans added before."""
         for run, source in found:
             at = run.new
             for other in [*(r for r, _ in self._found if r.end > at and r.new < run.end), run.part(run.end, run.end)]:
@@ -42,11 +42,11 @@ class RerotatedSpans:
             self._found.sort(key=lambda one: one[0].new)
 
     def next(self, at: int) -> int | None:
-        """Where the next run begins or goes on, at or behind position `at`; None = there is none."""
+        """Return the first position >= `at` that a span covers; None if there is none."""
         return min((max(run.new, at) for run, _ in self._found if run.end > at), default=None)
 
     def load(self, at: int, most: int, kv: KVCache, ids: Sequence[int]) -> Steps[tuple[int, Past]]:
-        """Up to `most` tokens of the run at `at`: where they end, and what belongs to them."""
+        """Return end position and KV of up to `most` tokens of the span at `at`; (at, ()) if its source is gone."""
         from kvcli.engine.rows import Rows
 
         self._found = [one for one in self._found if one[0].end > at]

@@ -1,7 +1,7 @@
-"""Tokens of a run that are read again, those whose keys and values, or hidden states, differ most from what was read.
+"""Selective recompute of the tokens of a span whose keys and values, or hidden states, differ most from the source's.
 
-A pass a layer. Who is in it reads what is stored, the others as they were taken over, and each other, by position; what
-it makes takes the place of what was taken over, and all of it is stored when the last layer is through.
+One forward pass runs per layer. Its rows attend by position to the KV cache, to the reused KV of the other tokens and
+to each other. The new KV replaces the reused KV, and the whole span is committed after the last layer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from kvcli.kv.slots import CacheReader, KVCache
     from kvcli.methods.reuse.cacheblend import CacheBlend
 
-PART = 1024  # tokens of an old text that go through its first layer together
+PART = 1024  # tokens of a source sequence per pass through its first layer
 
 
 class SelectiveRecompute:
-    """Of the runs of one prompt."""
+    """Selective recompute for the spans of one prompt."""
 
     def __init__(self, lm: LM, settings: CacheBlend) -> None:
         self._lm, self._spans = lm, spans(lm.shapes)
@@ -40,7 +40,7 @@ class SelectiveRecompute:
         self._before: list[First] = []
 
     def __call__(self, rows: Rows, held: Held, kv: KVCache, run: MatchingSpan, source: SpanSource) -> Steps[Held]:
-        """`rows`: of a run, all before which is in `kv`; `held`: what is taken over of it. -> What is to be stored."""
+        """Recompute a span and return the KV to commit. `rows`: its tokens, after those in `kv`; `held`: reused KV."""
         held = {layer: (k.clone(), v.clone()) for layer, (k, v) in held.items()}
         live = torch.arange(run.n, device=self._lm.device)
         made = yield from self._through(self._spans[0], rows, None, held, kv, live)
@@ -70,7 +70,7 @@ class SelectiveRecompute:
     def _through(
         self, layers: range, rows: Rows, hidden: Tensor | None, held: Held, kv: KVCache, live: Tensor
     ) -> Steps[ForwardResult]:
-        """A pass of these rows."""
+        """Run the rows in `live` through `layers`."""
         on: Rows = rows
         past: CacheReader = kv
         if len(live) < rows.n_rows:
@@ -78,7 +78,7 @@ class SelectiveRecompute:
         return (yield ForwardRequest(self._lm, on, past, is_prompt=True, layers=layers, hidden=hidden))
 
     def _beside(self, kv: KVCache, held: Held, layers: range, rows: Rows, live: Tensor) -> KVOverlay:
-        """All that is stored, and those of a run that are not in the pass."""
+        """Return the KV cache overlaid with the reused KV of the span's tokens that are not in the pass."""
         rest = torch.ones(rows.n_rows, dtype=torch.bool, device=live.device).index_fill(0, live, False).nonzero()[:, 0]
         left = {layer: (k[:, rest], v[:, rest]) for layer, (k, v) in held.items() if layer in layers}
         return KVOverlay(kv, self._lm.shapes, left, [rows.pos[i] for i in rest.tolist()])
@@ -92,15 +92,15 @@ class SelectiveRecompute:
 
 
 class First:
-    """The text that a run comes from, as far as its first layer."""
+    """The source sequence of a span, run through its first layer only."""
 
     def __init__(self, lm: LM, ids: Sequence[int], dtype: torch.dtype, layers: range) -> None:
-        """`layers`: the first, with those that share its slots."""
+        """`layers`: the first layer and the layers that share its KV."""
         self.ids, self._lm, self._layers, self._n = ids, lm, layers, 0
         self._kv = Dense(lm.shapes, dtype, lm.device)
 
     def gave(self, first: int, n: int) -> Steps[Tensor]:
-        """Hidden states [n, E] behind it, of tokens from position `first` on."""
+        """Return the hidden states [n, E] after these layers, of n tokens from position `first` on."""
         self._n, found = min(self._n, first), list[Tensor]()
         self._kv.crop(self._n)
         while self._n < first + n:
@@ -116,7 +116,7 @@ class First:
 
 
 def _differ(made: ForwardResult, held: Held, live: Tensor) -> Tensor:
-    """By how much keys and values of each token [n] differ from what is held of it, in the layers of a pass."""
+    """Return how much the new keys and values of each token [n] differ from the reused ones, in the pass's layers."""
     found = torch.zeros(len(live), device=live.device)
     for layer, fresh in made.fresh.items():
         k, v = held[layer]
@@ -125,13 +125,13 @@ def _differ(made: ForwardResult, held: Held, live: Tensor) -> Tensor:
 
 
 def _put(made: ForwardResult, held: Held, live: Tensor) -> None:
-    """What a pass made of these tokens, in place of what is held of them."""
+    """Replace the reused KV of these tokens by the new KV, in place."""
     for layer, fresh in made.fresh.items():
         for t, new in zip(held[layer], (fresh.k, fresh.v), strict=True):
             t[:, live] = new
 
 
 def _off(now: Tensor, was: Tensor, over: tuple[int, ...]) -> Tensor:
-    """Squared difference of each token, in terms of what tokens have."""
+    """Return the mean squared difference of each token, relative to the mean square of all."""
     wide = now.float()
     return (wide - was.float()).square().mean(over) / wide.square().mean().clamp_min(1e-30)

@@ -1,9 +1,9 @@
-"""Whether a drafted step stands for the model's own; how likely it must be is learned online (ATTS, arXiv 2509.15148).
+"""Judge of drafted reasoning steps; the likelihood they need is learned online (ATTS, arXiv 2509.15148).
 
-The rule is online conformal calibration as in adaptive conformal inference (arXiv 2106.00170): after each step that was
-looked at closely the threshold goes up by rate * (1 - alpha) if it would have been accepted wrongly, else down by
-rate * alpha. Since nothing is accepted above 1, the share of wrong ones among n is at most
-alpha + (1 + rate - likely) / (rate * n), whatever the text is.
+The rule is online conformal calibration as in adaptive conformal inference (arXiv 2106.00170). After each audited step
+the threshold goes up by rate * (1 - alpha) if the step would have been accepted wrongly, else down by rate * alpha. As
+a threshold above 1 accepts no step, the share of wrong ones among n is at most
+alpha + (1 + rate - likely) / (rate * n) for any text.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class Judge:
-    """Of one text. Its threshold is learned where `alpha` says so."""
+    """Judge of one sequence. Its threshold is learned if `alpha` is set."""
 
     def __init__(self, settings: LookaheadReasoning) -> None:
         self._wants = settings
         self.threshold = settings.likely
-        self._n = 0  # steps that differed
+        self._n = 0  # steps that differed from the model's
 
     def looks(self, likelihood: Callable[[], float]) -> bool | None:
-        """Of a step in other words than the model's, by the mean probability of its tokens: accepted, refused, or None:
-        the model's own step is needed."""
+        """Judge a step that differs from the model's tokens by the mean probability of its tokens: True = accepted,
+        False = rejected, None = the model's own step is needed."""
         if self._wants.judge != "likely":
             return False if self._wants.judge == "exact" else None
         is_likely = likelihood() >= self.threshold
@@ -38,13 +38,13 @@ class Judge:
         return is_likely
 
     def compares(self, step: Sequence[int], own: Sequence[int]) -> bool:
-        """Whether a step stands for the model's own, where `looks` could not say."""
-        # token by token, so that it needs no words: what a changed number does to the meaning it cannot see
+        """True if a step is equivalent to the model's own, for steps that `looks` could not judge."""
+        # token by token, which needs no words but cannot see how a changed number changes the meaning
         is_alike = SequenceMatcher(None, step, own, autojunk=False).ratio() >= self._wants.alike
         if self._wants.alpha:
             self.learn(is_wrong=not is_alike)
         return is_alike
 
     def learn(self, *, is_wrong: bool) -> None:
-        """One step was looked at closely."""
+        """Update the threshold after one audited step."""
         self.threshold += self._wants.rate * (is_wrong - self._wants.alpha)

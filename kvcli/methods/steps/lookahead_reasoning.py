@@ -1,9 +1,9 @@
-"""Take steps that a smaller model writes where they are judged to say the same (LookaheadReasoning Reasoning, arXiv
+"""Accept reasoning steps of a smaller model if they are judged equivalent (Lookahead Reasoning, arXiv
 2506.19830).
 
-The smaller model writes some steps ahead. One pass of the model reads them all, and where it would have gone on in
-other words it writes its own step, for all steps side by side. The first step that is not accepted is replaced by its
-own, and what was drafted behind it goes. Unlike drafted tokens this changes the text.
+The smaller model drafts several reasoning steps. One pass of the target model verifies them all. Where it would have
+continued with other tokens it writes its own step, for all steps in parallel. The first rejected step is replaced by
+the target model's own, and later drafted steps are dropped. Unlike draft tokens, accepted steps change the answer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Annotated, ClassVar, Literal
 from kvcli.settings.schema import DraftModelRef, Quant, Range
 
 Cut = Literal["line", "sentence", "paragraph"]
-CHECKPOINTS = 8  # of the smaller model's states, where some of its layers keep one
+CHECKPOINTS = 8  # recurrent states of the smaller model, if it has recurrent layers
 
 
 @dataclass(frozen=True)
 class LookaheadReasoning:
-    """Take steps that a smaller model writes where they are judged to say the same (arXiv 2506.19830)."""
+    """Accept reasoning steps drafted by a smaller model if they are judged equivalent (arXiv 2506.19830)."""
 
     model: str = ""  # that writes them: as after -m; it needs the tokenizer of the one that judges
     quant: Quant = "none"  # precision of its weights
@@ -33,7 +33,7 @@ class LookaheadReasoning:
     audit: Annotated[int, Range(1)] = 4  # of so many steps that differ the model writes one to learn `likely` from
     rate: Annotated[float, Range(above=0, most=1)] = 0.1  # how far `likely` moves by one of them
 
-    # of the smaller model's passes, at most: of one that reads, and of one all of whose rows have logits
+    # maximum rows of the smaller model's passes: of a prefill pass, and of a pass with logits of all rows
     second_rows: ClassVar[tuple[int, int]] = (2048, 1)
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class LookaheadReasoning:
 
     @property
     def second(self) -> DraftModelRef:
-        """The model that writes ahead. Raises BadConfig where none is named."""
+        """Model that drafts the steps. Raises BadConfig if none is named."""
         from kvcli.errors import BadConfig
 
         if not self.model:
@@ -55,20 +55,20 @@ class LookaheadReasoning:
 
     @property
     def takes(self) -> str:
-        """What of the text is not the model's own, in words."""
+        """Parts of the answer that the smaller model writes, in words."""
         how = {"exact": "token by token the same", "likely": "likely enough", "alike": "like its own"}[self.judge]
         return f"takes steps of {self.model or 'a smaller model'} that are {how}"
 
     @property
     def rows(self) -> int:
-        """Of a pass, at most: what memory is planned with."""
+        """Maximum rows of a pass; for memory planning."""
         return 1 + self.ahead * self.tokens
 
     @property
     def states(self) -> int:
-        """Of layers of the smaller model that keep one, at most: of its text, and of a pass."""
+        """Maximum recurrent states of the smaller model: of the sequence, and of a pass."""
         return 1 + CHECKPOINTS + 1
 
     def draft_slots(self, n: int, device: str = "cpu") -> int:
-        """Of n tokens, those whose keys and values the smaller model has there."""
+        """Return how many of n tokens have KV in the smaller model: all."""
         return n

@@ -1,4 +1,4 @@
-"""The model writes its text itself."""
+"""No drafted reasoning steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class NoSteps:
-    """The model writes its text itself."""
+    """No drafted reasoning steps: the model writes the whole answer itself."""
 
-    second: ClassVar[None] = None  # no model that drafts
-    takes: ClassVar[str] = ""  # what of the text is not its own
-    rows: ClassVar[int] = 1  # of a pass, at most
+    second: ClassVar[None] = None  # no draft model
+    takes: ClassVar[str] = ""  # no part of the answer is another model's
+    rows: ClassVar[int] = 1  # maximum of a pass

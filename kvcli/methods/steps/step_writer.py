@@ -1,4 +1,5 @@
-"""Write by steps: a smaller model drafts them, one pass reads them, and the model's own are written side by side."""
+"""Write an answer by reasoning steps: a smaller model drafts them, one pass verifies them, and the target model's own
+steps are written in parallel."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ Ends = Callable[[Sequence[int]], bool]
 
 
 def ends(tokenizer: PreTrainedTokenizerBase, cut: Cut) -> Ends:
-    """Whether these ids are a whole step, by their text."""
+    """Return a function that is True if the text of these ids is a whole step."""
     mark = "\n\n" if cut == "paragraph" else "\n"
 
     def is_whole(ids: Sequence[int]) -> bool:
@@ -41,37 +42,37 @@ def ends(tokenizer: PreTrainedTokenizerBase, cut: Cut) -> Ends:
 
 @dataclass(slots=True)
 class StepBranch:
-    """A drafted step that the model would have said in other words, and its own as far as it is written."""
+    """Branch of a drafted step that differs from the target model's tokens, with the target model's own step so far."""
 
-    n: int  # drafted tokens before it
+    n: int  # drafted tokens before the step
     step: list[int]
     own: list[int]
-    row: int  # of the tree: the last token but one of `own`
-    most: int  # tokens
+    row: int  # row of the last token but one of `own` in the tree
+    most: int  # maximum tokens
     is_over: bool = False
     is_refused: bool = False
 
 
 class Writer:
-    """Writes a session's text by steps. One for each text: it follows that with a session of the smaller model."""
+    """Writer of one sequence's answer by reasoning steps; it has a session of the smaller model."""
 
     def __init__(self, settings: LookaheadReasoning, draft: GenerationSession, ends: Ends) -> None:
         self._wants, self._draft, self._ends = settings, draft, ends
         self.judge = Judge(settings)
-        self.drafted = self.same = self.accepted = 0  # steps; those accepted, and among them the same word for word
+        self.drafted = self.same = self.accepted = 0  # steps; `same`: accepted steps with the target model's own tokens
 
     def usage(self) -> list[Usage]:
-        """What the smaller model stores, states of its layers included."""
+        """Memory of the smaller model's KV cache and recurrent states."""
         return [replace(use, tier="draft") for use in (*self._draft.cache.usage(), *self._draft.states.usage())]
 
     def step(self, session: GenerationSession, stop: Collection[int] = (), most: float = float("inf")) -> Steps[Step]:
-        """Some steps of the text, at most `most` tokens; or one token, where there is no room for steps.
+        """Write several reasoning steps, at most `most` tokens; or one token if steps do not fit.
 
-        Between steps all is as `GenerationSession.step` leaves it.
+        Afterwards the session is as `GenerationSession.step` leaves it.
         """
         _refuse(session)
         began, lm = time.perf_counter(), session.lm
-        # one short of a boundary, which is the session's own to cross
+        # one token before the compression point, which only the session crosses
         room = int(min(session.boundary - session.committed - 1, most, lm.limit - session.committed - 1))
         guessed = yield from self._ahead(session.ids, session, stop, room)
         if not guessed:
@@ -104,7 +105,7 @@ class Writer:
             new, path = [*ids[: refused.n], *refused.own], tree.above(refused.row)
         elif ids[-1] in stop or len(ids) == room:
             new, path = ids, tree.above(len(ids) - 1)
-        else:  # what the last row says comes next
+        else:  # the target model's token after the last row
             new, path = [*ids, made.drawn(len(ids))], tree.above(len(ids))
         self._count(guessed, refused, same)
         session.adopt([*session.ids, *new], session.committed + len(path), tree.held(path))
@@ -114,11 +115,11 @@ class Writer:
     def _ahead(
         self, text: Sequence[int], session: GenerationSession, stop: Collection[int], room: int
     ) -> Steps[list[list[int]]]:
-        """What the smaller model writes behind the text, drawn by the same noise."""
+        """Draft steps with the smaller model, sampled with the same noise."""
         draft, found, n = self._draft, list[list[int]](), 0
         if len(text) + room >= draft.lm.limit:
             return found
-        known = [min(i, draft.lm.vocab - 1) for i in text]  # padded tokens have no row in it
+        known = [min(i, draft.lm.vocab - 1) for i in text]  # padding ids have no embedding in the smaller model
         draft.start_answer(known, session.sampler)
         while room > 0 and (yield from draft.prefill_chunk(known)):
             pass
@@ -140,7 +141,7 @@ class Writer:
     def _write(
         self, tree: DraftTreeKV, lanes: Sequence[StepBranch], how: SamplingContext, stop: Collection[int]
     ) -> Steps[None]:
-        """The model's own steps, a token of each in a pass; those behind a refused one are not needed."""
+        """Write the target model's own steps, one token of each per pass; steps after a rejected one are not needed."""
         while True:
             refused = next((i for i, lane in enumerate(lanes) if lane.is_refused), len(lanes))
             if not (open_ := [lane for lane in lanes[: refused + 1] if not lane.is_over]):
@@ -152,7 +153,7 @@ class Writer:
                 self._add(lane, made.drawn(at), stop)
 
     def _add(self, lane: StepBranch, token: int, stop: Collection[int]) -> None:
-        """The next token of the model's own step; at its end the drafted one is judged."""
+        """Add the next token of the target model's own step; at its end the drafted step is judged."""
         lane.own.append(token)
         lane.is_over = token in stop or len(lane.own) >= lane.most or self._ends(lane.own)
         if lane.is_over and not lane.is_refused:
@@ -170,13 +171,13 @@ class Writer:
 
 
 def _likelihood(logits: Tensor, step: Sequence[int]) -> float:
-    """The geometric mean of what logits [n, V] make of the n tokens of a step."""
+    """Return the geometric mean of the probabilities that logits [n, V] give to the n tokens of a step."""
     of_rows = logits.float().log_softmax(-1)
     return float(of_rows[list(range(len(step))), list(step)].mean().exp())
 
 
 def _refuse(session: GenerationSession) -> None:
-    """What is asked of a token by all tokens before it cannot be asked of several texts at once."""
+    """Refuse settings that need all tokens before a token, because several branches are written at once."""
     if session.constraint is not None:
         raise BadInput(
             "an answer that is held to a schema or grammar cannot be written by steps",

@@ -1,1 +1,1 @@
-"""Models in llama.cpp's file format: what a file announces, and the folder transformers reads in its place."""
+"""Models in llama.cpp's GGUF format: file headers, and conversion to a folder that transformers reads."""

@@ -1,7 +1,7 @@
-"""The config.json and the names of tensors that a GGUF file's metadata stands for. Standard library only.
+"""Conversion of a GGUF file's metadata to config.json and tensor names. Standard library only.
 
-Strict: a key of the architecture is translated, or known to change nothing, or refused by name. A number that is left
-out makes wrong text and no error.
+It is strict: each key of the architecture is translated, known to have no effect, or refused by name. Otherwise an
+ignored number would give wrong text without an error.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from kvcli.models.gguf.names import BY_ARCH, SETTINGS, Layout
 from kvcli.models.headers import TensorHeader
 from kvcli.models.refusals import no_tokenizer
 
-# values with which a key changes nothing; None = whatever it says
+# values with which a key has no effect; None = any value
 _HARMLESS: Mapping[str, tuple[object, ...] | None] = {
-    "vocab_size": None,  # the embedding has as many rows as it has
-    "attention.layer_norm_epsilon": None,  # none of these has such a norm
+    "vocab_size": None,  # the embedding gives the number of rows
+    "attention.layer_norm_epsilon": None,  # no supported architecture has such a norm
     "rope.scaling.finetuned": None,
-    "rope.scaling.original_context_length": None,  # read by kinds of scaling that are refused
+    "rope.scaling.original_context_length": None,  # used only by kinds of scaling that are refused
     "rope.scaling.attn_factor": (1.0,),
     "attention.causal": (True,),
     "expert_count": (0,),
     "expert_used_count": (0,),
     "pooling_type": (0,),
 }
-# keys of the tokenizer: translated, or harmless, as are ids of tokens; values as above
+# keys of the tokenizer: translated or without effect, as are token ids; values as above
 _WORDS: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys(("ggml.model", "ggml.pre", "ggml.tokens", "ggml.token_type", "ggml.scores", "ggml.merges")),
     **dict.fromkeys(("chat_template", "chat_templates", "huggingface.json", "ggml.token_type_count")),
@@ -40,24 +40,23 @@ _WORDS: Mapping[str, tuple[object, ...] | None] = {
 }
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "max_position_embeddings")
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
-# A vocabulary of bytes says by which rule text is cut before it is merged; transformers takes GPT-2's for a rule it
-# does not know. What it overlooks besides: rules with digits on their own, and vocabularies that have whole words which
-# no merges lead to (llama.cpp's ignore_merges).
+# A byte-level vocabulary names the rule that splits text before merging. For an unknown rule transformers uses GPT-2's.
+# It also misses rules that split each digit, and whole words that no merges produce (llama.cpp's ignore_merges).
 WHOLE = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
 DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
 SPLITS = WHOLE | {"smaug-bpe", "qwen2", "deepseek-r1-qwen", "gpt-4o"}
 _ROPE = "rope_freqs.weight"
-# llama3's way of stretching, which a file states by its outcome alone: these numbers are those of every release
+# llama3's RoPE scaling, of which a file states only the resulting factors: every release uses these numbers
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """Where a tensor of transformers' comes from."""
+    """Source in the file of one transformers tensor."""
 
-    stored: str  # its name in the file
-    heads: int  # whose rows are permuted; 0 = none
-    plus: float  # what was added to it before it was stored
+    stored: str  # name in the file
+    heads: int  # heads whose rows are permuted; 0 = none
+    plus: float  # constant added before storing
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class Described:
 
     config: dict[str, Any]
     pieces: Mapping[str, TensorSource]
-    split: str  # the rule by which its tokenizer cuts text, for a vocabulary of bytes
+    split: str  # splitting rule of its tokenizer, for a byte-level vocabulary
 
     def tensors(self, header: Header) -> dict[str, TensorHeader]:
         stored = {name: header.tensors[piece.stored] for name, piece in self.pieces.items()}
@@ -74,7 +73,7 @@ class Described:
 
 
 def describe(header: Header, name: str) -> Described:
-    """Raises BadModel for what would be computed otherwise than the file says."""
+    """Translate a header to a model description. Raises BadModel where the computation would differ from the file's."""
     said = _Said(header, name)
     layout = said.layout
     config: dict[str, Any] = {"architectures": [layout.model], "model_type": layout.model_type}
@@ -110,7 +109,7 @@ def _gemma(said: _Said, config: Mapping[str, Any]) -> dict[str, Any]:
         slides = [(i + 1) % period != 0 for i in range(layers)]
     else:
         raise said.refused(f"attention.sliding_window_pattern is {str(pattern)[:40]}")
-    # of the largest of either generation, which share no head size with their width (llama.cpp says so as well)
+    # the largest models of either generation, whose head size does not follow from their width (as in llama.cpp)
     is_largest = layers == {"gemma2": 46, "gemma3": 62}[said.layout.arch]
     heads = config["num_attention_heads"]
     found = {
@@ -127,14 +126,14 @@ def _gemma(said: _Said, config: Mapping[str, Any]) -> dict[str, Any]:
         return found
     if near["rope_theta"] != rope["rope_theta"]:
         raise said.refused("rope.freq_base_swa is not rope.freq_base")
-    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # what llama.cpp takes where none is said
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # llama.cpp's values if none are stated
     return found | {"rope_parameters": rope, **{key: said.number(key, usual) for key, usual in caps.items()}}
 
 
 def _pieces(said: _Said, config: Mapping[str, Any]) -> Iterator[tuple[str, TensorSource]]:
-    """What transformers will look for; every tensor of the file has a place there."""
+    """Sources of the tensors that transformers loads. Raises BadModel unless every tensor of the file is used."""
     left, layout = dict(said.header.tensors), said.layout
-    left.pop(_ROPE, None)  # of which the config tells
+    left.pop(_ROPE, None)  # covered by the config
     sizes = [config[key] for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")]
     for theirs, ours, heads in layout.tensors(*sizes, is_tied=said.is_tied):
         tensor = left.pop(ours, None)
@@ -154,7 +153,7 @@ def _pieces(said: _Said, config: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
 
 
 def _dtype(header: Header) -> str:
-    """What is computed in unless told otherwise: the type of the numbers where most are stored plainly."""
+    """Default dtype for computing: float32 or float16 if most bytes of the file have it, else bfloat16."""
     held: dict[str, int] = {}
     for t in header.tensors.values():
         held[t.kind] = held.get(t.kind, 0) + t.nbytes
@@ -163,7 +162,7 @@ def _dtype(header: Header) -> str:
 
 
 def _check_words(said: _Said, rows: int) -> str:
-    """The rule by which text is cut. Raises BadModel where the tokenizer is absent or of an unknown kind."""
+    """Return the splitting rule of the tokenizer. Raises BadModel if the tokenizer is missing or of an unknown kind."""
     meta = said.header.meta
     words, kind, split = (meta.get(f"tokenizer.ggml.{key}") for key in ("tokens", "model", "pre"))
     if not isinstance(words, Listed) or not words.count:
@@ -187,7 +186,7 @@ def _check_words(said: _Said, rows: int) -> str:
 
 
 class _Said:
-    """The metadata, of which each key is asked for once."""
+    """Metadata of a header. Each key is read once, so unread keys are known."""
 
     def __init__(self, header: Header, name: str) -> None:
         self.header, self.name = header, name
@@ -221,7 +220,7 @@ class _Said:
 
     def number(self, key: str, usual: float) -> float:
         value = usual if key not in self._left else self.pop(key)
-        if not isinstance(value, float) or not 0 <= value < 3e38:  # what float32 holds
+        if not isinstance(value, float) or not 0 <= value < 3e38:  # range of float32
             raise self.refused(f"{key} is {str(value)[:80]}")
         return _written(value)
 
@@ -264,18 +263,19 @@ class _Said:
 
 
 def _written(value: float) -> float:
-    """The shortest number that float32 stores as this: 9.999999974752427e-07 was 1e-06."""
+    """Shortest decimal that float32 stores as this value: 9.999999974752427e-07 was 1e-06."""
     as_stored = struct.pack("<f", value)
     short = (float(f"{value:.{digits}g}") for digits in range(1, 9))
     return next((s for s in short if struct.pack("<f", s) == as_stored), value)
 
 
 def _is_llama3(stretched: tuple[float, ...], theta: float, head: int) -> bool:
-    """Whether these are the factors of llama3's rope, to the last digits of float32."""
+    """True if these are the factors of llama3's RoPE scaling, to float32 precision."""
     most, low, high, length = max(stretched), *_LLAMA3.values()
 
     def factor(i: int) -> float:
-        turns: float = length / (2 * math.pi * theta ** (2 * i / head))  # of this frequency, in the original context
+        # rotations of this frequency in the original context
+        turns: float = length / (2 * math.pi * theta ** (2 * i / head))
         smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
         return 1 / ((1 - smooth) / most + smooth)
 

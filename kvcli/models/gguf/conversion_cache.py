@@ -1,4 +1,4 @@
-"""Copies of models in another format: named after what they were made of, and the oldest forgotten."""
+"""Cache of models converted to another format. Copies are named by a hash of their source; the oldest are removed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvcli.models.hashes import Hashes, Stamped, releases
 if TYPE_CHECKING:
     from kvcli.models.source import Source
 
-FOLDER = "gguf"  # of the cache
-KEPT = 4  # copies, those used last
+FOLDER = "gguf"  # folder below the cache
+KEPT = 4  # copies, the most recently used
 
 
 def fingerprint(found: Source, version: int, hashes: Hashes) -> str:
-    """The same for the same bytes of the weights under the same config, written by the same code of this `version`."""
+    """Hash of the weights' bytes, the config and the version of the converting code."""
     import tokenizers
 
     files = [Stamped.of(file.path) for file in found.files]
@@ -31,16 +31,16 @@ def fingerprint(found: Source, version: int, hashes: Hashes) -> str:
 
 
 def use(copy: Path) -> None:
-    """Note that it is used now, whatever the disk notes by itself."""
+    """Mark a copy as used now, also on disks that do not record access."""
     file = copy / "config.json" if copy.is_dir() else copy
     os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
 
 
 def forget(folder: Path, keep: int) -> None:
-    """Remove copies, but for so many used last: each is as large as its model."""
+    """Remove all but the `keep` most recently used copies, because each is as large as its model."""
     copies = sorted(folder.glob("[!.]*"), key=_used)
     for copy in copies[: max(0, len(copies) - keep)]:
-        with suppress(OSError):  # Windows keeps one that another process has open
+        with suppress(OSError):  # on Windows, a copy open in another process cannot be removed
             shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
 
 

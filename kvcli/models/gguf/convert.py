@@ -1,7 +1,8 @@
-"""A GGUF file as a folder of transformers' own kind, made at the first load and kept in the cache.
+"""Conversion of a GGUF file to a folder in transformers' format, at the first load, stored in the cache.
 
-The file is a stranger's. What is written is bounded by the sizes its header was checked for; its vocabulary is read by
-transformers and held to its embedding; its chat template is text here, and runs where every model's does.
+The file is untrusted. The output is bounded by the sizes checked in its header. Its vocabulary is read by transformers
+and compared with its embedding. Its chat template is copied as text, and rendered in the process that every model
+uses.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ if TYPE_CHECKING:
 
     from kvcli.models.source import Source
 
-VERSION = 2  # of what is written below
-_KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors'
+VERSION = 2  # version of the output format
+_KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}  # torch's name, safetensors' name
 
 
 def convert_if_needed(
     found: Source, dtype: str, cache: Path, *, packs: bool, tell: Callable[[str], None] | None = None
 ) -> Source:
-    """The model as a folder, with its weights in `dtype` (auto, bf16, ...); with `packs`, 4-bit blocks stay packed.
+    """Return the model as a folder, weights in `dtype` (auto, bf16, ...). With `packs`, 4-bit blocks remain quantized.
 
-    What is no GGUF file comes back as it is.
+    A source that is no GGUF file is returned unchanged.
     """
     if not found.is_gguf:
         return found
@@ -68,7 +69,7 @@ def convert_if_needed(
 
 
 def conversion_notes(found: Source, packs: bool, dtype: str) -> tuple[str, ...]:
-    """Notes on what of a file stays as it is and what was unpacked."""
+    """Notes on the tensors of a file that stay quantized and those that were dequantized."""
     if not found.is_gguf:
         return ()
     tensors = [(name, t) for file in found.files for name, t in file.tensors.items() if t.dtype in BLOCKS]
@@ -107,7 +108,7 @@ def _make(
 
 
 def _sampling(header: Header) -> dict[str, Any]:
-    """What a file of 2025 or later says of how its model is sampled, by transformers' names."""
+    """Sampling settings that a file of 2025 or later states, by transformers' names."""
     theirs = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
     said = {key: header.meta.get(f"general.sampling.{key}") for key in (*theirs, "top_k", "top_p", "min_p")}
     known = {theirs.get(key, key): value for key, value in said.items() if isinstance(value, int | float)}
@@ -120,10 +121,10 @@ def _sampling(header: Header) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Out:
-    """One tensor of the folder, and what makes its bytes."""
+    """A tensor of the folder, and the function that makes its bytes."""
 
     name: str
-    kind: str  # as safetensors spells it
+    kind: str  # in safetensors' spelling
     shape: tuple[int, ...]
     nbytes: int
     stretches: Callable[[], Iterator[Tensor]]
@@ -146,12 +147,12 @@ def _plan(header: Header, described: Described, dtype: str, packs: bool) -> Iter
 
 
 def _rows(header: Header, piece: TensorSource) -> Iterator[Bytes]:
-    """The blocks of a tensor [rows, bytes], a stretch at a time, in transformers' order of rows."""
+    """Blocks of a tensor [rows, bytes], some rows at a time, in transformers' row order."""
     stored = header.tensors[piece.stored]
     n = prod(stored.shape[:-1])
     held = np.memmap(header.path, np.uint8, "r", stored.at, (n, stored.nbytes // n))
     order = np.arange(n)
-    if piece.heads:  # from pairs that llama.cpp turns together to halves
+    if piece.heads:  # from pairs that llama.cpp rotates together to halves
         order = order.reshape(piece.heads, -1, 2).swapaxes(1, 2).reshape(-1)
     for part in stretches(n, stored.shape[-1]):
         yield held[order[part]]
@@ -171,7 +172,7 @@ def _scales(rows: Callable[[], Iterator[Bytes]], kind: str, dtype: torch.dtype) 
 
 
 def _write_weights(file: Path, plan: Sequence[_Out]) -> None:
-    """safetensors, whose own writer wants all tensors in memory at once."""
+    """Write a safetensors file in pieces; the library's own writer needs all tensors in memory at once."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for out in plan:
@@ -186,21 +187,21 @@ def _write_weights(file: Path, plan: Sequence[_Out]) -> None:
                 stream.write(part.contiguous().view(torch.uint8).numpy().data)
 
 
-# ---- words ----
+# ---- vocabulary ----
 
 
 def _write_words(folder: Path, found: Source, header: Header, described: Described) -> list[int]:
-    """The tokenizer and its chat template; returns the tokens that the file says end an answer."""
+    """Write the tokenizer and its chat template; return the stop tokens that the file states."""
     from transformers import PreTrainedTokenizerFast
 
-    if find_spec("transformers.integrations.gguf") is None:  # before 5.23 it cut text by GPT-2's rule, whatever is said
+    if find_spec("transformers.integrations.gguf") is None:  # before 5.23 it split text by GPT-2's rule in all cases
         raise BadModel(
             f"{found.id} is a GGUF file, and this transformers is too old to build its tokenizer",
             code="package_missing",
             try_=[pip("-U", "transformers")],
         )
     with blame_files(partial(_no_words, found)):
-        # by itself, not from_pretrained: files that lie beside this one are of other models
+        # not by from_pretrained, because files in the same folder belong to other models
         tokenizer = PreTrainedTokenizerFast(
             name_or_path=str(header.path.parent), gguf_file=header.path.name, local_files_only=True
         )
@@ -217,10 +218,10 @@ def _write_words(folder: Path, found: Source, header: Header, described: Describ
 
 
 def _mend(file: Path, split: str, words: Mapping[str, Any]) -> int:
-    """What transformers overlooks; returns the largest id.
+    """Correct the tokenizer where transformers ignores the file; return the largest id.
 
-    That is the rule by which text is cut, that no space leads it, and control words that a vocabulary of bytes does not
-    spell in its bytes: they get the ids of the file.
+    The corrections are the splitting rule, a missing prefix space, and control words that a byte-level vocabulary does
+    not spell in bytes: they get the file's ids.
     """
     made = json.loads(file.read_text(encoding="utf-8"))
     vocab, added = made["model"]["vocab"], {token["content"]: token for token in made["added_tokens"]}

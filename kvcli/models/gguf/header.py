@@ -1,4 +1,4 @@
-"""What a GGUF file announces: its metadata, and where each tensor lies in it. Standard library only."""
+"""Header of a GGUF file: its metadata, and the position of each tensor. Standard library only."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ TYPES = {
 BLOCKS = {name for name, numbers, _ in TYPES.values() if numbers > 1}
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
-_LARGEST = 64 << 20  # bytes of a header; a vocabulary of 262,144 with its merges takes 15
+_LARGEST = 64 << 20  # bytes of a header; a vocabulary of 262,144 with its merges takes 15 MiB
 _STEP = 1 << 20  # bytes read at a time
-_WORD = 1 << 11  # bytes of a string in a list; the longest token known has 256, and a merge is of two
-_TEXT = 1 << 20  # bytes of one that stands alone, such as a chat template
+_WORD = 1 << 11  # bytes of a string in a list; the longest known token has 256, and a merge joins two
+_TEXT = 1 << 20  # bytes of a single string, such as a chat template
 _KEYS, _TENSORS = 1 << 12, 1 << 16
-_SHORT = 1 << 10  # a list that may say something of each layer; longer ones are of the vocabulary
+_SHORT = 1 << 10  # items of a list that may state a value per layer; longer lists belong to the vocabulary
 _RANK = 4
 _ABSURD = 1 << 56
 
 
-SAMPLE = range(300, 1400, 11)  # words of a list by which it is known again
+SAMPLE = range(300, 1400, 11)  # words of a list by which vocabularies are compared
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A list of the metadata; its values are kept if they are numbers and few, and some of its words."""
+    """A list in the metadata. Its values are stored only if they are few numbers; of words, a sample is stored."""
 
     count: int
     values: tuple[int | float | bool, ...] = ()
-    words: tuple[str | None, ...] = ()  # those of SAMPLE
+    words: tuple[str | None, ...] = ()  # words of the ids in SAMPLE
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor of the file."""
+    """A tensor of the file."""
 
-    kind: str  # as ggml spells it: Q4_K, F32, ...
+    kind: str  # in ggml's spelling: Q4_K, F32, ...
     shape: tuple[int, ...]  # rows first
     at: int  # byte of the file
     nbytes: int
@@ -60,7 +60,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A file whose tensors all lie inside it, none on another."""
+    """Header of a file whose tensors all are inside it and do not overlap."""
 
     path: Path
     size: int
@@ -69,7 +69,7 @@ class Header:
 
 
 def is_gguf(file: Path) -> bool:
-    """By its name, or by its first bytes where that says nothing."""
+    """True if the file is GGUF by its name or, if the name does not show it, by its first bytes."""
     if file.suffix.lower() == ".gguf":
         return True
     try:
@@ -80,7 +80,7 @@ def is_gguf(file: Path) -> bool:
 
 
 def read(file: Path) -> Header:
-    """The header of a file of version 2 or 3. Raises BadModel, soon and in little memory, whatever the file is."""
+    """Read the header of a file of version 2 or 3. Raises BadModel quickly and in little memory, for any other file."""
     try:
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -90,7 +90,7 @@ def read(file: Path) -> Header:
 
 
 def floats(header: Header, name: str) -> tuple[float, ...]:
-    """A short F32 tensor. Raises BadModel where it is none."""
+    """Read a short F32 tensor. Raises BadModel for any other tensor."""
     tensor = header.tensors[name]
     if tensor.kind != "F32" or tensor.nbytes > 4 * _SHORT:
         raise corrupt(header.path, f"its tensor {name} is {tensor.kind} of {list(tensor.shape)}")
@@ -141,7 +141,7 @@ def _entry(reader: _Reader) -> tuple[str, Stored]:
 
 
 def _placed(table: list[tuple[str, Stored]], start: int, align: int, size: int) -> Iterator[tuple[str, Stored]]:
-    """The tensors with their place in the file, in the order they lie there."""
+    """Tensors with their absolute positions, in file order. Raises ValueError for overlapping or missing bytes."""
     seen, free = set[str](), start
     end = start + max((t.at + t.nbytes for _, t in table), default=0)
     if end > size:
@@ -156,20 +156,20 @@ def _placed(table: list[tuple[str, Stored]], start: int, align: int, size: int) 
 
 
 class _Reader:
-    """Numbers and strings one after the other, with no more of the file in memory than was asked for."""
+    """Reader of consecutive numbers and strings, which holds only the requested part of the file in memory."""
 
     def __init__(self, stream: IO[bytes], size: int) -> None:
         self.at = 0
         self._stream, self._size, self._held = stream, size, bytearray()
 
     def take(self, n: int) -> memoryview:
-        """The next n bytes."""
+        """Read the next n bytes."""
         self._need(n)
         self.at += n
         return memoryview(self._held)[self.at - n : self.at]
 
     def number(self, code: str) -> int:
-        """An unsigned number."""
+        """Read an unsigned number."""
         (value,) = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))
         return int(value)
 
@@ -208,7 +208,7 @@ class _Reader:
     def _skip_strings(self, count: int) -> None:
         length = struct.Struct("<Q").unpack_from
         for _ in range(count):
-            if self.at + 8 + _WORD > len(self._held):  # room for any string, so that one look a string is enough
+            if self.at + 8 + _WORD > len(self._held):  # buffers any string, so that one check per string is enough
                 self._need(8)
                 self._need(min(8 + length(self._held, self.at)[0], 8 + _WORD))
             (n,) = length(self._held, self.at)

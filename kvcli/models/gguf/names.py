@@ -1,4 +1,4 @@
-"""How llama.cpp names and lays out a model: one table for reading files and for writing them."""
+"""llama.cpp's names and layouts of models: one table for reading and writing GGUF files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FOUR_NORMS = {
 }
 _ROTATED = {"q_proj": "attn_q", "k_proj": "attn_k"}
 
-# metadata, behind the architecture's name -> config.json: those that are the same number
+# metadata, after the architecture's name -> config.json: keys with the same number
 SETTINGS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -40,21 +40,21 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One architecture of llama.cpp, and the class of transformers that computes the same."""
+    """An architecture of llama.cpp, and the class of transformers that computes the same."""
 
     arch: str
     model_type: str
     model: str
-    between: Mapping[str, str]  # the norms of a layer but for the first
-    permutes: bool = False  # rotates neighbouring numbers, where transformers rotates one half against the other
-    stretches: bool = False  # reads factors of the rope's frequencies from the file
+    between: Mapping[str, str]  # norms of a layer except the first
+    permutes: bool = False  # RoPE rotates neighbouring numbers; transformers rotates one half against the other
+    stretches: bool = False  # reads factors of the RoPE frequencies from the file
     norms: bool = False  # a norm on each query and key
-    chooses_bias: bool = False  # attention has biases in some checkpoints, and a setting says so
-    period: int = 0  # one layer in so many sees all, the others a window; 0 = all see all
+    chooses_bias: bool = False  # attention has biases in some checkpoints, as a setting states
+    period: int = 0  # every `period`-th layer has full attention, the others a window; 0 = all have full attention
     is_gemma: bool = False  # norms are stored as w + 1
 
     def tensors(self, layers: int, heads: int, kv_heads: int, *, is_tied: bool) -> Iterator[tuple[str, str, int]]:
-        """(name in the checkpoint, name in GGUF, heads to permute or 0), optional ones included."""
+        """(name in the checkpoint, name in GGUF, heads to permute or 0), optional tensors included."""
         yield "model.embed_tokens.weight", "token_embd.weight", 0
         yield "model.norm.weight", "output_norm.weight", 0
         if not is_tied:
@@ -69,7 +69,7 @@ class Layout:
                     yield name, f"blk.{i}.{ours}.{part}", of[theirs] if self.permutes else 0
 
     def is_optional(self, name: str) -> bool:
-        """Absent in some checkpoints of the architecture."""
+        """True if some checkpoints of the architecture lack the tensor."""
         return name.endswith(".bias") or (name.endswith(("q_norm.weight", "k_norm.weight")) and not self.norms)
 
 
@@ -81,7 +81,7 @@ _LAYOUTS = (
     Layout("gemma3", "gemma3_text", "Gemma3ForCausalLM", _FOUR_NORMS, norms=True, period=6, is_gemma=True),
 )
 BY_ARCH = {layout.arch: layout for layout in _LAYOUTS}
-# transformers' families that are written for llama.cpp, which computes mistral as llama
+# families of transformers that are exported for llama.cpp, which computes mistral as llama
 WRITTEN = {"llama": BY_ARCH["llama"], "mistral": BY_ARCH["llama"]} | {
     name: BY_ARCH[name] for name in ("qwen2", "qwen3")
 }

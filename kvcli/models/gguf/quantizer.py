@@ -1,4 +1,4 @@
-"""Linear layers that stay packed while transformers loads them: our method of quantization, at its official door.
+"""Quantizer for transformers: linear layers stay quantized while transformers loads them, by its quantizer interface.
 
 A checkpoint that says `quant_method: kvcli` has, for each module it names, `data` and `scale` of
 `kvcli.kernels.linear_quantized` in place of `weight`: 4 bits, low nibble first.
@@ -22,7 +22,7 @@ METHOD, GROUP = "kvcli", 32
 
 @cache
 def register() -> None:
-    """Once in a process."""
+    """Register the quantizer, once in a process."""
     from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def _swap(model: nn.Module, name: str, dtype: torch.dtype) -> None:
-    """Put an empty packed layer where a plain one is."""
+    """Replace a linear layer by an empty quantized layer."""
     layer = model.get_submodule(name)
     if type(layer) is not torch.nn.Linear:
         raise TypeError(f"{name} is no linear layer, and packed in the file")

@@ -1,1 +1,1 @@
-"""What score policies share: selection of slots, stages of scores, budgets of heads."""
+"""Shared parts of score-based eviction policies: slot selection, score stages, head budgets."""

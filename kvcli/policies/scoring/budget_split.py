@@ -1,8 +1,8 @@
-"""Who gets how much: one total, shared by the heads of a layer or of the whole model.
+"""Slot budgets of heads: functions that divide one total among the heads of a layer or of the whole model.
 
-Each takes layers one after the other, as scores and positions [K, S], and gives the slots that stay, bool [K, S]:
-`each` a head on average, of `most` that a head can hold. What is protected scores +inf and counts. The arithmetic is in
-`selection.py`.
+Each function iterates over layers, given as scores and positions [K, S], and yields the slots to keep, bool [K, S]:
+`each` slots per head on average, `most` = the most that one head can store. Protected slots score +inf and count
+towards the budget. The arithmetic is in `selection.py`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Share = Callable[[Scored, int, int], Iterable[Tensor]]
 
 
 def uniform(layers: Scored, each: int, most: int) -> Iterator[Tensor]:
-    """Every head keeps the same number."""
+    """Keep the same number of slots in every head."""
     return (selection.uniform(score, pos, each) for score, pos in layers)
 
 
 def ada(layers: Scored, each: int, most: int, *, floor: float) -> Iterator[Tensor]:
-    """The heads of a layer compete (AdaKV, arXiv 2407.11550); none goes below `floor` of the average."""
+    """Share a layer's budget among its heads by score (AdaKV, arXiv 2407.11550), each at least `floor` of average."""
     return (selection.ada(score, pos, each, floor) for score, pos in layers)
 
 
 def pyramid(layers: Scored, each: int, most: int, *, beta: float, n_layers: int) -> Iterator[Tensor]:
-    """Lower layers keep more (PyramidKV, arXiv 2406.02069)."""
+    """Keep more slots in lower layers (PyramidKV, arXiv 2406.02069)."""
     for i, (score, pos) in enumerate(layers):
         yield selection.uniform(score, pos, selection.pyramid(n_layers, each, beta, most, _bound(score))[i])
 
@@ -37,7 +37,7 @@ def pyramid(layers: Scored, each: int, most: int, *, beta: float, n_layers: int)
 def headmap(
     layers: Scored, each: int, most: int, *, heads: Sequence[Sequence[float]], floor: float
 ) -> Iterator[Tensor]:
-    """Each head keeps what a file says that it deserves (HeadKV, arXiv 2410.19258; DuoAttention, 2410.10819)."""
+    """Share the budget by the head weights of a file (HeadKV, arXiv 2410.19258; DuoAttention, 2410.10819)."""
     flat = [weight for row in heads for weight in row]
     for i, (score, pos) in enumerate(layers):
         counts = selection.by_weight(flat, each, floor, most, _bound(score))
@@ -46,7 +46,7 @@ def headmap(
 
 
 def all_layers(layers: Scored, each: int, most: int, *, floor: float) -> Iterator[Tensor]:
-    """All heads of all layers compete, as in KVzip (arXiv 2505.23416)."""
+    """Share one budget among all heads of all layers by score, as in KVzip (arXiv 2505.23416)."""
     held = [(selection.safe(score, pos, each, floor), pos) for score, pos in layers]
     flat, where = (torch.cat([t.flatten() for t in many]).unsqueeze(0) for many in zip(*held, strict=True))
     mask = selection.uniform(flat, where, sum(each * pos.shape[0] for _, pos in held))[0]
@@ -55,7 +55,7 @@ def all_layers(layers: Scored, each: int, most: int, *, floor: float) -> Iterato
 
 
 def prefix(layers: Scored, each: int, most: int) -> Iterator[Tensor]:
-    """Every layer keeps what holds the same share of its scores (PrefixKV, arXiv 2412.03409), its heads equally."""
+    """Keep slots with the same share of the score sum in every layer (PrefixKV, arXiv 2412.03409), heads equally."""
     held = list(layers)
     counts = selection.prefix(
         [_curve(score) for score, _ in held], each * len(held), max(map(_bound, (s for s, _ in held)))
@@ -64,12 +64,12 @@ def prefix(layers: Scored, each: int, most: int) -> Iterator[Tensor]:
 
 
 def _curve(score: Tensor) -> list[float]:
-    """Share of a layer's scores that its heads' best 1, 2, .. slots hold; what stays anyhow holds nothing."""
+    """Return the share of a layer's score sum in its heads' best 1, 2, .. slots; protected slots count as 0."""
     best = score.masked_fill(~score.isfinite(), 0.0).double()
     best = best.gather(1, score.argsort(dim=1, descending=True)).sum(0).cumsum(0)
     return (best / best[-1].clamp_min(1e-300)).tolist() if len(best) else []
 
 
 def _bound(score: Tensor) -> int:
-    """Slots that the head with most of them cannot let go."""
+    """Return the largest number of protected slots of any head."""
     return int((score == torch.inf).sum(1).max()) if score.numel() else 0

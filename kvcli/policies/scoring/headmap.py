@@ -1,7 +1,7 @@
-"""Read a head map: how much of the past each head needs, as a file says.
+"""Read a head map: a file with one number per KV head that says how much of the KV cache the head needs.
 
-Two kinds of file: the table of DuoAttention (arXiv 2410.10819; one line a layer, one number a KV head, with tabs or
-spaces between), and JSON with such rows under "heads", as `kvcli profile-heads` writes it.
+Two file formats are read: the table of DuoAttention (arXiv 2410.10819; one line per layer, one number per KV head,
+separated by tabs or spaces), and JSON with such lists under "heads", as `kvcli profile-heads` writes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def read_headmap(path: str | Path) -> list[list[float]]:
-    """[L][K] numbers, none negative. Raises BadInput for a file that holds something else, or is not there."""
+    """Return the head weights [L][K], none negative. Raises BadInput for a missing file or other content."""
     path = Path(expanduser(path))
     try:
         text = path.read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def read_headmap(path: str | Path) -> list[list[float]]:
 
 
 def head_rows(path: str, lm: LM) -> list[list[float]]:
-    """The same, of this model. Raises BadInput where it has another shape, and BadModel where heads store nothing."""
+    """Return the head weights for `lm`. Raises BadInput if the shape differs, BadModel if heads store no own keys."""
     refuse_latents(lm, f"the head map {path}")
     rows = read_headmap(path)
     if len({(of.n_kv_heads, of.shared_from) for of in lm.shapes}) > 1:
@@ -56,7 +56,7 @@ def head_rows(path: str, lm: LM) -> list[list[float]]:
 
 
 def refuse_latents(lm: LM, what: str) -> None:
-    """Raises BadModel for a model whose heads have no keys of their own: what one forgets all would miss."""
+    """Raise BadModel if heads share their keys (MLA), because evicting a slot for one head evicts it for all."""
     if any(of.rank for of in lm.shapes):
         raise BadModel(
             f"{what} tells heads apart, and those of {lm.info.id} ({lm.info.family}) share what is stored",

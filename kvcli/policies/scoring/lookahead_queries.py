@@ -1,8 +1,8 @@
-"""A short provisional answer, written beside the store so that its queries can vote (Lookahead-Q, arXiv 2505.20334).
+"""Score slots by queries of a short provisional answer, generated outside the KV cache (Lookahead-Q, arXiv 2505.20334).
 
-The paper lets them replace the newest queries of the prompt, and so does this. It is written greedily and without a
-drafter, whatever the text is drawn by: queries of a drafter's rows would make what is kept, and so the text, depend on
-who drafts. Its first row is the newest stored token, read again, as a boundary does not know the one that follows.
+As in the paper, its queries replace the newest queries of the prompt. The answer is decoded greedily and without a
+drafter, whatever sampler the sequence uses: with queries of draft rows, the kept slots, and so the text, would depend
+on the drafter. Its first row recomputes the newest stored token, because the next one is unknown then.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QueryScored(TopK):
-    """A score by queries that were heard of the end of a prompt, or that an answer to it would have."""
+    """A score by recorded queries: of the last prompt tokens, or of a provisional answer."""
 
     lookahead: Annotated[int, Range(0)] = 0  # tokens of a provisional answer whose queries vote instead; 0 = none
 
     def looks(self, lm: LM, recent: int) -> PolicyRequirements:
-        """The newest queries. Raises BadModel for a model with states where an answer is to be tried."""
+        """Require the newest queries. Raises BadModel if `lookahead` is set and the model has recurrent layers."""
         if self.lookahead:
             why = "an answer that is only tried would go into it"
             lm.mixers.refuse(lm.info.id, why, ["--set policy.lookahead=0"])
         return self.want(lm, recent=recent)
 
     def extra_rows(self, n: int) -> int:
-        """A row for each token of the provisional answer."""
+        """Return one row per token of the provisional answer."""
         return self.lookahead if n else 0
 
     def select(self, at: CompressionPoint) -> Steps[Masks]:
-        """As all, once the answer was tried where a prompt has been read."""
+        """Select as all score policies do; after prefill, first record the queries of a provisional answer."""
         if self.lookahead and at.phase == "read":
             at = yield from ahead(at, self.lookahead)
         return self.best(at, at.memory.compressed(at))
 
 
 def ahead(at: CompressionPoint, most: int) -> Steps[CompressionPoint]:
-    """The same boundary, at which the queries of an answer of `most` tokens were heard; it may end before.
+    """Return the compression point with the queries of a provisional answer of up to `most` tokens recorded.
 
-    Where the window has no room for any, only the newest token's counts.
+    If the context window has no capacity for further tokens, only the query of the newest token is recorded.
     """
     import torch
 
@@ -72,7 +72,7 @@ def ahead(at: CompressionPoint, most: int) -> Steps[CompressionPoint]:
         heard.take(rows, [0], made.queries, [0])
         if (token := int(made.logits[0].argmax())) in lm.stop_ids:
             break
-        if where >= n:  # the newest stored token has its keys in the store
+        if where >= n:  # the keys of the newest stored token are already in the KV cache
             fresh = {layer: (f.k, f.v) for layer, f in made.fresh.items()}
             held = {i: tuple(torch.cat(p, 1) for p in zip(held[i], f, strict=True)) if held else f  # type: ignore[misc]
                     for i, f in fresh.items()}  # fmt: skip

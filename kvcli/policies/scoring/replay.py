@@ -1,4 +1,4 @@
-"""What a choice of slots costs in predictions: the newest tokens of a prompt run again, with and without the choice."""
+"""Loss of a slot selection: the newest prompt tokens are recomputed with all slots and with the selected slots."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from kvcli.kv.tiers.device_tables import DeviceCache
 if TYPE_CHECKING:
     from kvcli.engine.policy.compression_point import CompressionPoint
 
-Pick = Callable[[Slots, LayerContext], Tensor]  # one layer -> slots that stay [K, S]
+Pick = Callable[[Slots, LayerContext], Tensor]  # one layer -> slots to keep [K, S]
 
 
 class Replay:
-    """Predictions for the newest `n` tokens, by a past of which only a part is kept.
+    """Predictions for the newest `n` tokens, computed from a selection of the KV cache.
 
-    The tokens run again see each other whole and, of what stands before them, what is kept. Nothing is stored.
+    The recomputed tokens attend to each other fully and to the selected slots before them. No KV is committed.
     """
 
     def __init__(self, at: CompressionPoint, n: int) -> None:
         self._at, self._start = at, len(at.ids) - n
         self._rows = Rows.chain(at.ids[self._start :], self._start)
-        self._whole: Tensor | None = None  # predicted with everything kept, once anything is compared with it
+        self._whole: Tensor | None = None  # predictions from all slots; computed on first use
 
     def loss(self, pick: Pick) -> Steps[float]:
-        """Mean KL, in nats a token, from what the whole past predicts to what the slots picked do.
+        """Return the mean KL divergence, in nats per token, from predictions of all slots to those of `pick`.
 
-        Takes a pass, the first time two.
+        Runs one forward pass, and a second one on the first call.
         """
         if (whole := self._whole) is None:
             whole = self._whole = yield from self._predict(lambda s, at: s.pos >= 0)
@@ -45,21 +45,21 @@ class Replay:
         return float((whole.exp() * (whole - some)).sum(-1).mean())
 
     def _predict(self, pick: Pick) -> Steps[Tensor]:
-        """[N, V] logarithms of probabilities."""
+        """Return log-probabilities [N, V]."""
         past = PrefixCacheView(self._at, self._start, pick)
         made = yield ForwardRequest(self._at.lm, self._rows, past, want=range(self._rows.n_rows))
         return made.logits.to(torch.promote_types(made.logits.dtype, torch.float32)).log_softmax(-1)
 
 
 class PrefixCacheView:
-    """Reads what stands before a position and is picked, by default all. For passes never committed."""
+    """Cache view of the slots before position `end` that `pick` selects (default: all). Such passes never commit."""
 
     def __init__(self, at: CompressionPoint, end: int, pick: Pick = lambda s, at: s.pos >= 0) -> None:
         self.dtype = at.kv.dtype
         self._at, self._end, self._pick = at, end, pick
 
     def fixed(self, rows: int, more: int = 0) -> DeviceCache:
-        """Why it needs the host."""
+        """Return why captured passes cannot read this view."""
         return DeviceCache(why_not="a text is read again by what a policy picks")
 
     def attend(
@@ -70,7 +70,7 @@ class PrefixCacheView:
         if not few.n_slots:
             return attend_new_only(q, sight, own)
         shown = visible(few.pos, pos, sight.window)
-        v = few.k if self._at.lm.shapes[layer].rank else few.v  # as its own rows give latents
+        v = few.k if self._at.lm.shapes[layer].rank else few.v  # new rows of MLA layers return latents, too
         part = attend(q, few.k, v, sight.scale, softcap=sight.softcap, mask=shown)
         return [part, *attend_new_only(q, sight, own)]
 

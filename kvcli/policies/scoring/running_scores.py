@@ -1,4 +1,4 @@
-"""What each token of a text was worth so far: a number for each head and position, by layer."""
+"""Accumulated scores of the tokens of a sequence: one number per layer, head and position."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RunningScores:
-    """Of one text over `lm`."""
+    """Accumulated scores of one sequence of the model `lm`."""
 
     lm: LM
     total: dict[int, Tensor] = field(default_factory=dict)  # layer -> [K, T]
-    last: dict[int, int] = field(default_factory=dict)  # layer -> position of the last query that was counted
+    last: dict[int, int] = field(default_factory=dict)  # layer -> position of the last query added
 
     def snapshot(self) -> State:
-        """By layer."""
+        """Return the scores by layer."""
         return {str(i): {"total": total, "last": self.last.get(i, -1)} for i, total in self.total.items()}
 
     def restore(self, given: SnapshotReader) -> None:
-        """Become what gave this."""
+        """Load the scores of a snapshot."""
         from kvcli.kv.snapshot import SnapshotMismatch
 
         for i, shape in enumerate(self.lm.shapes):

@@ -1,8 +1,8 @@
-"""What a score becomes once it says how much each head keeps, and before slots are chosen by it: a function a stage.
+"""Score stages (`policy.post`): functions that change scores after head budgets are set and before slots are selected.
 
-Each takes scores [K, S] of one layer, the slots, the moment and how many slots each head keeps [K], and gives scores.
-+inf is kept before all others and -inf takes no part; both stay what they are. Where a stage puts a slot among those
-that are kept before all others, it gets +inf, too.
+Each function takes the scores [K, S] of one layer, the slots, the layer context and the slot budgets of heads [K], and
+returns new scores. Slots of score +inf are always kept and slots of score -inf do not compete; a stage changes neither.
+A stage sets the score of a slot to +inf to keep it in any case.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 Post = Callable[[Tensor, "Slots", "LayerContext", Tensor], Tensor]
 
-FIRST = 0.5  # of critical: share of the budget chosen by the score alone, as published
-EPSILON = 1e-4  # of critical, added to a score before it is weighed, as in the authors' code
-SOURCES = 0.3  # of graph: share of a head's budget that damps others, the best of the paper's
-NEAR = 4  # of graph: neighbours that each of them damps; the paper says few
-BLOCK = 256  # of graph: tokens compared with all others at a time
-PROXIES = 0.25  # of crush: share of the budget for representatives of what goes
+FIRST = 0.5  # critical: share of the budget chosen by the score alone, as published
+EPSILON = 1e-4  # critical: added to a score before it is multiplied by the value norm, as in the authors' code
+SOURCES = 0.3  # graph: share of a head's budget used as damping sources, the best value of the paper
+NEAR = 4  # graph: neighbours that each source damps; the paper says few
+BLOCK = 256  # graph: tokens compared with all others at a time
+PROXIES = 0.25  # crush: share of the budget for representatives of evicted slots
 
 
 def critical(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tensor:
-    """Half by the score, the rest by the score times the L1 norm of what the value adds to the stream.
+    """Rank half of the budget by score and the rest by score times the L1 norm of the projected value (W_o v).
 
-    CriticalKV (Feng et al., arXiv 2502.03805); as in kvpress, the norm is the mean over the query heads that share it.
+    CriticalKV (Feng et al., arXiv 2502.03805). As in kvpress, the norm is the mean over the query heads of a KV head.
     """
     weighed = (score + EPSILON) * at.memory.outward(at.layer, s.v, 1).mean(1).to(score.dtype)
     first = selection.top(score, s.pos, (FIRST * counts).long())
@@ -41,12 +41,12 @@ def critical(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tenso
 
 
 def graph(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tensor:
-    """The best damp the tokens whose keys are nearest to their own (GraphKV, Li et al., arXiv 2509.00388).
+    """Lower the scores of tokens with keys similar to the best tokens' keys (GraphKV, Li et al., arXiv 2509.00388).
 
-    Of each head the sources are what scores best, `SOURCES` of what it keeps. A token's score is multiplied by one
-    minus the cosine, once for each other source that has it among its `NEAR` nearest; sources damp each other, too.
-    One round, as most of what the paper gains comes from the first. Ours: how many neighbours (the paper adapts their
-    number), that a cosine below 0 damps nothing, and that the protected damp nobody.
+    The sources of a head are its best-scoring tokens, `SOURCES` of its budget. A token's score is multiplied by one
+    minus the cosine, once for each other source that has the token among its `NEAR` nearest; sources damp each other,
+    too. One round is run, because most of the paper's gain comes from the first. Not in the paper: the fixed number of
+    neighbours (the paper adapts it), no damping by a cosine below 0, and no damping by protected tokens.
     """
     if not s.n_slots:
         return score
@@ -54,7 +54,7 @@ def graph(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tensor:
     k = k / k.norm(dim=2, keepdim=True).clamp_min(torch.finfo(k.dtype).tiny)
     sources = selection.top(score.masked_fill(~may, -torch.inf), s.pos, (SOURCES * _open(score, counts)).long())
     for head in range(k.shape[0]):
-        signal = torch.zeros_like(score[head])  # [S] the logarithm of what a score is multiplied by
+        signal = torch.zeros_like(score[head])  # [S] logarithm of the factor of each score
         for those in torch.split(sources[head].nonzero().flatten(), BLOCK):
             cosine = (k[head, those] @ k[head].T).masked_fill(~may[head], -torch.inf)  # [n, S]
             cosine[torch.arange(len(those), device=k.device), those] = -torch.inf
@@ -65,17 +65,18 @@ def graph(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tensor:
 
 
 def _open(score: Tensor, counts: Tensor) -> Tensor:
-    """[K] places of each head that what is protected leaves."""
+    """Return the budget of each head [K] minus its protected slots."""
     return (counts - torch.isposinf(score).sum(1)).clamp(min=0)
 
 
 def crush(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tensor:
-    """A part of the budget goes to tokens that stand for the others (KVCrush, Jha et al., arXiv 2503.00022).
+    """Spend a part of the budget on tokens that represent the evicted ones (KVCrush, Jha et al., arXiv 2503.00022).
 
-    A token is the list of the layer's heads that have it in the better half of those that compete, as in OpenVINO's
-    code for it. Those that a head does not keep by score are sorted by how many heads say otherwise than the majority
-    (the Hamming distance to an anchor) and cut into as many groups as places are left; one of each stays. Ours: the
-    middle one, of each head its own and token by token, where that code takes pages, the same in all heads.
+    A token is described by one bit per head of the layer: whether the token is in the better half of the head's
+    competing tokens, as in OpenVINO's code for KVCrush. Tokens that a head does not keep by score are sorted by the
+    number of bits that differ from the majority (the Hamming distance to an anchor) and split into as many groups as
+    the remaining budget. One token of each group is kept. Not in the paper: the middle token is kept, chosen per head
+    and per token, whereas OpenVINO's code selects pages, the same in all heads.
     """
     proxies = (PROXIES * _open(score, counts)).long()
     if not s.n_slots or not bool(proxies.any()):
@@ -99,10 +100,10 @@ def crush(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tensor:
 
 
 def fair(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tensor:
-    """Each paragraph or message keeps its share of what the head keeps (fair eviction, Chen et al., arXiv 2510.00231).
+    """Give each paragraph or message its share of a head's budget (fair eviction, Chen et al., arXiv 2510.00231).
 
-    So no instruction is forgotten for the sake of others. Which of its tokens, the score says; ours: that is the
-    method's own, where the paper has each span vote for itself.
+    So no instruction is evicted entirely in favour of others. The score ranks the tokens within a span. Not in the
+    paper: the score is the policy's, whereas in the paper each span scores its tokens itself.
     """
     if not s.n_slots:
         return score
@@ -112,7 +113,7 @@ def fair(score: Tensor, s: Slots, at: LayerContext, counts: Tensor) -> Tensor:
         rest = may[head].nonzero().flatten()
         rest = rest[s.pos[head, rest].argsort(descending=True)]
         rest = rest[score[head, rest].argsort(descending=True, stable=True)]
-        rest = rest[spans[head, rest].argsort(stable=True)]  # span by span, the best of each first
+        rest = rest[spans[head, rest].argsort(stable=True)]  # grouped by span, best tokens first
         _, of, sizes = torch.unique_consecutive(spans[head, rest], return_inverse=True, return_counts=True)
         given = [min(count, len(rest)) * size / max(1, len(rest)) for size in sizes.tolist()]
         places = torch.tensor(selection.whole(given, min(count, len(rest)), len(rest)), device=rest.device)

@@ -1,7 +1,7 @@
-"""How many slots each head of each layer keeps, and which ones: pure functions.
+"""Pure functions that compute how many slots each head keeps, and select them by score.
 
-A score [K, S] says how much a slot is worth; -inf = no candidate, +inf = stays before all others. Where scores are
-equal, the later position wins, so that the order of slots decides nothing.
+Scores are [K, S], higher = kept first; -inf = no candidate, +inf = kept before all others. At equal scores the later
+position wins, so that the result does not depend on the order of slots.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def top(score: Tensor, pos: Tensor, count: Tensor) -> Tensor:
-    """The best count [K] candidates of each head -> bool [K, S]."""
+    """Select the best `count` [K] candidates of each head -> bool [K, S]."""
     late_first = pos.argsort(dim=1, descending=True, stable=True)
     best = score.gather(1, late_first).argsort(dim=1, descending=True, stable=True)
     order = late_first.gather(1, best)
@@ -23,25 +23,25 @@ def top(score: Tensor, pos: Tensor, count: Tensor) -> Tensor:
 
 
 def uniform(score: Tensor, pos: Tensor, each: int) -> Tensor:
-    """The best `each` of every head."""
+    """Select the best `each` slots of every head."""
     return top(score, pos, torch.full_like(pos[:, 0], each) if pos.shape[1] else pos.sum(1))
 
 
 def safe(score: Tensor, pos: Tensor, each: int, floor: float) -> Tensor:
-    """The scores, with the best `floor` * `each` of every head raised to +inf: no head goes below that."""
+    """Return the scores with the best `floor` * `each` slots of every head set to +inf, as a minimum per head."""
     return score.masked_fill(uniform(score, pos, int(floor * each)), torch.inf)
 
 
 def ada(score: Tensor, pos: Tensor, each: int, floor: float) -> Tensor:
-    """K * `each` slots shared by the heads of a layer as their scores compare (AdaKV, arXiv 2407.11550)."""
+    """Select the best K * `each` slots of a layer over all its heads (AdaKV, arXiv 2407.11550)."""
     raised = safe(score, pos, each, floor)
     return uniform(raised.reshape(1, -1), pos.reshape(1, -1), each * pos.shape[0]).view_as(pos)
 
 
 def pyramid(n_layers: int, each: int, beta: float, most: int, least: int = 0) -> list[int]:
-    """Slots a head by layer, falling in equal steps to `each` / beta (PyramidKV, arXiv 2406.02069).
+    """Return the slots per head of each layer, falling in equal steps to `each` / beta (PyramidKV, arXiv 2406.02069).
 
-    They sum to n_layers * `each`. None is above `most` nor below `least`: the slope gets flatter where one would be.
+    The counts sum to n_layers * `each`. The slope is reduced so that no count is above `most` or below `least`.
     """
     each = min(each, most)
     high = min(2 * each - max(each / beta, min(least, each)), float(most))
@@ -53,11 +53,11 @@ def pyramid(n_layers: int, each: int, beta: float, most: int, least: int = 0) ->
 
 
 def prefix(curves: Sequence[Sequence[float]], total: int, least: int) -> list[int]:
-    """Slots of each layer, of which the best n hold curve[n - 1] of it: the fewest that hold one level, found by
-    bisection so that they sum to `total` (PrefixKV, arXiv 2412.03409).
+    """Return the slots per head of each layer: the fewest whose share of the layer's score sum reaches one level, found
+    by bisection so that the counts sum to `total` (PrefixKV, arXiv 2412.03409). curve[n - 1] = share of the best n.
 
-    None gets less than `least`, where it has as many. What is left at the level that is just too low goes to the layers
-    that miss it by most.
+    Each layer gets at least `least` slots, or all it has if fewer. The remainder at the level just below goes to the
+    layers that miss the level by most.
     """
 
     def at(level: float) -> list[int]:
@@ -75,10 +75,10 @@ def prefix(curves: Sequence[Sequence[float]], total: int, least: int) -> list[in
 
 
 def by_weight(weights: Sequence[float], each: int, floor: float, most: int, least: int = 0) -> list[int]:
-    """Slots of each head: `floor` * `each` for all, the rest in proportion to `weights` (HeadKV, arXiv 2410.19258).
+    """Return the slots of each head: `floor` * `each`, the rest in proportion to `weights` (HeadKV, arXiv 2410.19258).
 
-    None gets more than `most` nor, where `each` allows it, less than `least`; what a full head leaves goes to the
-    others. They sum to `each` times their number, or to all that there is.
+    No head gets more than `most` or, if `each` allows it, less than `least`; the surplus of a full head goes to the
+    others. The counts sum to `each` times the number of heads, or to all slots if there are fewer.
     """
     n = len(weights)
     each = min(each, most)
@@ -97,7 +97,7 @@ def by_weight(weights: Sequence[float], each: int, floor: float, most: int, leas
 
 
 def whole(given: Sequence[float], total: int, most: int) -> list[int]:
-    """Whole numbers nearest to these that sum to `total`: the largest remainders are rounded up."""
+    """Round numbers to integers that sum to `total`: the largest remainders are rounded up."""
     down = [min(int(g + 1e-9), most) for g in given]
     by_rest = sorted(range(len(given)), key=lambda i: (down[i] - given[i], i))
     for i in by_rest[: total - sum(down)]:

@@ -1,7 +1,7 @@
-"""Scores of neighbours: smoothed over positions, or shared by the tokens of a unit.
+"""Scores of neighbouring tokens: pooled over positions, or averaged over the tokens of a unit.
 
-Slot order means nothing, so neighbours are found by position. Scores are [K, S] beside positions [K, S] below n, -1 =
-empty; what comes back stands where its slot does.
+Slots are in no order, so neighbours are found by position. Scores [K, S] come with positions [K, S] below n, -1 =
+empty; results are in the order of the slots.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Unit = int | Literal["sentence", "shot"]
 
 
 def by_position(values: Tensor, pos: Tensor, n: int, fill: float) -> Tensor:
-    """[K, S] -> [K, n] in the order of the text; `fill` where a head stores nothing."""
+    """Scatter [K, S] values to [K, n] by position; `fill` where a head stores no slot."""
     out = values.new_full((pos.shape[0], n + 1), fill)
-    return out.scatter_(1, _index(pos, n), values)[:, :n]  # empty slots fall behind the end
+    return out.scatter_(1, _index(pos, n), values)[:, :n]  # empty slots are written after the end and cut off
 
 
 def pooled(score: Tensor, pos: Tensor, n: int, width: int, kind: Pooling) -> Tensor:
-    """Each score becomes the maximum or the mean over `width` (odd) positions around it, of those that are stored."""
+    """Replace each score by the maximum or mean over the stored slots among the `width` (odd) positions around it."""
     if width == 1 or not n:
         return score
     row = by_position(score, pos, n, -torch.inf if kind == "max" else 0.0).unsqueeze(1)
@@ -39,22 +39,22 @@ def pooled(score: Tensor, pos: Tensor, n: int, width: int, kind: Pooling) -> Ten
 
 
 def numbered(unit: Unit, kinds: Tensor, n: int, device: torch.device) -> Tensor:
-    """[n]: which unit each position is of. So many tokens from a multiple on (ChunkKV, arXiv 2502.00299), a sentence up
-    to what ends it (`kinds` [n]), or an example: what stands between blank lines or messages (ShotKV, 2502.01941).
+    """Return the unit number of each position [n]. A unit is a fixed number of tokens (ChunkKV, arXiv 2502.00299), a
+    sentence with its end marks (`kinds` [n]), or a shot: text between blank lines or messages (ShotKV, 2502.01941).
     """
     pos = torch.arange(n, device=device)
     if unit == "sentence":
         ends = kinds.to(device) == END
-        return torch.cat((pos[:1] * 0, (ends[:-1] & ~ends[1:]).long().cumsum(0)))  # "?!" ends one
+        return torch.cat((pos[:1] * 0, (ends[:-1] & ~ends[1:]).long().cumsum(0)))  # "?!" ends one sentence
     if unit == "shot":
         return (kinds.to(device) == SHOT).long().cumsum(0)
     return pos // unit
 
 
 def chunked(score: Tensor, pos: Tensor, unit: Tensor, among: Tensor) -> Tensor:
-    """Each score becomes the mean of its unit; `unit` [n] by position, rising.
+    """Replace each score by the mean of its unit; `unit` [n] by position, rising.
 
-    Only slots `among` [K, S] count, and those outside keep their own score.
+    Only slots `among` [K, S] are averaged; the scores of other slots are unchanged.
     """
     if not unit.shape[0]:
         return score
@@ -65,9 +65,9 @@ def chunked(score: Tensor, pos: Tensor, unit: Tensor, among: Tensor) -> Tensor:
 
 
 def uncut(mask: Tensor, pos: Tensor, unit: Tensor, among: Tensor) -> Tensor:
-    """The mask [K, S] without units of which some slots `among` would stay, and others go.
+    """Return the mask [K, S] without the units of which only a part of the slots `among` is kept.
 
-    A unit of more slots than a head keeps of them all stays cut: else a text of one unit would be gone.
+    A unit with more slots than the head keeps in all may be kept in part: else a text of one unit would be evicted.
     """
     if not unit.shape[0]:
         return mask
@@ -78,22 +78,22 @@ def uncut(mask: Tensor, pos: Tensor, unit: Tensor, among: Tensor) -> Tensor:
 
 
 def _units(pos: Tensor, unit: Tensor, among: Tensor) -> Tensor:
-    """[K, S] unit of each slot; those outside have one of their own, behind the last."""
+    """Return the unit of each slot [K, S]; slots outside `among` get one extra unit after the last."""
     found: Tensor = unit[pos.clamp(min=0).long()].masked_fill(~among, int(unit[-1]) + 1)
     return found
 
 
 def wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
+    """Convert to float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def norm(x: Tensor) -> Tensor:
-    """Length of each of [K, S, D] -> [K, S]."""
+    """Return the L2 norm of each vector: [K, S, D] -> [K, S]."""
     x = wide(x)
     return (x * x).sum(2).sqrt()
 
 
 def _index(pos: Tensor, past: int) -> Tensor:
-    """Positions to scatter to; empty slots go to `past`."""
+    """Return the positions to scatter to; empty slots are sent to index `past`."""
     return pos.where(pos >= 0, past).long()

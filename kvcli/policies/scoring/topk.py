@@ -1,12 +1,12 @@
-"""Keep what scores best: what SnapKV, Expected Attention, KeyDiff and their like share. One file adds one score.
+"""Base of score-based eviction policies (SnapKV, Expected Attention, KeyDiff, ...), which keep the best-scoring slots.
 
-All share who is protected, how much is kept, how it is shared among heads (budget_split.py) and what counts as one
-unit.
+Each policy file adds one score. Protected tokens, budgets, their split among heads (budget_split.py) and selection
+units are shared.
 
-The prompt and the answer are apart, each with a budget of its own (SCOPE, arXiv 2412.13649). A prompt is compressed
-once, when it has been read (or after each of its chunks, which bounds memory while reading), and then left alone. What
-is generated later has its own places, filled anew at each boundary: the newest tokens and, of the others, those that
-score best. A later prompt of a chat is compressed with what came since the one before.
+Prompt and answer have separate budgets (SCOPE, arXiv 2412.13649). A prompt is compressed once, after prefill (or after
+each prefill chunk, which bounds memory during prefill), and then left unchanged. Generated tokens have their own
+budget, selected anew at each compression point: the newest tokens and the best-scoring older ones. A later prompt of a
+chat is compressed together with the tokens since the previous prompt.
 """
 
 from __future__ import annotations
@@ -38,44 +38,44 @@ Alloc = Literal["uniform", "ada", "pyramid", "headmap", "global", "prefix"]
 Unit = Literal["sentence", "shot"] | Annotated[int, Range(1)]
 Post = Literal["none", "critical", "graph", "crush", "fair"]
 
-SCORE = 6  # bytes of one while tokens are judged by attention: itself, whether it counts, and spare room
+SCORE = 6  # bytes per score while tokens are scored by attention: the score, its mask, and spare capacity
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Who competes at a boundary, and for how much."""
+    """The slots that compete at a compression point, and their budget."""
 
-    first: int  # slots from this position on
-    each: int  # slots kept a head, on average
-    most: int  # slots that a head can hold of those
+    first: int  # slots from this position on compete
+    each: int  # slots kept per head, on average
+    most: int  # most competing slots of a head
     is_prompt: bool
 
 
 @dataclass(slots=True)
 class ScoreState:
-    """Of one text."""
+    """Scoring state of one sequence."""
 
-    heads: list[list[float]] = field(default_factory=list)  # [L][K] what the head map says, if there is one
+    heads: list[list[float]] = field(default_factory=list)  # [L][K] weights of the head map, if any
     done: int = 0  # tokens of the prompts that were compressed
-    asked: int = 0  # the same, should the last boundary have forgotten anything
-    own: Snapshottable | None = None  # what the score remembers
-    known: Any = None  # what it knows of the model
-    outward: ProjectedValueNorms | None = None  # norms of what values add, where they count
+    asked: int = 0  # value of `done` if the last compression point evicted any slot
+    own: Snapshottable | None = None  # per-sequence state of the score
+    known: Any = None  # per-model data of the score
+    outward: ProjectedValueNorms | None = None  # norms of projected values, if a stage uses them
 
     def snapshot(self) -> State:
-        """What was compressed, and what the score remembers."""
+        """Return the token counts that were compressed, and the per-sequence state of the score."""
         return {"done": self.done, "asked": self.asked, "own": self.own.snapshot() if self.own is not None else {}}
 
     def restore(self, given: SnapshotReader) -> None:
-        """Become what gave this."""
+        """Load the state of a snapshot."""
         self.done, self.asked = given.number("done", given.n), given.number("asked", given.n)
         if self.own is not None:
             self.own.restore(given.part("own"))
 
     def compressed(self, at: CompressionPoint) -> int:
-        """Tokens that compete no more; to be asked at each boundary, and again where that one failed.
+        """Return the number of tokens that no longer compete. Call it at each compression point, and again on a retry.
 
-        While nothing was forgotten, a text may be taken back and go on in another way: then all of it competes again.
+        While no slot was evicted, a sequence may be cropped and continued differently: then all its tokens compete.
         """
         is_again = at.phase == "read" and at.n_prompt == self.asked
         if self.asked and not at.is_whole and not is_again:
@@ -86,7 +86,7 @@ class ScoreState:
 
 @dataclass(frozen=True)
 class TopK(PolicyDefaults):
-    """What all of them have in common; each defines `score`."""
+    """Base class of score-based eviction policies; each subclass defines `score`."""
 
     keep: Annotated[float, Range(above=0, most=1)] = 0.5  # share of a prompt's tokens kept, averaged over heads
     budget: Annotated[int, Range(0)] = 0  # tokens a head keeps of all prompts instead; 0 = by keep
@@ -106,9 +106,9 @@ class TopK(PolicyDefaults):
     protect_question: bool = False  # always keep what the last message asks
     compression_interval: Annotated[int, Range(1)] = 64  # tokens between two evictions while answering
 
-    name: ClassVar[str]  # in a profile
-    by: ClassVar[str]  # what says how much a token is worth, in words
-    is_share: ClassVar[bool] = True  # is a score a share of something, which can be weighed and added up?
+    name: ClassVar[str]  # `policy.name` in a profile
+    by: ClassVar[str]  # basis of the score, in words
+    is_share: ClassVar[bool] = True  # True if scores are shares of a total, which can be multiplied and added
 
     def __post_init__(self) -> None:
         always = self.sinks + self.recent
@@ -130,18 +130,18 @@ class TopK(PolicyDefaults):
             raise ValueError(f'reuse_layers = {self.reuse_layers} keeps a choice that alloc = "headmap" makes by layer')
 
     def score(self, s: Slots, at: LayerContext) -> Tensor:
-        """How much the slots of one layer are worth: [K, S], higher = more; whatever for empty ones."""
+        """Return the scores of one layer's slots [K, S], higher = kept first; any value for empty slots."""
         raise NotImplementedError
 
     def requirements(self, lm: LM) -> PolicyRequirements:
-        """Raises BadInput for a head map that cannot be read, or is of another model."""
+        """Return the policy's requirements. Raises BadInput for an unreadable head map or one of another model."""
         return self.want(lm)
 
     def want(
         self, lm: LM, own: Callable[[], Snapshottable | None] = lambda: None, known: Any = None, **more: Any
     ) -> PolicyRequirements:
-        """What all of them want, and what this score wants: `own` is what it remembers of a text, `known` what it knows
-        of the model, `more` of PolicyRequirements.
+        """Return the requirements of all score policies and of this score. `own` makes its per-sequence state, `known`
+        is its per-model data, `more` are further fields of PolicyRequirements.
         """
         from kvcli.engine.policy.projected_values import ProjectedValueNorms
         from kvcli.engine.sequence.token_kinds import QUESTION, SHOT, SYSTEM, TOOLS
@@ -165,18 +165,18 @@ class TopK(PolicyDefaults):
 
     @property
     def weighs(self) -> str:
-        """The setting by which values count behind the output projection; "" = none."""
+        """The setting that needs norms of projected values (W_o v); "" = none."""
         return 'post = "critical"' if self.post == "critical" else ""
 
     def score_by_repetition(self, at: CompressionPoint, first: int) -> Steps[None] | None:
-        """What a score has to see of the tokens from `first` on, before it scores them."""
+        """Run the passes that a score needs before it scores the tokens from `first` on."""
 
     def select(self, at: CompressionPoint) -> Steps[Masks] | Masks:
-        """What competes now and wins, and all that does not compete."""
+        """Keep the best of the competing slots, and all slots that do not compete."""
         return self.best(at, at.memory.compressed(at))
 
     def best(self, at: CompressionPoint, done: int) -> Masks:
-        """The same, where so many tokens of the text compete no more. A sliding layer keeps itself."""
+        """Select slots, where the first `done` tokens no longer compete. Sliding-window layers are not selected."""
         import torch
 
         from kvcli.policies.scoring import selection, token_units
@@ -206,7 +206,7 @@ class TopK(PolicyDefaults):
         return self._reused(at, masks, firsts) if self.reuse_layers > 1 else masks
 
     def _reused(self, at: CompressionPoint, masks: list[Tensor | None], firsts: Sequence[int]) -> list[Tensor | None]:
-        """What each first layer keeps, kept by those that go with it: the same positions of the same heads."""
+        """Copy the selection of each first layer to the next `reuse_layers` - 1 layers: same positions, same heads."""
         from kvcli.policies.scoring.token_units import by_position
 
         for first in firsts:
@@ -220,13 +220,13 @@ class TopK(PolicyDefaults):
         return masks
 
     def share(self, n: int) -> int:
-        """Of n tokens of a prompt, how many a head keeps on average; what is protected may be more."""
+        """Return how many of n prompt tokens a head keeps on average; there may be more protected tokens."""
         return min(n, max(1, round(self.keep * n))) if n > 0 else 0
 
     def room_new(self, written: int) -> int:
-        """Places for an answer of so many tokens: a region that slides or, with `grow_new`, gets one more each so many.
+        """Return the budget of an answer of `written` tokens: constant or, with `grow_new`, growing with the answer.
 
-        SCOPE's adaptive strategy: from the newest alone up to `keep_new`, in equal steps, as in the authors' code.
+        SCOPE's adaptive strategy: from `guard` tokens up to `keep_new`, in equal steps, as in the authors' code.
         """
         if not self.grow_new:
             return self.keep_new
@@ -234,15 +234,15 @@ class TopK(PolicyDefaults):
         return min(self.keep_new, self.recent + max(0, written - self.recent) // step)
 
     def slots(self, n: int) -> int:
-        """Of a prompt of n tokens, once it has been read."""
+        """Return the slots per head kept of a prompt of n tokens, after prefill."""
         return min(n, self.budget or max(self.share(n), self.sinks + self.recent))
 
     def max_slots_in_prefill(self, n: int) -> int:
-        """All of a prompt, unless it is compressed chunk by chunk."""
+        """Return n, unless the prompt is compressed after each chunk."""
         return self.slots(n) if self.per_chunk else n
 
     def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
-        """One block of attention in float32; scores that look at keys alone take less at most lengths."""
+        """Return the bytes of one float32 attention block; scores from keys alone need less at most lengths."""
         from kvcli.kernels.attention_mass.reference import ROWS, SCORES
 
         return SCORE * min(SCORES, ROWS * heads * n)
@@ -257,20 +257,20 @@ class TopK(PolicyDefaults):
         return f"{share}, by {self.by}"
 
     def _round(self, at: CompressionPoint, done: int) -> Selection | None:
-        """None: nobody competes now."""
+        """Return the competing slots and their budget, or None if no slot competes now."""
         if at.phase == "answering":
             new = self.room_new(len(at.ids) - at.n_prompt)
             now = Selection(at.n_prompt, new, new, is_prompt=False)
         elif at.phase == "reading" and not self.per_chunk:
             return None
-        elif self.budget:  # of all prompts together
+        elif self.budget:  # one budget for all prompts together
             now = Selection(0, self.budget, at.n_prompt, is_prompt=True)
         else:
             now = Selection(done, self.share(at.n_prompt - done), at.n_prompt - done, is_prompt=True)
         return now if now.each >= 1 and now.most >= 1 else None
 
     def _score(self, s: Slots, at: LayerContext, now: Selection) -> tuple[Tensor, Tensor]:
-        """[K, S]: -inf for those who do not compete, +inf for those who need not; [n] units by position, or none."""
+        """Return scores [K, S], -inf = not competing, +inf = protected; and units by position [n], or none [0]."""
         from kvcli.policies.scoring import token_units
 
         competes = s.pos >= max(0, now.first)

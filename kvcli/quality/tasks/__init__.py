@@ -1,4 +1,4 @@
-"""The tasks, by name."""
+"""Quality tasks, by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TASKS: Mapping[str, Task] = {
 
 
 def chosen(names: Sequence[str] | None) -> list[Task]:
-    """The tasks of these names in the order of the table; None = all."""
+    """Return the tasks of these names in the order of the table; None = all."""
     if names is None:
         return list(TASKS.values())
     unknown = [n for n in names if n not in TASKS]

@@ -1,4 +1,4 @@
-"""Counting words: the common ones of a list, and the frequent ones of a coded text (RULER's cwe and fwe)."""
+"""Counting tasks: the common words of a list, and the frequent words of a coded text (RULER's cwe and fwe)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvcli.quality.prose import distinct, name
 from kvcli.quality.sample import Context, Question, SampleSeed, Task
 from kvcli.quality.score import share_of_references
 
-COMMON = 10  # words that are repeated most
-REPEATS = {4096: (30, 3), 1024: (6, 1), 0: (3, 1)}  # from so many tokens on: of common words, of the others
-ZIPF = 2.0  # the word of rank r is drawn with a chance of r ** -ZIPF
+COMMON = 10  # number of words that are repeated most
+REPEATS = {4096: (30, 3), 1024: (6, 1), 0: (3, 1)}  # by least length in tokens: repeats of common and of other words
+ZIPF = 2.0  # the word of rank r is drawn with probability proportional to r ** -ZIPF
 
 
 def _word(rng: Random) -> str:
@@ -33,7 +33,7 @@ def _common_prefix(n: int) -> str:
 
 
 def common(draw: SampleSeed, size: int) -> Context:
-    """A solved example of few words, then the list."""
+    """Write a solved example of few words, then the list."""
     rng = draw.rng()
     often, seldom = next(repeats for least, repeats in REPEATS.items() if draw.length >= least)
     example = distinct(rng, 6, _word)
@@ -47,12 +47,12 @@ def common(draw: SampleSeed, size: int) -> Context:
 
 
 def frequent(draw: SampleSeed, size: int) -> Context:
-    """Coded words by Zipf's law; the first rank is noise, the next three are asked for."""
+    """Write coded words by Zipf's law; the first rank is noise, the question asks for the next three."""
     rng = draw.rng()
     words = distinct(rng, max(8, draw.length // 50), _word)
     reach = list(accumulate((rank + 1) ** -ZIPF for rank in range(len(words))))
     ranks = [bisect_left(reach, rng.random() * reach[-1]) for _ in range(size)]
-    for rank in (1, 2, 3):  # so that the answer is right whatever the dice said
+    for rank in (1, 2, 3):  # so that the answer is right for every seed
         missing = max([ranks.count(r) for r in range(rank + 1, len(words))], default=0) + 1 - ranks.count(rank)
         ranks += [rank] * max(0, missing)
     said = shuffled(rng, ["..." if rank == 0 else words[rank] for rank in ranks])

@@ -1,4 +1,4 @@
-"""Taking things out of a text word for word: a span to repeat, and facts to put into JSON."""
+"""Extraction tasks: repeat a span of the text word for word, and put facts into JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTES = 3
 
 
 def copy_span(draw: SampleSeed, size: int) -> Context:
-    """Numbered notes of three sentences, one of them to be repeated."""
+    """Write numbered notes of three sentences; the question asks to repeat one."""
     rng = draw.rng()
     notes = [" ".join(filler(rng) for _ in range(3)) for _ in range(NOTES)]
     depths = sorted([draw.depth, *(rng.random() for _ in notes[1:])])
@@ -29,7 +29,7 @@ def copy_span(draw: SampleSeed, size: int) -> Context:
 
 
 def json_extract(draw: SampleSeed, size: int) -> Context:
-    """Three facts about one depot, other depots beside it."""
+    """Write three facts about one depot, and about other depots; the question asks for one depot as JSON."""
     rng = draw.rng()
     depots = [name(rng) for _ in range(3)]
     known = [{"access code": number(rng), "keeper": person(rng), "paint": pick(rng, COLOURS)} for _ in depots]

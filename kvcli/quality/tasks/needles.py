@@ -1,4 +1,4 @@
-"""Needles: facts hidden in a text, asked for one, several or all at a time (after RULER, arXiv 2404.06654)."""
+"""Needle tasks: facts hidden in a text; questions ask for one, several or all (after RULER, arXiv 2404.06654)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from kvcli.quality.prose import distinct, hide, listed, name, number, uuid
 from kvcli.quality.sample import Context, Make, Question, Rounds, SampleSeed, Task, as_many
 from kvcli.quality.score import share_of_references
 
-KEYS = 4  # needles of one kind where there are several
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the passkey grid
+KEYS = 4  # needles of one kind in tasks with several
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # depths of the passkey grid
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.".split(". ")
 
 
@@ -17,7 +17,7 @@ def fact(key: str, value: str, what: str = "access code") -> str:
 
 
 def ask(key: str, value: str, what: str = "access code", **meta: object) -> Question:
-    """One value by its key."""
+    """Return the question for one value by its key."""
     prefix = f"The {what} of depot {key} is"
     return Question(f"What is the {what} of depot {key}?", prefix, (value,), f" {value}.", meta)
 
@@ -46,7 +46,7 @@ def multikey(draw: SampleSeed, size: int) -> Context:
 
 
 def multikey_all(draw: SampleSeed, size: int) -> Context:
-    """Nothing but needles: the key alone tells them apart."""
+    """Write a text of needles only, which differ by their keys."""
     rng = draw.rng()
     pairs: dict[str, str] = {}
     while len(pairs) < size:
@@ -79,7 +79,7 @@ def multiquery(draw: SampleSeed, size: int) -> Context:
 
 
 def passkey(draw: SampleSeed, size: int) -> Context:
-    """Five short sentences over and over, one needle at a depth of the grid."""
+    """Write five short sentences repeatedly, with one needle at a depth of the grid."""
     rng = draw.rng()
     key, value, depth = name(rng), number(rng), DEPTHS[draw.index % len(DEPTHS)]
     noise = [NOISE[i % len(NOISE)].rstrip(".") + "." for i in range(size)]
@@ -87,7 +87,7 @@ def passkey(draw: SampleSeed, size: int) -> Context:
 
 
 def mqar(draw: SampleSeed, size: int) -> Context:
-    """Many pairs, several of them asked for: multi-query associative recall (Zoology, arXiv 2312.04927)."""
+    """Write many pairs and ask for several: multi-query associative recall (Zoology, arXiv 2312.04927)."""
     rng = draw.rng()
     keys, values = distinct(rng, 16, name), distinct(rng, 16, person)
     depths = [(i + rng.random()) / len(keys) for i in range(len(keys))]
@@ -98,7 +98,7 @@ def mqar(draw: SampleSeed, size: int) -> Context:
 
 
 def late_questions(draw: SampleSeed, size: int) -> Context:
-    """A conversation that goes back: the first question is about the latest fact, the last one about the earliest."""
+    """Write a chat in reverse order: the first question is about the latest fact, the last about the earliest."""
     rng = draw.rng()
     turns = 6
     keys, values = distinct(rng, turns, name), distinct(rng, turns, number)
@@ -110,12 +110,12 @@ def late_questions(draw: SampleSeed, size: int) -> Context:
 
 
 def _grid(n: int) -> int:
-    """Whole rounds of the grid's depths."""
+    """Round n up to whole rounds of the grid's depths."""
     return -(-n // len(DEPTHS)) * len(DEPTHS)
 
 
 def _exact(name: str, about: str, make: Make, least: int = 1, rounds: Rounds = as_many) -> Task:
-    """A task whose questions have one reference each, so that scores are 0 or 1."""
+    """Return a task whose questions have one reference each, so that scores are 0 or 1."""
     return Task(name, about, make, share_of_references, is_binary=True, least=least, rounds=rounds)
 
 

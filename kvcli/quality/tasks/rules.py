@@ -1,4 +1,4 @@
-"""Instruction retention: rules at the head of a long text, each checked on its own (after arXiv 2510.00231)."""
+"""Instruction retention task: rules at the beginning of a long text, checked separately (after arXiv 2510.00231)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvcli.quality.sample import Context, Question, SampleSeed, Task
 from kvcli.quality.score import has
 from kvcli.quality.tasks.needles import fact
 
-MOST = 25  # words
+MOST = 25  # most words of an answer
 
 Check = Callable[[str, tuple[str, ...]], bool]
-# What is asked for, and how it is checked. {0}, {1}, ... are words drawn for the context; the answer is never empty.
+# Rule and its check. {0}, {1}, ... are words drawn for the context; the checked answer is never empty.
 RULES: dict[str, tuple[str, Check]] = {
     "begin": ("Begin every answer with the word {0}.", lambda a, w: a.split()[0].strip(".,:;!*") == w[0]),
     "end": ("End every answer with the word {1}.", lambda a, w: a.split()[-1].strip(".,:;!*") == w[1]),
@@ -23,7 +23,7 @@ RULES: dict[str, tuple[str, Check]] = {
 
 
 def kept(answer: str, question: Question) -> dict[str, bool]:
-    """Which rules the answer keeps; an empty one keeps none."""
+    """Return by rule whether the answer follows it; an empty answer follows none."""
     words = question.references
     return {rule: bool(answer.split()) and check(answer, words) for rule, (_, check) in RULES.items()}
 

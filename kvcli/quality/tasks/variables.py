@@ -1,4 +1,4 @@
-"""Variable tracking: a chain of assignments scattered over the text, every name of it asked for (RULER's vt)."""
+"""Variable tracking task: a chain of assignments is scattered over the text, and all names are asked (RULER's vt)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _letters(rng: Random) -> str:
 
 
 def _chain(names: list[str], value: str) -> list[str]:
-    """VAR A = 12345; VAR B = VAR A; ..."""
+    """Return the assignments VAR A = 12345; VAR B = VAR A; ..."""
     links = [f"VAR {b} = VAR {a}." for a, b in pairwise(names)]
     return [f"VAR {names[0]} = {value}.", *links]
 
@@ -33,7 +33,7 @@ def _prefix(value: str) -> str:
 
 
 def vt(draw: SampleSeed, size: int) -> Context:
-    """One solved example, then the chain to follow."""
+    """Write a solved example, then the chain to follow."""
     rng = draw.rng()
     names, values = distinct(rng, 2 * (HOPS + 1), _letters), distinct(rng, 2, number)
     shown, asked = names[: HOPS + 1], names[HOPS + 1 :]

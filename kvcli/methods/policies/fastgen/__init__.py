@@ -1,1 +1,1 @@
-"""FastGen: a policy for each head, chosen from its own attention."""
+"""FastGen: an eviction policy per head, chosen from the head's attention."""

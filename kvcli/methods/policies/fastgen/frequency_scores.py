@@ -1,8 +1,8 @@
-"""How much each frequent token was looked at: one float for each, beside its position.
+"""Attention scores of frequent tokens: one float and one position per token.
 
-Paid for heads that keep frequent tokens, and for those tokens only: at 128 numbers a head, 8 bytes beside 512 of keys
-and values in bf16. The engine hands over the queries of what was accepted since the last boundary, so rejected guesses
-never count.
+They are stored only for heads that keep frequent tokens, and for those tokens only: at head size 128, 8 bytes per slot
+next to 512 bytes of keys and values in bf16. The engine passes the queries of tokens accepted since the last
+compression point, so rejected draft tokens never count.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 
 class Scores:
-    """Of one layer. Rows count for tokens beyond the guard only: the newest are kept without being asked for."""
+    """Attention scores of one layer. Rows score only tokens beyond the guard, because the newest are kept anyway."""
 
     def __init__(self, far: Tensor, rows: Tensor, upto: int, sets: CandidateSets, settings: FastGen) -> None:
-        """Begins with what rows at positions `rows` [m] of the first `upto` tokens looked at: far [K, S].
+        """Start with `far` [K, S]: attention by rows at positions `rows` [m] of the first `upto` tokens.
 
-        Counted is attention per row that could look; as published the sum, which favours old tokens.
+        A score is the attention per row that could attend to the token; as published the sum, which favours old tokens.
         """
         self._guard, self._most, self._decay = sets.guard, sets.most, settings.score_decay
         self._is_rate, self._upto = not settings.paper, upto
-        self._pending = far  # scores of all slots, until `bind` says which of them matter
-        self._rows = rows  # positions of all rows that counted, rising
-        self._weight = torch.ones_like(rows, dtype=far.dtype)  # of each
+        self._pending = far  # scores of all slots, until `bind` selects slots
+        self._rows = rows  # positions of all rows added, rising
+        self._weight = torch.ones_like(rows, dtype=far.dtype)  # weight of each row
         self._held: dict[int, tuple[Tensor, Tensor]] = {}  # head -> positions [P] rising, score [P]
 
     def state(self) -> State:
-        """Between boundaries, when no score is pending."""
+        """Return the scores between two compression points, when no score is pending."""
         held: State = {str(j): {"pos": pos, "score": score} for j, (pos, score) in self._held.items()}
         return {"upto": self._upto, "rows": self._rows, "weight": self._weight, "held": held}
 
     @staticmethod
     def made(given: SnapshotReader, sets: CandidateSets, settings: FastGen, heads: int, device: torch.device) -> Scores:
-        """From what `state` gave, of a layer with so many KV heads. Raises Misfit."""
+        """Build the scores from `state()` of a layer with `heads` KV heads. Raises SnapshotMismatch."""
         rows = given.tensor("rows", torch.int64, None).to(device)
         weight = given.floats("weight", len(rows)).to(device)
         new = Scores(weight.new_zeros(heads, 0), rows, given.number("upto", given.n), sets, settings)
@@ -58,11 +58,11 @@ class Scores:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the scores take, but for the rows that all heads share."""
+        """Bytes of the scores, without the rows that all heads share."""
         return sum(t.untyped_storage().nbytes() for pair in self._held.values() for t in pair)
 
     def add(self, s: Slots, at: LayerContext, wanted: Tensor) -> Tensor:
-        """[K, S]: the score of each slot after the rows that came since, for heads in `wanted` [K]."""
+        """Add the rows since the last call and return the scores [K, S] of the heads in `wanted` [K]."""
         fresh = (at.q_pos >= self._upto).nonzero()[:, 0]
         q, pos = at.q[:, fresh], at.q_pos[fresh]
         late = torch.full_like(pos, self._decay, dtype=self._weight.dtype) ** (at.kinds.shape[0] - 1 - pos)
@@ -84,7 +84,7 @@ class Scores:
         return score / self._seen(s.pos) if self._is_rate else score
 
     def bind(self, s: Slots, wanted: Tensor, chosen: Tensor) -> None:
-        """Remember the scores of the chosen slots [K, S] of heads in `wanted` [K]; the others are forgotten."""
+        """Store the scores of the chosen slots [K, S] of heads in `wanted` [K] and drop all others."""
         score, self._pending = self._pending, self._pending[:, :0]
         self._held = {}
         for j in wanted.nonzero()[:, 0].tolist():
@@ -92,7 +92,7 @@ class Scores:
             self._held[j] = pos.to(torch.int32), score[j][chosen[j]][order].float()
 
     def _of(self, head: int, pos: Tensor) -> Tensor:
-        """[S]: what is remembered of slots at these positions; 0 for others."""
+        """Return the stored scores [S] of one head at these positions; 0 where none is stored."""
         if head not in self._held or not self._held[head][0].shape[0]:
             return torch.zeros_like(pos, dtype=self._weight.dtype)
         known, score = self._held[head]
@@ -101,6 +101,6 @@ class Scores:
         return torch.where(known[i] == pos, score[i], 0.0).to(self._weight.dtype)
 
     def _seen(self, pos: Tensor) -> Tensor:
-        """[K, S]: rows, as they weigh now, that stand far enough behind each position to look at it; at least 1."""
+        """Return the summed weight [K, S] of the rows at least `guard` after each position; at least 1."""
         behind = torch.cat((self._weight.flip(0).cumsum(0).flip(0), self._weight.new_zeros(1)))  # [R + 1]
         return behind[torch.searchsorted(self._rows, pos.to(self._rows.dtype) + self._guard)].clamp(min=1.0)

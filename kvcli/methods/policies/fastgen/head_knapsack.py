@@ -1,8 +1,8 @@
-"""One candidate for each head within a common budget: a multiple-choice knapsack, by the best gain for its cost.
+"""Multiple-choice knapsack: choose one candidate per head within a shared budget, by the best gain for its cost.
 
-Each head's candidates are thinned to the upper hull of value over cost, so that its upgrades get worse one by one, and
-the upgrades of all heads are bought in the order of value per token until one does not fit: up to there no other choice
-is better. What is left buys the best of the upgrades that still fit, on the hull or not.
+Each head's candidates are reduced to the upper hull of value over cost, so that its upgrades have falling gain. The
+upgrades of all heads are bought in order of value per token until one does not fit; up to there the choice is optimal.
+The remaining budget buys the best of the upgrades that still fit, on the hull or not.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Upgrade:
-    loss: float  # minus value per token, so that the best comes first
+    loss: float  # minus value per token, so that the best sorts first
     head: int
-    step: int  # of its hull
+    step: int  # index in the head's hull
     tokens: float
 
 
 def solve(value: Sequence[Sequence[float]], cost: Sequence[Sequence[float]], budget: float) -> list[int]:
-    """value, cost [N][C] -> the candidate of each of N heads, total cost at most `budget`.
+    """Choose a candidate for each of N heads from value, cost [N][C], with a total cost of at most `budget`.
 
-    Where even the cheapest are more than the budget, they are the answer.
+    If even the cheapest candidates exceed the budget, they are returned.
     """
     hulls = [_hull(v, c) for v, c in zip(value, cost, strict=True)]
     left = budget - sum(cost[head][hull[0]] for head, hull in enumerate(hulls))
@@ -44,7 +44,7 @@ def solve(value: Sequence[Sequence[float]], cost: Sequence[Sequence[float]], bud
 def _fill(
     value: Sequence[Sequence[float]], cost: Sequence[Sequence[float]], chosen: list[int], left: float
 ) -> list[int]:
-    """The same with the best upgrades that the rest of the budget buys."""
+    """Add the best upgrades that the rest of the budget buys to `chosen`."""
     while True:
         fits = [
             ((value[head][i] - value[head][now]) / (cost[head][i] - cost[head][now]), -head, i)
@@ -60,13 +60,13 @@ def _fill(
 
 
 def _hull(value: Sequence[float], cost: Sequence[float]) -> list[int]:
-    """Candidates from the cheapest on, each dearer and better than the one before, at falling value per token."""
+    """Return the candidates on the upper hull, cheapest first: rising cost and value, falling value per token."""
     order = sorted(range(len(value)), key=lambda i: (cost[i], -value[i]))
     hull = [order[0]]
     for i in order[1:]:
         if value[i] <= value[hull[-1]]:
             continue
-        if cost[i] == cost[hull[-1]]:  # then the better one came first
+        if cost[i] == cost[hull[-1]]:  # the better one was sorted first
             continue
         while len(hull) > 1 and _slope(value, cost, hull[-1], i) >= _slope(value, cost, hull[-2], hull[-1]):
             hull.pop()

@@ -1,4 +1,4 @@
-"""What FastGen knows of one layer of a text: what its heads were measured to look at, and what each of them chose."""
+"""FastGen's state of one layer of a sequence: the measured values of the candidates and the choice of each head."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LayerChoice:
-    """One layer of the text."""
+    """The candidates measured for one layer of a sequence, and the choice of each head."""
 
     sets: CandidateSets
-    value: Tensor  # [C, K] what each candidate is worth to a head
-    cost: Tensor  # [C, K] tokens
-    measured: int  # tokens of the text when that was so
+    value: Tensor  # [C, K] value of each candidate to a head
+    cost: Tensor  # [C, K] tokens kept
+    measured: int  # tokens of the sequence when it was measured
     chosen: list[int] = field(default_factory=list)  # [K] candidates
-    frequent: Tensor | None = None  # [K, S] frequent slots of this very boundary
-    scores: Scores | None = None  # of frequent tokens, while answering
+    frequent: Tensor | None = None  # [K, S] frequent slots measured at the current compression point
+    scores: Scores | None = None  # scores of frequent tokens, while answering
 
     def state(self) -> State:
-        """Between boundaries, when nothing is `frequent`."""
+        """Return the state between two compression points, when `frequent` is None."""
         sets, chosen = self.sets, torch.tensor(self.chosen)
         numbers = {"local": sets.local, "most": sets.frequent, "measured": self.measured}
         tensors = {"punct": torch.tensor(sets.punct), "value": self.value, "cost": self.cost, "chosen": chosen}
@@ -40,7 +40,7 @@ class LayerChoice:
 
     @staticmethod
     def made(given: SnapshotReader, settings: FastGen, heads: int, device: torch.device) -> LayerChoice:
-        """From what `state` gave, of a layer with so many KV heads. Raises Misfit."""
+        """Build the choice from `state()` of a layer with `heads` KV heads. Raises SnapshotMismatch."""
         c = len(settings.candidates)
         sets = replace(
             CandidateSets.of(settings, torch.zeros(0, dtype=torch.int8)),
@@ -54,12 +54,12 @@ class LayerChoice:
         return LayerChoice(sets, value, cost, given.number("measured", given.n), chosen, scores=scores)
 
     def having(self, word: str, like: Tensor) -> Tensor:
-        """[K, 1] bool: which heads chose a candidate with this word."""
+        """Return, as bool [K, 1], the heads that chose a candidate with this word."""
         words = self.sets.having(word)
         return torch.tensor([words[c] for c in self.chosen], device=like.device).unsqueeze(1)
 
     def loose(self, s: Slots, at: LayerContext) -> Tensor:
-        """[K, S] bool: what heads keep, frequent tokens aside."""
+        """Return the slots [K, S] that heads keep, without frequent tokens."""
         always, punct = classes(s, at.kinds, self.sets)
         age = at.kinds.shape[0] - 1 - s.pos
         reach = torch.where(self.having("local", age), self.sets.local, self.sets.guard)
@@ -67,6 +67,6 @@ class LayerChoice:
         return (mask | (age < reach) | self.having("full", age)) & (s.pos >= 0)
 
     def fresh(self, s: Slots, at: LayerContext) -> Tensor:
-        """[K, S] bool: what heads keep at the boundary where they were measured."""
+        """Return the slots [K, S] that heads keep at the compression point where they were measured."""
         mask = self.loose(s, at)
         return mask if self.frequent is None else mask | (self.frequent & self.having("frequent", s.pos))

@@ -1,12 +1,12 @@
-"""Each head keeps what it looks at: FastGen (Ge et al., arXiv 2310.01801).
+"""FastGen: an eviction policy that adapts to the attention of each head (Ge et al., arXiv 2310.01801).
 
-When a prompt has been read, a few of its rows say how much attention every head would lose under each of a handful of
-policies (recovery.py), and the head gets the cheapest that loses little enough; or, with `keep`, all heads share one
-budget (head_knapsack.py). While the text has nothing beyond the guard window that a head may forget, there is nothing
-to judge by: all of it stays, and its answer, until a later prompt is long enough. `paper = true` measures as published:
-on all rows, their plain mean, without a guard window. Heads that `headmap` names keep everything. Sliding layers are
-left whole. With `recovery = "auto"` T is found: the newest tokens of the prompt are predicted again by what heads would
-keep, and T is the lowest that predicts them well.
+After prefill, the attention of a few prompt rows is measured to find how much of it each head would lose under each of
+a few candidate policies (recovery.py). The head gets the cheapest candidate that loses little enough or, with `keep`,
+all heads share one budget (head_knapsack.py). While a sequence has no evictable tokens beyond the guard window, nothing
+can be measured: all tokens are kept, the answer's too, until a later prompt is long enough. `paper = true` measures as
+published: all rows, their plain mean, no guard window. Heads named by `headmap` keep everything. Sliding-window layers
+are not evicted. With `recovery = "auto"` T is searched: the newest prompt tokens are predicted again from the slots
+that heads would keep, and T is the lowest that predicts them well.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Candidate = Literal[
 Ratio = Literal["auto"] | Annotated[float, Range(0, 1)]
 CANDIDATES: tuple[Candidate, ...] = get_args(Candidate)
 PAPER: tuple[Candidate, ...] = ("special", "punct", "punct+frequent", "punct+frequent+local")
-LAST = 32  # newest rows of a prompt that are probed each, at most as many as are spread
-ROWS_ON_CPU = 16  # spread over the second half of a prompt, and as many newest: more would be felt beside reading it
-ROWS = 128  # spread over its second half, on a GPU
-RATIO = 0.3  # of newest and of most looked-at tokens, as published
-PART = 0.4  # of the budget, where there is one: larger sets leave most heads with nothing but the guard
-PAPER_ROWS = 1024  # of a longer prompt, so many rows at equal distances stand for all
+LAST = 32  # newest rows of a prompt that are all measured, at most as many as are spread
+ROWS_ON_CPU = 16  # rows spread over the second half of a prompt, and as many newest; more would slow prefill noticeably
+ROWS = 128  # rows spread over its second half, on a GPU
+RATIO = 0.3  # share of newest and of frequent tokens, as published
+PART = 0.4  # share of the budget, if there is one: larger sets leave most heads with the guard window alone
+PAPER_ROWS = 1024  # of a longer prompt, so many rows at equal distances are measured
 
 
 @dataclass(frozen=True)
 class FastGen(PolicyDefaults):
-    """Keep in each head what it looks at: special tokens, punctuation, newest, most looked at, or all (FastGen)."""
+    """Keep in each head the tokens it attends to: special, punctuation, newest, most attended, or all (FastGen)."""
 
     criterion: Literal["mean", "cvar10", "p05"] = "cvar10"  # over rows: mean, mean of the worst tenth, 5th percentile
     recovery: Literal["auto"] | Annotated[float, Range(0, 1)] = 0.8  # attention a head must keep; auto = by kl_max
@@ -78,7 +78,7 @@ class FastGen(PolicyDefaults):
 
     @property
     def candidates(self) -> tuple[str, ...]:
-        """What a head chooses from; everything comes last."""
+        """Candidates of a head; "full" is last."""
         return (*(PAPER if self.paper else self.policies), "full")
 
     @property
@@ -88,12 +88,12 @@ class FastGen(PolicyDefaults):
 
     @property
     def reach(self) -> float:
-        """Newest tokens of a local head, as a share of the prompt."""
+        """Newest tokens that a local head keeps, as a share of the prompt."""
         return self._usual if self.local_ratio == "auto" else self.local_ratio
 
     @property
     def most(self) -> float:
-        """Most looked-at tokens, as a share of the text."""
+        """Frequent tokens (most attended to), as a share of the sequence."""
         return self._usual if self.frequent_ratio == "auto" else self.frequent_ratio
 
     @property
@@ -102,7 +102,7 @@ class FastGen(PolicyDefaults):
 
     @property
     def is_crossfit(self) -> bool:
-        """Are frequent tokens chosen on other rows than they are measured on?"""
+        """True if frequent tokens are chosen on other rows than they are measured on."""
         return self.crossfit and not self.paper
 
     @property
@@ -112,33 +112,33 @@ class FastGen(PolicyDefaults):
 
     @property
     def least(self) -> float:
-        """Attention that a head must keep, until a text has said what is enough: where that is to be found, all."""
+        """Share of attention that a head must keep at first; with `recovery = "auto"` all, until T is searched."""
         return 1.0 if self.recovery == "auto" else self.recovery
 
     @property
     def rows(self) -> int:
-        """Rows spread over the second half of a prompt: what `auto` means where nothing says otherwise."""
+        """Rows spread over the second half of a prompt; `auto` = the number on a GPU (see `on`)."""
         return ROWS if self.probe_rows == "auto" else self.probe_rows
 
     def probes(self, n: int) -> Sequence[int]:
-        """Rows of a prompt of n tokens to measure: its second half, where attention has something to leave out."""
+        """Return the rows of a prompt of n tokens to measure, from its second half, as they attend to enough tokens."""
         if self.paper:
             return spread(0, n, PAPER_ROWS)
         half, last = n // 2, max(n // 2, n - min(LAST, self.rows))
         return [*spread(half, last, self.rows), *range(last, n)]
 
     def of(self, lm: LM) -> FastGen:
-        """The same settings, as they are read for this model: how many rows `auto` is."""
+        """Return the settings for this model, with `probe_rows = "auto"` resolved."""
         return self.on(lm.device.type)
 
     def on(self, kind: str) -> FastGen:
-        """The same for such a device."""
+        """Return the settings for a device of this kind."""
         is_auto = self.probe_rows == "auto" and not self.paper and kind == "cpu"
         return replace(self, probe_rows=ROWS_ON_CPU) if is_auto else self
 
     def requirements(self, lm: LM) -> PolicyRequirements:
-        """Raises BadInput for a head map that cannot be read, or is of another model, and BadModel where heads store
-        nothing of their own."""
+        """Return the policy's requirements. Raises BadInput for a head map that cannot be read or is of another model,
+        and BadModel if heads store no keys of their own."""
         from kvcli.engine.sequence.token_kinds import SYSTEM, TOOLS
         from kvcli.methods.policies.fastgen.text_state import FastGenState
         from kvcli.policies.scoring.headmap import head_rows, refuse_latents
@@ -151,7 +151,7 @@ class FastGen(PolicyDefaults):
         rows = head_rows(self.headmap, lm) if self.headmap else []
         full = [[value >= self.headmap_from for value in row] for row in rows]
         since = own.compression_interval if any("frequent" in name for name in own.candidates) else 0
-        again = own.rows if own.reprofile_interval else 0  # of what is to be measured again
+        again = own.rows if own.reprofile_interval else 0  # rows recorded for a new measurement
         kinds = frozenset({SYSTEM, TOOLS}) if self.protect and not self.paper else frozenset()
         return PolicyRequirements(
             recent=max(since, again),
@@ -162,25 +162,25 @@ class FastGen(PolicyDefaults):
         )
 
     def select(self, at: CompressionPoint) -> Steps[Masks]:
-        """What each head of this text chose, once a prompt has been read."""
+        """Select the slots of each head by its choice, which is made after prefill."""
         found: Masks = yield from at.memory.choose(at)
         return found
 
     def slots(self, n: int) -> int:
-        """Of a prompt of n tokens, once it has been read; by recovery only the text itself can say, so all of them."""
+        """Return the slots per head after prefill of n tokens; without `keep` they depend on the text, so n."""
         return min(n, max(round(self.keep * n), self.sinks + self.guarded)) if self.keep else n
 
     def max_slots_in_prefill(self, n: int) -> int:
-        """All of a prompt: heads are judged when it has been read."""
+        """Return n, because heads are measured after prefill."""
         return n
 
     def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
-        """What each of the probed rows sees, as long as it may be held."""
+        """Return the bytes of the measured rows' attention, at most `max_profile_mb`."""
         seen = sum(row + 1 for row in self.on(kind).probes(n))
         return min(int(self.max_profile_mb * 2**20), number * heads * seen)
 
     def describe_result(self, memory: FastGenState) -> str:
-        """The recovery that was looked for."""
+        """Return the T that was found, in words."""
         return f"by T = {memory.recovery:.2f}" if self.recovery == "auto" else ""
 
     is_uneven = True
@@ -194,7 +194,7 @@ class FastGen(PolicyDefaults):
 
 
 def spread(start: int, end: int, most: int) -> list[int]:
-    """At most so many of the whole numbers from start to end - 1, at equal distances."""
+    """Return at most `most` integers from start to end - 1, at equal distances."""
     n = max(0, end - start)
     count = min(n, most)
     return [start + i * n // count for i in range(count)]

@@ -1,10 +1,10 @@
-"""How much attention a head keeps under each of FastGen's policies, measured on a few rows of the prompt.
+"""Recovery: the share of attention a head keeps under each FastGen candidate, measured on a few prompt rows.
 
-For one row with attention a over tokens, keeping the set S leaves R = sum of a over S; what softmax makes of the rest
+For one row with attention a over tokens, keeping the set S leaves R = sum of a over S. The renormalised softmax over S
 is at a total variation distance of exactly 1 - R from a, so R is all there is to measure (FastGen, Ge et al.,
-arXiv 2310.01801, with that norm). Three things keep the estimate honest: a guard window that belongs to every policy,
-frequent tokens chosen on other rows than those they are measured on (cross-fit), and criteria that look at the worst
-rows instead of all of them. Rows go in blocks, so that memory is bounded at any length.
+arXiv 2310.01801, with that norm). Three measures prevent a biased estimate: a guard window in every candidate, frequent
+tokens chosen on other rows than those they are measured on (cross-fit), and criteria on the worst rows instead of all
+rows. Rows are processed in blocks, so that memory is bounded at any length.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Criterion = Literal["mean", "cvar10", "p05"]
 
 @dataclass(frozen=True, slots=True)
 class CandidateSets:
-    """What the words of a candidate mean for one text."""
+    """Token sets that the words of a candidate ("punct", "local", "frequent") mean for one sequence."""
 
     candidates: tuple[frozenset[str], ...]  # each a union of "punct", "local", "frequent"; or {"full"}
     sinks: int  # positions below are special
     guard: int  # newest tokens that every candidate keeps
-    local: int  # tokens, never fewer than the guard
-    frequent: int  # tokens
-    punct: tuple[int, ...]  # kinds of tokens
+    local: int  # newest tokens of a local head, never fewer than the guard
+    frequent: int  # number of frequent tokens
+    punct: tuple[int, ...]  # token kinds that count as punctuation
     crossfit: bool
-    most: int  # bytes of attention that may be held
+    most: int  # most bytes of attention in memory
 
     @staticmethod
     def of(settings: FastGen, kinds: Tensor, n_prompt: int | None = None) -> CandidateSets:
-        """For a text of these kinds [T]; the reach of local heads is a share of its prompt (None: the whole text)."""
+        """Build the sets for token kinds [T]; the local window is a share of the prompt (None: of all T tokens)."""
         n = kinds.shape[0]
         local = round(settings.reach * (n if n_prompt is None else n_prompt))
         return CandidateSets(
@@ -55,21 +55,21 @@ class CandidateSets:
         )
 
     def having(self, word: str) -> list[bool]:
-        """Which candidates have this word."""
+        """Return for each candidate whether it has this word."""
         return [word in c for c in self.candidates]
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What the rows say of one layer. C candidates, K KV heads, G query heads of each, m rows, S slots."""
+    """Recovery measured for one layer. C candidates, K KV heads, G query heads per KV head, m rows, S slots."""
 
-    mass: Tensor  # [C, K, G, m]: attention that a candidate keeps, of 1
-    cost: Tensor  # [C, K] int64: tokens it keeps of those stored
-    frequent: Tensor  # [K, S] bool: the frequent slots, chosen on all rows
+    mass: Tensor  # [C, K, G, m]: share of attention that a candidate keeps
+    cost: Tensor  # [C, K] int64: stored tokens that a candidate keeps
+    frequent: Tensor  # [K, S] bool: frequent slots, chosen on all rows
     far: Tensor  # [K, S]: attention of rows beyond the guard, summed over rows, mean over query heads
 
     def value(self, criterion: Criterion, gqa: Literal["mean", "min"]) -> Tensor:
-        """[C, K]: one number for each candidate of a KV head."""
+        """Reduce the recovery to one number per candidate and KV head [C, K]."""
         mass = self.mass.mean(2) if gqa == "mean" else self.mass.amin(2)  # [C, K, m]
         if criterion == "mean":
             return mass.mean(-1)
@@ -94,10 +94,10 @@ def recover(
     protected: Tensor | None = None,
     n_prompt: int | None = None,
 ) -> Recovery:
-    """Rows q [H, m, D] at rising positions q_pos [m] over the slots of one layer; kinds [T] by position.
+    """Measure the recovery of one layer with rows q [H, m, D] at rising positions q_pos [m]; kinds [T] by position.
 
-    `sink` [H]: learned logits that take mass and are never forgotten. `protected` [K, S]: slots that stay under every
-    candidate. `n_prompt`: local reach and punctuation go by this many tokens; None = all of T.
+    `sink` [H]: learned attention sink logits, which are never evicted. `protected` [K, S]: slots kept under every
+    candidate. `n_prompt`: tokens that set the local window and punctuation; None = all of T.
     """
     sets = CandidateSets.of(settings, kinds, n_prompt)
     always, punct = classes(s, kinds, sets)
@@ -118,7 +118,7 @@ def recover(
 
 
 def classes(s: Slots, kinds: Tensor, sets: CandidateSets) -> tuple[Tensor, Tensor]:
-    """[K, S] bool each: slots kept under every candidate, and slots that are punctuation."""
+    """Return two masks [K, S]: slots kept under every candidate, and punctuation slots."""
     kind = kinds.to(s.pos.device)[s.pos.clamp(min=0).long()]
     stored = s.pos >= 0
     special = (kind == SPECIAL) | (kind == SYSTEM) | (kind == TOOLS) | (s.pos < sets.sinks)
@@ -129,14 +129,17 @@ def classes(s: Slots, kinds: Tensor, sets: CandidateSets) -> tuple[Tensor, Tenso
 
 
 def punctuation(kinds: Tensor, cap: float) -> tuple[int, ...]:
-    """The kinds that count as punctuation: in code it is no cheap set, and then only ends of sentences and lines do."""
+    """Return the token kinds that count as punctuation.
+
+    Above the share `cap`, as in code, keeping all punctuation is not cheap, so only ends of sentences and lines count.
+    """
     every = (PUNCT, END, NEWLINE)
     share = sum(int((kinds == each).sum()) for each in every) / max(1, kinds.shape[0])
     return every if share <= cap else (END, NEWLINE)
 
 
 def top(score: Tensor, allowed: Tensor, n: int) -> Tensor:
-    """[K, S] bool: the n highest scores of each head among those allowed."""
+    """Select the n highest scores of each head among the allowed slots -> bool [K, S]."""
     n = min(n, score.shape[-1])
     best = score.masked_fill(~allowed, -torch.inf).topk(n, dim=-1, sorted=False).indices
     return torch.zeros_like(allowed).scatter_(-1, best, True) & allowed
@@ -145,11 +148,11 @@ def top(score: Tensor, allowed: Tensor, n: int) -> Tensor:
 def _heads(
     look: RowAttention, always: Tensor, punct: Tensor, sets: CandidateSets
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """mass [C, B, G, m], cost [C, B], frequent [B, S], far [B, S]: first what far rows look at, then what is lost."""
+    """Return mass [C, B, G, m], cost [C, B], frequent [B, S] and far [B, S]: first attention sums, then losses."""
     b, m, g, _ = look.q.shape
     wide = torch.promote_types(look.q.dtype, torch.float32)
     blocks = look.blocks(sets.most)
-    # two passes: the second takes its attention from the first, if that may be held
+    # two loops: the second reuses the attention of the first, if it fits in memory
     held: list[Tensor] | None = [] if b * m * look.each <= sets.most else None
     columns = look.q.new_zeros(b, 2, look.k.shape[1], dtype=wide)
     for at in blocks:
@@ -164,12 +167,12 @@ def _heads(
     allowed = stored & ~always & ~punct
     far = columns.sum(1)
     frequent = top(far, allowed, sets.frequent)
-    # rows 0, 2, 4, ... are measured with what rows 1, 3, 5, ... chose, and the other way round
+    # rows 0, 2, 4, ... are measured with the slots that rows 1, 3, 5, ... chose, and vice versa
     apart = sets.crossfit and m > 1
     chosen = [top(columns[:, 1 - i], allowed, sets.frequent) for i in range(2)] if apart else [frequent]
     lost = torch.stack([_lost(stored & ~always, punct, each, sets) for each in chosen], 1)  # [B, 1 or 2, C, S]
     ours = [[i for i, has in enumerate(sets.having("local")) if has == is_local] for is_local in (False, True)]
-    parts = [(which, lost[:, :, which].to(look.k.dtype)) for which in ours]  # by what is near
+    parts = [(which, lost[:, :, which].to(look.k.dtype)) for which in ours]  # without and with the local window
     del lost
     gone = look.q.new_zeros(b, m, g, len(sets.candidates), dtype=wide)
     for i, at in enumerate(blocks):
@@ -183,7 +186,7 @@ def _heads(
 
 
 def _lost(loose: Tensor, punct: Tensor, frequent: Tensor, sets: CandidateSets) -> Tensor:
-    """[B, C, S] bool: those of the loose slots that a candidate does not keep for what they are."""
+    """Return the evictable slots [B, C, S] that a candidate keeps neither as punctuation nor as frequent tokens."""
     lost = loose.unsqueeze(1).repeat(1, len(sets.candidates), 1)
     for i, words in enumerate(sets.candidates):
         if "punct" in words:
@@ -198,7 +201,7 @@ def _lost(loose: Tensor, punct: Tensor, frequent: Tensor, sets: CandidateSets) -
 def _gone(
     look: RowAttention, at: Block, p: Tensor | None, parts: list[tuple[list[int], Tensor]], sets: CandidateSets
 ) -> Tensor:
-    """[b, r, G, C]: what each row would lose, near tokens being safe; parts: candidates without and with "local"."""
+    """Return the attention [b, r, G, C] that each row loses beyond the near tokens; parts: without and with "local"."""
     if p is None:
         p = look.attention(at, sets.guard)
     b, r, g, _ = p.shape

@@ -1,4 +1,4 @@
-"""FastGen at work: what each head of one text chose, and what it keeps at every boundary."""
+"""FastGen's state of one sequence: the choice of each head, and the slots it keeps at each compression point."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
     from kvcli.kv.slots import Masks
     from kvcli.methods.policies.fastgen.policy import FastGen
 
-TRIALS = 6  # of T; each is a short pass
-LEAST = 16  # rows below which a later prompt is not measured: heads stay with what they chose
+TRIALS = 6  # values of T tried; each takes a short forward pass
+LEAST = 16  # a later prompt with fewer rows is not measured: heads keep their choice
 
 
 class FastGenState:
-    """What is known of one text. Everything stays while a prompt is read, then each head chooses."""
+    """FastGen's state of one sequence. All slots are kept during prefill; then a candidate is chosen per head."""
 
     def __init__(self, settings: FastGen, lm: LM, full: Sequence[Sequence[bool]] = ()) -> None:
-        """`full` [L][K]: heads that keep everything, whatever they look at."""
+        """`full` [L][K]: heads that keep everything regardless of their attention."""
         self.settings, self._lm = settings, lm
         self.recovery = settings.least  # T in force
         self._full = full
         self._layers: dict[int, LayerChoice] = {}
 
     def choose(self, at: CompressionPoint) -> Steps[Masks]:
-        """What each head's choice keeps; a sliding layer everything."""
+        """Return the slots that each head's choice keeps; sliding-window layers keep all."""
         masks: list[Tensor | None] = [None] * len(at.layers)
         if at.phase == "reading":
             return masks
-        measured = [self.measure(*at.layer(i)) for i in at.open]  # all layers, before any is judged
+        measured = [self.measure(*at.layer(i)) for i in at.open]  # all layers, before any choice
         if any(measured):
             self._choose()
             n = min(self.settings.replay, len(at.ids) // 2)
             if n and at.phase == "read" and self.settings.recovery == "auto":
-                while not at.kv.reaches(len(at.ids) - n):  # a sliding layer lacks what the first of them saw
+                while not at.kv.reaches(len(at.ids) - n):  # a sliding-window layer lacks slots for the first of them
                     n //= 2
                 yield from self._settle_on(Replay(at, n))
         for i in self._layers:
@@ -56,12 +56,12 @@ class FastGenState:
         return masks
 
     def snapshot(self) -> State:
-        """What each head chose and is judged by."""
+        """Return the choice and the measurements of each head."""
         layers: State = {str(i): layer.state() for i, layer in self._layers.items()}
         return {"recovery": self.recovery, "layers": layers}
 
     def restore(self, given: SnapshotReader) -> None:
-        """Become what gave this."""
+        """Load the state of a snapshot."""
         self.recovery = given.share("recovery")
         for i, shape in enumerate(self._lm.shapes):
             if str(i) in given.part("layers"):
@@ -69,24 +69,24 @@ class FastGenState:
                 self._layers[i] = LayerChoice.made(one, self.settings, shape.n_kv_heads, self._lm.device)
 
     def chosen(self) -> dict[int, list[str]]:
-        """By layer, the candidate of each KV head; sliding layers and texts not yet read have none."""
+        """Return by layer the candidate of each KV head; none for sliding-window layers and before prefill ends."""
         names = self.settings.candidates
         return {i: [names[c] for c in layer.chosen] for i, layer in self._layers.items()}
 
     def kept_at(self, recovery: float) -> float:
-        """Share of the stored tokens that heads would keep by this recovery, as last measured; 1 if never."""
+        """Return the share of stored tokens that heads would keep at this T, as last measured; 1 if never."""
         some = [(layer, self._cheapest(layer, i, recovery)) for i, layer in self._layers.items()]
         kept = sum(int(layer.cost[c, j]) for layer, chosen in some for j, c in enumerate(chosen))
         return kept / sum(int(layer.cost[-1].sum()) for layer, _ in some) if some else 1.0
 
     def measure(self, s: Slots, at: LayerContext) -> bool:
-        """One layer, where there is anything to judge by."""
+        """Measure one layer if it is due; return True if it was measured."""
         if is_due := self._is_due(s, at):
             self._layers[at.layer] = self._measured(s, at)
         return is_due
 
     def _settle_on(self, replay: Replay) -> Steps[None]:
-        """The lowest T that loses no more than it may, by halves: what was tried last and was enough, or everything."""
+        """Find the lowest T whose loss is at most `kl_max`, by bisection; 1 (keep everything) if no T suffices."""
         low, high = 0.0, 1.0
         for _ in range(TRIALS):
             self.recovery = (low + high) / 2
@@ -97,24 +97,24 @@ class FastGenState:
         self._choose()
 
     def _tried(self, s: Slots, at: LayerContext) -> Tensor:
-        """What one layer would keep by the choice under trial; remembers nothing of it."""
+        """Return the slots that one layer would keep by the choice being tried, without changing state."""
         layer = self._layers.get(at.layer)
         return s.pos >= 0 if layer is None else layer.fresh(s, at)
 
     def _choose(self) -> None:
-        """By the budget, or by T."""
+        """Choose a candidate for each head, by the budget `keep` or by T."""
         if self.settings.keep:
             return self._share()
         for i, layer in self._layers.items():
             layer.chosen = self._cheapest(layer, i, self.recovery)
 
     def mask(self, s: Slots, at: LayerContext) -> Tensor:
-        """What the choices of one layer keep [K, S]; nothing is forgotten of one that was never measured."""
+        """Return the slots [K, S] that one layer keeps; all of them if it was never measured."""
         layer = self._layers.get(at.layer)
         return s.pos >= 0 if layer is None else self._mask(layer, s, at)
 
     def _is_due(self, s: Slots, at: LayerContext) -> bool:
-        """Are there rows to measure, and slots to judge by?"""
+        """Return True if the layer is to be measured: there are new rows, and evictable slots beyond the guard."""
         layer, pos = self._layers.get(at.layer), at.q_pos[self._rows(at)]
         if at.phase == "read":
             is_time = layer is None or int((pos >= layer.measured).sum()) >= LEAST
@@ -124,14 +124,14 @@ class FastGenState:
         return is_time and pos.shape[0] > 0 and self._is_evidence(s, at, int(pos.max()))
 
     def _is_evidence(self, s: Slots, at: LayerContext, row: int) -> bool:
-        """Has a row at this position a slot beyond the guard that a head may forget? Near ones are kept unasked, so
-        without any the cheapest candidate would seem good enough for every head."""
+        """Return True if a row at this position has an evictable slot beyond the guard. Near slots are always kept, so
+        without one the cheapest candidate would seem good enough for every head."""
         always, _ = classes(s, at.kinds, CandidateSets.of(self.settings, at.kinds, at.n_prompt))
         far = (s.pos >= 0) & (s.pos <= row - self.settings.guarded)
         return bool((far & ~always & ~at.protected).any())
 
     def _rows(self, at: LayerContext) -> Tensor:
-        """[m] which of the queries at hand to measure."""
+        """Return the indices [m] of the recorded queries to measure."""
         if at.phase == "read":
             wanted = torch.tensor(self.settings.probes(at.kinds.shape[0]), device=at.q_pos.device)
             return torch.isin(at.q_pos, wanted).nonzero()[:, 0]
@@ -147,13 +147,13 @@ class FastGenState:
         return LayerChoice(sets, value, found.cost, n, frequent=found.frequent, scores=scores)
 
     def _scores(self, found: Recovery, q_pos: Tensor, at: LayerContext, sets: CandidateSets) -> Scores:
-        """What the measured rows looked at, as the beginning of what all later rows will."""
-        # the paper adds up over all rows, of which a long prompt is measured on some
+        """Return the scores of frequent tokens, initialized with the attention of the measured rows."""
+        # the paper sums over all rows; of a long prompt only some are measured, so the sum is scaled
         weight = at.kinds.shape[0] / q_pos.shape[0] if self.settings.paper else 1.0
         return Scores(found.far * weight, q_pos, at.kinds.shape[0], sets, self.settings)
 
     def _cheapest(self, layer: LayerChoice, i: int, recovery: float) -> list[int]:
-        """The cheapest candidate of each head that recovers enough; everything always does."""
+        """Return the cheapest candidate of each head that recovers enough; "full" always does."""
         last, n_kv = layer.value.shape[0] - 1, layer.value.shape[1]
         if recovery >= 1:  # a token without attention on the measured rows may get some later
             return [last] * n_kv
@@ -163,13 +163,13 @@ class FastGenState:
         return [last if self._is_full(i, j) else c for j, c in enumerate(best)]
 
     def _share(self) -> None:
-        """One budget for all heads: `keep` of what they store."""
+        """Choose candidates within one budget for all heads: `keep` of their stored tokens."""
         heads = [(i, j) for i, layer in sorted(self._layers.items()) for j in range(layer.cost.shape[1])]
         cost = [self._layers[i].cost[:, j].tolist() for i, j in heads]
         value = [self._layers[i].value[:, j].tolist() for i, j in heads]
         budget = self.settings.keep * sum(c[-1] for c in cost)
         for n, (i, j) in enumerate(heads):
-            if self.settings.keep >= 1 or self._is_full(i, j):  # every candidate costs what everything does
+            if self.settings.keep >= 1 or self._is_full(i, j):  # give all candidates the cost of "full"
                 cost[n], value[n] = cost[n][-1:] * len(cost[n]), [0.0] * (len(cost[n]) - 1) + [1.0]
         chosen = solve(value, cost, budget)
         for layer in self._layers.values():
@@ -181,7 +181,7 @@ class FastGenState:
         return bool(self._full) and self._full[layer][head]
 
     def _mask(self, layer: LayerChoice, s: Slots, at: LayerContext) -> Tensor:
-        """[K, S] bool, and the scores brought up to date."""
+        """Return the slots to keep [K, S], and update the scores."""
         mask, frequent = layer.fresh(s, at), layer.having("frequent", s.pos)
         if not bool(frequent.any()):
             layer.scores = layer.frequent = None
@@ -191,17 +191,17 @@ class FastGenState:
         return mask | (frequent & self._frequent(layer, s, at, allowed, wanted=frequent[:, 0]))
 
     def _frequent(self, layer: LayerChoice, s: Slots, at: LayerContext, allowed: Tensor, wanted: Tensor) -> Tensor:
-        """[K, S] bool: the most looked at among those allowed, of heads that are wanted."""
+        """Select the most attended slots [K, S] among `allowed`, for the heads in `wanted`."""
         assert layer.scores is not None
         settings, n = self.settings, at.kinds.shape[0]
         age = n - 1 - s.pos
         pool = allowed & (age >= layer.sets.guard)
-        if layer.frequent is not None:  # measured at this boundary
+        if layer.frequent is not None:  # measured at this compression point
             chosen, layer.frequent = layer.frequent, None
             layer.scores.bind(s, wanted, chosen & pool)
             return chosen
         score = layer.scores.add(s, at, wanted)
-        # a token is judged once a batch of rows beyond the guard has seen it
+        # a token is scored after a whole interval of rows beyond the guard could attend to it
         young = pool & (age < layer.sets.guard + (0 if settings.paper else settings.compression_interval))
         count = round(settings.most * n)
         chosen = torch.zeros_like(pool)

@@ -1,7 +1,7 @@
-"""What slots lose of their worth on the rungs where they lie, and the price at which no more than a share is lost.
+"""Loss of score at the precision levels of slots, and the price at which at most a given share is lost.
 
-A budget of bytes says how much may be kept; this says how much must be. By the knapsack's own measure: a slot on a rung
-keeps its worth times what rounding leaves of it there (plan.py), one that is gone nothing.
+A byte budget limits how much may be kept; `memory.max_loss` limits how much may be lost. Both use the knapsack's
+measure: a slot keeps its score times the quality of its level (plan.py), and a dropped slot keeps nothing.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
     from kvcli.kv.cache.precision_budget import PrecisionBudget
     from kvcli.methods.policies.precision.plan import Layer
 
-LESS = 1 - 1e-6  # of a price, so that what is worth just as much stays, however either was rounded
+LESS = 1 - 1e-6  # factor on a price, so that slots exactly at the threshold are kept despite rounding
 
 
 def lost_share(layers: Sequence[Layer], spending: PrecisionBudget, rungs: Sequence[Tensor]) -> float:
-    """Share of the worth of all that competes that is lost where `rungs` [K, S] say that its slots lie."""
+    """Return the share of the score sum of all competing slots that is lost at the levels `rungs` [K, S]."""
     whole = sum(layer.whole for layer in layers)
     kept = sum(_kept(layer, spending, rung) for layer, rung in zip(layers, rungs, strict=True))
     return max(0.0, 1 - kept / whole) if whole else 0.0
 
 
 def price_for_loss(layers: Sequence[Layer], spending: PrecisionBudget, share: float) -> float:
-    """The highest price at which at most that share is lost; what was lost before counts. inf: all that may go does."""
+    """Return the highest price that loses at most `share`, earlier losses included; inf: any price does."""
     left = sum(layer.whole * (share - 1) + _kept(layer, spending, layer.rung) for layer in layers)
     prices, losses = zip(*(_steps(layer, spending) for layer in layers), strict=True)
     device = prices[0].device
     price, order = torch.cat([of.to(device) for of in prices]).sort()
     spent = torch.cat([of.to(device) for of in losses])[order].cumsum(0)
-    over = int((spent <= left).sum())  # rising, so those come first
+    over = int((spent <= left).sum())  # sums rise, so these are the first
     return float(price[over]) * LESS if over < len(price) else float("inf")
 
 
 def counted(layer: Layer, rung: Tensor, last: int) -> list[list[int]]:
-    """By rung and head, how many slots lie there."""
+    """Count slots by level and head."""
     heads = [on[of >= 0].long().bincount(minlength=last + 1).tolist() for on, of in zip(rung, layer.rung, strict=True)]
     return [list(each) for each in zip(*heads, strict=True)]
 
 
 def _steps(layer: Layer, spending: PrecisionBudget) -> tuple[Tensor, Tensor]:
-    """float64 [n]: of each step down that a slot may take, above which price it does, and what it loses by it."""
+    """Return, float64 [n] each, for every possible demotion: the price above which it happens, and the score lost."""
     competes = layer.worth.isfinite()
     prices, losses = [layer.worth.new_zeros(0).double()], [layer.worth.new_zeros(0).double()]
     for rung, way in enumerate(ways_of(layer.number, spending)):
@@ -60,7 +60,7 @@ def _steps(layer: Layer, spending: PrecisionBudget) -> tuple[Tensor, Tensor]:
 
 
 def _kept(layer: Layer, spending: PrecisionBudget, rung: Tensor) -> float:
-    """Worth that is left of what competes."""
+    """Return the score sum of the competing slots that is left at the levels `rung`."""
     left = [quality(spending, start) for start in range(spending.last + 1)]
     of_rungs = torch.tensor(left, dtype=torch.float64, device=rung.device)
     worth = layer.worth.double().masked_fill(layer.worth.isinf() | (layer.rung < 0), 0.0)

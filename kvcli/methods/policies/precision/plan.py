@@ -1,9 +1,9 @@
-"""Which slot lies in how many bits, so that most of their worth is left within so many bytes: one knapsack.
+"""Choose the precision level of each slot that keeps most of the score sum within a byte budget: one knapsack.
 
-A slot that is worth v keeps v * QUALITY[bits] of it. By Lagrange's rule each takes the rung that maximises
-v * q - price * bytes, whatever the others do, and the price is the lowest at which all of them fit. Of the rungs only
-those on the upper hull of q over bytes are ever best, so a slot goes down wherever its worth falls below the price
-times a constant: how many lie on each at some price is read off sorted worths.
+A slot of score v keeps v * QUALITY[bits]. By Lagrange's rule each slot takes the level that maximises v * q - price *
+bytes, independently of the others, and the price is the lowest at which all slots fit. Only levels on the upper hull of
+q over bytes are ever best, so a slot is demoted when its score falls below the price times a constant. The number of
+slots per level at a given price is read off sorted scores.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ if TYPE_CHECKING:
     from kvcli.kv.cache.precision_budget import PrecisionBudget
     from kvcli.kv.slots import LevelSpan
 
-# share of a slot's worth that is left in so many bits: one less the error that rounding it adds to its head's output,
-# over the error of leaving it out: means of the demo and of SmolLM2-135M (tests/bench/rounding.py)
+# share of a slot's score left at so many bits: 1 - (error of the head's output from quantizing the slot) / (error from
+# dropping the slot); means over the demo model and SmolLM2-135M (tests/bench/rounding.py)
 QUALITY = {16: 1.0, 8: 0.955, 4: 0.85, 2: 0.41, 0: 0.0}
-# share that is left of what came where recall finds it: the same, and the same means, where rows read one slot in 16 by
-# `sketch`, as a floor of 1,024 tokens has them of 16k; by others 0.70 (minmax) to 0.85 (lowrank)
+# share of a slot's score left in a tier read by sparse attention: same measure and models, reading one slot in 16 by
+# `sketch` (a minimum of 1,024 tokens out of 16k); with other indexes 0.70 (minmax) to 0.85 (lowrank)
 FOUND = 0.84
-HALVINGS = 48  # of the price, on a scale of factors
+HALVINGS = 48  # bisection steps for the price, on a logarithmic scale
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Slots that compete."""
+    """The competing slots of one layer."""
 
-    number: int  # of the layer
-    worth: Tensor  # [K, S] float32, +inf = stays where it is
-    rung: Tensor  # [K, S] int8 where each lies, -1 = empty
-    columns: Sequence[int] = ()  # of each rung, the top first: heads of one are as long as its longest, with holes
-    whole: float = 0.0  # worth of all tokens that compete, of those that are gone too
+    number: int  # index of the layer
+    worth: Tensor  # [K, S] float32 scores, +inf = keeps its level
+    rung: Tensor  # [K, S] int8 level of each slot, -1 = empty
+    columns: Sequence[int] = ()  # slots per head of each level, top first: heads padded to the longest, with holes
+    whole: float = 0.0  # score sum of all competing tokens, dropped ones included
 
 
 @dataclass(frozen=True, slots=True)
 class LevelPath:
-    """How slots of one rung go down as the price rises: to rung `to[0]` below `at[0]` times the price, and so on."""
+    """Demotions of the slots of one level as the price rises: to level `to[0]` below score `at[0]` * price, etc."""
 
     to: tuple[int, ...]
     at: tuple[float, ...]  # falling
 
 
 def level_paths(costs: Sequence[float], quality: Sequence[float]) -> list[LevelPath]:
-    """By rung, the best one first: along the upper hull of quality over cost, from there on."""
+    """Return the demotion path of each level, best level first: along the upper hull of quality over cost below it."""
     found = []
     for start in range(len(costs)):
         here, to, at = start, list[int](), list[float]()
@@ -57,7 +57,7 @@ def level_paths(costs: Sequence[float], quality: Sequence[float]) -> list[LevelP
             saved = {r: costs[here] - costs[r] for r in range(here + 1, len(costs)) if costs[r] < costs[here]}
             if not saved:
                 break
-            # the least lost for what is saved; of equals the lowest
+            # least quality lost per byte saved; the lowest of equals
             best = min(saved, key=lambda r: ((quality[here] - quality[r]) / saved[r], -r))
             lost = max(quality[here] - quality[best], 1e-12)
             to, at, here = [*to, best], [*at, saved[best] / lost], best
@@ -66,7 +66,7 @@ def level_paths(costs: Sequence[float], quality: Sequence[float]) -> list[LevelP
 
 
 def price(layers: Sequence[Layer], spending: PrecisionBudget, most: float) -> float:
-    """The lowest at which they take at most `most` bytes; inf: all that may go does, and it may still be more."""
+    """Return the lowest price at which the layers take at most `most` bytes; inf: no finite price suffices."""
     sorted_, low, high = [_sorted(layer, spending) for layer in layers], np.inf, 0.0
     for of in sorted_:
         for way, heads in zip(of.ways, of.worths, strict=True):
@@ -90,7 +90,7 @@ def price(layers: Sequence[Layer], spending: PrecisionBudget, most: float) -> fl
 
 
 def levels(layer: Layer, spending: PrecisionBudget, at: float) -> Tensor:
-    """int8 [K, S]: the rung of each slot at this price; empty ones stay on 0."""
+    """Return the level of each slot at this price, int8 [K, S]; empty slots have 0."""
     found = layer.rung.clamp(min=0).clone()
     for rung, way in enumerate(ways_of(layer.number, spending)):
         is_here = layer.rung == rung
@@ -100,13 +100,13 @@ def levels(layer: Layer, spending: PrecisionBudget, at: float) -> Tensor:
 
 
 def in_place(layer: Layer, spending: PrecisionBudget, found: Tensor) -> Tensor:
-    """`found`, and itself if the other place has room for all that it sends there: else what of that is worth least is
-    gone, or stays where it is if no bytes are asked for."""
+    """Limit the levels `found` to the capacity of the offload tier: of the slots sent there, those with the lowest
+    scores are dropped, or keep their level if no byte budget is set. Returns `found` itself if all fit."""
     there = len(spending.bits) + 1
     if not spending.has_place or spending.holds is None:
         return found
     left = max(0, spending.holds - layer.columns[there])
-    for rung in range(there):  # each sends its own by itself, heads as long as the longest
+    for rung in range(there):  # each level is moved separately, heads padded to the longest
         goes = (found == there) & (layer.rung == rung)  # [K, S]
         n = int(goes.sum(1).max())
         if n > left:
@@ -120,7 +120,7 @@ def in_place(layer: Layer, spending: PrecisionBudget, found: Tensor) -> Tensor:
 class _Sorted:
     number: int
     ways: list[LevelPath]
-    worths: list[list[np.ndarray]]  # by rung and head, rising
+    worths: list[list[np.ndarray]]  # scores by level and head, rising
     columns: Sequence[int]
 
     def nbytes(self, price: float, spending: PrecisionBudget) -> float:
@@ -130,7 +130,7 @@ class _Sorted:
                 below = [int(np.searchsorted(worths, _threshold(price, factor))) for factor in way.at]
                 for to, n, more in zip((rung, *way.to), (len(worths), *below), (*below, 0), strict=True):
                     counts[to][head] += n - more
-        if spending.has_place:  # heads are as long there as the longest, and holes take as much
+        if spending.has_place:  # its heads are padded to the longest, and holes take the same bytes
             there = spending.last - 1
             new = max(n - len(held) for n, held in zip(counts[there], self.worths[there], strict=True))
             counts[there] = [self.columns[there] + new] * len(counts[there])
@@ -138,7 +138,7 @@ class _Sorted:
 
 
 def _threshold(price: float, factor: float) -> np.float32:
-    """Rounded once, so that who counts and who chooses agree on a worth that is just as much."""
+    """Return price * factor, rounded to float32 once so that counting and selection agree on a score equal to it."""
     return np.float32(price * factor)
 
 
@@ -149,7 +149,7 @@ def _sorted(layer: Layer, spending: PrecisionBudget) -> _Sorted:
 
 
 def ways_of(number: int, spending: PrecisionBudget) -> list[LevelPath]:
-    """How slots of each rung go down; what goes from another place leaves holes, which take as much."""
+    """Return the demotion path of each level; the offload tier has none, because holes there take the same bytes."""
     costs = spending.each(number)
     if spending.has_place and spending.holds == 0:
         costs[len(spending.bits) + 1] = np.inf
@@ -160,7 +160,7 @@ def ways_of(number: int, spending: PrecisionBudget) -> list[LevelPath]:
 
 
 def quality(spending: PrecisionBudget, rung: int = 0) -> list[float]:
-    """Share of its worth that is left, by rung, of a slot from this one: numbers lie elsewhere as they went away."""
+    """Return by level the share left of the score of a slot now at level `rung`; offloading keeps its precision."""
     left = [QUALITY[bits] for bits in (16, *spending.bits)]
     came = left[rung] if rung < len(left) else 1.0
     there = came if spending.is_read else FOUND * came
@@ -168,7 +168,7 @@ def quality(spending: PrecisionBudget, rung: int = 0) -> list[float]:
 
 
 def together(worth: Tensor, rung: Tensor, spans: Sequence[LevelSpan]) -> Tensor:
-    """worth [K, S] with the mean of its unit for each slot that has one: its slots go down together or not at all."""
+    """Return the scores [K, S] averaged over each unit of slots, because the slots of a unit are demoted together."""
     found, first = worth.clone(), 0
     for span in spans:
         for head in range(worth.shape[0]) if span.unit > 1 else ():

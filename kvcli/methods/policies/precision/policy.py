@@ -1,4 +1,4 @@
-"""A budget at work: what each token of a text is worth, and the rung of each slot at every boundary."""
+"""Eviction policy of a precision budget: scores of tokens, and the level of each slot at every compression point."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from kvcli.kv.snapshot import SnapshotReader, State
     from kvcli.policies.scoring.topk import ScoreState
 
-FLOOR = 0.2  # of the average weight, that a head map leaves every head
+FLOOR = 0.2  # least weight of a head by a head map, as a share of the average
 TINY = 1e-30
 MIB = 1 << 20
 
 
 @dataclass(slots=True)
 class PrecisionState:
-    """Of one text."""
+    """State of the precision budget of one sequence."""
 
-    scorer: ScoreState  # what the method that scores remembers
-    worth: RunningScores  # by layer and position, of tokens that were scored
-    faded: RunningScores  # by layer, [K, 1]: and that rounding had taken of those that went elsewhere
-    heads: list[list[float]] = field(default_factory=list)  # [L][K] what heads weigh; [] = alike
-    n: int = 0  # tokens that were scored
-    said: str = ""  # what came of the last prompt
+    scorer: ScoreState  # state of the scoring method
+    worth: RunningScores  # scores by layer and position, of scored tokens
+    faded: RunningScores  # by layer, [K, 1]: score sum that quantization had cost slots before they were offloaded
+    heads: list[list[float]] = field(default_factory=list)  # [L][K] weights of heads; [] = equal
+    n: int = 0  # number of scored tokens
+    said: str = ""  # result for the last prompt, in words
 
     def snapshot(self) -> State:
-        """Worths, and what the score remembers."""
+        """Return the scores and the state of the scoring method."""
         return {
             "n": self.n,
             "scorer": self.scorer.snapshot(),
@@ -54,7 +54,7 @@ class PrecisionState:
         }
 
     def restore(self, given: SnapshotReader) -> None:
-        """Become what gave this."""
+        """Load the state of a snapshot."""
         self.n = given.number("n", given.n)
         self.scorer.restore(given.part("scorer"))
         self.worth.restore(given.part("worth"))
@@ -63,12 +63,12 @@ class PrecisionState:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionBudgetPolicy(PrecisionBudgetSettings):
-    """The policy of texts whose stores have the rungs that are spent on."""
+    """The policy of sequences whose KV cache has the levels of a precision budget."""
 
     spending: PrecisionBudget
 
     def requirements(self, lm: LM) -> PolicyRequirements:
-        """What the score wants, whenever newcomers are scored. Raises as it does, and as a head map does."""
+        """Return the requirements of the scoring method, while answering too. Raises its errors and the head map's."""
         wants, rows = self.scorer.requirements(lm), []
         if self.headmap:
             table = head_rows(self.headmap, lm)
@@ -82,14 +82,14 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         return replace(wants, lasting=True, memory=memory)
 
     def describe_result(self, memory: PrecisionState) -> str:
-        """What came of the budget when the last prompt had been read."""
+        """Return the result of the budget after the last prefill, in words."""
         return memory.said
 
     def select(self, at: CompressionPoint) -> Steps[Masks]:
-        """By layer the rung of each slot. Raises CacheFull where what always stays is more than the budget."""
+        """Return by layer the level of each slot. Raises CacheFull if the protected tokens exceed the budget."""
         masks: list[Tensor | None] = [None] * len(at.layers)
         most, loses = self.spending.most(len(at.ids)), bool(self.spending.lose) and at.phase != "reading"
-        is_early = at.phase == "reading" and self.spending.is_late  # which is of a text, once it has been read
+        is_early = at.phase == "reading" and self.spending.is_late  # a budget known only after prefill
         if is_early or not at.open or (at.is_whole and not loses and self._full(at, at.layers) <= most):
             return masks
         yield from self._score(at)
@@ -109,8 +109,8 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         return price(layers, spending, left) if spending.asked else 0.0
 
     def _rungs(self, layers: Sequence[Layer], found: float, left: float, loses: bool) -> list[Tensor]:
-        """By layer, at this price. Where another place has no room for all that goes there: with what it has, or as
-        though it had none, whichever loses less."""
+        """Return the levels of slots by layer at this price. If the offload tier is too small for all slots sent there,
+        either its capacity is filled or the tier is not used, whichever loses less."""
 
         def at(spending: PrecisionBudget, found: float) -> list[Tensor]:
             found = max(found, price_for_loss(layers, spending, spending.lose)) if loses else found
@@ -126,7 +126,7 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         return min(held, at(full, found), key=lambda rungs: lost_share(layers, self.spending, rungs))
 
     def _fade(self, at: CompressionPoint, layers: Sequence[Layer], masks: Masks) -> None:
-        """What goes elsewhere no longer says in how many bits it came, so that it is worth what was left of it."""
+        """Reduce the scores of slots being offloaded to what quantization left, as their bit width is not recorded."""
         for layer in layers if self.spending.has_place else ():
             rung, there = masks[layer.number], self.spending.last - 1
             goes = (rung == there) & (layer.rung > 0) & (layer.rung < there)
@@ -143,7 +143,7 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
             at.memory.faded.total[layer.number] = before + less.sum(1, keepdim=True)
 
     def _told(self, at: CompressionPoint, layers: Sequence[Layer], masks: Masks, most: int) -> str:
-        """What came of it, in words."""
+        """Describe the result of the budget in words."""
         rungs = [chosen for layer in layers if (chosen := masks[layer.number]) is not None]
         whole = len(at.ids) * self.spending.of_token
         held = self._full(at, [i for i in at.layers if i not in at.open]) + sum(
@@ -158,13 +158,13 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         return f"with {1 - share:.1%} of what it is worth in {held / whole:.0%} of its bytes"
 
     def _full(self, at: CompressionPoint, layers: Container[int]) -> int:
-        """Bytes of these layers, of which nothing went down: by their slots, as spare room hangs on how many
-        rows each pass brought, which must not decide what stays."""
+        """Return the bytes of these layers, if no slot was demoted. Bytes are counted by slots, because spare capacity
+        depends on the rows of each pass, which must not influence what is kept."""
         held = [(use.layer, -(-use.slots // STEP) * STEP) for use in at.kv.usage() if use.layer in layers]
         return sum(room * self.spending.whole(layer) for layer, room in held)
 
     def _score(self, at: CompressionPoint) -> Steps[None]:
-        """What tokens are worth that were not scored yet; of a past that may have been taken back, all."""
+        """Score the tokens that have no score yet, or all tokens while the cache could still be cropped."""
         known, n, scorer = at.memory, len(at.ids), self.scorer
         first, own, is_seen = 0 if at.is_whole else known.n, replace(at, memory=known.scorer), True
         try:
@@ -172,10 +172,10 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         except ContextOverflow as error:
             if at.phase != "answering":
                 raise self._no_room(error) from None
-            is_seen = False  # the end of a window cannot be repeated behind itself: its few tokens are worth the most
+            is_seen = False  # the end of the context window cannot be repeated: its few tokens get the highest score
         for i in at.open:
             s, moment = own.layer(i)
-            worth = torch.zeros(s.pos.shape[0], n, device=s.pos.device)  # of what was never stored here
+            worth = torch.zeros(s.pos.shape[0], n, device=s.pos.device)  # 0 for tokens never stored here
             if first:
                 worth[:, :first] = known.worth.total[i][:, :first]
             else:
@@ -188,7 +188,7 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         known.n = n
 
     def _share(self, score: Tensor, pos: Tensor) -> Tensor:
-        """float32 [K, S] of a head's attention, where scores are not such shares as they come."""
+        """Return the scores as shares of each head's sum, float32 [K, S]; KVzip's scores are attention already."""
         score = score.float()
         if self.score == "kvzip":
             return score
@@ -201,7 +201,7 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         return ContextOverflow(said, lines=error.lines, try_=["--set policy.score=expected", "a shorter text"])
 
     def _shortage(self, layers: Sequence[Layer], left: int, elsewhere: int) -> CacheFull:
-        """What always stays takes more than there is; `elsewhere`: bytes of layers with windows."""
+        """Return the error for protected tokens larger than the budget; `elsewhere`: bytes of sliding-window layers."""
         always = sum(int(layer.worth.isinf().sum()) * self.spending.each(layer.number)[0] for layer in layers)
         size = f"{-(-(2 * int(always) + elsewhere) // MIB)}MiB"
         return CacheFull(
@@ -214,7 +214,7 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         )
 
     def _layer(self, at: CompressionPoint, i: int) -> Layer:
-        """What competes in a layer."""
+        """Return the competing slots of a layer."""
         s, moment = at.layer(i)
         rung = torch.cat([torch.full((span.n,), span.rung) for span in s.spans]).to(s.pos.device)
         rung = rung.expand_as(s.pos).masked_fill(s.pos < 0, -1).to(torch.int8)
@@ -226,7 +226,7 @@ class PrecisionBudgetPolicy(PrecisionBudgetSettings):
         return Layer(i, together(worth, rung, s.spans), rung, [span.n for span in reversed(s.spans)], whole)
 
     def _whole(self, at: CompressionPoint, i: int) -> float:
-        """Worth of all tokens of a layer, wherever they are."""
+        """Return the score sum of all tokens of a layer, in any tier or dropped."""
         of_heads = at.memory.worth.total[i].double().sum(1)
         if i in at.memory.faded.total:
             of_heads = of_heads + at.memory.faded.total[i].double().sum(1)

@@ -1,10 +1,10 @@
-"""Keep what matters within `memory.budget`: each token in as many bits as it is worth, or in none.
+"""Precision budget within `memory.budget`: each token gets a number of bits by its score, or is dropped.
 
-More tokens in fewer bits beat fewer tokens in full (More Tokens, Lower Precision, arXiv 2412.12706). What a token is
-worth to a head says another method's score, as a share of the head's sum where that score is no attention, so that
-layers and heads compare and each gets what it needs (PrefixKV, arXiv 2412.03409); a head map weighs them
-(HeadKV, arXiv 2410.19258). One knapsack (plan.py) gives each slot its rung. While the answer grows, newcomers compete
-at each boundary, the price rises, and slots go further down by the worth that is remembered of them.
+More tokens in fewer bits beat fewer tokens in full (More Tokens, Lower Precision, arXiv 2412.12706). The score of a
+token comes from another method; scores that are no attention are divided by the head's sum, so that layers and heads
+are comparable and each gets what it needs (PrefixKV, arXiv 2412.03409). A head map weights the heads (HeadKV, arXiv
+2410.19258). One knapsack (plan.py) gives each slot its level. While the answer grows, new tokens compete at each
+compression point, the price rises, and slots are demoted further by their stored scores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrecisionBudgetSettings(PolicyDefaults):
-    """Keep what matters within memory.budget: more tokens in fewer bits, each as it is worth (More Tokens)."""
+    """Keep the KV cache within memory.budget: more tokens in fewer bits, by importance (More Tokens)."""
 
     score: Literal["kvzip", "expected", "snap", "keydiff"] = "kvzip"  # what says how much a token is worth
     headmap: str = ""  # file of `kvcli profile-heads` or DuoAttention: what heads weigh; auto = made once
@@ -35,7 +35,7 @@ class PrecisionBudgetSettings(PolicyDefaults):
 
     @property
     def scorer(self) -> TopK:
-        """The method that scores."""
+        """The scoring method."""
         from kvcli.methods.policies.expected_attention import Expected
         from kvcli.methods.policies.keydiff import KeyDiff
         from kvcli.methods.policies.kvzip import KVzip
@@ -45,19 +45,19 @@ class PrecisionBudgetSettings(PolicyDefaults):
         return kinds[self.score](sinks=self.sinks, guard=self.recent, protect=self.protect)
 
     def slots(self, n: int) -> int:
-        """All of them, perhaps in few bits: only the text itself can say which are gone."""
+        """Return n: how many tokens are dropped depends on the text."""
         return n
 
     def max_slots_in_prefill(self, n: int) -> int:
-        """The same."""
+        """Return n."""
         return n
 
     def extra_rows(self, n: int) -> int:
-        """As the method that scores."""
+        """Return the extra rows of the scoring method."""
         return self.scorer.extra_rows(n)
 
     def scoring_bytes(self, n: int, heads: int, kind: str, number: int) -> int:
-        """As the method that scores."""
+        """Return the bytes that the scoring method needs."""
         return self.scorer.scoring_bytes(n, heads, kind, number)
 
     @property
