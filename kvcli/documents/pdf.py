@@ -1,4 +1,4 @@
-"""PDF reader by pdfium: text pieces of each page, then reading order, running headers and broken words over all pages."""
+"""PDF reader by pdfium: text pieces of each page, then reading order, running headers, and broken words."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class _Text:
                 yield from self._run(*run.span(), inked.start(), inked.end() - 1)
 
     def _run(self, start: int, end: int, first: int, last: int) -> Iterator[LinePiece]:
-        """Yield a run as one piece, or several if it turns, jumps over a gap or to another line, or changes its size."""
+        """Yield a run as one piece, or several if it turns, jumps over a gap or to another line, or changes size."""
         if _is_unknown(self._page, first):
             self.unknown += last + 1 - first
         angle, straight = self._angle(first), None

@@ -44,7 +44,7 @@ _fill = told(raw.FPDFPath_GetDrawMode, ctypes.c_int, range(2))
 
 
 class VisiblePages:
-    """Visible text of the pages of a file. `is_complete` is False if time ran out before all doubtful pages were drawn."""
+    """Visible text of the pages of a file. `is_complete` is False if time ran out before all pages were drawn."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.is_complete = True

@@ -1,4 +1,4 @@
-"""Worker process that parses one untrusted file: enters a sandbox, reads, writes JSON lines. See parse_in_process.py."""
+"""Worker process that parses one untrusted file: enter a sandbox, read, write JSON lines. See parse_in_process.py."""
 
 from __future__ import annotations
 
