@@ -1,4 +1,5 @@
 """Documents: a file is read into sections that can be cited, or refused with the reason, and put before the question.
+
 Text and markdown are read in this process. All other kinds are parsed in a separate process with limits on memory and
 time (parse_in_process.py). Their parsers are imported nowhere else.
 """

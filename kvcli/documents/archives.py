@@ -46,6 +46,7 @@ def open_zip(file: IO[bytes], name: str) -> zipfile.ZipFile:
 
 def member(archive: zipfile.ZipFile, path: str, name: str) -> bytes:
     """Inflate one file of the archive. Its bytes are counted, because the sizes in the index may be wrong.
+
     Pictures are never inflated.
     """
     parts, size = [], 0

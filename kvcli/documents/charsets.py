@@ -1,4 +1,5 @@
 """Find the encoding of a page by byte order mark, declared label, UTF-8, or a guess from its letters (with a note).
+
 Labels are mapped as browsers map them (encoding.spec.whatwg.org): `iso-8859-1` is decoded as windows-1252.
 """
 

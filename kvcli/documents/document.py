@@ -32,6 +32,7 @@ class Section:
 @dataclass(frozen=True, slots=True)
 class Document:
     """A text with a name. `sha256` is the hash of the bytes of the file.
+
     `text` is the text for the model: a plain or markdown file unchanged, a file with pages with a mark before each
     page. A document built from a name and a text alone has no sections.
     """
@@ -84,6 +85,7 @@ def marked(unit: Unit, sections: Sequence[Section]) -> str:
 
 def with_documents(question: str, documents: Sequence[Document]) -> str:
     """Return the user message for a question about documents: texts first, then a blank line, then the question.
+
     A single document has no header, as in the training prompts of most models (and of the bundled one). Several
     documents get a header line each, so that the question can name them. This function alone defines the format. A line
     of a text that looks like such a header loses its equals signs: `(Document 2: contract)`.

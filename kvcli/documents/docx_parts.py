@@ -65,6 +65,7 @@ class Parts:
 
     def relations(self, source: str) -> list[tuple[str, str]]:
         """Return the relations of a part inside the archive, as kind and path; "" is the whole file.
+
         Links to the web, to bookmarks and to missing parts are left out.
         """
         folder, file = posixpath.split(source)

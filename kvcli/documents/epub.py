@@ -25,6 +25,7 @@ PAGES = ("application/xhtml+xml", "text/html", "application/xml", "text/xml")
 
 def read(file: IO[bytes], job: ParseJob) -> Parsed:
     """Return one section per chapter, named by the book's table of contents or else by its first heading.
+
     A file with several entries in the table of contents is split at its headings.
     """
     with open_zip(file, job.name) as archive:

@@ -16,6 +16,7 @@ MOST = 0.8  # share of the numbers that must increase by one common step
 
 def line_numbers(pieces: Sequence[LinePiece]) -> set[int]:
     """Return ids of line numbers: alone in a strip of the page, counting by one step, beside running text.
+
     Numbers of table rows, form entries or a table of contents are excluded: the lines beside them do not run on.
     """
     numbers = [p for p in pieces if p.text.isdecimal() and len(p.text) < 5]

@@ -103,6 +103,7 @@ def read_markup(
     data: bytes, name: str, what: str, notes: list[str], *, said: str = "", rules: Mapping[str, str] | None = None
 ) -> tuple[str | None, list[tuple[str, str]]]:
     """Return the title, and the text under each heading; text before the first heading has an empty heading.
+
     `said` is the declared encoding, and `rules` are those of accompanying style sheets. Guesses are added to `notes`.
     """
     head = _without(data[:HEAD].decode("latin-1"), "<!--", "-->")

@@ -26,6 +26,7 @@ def whole(said: str | None, usual: int) -> int:
 
 def numeral(n: int, form: str, *, repeats: bool = False) -> str:
     """Return the number n in a format by any of its names; digits if the format has no such number.
+
     The letter after z is aa in both. The next one is bb with `repeats`, as in DOCX, and ab in HTML.
     """
     kind = FORMS.get(form) or FORMS.get(form.lower(), "")

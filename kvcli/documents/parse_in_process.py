@@ -1,4 +1,5 @@
 """Parse an untrusted format in a separate process (kvcli/worker_process.py); the parent parses nothing.
+
 The child gets the file as an open descriptor and the job as one line of JSON on its standard input, so that no process
 list shows a password. It answers in lines of JSON: one line per section, then the rest or an error.
 """

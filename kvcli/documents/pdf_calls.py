@@ -24,6 +24,7 @@ def plain(call: Any) -> Callable[..., Any]:
 
 def told(call: Any, kind: Any, order: Sequence[int] = range(4)) -> Callable[..., Any]:
     """Return the function with its output parameters as its result: four numbers of type `kind`, or () on failure.
+
     Output i is written to index `order[i]`. All calls write to the same buffer, so only one thread at a time may call
     it.
     """

@@ -42,6 +42,7 @@ def open_pdf(file: IO[bytes], job: ParseJob) -> Any:
 
 def _is_whole(tail: bytes) -> bool:
     """True if the file has an end mark, followed only by zeros, empty lines and comments, or by few bytes.
+
     A file that was saved twice also has an end mark in its middle, and may have been cut off after it.
     """
     if b"%%EOF" in tail[-TAIL:] or b"startxref" in tail[-TAIL:]:

@@ -1,4 +1,5 @@
 """Detect invisible text of a PDF page: without ink, in the page colour, covered, or on a disabled layer.
+
 The mode and colour of each text object are read. In doubtful cases the page is drawn with and without the doubtful
 objects: an object that changes no pixel is invisible. Invisible objects are switched off, so that a text page created
 afterwards does not contain them. Text without ink over a picture is OCR text of a scan, and is kept.

@@ -41,6 +41,7 @@ def headed_text(
     notes: Iterable[str] = (),
 ) -> Parsed:
     """Return a text in sections under its headings (empty heading: the opening), or in blocks of lines.
+
     Refuse too much text while it is read, and a file without text with the reason `nothing`.
     """
     found: list[tuple[str, str]] = []

@@ -38,6 +38,7 @@ def read_document(
     limits: Limits | None = None,
 ) -> Document:
     """Read a PDF, HTML, EPUB, DOCX, mail, notebook or text file, or a bundled example: `demo:report`, `demo:pdf`.
+
     `paper.pdf:3-9` reads those pages, as `pages` does, unless a file of that full name exists. The kind of a file is
     detected from its content first; `type` overrides it. Messages use `name`, as the user typed it; the document is
     named by its file name. `limit` is the most bytes to read, and `limits` bound the parser process.

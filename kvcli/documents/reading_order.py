@@ -1,4 +1,5 @@
 """Text pieces with their boxes on a page, and the order in which people read them.
+
 Coordinates are points in the direction of the text: x along the line, y down the page, for any rotation of the page or
 its text.
 """
@@ -97,6 +98,7 @@ def _shared(row: tuple[float, float], piece: tuple[float, float]) -> tuple[float
 
 def reading_order(pieces: Sequence[LinePiece]) -> list[Block]:
     """Return all rows in reading order, for pieces in drawing order.
+
     A page is cut across where all rows above are drawn before all rows below, or after them. Each remaining band is cut
     into columns where all pieces on one side are drawn first. A file that draws columns line by line has no such cut;
     its columns are found because prose runs on.

@@ -107,6 +107,7 @@ def _size(row: Row) -> float:
 
 def _keys(row: Row, page: int, size: float) -> Iterator[tuple[str, int]]:
     """Yield keys of the line, with each number in it replaced by its distance to the page number, and pages required.
+
     A number larger than the text is a heading. Words of that size with a number may be one too: `Chapter 3` on page 3.
     """
     words = row_text(row).casefold().split()

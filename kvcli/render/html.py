@@ -79,7 +79,7 @@ def number(value: float) -> str:
 
 
 def page(title: str, sheet: str, *main: Markup, lang: str = "en") -> str:
-    """Return a whole HTML file with a style sheet of this package. It loads and runs nothing, even if a name has HTML."""
+    """Return an HTML file with a style sheet of this package. It loads and runs nothing, even if a name has HTML."""
     body = tag("body", tag("main", *main))
     return f"<!doctype html>\n{tag('html', head(title, sheet), body, lang=lang)}\n"
 

@@ -1,4 +1,5 @@
 """Charts of a benchmark report: speeds as bars, speed against memory, and lines over context lengths.
+
 Positions are shares of the drawing's width, so that text keeps its size on a phone and on paper.
 """
 
@@ -111,6 +112,7 @@ def scatter(points: Sequence[Point], x_label: str, y_label: str) -> Markup:
 
 def _sides(points: Sequence[tuple[float, float, str]]) -> list[tuple[int, int, str]]:
     """Return the offset of each label from its mark: (dx, dy in pixels, anchor).
+
     An overlapping label moves to the other side, then down. Overlaps are computed for the width of a phone.
     """
     taken: list[tuple[float, float, float]] = []  # left, right, height

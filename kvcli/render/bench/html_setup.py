@@ -74,6 +74,7 @@ def command_of(document: BenchDocument) -> str:
 
 def _profiles(args: BenchArgs) -> list[str]:
     """Return the profile options as the user named them.
+
     Varied entries have names of their own, and `--set` does not apply to an `exact` that the user did not name.
     """
     if args.named:

@@ -27,6 +27,7 @@ DESCRIBED = "no times: a machine that is only described cannot be calibrated"
 
 def fit_lines(document: FitDocument, width: int, explains: bool = False) -> Iterator[list[Span]]:
     """Yield the model, a table or list of plans, changes that make a plan fit, times and notes.
+
     With `explains`, the memory of each plan is explained before the times.
     """
     for line in joined(_model(document), width):

@@ -1,4 +1,5 @@
 """Render the heads of a model as one HTML file: maps that a script recolours, with no other resource loaded.
+
 The page has all figures as data and one script of kvcli; its policy allows only that script, by its hash.
 """
 
@@ -24,6 +25,7 @@ LISTED = 20  # heads in the table
 
 def html(document: HeadsDocument, strip: Strip | None, folder: str | None = None) -> str:
     """Return the HTML page of a document.
+
     `strip` has the tokens of its prompt, which the document does not store. `folder` is the path of its map, as typed.
     """
     script = file("heads_report.js")

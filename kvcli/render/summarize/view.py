@@ -114,6 +114,7 @@ class SummaryView(TurnView):
 
 def time_left(plan: Plan, at: int, took: Sequence[float], here: float) -> float | None:
     """Estimate the seconds for step `at`, counted from 1, and all later ones: parts first, then merges.
+
     `took` has the seconds of finished steps, which give the pace; without any, the plan's estimate does. `here` is the
     time in this step so far. The result is None if no pace is known, or if the time has exceeded the estimate.
     """

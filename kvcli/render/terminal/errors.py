@@ -59,9 +59,7 @@ def _headline(word: str, style: str, message: str, code: str, width: int) -> lis
 
 
 def _attempts(err: Terminal, items: Sequence[str]) -> None:
-    """Print hints on one line if they fit, or else below each other; they are never wrapped, so that they can be
-    copied.
-    """
+    """Print hints on one line if they fit, or else below each other; never wrapped, so that they can be copied."""
     if not items:
         return
     together = GAP.join(items)

@@ -1,4 +1,5 @@
 """Live region: a few lines at the bottom of a terminal that are redrawn in place during a turn.
+
 Rich's `Live` finds its lines by counting upwards from the last one. The count is wrong after a terminal rewraps its
 lines to a narrower window, and lines are torn or lost. Here the cursor is always at the start of the first line, which
 every terminal tracks, so a redraw begins at the cursor and needs no count.

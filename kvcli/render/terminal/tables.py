@@ -92,6 +92,7 @@ def _drafts(stats: Stats) -> list[str]:
 
 def kv_table(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     """Return bytes by layer and tier, header first and total last.
+
     Equal layers share a line, which has the bytes of all. Columns are the keys of the given lines.
     """
     table = list(rows)
@@ -162,6 +163,7 @@ def clip(text: str, width: int) -> str:
 
 def columns(table: Sequence[Sequence[str]], width: int = 0, left: Iterable[int] = (0,)) -> list[str]:
     """Align cells in columns: those listed in `left` to the left, the others to the right.
+
     If the table is wider than `width` columns, words wrap inside their cells; 0 means no limit.
     """
     from rich.console import Console
@@ -179,6 +181,7 @@ def columns(table: Sequence[Sequence[str]], width: int = 0, left: Iterable[int] 
 
 def fitting(table: Sequence[Sequence[str]], width: int, drop: Iterable[str], *, wraps: bool = False) -> list[list[str]]:
     """Drop the named columns one after the other until the table fits into `width`.
+
     With `wraps`, columns are dropped only until no word would be cut; cells may then have several lines.
     """
     rows = [list(row) for row in table]

@@ -27,7 +27,7 @@ ASCII = str.maketrans(
 
 @lru_cache(maxsize=4096)
 def cells_of(char: str) -> int:
-    """Return the columns of one character. U+FE0F selects the wide form of the one before, so it counts as one column."""
+    """Return the columns of one character. U+FE0F widens the character before it, so it counts as one column."""
     return 1 if char == "\N{VARIATION SELECTOR-16}" else cell_len(neutralise(char, one_line=True))
 
 
@@ -84,7 +84,7 @@ class Terminal:
         self.stream.flush()
 
     def paint(self, spans: Iterable[Span]) -> Styled:
-        """Return spans of one line as a string, in the stream's colours and characters; control characters are escaped."""
+        """Return spans of one line in the stream's colours and characters, with control characters escaped."""
         spans = [(neutralise(text, one_line=True), style) for text, style in spans if text]
         if not self.unicode:
             spans = [(text.translate(ASCII), style) for text, style in spans]

@@ -24,6 +24,7 @@ def expand(line: str) -> str:
 
 def fold(text: str, width: int) -> list[str]:
     """Split into lines of at most `width` columns, at least one; only the last can still grow.
+
     Trailing spaces may exceed the width. A word longer than a line is cut, and wide characters break anywhere.
     """
     if "\t" not in text and text_width(text) <= width:

@@ -121,6 +121,7 @@ def _context(stats: Stats) -> Span:
 
 def reading_bar(read: Read, width: int, since: float = 0.0) -> list[Span]:
     """Return `⠹ reading 1,480 of 1,912 tokens ━━━━━╺━━  77 %  1,760/s  0:00`, or as much of it as fits.
+
     The spinner depends on `since`, the seconds so far, because the bar does not move during a long chunk.
     """
     share = read.done / read.total if read.total else 1.0

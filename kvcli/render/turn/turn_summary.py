@@ -17,7 +17,7 @@ DOT = " · "
 
 @dataclass(frozen=True, slots=True)
 class HeaderFacts:
-    """What the header says beside the model's own facts. Empty fields are left out."""
+    """Facts of the header besides the model's. Empty fields are left out."""
 
     version: str
     profile: str
