@@ -119,7 +119,7 @@ def _is_latin(label: str) -> bool:
 
 
 def _share(sample: bytes, label: str) -> float:
-    """Return the share of non-ASCII characters that are well-placed letters of a label; 0 if undecodable."""
+    """Return the share of non-ASCII characters that are letters of a label, in fitting words; 0 if undecodable."""
     try:
         text = codecs.getincrementaldecoder(codec_of(label) or "")().decode(sample)
     except UnicodeDecodeError:

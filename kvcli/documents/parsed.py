@@ -10,7 +10,7 @@ from kvcli.documents.pages import Span
 from kvcli.errors import BadInput
 
 MAX_SECTIONS = 100_000
-MAX_CHARACTERS = 64 * 2**20  # of all sections together; a bookcase of books
+MAX_CHARACTERS = 64 * 2**20  # of all sections together
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from kvcli.documents.reading_order import LinePiece, Row, row_text, rows, top
 DEPTH = 3  # rows examined at each edge
 FEW = 3  # successive pages on which a line must recur
 SURE = 6  # the same for a line that may be a numbered heading
-NEAR = 4  # largest page distance within a run: left and right pages may differ, so one page may lack the line
-MOST = 0.4  # share of pages with text at the same place: half of them, less those that begin a chapter
+NEAR = 4  # largest page distance within a run: a line on left pages only, missing on one of them
+MOST = 0.4  # smallest share of pages with text at the same place: half of them, less those that begin a chapter
 PLACE = 6  # points by which lines of one place may differ
 GAP = 1.3  # times the usual row distance, between running lines and the text
 SHIFT = 30  # most pages of front matter that page numbers skip

@@ -17,7 +17,7 @@ NOTED = re.compile(r"([^\W\d_]{4}|[.,;:!?])[\"')\u2019\u201d\u00bb]?$")  # text 
 UNIT = re.compile(r"\d ?[^\W\d_]{1,2}$")  # m, km
 UP = (0.22, 0.8)  # rise of a superscript above its line, as shares of the line's size
 DOWN = (-0.6, -0.08)  # the same for a subscript
-SMALL = 0.9  # largest relative size of a subscript
+SMALL = 0.9  # largest relative size of a superscript or subscript
 # level and piece: 1 superscript, 2 superscript that begins its line, -1 subscript, 0 base
 Levelled = tuple[int, LinePiece]
 

@@ -45,7 +45,7 @@ def _range(r: Range, digits: int) -> str:
 
 
 def _sources(found: SpecDocument, width: int) -> Iterator[str]:
-    """Yield for each draft source its accepted draft tokens, and how often its first choices were accepted."""
+    """Yield for each draft source its accepted draft tokens, and how often its first choices were right."""
     for name, kinds in found.sources.items():
         taken = found.accepted_by.get(name, 0)
         said = [f"{kind.kind}: {f.percent(kind.share)} of {f.count(kind.made)}" for kind in kinds]

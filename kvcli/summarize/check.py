@@ -148,7 +148,7 @@ class Checker:
         return Quote(passage.text[unit.start : unit.end], start, start + unit.end - unit.start)
 
     def _is_good(self, claim: Claim, at: list[int], cited: list[list[int]]) -> bool:
-        """True if passages `at` have the claim, or a part of it that the other cited passages lack but complete."""
+        """True if passages `at` have the claim, or a part that the other cited passages need to have it all."""
         if self.supports(claim, at):
             return True
         every = {i for one in cited for i in one}

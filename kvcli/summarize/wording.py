@@ -62,7 +62,7 @@ class Wording(BaseModel):
     system: StrictStr | None = None  # the system message
     lead: StrictStr | None = None  # text before the document
     question: StrictStr | None = None  # text after the document
-    # for a shorter text than this many tokens: this question, and no text before it
+    # for a text of fewer tokens: this lead, and no system message
     short: tuple[Tokens, StrictStr] | None = None
     follows: tuple[Option, ...] = get_args(Option)  # options that change the model's output
     merges: StrictBool = True  # the model can merge several summaries; otherwise their points are joined

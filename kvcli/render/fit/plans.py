@@ -175,7 +175,7 @@ def _foot(document: FitDocument) -> Iterator[str]:
 
 
 def _gave_way(plan: FitPlan, document: FitDocument) -> Iterator[str]:
-    """Yield parts that the device has no memory for, their place instead, and the cost."""
+    """Yield notes on weights that do not fit on the device: their place, and what that costs."""
     if (quant := plan.chosen.get("load.quant")) == "none":
         yield "weights stay in the bits of their file: --quant int8, which packs them anew, takes more"
     elif quant:
@@ -228,7 +228,7 @@ def calibration_lines(found: CalibrationDocument, width: int) -> list[str]:
 
 
 def _doubt(found: CalibrationDocument, width: int) -> list[str]:
-    """Return a note if pass times were disturbed; they are kept, because no run may be undisturbed."""
+    """Return a note if pass times were disturbed. They are kept, because the machine may never be idle."""
     apart = median(p.high / p.low for p in found.model.passes) if found.model else 1.0
     if apart < STEADY:
         return []

@@ -44,7 +44,7 @@ def long_size(n: float) -> str:
 
 
 def tiers(kv: Mapping[str, int]) -> str:
-    """Return `17.1M` for one tier, `4.4M+12.0M cpu` for several; the first is the tier that attention reads."""
+    """Return `17.1M` for one tier, `4.4M+12.0M cpu` for several; the first is the one that the model reads from."""
     used = [(name, size) for name, size in kv.items() if size]
     if not used:
         return short_size(0)
