@@ -20,7 +20,7 @@ UNREAD = (raw.FPDF_ANNOT_STAMP, raw.FPDF_ANNOT_FILEATTACHMENT)
 
 
 def field_lines(document: Any, page: Any) -> tuple[list[str], list[Typed], bool]:
-    """Return `name: value` of each filled field, the text typed onto the page, and whether a stamp or file is attached."""
+    """Return `name: value` of each filled field, text typed onto the page, and whether a stamp or file is attached."""
     lines, typed, has_more = list[str](), list[Typed](), False
     for i in range(min(MOST, raw.FPDFPage_GetAnnotCount(page))):
         annotation = raw.FPDFPage_GetAnnot(page, i)

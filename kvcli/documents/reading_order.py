@@ -21,8 +21,7 @@ PROSE = 18  # median characters of a line in a column; table cells are shorter
 JUMP = 0.25  # smallest upward jump, in heights, from the piece drawn before, at the start of a column or cell
 STRAY = 0.03  # largest share of pieces before a column that begin beyond its edge, such as the end of a wide formula
 SAME_ROW = 0.5  # smallest overlap of two pieces in a row, as a share of the lower piece's height
-# height of raised or lowered text, as shares of its row's height; beside a stamp the share is smaller
-SCRIPT = (0.45, 0.8)
+SCRIPT = (0.45, 0.8)  # height range of raised or lowered text, as shares of its row's height; below: a row with a stamp
 PARAGRAPH = 1.45  # times the usual line distance
 SLACK = 1.0  # heights: the widest line of a ragged column may also end before the margin
 FULL = 24  # fewest characters of a full line; titles and table cells have fewer
@@ -99,9 +98,8 @@ def _shared(row: tuple[float, float], piece: tuple[float, float]) -> tuple[float
 def reading_order(pieces: Sequence[LinePiece]) -> list[Block]:
     """Return all rows in reading order, for pieces in drawing order.
 
-    A page is cut across where all rows above are drawn before all rows below, or after them. Each remaining band is cut
-    into columns where all pieces on one side are drawn first. A file that draws columns line by line has no such cut;
-    its columns are found because prose runs on.
+    A page is cut across where all rows above are drawn before or after all rows below. Each band is cut into columns if
+    one side is drawn first. Columns that a file draws line by line have no such cut and are found by their prose.
     """
     return [part for block in _cut(pieces) for part in _prose(block)]
 
@@ -114,15 +112,14 @@ def _cut(pieces: Sequence[LinePiece]) -> list[Block]:
         if columns := _columns(parts):
             blocks += [block for part in columns for block in _cut(part)] + [[]]
         elif len(band) <= CELL and len(parts) > 1 and any(len(rows(part)) == 1 for part in parts):
-            # a cell of several lines beside a cell of one line
-            blocks[-1].append([piece for part in parts for piece in part])
+            blocks[-1].append([piece for part in parts for piece in part])  # a taller cell beside a cell of one line
         else:
             blocks[-1] += band
     return [block for block in blocks if block]
 
 
 def _parts(pieces: Sequence[LinePiece]) -> list[list[LinePiece]]:
-    """Split pieces in drawing order where it jumps up and all later pieces begin beyond the earlier ones."""
+    """Split pieces in drawing order at jumps up the page, if all later pieces begin beyond the earlier ones."""
     rtl = is_rtl(pieces)
     starts = [-p.x1 if rtl else p.x0 for p in pieces]
     beyond = list(itertools.accumulate(reversed(starts), min))[::-1]

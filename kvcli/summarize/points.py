@@ -14,7 +14,7 @@ MOST = 12  # distinct citations that are compared with one whole statement; more
 
 
 def pieces(point: str, brackets: Sequence[Bracket]) -> list[str]:
-    """Return the words that each citation stands for: those since the citation before it, or all if there are none.
+    """Return the words that each citation stands for: those since the one before it, or all if those have no content.
 
     If the point begins with a citation, each stands for the words up to the next one. Beyond MOST different citations
     for the whole point, the rest stand for nothing.

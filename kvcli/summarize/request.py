@@ -19,7 +19,7 @@ LEAST_CHUNK = 64  # tokens; less than a paragraph cannot be summarised
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The options of `kvcli summarize`. None means not set, so that a model that ignores an option can refuse it."""
+    """The options of `kvcli summarize`. None means not set: a set option that the model does not follow is refused."""
 
     mode: Wish = "auto"
     length: Length | int | None = None  # int: words; None: medium

@@ -224,8 +224,7 @@ class _Run:
                 if not said.startswith(turn.text):
                     pen.forget()
                 last = list(pen.write(turn.text, whole=True))
-                # save before the last points are emitted, because the consumer may stop iterating
-                if pen.points or keeps_nothing:
+                if pen.points or keeps_nothing:  # saved first, because the consumer may stop iterating
                     yield from self._keep(messages, turn)
                 yield from last
                 return turn

@@ -79,7 +79,7 @@ class Terminal:
         return max(1, self.columns())
 
     def write(self, text: str) -> None:
-        """Write the text and flush; control characters of a terminal are escaped."""
+        """Write the text and flush. On a terminal, the stream escapes control characters of unstyled text."""
         self.stream.write(text)
         self.stream.flush()
 
